@@ -89,6 +89,16 @@ class Agent(Section):
     """Folder that is copied for each rollout; an empty folder if not set."""
     stdin: str | None = None
     """Text on the program's standard input; none if not set."""
+    runtime: Literal["subprocess", "sandbox"] = "subprocess"
+    """How the program runs: as a process of this user, or in a sandbox of namespaces (docs/agents.md, "Runtimes")."""
+    readable: tuple[str, ...] = ()
+    """Files and folders that the program can read in a sandbox, beside the system's and Python's; may begin with `{here}`."""
+    network: bool = False
+    """The program can use the network in a sandbox. It reaches the policy in any case."""
+    memory_gib: PositiveFloat = 4.0
+    """A program in a sandbox whose processes hold more memory is ended and scored."""
+    num_processes: PositiveInt = 256
+    """Processes at once of a program in a sandbox; one with more is ended and scored."""
     timeout_s: PositiveFloat = 540.0
     """The program is ended after this long, and what it has done is scored; less than `rollout_timeout_s`."""
     train: Literal["all", "main", "last"] = "all"

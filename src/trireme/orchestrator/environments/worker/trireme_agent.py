@@ -21,8 +21,6 @@ import json
 import os
 import re
 import shutil
-import signal
-import tempfile
 import urllib.request
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -31,21 +29,7 @@ from typing import Any
 
 from trireme_plain import PlainAdapter, Played, to_messages
 from trireme_rollout import Ask
-
-ROLLOUT = "TRIREME_ROLLOUT"
-"""Environment variable by which all processes of a rollout's program are found. Its value is the rollout's folder."""
-
-LAUNCHER = ("TRIREME_PARENT", "TRIREME_PROCESS")
-"""Variables by which the launcher finds all processes of a run."""
-
-KEPT_OUTPUT = 64 << 10
-"""Bytes of the program's output that are kept."""
-
-GRACE_S = 2.0
-"""Between SIGTERM and SIGKILL, and for what is left of the output."""
-
-REAP_S = 30.0
-"""For a killed process to end."""
+from trireme_runtime import LAUNCHER, Program, end_processes, make_runtime
 
 TRANSCRIPT_TIMEOUT_S = 60.0
 _PR_SET_CHILD_SUBREAPER = 36
@@ -75,15 +59,15 @@ class AgentAdapter(PlainAdapter):
                 "alone, as the agent program takes the turns - remove it, or remove `agent`."
             )
         self._agent = agent
-        if shutil.which(agent["command"][0]) is None:
-            raise FileNotFoundError(
-                f"The agent's program {agent['command'][0]!r} was not found in PATH={os.environ.get('PATH', '')} - "
-                "install it, or give its whole path in `command`."
-            )
+        readable = [fill_in(path, {"here": os.getcwd()}) for path in agent["readable"]]
+        self._runtime = make_runtime(agent, readable)
 
-    def serving(self) -> contextlib.AbstractAsyncContextManager[None]:
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans of a program stay below this process
-        return super().serving()
+        await self._runtime.check()
+        async with super().serving():
+            yield
 
     async def play(self, request: dict, ask: Ask) -> AgentPlayed:
         """Run the program. Its requests go to the gateway, not through `ask`."""
@@ -94,11 +78,13 @@ class AgentAdapter(PlainAdapter):
         # the same name when it is played again after a crash, as programs put it into their prompts
         parent = Path(self._agent["folders"], UNSAFE.sub("_", request["task"].rpartition(".")[0]))
         played = AgentPlayed(example, index, list(prompt), len(prompt), folder=parent / "work")
+        gateway = self._runtime.gateway(request["gateway"])
         values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in example.items()}
         values |= {
             "prompt": "\n\n".join(message["content"] for message in prompt),
-            "gateway": request["gateway"],
-            "base_url": f"{request['gateway']}/v1",
+            "listens": request["gateway"],
+            "gateway": gateway,
+            "base_url": f"{gateway}/v1",
             "api_key": request["api_key"],
             "folder": str(played.folder),
             "here": os.getcwd(),
@@ -117,31 +103,18 @@ class AgentAdapter(PlainAdapter):
         return played
 
     async def _run(self, played: AgentPlayed, values: dict[str, str]) -> None:
-        """Run the program to its end, or end it when its time is over."""
-        async with _reading() as (write_end, output):
-            with tempfile.TemporaryFile() as stdin:
-                stdin.write(fill_in(self._agent["stdin"] or "", values).encode())
-                stdin.seek(0)
-                process = await asyncio.create_subprocess_exec(
-                    *(fill_in(word, values) for word in self._agent["command"]),
-                    cwd=played.folder,
-                    env=self._variables(played.folder.parent, values),
-                    stdin=stdin,
-                    stdout=write_end,
-                    stderr=write_end,
-                    start_new_session=True,
-                )
-            try:
-                async with asyncio.timeout(self._agent["timeout_s"]):
-                    played.exit_code = await process.wait()
-                played.stop = "agent_ended"
-            except TimeoutError:
-                played.stop = "agent_timeout"
-            finally:
-                await end_processes(played.folder.parent)
-                async with asyncio.timeout(REAP_S):
-                    await process.wait()
-        played.output = output.decode(errors="replace")
+        parent = played.folder.parent
+        program = Program(
+            parent,
+            [fill_in(word, values) for word in self._agent["command"]],
+            self._variables(parent, values),
+            played.folder,
+            gateway=values["listens"],
+            stdin=fill_in(self._agent["stdin"] or "", values),
+            writable=[(str(parent), str(parent))],
+        )
+        ended = await self._runtime.run(program, timeout_s=self._agent["timeout_s"])
+        played.exit_code, played.stop, played.output = ended.exit_code, ended.stop, ended.output
 
     def _variables(self, parent: Path, values: dict[str, str]) -> dict[str, str]:
         inherited = {name: os.environ[name] for name in (*self._agent["inherit"], *LAUNCHER) if name in os.environ}
@@ -149,7 +122,7 @@ class AgentAdapter(PlainAdapter):
         policy |= {"OPENAI_API_KEY": values["api_key"], "ANTHROPIC_API_KEY": values["api_key"]}
         policy |= {"ANTHROPIC_BASE_URL": values["gateway"], "HOME": str(parent), "TMPDIR": str(parent)}
         own = {name: fill_in(value, values) for name, value in self._agent["env"].items()}
-        return inherited | policy | own | {ROLLOUT: str(parent)}
+        return inherited | policy | own
 
     def offer(self, played: Played) -> dict[str, Any]:
         assert isinstance(played, AgentPlayed), played
@@ -182,62 +155,6 @@ def _make_folder(folder: Path, template: str) -> None:
         shutil.copytree(template, folder, symlinks=True)
     else:
         folder.mkdir()
-
-
-@contextlib.asynccontextmanager
-async def _reading() -> AsyncIterator[tuple[int, bytearray]]:
-    """Yield a descriptor for the program's output, and where the end of that is kept.
-
-    A pipe of our own: asyncio takes a process whose children hold its output open for one that has not ended.
-    """
-    output = bytearray()
-    read_end, write_end = os.pipe()
-    reader = asyncio.StreamReader()
-    protocol = asyncio.StreamReaderProtocol(reader)
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(read_end, "rb", 0))
-
-    async def keep_end() -> None:
-        while data := await reader.read(1 << 16):
-            output.extend(data)
-            if len(output) > 2 * KEPT_OUTPUT:
-                del output[:-KEPT_OUTPUT]
-
-    reading = asyncio.create_task(keep_end())
-    try:
-        yield write_end, output
-    finally:
-        os.close(write_end)
-        await asyncio.wait({reading}, timeout=GRACE_S)  # all that could write is dead
-        reading.cancel()
-        transport.close()
-
-
-async def end_processes(parent: Path) -> None:
-    """End all processes of a rollout, also those that left the program's group or have lost their parent.
-
-    Args:
-        parent: the rollout's folder.
-    """
-    for number, wait_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, REAP_S)):
-        give_up = asyncio.get_running_loop().time() + wait_s
-        while pids := await asyncio.to_thread(processes_of, parent):
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
-            if asyncio.get_running_loop().time() > give_up:
-                break
-            await asyncio.sleep(0.05)
-
-
-def processes_of(parent: Path) -> list[int]:
-    """Return the processes that run for a rollout, by a variable that they have inherited."""
-    marker = f"{ROLLOUT}={parent}\0".encode()
-    found = []
-    for name in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
-            if marker in file.read() + b"\0":
-                found.append(int(name))
-    return found
 
 
 def _read_transcript(gateway: str, key: str) -> list[dict]:

@@ -1,0 +1,273 @@
+"""How the programs of rollouts are run and ended: as plain processes, or in a sandbox."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+from urllib.parse import urlsplit
+
+import trireme_sandbox
+
+ROLLOUT = "TRIREME_ROLLOUT"
+"""Environment variable by which all processes of a rollout's program are found. Its value is the rollout's folder."""
+
+LAUNCHER = ("TRIREME_PARENT", "TRIREME_PROCESS")
+"""Variables by which the launcher finds all processes of a run."""
+
+KEPT_OUTPUT = 64 << 10
+"""Bytes of the program's output that are kept."""
+
+GRACE_S = 2.0
+"""Between SIGTERM and SIGKILL, and for what is left of the output."""
+
+REAP_S = 30.0
+"""For a killed process to end."""
+
+CHECK_S = 60.0
+"""For the command that shows whether the runtime works."""
+
+
+@dataclass
+class Program:
+    """A program to run for a rollout."""
+
+    parent: Path  # the rollout's private folder
+    command: list[str]
+    variables: dict[str, str]
+    folder: Path  # in which it runs
+    gateway: str = "http://127.0.0.1:1"
+    stdin: str = ""
+    readable: list[tuple[str, str]] = field(default_factory=list)  # paths here and inside, in a sandbox
+    writable: list[tuple[str, str]] = field(default_factory=list)  # the same, below `parent`
+
+
+@dataclass
+class Ended:
+    """The end of a program."""
+
+    exit_code: int | None  # None where it was ended, because of its time or a limit
+    stop: str
+    output: str
+
+
+class Subprocess:
+    """Runs programs as processes of this user, without any confinement."""
+
+    def __init__(self, agent: dict) -> None:
+        self._agent = agent
+
+    async def check(self) -> None:
+        """Raises: FileNotFoundError, PermissionError, ... where the program cannot be run here."""
+        name = self._agent["command"][0]
+        if shutil.which(name) is None:
+            raise FileNotFoundError(
+                f"The agent's program {name!r} was not found in PATH={os.environ.get('PATH', '')} - install it, or "
+                "give its whole path in `command`."
+            )
+
+    def gateway(self, url: str) -> str:
+        """Return the gateway's address as the program has to use it."""
+        return url
+
+    async def run(self, program: Program, *, timeout_s: float) -> Ended:
+        """Run a program to its end, or end it when its time is over. Then no process of it is left."""
+        async with _reading() as (write_end, output):
+            with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as report:
+                stdin.write(program.stdin.encode())
+                stdin.seek(0)
+                process = await self._start(program, stdin, write_end, report)
+                ended = Ended(None, "agent_timeout", "")
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        await process.wait()
+                    ended = Ended(process.returncode, "agent_ended", "")
+                except TimeoutError:
+                    pass
+                finally:
+                    await end_processes(program.parent)
+                    async with asyncio.timeout(REAP_S):
+                        await process.wait()
+                if ended.stop == "agent_ended":
+                    report.seek(0)
+                    self._read_report(report.read(), ended)
+        ended.output = output.decode(errors="replace")
+        return ended
+
+    async def _start(self, program: Program, stdin: IO, output: int, report: IO) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *program.command,
+            cwd=program.folder,
+            env=program.variables | {ROLLOUT: str(program.parent)},
+            stdin=stdin,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+    def _read_report(self, report: bytes, ended: Ended) -> None:
+        """Correct how a program ended by what its launcher reports."""
+
+
+class Sandbox(Subprocess):
+    """Runs programs in namespaces of their own (`trireme_sandbox.py`)."""
+
+    def __init__(self, agent: dict, readable: list[str]) -> None:
+        super().__init__(agent)
+        python = dict.fromkeys(os.path.realpath(path) for path in (sys.prefix, sys.base_prefix))
+        named = [(os.path.realpath(path), path) for path in readable]
+        self._readable = [*named, *((path, path) for path in (*python, sys.prefix))]
+
+    async def check(self) -> None:
+        await super().check()
+        self._check_readable()
+        self._check_visible(shutil.which(self._agent["command"][0]) or "")
+        folders = Path(self._agent["folders"])
+        folders.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folders) as folder:
+            parent = Path(os.path.realpath(folder))
+            program = Program(parent, ["/bin/sh", "-c", "echo it works"], {}, Path("/"))
+            try:
+                ended = await self.run(program, timeout_s=CHECK_S)
+            except OSError as error:
+                ended = Ended(None, str(error), "")
+        if ended.output.strip() != "it works":
+            raise PermissionError(
+                f"This machine has no sandbox for agent programs ({ended.stop}; {ended.output[-300:].strip()}) - "
+                "expected Linux 5.12 or newer that allows user namespaces - allow them (`sysctl "
+                "user.max_user_namespaces`, `kernel.apparmor_restrict_unprivileged_userns`, the security options of "
+                'the container), or choose another `agent.runtime`. "subprocess" confines nothing.'
+            )
+
+    def _check_readable(self) -> None:
+        """Refuse to show the user's home, or the files of the run."""
+        run = Path(self._agent["folders"]).parents[1]
+        for source, path in self._readable:
+            if not (os.path.isabs(path) and os.path.exists(source)):
+                raise FileNotFoundError(
+                    f"`agent.readable` names {path!r} - expected the absolute path of something that exists, or one "
+                    "that begins with {here} - correct it."
+                )
+            for what, hidden in (("the user's home folder", Path.home()), ("the run's folder", run)):
+                real = os.path.realpath(hidden)
+                if trireme_sandbox.is_below(real, source) or (hidden == run and trireme_sandbox.is_below(source, real)):
+                    raise PermissionError(
+                        f"`agent.readable` names {path!r}, which shows {what} ({real}) to the program - expected "
+                        "folders of programs and data alone - name a folder further below."
+                    )
+
+    def _check_visible(self, command: str) -> None:
+        visible = [*trireme_sandbox.SYSTEM, *(path for _, path in self._readable)]
+        for path in (os.path.abspath(command), os.path.realpath(command)):
+            if not any(trireme_sandbox.is_below(path, folder) for folder in visible):
+                raise FileNotFoundError(
+                    f"The agent's program {path} is not visible in the sandbox, which shows {', '.join(visible)} - "
+                    "expected its folder among them - add it to `agent.readable`."
+                )
+
+    def gateway(self, url: str) -> str:
+        return url if self._agent["network"] else f"http://127.0.0.1:{urlsplit(url).port}"
+
+    async def _start(self, program: Program, stdin: IO, output: int, report: IO) -> asyncio.subprocess.Process:
+        found, address = os.lstat(program.parent), urlsplit(program.gateway)
+        order: trireme_sandbox.Order = {
+            "command": program.command,
+            "variables": program.variables,
+            "cwd": str(program.folder),
+            "folder": str(program.parent),
+            "inode": [found.st_dev, found.st_ino],
+            "readable": [list(pair) for pair in (*self._readable, *program.readable)],
+            "writable": [list(pair) for pair in program.writable],
+            "gateway": [address.hostname, address.port],
+            "network": self._agent["network"],
+            "memory_bytes": int(self._agent["memory_gib"] * (1 << 30)),
+            "num_processes": self._agent["num_processes"],
+        }
+        kept = {name: os.environ[name] for name in LAUNCHER if name in os.environ}
+        with tempfile.TemporaryFile() as file:
+            file.write(json.dumps(order).encode())
+            file.seek(0)
+            descriptors = (file.fileno(), report.fileno())
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, "-E", "-s", "-S", trireme_sandbox.__file__, *map(str, descriptors)),
+                env=kept | {ROLLOUT: str(program.parent)},
+                stdin=stdin,
+                stdout=output,
+                stderr=output,
+                pass_fds=descriptors,
+                start_new_session=True,
+            )
+
+    def _read_report(self, report: bytes, ended: Ended) -> None:
+        said = {name: value for line in report.splitlines() for name, value in json.loads(line).items()}
+        if "failed" in said or not said:
+            raise OSError(f"The sandbox could not run the program: {said.get('failed', 'its launcher was killed')}")
+        ended.exit_code, ended.stop = said.get("exit"), said.get("stop", ended.stop)
+
+
+def make_runtime(agent: dict, readable: list[str]) -> Subprocess:
+    """Return the runtime of an agent's table."""
+    return Sandbox(agent, readable) if agent["runtime"] == "sandbox" else Subprocess(agent)
+
+
+@contextlib.asynccontextmanager
+async def _reading() -> AsyncIterator[tuple[int, bytearray]]:
+    """Yield a descriptor for the program's output, and where the end of that is kept.
+
+    A pipe of our own: asyncio takes a process whose children hold its output open for one that has not ended.
+    """
+    output = bytearray()
+    read_end, write_end = os.pipe()
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(read_end, "rb", 0))
+
+    async def keep_end() -> None:
+        while data := await reader.read(1 << 16):
+            output.extend(data)
+            if len(output) > 2 * KEPT_OUTPUT:
+                del output[:-KEPT_OUTPUT]
+
+    reading = asyncio.create_task(keep_end())
+    try:
+        yield write_end, output
+    finally:
+        os.close(write_end)
+        await asyncio.wait({reading}, timeout=GRACE_S)  # all that could write is dead
+        reading.cancel()
+        transport.close()
+
+
+async def end_processes(parent: Path) -> None:
+    """End all processes of a rollout, also those that left the program's group or have lost their parent.
+
+    Args:
+        parent: the rollout's folder.
+    """
+    for number, wait_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, REAP_S)):
+        give_up = asyncio.get_running_loop().time() + wait_s
+        while pids := await asyncio.to_thread(processes_of, parent):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            if asyncio.get_running_loop().time() > give_up:
+                break
+            await asyncio.sleep(0.05)
+
+
+def processes_of(parent: Path) -> list[int]:
+    """Return the processes that run for a rollout, by a variable that they have inherited."""
+    marker = f"{ROLLOUT}={parent}\0".encode()
+    found = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
+            if marker in file.read() + b"\0":
+                found.append(int(name))
+    return found

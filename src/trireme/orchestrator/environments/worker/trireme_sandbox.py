@@ -1,0 +1,329 @@
+"""Runs one program in a sandbox of Linux namespaces: `python trireme_sandbox.py ORDER REPORT`, two descriptors.
+
+The order is an `Order` as JSON. The report is a line of JSON: {"exit": 0}, {"stop": "agent_memory"}, or {"failed": why}.
+`python trireme_sandbox.py ORDER` prints what would be mounted, and runs nothing.
+
+    worker - launcher - init (process 1 of its own namespace; its end is the end of all in it) - the program
+
+The program sees the system's programs and libraries, what the order shows, an own /tmp, and folders that it may write.
+Those have to lie in a private folder that the caller has just made: its owner is this user, its mode is 0700, and
+device and inode are the ones in the order. Any other is refused. No file changes its owner: the program's user is the
+caller, without any privilege, and with the user id 1000 inside.
+
+Without the network, the program has a loopback interface of its own. Init opens a socket there, at the gateway's port,
+and hands it to the launcher, which accepts connections and forwards them to the gateway.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import stat
+import struct
+import sys
+import threading
+from collections.abc import Iterator
+from typing import TypedDict
+
+import trireme_sandbox_kernel as kernel
+
+USER = 1000  # inside; outside it is the caller
+WATCH_EVERY_S = 0.2  # memory and number of processes
+PAGE = os.sysconf("SC_PAGE_SIZE")
+CHUNK = 1 << 16
+MOST_CONNECTIONS = 128
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+CERTIFICATES = ("/etc/ssl/certs", "/etc/ssl/openssl.cnf", "/etc/pki/tls/certs", "/etc/pki/ca-trust/extracted")
+NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+LINKS = {"/dev/fd": "/proc/self/fd", "/dev/stdin": "/proc/self/fd/0", "/dev/stdout": "/proc/self/fd/1"}
+LINKS |= {"/dev/stderr": "/proc/self/fd/2", "/dev/shm": "/tmp"}
+USERS = {"/etc/passwd": f"root:x:0:0::/root:/bin/sh\nagent:x:{USER}:{USER}::/tmp:/bin/sh\n"}
+USERS |= {"/etc/group": f"root:x:0:\nagent:x:{USER}:\n"}
+TMP = "size=256m,nr_inodes=65536,mode=1777"
+SIOCSIFFLAGS, IFF_UP = 0x8914, 0x1
+
+
+class Order(TypedDict):
+    """A program, and what it may see and use."""
+
+    command: list[str]
+    variables: dict[str, str]
+    cwd: str
+    folder: str  # private: all that is writable lies in it
+    inode: list[int]  # of that folder: device and inode
+    readable: list[list[str]]  # [path here, path inside]
+    writable: list[list[str]]
+    gateway: list  # host and port, as seen from here
+    network: bool
+    memory_bytes: int  # of all its processes
+    num_processes: int
+
+
+def main() -> None:
+    kernel.die_with_parent()
+    with open(int(sys.argv[1]), "rb") as file:
+        order: Order = json.load(file)
+    if len(sys.argv) == 2:
+        for step in plan(order):
+            print(*step)
+        return
+    report = int(sys.argv[2])
+    os.set_inheritable(report, False)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is for the program, whose end is ours
+    try:
+        stopped = run(order, report)
+    except OSError as error:
+        stopped = {"failed": f"{error.strerror or error}"}
+    if stopped:
+        _report(report, stopped)
+
+
+def _report(descriptor: int, report: dict) -> None:
+    os.write(descriptor, json.dumps(report).encode() + b"\n")
+
+
+def run(order: Order, report: int) -> dict:
+    """Run the program to its end, which init reports. Return why it was ended, if it was."""
+    steps = list(plan(order))
+    _write("/proc/self/oom_score_adj", "1000")  # where memory runs out, this ends before a trainer does
+    ours, theirs = socket.socketpair()
+    child = kernel.clone(kernel.NEW_ALL_BUT_NET | (0 if order["network"] else kernel.NEW_NET))
+    if child == 0:
+        ours.close()
+        _as_child(report, lambda: _be_init(order, steps, theirs, report))
+    theirs.close()
+    _map_user(child)
+    ours.send(b"1")
+    if not order["network"]:
+        _, listeners, _, _ = socket.recv_fds(ours, 1, 1)
+        if listeners:  # else init has failed, and has said why
+            accepting = socket.socket(fileno=listeners[0])
+            threading.Thread(target=_forward, args=(accepting, *order["gateway"]), daemon=True).start()
+    return _watch(child, order)
+
+
+def _as_child(report: int, body) -> None:  # type: ignore[no-untyped-def]
+    """Never returns: a forked child must not go on as its parent."""
+    try:
+        body()
+    except OSError as error:
+        _report(report, {"failed": f"{error.strerror or error}"})
+    finally:
+        os._exit(1)
+
+
+def _map_user(child: int) -> None:
+    _write(f"/proc/{child}/setgroups", "deny")
+    _write(f"/proc/{child}/uid_map", f"{USER} {os.geteuid()} 1\n")
+    _write(f"/proc/{child}/gid_map", f"{USER} {os.getegid()} 1\n")
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "wb", buffering=0) as file:
+        file.write(text.encode())
+
+
+def _watch(child: int, order: Order) -> dict:
+    """Wait until init ends. End it where its processes are too many or hold too much memory."""
+    handle = os.pidfd_open(child)
+    events = select.poll()
+    events.register(handle, select.POLLIN)
+    stopped = {}
+    while not events.poll(WATCH_EVERY_S * 1000):
+        num_processes, memory = _use_of(child, order["num_processes"])
+        if num_processes > order["num_processes"]:
+            stopped = {"stop": "agent_processes"}
+        elif memory > order["memory_bytes"]:
+            stopped = {"stop": "agent_memory"}
+        if stopped:
+            os.kill(child, signal.SIGKILL)
+            break
+    os.waitpid(child, 0)
+    return stopped
+
+
+def _use_of(init: int, most: int) -> tuple[int, int]:
+    """Return the number of processes below init, and their bytes in memory. It stops counting above `most`."""
+    found, memory = [init], 0
+    for pid in found:  # grows as it is walked
+        with contextlib.suppress(OSError):  # it may have ended meanwhile
+            with open(f"/proc/{pid}/statm") as file:
+                _, resident, shared = map(int, file.read().split()[:3])
+            memory += (resident - shared) * PAGE
+            for task in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{task}/children") as file:
+                    found += map(int, file.read().split())
+        if len(found) > most + 1:
+            break
+    return len(found) - 1, memory
+
+
+def _forward(listener: socket.socket, host: str, port: int) -> None:
+    """Connect each connection of the sandbox with the gateway."""
+    free = threading.Semaphore(MOST_CONNECTIONS)
+
+    def connect(inside: socket.socket) -> None:
+        with free, inside, contextlib.suppress(OSError), socket.create_connection((host, port)) as gateway:
+            back = threading.Thread(target=_pump, args=(gateway, inside), daemon=True)
+            back.start()
+            _pump(inside, gateway)
+            back.join()
+
+    while True:
+        free.acquire()  # here too, so that no threads wait
+        free.release()
+        threading.Thread(target=connect, args=(listener.accept()[0],), daemon=True).start()
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(CHUNK):
+            target.sendall(data)
+    with contextlib.suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
+
+
+# --- inside -----------------------------------------------------------------------------------------------------------
+
+
+def _be_init(order: Order, steps: list[tuple[str, str, str]], launcher: socket.socket, report: int) -> None:
+    kernel.die_with_parent()
+    if launcher.recv(1) != b"1":  # the user is mapped
+        return
+    if not order["network"]:
+        with socket.socket() as listener:
+            fcntl.ioctl(listener, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
+            listener.bind(("127.0.0.1", order["gateway"][1]))
+            listener.listen(MOST_CONNECTIONS)
+            socket.send_fds(launcher, [b"1"], [listener.fileno()])
+    _build_root(order["folder"], steps)
+    program = os.fork()
+    if program == 0:
+        _as_child(report, lambda: _become_program(order))
+    while True:
+        pid, status = os.wait()
+        if pid == program:
+            _report(report, {"exit": os.waitstatus_to_exitcode(status)})
+            return
+
+
+def _become_program(order: Order) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.chdir(order["cwd"])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    allowed, most = resource.getrlimit(resource.RLIMIT_NPROC)[1], order["num_processes"] + 1
+    most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
+    resource.setrlimit(resource.RLIMIT_NPROC, (most, most))  # it has no effect where the caller is root
+    kernel.drop_privileges()
+    kernel.filter_calls(confine_all=False, allow_network=True)
+    try:
+        os.execvpe(order["command"][0], order["command"], order["variables"])
+    except FileNotFoundError as error:
+        words = f"{order['command'][0]} is not there inside of the sandbox: add its folder to `agent.readable`"
+        raise OSError(words) from error
+
+
+def _build_root(folder: str, steps: list[tuple[str, str, str]]) -> None:
+    """Take the steps of a plan below `folder`, which is hidden by that, and make the result the root."""
+    held = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
+    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    kernel.mount("tmpfs", folder, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=4m,mode=755")
+    for step, target, what in steps:
+        path = folder + target
+        if step in ("read", "device", "write", "proc", "tmpfs"):
+            is_folder = step in ("write", "proc", "tmpfs") or os.path.isdir(what)
+            os.makedirs(path if is_folder else os.path.dirname(path), exist_ok=True)
+            if not is_folder:
+                open(path, "wb").close()
+        else:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        if step == "link":
+            os.symlink(what, path)
+        elif step == "text":
+            _write(path, what)
+        elif step == "tmpfs":
+            kernel.mount("tmpfs", path, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, what)
+        elif step == "proc":
+            _mount_proc(path)
+        else:
+            source = f"/proc/self/fd/{held}{what.removeprefix(folder)}" if step == "write" else what
+            kernel.mount(source, path, None, kernel.MS_BIND | (0 if step == "write" else kernel.MS_REC))
+        if step in ("read", "device"):  # of a device, its mode and owner: as root, the program would own it
+            kernel.make_read_only(path, recursive=step == "read")
+    os.close(held)
+    kernel.change_root(folder)
+    kernel.make_read_only("/", recursive=False)
+
+
+def _mount_proc(path: str) -> None:
+    """Show its own processes. The mount is read-only: the kernel's settings there ask for root's id alone."""
+    try:
+        kernel.mount("proc", path, "proc", kernel.MS_NOSUID | kernel.MS_NODEV)
+    except OSError:  # in a container that hides a part of /proc
+        return
+    kernel.make_read_only(path, recursive=True)
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def plan(order: Order) -> Iterator[tuple[str, str, str]]:
+    """Yield the steps that make the program's root: what to do, the path inside, and the source or content.
+
+    Raises: PermissionError for a folder that must not be written.
+    """
+    _check_private(order)
+    seen = list(filter(os.path.islink, SYSTEM))
+    for path in seen:
+        yield "link", path, os.readlink(path)
+    yield "tmpfs", "/tmp", TMP
+    yield "proc", "/proc", ""
+    shown = [(path, path) for path in (*SYSTEM, *CERTIFICATES) if not os.path.islink(path)]
+    shown += [(os.path.realpath(path), path) for path in NETWORK] if order["network"] else []
+    shown += [(source, target) for source, target in order["readable"]]
+    for source, target in sorted(dict.fromkeys(shown), key=lambda pair: len(pair[1])):
+        if os.path.exists(source) and not any(is_below(target, other) for other in seen):
+            seen.append(target)
+            yield "read", target, source
+    for path in DEVICES:
+        yield "device", path, path
+    for path, content in LINKS.items():
+        yield "link", path, content
+    for path, content in (USERS | ({} if order["network"] else {"/etc/hosts": "127.0.0.1 localhost\n"})).items():
+        yield "text", path, content
+    for source, target in sorted(order["writable"], key=lambda pair: len(pair[1])):
+        yield "write", target, source
+
+
+def is_below(path: str, folder: str) -> bool:
+    """Return whether a path is a folder, or lies in it."""
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
+def _check_private(order: Order) -> None:
+    """Refuse to let anything be written but what lies in a private folder that the caller has made for this program."""
+    folder = order["folder"]
+    found = os.lstat(folder)
+    is_ours = (
+        stat.S_ISDIR(found.st_mode)
+        and stat.S_IMODE(found.st_mode) == 0o700
+        and found.st_uid == os.geteuid()
+        and [found.st_dev, found.st_ino] == order["inode"]
+        and os.path.realpath(folder) == folder
+    )
+    if not is_ours:
+        raise PermissionError(f"{folder} is not the private folder (mode 0700, owned by this user) of this program")
+    for source, target in order["writable"]:
+        if not (is_below(source, folder) and os.path.realpath(source) == source and os.path.isdir(source)):
+            raise PermissionError(f"{source} may not be written: it is no folder in {folder}")
+        if target == "/" or any(is_below(target, path) for path in (*SYSTEM, "/proc", "/dev", "/etc")):
+            raise PermissionError(f"{source} may not be shown as {target}, which belongs to the system")
+
+
+if __name__ == "__main__":
+    main()
