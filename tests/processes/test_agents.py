@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
 import sys
 import textwrap
 import time
@@ -17,6 +19,7 @@ import pytest
 from agent_play import ENDS, TASKS, ScriptedPolicy, assert_exact, calls, player
 from real_run import is_alive
 from trireme.base.errors import ConfigError, DeadlineExceeded
+from trireme.orchestrator.environments import agent_session
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 
 LOOP = """
@@ -273,3 +276,102 @@ def test_a_worker_that_dies_costs_no_turn(play, tmp_path):
     (rollout,), policy = play(DIES_ONCE % str(tmp_path / "first"), journal=tmp_path / "journal")
     assert (rollout.metrics["exit_code"], rollout.num_turns, len(policy.given)) == (0.0, 1, 1)
     assert not is_alive((tmp_path / "first").read_text())  # it would work in its successor's folder
+
+
+LOOKS_AROUND = """
+    import json, os, pathlib, socket, subprocess, sys, openai
+    def sees(path):
+        return os.path.lexists(path)
+    def writes(path):
+        try:
+            with open(path, "a") as file:
+                file.write("")
+        except OSError:
+            return False
+        return True
+    def connects(*address):
+        with socket.socket() as one:
+            one.settimeout(2)
+            return one.connect_ex(address) == 0
+    openai.OpenAI().chat.completions.create(model="x", messages=[{"role": "user", "content": "hi"}])
+    home, secret, port = sys.argv[1:]
+    found = [path for path in (home, secret, "/etc/shadow", "/sys", os.path.join(secret, "..", "logs")) if sees(path)]
+    found += [path for path in ("/usr/x", "/x", "/dev/x", "/proc/sys/kernel/domainname", sys.prefix + "/x") if writes(path)]
+    found += ["network"] if connects("127.0.0.1", int(port)) or connects("198.51.100.1", 80) else []
+    found += ["privileges"] if subprocess.run(["unshare", "-Ur", "true"], capture_output=True).returncode == 0 else []
+    found += ["processes"] if len([name for name in os.listdir("/proc") if name.isdecimal()]) > 2 else []
+    found += ["device"] if subprocess.run(["chmod", "0666", "/dev/null"], capture_output=True).returncode == 0 else []
+    pathlib.Path("sum.txt").write_text("5")
+    print(json.dumps(found))
+"""
+
+
+@pytest.fixture
+def sandboxed(play, tmp_path, monkeypatch):
+    """Return what plays a rollout with a program in the sandbox, and shows it that program's folder."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    program = tmp_path / "program"
+    program.mkdir()
+
+    def run(code: str, *arguments: str, tasks: str = TASKS, **agent: object):
+        file = program / "agent.py"
+        file.write_text(textwrap.dedent(code))
+        command = (sys.executable, str(file), *arguments)
+        return play("", command=command, tasks=tasks, runtime="sandbox", readable=(str(program),), **agent)
+
+    return run
+
+
+def test_a_program_in_the_sandbox_reaches_the_policy_and_its_own_folder_alone(sandboxed, tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "secret").write_text("42")
+    tasks = TASKS.replace('"output": len(output)', '"output": float(output.strip() == "[]")')
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        arguments = (str(tmp_path / "home"), str(tmp_path / "secret"), str(other.getsockname()[1]))
+        (rollout,), policy = sandboxed(LOOKS_AROUND, *arguments, tasks=tasks)
+    assert (rollout.stop, rollout.metrics["exit_code"], rollout.reward) == ("agent_ended", 0.0, 1.0)
+    assert rollout.metrics["output"] == 1.0, rollout.info
+    assert_exact(rollout, policy, num_turns=1)
+
+
+@pytest.mark.parametrize(
+    ("grows", "stop", "limits"),
+    [
+        ("kept = b'1' * (600 << 20)", "agent_memory", {"memory_gib": 0.5}),
+        ("for _ in range(40): os.fork() or time.sleep(60)", "agent_processes", {"num_processes": 32}),
+        ("", "agent_timeout", {"timeout_s": 5.0}),
+    ],
+)
+def test_a_program_that_takes_too_much_is_ended_and_scored(sandboxed, grows, stop, limits):
+    program = f"""
+    import os, time, openai
+    openai.OpenAI().chat.completions.create(model="x", messages=[{{"role": "user", "content": "hi"}}])
+    {grows}
+    time.sleep(60)
+    """
+    (rollout,), _ = sandboxed(program, **limits)
+    assert (rollout.stop, rollout.metrics["exit_code"], rollout.reward) == (stop, -1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "writable", "words"),
+    [(0o755, "", "private folder"), (0o700, "/..", "may not be written"), (0o700, "/link", "may not be written")],
+)
+def test_the_sandbox_writes_to_no_folder_but_a_private_one(tmp_path, mode, writable, words):
+    folder = tmp_path / "private"
+    folder.mkdir(mode=mode)
+    (folder / "link").symlink_to(tmp_path)
+    found = folder.stat()
+    order = {
+        "folder": str(folder),
+        "inode": [found.st_dev, found.st_ino],
+        "writable": [[f"{folder}{writable}", "/app"]],
+    }
+    file = tmp_path / "order.json"
+    file.write_text(json.dumps(order | {"readable": [], "network": False}))
+    script = Path(agent_session.__file__).parent / "worker" / "trireme_sandbox.py"
+    with file.open() as given:
+        shown = [sys.executable, str(script), str(given.fileno())]
+        done = subprocess.run(shown, pass_fds=[given.fileno()], capture_output=True, text=True, check=False)
+    assert words in done.stderr
+    assert done.returncode

@@ -148,16 +148,14 @@ class Sandbox(Subprocess):
 
     def _check_readable(self) -> None:
         """Refuse to show the user's home, or the files of the run."""
-        run = Path(self._agent["folders"]).parents[1]
         for source, path in self._readable:
             if not (os.path.isabs(path) and os.path.exists(source)):
                 raise FileNotFoundError(
                     f"`agent.readable` names {path!r} - expected the absolute path of something that exists, or one "
                     "that begins with {here} - correct it."
                 )
-            for what, hidden in (("the user's home folder", Path.home()), ("the run's folder", run)):
-                real = os.path.realpath(hidden)
-                if trireme_sandbox.is_below(real, source) or (hidden == run and trireme_sandbox.is_below(source, real)):
+            for what, hidden in (("the home folder", Path.home()), ("other rollouts", self._agent["folders"])):
+                if trireme_sandbox.is_below(real := os.path.realpath(hidden), source):
                     raise PermissionError(
                         f"`agent.readable` names {path!r}, which shows {what} ({real}) to the program - expected "
                         "folders of programs and data alone - name a folder further below."

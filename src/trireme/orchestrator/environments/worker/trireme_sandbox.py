@@ -36,7 +36,17 @@ WATCH_EVERY_S = 0.2  # memory and number of processes
 PAGE = os.sysconf("SC_PAGE_SIZE")
 CHUNK = 1 << 16
 MOST_CONNECTIONS = 128
-SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+SYSTEM = (
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/etc/alternatives",
+    "/etc/localtime",
+)
 CERTIFICATES = ("/etc/ssl/certs", "/etc/ssl/openssl.cnf", "/etc/pki/tls/certs", "/etc/pki/ca-trust/extracted")
 NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
@@ -45,6 +55,7 @@ LINKS |= {"/dev/stderr": "/proc/self/fd/2", "/dev/shm": "/tmp"}
 USERS = {"/etc/passwd": f"root:x:0:0::/root:/bin/sh\nagent:x:{USER}:{USER}::/tmp:/bin/sh\n"}
 USERS |= {"/etc/group": f"root:x:0:\nagent:x:{USER}:\n"}
 TMP = "size=256m,nr_inodes=65536,mode=1777"
+PID_MAX_OF_NAMESPACE, LEAST_PID_MAX = (6, 15), 302  # Linux that has the setting in each PID namespace; its least value
 SIOCSIFFLAGS, IFF_UP = 0x8914, 0x1
 
 
@@ -201,7 +212,7 @@ def _be_init(order: Order, steps: list[tuple[str, str, str]], launcher: socket.s
             listener.bind(("127.0.0.1", order["gateway"][1]))
             listener.listen(MOST_CONNECTIONS)
             socket.send_fds(launcher, [b"1"], [listener.fileno()])
-    _build_root(order["folder"], steps)
+    _build_root(order["folder"], steps, order["num_processes"])
     program = os.fork()
     if program == 0:
         _as_child(report, lambda: _become_program(order))
@@ -228,8 +239,12 @@ def _become_program(order: Order) -> None:
         raise OSError(words) from error
 
 
-def _build_root(folder: str, steps: list[tuple[str, str, str]]) -> None:
-    """Take the steps of a plan below `folder`, which is hidden by that, and make the result the root."""
+def _build_root(folder: str, steps: list[tuple[str, str, str]], most: int) -> None:
+    """Take the steps of a plan below `folder`, which is hidden by that, and make the result the root.
+
+    Args:
+        most: processes at once.
+    """
     held = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("tmpfs", folder, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=4m,mode=755")
@@ -249,7 +264,7 @@ def _build_root(folder: str, steps: list[tuple[str, str, str]]) -> None:
         elif step == "tmpfs":
             kernel.mount("tmpfs", path, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, what)
         elif step == "proc":
-            _mount_proc(path)
+            _mount_proc(path, most)
         else:
             source = f"/proc/self/fd/{held}{what.removeprefix(folder)}" if step == "write" else what
             kernel.mount(source, path, None, kernel.MS_BIND | (0 if step == "write" else kernel.MS_REC))
@@ -260,12 +275,15 @@ def _build_root(folder: str, steps: list[tuple[str, str, str]]) -> None:
     kernel.make_read_only("/", recursive=False)
 
 
-def _mount_proc(path: str) -> None:
+def _mount_proc(path: str, most: int) -> None:
     """Show its own processes. The mount is read-only: the kernel's settings there ask for root's id alone."""
     try:
         kernel.mount("proc", path, "proc", kernel.MS_NOSUID | kernel.MS_NODEV)
     except OSError:  # in a container that hides a part of /proc
         return
+    if tuple(map(int, os.uname().release.split(".")[:2])) >= PID_MAX_OF_NAMESPACE:
+        with contextlib.suppress(OSError):  # for root: of an ordinary user, RLIMIT_NPROC counts
+            _write(f"{path}/sys/kernel/pid_max", str(max(most, LEAST_PID_MAX)))
     kernel.make_read_only(path, recursive=True)
 
 
