@@ -92,7 +92,7 @@ class Agent(Section):
     runtime: Literal["subprocess", "sandbox"] = "subprocess"
     """How the program runs: as a process of this user, or in a sandbox of namespaces (docs/agents.md, "Runtimes")."""
     readable: tuple[str, ...] = ()
-    """Files and folders that the program can read in a sandbox, beside the system's and Python's; may begin with `{here}`."""
+    """Paths that the program can read in a sandbox, beside the system's and Python's; they may begin with `{here}`."""
     network: bool = False
     """The program can use the network in a sandbox. It reaches the policy in any case."""
     memory_gib: PositiveFloat = 4.0
