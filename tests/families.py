@@ -50,15 +50,43 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 """By `model_type`: what is special."""
 
-ATTENTION = {"gpt_oss": "eager", "gemma2": "eager", "vaultgemma": "eager"}
-"""Where it is not sdpa: gpt-oss has sinks, two Gemmas cap their attention scores."""
+ATTENTION = {"gpt_oss": "eager", "gemma2": "eager", "vaultgemma": "eager", "mamba2": "eager"}
+"""Where it is not sdpa: gpt-oss has sinks, two Gemmas cap their attention scores, Mamba-2 has no attention."""
 
-NOT_FOR_PACKED_ROWS: dict[str, dict[str, Any]] = {
-    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
-    "qwen3_next": _HEADS | {"num_experts": 4, "num_experts_per_tok": 2},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "bloom": {"n_layer": 2, "n_head": 4},
+_DELTA = _HEADS | {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
 }
+_DELTA_EXPERTS = _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2}
+
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA | _DELTA_EXPERTS,
+    "qwen3_next": _DELTA | _DELTA_EXPERTS,
+    "granitemoehybrid": _MAMBA
+    | {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 0, "shared_intermediate_size": 48},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mlp"],
+        "num_hidden_layers": 3,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "head_dim": 8,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": _EXPERTS | {"layer_types": ["conv", "full_attention"], "num_experts": 4, "num_dense_layers": 1},
+    "falcon_h1": _MAMBA | _HEADS | {"mamba_d_ssm": 64},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
+}
+"""Some or all layers carry a state from token to token."""
+CONFIGS |= HYBRIDS
+
+NOT_FOR_PACKED_ROWS: dict[str, dict[str, Any]] = {"mamba": {"state_size": 8}, "bloom": {"n_layer": 2, "n_head": 4}}
 
 
 def build_config(kind: str, **changes: Any) -> PretrainedConfig:

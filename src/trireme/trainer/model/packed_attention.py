@@ -90,7 +90,7 @@ def _bucket(starts: np.ndarray, lengths: np.ndarray, places_in_row: np.ndarray, 
 
 
 def supports_packed_attention(model: PreTrainedModel) -> bool:
-    """Return whether every layer attends to all tokens before it, through transformers' `sdpa`.
+    """Return whether every layer that attends sees all tokens before it, through transformers' `sdpa`.
 
     Windows and chunks are not supported, because not every model passes them to its attention.
     """
@@ -99,7 +99,7 @@ def supports_packed_attention(model: PreTrainedModel) -> bool:
     windowed = getattr(text, "sliding_window", None) if not layers else None
     return (
         model.config._attn_implementation == "sdpa"
-        and all(layer == "full_attention" for layer in layers)
+        and set(layers) <= {"full_attention", "linear_attention", "conv", "mlp", "moe", "hybrid"}
         and not windowed
         and not getattr(text, "attention_chunk_size", None)
     )

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from trireme.base.errors import ConfigError
+from trireme.trainer.model.packed_states import keep_states_apart, state_mixers
 from trireme.trainer.model.sharding import class_name, reshard
 
 LENGTH = 8  # tokens of each of the two samples
@@ -18,8 +19,8 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}  # 
 def check_packing(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
     """Change a row's first sample and check that the logits of the second one stay the same. A collective.
 
-    Models that carry a state from token to token (state spaces, linear attention, convolutions over time), or that
-    know distances by other means than positions, would let one sample see the other. Some models, such as gpt-oss,
+    Models that carry a state from token to token get an empty state for each sample (`packed_states`). Models that
+    know distances by other means than positions would let one sample see the other. Some models, such as gpt-oss,
     ignore positions when they build their masks but accept masks: these are given masks.
 
     Args:
@@ -29,8 +30,9 @@ def check_packing(model: PreTrainedModel, device: torch.device, dtype: torch.dty
         ConfigError: one sample sees the other, or the model does not run on tokens and positions alone.
     """
     name = class_name(model)
-    if model._is_stateful:
-        raise _cannot(name, "it carries a state from each token to the next, across samples")
+    if model._is_stateful and not state_mixers(model):
+        raise _cannot(name, "it carries a state from each token to the next, in layers that we do not know")
+    keep_states_apart(model)
     try:
         difference = _difference(model, device)
         if difference > TOLERANCE[dtype] and _kinds_of_layers(model) <= _MASKS.keys():
@@ -81,16 +83,26 @@ def _give_masks(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 def _kinds_of_layers(model: PreTrainedModel) -> set[str]:
     """Return the kinds of the model's layers; empty if it has one kind only."""
-    return set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    text = model.config.get_text_config()
+    return set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
+
+
+def _no_mask(**_: Any) -> None:
+    """Return the mask of a layer that carries a state: it runs on each sample alone."""
 
 
 FULL = "full_attention"
-_MASKS = {FULL: create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+_MASKS = {
+    FULL: create_causal_mask,
+    "sliding_attention": create_sliding_window_causal_mask,
+    "linear_attention": _no_mask,
+    "conv": _no_mask,
+}
 
 
 def _cannot(name: str, reason: str) -> ConfigError:
     return ConfigError(
         f"{name} cannot be trained on packed rows: {reason} - expected a model whose attention sees nothing but a "
-        "token's own sample. Choose a transformer with rotary or learned positions; state spaces, linear attention and "
-        "ALiBi are not among them."
+        "token's own sample. Choose a transformer with rotary or learned positions, or a hybrid whose layers with a "
+        "state are gated delta nets, Mamba-2 or short convolutions."
     )
