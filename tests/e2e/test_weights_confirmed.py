@@ -14,7 +14,7 @@ from posted_update import Post, update, updated_by_hand
 from real_run import REPOSITORY, SharedEngine
 from tiny import logprobs_of
 from trireme.algo.weight_checks import probe_ids
-from trireme.trainer.publish.publisher import PROBE_TOKENS
+from trireme.trainer.publish.probe import PROBE_TOKENS
 
 MODEL = REPOSITORY / "models/reverse-text-tiny"
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}

@@ -18,6 +18,7 @@ from families import ATTENTION, CONFIGS, HYBRIDS, build_config, build_vision_con
 from tiny import are_equal, one_row, random_samples, take_gradients, whole
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import ActivationCheckpointing, Lora, TrainerModel
+from trireme.orchestrator.weights.update import TIMES_NOISE
 from trireme.trainer.checkpoint.export import describe_model
 from trireme.trainer.model.forward import compute_columns, scorer_of
 from trireme.trainer.model.hub_names import hub_names, sources_of
@@ -25,6 +26,7 @@ from trireme.trainer.model.model import load_model, num_parameters, published_co
 from trireme.trainer.model.moe import mixtures_of
 from trireme.trainer.model.sharding import decoder_layers
 from trireme.trainer.parallel.mesh import World
+from trireme.trainer.publish.probe import compute_probe
 from trireme.trainer.publish.served_weights import served_tensors
 
 
@@ -120,6 +122,31 @@ def test_samples_of_a_packed_row_begin_with_an_empty_state(
     theirs = take_gradients(plain)
     for name, gradient in take_gradients(model).items():
         assert (gradient - theirs[name]).abs().max() <= 1e-4 * max(1.0, float(theirs[name].abs().max())), name
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "qwen3_5_text", "lfm2_moe", "mamba2"])
+def test_a_probe_admits_the_same_weights_in_bfloat16_and_no_others(
+    checkpoints: dict[str, Path], kind: str, world: World, tmp_path: Path
+) -> None:
+    """Others: another cap of attention scores, or a convolution that stayed as it was, both off by a little."""
+    half = AutoModelForCausalLM.from_pretrained(checkpoints[kind], dtype=torch.bfloat16, attn_implementation="eager")
+    folder = str(checkpoints[kind])
+    probe = compute_probe(load_model(settings(kind, attn="eager"), folder, world), world.device, (torch.bfloat16,))
+    ids = torch.tensor([probe.ids])
+
+    def difference() -> float:
+        with torch.no_grad():
+            logprobs = half(ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        return float((logprobs.gather(-1, ids[0, 1:, None])[:, 0] - torch.tensor(probe.logprobs)).abs().max())
+
+    assert difference() <= TIMES_NOISE * probe.noise
+    with torch.no_grad():
+        for name, parameter in half.named_parameters():
+            if "conv" in name:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    for layer in half.model.layers if kind == "gemma2" else []:
+        layer.self_attn.attn_logit_softcapping = 0.5
+    assert (difference() > TIMES_NOISE * probe.noise) == (kind != "qwen3")
 
 
 def test_a_decoder_within_a_model_that_sees_is_found_and_trained(tmp_path: Path, world: World) -> None:

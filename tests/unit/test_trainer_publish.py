@@ -34,7 +34,8 @@ from trireme.tools.plan.memory import Training
 from trireme.tools.plan.sizes import training_of
 from trireme.trainer.parallel.mesh import World
 from trireme.trainer.publish import publisher as publish
-from trireme.trainer.publish.publisher import PROBE_TOKENS, Publisher
+from trireme.trainer.publish.probe import PROBE_TOKENS
+from trireme.trainer.publish.publisher import Publisher
 from trireme.trainer.publish.served_weights import served_tensors
 from trireme.transport.control import ControlClient
 from trireme.transport.weights import collective, ipc

@@ -197,7 +197,7 @@ def _precision_and_lengths(config: RunConfig) -> Values:
     exact = dtype == config.trainer.model.optimization_dtype == "float32"
     return {
         "inference.model.dtype": dtype,
-        "weight_broadcast.probe_tolerance": config.weight_broadcast.probe_tolerance or (1e-3 if exact else 0.5),
+        "weight_broadcast.probe_tolerance": config.weight_broadcast.probe_tolerance or (1e-3 if exact else None),
         "inference.model.max_model_len": config.inference.model.max_model_len or config.seq_len,
         "trainer.micro_batch_tokens": config.trainer.micro_batch_tokens or config.seq_len,
         "trainer.loss": resolve_loss(config.trainer.loss, length=config.loss_length),

@@ -36,9 +36,23 @@ def begin_reload(model: torch.nn.Module) -> None:
 
 def finish_reload(model: torch.nn.Module, model_config: object) -> None:
     finalize_layerwise_reload(model, model_config)
+    _renew_convolutions(model)
     for experts in _experts_on_cpu(model):
         if experts.quant_method.moe_kernel is None:  # they got no weights: their packed ones were restored
             experts.quant_method._init_moe_kernel(experts)
+
+
+def _renew_convolutions(model: torch.nn.Module) -> None:
+    """Copy new convolutions to where `MambaMixer2` reads them.
+
+    Its buffer `conv_weights` is a view of `conv1d.weight` that is made at build. In bfloat16 on a CPU, vLLM then gives
+    the weight another storage, in which it is packed, so that the view keeps the old convolution.
+    """
+    for mixer in model.modules():
+        conv = mixer._buffers.get("conv_weights")
+        unpacked = getattr(mixer.conv1d, "_cpu_unpacked_conv_weight", None) if conv is not None else None
+        if conv is not None and unpacked is not None:
+            conv.copy_(unpacked.view_as(conv))
 
 
 def _experts_on_cpu(model: torch.nn.Module) -> Iterator[RoutedExperts]:

@@ -171,7 +171,8 @@ def _facts(config: RunConfig) -> Iterator[str]:
     )
     yield f"lag      {lag}"
     broadcast = config.weight_broadcast
+    tolerance = "as by rounding" if broadcast.probe_tolerance is None else f"by {broadcast.probe_tolerance:g}"
     yield (
-        f"weights  over {broadcast.type}; logprobs may differ by {broadcast.probe_tolerance:g} "
+        f"weights  over {broadcast.type}; logprobs may differ {tolerance} "
         f"(trainer {config.trainer.model.optimization_dtype}, engine {config.inference.model.dtype})"
     )

@@ -52,6 +52,8 @@ def _problems(request: Request, max_steps: int, num_batches: int) -> Iterator[st
         probe = request.probe
         if len(probe.logprobs) != len(probe.ids) - 1:
             yield f"has {len(probe.logprobs)} logprobs of {len(probe.ids)} probe tokens - one fewer was expected"
+        if not math.isfinite(probe.noise):
+            yield f"has a probe with noise {probe.noise} - a finite number was expected"
         for logprob in probe.logprobs:
             if not (math.isfinite(logprob) and logprob <= 1e-3):
                 yield (

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from trireme.algo.digest import tensor_digest
-from trireme.algo.weight_checks import first_difference, is_of_adapter, probe_ids
+from trireme.algo.weight_checks import first_difference, is_of_adapter
 from trireme.base.errors import PeerDied
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
@@ -27,25 +27,22 @@ from trireme.messages import (
     GetNewest,
     Go,
     Live,
-    MicroBatch,
     Newest,
     PolicyReady,
     PolicySent,
     Probe,
     TensorSpec,
-    build_tokens,
 )
 from trireme.monitor.spans import Lane
-from trireme.trainer.model.forward import compute_columns
 from trireme.trainer.parallel.mesh import World
 from trireme.trainer.publish.delta import Part, SentWeights, TransferSize
+from trireme.trainer.publish.probe import compute_probe
 from trireme.trainer.publish.served_weights import served_specs, served_tensors, serves_adapters
 from trireme.transport.control import ControlClient
 from trireme.transport.weights.backends import Sender, open_sender
 
 log = get_logger("publish")
 
-PROBE_TOKENS = 32
 ATTEMPTS = 20
 BACKOFF_S = 0.25  # after the first failed attempt; doubles, which leaves time to notice an engine that died
 LONGEST_BACKOFF_S = 5.0
@@ -202,9 +199,13 @@ class Publisher:
         self._failures_in_a_row = 0
 
     def _send_until_sent(self, version: int, *, everywhere: bool) -> None:
-        probe = self._compute_probe()  # before the announcement, which may pause engines
+        probe = self._probe()  # before the announcement, which may pause engines
         while not self._world.agree(self._attempt(version, probe, everywhere=everywhere)):
             self._back_off(version)
+
+    def _probe(self) -> Probe:
+        trained = getattr(torch, self._config.trainer.model.optimization_dtype)
+        return compute_probe(self._model, self._world.device, (trained, self._dtype))
 
     def _back_off(self, version: int) -> None:
         """Wait after a failed attempt.
@@ -351,18 +352,6 @@ class Publisher:
             if number == 0:
                 reach("trainer.sending", rank=self._world.rank)
         self._base_digests = {name: digest for name, digest in digests.items() if not is_of_adapter(name)}
-
-    @torch.no_grad()
-    def _compute_probe(self) -> Probe:
-        """Compute logprobs of the fixed prompt. A collective."""
-        ids = probe_ids(self._model.config.get_text_config().vocab_size, PROBE_TOKENS)
-        zeros = [0.0] * PROBE_TOKENS
-        tokens = build_tokens(
-            ids=ids, loss_mask=[1] * PROBE_TOKENS, logprobs=zeros, advantages=zeros, versions=[-1] * PROBE_TOKENS
-        )
-        row = MicroBatch(tokens=tokens, lengths=[PROBE_TOKENS], temperatures=[1.0])
-        columns = compute_columns(self._model, row, self._world.device)
-        return Probe(ids=ids, logprobs=columns.logprobs.tolist())
 
     def close(self) -> None:
         if self._sender is not None:
