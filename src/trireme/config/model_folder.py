@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from trireme.config.state_layers import source_of, state_layer_problems
 from trireme.config.trainer import TrainerModel, divisors_of
 
 PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
@@ -68,6 +68,15 @@ def config_file(name: str) -> Path | None:
     except HFValidationError:  # the name is a folder that does not exist
         return None
     return Path(found) if isinstance(found, str) else None
+
+
+def read_config(name: str | None) -> dict[str, Any]:
+    """Return a model's `config.json`; empty where there is none on this disk, or none that can be read."""
+    file = config_file(name) if name else None
+    try:
+        return json.loads(file.read_text()) if file else {}
+    except (ValueError, RecursionError):  # the rules report it
+        return {}
 
 
 def caps_scores(config: Mapping[str, Any]) -> bool:
@@ -170,7 +179,7 @@ def _check_weights(table: str, folder: Path, config: dict[str, Any]) -> Iterator
 
 def _check_architecture(table: str, model: TrainerModel, config: dict[str, Any], device: str) -> Iterator[str]:
     kind = config.get("model_type")
-    source = _source(str(kind)) if kind else ""
+    source = source_of(str(kind)) if kind else ""
     if source is None and config.get("auto_map"):
         if not model.trust_remote_code:
             yield (
@@ -182,12 +191,8 @@ def _check_architecture(table: str, model: TrainerModel, config: dict[str, Any],
             f'{table}.name = "{model.name}": the installed transformers has no architecture "{kind}" (model_type in its'
             " config.json) - expected one that it has. Check config.json, or choose another model."
         )
-    elif "_is_stateful = True" in source:
-        yield (
-            f'{table}.name = "{model.name}": {kind} carries a state from each token to the next, so that samples which '
-            "are packed into one row would see each other - expected a transformer with attention alone. "
-            "Choose another model."
-        )
+    elif problems := list(state_layer_problems(table, model, config)):
+        yield from problems
     elif (switch := SWITCHES.get(model.attn)) and not _offers(source, switch):
         here = ("sdpa", "eager") if device == "cpu" else ("sdpa", "flex_attention", "eager")
         has = [name for name in here if _offers(source, SWITCHES.get(name))]
@@ -209,23 +214,6 @@ def _offers(source: str, switch: str | None) -> bool:
     """Return whether the code supports an attention. A class that does not say may inherit it."""
     values = set(re.findall(rf"{switch} = (True|False)", source))
     return switch is None or values != {"False"}
-
-
-@cache
-def _source(model_type: str) -> str | None:
-    """Return the code of transformers for an architecture; None if it has none, empty if it cannot be found."""
-    transformers = find_spec("transformers")
-    if transformers is None or transformers.origin is None:
-        return ""
-    models = Path(transformers.origin).parent / "models"
-    wanted = re.compile(rf"""model_type(: str)? = ["']{re.escape(model_type)}["']""")
-    likely = models / model_type.replace("-", "_")
-    for folder in (likely, *sorted(models.iterdir())):
-        for file in folder.glob("configuration_*.py"):
-            if wanted.search(file.read_text(encoding="utf-8")):
-                code = file.with_name(file.name.replace("configuration_", "modeling_", 1))
-                return code.read_text(encoding="utf-8") if code.exists() else ""
-    return None
 
 
 def check_architecture_is_named(name: str | None) -> Iterator[str]:

@@ -6,7 +6,6 @@ parallelism mean nothing on CPU.
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from itertools import islice
 from operator import attrgetter
@@ -18,11 +17,12 @@ from trireme.base.network import EVERYWHERE, listening_address
 from trireme.base.processes import free_port
 from trireme.config.files import ProcessName
 from trireme.config.losses import resolve_loss
-from trireme.config.model_folder import caps_scores, config_file
+from trireme.config.model_folder import caps_scores, read_config
 from trireme.config.orchestrator import Environment, Evaluation
 from trireme.config.run import Model, RunConfig, place_of
 from trireme.config.section import AnySection
 from trireme.config.sft import SftConfig
+from trireme.config.state_layers import WITHOUT_ATTENTION, dtype_on_cpu
 from trireme.config.trainer import TrainerModel
 
 Values = dict[str, Any]  # dotted key -> value
@@ -179,21 +179,20 @@ def _models(config: RunConfig) -> Values:
 
 
 def _attention(model: TrainerModel, name: str | None) -> str:
-    """Return the attention that was asked for, or `eager` if none was and the model caps its attention scores.
+    """Return the attention that was asked for, or `eager` if none was and the model caps its scores or has none.
 
     The rules refuse such a model with ranks that share a row, which `eager` cannot do. A model that is still to be
     downloaded is left to the trainer.
     """
-    file = None if "attn" in model.model_fields_set or model.cp > 1 or not name else config_file(name)
-    try:
-        return "eager" if file and caps_scores(json.loads(file.read_text())) else model.attn
-    except ValueError:  # not JSON: the rules report it
+    if "attn" in model.model_fields_set or model.cp > 1:
         return model.attn
+    config = read_config(name)
+    return "eager" if caps_scores(config) or config.get("model_type") in WITHOUT_ATTENTION else model.attn
 
 
 def _precision_and_lengths(config: RunConfig) -> Values:
     on_cpu = config.device == "cpu" and config.inference.model.dtype == "auto"
-    dtype = "float32" if on_cpu else config.inference.model.dtype
+    dtype = dtype_on_cpu(read_config(config.inference.model.name)) if on_cpu else config.inference.model.dtype
     exact = dtype == config.trainer.model.optimization_dtype == "float32"
     return {
         "inference.model.dtype": dtype,

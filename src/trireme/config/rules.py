@@ -24,11 +24,13 @@ from trireme.config.model_folder import (
     check_model,
     model_launch_problems,
     num_experts_in,
+    read_config,
 )
 from trireme.config.orchestrator import nearest_divisors, orchestrator_problems, samplings
 from trireme.config.problems import raise_together
 from trireme.config.run import RunConfig, place_of
 from trireme.config.sft import SftConfig, sft_problems
+from trireme.config.state_layers import mixers_of, serving_problems
 from trireme.config.trainer import (
     ENGINE_RANKS,
     lora_problems,
@@ -83,6 +85,16 @@ def launch_problems(config: RunConfig, devices: Devices, *, section: ProcessName
     if section in (None, "trainer"):
         found += optim_launch_problems("trainer.", config.trainer.optim, config.device)
         found += model_launch_problems("trainer.model", config.trainer.model, config.device)
+    if section in (None, "inference"):
+        arguments = {name.replace("-", "_"): value for name, value in config.inference.args.items()}
+        served, dtype = config.inference.model.name, config.inference.model.dtype
+        described = read_config(served)
+        found += serving_problems(f'inference.model.name = "{served}"', described, arguments, config.device, dtype)
+        if config.serves_adapters and mixers_of(described):
+            found.append(
+                f'`trainer.model.lora.sync = "adapter"` with {served} - expected "merged" for a model whose layers '
+                "carry a state: their adapters were not tried in vLLM. Remove the line."
+            )
     if section in (None, "orchestrator") and config.orchestrator.advantage.type == "custom":
         functions["orchestrator.advantage.path"] = config.orchestrator.advantage.path
     found += filter(None, (function_problem(path, key=key) for key, path in functions.items() if path))

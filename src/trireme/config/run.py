@@ -50,8 +50,8 @@ class WeightBroadcast(Section):
     """Send only what changed since the version before; pays where that is little: bf16, small learning rates. It takes
     a copy of the model, as it is served, in host memory of all trainer ranks together, and one per engine worker."""
     probe_tolerance: PositiveFloat | None = None
-    """Largest difference between the trainer's and an engine's logprobs on a fixed prompt after each update. If not set,
-    1e-3 in float32; else 2.5 times what rounding changes in them, measured on the model at each update."""
+    """Largest difference between the trainer's and an engine's logprobs on a fixed prompt after each update. If not
+    set, 1e-3 in float32; else 2.5 times what rounding changes in them, measured on the model at each update."""
 
 
 class Ports(Section):

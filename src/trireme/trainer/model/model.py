@@ -27,6 +27,7 @@ from transformers import (
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
 from trireme.config.model_folder import SOFT_CAP
+from trireme.config.state_layers import WITHOUT_ATTENTION
 from trireme.config.trainer import TrainerModel
 from trireme.trainer.model.activations import wrap_layers
 from trireme.trainer.model.forward import attach_scorer
@@ -108,10 +109,12 @@ def build_model(config: TrainerModel, name: str) -> PreTrainedModel:
 
 
 def _attention(config: TrainerModel, name: str, architecture: PretrainedConfig) -> str:
-    """Return the attention implementation: `eager` instead of `sdpa` for a model that caps its attention scores.
+    """Return the attention implementation: `eager` instead of `sdpa` for a model that caps its scores or has none.
 
     The launcher decides the same, but cannot do so for a model that is downloaded only now.
     """
+    if architecture.model_type in WITHOUT_ATTENTION:
+        return "eager"
     cap = getattr(architecture.get_text_config(), SOFT_CAP, None)
     if not cap or config.attn not in ("sdpa", "eager"):
         return config.attn

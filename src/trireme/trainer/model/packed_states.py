@@ -20,11 +20,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from trireme.config.state_layers import MIXERS
 from trireme.trainer.model.packed_attention import ARGUMENT, PackedRow
 from trireme.trainer.model.sharding import class_name, decoder_layers
-
-MIXERS = ("GatedDeltaNet", "Mamba2Mixer", "MambaLayer", "FalconH1Mixer", "ShortConv")
-"""Ends of the names of transformers' classes that carry a state."""
 
 STATES = "row_of_states"
 """The argument under which a row reaches the decoder's blocks where attention does not need it."""

@@ -1,0 +1,141 @@
+"""Models with layers that carry a state from token to token: what a run must respect, read from `config.json`.
+
+State spaces (Mamba-2), linear attention (gated delta nets) and short convolutions. The trainer runs such layers sample
+by sample (`trainer/model/packed_states.py`). vLLM on a CPU has its own conditions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from trireme.config.trainer import TrainerModel
+
+DELTA, MAMBA, CONV = ("GatedDeltaNet",), ("Mamba2Mixer", "MambaLayer", "FalconH1Mixer"), ("ShortConv",)
+MIXERS = (*DELTA, *MAMBA, *CONV)
+"""Ends of the names of transformers' classes that carry a state."""
+
+WITHOUT_ATTENTION = ("mamba2",)
+"""Architectures without attention, for which transformers accepts no implementation but `eager`."""
+
+SERVED_ON_CPU = (
+    *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "nemotron_h"),
+    *("lfm2", "lfm2_moe", "falcon_h1", "mamba2"),
+)
+"""Architectures whose weight updates were compared with a fresh engine on a CPU, difference 0."""
+
+Config = Mapping[str, Any]  # a config.json
+
+
+def state_layer_problems(table: str, model: TrainerModel, config: Config) -> Iterator[str]:
+    """Yield why the trainer cannot train a model because of its layers with a state."""
+    kind, mixers = config.get("model_type"), mixers_of(config)
+    if not mixers:
+        if "_is_stateful = True" in (source_of(str(kind)) or ""):
+            yield (
+                f'{table}.name = "{model.name}": {kind} carries a state from each token to the next in layers that '
+                "Trireme does not know, so that samples which are packed into one row would see each other - expected "
+                "attention, gated delta nets, Mamba-2 or short convolutions. Choose another model."
+            )
+        return
+    if model.cp > 1:
+        yield (
+            f"{table}.cp = {model.cp} with {kind}, whose layers carry a state from token to token - expected 1, as "
+            f"ranks that share a row meet only in attention. Set `{table}.cp = 1`."
+        )
+    if model.moe.router_replay:
+        yield (
+            f"{table}.moe.router_replay = true with {kind} - expected false: vLLM returns its routes from its prefix "
+            "cache, which was not shown to be exact for layers that carry a state. Remove the line."
+        )
+
+
+def serving_problems(
+    table: str, config: Config, arguments: Mapping[str, Any], device: str, dtype: str
+) -> Iterator[str]:
+    """Yield why the engine cannot serve a model, or would serve it wrongly, because of its layers with a state.
+
+    Args:
+        arguments: `inference.args`, with underscores in their names.
+        dtype: the precision of the engine.
+    """
+    kind, text, mixers = str(config.get("model_type")), _text(config), mixers_of(config)
+    if not mixers:
+        return
+    if kind.startswith("qwen3_5") and find_spec("torchvision") is None:
+        yield (
+            f"{table}: vLLM serves {kind} only with the package torchvision, which is not installed - expected "
+            "torchvision 0.28.0, which fits torch 2.13.0. Install it in Trireme's environment."
+        )
+    if text.get("mamba_rms_norm") and text.get("mamba_norm_before_gate", True) and kind == "falcon_h1":
+        yield (
+            f"{table}: its config.json has mamba_norm_before_gate = true, which vLLM ignores, so that its logprobs are "
+            "wrong by nats - expected false, as in the published models. Choose another model."
+        )
+    if device != "cpu":
+        return
+    if kind not in SERVED_ON_CPU:
+        yield (
+            f"{table}: vLLM does not serve {kind} on a CPU - expected one of {', '.join(SERVED_ON_CPU)}. "
+            "Use GPUs, or choose another model."
+        )
+    if "moe" in (text.get("layers_block_type") or ()):
+        yield (
+            f"{table}: vLLM has no kernel on a CPU for the experts of {kind} - expected a model without experts. "
+            "Use GPUs, or choose another model."
+        )
+    if mixers & {*DELTA} and dtype != "bfloat16":
+        yield (
+            f'inference.model.dtype = "{dtype}" with {kind} on a CPU - expected bfloat16, the only precision of '
+            "vLLM's gated delta net there. "
+            ' Leave it out, or write "bfloat16".'
+        )
+    if mixers & {*MAMBA} and arguments.get("enable_prefix_caching"):
+        yield (
+            f"inference.args.enable_prefix_caching with {kind} on a CPU - expected false: vLLM's engine dies when it "
+            "stores the state of a Mamba-2 layer. Remove the line; the cache is then off."
+        )
+
+
+def mixers_of(config: Config) -> set[str]:
+    """Return which of `MIXERS` a model with this config.json has."""
+    source = source_of(str(config.get("model_type"))) or ""
+    layers = _text(config).get("layer_types")
+    if layers and all(layer.endswith("attention") and layer != "linear_attention" for layer in layers):
+        return set()
+    return set(re.findall(rf"^class \w*?({'|'.join(MIXERS)})\b", source, re.MULTILINE))
+
+
+def dtype_on_cpu(config: Config) -> str:
+    """Return the precision in which vLLM serves a model on a CPU if none is configured."""
+    return "bfloat16" if mixers_of(config) & {*DELTA} else "float32"
+
+
+def caches_prefixes_on_cpu(config: Config) -> bool:
+    """Return whether vLLM's prefix cache works for a model on a CPU."""
+    return not mixers_of(config) & {*MAMBA}
+
+
+def _text(config: Config) -> Config:
+    return config.get("text_config") or config
+
+
+@cache
+def source_of(model_type: str) -> str | None:
+    """Return the code of transformers for an architecture; None if it has none, empty if it cannot be found."""
+    transformers = find_spec("transformers")
+    if transformers is None or transformers.origin is None:
+        return ""
+    models = Path(transformers.origin).parent / "models"
+    wanted = re.compile(rf"""model_type(: str)? = ["']{re.escape(model_type)}["']""")
+    likely = models / model_type.replace("-", "_")
+    for folder in (likely, *sorted(models.iterdir())):
+        for file in folder.glob("configuration_*.py"):
+            if wanted.search(file.read_text(encoding="utf-8")):
+                code = file.with_name(file.name.replace("configuration_", "modeling_", 1))
+                return code.read_text(encoding="utf-8") if code.exists() else ""
+    return None
