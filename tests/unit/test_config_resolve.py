@@ -36,10 +36,10 @@ def test_a_machine_without_gpus_runs_on_cpu_in_full_precision():
 @pytest.mark.parametrize(
     ("flags", "on", "key", "value"),
     [
-        # half precision anywhere loosens the probe
-        ("--trainer.model.optimization-dtype bfloat16", CPU, TOLERANCE, 0.5),
-        ("--inference.model.dtype bfloat16", CPU, TOLERANCE, 0.5),
-        ("", gpus(2), TOLERANCE, 0.5),
+        # with half precision anywhere, the trainer measures it
+        ("--trainer.model.optimization-dtype bfloat16", CPU, TOLERANCE, None),
+        ("--inference.model.dtype bfloat16", CPU, TOLERANCE, None),
+        ("", gpus(2), TOLERANCE, None),
         ("--weight-broadcast.probe-tolerance 0.1", CPU, TOLERANCE, 0.1),
         # one GPU is shared and leaves room for the trainer
         ("", gpus(1), "weight_broadcast.type", "ipc"),

@@ -52,7 +52,7 @@ def test_known_families_are_accepted(folder, kind, attention):
     [
         ({"quantization_config": {"quant_method": "mxfp4"}}, "quantized (mxfp4)"),
         ({"model_type": "qwen33"}, 'no architecture "qwen33"'),
-        *(({"model_type": kind}, "would see each other") for kind in ("mamba2", "qwen3_next", "falcon_h1")),
+        *(({"model_type": kind}, "would see each other") for kind in ("mamba", "jamba", "rwkv")),
         ({"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "mine.Mine"}}, "trust_remote_code = true"),
         ({"model_type": "gpt_oss"}, "expected one of eager."),
     ],
@@ -84,6 +84,35 @@ def test_scores_that_a_model_caps_are_left_to_eager_unless_the_user_says_sdpa(
     assert len(refusals(flags, words or "softcapping", at_launch=True)) == bool(words)
     argv = ["--data", "some.jsonl", "--model.name", str(folder), *flags.replace("trainer.", "").split()[2:]]
     assert resolve_sft(load_config(argv, SftConfig, program="sft")[0], CPU).model.attn == attention
+
+
+ON_CPU = {"attn": "sdpa", "dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("described", "flags", "words", "chosen"),
+    [
+        ({"model_type": "nemotron_h"}, "", "", ON_CPU),
+        ({"model_type": "mamba2"}, "", "", ON_CPU | {"attn": "eager"}),
+        ({"model_type": "qwen3_next"}, "", "", ON_CPU | {"dtype": "bfloat16"}),
+        ({"model_type": "qwen3_next"}, "--inference.model.dtype float32", "expected bfloat16", ON_CPU),
+        ({"model_type": "lfm2"}, "--trainer.model.cp 2", "model.cp = 2 with lfm2", ON_CPU),
+        ({"model_type": "lfm2"}, "--inference.args.enable-prefix-caching true", "", ON_CPU),
+        ({"model_type": "lfm2_moe", "num_experts": 4}, "--trainer.model.moe.router-replay true", "replay", ON_CPU),
+        ({"model_type": "falcon_h1"}, "--inference.args.enable-prefix-caching true", "enable_prefix_caching", ON_CPU),
+        ({"model_type": "falcon_h1", "mamba_rms_norm": True}, "", "mamba_norm_before_gate", ON_CPU),
+        ({"model_type": "nemotron_h", "layers_block_type": ["mamba", "moe"]}, "", "without experts", ON_CPU),
+        ({"model_type": "olmo_hybrid"}, "--inference.model.dtype bfloat16", "does not serve olmo_hybrid", None),
+        ({"model_type": "nemotron_h"}, "--trainer.model.lora.sync adapter", 'expected "merged"', ON_CPU),
+    ],
+)
+def test_what_does_not_hold_for_layers_with_a_state_is_refused_before_launch(folder, described, flags, words, chosen):
+    describe(folder, **described)
+    flags = f"--model.name {folder} {flags}"
+    run = resolved(flags)
+    if chosen:
+        assert {"attn": run.trainer.model.attn, "dtype": run.inference.model.dtype} == chosen
+    assert len(refusals(flags, words or str(folder), at_launch=True)) == bool(words)
 
 
 def test_what_the_user_allows_is_accepted(folder):

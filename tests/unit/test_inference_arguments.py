@@ -75,6 +75,12 @@ def test_vllm_is_told_only_what_the_run_asks_for(flag: str, typed: str, on: Devi
     assert flag not in arguments("--trainer.model.lora.rank 9", on)
 
 
+def test_the_prefix_cache_is_off_for_mamba_2_on_a_cpu(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nemotron_h"}')
+    flag, flags = "--no-enable-prefix-caching", f"--inference.model.name {tmp_path}"
+    assert [flag in arguments(flags, on) for on in (CPU, GPUS)] == [True, False]
+
+
 def test_variables_of_the_engine_follow_from_the_configuration() -> None:
     assert environment(resolved())["TORCHDYNAMO_DISABLE"] == "1"
     assert "TORCHDYNAMO_DISABLE" not in environment(resolved(on=GPUS))
