@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -149,17 +149,27 @@ class ModelTensors:
 
         The values are those of `AutoModelForCausalLM.from_config`, on any number of ranks. Exception: where the rules
         of a module change modules within it, as GPT-2's scale some weights down, the inner modules' own rules win.
+        Inner modules without rules, such as the routers of Qwen3-Next, are drawn with the module around them.
         """
         tied = {self._held[name] for name in self.tied}
         for name in self.names:
             if isinstance(tensor := self.tensor(name), torch.nn.Parameter):
                 tensor._is_hf_initialized = True  # it is drawn on a whole tensor below
+        undrawn: dict[torch.nn.Module, list[str]] = {}  # parameters without rules so far
         with guard_torch_init_functions():
             for step in self._steps:
                 parameters = [name for name, tensor in step.module._parameters.items() if tensor is not None]
                 drawn = [name for name in parameters if step.owner is not None and (step.module, name) not in tied]
-                with _whole_parameters(step.module, parameters, kept=drawn):
+                around = set(step.module.modules())
+                lent = {step.module: drawn} | {each: undrawn.pop(each) for each in [*undrawn] if each in around}
+                with ExitStack() as stack:
+                    for module, names in lent.items():
+                        held = parameters if module is step.module else names
+                        stack.enter_context(_whole_parameters(module, held, kept=names))
                     step.take()
+                    for module, names in lent.items():
+                        if left := [name for name in names if module._parameters[name].isnan().any()]:
+                            undrawn[module] = left
 
     def require_values(self) -> None:
         """Check that every buffer has values.
@@ -229,10 +239,10 @@ def _in_order(module: torch.nn.Module, owner: PreTrainedModel) -> Iterator[tuple
 
 @contextmanager
 def _whole_parameters(module: torch.nn.Module, names: list[str], *, kept: list[str]) -> Iterator[None]:
-    """Lend the module whole parameters on CPU. Afterwards copy this rank's part of those in `kept` from them."""
+    """Lend the module whole parameters on CPU, all NaN. Afterwards copy this rank's part of those in `kept`."""
     held = {name: module._parameters[name] for name in names}
     for name, tensor in held.items():
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        whole = torch.full(tensor.shape, torch.nan, dtype=tensor.dtype)  # until it is drawn
         module._parameters[name] = torch.nn.Parameter(whole, requires_grad=False)
     try:
         yield
