@@ -69,7 +69,7 @@ def serving_problems(
     if kind.startswith("qwen3_5") and find_spec("torchvision") is None:
         yield (
             f"{table}: vLLM serves {kind} only with the package torchvision, which is not installed - expected "
-            "torchvision 0.28.0, which fits torch 2.13.0. Install it in Trireme's environment."
+            "the version that pyproject.toml pins. Run `uv sync`."
         )
     if text.get("mamba_rms_norm") and text.get("mamba_norm_before_gate", True) and kind == "falcon_h1":
         yield (
