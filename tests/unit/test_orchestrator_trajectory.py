@@ -130,6 +130,31 @@ def test_a_conversation_that_leaves_an_earlier_one_begins_a_sample_with_its_toke
     assert trained(talk) == [6, 6]
 
 
+@pytest.mark.parametrize(
+    ("messages", "tools", "why", "parent", "place"),
+    [
+        ([says("hi")], None, "new conversation", -1, 0),
+        ([ASK, says("4"), MORE], TOOLS, "other tools", 0, 3),
+        ([ASK], None, "same request again", 0, 1),
+        ([ASK, says("4"), TOOL], None, "earlier turn continued", 0, 2),
+        ([ASK, says("4"), TOOL, says("yes"), MORE], None, "history edited", 0, 2),
+        ([ASK, says("5"), MORE], None, "turn edited", 0, 1),
+        ([ASK, MORE], None, "turn dropped", 0, 1),
+    ],
+)
+def test_a_branch_says_why_a_request_does_not_continue_what_was_before(tmp_path, messages, tools, why, parent, place):
+    talk = Talk(tmp_path, "tolerant")
+    talk.answer([ASK], "4<|im_end|>")
+    talk.answer([ASK, says("4"), MORE], "yes<|im_end|>")
+    talk.record(talk.ask(messages, tools), turn([END]), ModelMessage("so"))
+    talk.answer([ASK, says("4"), MORE, says("yes"), MORE], "no<|im_end|>")
+    talk.keep("main", only_with_tools=False)
+    main, branch = talk.branches()
+    assert (main.why, main.num_turns, main.sample, main.messages) == ("first request", 3, 0, [])
+    assert (branch.why, branch.parent, branch.place, branch.sample) == (why, parent, place, -1)
+    assert branch.messages == [*messages[place:], says("so")]
+
+
 @pytest.mark.parametrize("edited", [says("5"), says("4", tool_calls=[CALLED]), {"role": "user", "content": "4"}])
 def test_an_edited_turn_is_not_taken_for_the_models_own(tmp_path, edited):
     talk = Talk(tmp_path, "tolerant")

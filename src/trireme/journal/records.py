@@ -28,9 +28,25 @@ class EnvironmentResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     example_id: int | str = -1  # as the environment calls it; -1 where it has none
     stop: str | None = None  # which of the environment's conditions ended it
     truncated: bool = False  # the model ran out of tokens, or the conversation out of context
-    info: dict[str, Any] = {}  # left out of the journal: it may be large
+    info: dict[str, Any] = {}  # in the journal only where an agent program played: it may be large
     columns: dict[str, Any] = {}  # those of `RunTask.columns` that exist
     state_keys: list[str] = []  # the fields that exist, where one of `RunTask.columns` does not
+
+
+class Branch(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A conversation of an agent program: its first one, or one that a request began which continues no earlier one.
+
+    Example:
+        Branch(why="turn dropped", parent=0, place=2, num_turns=3, num_tools=1, sample=1, messages=[...])
+    """
+
+    why: str  # see `Trajectory._begin_branch`
+    parent: int = -1  # the branch that it leaves; -1: it has nothing in common with an earlier one
+    place: int = 0  # messages in common with the parent
+    num_turns: int = 0  # of its own
+    num_tools: int = 0
+    sample: int = -1  # of the rollout; -1: not trained on
+    messages: list[dict[str, Any]] = []  # from `place` on; of the longest one empty: the rollout's prompt and completion
 
 
 class Rollout(EnvironmentResult, kw_only=True, omit_defaults=True):
@@ -53,6 +69,8 @@ class Rollout(EnvironmentResult, kw_only=True, omit_defaults=True):
     flaws: list[str] = []  # what the filters found: truncated, repetition, gibberish, zero_advantage
     masked: str | None = None  # the flaw for which none of its tokens is trained on; its reward counts in its group
     token_rewards: list[np.ndarray] = []  # per sample [T] float32, NaN where none was given; empty: none at all
+    branches: list[Branch] = []  # where an agent program played it
+    left_out: dict[str, list[str]] = {}  # turns on disk that are in no sample: why, and digests of their prompts
     teacher: list[np.ndarray] = []  # per sample [T] float32, the teacher's logprobs, NaN where the mask is 0
 
     @classmethod

@@ -68,7 +68,9 @@ class TurnLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._records = read_turns(path)
+        self.prompts = [record.prompt for record in self._records]  # of all turns on disk
         self._file: int | None = None
+        self._is_closed = False
         self._lock = threading.Lock()  # of the file
         self.life = 0  # how often the rollout was begun again
         self.rewind()
@@ -97,10 +99,13 @@ class TurnLog:
     def write(self, record: TurnRecord) -> None:
         """Write a turn and return when it is on disk. Several threads may write turns of one rollout at once.
 
+        Nothing is written once the rollout is over, as nothing will see the turn.
+
         Raises: OSError where it could not be written; nothing was.
         """
         with self._lock:
-            self._write(record)
+            if not self._is_closed:
+                self._write(record)
 
     def _write(self, record: TurnRecord) -> None:
         if self._file is None:
@@ -116,6 +121,7 @@ class TurnLog:
             while data:
                 data = data[os.write(self._file, data) :]
             os.fsync(self._file)
+            self.prompts.append(record.prompt)
         except OSError:
             os.ftruncate(self._file, end)
             os.lseek(self._file, end, os.SEEK_SET)
@@ -123,6 +129,7 @@ class TurnLog:
 
     def close(self) -> None:
         with self._lock:  # a write under way must not continue in a file that got the same descriptor
+            self._is_closed = True
             if self._file is not None:
                 os.close(self._file)
                 self._file = None

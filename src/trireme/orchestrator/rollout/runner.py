@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -340,10 +341,12 @@ class _Conversation:
             token_rewards = self.trajectory.token_rewards(done.turn_rewards)
         except ValueError as error:
             raise RolloutFailed("score", str(error)) from error
+        played = {"branches": self.trajectory.branches(), "left_out": self._left_out()} if self._agent else {}
         return Rollout.of(
             done,
             **issued,
-            info={} if self._trained else done.info,
+            **played,
+            info=done.info if self._agent or not self._trained else {},
             samples=samples,
             token_rewards=token_rewards,
             num_turns=self.trajectory.num_turns,
@@ -352,6 +355,16 @@ class _Conversation:
             truncated=done.truncated or self._cut is not None,
             stop=self._cut or done.stop,
         )
+
+    def _left_out(self) -> dict[str, list[str]]:
+        """Return the turns that are on disk and in no sample, and why."""
+        if self._log is None:
+            return {}
+        prompts = self.trajectory.prompts()
+        unused = Counter(self._log.prompts) - Counter(prompts[True])
+        unchosen = unused & Counter(prompts[False])
+        why = {"not chosen by agent.train": unchosen, "not used when played again": unused - unchosen}
+        return {reason: sorted(found.elements()) for reason, found in why.items() if found}
 
 
 def _read_record(record: TurnRecord) -> tuple[Generation, ModelMessage]:

@@ -19,6 +19,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from trireme.journal.records import Branch
+from trireme.journal.turns import prompt_digest
 from trireme.messages import Kept, Tokens, build_tokens
 from trireme.orchestrator.engines.expert_routes import to_routed
 from trireme.orchestrator.engines.pool import Generation
@@ -35,6 +37,7 @@ class _Sample:
     """One sample in the making."""
 
     tools: list[dict] | None
+    branch: Branch
     ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -42,6 +45,7 @@ class _Sample:
     kept: list[list[int]] = field(default_factory=list)  # of each token what it was chosen from; empty: everything
     routes: list[np.ndarray] = field(default_factory=list)  # of its beginning, turn by turn: [N, layers, experts]
     last: _Turn | None = None
+    is_kept: bool = True  # trained on
 
     @property
     def length(self) -> int:
@@ -98,13 +102,20 @@ class _Turn:
             return None
         if not tolerant:
             return messages if messages[:past] == self.messages and self.reply.is_in(messages[past]) else None
-        if not self.reply.is_like(messages[past]):
+        if not self.reply.is_like(messages[past]) or self.num_shared(messages) <= past:
             return None
-        for place, (known, given) in enumerate(zip(self.messages, messages, strict=False)):
-            reply = self.replies.get(place)
-            if given != known and (reply is None or not reply.is_like(given)):
-                return None
         return [*self.messages, self.reply.to_message(), *messages[past + 1 :]]
+
+    def num_shared(self, messages: list[dict[str, Any]]) -> int:
+        """Return how many messages a conversation has in common with this one, up to and with this turn."""
+        for place, given in enumerate(messages):
+            known, reply = self.messages[place : place + 1], self.reply_at(place)
+            if known != [given] and (reply is None or not reply.is_like(given)):
+                return place
+        return len(messages)
+
+    def reply_at(self, place: int) -> ModelMessage | None:
+        return self.reply if place == len(self.messages) else self.replies.get(place)
 
 
 @dataclass(frozen=True)
@@ -117,6 +128,7 @@ class Question:
     tools: list[dict] | None
     turn: _Turn | None  # that it continues
     routes: tuple[np.ndarray, ...] = ()  # of the beginning of `ids`: reported by the engine in earlier turns
+    is_rewritten: bool = False  # the chat template does not continue the turn that the conversation continues
 
     @property
     def routes_from(self) -> int:
@@ -145,7 +157,7 @@ class Trajectory:
         Raises:
             Rewritten: `interleaved`, and the chat template does not continue what it rendered before.
         """
-        number, self._num_asked = self._num_asked, self._num_asked + 1
+        number, self._num_asked, is_rewritten = self._num_asked, self._num_asked + 1, False
         turn, conversation = self._find_turn(messages, tools)
         if turn is not None:
             try:
@@ -156,11 +168,12 @@ class Trajectory:
             except Rewritten:
                 if self._strategy == "interleaved":
                     raise
+                is_rewritten = True
         if number == 0:
             ids = self._tokenizer.prompt_ids(messages, tools=tools)
         else:
             ids = self._tokenizer.encode(self._tokenizer.render(messages, tools=tools, generate=True))
-        return Question(number, ids, messages, tools, None)
+        return Question(number, ids, messages, tools, None, is_rewritten=is_rewritten)
 
     def _find_turn(
         self, messages: list[dict[str, Any]], tools: list[dict] | None
@@ -195,31 +208,79 @@ class Trajectory:
             sample = earlier.sample
             sample.add_given(question.ids[earlier.end :])
         else:  # a conversation of its own, or one that leaves an earlier one before its end
-            sample = _Sample(question.tools or None)
+            sample = _Sample(question.tools or None, self._begin_branch(question))
             self._samples.append(sample)
             sample.add_given(question.ids)
         begin = sample.length
+        sample.branch.num_turns += 1
         sample.add_sampled(turn)
         if turn.routes is not None:
             sample.routes = [*question.routes, turn.routes]
         sample.last = _Turn(sample, begin, sample.length, question.messages, reply, replies)
         self._turns[question.number] = sample.last
 
+    def _begin_branch(self, question: Question) -> Branch:
+        """Return why a request of an agent program begins a sample, by the conversation that it is most like."""
+        messages, tools = question.messages, question.tools or None
+        branch = Branch(why="first request", num_tools=len(tools or ()))
+        if not self._samples or self._strategy != "tolerant":
+            return branch
+        lasts = [sample.last for sample in self._samples if sample.last is not None]
+        nearest = max(lasts, key=lambda turn: (turn.num_shared(messages), turn.sample.tools == tools))
+        place = nearest.num_shared(messages)
+        if all(message.get("role") in ("system", "developer") for message in messages[:place]):
+            branch.why = "new conversation"
+            return branch
+        branch.parent, branch.place = self._samples.index(nearest.sample), place
+        following = [message.get("role") for message in messages[place:]]
+        if tools != nearest.sample.tools:
+            branch.why = "other tools"
+        elif question.is_rewritten:
+            branch.why = "chat template"
+        elif not following:
+            branch.why = "same request again"
+        elif nearest.reply_at(place) is not None:
+            branch.why = "turn edited" if following[0] == "assistant" else "turn dropped"
+        else:
+            branch.why = "history edited" if "assistant" in following else "earlier turn continued"
+        return branch
+
+    def branches(self) -> list[Branch]:
+        """Return the conversations, in the order of their first turns. The longest one is without its messages."""
+        newest_first = list(self._turns.values())[::-1]
+        longest = max(newest_first, key=lambda turn: len(turn.messages), default=None)
+        lasts = [(sample, sample.last) for sample in self._samples if sample.last is not None]
+        trained = self._trained()
+        for sample, last in lasts:
+            sample.branch.sample = next((place for place, each in enumerate(trained) if each is sample), -1)
+            if longest is not None and longest.sample is not sample:
+                sample.branch.messages = [*last.messages[sample.branch.place :], last.reply.to_message()]
+        return [sample.branch for sample, _ in lasts]
+
+    def prompts(self) -> dict[bool, list[str]]:
+        """Return the digests of the prompts of all turns: of those that are trained on (True), and of the others."""
+        trained = {id(sample) for sample in self._trained()}
+        found: dict[bool, list[str]] = {True: [], False: []}
+        for turn in self._turns.values():
+            found[id(turn.sample) in trained].append(prompt_digest(turn.sample.ids[: turn.begin]))
+        return found
+
     def samples(self) -> list[Tokens]:
         """Return the samples that the model took part in, in the order of their first turns."""
         return [sample.to_tokens() for sample in self._trained()]
 
     def _trained(self) -> list[_Sample]:
-        return [sample for sample in self._samples if any(sample.mask)]
+        return [sample for sample in self._samples if sample.is_kept and any(sample.mask)]
 
     def keep(self, which: Literal["all", "main", "last"], *, only_with_tools: bool) -> None:
-        """Forget samples that are not to be trained on: all but the one with the most turns, or the newest turn."""
+        """Leave out samples that are not to be trained on: all but the one with the most turns, or the newest turn."""
         newest = {id(sample): number for number, turn in sorted(self._turns.items()) for sample in [turn.sample]}
         kept = [sample for sample in self._samples if sample.tools or not only_with_tools]
         if which != "all" and kept:
             num_turns = Counter(id(turn.sample) for turn in self._turns.values())
             kept = [max(kept, key=lambda sample: (num_turns if which == "main" else newest)[id(sample)])]
-        self._samples = kept
+        for sample in self._samples:
+            sample.is_kept = any(sample is each for each in kept)
 
     def prompt_ids(self, messages: list[dict[str, Any]], tools: list[dict] | None) -> list[int]:
         """Return the prompt that a turn would have. Raises: as `ask`."""
