@@ -112,6 +112,8 @@ SHOWS = """
     import json, os, pathlib, sys
     shown = {"args": sys.argv[1:], "env": dict(os.environ), "stdin": sys.stdin.read(), "here": sorted(os.listdir())}
     pathlib.Path(%r).write_text(json.dumps(shown))
+    pathlib.Path("made").mkdir()
+    pathlib.Path("made/here").write_text("hi")
     import openai
     openai.OpenAI().chat.completions.create(model="x", messages=[{"role": "user", "content": "hi"}])
     sys.exit(3)
@@ -138,6 +140,7 @@ def test_a_program_gets_its_task_and_no_secret_of_the_run(play, tmp_path, monkey
     assert "secret" not in str(shown["env"])
     assert "t" * 40 not in str(shown["env"])
     assert rollout.metrics["exit_code"] == 3.0
+    assert (rollout.info["exit_code"], rollout.info["files"]) == (3, {"made/here": 2})  # not those that were copied
     assert not Path(shown["env"]["HOME"]).exists()  # its folder is removed
     with pytest.raises(httpx.ConnectError):  # and so is the server, with the environment
         httpx.get(f"{url}/models", headers={"authorization": f"Bearer {key}"})

@@ -21,15 +21,22 @@ import json
 import os
 import re
 import shutil
+import time
 import urllib.request
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trireme_plain import PlainAdapter, Played, to_messages
 from trireme_rollout import Ask
 from trireme_runtime import LAUNCHER, Program, end_processes, make_runtime
+
+KEPT_FILES = 50
+"""Files that the program wrote whose names and sizes are kept."""
+
+MOST_FILES = 10_000
+"""Files of its folder that are looked at."""
 
 TRANSCRIPT_TIMEOUT_S = 60.0
 _PR_SET_CHILD_SUBREAPER = 36
@@ -44,6 +51,8 @@ class AgentPlayed(Played):
     folder: Path = Path()
     exit_code: int | None = None
     output: str = ""
+    seconds: float = 0.0  # that it ran
+    files: dict[str, int] = field(default_factory=dict)  # that it wrote: their sizes
 
 
 class AgentAdapter(PlainAdapter):
@@ -92,7 +101,10 @@ class AgentAdapter(PlainAdapter):
         try:
             await end_processes(parent)  # of a worker that was killed: they would work in the same folder
             await asyncio.to_thread(_make_folder, played.folder, fill_in(self._agent["workdir"] or "", values))
+            began, began_ns = time.monotonic(), played.folder.parent.stat().st_ctime_ns
             await self._run(played, values)
+            played.seconds = time.monotonic() - began
+            played.files = await asyncio.to_thread(written_since, began_ns, played.folder)
             said = await asyncio.to_thread(_read_transcript, request["gateway"], request["api_key"])
         except BaseException:
             await self.dispose(played)
@@ -132,6 +144,7 @@ class AgentAdapter(PlainAdapter):
     def fields(self, played: Played) -> dict[str, Any]:
         assert isinstance(played, AgentPlayed), played
         run = {"exit_code": played.exit_code, "output": played.output[-2000:]}
+        run |= {"seconds": round(played.seconds, 3), "files": played.files}
         return super().fields(played) | {"info": run}
 
     async def dispose(self, played: Played) -> None:
@@ -155,6 +168,25 @@ def _make_folder(folder: Path, template: str) -> None:
         shutil.copytree(template, folder, symlinks=True)
     else:
         folder.mkdir()
+    os.utime(folder.parent)  # its change time is now, by the clock of the file system
+
+
+def written_since(time_ns: int, folder: Path) -> dict[str, int]:
+    """Return the sizes of files that were written since a time, by their paths: the first ones, without Git's own."""
+    found: dict[str, int] = {}
+    num_seen = 0
+    for root, folders, files in os.walk(folder):
+        folders[:] = sorted(set(folders) - {".git", "__pycache__", "node_modules"})
+        for name in sorted(files):
+            num_seen += 1
+            if len(found) >= KEPT_FILES or num_seen > MOST_FILES:
+                return found
+            with contextlib.suppress(OSError):
+                status = os.lstat(os.path.join(root, name))
+                if status.st_ctime_ns > time_ns:
+                    path = os.path.relpath(os.path.join(root, name), folder)
+                    found[path.encode(errors="replace").decode()] = status.st_size
+    return found
 
 
 def _read_transcript(gateway: str, key: str) -> list[dict]:
