@@ -143,7 +143,7 @@ class AgentAdapter(PlainAdapter):
 
     def fields(self, played: Played) -> dict[str, Any]:
         assert isinstance(played, AgentPlayed), played
-        run = {"exit_code": played.exit_code, "output": played.output[-2000:]}
+        run: dict[str, Any] = {"exit_code": played.exit_code, "output": played.output[-2000:]}
         run |= {"seconds": round(played.seconds, 3), "files": played.files}
         return super().fields(played) | {"info": run}
 
