@@ -27,9 +27,11 @@ from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.journal.entry import write_entry
 from trireme.journal.journal import Journal
-from trireme.journal.records import BatchRecord
+from trireme.journal.records import BatchRecord, Branch, Dropped, OpenGroup, Rollout
+from trireme.journal.turns import TurnLog, TurnRecord, prompt_digest, read_turns, turns_file
 from trireme.journal.versions import Confirmation, Version, Versions
 from trireme.launch.resume import rewind
+from trireme.messages import Tokens
 from trireme.tools.audit.audit import audit_run
 from trireme.tools.audit.report import Report
 from written_run import WrittenRun, build_config, build_rich_config, digests_of, rewrite_batch, write_whole_run
@@ -190,6 +192,94 @@ def test_a_replay_runs_no_code_that_the_folder_names(config: RunConfig) -> None:
     write_run(updated(config, {"trainer.loss.path": "pydoc:pipepager"}), config.paths.run_config)
     with pytest.raises(ConfigError, match=r"names code that a replay runs .*pydoc:pipepager.*--run-code"):
         replay([str(config.paths.root)])
+
+
+@pytest.fixture
+def played(config: RunConfig) -> RunConfig:
+    """A run whose rollouts were played by an agent program. Each has one turn that no sample has, for a reason."""
+
+    def as_played(record: BatchRecord) -> None:
+        for one in (*record.rollouts, *record.dropped, *map(unscored, record.state.open_groups)):
+            turns = [
+                TurnRecord(prompt="aside", ids=[1], logprobs=[0.0], versions=[0], finish_reason="stop", message={})
+            ]
+            if isinstance(one, Rollout):
+                one.branches, one.left_out = [Branch(why="first request")], {"not chosen": ["aside"]}
+                turns += [turn for sample in one.samples for turn in turns_of(sample)]
+            write_turns(turns_file(config.paths.journal, f"{one.group}-{one.place}", one.attempt), turns)
+
+    for step in range(5):
+        rewrite_batch(config, step, as_played)
+    return config
+
+
+def unscored(group: OpenGroup) -> Dropped:
+    return Dropped(group.id, 0, 0, group.env, group.example, "")
+
+
+def turns_of(sample: Tokens) -> Iterator[TurnRecord]:
+    sampled = np.flatnonzero(sample.loss_mask)
+    for span in np.split(sampled, np.flatnonzero(np.diff(sampled) > 1) + 1):
+        begin, end = int(span[0]), int(span[-1]) + 1
+        parts = {name: getattr(sample, name)[begin:end].tolist() for name in ("ids", "logprobs", "versions")}
+        prompt = prompt_digest(sample.ids[:begin].tolist())
+        yield TurnRecord(prompt=prompt, finish_reason="stop", message={}, **parts)
+
+
+def write_turns(file: Path, turns: list[TurnRecord]) -> None:
+    file.unlink(missing_ok=True)
+    log = TurnLog(file)
+    for turn in turns:
+        log.write(turn)
+    log.close()
+
+
+def flip_a_byte(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def of_last_turn(**changed: Any) -> Callable[[Path], None]:
+    def change(file: Path) -> None:
+        *turns, last = read_turns(file)
+        write_turns(file, [*turns, msgspec.structs.replace(last, **changed)])
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("plant", "words"),
+    [
+        (flip_a_byte, "that is missing on disk"),
+        (lambda file: write_turns(file, read_turns(file)[:-1]), "that is missing on disk"),
+        (lambda file: write_turns(file, read_turns(file)[1:]), "left out 1 turns that are missing on disk"),
+        (lambda file: write_turns(file, read_turns(file)[:1] + read_turns(file)), "answered 1 turns that are in no"),
+        (of_last_turn(ids=[7, 7]), "whose ids differ on disk"),
+        (of_last_turn(versions=[99]), "whose versions differ on disk"),
+        (of_last_turn(prompt="another"), "that is missing on disk"),
+        (Path.unlink, "its file of turns is missing"),
+        (lambda file: shutil.copy(file, file.with_name("0-9.0.turns")), "turns of an unknown rollout"),
+    ],
+)
+def test_a_turn_that_is_lost_or_changed_is_found(played: RunConfig, plant: Callable, words: str) -> None:
+    summary = assert_holds(played.paths.root).summary
+    assert summary.turns["not chosen"] == 30
+    assert summary.turns["trained"] >= 30
+    assert min(summary.turns["of dropped rollouts"], summary.turns["under way"]) > 0
+    rollout = Journal(played.paths.journal).read(2).rollouts[1]
+    plant(turns_file(played.paths.journal, f"{rollout.group}-{rollout.place}", rollout.attempt))
+    report = audit_run(played.paths.root)
+    assert report.findings.total == 1
+    assert words in str(report.findings.in_order()[0])
+
+
+def test_turns_that_a_rewind_moved_aside_or_that_the_user_deleted_are_no_contradiction(played: RunConfig) -> None:
+    rewind(played.paths, 3)
+    assert assert_holds(played.paths.root).summary.turns["not chosen"] == 18
+    for folder in played.paths.journal.glob("**/turns"):
+        shutil.rmtree(folder)
+    assert "turns of agent programs are not compared" in assert_holds(played.paths.root).findings.notes[0]
 
 
 @pytest.mark.parametrize("name", [*FAULTS, *RICH_FAULTS])

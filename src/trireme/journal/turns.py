@@ -18,19 +18,21 @@ import threading
 import zlib
 from array import array
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from trireme.base.log import get_logger
 from trireme.base.paths import sync_folder
-from trireme.messages import decode_as, encode
+from trireme.messages import Tokens, decode_as, encode
 
 log = get_logger("journal")
 
 HEAD = struct.Struct("<II")
+MISSING = "missing"
 UNSAFE = re.compile(r"[^\w.-]")
 
 
@@ -53,6 +55,15 @@ class TurnRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     routes: np.ndarray | None = None  # flat, where experts are replayed
     routes_shape: tuple[int, ...] = ()  # [N, layers, experts]
     message: dict[str, Any]  # as the environment is shown it
+
+
+class ComparedTurn(NamedTuple):
+    """A turn in a rollout's samples, and how it differs from what was answered."""
+
+    sample: int
+    begin: int  # its first token
+    is_first: bool  # of its sample: it continues no turn there
+    difference: str = ""  # the column that differs, MISSING where there is no such turn, or nothing
 
 
 class TurnLog:
@@ -163,6 +174,45 @@ def read_turns(path: Path) -> list[TurnRecord]:
     if end < len(data):
         log.warning("%s ends with %d bytes of a turn that was not written to its end", path, len(data) - end)
     return records
+
+
+def compare_turns(
+    samples: Sequence[Tokens], records: Sequence[TurnRecord], columns: Sequence[str] = ("ids", "logprobs", "versions")
+) -> tuple[list[ComparedTurn], list[TurnRecord]]:
+    """Compare the turns in a rollout's samples with those that were answered, token by token.
+
+    A turn is found by all tokens before it, so its prompt is compared too.
+
+    Returns: The turns in the samples, and the answered ones that are in none.
+    """
+    answered: dict[str, list[TurnRecord]] = defaultdict(list)
+    for record in records:
+        if record.ids:
+            answered[record.prompt].append(record)
+    compared = []
+    for number, sample in enumerate(samples):
+        ids, sampled = sample.ids.astype(np.int64), np.flatnonzero(sample.loss_mask == 1)
+        given = np.append(np.flatnonzero(sample.loss_mask != 1), sample.length)
+        digest, begin, end = hashlib.sha256(), 0, 0
+        while (place := int(np.searchsorted(sampled, end))) < len(sampled):
+            digest.update(ids[begin : sampled[place]].tobytes())
+            is_first, begin = end == 0, int(sampled[place])
+            end = int(given[np.searchsorted(given, begin)])  # of the turn, or of several without a token between them
+            differences: dict[str, TurnRecord] = {}
+            for record in answered[digest.hexdigest()]:
+                part = slice(begin, begin + len(record.ids))
+                wrong = [name for name in columns if not _is_column(getattr(record, name), getattr(sample, name)[part])]
+                differences.setdefault(wrong[0] if wrong else "", record)
+            difference = min(differences, default=MISSING)
+            if difference != MISSING:
+                answered[digest.hexdigest()].remove(record := differences[difference])
+                end = min(end, begin + len(record.ids))
+            compared.append(ComparedTurn(number, begin, is_first, difference))
+    return compared, [record for left in answered.values() for record in left]
+
+
+def _is_column(answered: Sequence[float], column: np.ndarray) -> bool:
+    return np.array_equal(np.array(answered, dtype=column.dtype), column)
 
 
 def _whole_length(data: bytes) -> int:

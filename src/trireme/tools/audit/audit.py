@@ -27,13 +27,14 @@ from trireme.base.paths import RunPaths
 from trireme.config.files import find_run_file, read_run
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
-from trireme.journal.records import BatchRecord
+from trireme.journal.records import BatchRecord, State
 from trireme.journal.versions import Versions
 from trireme.tools.audit.examples import OrderAudit, check_outcomes
 from trireme.tools.audit.fates import Fates
 from trireme.tools.audit.metrics import MetricsLines, compare_batch, compare_lines
 from trireme.tools.audit.report import DAMAGED, Findings, Report, Summary
 from trireme.tools.audit.tokens import TargetAudit, TokenAudit, read_columns
+from trireme.tools.audit.turns import TurnAudit
 from trireme.tools.audit.weights import VersionAudit, check_checkpoints, list_checkpoints
 
 MAY_LACK_LINES = 2
@@ -77,6 +78,7 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
     fates = Fates(order, findings)
     tokens = TokenAudit(versions.is_confirmed, findings)
     targets = TargetAudit(findings, run_code)
+    turns, state = TurnAudit(paths.journal, findings), State()
     run_rules, listed = rules_of(config), set(batches)
     expected, newest_batch = 0, max(batches, default=-1)
     for step in range(newest_batch + 1):
@@ -90,6 +92,7 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
             targets.take(record, columns, rules, after_gap=after_gap)
         else:
             targets.skip(record)
+        turns.take(record, after_gap=after_gap)
         check_outcomes(record, rules, findings)
         compare_batch(
             record,
@@ -99,7 +102,8 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
             may_lack_line=step > newest_batch - MAY_LACK_LINES,
             may_have_old_line=step == newest_batch and step in batches_set_aside,
         )
-        expected = step + 1
+        expected, state = step + 1, record.state
+    turns.close(state)
     check_checkpoints(paths, checkpoints, versions, lines.trained, findings)
 
     summary = Summary(
@@ -112,6 +116,7 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
         epochs=order.epochs,
         trained_tokens=tokens.num_trained,
         lag=tokens.lag,
+        turns=dict(turns.counts),
         versions_used=len(tokens.versions),
         versions_confirmed=len(versions.confirmed),
         checkpoints=checkpoints,

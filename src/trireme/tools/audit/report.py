@@ -11,7 +11,7 @@ from typing import Any
 KEPT_PER_AREA = 200
 """Contradictions of each area that are kept; the rest are counted. Areas report in the order of steps."""
 
-AREAS = ("journal", "fates", "order", "tokens", "outcomes", "versions", "checkpoints", "metrics")
+AREAS = ("journal", "fates", "order", "tokens", "turns", "outcomes", "versions", "checkpoints", "metrics")
 
 DAMAGED = "It was damaged after it was written, by the disk or by hand."
 
@@ -81,6 +81,7 @@ class Summary:
     epochs: tuple[int, int] | None  # lowest and highest that an environment is in
     trained_tokens: int
     lag: tuple[int, int] | None
+    turns: dict[str, int]  # of agent programs, by what became of them
     versions_used: int
     versions_confirmed: int
     checkpoints: list[int]
@@ -103,6 +104,9 @@ class Summary:
             f"{_count(self.versions_confirmed, 'version')} confirmed by digest",
             f"checkpoints: {checkpoints}",
         ]
+        if total := sum(self.turns.values()):
+            kinds = ", ".join(f"{number:,} {kind}" for kind, number in self.turns.items() if number)
+            lines.insert(3, f"{_count(total, 'turn')} of agent programs on disk: {kinds}")
         if self.set_aside:
             lines.append(f"ways not taken, set aside: {some(self.set_aside, 3)}")
         return lines
