@@ -114,8 +114,8 @@ class TurnAudit:
             f"batch {step}: group {one.group}, place {one.place} {found}",
             expected=expected,
             meaning="The step was not trained on what the program was answered, or a turn was lost. Compare "
-            f"journal/batch_{step:06d}.msgpack with {turns_file(Path('journal'), _name(one), one.attempt)}: a file that "
-            "was changed or cut off ends at its last whole turn.",
+            f"journal/batch_{step:06d}.msgpack with {turns_file(Path('journal'), _name(one), one.attempt)}. A file "
+            "that was changed or cut off ends at its last whole turn.",
         )
 
 
