@@ -14,6 +14,7 @@ import pytest
 
 from fake_engine import PATIENCE_S, Asked, answer_at_random
 from tiny_tokenizer import LLAMA_3, write_tokenizer
+from trireme.base.errors import FINAL_EXIT_CODES
 from trireme.base.waiting import Waits
 from trireme.config.files import write_run
 from trireme.config.run import RunConfig
@@ -214,6 +215,7 @@ def test_when_no_batch_can_become_full_the_run_ends_with_the_words_of_what_fails
     model = {"name": str(write_tokenizer(tmp_path / "llama", LLAMA_3))}
     outcome = run(build_config(tmp_path, code, model=model, orchestrator=advantage), engine=engine)
     assert [word for word in words if word not in str(outcome.error)] == []
+    assert outcome.error.exit_code in FINAL_EXIT_CODES  # a restart would fail in the same way
     assert outcome.records == []
 
 

@@ -7,6 +7,7 @@ TriremeError
 ├── ConfigError        the user's input cannot work; also a ValueError
 ├── DeadlineExceeded   a wait timed out; names the waiting process, its peer, what for, and the peer's log
 ├── PeerDied           a process that this one depends on has ended
+├── AllRolloutsFail    no rollout of a run has succeeded
 ├── NotFinite          gradients were not finite too often in a row
 ├── WeightsMismatch    an engine does not serve the weights that the trainer sent
 ├── JournalCorrupt     a file on disk does not match its checksum
@@ -36,6 +37,12 @@ class DeadlineExceeded(TriremeError, TimeoutError):
 
 class PeerDied(TriremeError):
     """A process that this one depends on has ended or no longer answers."""
+
+
+class AllRolloutsFail(TriremeError):
+    """No rollout has succeeded since the start, so a restart would fail in the same way."""
+
+    exit_code = 3
 
 
 class NotFinite(TriremeError):

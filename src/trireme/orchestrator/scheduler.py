@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from trireme.algo.staleness import groups_allowed, is_too_old
-from trireme.base.errors import TriremeError
+from trireme.base.errors import AllRolloutsFail, TriremeError
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
@@ -194,7 +194,7 @@ class Scheduler:
         self.num_failures += 1
         log.warning("rollout of %s example %d failed: %s", task.env, task.example, failure)
         if not self._any_success and self.num_failures >= HOPELESS_FAILURES:
-            self._hopeless = TriremeError(
+            self._hopeless = AllRolloutsFail(
                 f"All of the first {self.num_failures} rollouts failed - at least one was expected to succeed. "
                 f"The last one, of {task.env} example {task.example}: {failure}\n{failure.traceback}"
                 f"Fix the environment; test it alone with `trireme env check {task.env}`."
@@ -205,7 +205,7 @@ class Scheduler:
         """Wait for the next finished group: in the order of issue in a synchronous run, else as they finish.
 
         Raises:
-            TriremeError: all rollouts fail; says how.
+            AllRolloutsFail: says how.
         """
         with self._waits.waiting(
             f"rollouts of batch {self.next_batch}",
