@@ -5,7 +5,9 @@
 
 Characters keep the vocabulary (and so the head) tiny. The words are those of chat and of an environment's tags and
 instructions, so that a prompt is short: one token each, however long. FILE is a JSON list of them; those of
-reverse-text are built in. The template `tools` also shows tools, tool calls and what tools answered, as Hermes does.
+reverse-text are built in. The template `tools` also shows tools, tool calls and what tools answered, as Hermes does. The
+template `calls` shows calls and answers alone, for agent programs whose instructions and tools would take more tokens
+than such a model can read: no instructions, no tools, and of what a tool of Codex answered the output only.
 """
 
 from __future__ import annotations
@@ -26,6 +28,17 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+TURN = (
+    "{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{% set function = call['function'] or call %}{% set arguments = function['arguments'] %}"
+    "{{ '\n' if message['content'] or not loop.first else '' }}"
+    "{{ '<tool_call>\n{\"name\": \"' + function['name'] + '\", \"arguments\": ' }}"
+    "{{ arguments if arguments is string else arguments | tojson }}"
+    "{{ '}\n</tool_call>' }}"
+    "{% endfor %}"
+)
+BEGIN = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 TOOL_TEMPLATE = (
     "{% if tools %}"
     "{{ '<|im_start|>system\n' }}"
@@ -40,22 +53,23 @@ TOOL_TEMPLATE = (
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['role'] == 'tool' %}"
     "{{ '<tool_response>\n' + message['content'] + '\n</tool_response>' }}"
-    "{% else %}"
-    "{{ message['content'] or '' }}"
-    "{% for call in message['tool_calls'] or [] %}"
-    "{% set function = call['function'] or call %}{% set arguments = function['arguments'] %}"
-    "{{ '\n' if message['content'] or not loop.first else '' }}"
-    "{{ '<tool_call>\n{\"name\": \"' + function['name'] + '\", \"arguments\": ' }}"
-    "{{ arguments if arguments is string else arguments | tojson }}"
-    "{{ '}\n</tool_call>' }}"
-    "{% endfor %}"
-    "{% endif %}"
+    "{% else %}" + TURN + "{% endif %}"
     "{{ '<|im_end|>\n' }}"
     "{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% endfor %}" + BEGIN
 )
-TEMPLATES = {"plain": CHAT_TEMPLATE, "tools": TOOL_TEMPLATE}
+CALL_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] not in ('system', 'developer') %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'tool' %}"
+    "{{ '<tool_response>\n' + (message['content'].split('Output:\n') | last | trim) + '\n</tool_response>' }}"
+    "{% else %}" + TURN + "{% endif %}"
+    "{{ '<|im_end|>\n' }}"
+    "{% endif %}"
+    "{% endfor %}" + BEGIN
+)
+TEMPLATES = {"plain": CHAT_TEMPLATE, "tools": TOOL_TEMPLATE, "calls": CALL_TEMPLATE}
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 ROLES = ["system\n", "user\n", "assistant\n", "tool\n"]
 REVERSE_TEXT_WORDS = (

@@ -13,9 +13,9 @@ MOST_TURNS = 8
 TOOL = {
     "type": "function",
     "function": {
-        "name": "shell",
+        "name": "exec_command",
         "description": "Run a command and return what it prints.",
-        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+        "parameters": {"type": "object", "properties": {"cmd": {"type": "string"}}, "required": ["cmd"]},
     },
 }
 
@@ -36,9 +36,9 @@ def main() -> None:
 
 def run(arguments: str) -> str:
     try:
-        command = json.loads(arguments)["command"]
+        command = json.loads(arguments)["cmd"]
     except (ValueError, KeyError, TypeError):
-        return "The arguments are no JSON with a `command`."
+        return "The arguments are no JSON with a `cmd`."
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
     return (done.stdout + done.stderr)[-2000:] or f"(exit code {done.returncode})"
 

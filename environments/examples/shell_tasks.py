@@ -1,25 +1,47 @@
 """Small tasks in a shell, for an agent program: `[orchestrator.env.agent]` names it (docs/agents.md).
 
-The reward looks at the folder that the program leaves behind.
+The reward looks at the folder that the program leaves behind, or at the program's last message.
 """
 
 import random
+import string
+from pathlib import Path
+
+FILES = Path(__file__).with_name("shell_files")  # `agent.workdir`: each rollout gets a copy
 
 
-def dataset(num_train=200, seed=0):
+def dataset(num_train=400, seed=0):
     rng = random.Random(seed)
-    return [_task(*rng.sample(range(2, 100), 2)) for _ in range(num_train)]
+    return [task(rng) for _ in range(num_train)]
 
 
-def eval_dataset(num_eval=32):
+def eval_dataset(num_eval=64):
     return dataset(num_eval, seed=1)
 
 
-def _task(a, b):
-    return {"prompt": f"Write the sum of {a} and {b} into the file sum.txt, and nothing else.", "answer": str(a + b)}
+def task(rng):
+    """Return a task with the command that solves it, and the file that must hold the answer afterwards, if any."""
+    out = "".join(rng.sample(string.ascii_lowercase, 2)) + ".txt"
+    source = rng.choice(sorted(FILES.glob("*.txt")))
+    lines = source.read_text().splitlines()
+    a, b, count = rng.randint(10, 99), rng.randint(10, 99), rng.randint(2, 5)
+    kind = rng.choice(["add", "multiply", "sort", "tail"])
+    if kind == "add":
+        return _task(f"Write the sum of {a} and {b} into {out}.", f"echo $(({a}+{b})) > {out}", str(a + b), out)
+    if kind == "multiply":
+        return _task(f"How much is {a} times {b}?", f"echo $(({a}*{b}))", str(a * b), "")
+    if kind == "sort":
+        prompt = f"Sort the lines of {source.name} into {out}."
+        return _task(prompt, f"sort {source.name} > {out}", "\n".join(sorted(lines)), out)
+    prompt = f"Copy the last {count} lines of {source.name} into {out}."
+    return _task(prompt, f"tail -n {count} {source.name} > {out}", "\n".join(lines[-count:]), out)
 
 
-def reward(folder, answer, exit_code):
-    file = folder / "sum.txt"
-    written = file.read_text().strip() if file.is_file() else ""
-    return {"reward": float(written == answer), "wrote": float(file.is_file()), "ended_well": float(exit_code == 0)}
+def _task(prompt, command, answer, out):
+    return {"prompt": prompt, "command": command, "answer": answer, "out": out}
+
+
+def reward(folder, answer, out, messages, exit_code):
+    file = folder / out
+    said = file.read_text() if out and file.is_file() else messages[-1]["content"] if not out else ""
+    return {"reward": float(said.strip() == answer), "ended_well": float(exit_code == 0)}
