@@ -20,6 +20,7 @@ from trireme.journal.records import Rollout
 from trireme.orchestrator.engines.pool import Generation
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec
+from trireme.tools.environments.sessions import SessionWatch
 
 TASKS = """
     def dataset():
@@ -76,6 +77,7 @@ def player(folder: Path) -> Callable[..., tuple[list[Rollout], ScriptedPolicy]]:
         max_turns: int | None = None,
         journal: Path | None = None,
         policy: ScriptedPolicy | None = None,
+        watches: list[SessionWatch] | None = None,
         **agent: Any,
     ) -> tuple[list[Rollout], ScriptedPolicy]:
         file = write(folder, program, "agent.py")
@@ -85,6 +87,8 @@ def player(folder: Path) -> Callable[..., tuple[list[Rollout], ScriptedPolicy]]:
         table = {"command": command or (sys.executable, file, "{prompt}")} | agent
 
         async def roll_out(environment: Any) -> list[Rollout]:
+            if watches is not None:
+                watches.append(environment := SessionWatch(environment))
             specs = [RolloutSpec("train", 0, place, name=f"0-{place}") for place in range(count)]
             runs = [runner.run(environment, spec, sampling=Sampling()) for spec in specs]
             return await asyncio.gather(*runs)

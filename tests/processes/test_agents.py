@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import httpx
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -21,6 +22,9 @@ from real_run import is_alive
 from trireme.base.errors import ConfigError, DeadlineExceeded
 from trireme.orchestrator.environments import agent_session
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
+from trireme.orchestrator.rollout.driver import RolloutOutcome
+from trireme.orchestrator.rollout.runner import RolloutSpec
+from trireme.tools.environments.sessions import Spread
 
 LOOP = """
     # As any agent: ask, run what the model calls for, return the result, until it calls for nothing.
@@ -80,6 +84,7 @@ MESSAGES = """
             {"type": "tool_result", "tool_use_id": c.id, "content": run(json.dumps(c.input))} for c in calls]})
     print(message.content[-1].text)
 """
+SPEC = RolloutSpec("train", 0, 0, name="0-0")
 WRITES = calls("bash", cmd="echo 5 > sum.txt")
 
 
@@ -100,6 +105,35 @@ def test_an_unmodified_program_is_trained_on_the_very_tokens_that_were_sampled(p
     assert_exact(rollout, policy, num_turns=2)
     assert [message["role"] for message in rollout.completion] == ["assistant", "tool", "assistant"]
     assert rollout.completion[0]["tool_calls"][0]["function"]["name"] == "bash"
+
+
+SIDE = """
+    import openai
+    client, title = openai.OpenAI(), [{"role": "system", "content": "Title?"}, {"role": "user", "content": "hi"}]
+    client.chat.completions.create(model="x", messages=title)
+"""
+
+
+def test_a_check_counts_turns_branches_and_those_that_do_not_reproduce_what_was_sampled(play):
+    watches = []
+    (rollout,), policy = play(agent(SIDE) + textwrap.dedent(CHAT), WRITES, ENDS, watches=watches)
+
+    def report(**changed):
+        outcome = RolloutOutcome(SPEC, 1.0, msgspec.structs.replace(rollout, **changed))
+        return watches[0].report([outcome])
+
+    found = report()
+    lengths = sorted(len(prompt) for prompt, _ in policy.given)
+    assert (found.turns, found.prompt, found.unit) == (3, Spread(lengths[1], lengths[2]), "tokens")
+    assert found.branches == {"first request": 1, "new conversation": 1}
+    assert (found.without_tools, found.most_tools, found.system) == (1, 1, Spread(0, len("Title?")))
+    assert 0 < found.model_s.median < found.outside_s.median
+    assert (found.continuing, found.drift) == (1, 0)
+    for place in np.flatnonzero(rollout.samples[1].loss_mask):  # each token of each turn counts
+        ids = rollout.samples[1].ids.copy()
+        ids[place] += 1
+        assert report(samples=[msgspec.structs.replace(rollout.samples[1], ids=ids)]).drift == 1
+    assert report(branches=[]).branches == found.branches  # as where the policy answers in text
 
 
 def test_rollouts_side_by_side_see_nothing_of_each_other(play):

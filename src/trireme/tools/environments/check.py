@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from trireme.base.devices import detect_devices
 from trireme.base.errors import ConfigError, TriremeError
@@ -32,6 +32,7 @@ from trireme.tools.environments.catalog import ROOT, build_if_missing, find_sour
 from trireme.tools.environments.check_report import CheckReport, Loaded, build_report, write_rollouts
 from trireme.tools.environments.policy import OpenPolicy, PolicyWanted, build_opener
 from trireme.tools.environments.progress import Progress
+from trireme.tools.environments.sessions import SessionWatch
 from trireme.tools.evaluate.endpoints import find_key
 
 MAX_CONCURRENT = 32
@@ -161,7 +162,9 @@ async def _check(
                 add(outcome.reward)
 
             specs = extent.specs("check")
-            roll_out = partial(policy.rollout, environment)
+            watch = SessionWatch(environment)
+            watched = environment if environment_config.agent is None else cast(Environment, watch)
+            roll_out = partial(policy.rollout, watched)
             outcomes = await run_rollouts(specs, roll_out, show, scored_together=environment.group_rewards)
         report = build_report(
             loaded,
@@ -172,6 +175,7 @@ async def _check(
             seconds=time.monotonic() - began,
             num_restarts=environment.num_restarts,
             success_at=options.success_at,
+            sessions=watch.report(outcomes),
         )
     return report, outcomes
 

@@ -19,6 +19,7 @@ from trireme.algo.advantage import SAME, are_same
 from trireme.base.paths import atomic_write
 from trireme.orchestrator.environments.wire import Split
 from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome
+from trireme.tools.environments.sessions import SessionReport
 
 TOO_EASY = 0.8
 GOOD = (0.1, 0.7)
@@ -108,6 +109,7 @@ class CheckReport:
     truncated: float  # share of the scored rollouts
     stops: dict[str, int]
     troubles: list[Trouble] = field(default_factory=list)
+    sessions: SessionReport | None = None  # of an agent program
 
     @property
     def num_failed(self) -> int:
@@ -115,7 +117,8 @@ class CheckReport:
 
     @property
     def holds(self) -> bool:
-        return self.num_done > 0 and not self.troubles and self.num_restarts == 0
+        is_exact = self.sessions is None or self.sessions.drift == 0
+        return self.num_done > 0 and not self.troubles and self.num_restarts == 0 and is_exact
 
     def as_json(self) -> dict[str, Any]:
         return {"holds": self.holds} | asdict(self)
@@ -131,6 +134,7 @@ def build_report(
     seconds: float,
     num_restarts: int,
     success_at: float | None = None,
+    sessions: SessionReport | None = None,
 ) -> CheckReport:
     scored = [outcome.rollout for outcome in outcomes if outcome.rollout is not None]
     groups: dict[int, list[float]] = defaultdict(list)
@@ -167,6 +171,7 @@ def build_report(
         truncated=float(np.mean([rollout.truncated for rollout in scored])) if scored else 0.0,
         stops=dict(Counter(rollout.stop or "(not said)" for rollout in scored).most_common()),
         troubles=sorted(troubles, key=lambda trouble: -trouble.count),
+        sessions=sessions,
     )
 
 
@@ -226,7 +231,8 @@ def rewards_of(groups: Sequence[Sequence[float]], *, success_at: float | None = 
 
 
 def text_of(report: CheckReport) -> str:
-    parts = [_fact_lines(report), _figure_lines(report), _trouble_lines(report), _advice_lines(report)]
+    sessions = (_row(name, text) for name, text in report.sessions.lines()) if report.sessions else ()
+    parts = [_fact_lines(report), _figure_lines(report), sessions, _trouble_lines(report), _advice_lines(report)]
     return "\n\n".join(text for part in parts if (text := "\n".join(part)))
 
 
