@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import httpx
 import psutil
@@ -47,9 +46,7 @@ def answer_of(url: str) -> httpx.Response:
             time.sleep(0.01)
 
 
-def test_it_answers_beside_the_run_and_is_gone_afterwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_answers_beside_the_run_and_is_gone_afterwards(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(TOKEN, SECRET)
     config = RunConfig(name="run", output_dir=tmp_path, dashboard=True, ports=Ports(dashboard=free_port()))
     with run_dashboard(config):
@@ -71,7 +68,7 @@ def test_it_answers_beside_the_run_and_is_gone_afterwards(
         httpx.get(address, trust_env=False)
 
 
-def test_a_launcher_that_is_killed_leaves_no_dashboard(tmp_path: Path) -> None:
+def test_a_launcher_that_is_killed_leaves_no_dashboard(tmp_path):
     command = [sys.executable, "-c", LAUNCHER, str(tmp_path)]
     env = {name: value for name, value in os.environ.items() if name != TOKEN}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as launcher:
@@ -84,7 +81,7 @@ def test_a_launcher_that_is_killed_leaves_no_dashboard(tmp_path: Path) -> None:
     assert alive == []
 
 
-def test_one_that_cannot_start_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_that_cannot_start_ends_no_run(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "logs").write_text("a file in the place of the folder")
     with run_dashboard(RunConfig(name="run", output_dir=tmp_path, dashboard=True)):

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from real_run import REPOSITORY, SharedEngine, run_command
+from real_run import REPOSITORY, run_command
 
 BASE = REPOSITORY / "models" / "reverse-text-tiny"
 WHOLE = "model.safetensors"
@@ -38,9 +38,7 @@ def write_weights(weights: Path) -> None:
     model.merge_and_unload().save_pretrained(weights / f"step_{MERGED}")
 
 
-def test_each_checkpoint_answers_with_its_own_weights_and_the_base_model_is_given_back(
-    engine: SharedEngine, tmp_path: Path
-) -> None:
+def test_each_checkpoint_answers_with_its_own_weights_and_the_base_model_is_given_back(engine, tmp_path):
     """Also where weights go over the wire, and several are asked at once."""
     url = f"http://127.0.0.1:{engine.port}"
 
@@ -72,7 +70,7 @@ def test_each_checkpoint_answers_with_its_own_weights_and_the_base_model_is_give
     assert serves() == "default"
 
 
-def test_a_server_is_asked_on_its_chat_route_like_any_other(engine: SharedEngine, tmp_path: Path) -> None:
+def test_a_server_is_asked_on_its_chat_route_like_any_other(engine, tmp_path):
     url = f"http://127.0.0.1:{engine.port}/v1"
     model = httpx.get(f"{url}/models", trust_env=False).json()["data"][0]["id"]
     endpoints = tmp_path / "endpoints.py"

@@ -34,9 +34,7 @@ def is_short(answer: httpx.Response) -> bool:
     [{}, {"stop_token_ids": list(range(5, 60))}, {"ignore_eos": True, "max_tokens": 30}, {"repetition_penalty": 1.3}],
     ids=lambda more: "+".join(more) or "plain",
 )
-def test_both_ways_give_the_same_tokens_logprobs_versions_and_reasons(
-    engine: SharedEngine, prompt: list[int], more: dict[str, Any]
-) -> None:
+def test_both_ways_give_the_same_tokens_logprobs_versions_and_reasons(engine, prompt, more):
     short, own = (ask(engine, headers=way, token_ids=prompt, sampling_params=GREEDY | more) for way in WAYS)
     assert is_short(short)
     assert not is_short(own)
@@ -51,7 +49,7 @@ def test_both_ways_give_the_same_tokens_logprobs_versions_and_reasons(
 @pytest.mark.parametrize(
     "sampling", [{"logprobs": 3}, {"stop": ["a"]}, {"prompt_logprobs": 0}, {"n": 2, "temperature": 1.0}], ids=str
 )
-def test_what_the_short_way_does_not_know_is_left_to_vllm(engine: SharedEngine, sampling: dict[str, Any]) -> None:
+def test_what_the_short_way_does_not_know_is_left_to_vllm(engine, sampling):
     answer = ask(engine, token_ids=PROMPTS[0], sampling_params=GREEDY | sampling)
     assert answer.status_code == 200
     assert not is_short(answer)
@@ -73,14 +71,14 @@ def test_what_the_short_way_does_not_know_is_left_to_vllm(engine: SharedEngine, 
     ],
     ids=lambda body: str(body)[:60],
 )
-def test_a_bad_request_is_refused_as_vllm_refuses_it(engine: SharedEngine, body: dict[str, Any]) -> None:
+def test_a_bad_request_is_refused_as_vllm_refuses_it(engine, body):
     short, own = (ask(engine, headers=way, **body) for way in WAYS)
     assert 400 <= short.status_code < 500
     assert (short.status_code, short.json()) == (own.status_code, own.json())
     assert ask(engine, token_ids=[5], sampling_params=GREEDY).status_code == 200  # it is as well as before
 
 
-def test_a_client_that_hangs_up_ends_its_request_in_the_engine(engine: SharedEngine) -> None:
+def test_a_client_that_hangs_up_ends_its_request_in_the_engine(engine):
     """The last one is as long as those before it, which would be finished by then."""
     before, errors = num_finished(engine), engine.process.output.count("Exception in ASGI application")
     body = {"token_ids": [5], "sampling_params": GREEDY | {"max_tokens": 120, "ignore_eos": True}}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from real_run import SharedEngine, run_command
+from real_run import run_command
 from reflecting import Endpoint
 
 pytestmark = pytest.mark.slow
@@ -26,9 +25,7 @@ def find_out(messages: list[dict[str, Any]]) -> str:
     return f"```\nReverse the text character-by-character. {tags}\n```"
 
 
-def test_a_prompt_becomes_better_for_a_real_model_on_examples_that_nothing_has_seen(
-    engine: SharedEngine, tmp_path: Path
-) -> None:
+def test_a_prompt_becomes_better_for_a_real_model_on_examples_that_nothing_has_seen(engine, tmp_path):
     arguments = '{"system_prompt": "Say it.", "min_length": 3, "max_length": 8}'
     words = ["gepa", "run", "reverse-text", "-m", "models/reverse-text-tiny", "-M", "reflector", "-a", arguments]
     words += ["--base-url", f"http://127.0.0.1:{engine.port}", "--output", str(tmp_path / "gepa")]

@@ -33,9 +33,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "modules"
 
 
-def test_a_wheel_brings_examples_environments_and_models_and_a_workspace_of_them_runs(
-    installed: Path, tmp_path: Path
-) -> None:
+def test_a_wheel_brings_examples_environments_and_models_and_a_workspace_of_them_runs(installed, tmp_path):
     package = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(installed)}}
     module = (sys.executable, "-m")
     assert run(sys.executable, "-c", "import trireme; print(trireme.__file__)", **package).startswith(str(installed))
@@ -48,6 +46,6 @@ def test_a_wheel_brings_examples_environments_and_models_and_a_workspace_of_them
     assert '"wiki-search"' in listed
 
 
-def test_a_package_in_a_checkout_has_no_second_copy_of_them(tmp_path: Path) -> None:
+def test_a_package_in_a_checkout_has_no_second_copy_of_them(tmp_path):
     run(UV, "pip", "install", "--python", sys.executable, "--no-deps", "--target", tmp_path, "--editable", ROOT)
     assert not (tmp_path / "trireme").exists()

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from real_run import REPOSITORY, Run, SharedEngine, run_apart
+from real_run import REPOSITORY, Run, run_apart
 from scripted_kills import (
     AGENT,
     REAL,
@@ -110,9 +110,7 @@ def started(
         run.wait()
 
 
-def test_each_process_may_be_killed_in_each_phase_of_a_step(
-    tiny_model: Path, tmp_path: Path, undisturbed: Callable[[int], Run]
-) -> None:
+def test_each_process_may_be_killed_in_each_phase_of_a_step(tiny_model, tmp_path, undisturbed):
     with started(tmp_path, tiny_model, *SYNCHRONOUS, name="phases", ranks=2) as run:
         run.start()
         for point in PHASES.values():
@@ -123,9 +121,7 @@ def test_each_process_may_be_killed_in_each_phase_of_a_step(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", VICTIMS)
-def test_a_process_may_be_killed_at_every_point(
-    victim: str, tiny_model: Path, tmp_path: Path, undisturbed: Callable[[int], Run]
-) -> None:
+def test_a_process_may_be_killed_at_every_point(victim, tiny_model, tmp_path, undisturbed):
     left = [point for point in points_for(victim) if point not in AT_THE_END]
     ranks = 2 if victim.startswith("trainer") else 1
     with started(tmp_path, tiny_model, *SYNCHRONOUS, name=victim, ranks=ranks) as run:
@@ -136,7 +132,7 @@ def test_a_process_may_be_killed_at_every_point(
 
 
 @pytest.mark.slow
-def test_processes_may_be_killed_while_generation_runs_ahead(tiny_model: Path, tmp_path: Path) -> None:
+def test_processes_may_be_killed_while_generation_runs_ahead(tiny_model, tmp_path):
     """At each point another one. The order of events is not that of a run without deaths, so the audit judges."""
     with started(tmp_path, tiny_model, *AHEAD, name="ahead", ranks=2) as run:
         run.start()
@@ -147,9 +143,7 @@ def test_processes_may_be_killed_while_generation_runs_ahead(tiny_model: Path, t
 
 
 @pytest.mark.slow
-def test_a_process_that_freezes_is_replaced(
-    tiny_model: Path, tmp_path: Path, undisturbed: Callable[[int], Run]
-) -> None:
+def test_a_process_that_freezes_is_replaced(tiny_model, tmp_path, undisturbed):
     """All but the launcher, which no process watches."""
     flags = [*SYNCHRONOUS, "--supervisor.frozen-after-s", "2"]
     with started(tmp_path, tiny_model, *flags, name="frozen", ranks=2) as run:
@@ -172,9 +166,7 @@ SMALL_STEPS = ("--inference.model.dtype", "bfloat16", "--trainer.optim.lr", "1e-
     [(LORA, (), 1, "adapter_model"), (SMALL_STEPS, ("--weight-broadcast.delta", "true"), 2, "model")],
     ids=["adapters alone", "changes alone"],
 )
-def test_updates_that_send_less_than_all_weights_survive_kills(
-    tiny_model: Path, tmp_path: Path, flags: tuple[str, ...], delta: tuple[str, ...], ranks: int, file: str
-) -> None:
+def test_updates_that_send_less_than_all_weights_survive_kills(tiny_model, tmp_path, flags, delta, ranks, file):
     """A restarted engine is given all weights again before changes or adapters."""
     steps = ("--max-steps", "24", "--max-async-level", "0", "--model.name", str(tiny_model))
     whole = finish_undisturbed(KilledRun(tmp_path / "whole", [*steps, *flags], name="whole", ranks=ranks))
@@ -190,7 +182,7 @@ def test_updates_that_send_less_than_all_weights_survive_kills(
 
 
 @pytest.mark.slow
-def test_agent_programs_lose_no_turn_whatever_is_killed(tiny_model: Path, tmp_path: Path) -> None:
+def test_agent_programs_lose_no_turn_whatever_is_killed(tiny_model, tmp_path):
     """The weights are those of the run in which nothing dies, and no turn was sampled twice."""
     agent = ("--orchestrator.env.0.agent.command", "python3", str(REPOSITORY / "tests/e2e/talker.py"), "{prompt}")
     flags = ("--max-steps", "24", *agent)
@@ -210,7 +202,7 @@ def test_agent_programs_lose_no_turn_whatever_is_killed(tiny_model: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_each_process_may_be_killed_on_vllm(engine: SharedEngine, tmp_path: Path) -> None:
+def test_each_process_may_be_killed_on_vllm(engine, tmp_path):
     flags = ["--max-steps", "9"]
     undisturbed = run_apart(engine, tmp_path / "undisturbed", *flags, "--trainer.num-ranks", "2")
     run = KilledRun(tmp_path, flags, command=REAL, name="on vLLM", ranks=2, patience_s=RECOVERY_S)

@@ -41,9 +41,7 @@ def post(lora_engine: SharedEngine, tmp_path: Path) -> Iterator[Post]:
         yield post
 
 
-def test_a_request_that_is_under_way_goes_on_with_the_new_adapters_from_the_next_token_on(
-    post: Post, tmp_path: Path
-) -> None:
+def test_a_request_that_is_under_way_goes_on_with_the_new_adapters_from_the_next_token_on(post, tmp_path):
     """Every token's logprob is that of the version that it names: what came before is computed again, too."""
     base, first, second = load_file(MODEL / "model.safetensors"), adapters(1), adapters(2)
     update(post, base | first, tmp_path, version=0, loads_adapter=True)
@@ -75,7 +73,7 @@ def test_a_request_that_is_under_way_goes_on_with_the_new_adapters_from_the_next
     )
 
 
-def test_adapters_that_are_left_out_are_named(post: Post, tmp_path: Path) -> None:
+def test_adapters_that_are_left_out_are_named(post, tmp_path):
     base, sent = load_file(MODEL / "model.safetensors"), adapters(3)
     assert update(post, base | sent, tmp_path, version=0, loads_adapter=True) == []
     assert len(update(post, sent, tmp_path, version=1)) == len(sent) // 2
@@ -106,9 +104,7 @@ def merged(base: Tensors, sent: Tensors) -> Tensors:
 
 
 @pytest.mark.parametrize("sync", ["adapter", "merged"])
-def test_a_run_with_adapters_is_confirmed_audited_and_replayed_to_the_bit(
-    sync: str, lora_engine: SharedEngine, tmp_path: Path
-) -> None:
+def test_a_run_with_adapters_is_confirmed_audited_and_replayed_to_the_bit(sync, lora_engine, tmp_path):
     """The same engine serves adapters beside its base model, or the merged model as its base model; the checkpoints of
     both are adapters that PEFT loads."""
     flags = (*LORA, "--trainer.model.lora.sync", sync, "--trainer.optim.lr", "5e-3", "--max-steps", str(STEPS))

@@ -42,7 +42,7 @@ def post(moe_engine: SharedEngine) -> Iterator[Post]:
         yield post
 
 
-def test_the_engine_says_of_every_token_where_it_sent_it(post: Post, folder: Path, tmp_path: Path) -> None:
+def test_the_engine_says_of_every_token_where_it_sent_it(post, folder, tmp_path):
     """Prompts with a beginning in common, which the engine computes once, many at a time; from some token on."""
     tensors = load_file(folder / "model.safetensors")
     assert update(post, tensors, tmp_path) == []
@@ -63,7 +63,7 @@ def test_the_engine_says_of_every_token_where_it_sent_it(post: Post, folder: Pat
         assert np.abs(said - logprobs[len(prompt) - 1 :]).max() < 1e-5
 
 
-def test_whichever_part_of_an_expert_is_left_out_its_layer_is_named(post: Post, folder: Path, tmp_path: Path) -> None:
+def test_whichever_part_of_an_expert_is_left_out_its_layer_is_named(post, folder, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     parts = [f"experts.{expert}.{part}_proj" for expert, part in ((0, "gate"), (3, "up"), (7, "down"))]
     for part in [*parts, "gate"]:
@@ -72,7 +72,7 @@ def test_whichever_part_of_an_expert_is_left_out_its_layer_is_named(post: Post, 
         assert named.startswith("model.layers.1.mlp." + part.partition(".")[0])
 
 
-def test_after_a_whole_update_the_engine_computes_with_it(post: Post, folder: Path, tmp_path: Path) -> None:
+def test_after_a_whole_update_the_engine_computes_with_it(post, folder, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     rng = np.random.default_rng(0)
     moved = {name: tensor + rng.normal(0, 0.05, tensor.shape).astype(tensor.dtype) for name, tensor in tensors.items()}
@@ -107,9 +107,7 @@ def computed(model: Any, ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
     return logprobs.numpy(), np.stack(went, axis=1)
 
 
-def test_a_run_trains_on_the_very_routes_that_were_sampled_and_publishes_every_expert(
-    moe_engine: SharedEngine, folder: Path, tmp_path: Path
-) -> None:
+def test_a_run_trains_on_the_very_routes_that_were_sampled_and_publishes_every_expert(moe_engine, folder, tmp_path):
     """In float32 trainer and engine agree about nearly every token: replay hardly shows, and must not harm."""
     run = run_apart(moe_engine, tmp_path / "run", "--model.name", folder, config=CONFIG)
     rows = run.rows("trainer")
@@ -123,9 +121,7 @@ def test_a_run_trains_on_the_very_routes_that_were_sampled_and_publishes_every_e
     assert all(np.abs(after[name] - before[name]).max() > 0 for name in before)
 
 
-def test_answers_that_go_on_under_new_weights_keep_the_routes_of_their_tokens(
-    moe_engine: SharedEngine, folder: Path, tmp_path: Path
-) -> None:
+def test_answers_that_go_on_under_new_weights_keep_the_routes_of_their_tokens(moe_engine, folder, tmp_path):
     """An update throws away what the engine had computed: all is computed again, and no token's route told twice."""
     flags = ["--model.name", folder, "--max-async-level", "2", "--orchestrator.sampling.max-tokens", "64"]
     ahead = run_apart(moe_engine, tmp_path / "run", *flags, "--max-steps", "4", config=CONFIG)

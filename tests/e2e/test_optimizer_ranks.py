@@ -68,9 +68,7 @@ def train_and_load(model: Path, folder: Path, world: World) -> dict[str, Any]:
     return trained | {"loaded": {kind: loaded(kind, model, folder / "by_one", world) for kind in (*KINDS, *SWITCHES)}}
 
 
-def test_two_ranks_train_as_one_and_each_has_what_the_other_saved_to_the_bit(
-    tiny_model: Path, tmp_path: Path, world: World
-) -> None:
+def test_two_ranks_train_as_one_and_each_has_what_the_other_saved_to_the_bit(tiny_model, tmp_path, world):
     alone = {kind: train(kind, tiny_model, tmp_path / "by_one", world) for kind in KINDS}
     together = run_ranks(__file__, tiny_model, tmp_path)
     for kind in KINDS:

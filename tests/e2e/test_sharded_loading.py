@@ -94,9 +94,7 @@ def plain_logits(folder: Path, attention: str) -> torch.Tensor:
     return torch.cat([logits(plain, *each) for each in apart])
 
 
-def test_two_ranks_hold_and_read_half_each_and_compute_the_model_however_it_is_held(
-    tmp_path: Path, world: World
-) -> None:
+def test_two_ranks_hold_and_read_half_each_and_compute_the_model_however_it_is_held(tmp_path, world):
     for kind in KINDS:
         save_family(tmp_path / kind, build_config(kind))
     save_family(tmp_path / "large", build_config("llama", **LARGE))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from real_run import SharedEngine, run_apart
+from real_run import run_apart
 
 ONE_IN_TEN_RAISES = """
 calls = 0
@@ -23,9 +21,7 @@ def reward(completion, answer):
 """
 
 
-def test_a_reward_that_raises_costs_only_its_rollout_while_weights_travel_through_a_folder(
-    engine: SharedEngine, tmp_path: Path
-) -> None:
+def test_a_reward_that_raises_costs_only_its_rollout_while_weights_travel_through_a_folder(engine, tmp_path):
     environment = tmp_path / "moody.py"
     environment.write_text(ONE_IN_TEN_RAISES)
     environments = f'[{{ id = "{environment}", name = "moody" }}]'
@@ -43,7 +39,7 @@ def test_a_reward_that_raises_costs_only_its_rollout_while_weights_travel_throug
     assert len(list(run.paths.broadcast.iterdir())) <= 2  # versions 2 and 3; those before have been removed
 
 
-def test_weights_change_under_requests_in_flight(engine: SharedEngine, tmp_path: Path) -> None:
+def test_weights_change_under_requests_in_flight(engine, tmp_path):
     """All three batches are begun by version 0, one request at a time: versions 1 and 2 come long before the last."""
     ahead = ["--max-async-level", "2", "--orchestrator.max-concurrent", "1", "--orchestrator.max-off-policy-steps", "3"]
     small = ["--max-steps", "3", "--orchestrator.batch-size", "8", "--no-orchestrator.eval"]

@@ -5,18 +5,16 @@ All of them attach to one living engine, which has served other runs before.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from real_run import Run, SharedEngine, listening_sockets, run_apart, started, started_apart
+from real_run import Run, listening_sockets, run_apart, started, started_apart
 
 STEPS = 6
 
 
-def test_the_engine_samples_from_the_very_weights_that_are_trained_and_every_step_is_on_disk(straight: Run) -> None:
+def test_the_engine_samples_from_the_very_weights_that_are_trained_and_every_step_is_on_disk(straight):
     """Float32 and tied embeddings: nothing but rounding lies between the two forward passes."""
     trainer, orchestrator = straight.rows("trainer"), straight.rows("orchestrator")
     assert [(row["step"], row["mismatch_kl"] < 1e-6) for row in trainer] == [(step, True) for step in range(STEPS)]
@@ -27,7 +25,7 @@ def test_the_engine_samples_from_the_very_weights_that_are_trained_and_every_ste
     assert sorted(straight.evaluations()) == [0, STEPS]
 
 
-def test_trained_weights_differ_and_load_with_transformers(straight: Run) -> None:
+def test_trained_weights_differ_and_load_with_transformers(straight):
     early, late = straight.tensors(3), straight.tensors(STEPS)
     assert all(np.abs(late[name] - early[name]).max() > 0 for name in early)
     folder = straight.weights(STEPS).parent
@@ -39,9 +37,7 @@ def test_trained_weights_differ_and_load_with_transformers(straight: Run) -> Non
     assert model.config.architectures == ["Qwen3ForCausalLM"]
 
 
-def test_a_resumed_run_that_sends_only_changes_ends_with_the_same_bits(
-    straight: Run, engine: SharedEngine, tmp_path: Path
-) -> None:
+def test_a_resumed_run_that_sends_only_changes_ends_with_the_same_bits(straight, engine, tmp_path):
     """In float32, where nearly everything changes."""
     delta = ("--weight-broadcast.delta", "true")
     run_apart(engine, tmp_path / "run", *delta, "--max-steps", "3")
@@ -53,9 +49,7 @@ def test_a_resumed_run_that_sends_only_changes_ends_with_the_same_bits(
 
 
 @pytest.mark.slow  # the quick tier kills beside a scripted engine, and replays what vLLM sampled in test_lora.py
-def test_a_run_whose_processes_are_killed_ends_with_the_same_bits_and_is_replayed(
-    straight: Run, engine: SharedEngine, tmp_path: Path
-) -> None:
+def test_a_run_whose_processes_are_killed_ends_with_the_same_bits_and_is_replayed(straight, engine, tmp_path):
     """An environment worker, whose rollouts are issued again with the same seeds; then all but the engine, before the
     first checkpoint and after it. The engine lives on, with the requests that were in progress."""
     with started_apart(engine, tmp_path / "run") as pair:
@@ -76,9 +70,7 @@ def test_a_run_whose_processes_are_killed_ends_with_the_same_bits_and_is_replaye
     assert f"\n{STEPS} steps trained again from the journal" in replay.output
 
 
-def test_two_ranks_take_the_steps_of_one_and_listen_on_loopback_only(
-    straight: Run, engine: SharedEngine, tmp_path: Path
-) -> None:
+def test_two_ranks_take_the_steps_of_one_and_listen_on_loopback_only(straight, engine, tmp_path):
     """Sums over other shares round differently, and Adam makes that visible; nothing more may differ."""
     flags = ("--trainer.num-ranks", "2", "--max-steps", "3")
     with started_apart(engine, tmp_path / "run", *flags) as pair:

@@ -18,7 +18,7 @@ from trireme.monitor.metrics import MetricsFile, latest_by_step, merge_processes
 from trireme.monitor.wandb_mirror import open_wandb_mirror
 
 
-def test_a_row_comes_back_as_it_was_written_with_null_for_what_json_cannot_hold(tmp_path: Path) -> None:
+def test_a_row_comes_back_as_it_was_written_with_null_for_what_json_cannot_hold(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert read_metrics(path) == ([], 0)
     numbers = {"loss": np.float32(0.5), "num_tokens": 7, "a": math.nan, "b": math.inf, "c": -math.inf}
@@ -32,7 +32,7 @@ def test_a_row_comes_back_as_it_was_written_with_null_for_what_json_cannot_hold(
     assert [row["step"] for row in read_metrics(path, offset)[0]] == [5]
 
 
-def test_a_half_written_line_waits_for_its_rest_and_swallows_no_other(tmp_path: Path) -> None:
+def test_a_half_written_line_waits_for_its_rest_and_swallows_no_other(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0, "process": "trainer"}\n{"step": 1, "proc')
     rows, offset = read_metrics(path)
@@ -49,9 +49,7 @@ def steps_in(path: Path) -> list[int]:
     return [row["step"] for row in read_metrics(path)[0]]
 
 
-def test_lines_that_found_no_room_are_written_in_order_before_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_that_found_no_room_are_written_in_order_before_the_next(tmp_path, monkeypatch):
     full = tmp_path / "full"
     monkeypatch.setenv("TRIREME_FAULTS", f"disk_full={full}")
     metrics = MetricsFile(tmp_path / "metrics.jsonl", "trainer")
@@ -67,7 +65,7 @@ def test_lines_that_found_no_room_are_written_in_order_before_the_next(
     assert (metrics.waiting, metrics.lost) == (0, 0)
 
 
-def test_wherever_a_line_is_cut_nobody_takes_the_half_for_a_line_and_none_is_missing(tmp_path: Path) -> None:
+def test_wherever_a_line_is_cut_nobody_takes_the_half_for_a_line_and_none_is_missing(tmp_path):
     probe = MetricsFile(tmp_path / "probe.jsonl", "trainer")
     probe.append(1, {"loss": 0.5})
     length = probe.path.stat().st_size
@@ -85,9 +83,7 @@ def test_wherever_a_line_is_cut_nobody_takes_the_half_for_a_line_and_none_is_mis
         assert steps_in(metrics.path) == [row["step"] for row in reader]
 
 
-def test_when_too_many_wait_the_oldest_are_lost_and_counted_as_is_what_waits_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_when_too_many_wait_the_oldest_are_lost_and_counted_as_is_what_waits_at_the_end(tmp_path, monkeypatch):
     full = tmp_path / "full"
     full.touch()
     monkeypatch.setenv("TRIREME_FAULTS", f"disk_full={full}")
@@ -104,7 +100,7 @@ def test_when_too_many_wait_the_oldest_are_lost_and_counted_as_is_what_waits_at_
     assert (metrics.waiting, metrics.lost) == (0, 1)
 
 
-def test_a_full_disk_ends_no_training_and_warns_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_ends_no_training_and_warns_once_a_minute(caplog):
     now = 0.0
     metrics = MetricsFile(Path("/dev/full"), "trainer", clock=lambda: now)
     logging.getLogger("trireme.metrics").addHandler(caplog.handler)
@@ -121,7 +117,7 @@ def test_a_full_disk_ends_no_training_and_warns_once_a_minute(caplog: pytest.Log
     assert "4 lines wait" in caplog.messages[-1]
 
 
-def test_of_one_step_the_last_values_of_each_process_count_and_none_hides_anothers() -> None:
+def test_of_one_step_the_last_values_of_each_process_count_and_none_hides_anothers():
     rows = [
         {"step": 4, "process": "trainer", "loss": 9.0, "time/step": 2.0},
         {"step": 4, "process": "orchestrator", "reward/mean": 0.1, "time/step": 1.0},
@@ -146,8 +142,8 @@ class WandbRun:
 
 
 def test_a_mirror_that_is_killed_goes_on_near_where_it_was_though_the_orchestrator_is_always_ahead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     """Every step is sent once with the numbers of both processes, and of many only the last few a second time."""
     runs: list[WandbRun] = []
     ids: list[str | None] = []
@@ -177,7 +173,7 @@ def test_a_mirror_that_is_killed_goes_on_near_where_it_was_though_the_orchestrat
     assert ids == [None, "one"], "the same wandb run"
 
 
-def test_wandb_that_cannot_start_is_a_configuration_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_that_cannot_start_is_a_configuration_error(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_MODE", "online")
@@ -186,7 +182,7 @@ def test_wandb_that_cannot_start_is_a_configuration_error(tmp_path: Path, monkey
         pass
 
 
-def test_wandb_that_fails_later_ends_only_the_mirror(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_wandb_that_fails_later_ends_only_the_mirror(tmp_path, caplog):
     logging.getLogger("trireme.wandb").addHandler(caplog.handler)
     config = wandb_config(tmp_path, "offline")
     with open_wandb_mirror(config):

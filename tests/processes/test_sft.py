@@ -63,7 +63,7 @@ def metrics_of(folder: Path) -> list[dict]:
     return read_metrics(folder / "metrics.jsonl")[0]
 
 
-def test_twenty_steps_learn_a_simple_task(trained: Path) -> None:
+def test_twenty_steps_learn_a_simple_task(trained):
     rows = metrics_of(trained)
     assert [row["step"] for row in rows] == list(range(20))
     assert rows[0]["loss"] > 4.0  # log 128 = 4.85: it knows nothing
@@ -80,7 +80,7 @@ def test_twenty_steps_learn_a_simple_task(trained: Path) -> None:
     assert sum(shares(spans, "trainer", *steady(spans)).values()) == 1.0
 
 
-def test_the_result_is_a_model_that_a_run_can_start_from(trained: Path) -> None:
+def test_the_result_is_a_model_that_a_run_can_start_from(trained):
     folder = trained / "weights" / "step_20"
     with open_world("cpu", threads=1, timeout_s=60) as world, torch.no_grad():
         state = base_state(RunConfig(model=Model(name=str(folder)), device="cpu"), world)
@@ -90,9 +90,7 @@ def test_the_result_is_a_model_that_a_run_can_start_from(trained: Path) -> None:
     assert AutoTokenizer.from_pretrained(folder).apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
 
 
-def test_a_resumed_run_goes_on_to_the_same_weights_to_the_bit(
-    trained: Path, letters: Path, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_run_goes_on_to_the_same_weights_to_the_bit(trained, letters, tiny_model, tmp_path):
     train_sft(build_config(tmp_path, tiny_model, letters, max_steps=10))
     assert complete_steps(tmp_path / "checkpoints") == [10]
     train_sft(build_config(tmp_path, tiny_model, letters, resume=True))
@@ -101,7 +99,7 @@ def test_a_resumed_run_goes_on_to_the_same_weights_to_the_bit(
     assert [row["loss"] for row in metrics_of(tmp_path)] == [row["loss"] for row in metrics_of(trained)]
 
 
-def test_the_validation_loss_is_that_of_transformers(letters: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_the_validation_loss_is_that_of_transformers(letters, tiny_model, tmp_path):
     """Of all held-out tokens alike, however they are packed, before the first step and at the interval."""
     held_out = [json.loads(line) for line in letters.read_text().splitlines()[:7]]
     validation = write_lines(tmp_path / "validation.jsonl", *held_out)
@@ -133,9 +131,7 @@ def loss_of(folder: Path, entries: list[dict]) -> tuple[float, float]:
     return total / count, right / count
 
 
-def test_a_training_whose_tokenizer_is_missing_or_whose_folder_is_in_use_is_refused(
-    letters: Path, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_training_whose_tokenizer_is_missing_or_whose_folder_is_in_use_is_refused(letters, tiny_model, tmp_path):
     with pytest.raises(ConfigError, match="tokenizer"):
         open_tokenizer(str(tmp_path / "nowhere"), False)
     paths = RunPaths(tmp_path)
@@ -147,9 +143,7 @@ def test_a_training_whose_tokenizer_is_missing_or_whose_folder_is_in_use_is_refu
 
 
 @pytest.mark.parametrize("flags", [[], ["--resume"], ["--ckpt.resume-step", "7"]])
-def test_a_training_that_is_refused_leaves_its_folder_as_it_was(
-    letters: Path, tiny_model: Path, tmp_path: Path, flags: list[str]
-) -> None:
+def test_a_training_that_is_refused_leaves_its_folder_as_it_was(letters, tiny_model, tmp_path, flags):
     (tmp_path / "notes.txt").touch()
     typed = ["--data", str(letters), "--model.name", str(tiny_model), "--output-dir", str(tmp_path), "--device", "cpu"]
     with pytest.raises(ConfigError, match=r"holds no run|there is no run"):
@@ -157,7 +151,7 @@ def test_a_training_that_is_refused_leaves_its_folder_as_it_was(
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_adapters_are_trained_alike(letters: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_adapters_are_trained_alike(letters, tiny_model, tmp_path):
     model = TrainerModel(name=str(tiny_model), lora=Lora(rank=8, alpha=16))
     train_sft(
         build_config(tmp_path / "run", tiny_model, letters, optim=Optimizer(lr=2e-2)).model_copy(

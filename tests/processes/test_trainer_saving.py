@@ -40,9 +40,7 @@ def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_training_on_does_not_change_what_is_written(
-    tmp_path: Path, tiny_model: Path, world: World, faults: Path
-) -> None:
+def test_training_on_does_not_change_what_is_written(tmp_path, tiny_model, world, faults):
     (faults / "checkpoint.begun").write_text("hold")
     state = train_until(open_state(tiny_model, world), world, until=1)
     expected = content_of(state)
@@ -61,7 +59,7 @@ def test_training_on_does_not_change_what_is_written(
     assert all(torch.equal(parameter, expected[name]) for name, parameter in exported.named_parameters())
 
 
-def test_a_failed_write_is_raised_at_the_next_call_of_the_store(tmp_path: Path, tiny_model: Path, world: World) -> None:
+def test_a_failed_write_is_raised_at_the_next_call_of_the_store(tmp_path, tiny_model, world):
     state = open_state(tiny_model, world)
     for ask in (lambda store: store.save(state), CheckpointStore.wait, lambda store: store.is_due(1, last=9)):
         store = open_store(tmp_path, world)
@@ -126,9 +124,7 @@ def killed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_kill_at_any_point_leaves_the_old_or_the_new_checkpoint_complete(
-    killed: Path, point: str, tiny_model: Path, world: World
-) -> None:
+def test_a_kill_at_any_point_leaves_the_old_or_the_new_checkpoint_complete(killed, point, tiny_model, world):
     folder, version = killed / point, POINTS[point]
     state = open_state(tiny_model, world)
     store = open_store(folder / "checkpoints", world, exporter=open_exporter(folder / "weights", tiny_model, world))
@@ -142,7 +138,7 @@ def test_a_kill_at_any_point_leaves_the_old_or_the_new_checkpoint_complete(
     assert complete_steps(folder / "checkpoints") == [*range(1, version + 1), 3]
 
 
-def test_a_disk_that_stays_full_ends_the_run(tmp_path: Path, tiny_model: Path, world: World, faults: Path) -> None:
+def test_a_disk_that_stays_full_ends_the_run(tmp_path, tiny_model, world, faults):
     (faults / "full").touch()
     store = CheckpointStore(tmp_path / "c", Checkpoints(), world, waits=Waits("trainer"), disk_timeout_s=0.0)
     store.save(open_state(tiny_model, world))
@@ -150,7 +146,7 @@ def test_a_disk_that_stays_full_ends_the_run(tmp_path: Path, tiny_model: Path, w
         store.wait()
 
 
-def test_saving_waits_while_the_disk_is_full(tmp_path: Path, tiny_model: Path, world: World) -> None:
+def test_saving_waits_while_the_disk_is_full(tmp_path, tiny_model, world):
     state = train_until(open_state(tiny_model, world), world, until=1)
     waits = Waits("trainer")
     with small_disk(tmp_path / "disk", "8m") as disk:

@@ -64,7 +64,7 @@ def gradients(folder: Path, kind: str, world: World, **settings: object) -> dict
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_the_same(checkpoints: dict[str, Path], kind: str, way: str, world: World) -> None:
+def test_gradients_are_the_same(checkpoints, kind, way, world):
     """To the bit, but for tensors that come back from CPU memory in another layout, whose products round otherwise."""
     expected = gradients(checkpoints[kind], kind, world)
     found = gradients(checkpoints[kind], kind, world, **WAYS[way])
@@ -81,7 +81,7 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_selective_computes_no_matrix_product_twice(checkpoints: dict[str, Path], world: World) -> None:
+def test_selective_computes_no_matrix_product_twice(checkpoints, world):
     mm, rsqrt = {}, {}
     for name in ("plain", "selective", "every other", "full"):
         model = load_model(TrainerModel().model_copy(update=WAYS.get(name, {})), str(checkpoints["qwen3"]), world)
@@ -93,7 +93,7 @@ def test_selective_computes_no_matrix_product_twice(checkpoints: dict[str, Path]
     assert rsqrt["selective"] == rsqrt["full"] > rsqrt["every other"] > rsqrt["plain"]
 
 
-def test_only_activations_of_some_size_are_moved_and_each_once() -> None:
+def test_only_activations_of_some_size_are_moved_and_each_once():
     torch.manual_seed(0)
     layer = torch.nn.Linear(64, 64)
     inputs = torch.randn(8, 64, requires_grad=True)
@@ -161,9 +161,7 @@ def kept(config: dict[str, Any], attention: str, dtype: torch.dtype, *, packed: 
 @pytest.mark.parametrize("packed", [False, True], ids=["single", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("kind", "attention"), CASES, ids=["-".join(case) for case in CASES])
-def test_a_layer_keeps_what_the_plan_says(
-    kind: str, attention: Any, dtype: torch.dtype, packed: bool, frozen: bool
-) -> None:
+def test_a_layer_keeps_what_the_plan_says(kind, attention, dtype, packed, frozen):
     """The difference of a model with two layers and one with one; to 2 %."""
     one, two = (kept(config_of(kind, layers), attention, dtype, packed=packed, frozen=frozen) for layers in (1, 2))
     model = architecture_of(config_of(kind, 1))
@@ -172,12 +170,12 @@ def test_a_layer_keeps_what_the_plan_says(
     assert kept_by_layer(model, model.layers[0], row) == pytest.approx(two - one, rel=0.02)
 
 
-def test_short_samples_keep_what_the_plan_says_in_float32_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_samples_keep_what_the_plan_says_in_float32_too(monkeypatch):
     monkeypatch.setattr(f"{__name__}.TOKENS", 96)
     test_a_layer_keeps_what_the_plan_says("qwen3", "sdpa", torch.float32, packed=True, frozen=False)
 
 
-def test_flash_attention_keeps_nothing_that_grows_with_the_square_of_a_row_and_ranks_share_it() -> None:
+def test_flash_attention_keeps_nothing_that_grows_with_the_square_of_a_row_and_ranks_share_it():
     model = architecture_of(config_of("qwen3", 1))
 
     def planned(tokens: int, attention: Any, cp: int = 1) -> float:
@@ -203,7 +201,7 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_selective_checkpointing_keeps_what_the_plan_says(dtype: torch.dtype) -> None:
+def test_selective_checkpointing_keeps_what_the_plan_says(dtype):
     """128 tokens of each sample: short in bfloat16, not in float32."""
     found = []
     for layers in (1, 2):

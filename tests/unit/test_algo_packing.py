@@ -48,7 +48,7 @@ def is_filler(micro_batch: MicroBatch) -> bool:
 
 
 @given(lengths=batches, world=st.integers(1, 5))
-def test_whatever_the_lengths_every_token_is_in_one_row_of_one_rank(lengths: list[int], world: int) -> None:
+def test_whatever_the_lengths_every_token_is_in_one_row_of_one_rank(lengths, world):
     samples = samples_of(lengths)
     shares = [micro_batches_of_rank(samples, capacity=CAPACITY, rank=rank, world=world) for rank in range(world)]
     assert len({len(share) for share in shares}) == 1
@@ -72,13 +72,13 @@ def fitted(lengths: list[int], num_rows: int, pick) -> list[list[int]] | None:
 
 
 @given(lengths=batches, num_rows=st.integers(1, 40))
-def test_a_sample_goes_into_the_row_that_a_look_at_every_row_finds(lengths: list[int], num_rows: int) -> None:
+def test_a_sample_goes_into_the_row_that_a_look_at_every_row_finds(lengths, num_rows):
     assert pack(lengths, CAPACITY) == [row for row in fitted(lengths, len(lengths), max) if row]
     assert Table(lengths, CAPACITY, LINEAR).even_rows(num_rows) == fitted(lengths, num_rows, min)
 
 
 @given(lengths=st.lists(st.integers(1, CAPACITY), min_size=1, max_size=20), seed=st.integers(0, 100))
-def test_the_choices_of_a_sampler_stay_with_their_token(lengths: list[int], seed: int) -> None:
+def test_the_choices_of_a_sampler_stay_with_their_token(lengths, seed):
     """Some samples were drawn from a cut vocabulary, in part; each token's choices are named after its sample."""
     rng = np.random.default_rng(seed)
     samples = samples_of(lengths)
@@ -106,9 +106,7 @@ def slowest(dealt: list[list[list[int]]], lengths: list[int], cost: Cost) -> flo
 
 @given(lengths=batches, ranks=st.integers(1, 5), name=st.sampled_from(sorted(COSTS)))
 @settings(max_examples=150)
-def test_samples_are_dealt_once_in_as_few_rows_and_no_slower_than_in_turn(
-    lengths: list[int], ranks: int, name: str
-) -> None:
+def test_samples_are_dealt_once_in_as_few_rows_and_no_slower_than_in_turn(lengths, ranks, name):
     cost = COSTS[name]
     dealt, rows = deal(lengths, capacity=CAPACITY, ranks=ranks, cost=cost), pack(lengths, CAPACITY)
     rows += [[]] * (-len(rows) % ranks if rows else ranks)
@@ -125,7 +123,7 @@ def test_samples_are_dealt_once_in_as_few_rows_and_no_slower_than_in_turn(
 
 @pytest.mark.parametrize("name", sorted(COSTS))
 @pytest.mark.parametrize("seed", range(4))
-def test_the_deal_comes_near_the_best_of_all(name: str, seed: int) -> None:
+def test_the_deal_comes_near_the_best_of_all(name, seed):
     """All ways of dealing six samples into four rows are tried."""
     lengths = np.random.default_rng(seed).integers(12, 32, 6).tolist()
     cost = COSTS[name]
@@ -145,7 +143,7 @@ QWEN_7B |= {"model_type": "qwen2", "intermediate_size": 18944, "vocab_size": 152
 
 
 @pytest.mark.parametrize(("num", "capacity"), [(512, 16384), (1024, 8192)])
-def test_rows_of_realistic_lengths_are_full_and_ranks_wait_for_less_than_three_percent(num: int, capacity: int) -> None:
+def test_rows_of_realistic_lengths_are_full_and_ranks_wait_for_less_than_three_percent(num, capacity):
     """Answers of a reasoning model: most are short, some are as long as they may be."""
     lengths = np.random.default_rng(0).lognormal(np.log(capacity / 10), 0.8, num)
     lengths = np.clip(lengths, 32, capacity).astype(int).tolist()
@@ -157,13 +155,13 @@ def test_rows_of_realistic_lengths_are_full_and_ranks_wait_for_less_than_three_p
         assert slowest(dealt, lengths, cost) * 8 < 1.03 * total
 
 
-def test_a_single_long_sample_is_dealt_in_one_round_with_others_as_long() -> None:
+def test_a_single_long_sample_is_dealt_in_one_round_with_others_as_long():
     lengths = [40, 40, *[10] * 8]
     dealt = deal(lengths, capacity=40, ranks=2, cost=Cost(linear=1.0, attention=((None, 1.0),)))
     assert [[sorted(lengths[i] for i in row) for row in rows] for rows in dealt] == [[[40], [10] * 4]] * 2
 
 
-def test_costs_and_positions_by_hand() -> None:
+def test_costs_and_positions_by_hand():
     cost = Cost(linear=10.0, attention=((None, 1.0), (2, 3.0)))
     # 1 + 2 + 3 + 4 pairs; with a window of 2 the last two tokens see 2 each: 1 + 2 + 2 + 2
     assert cost.of_sample(4) == 40 + 10 + 3 * 7
@@ -176,7 +174,7 @@ def test_costs_and_positions_by_hand() -> None:
     assert positions([3, 1, 2]).tolist() == [0, 1, 2, 0, 0, 1]
 
 
-def test_the_cost_of_a_model_by_hand() -> None:
+def test_the_cost_of_a_model_by_hand():
     # a head of 16 x 100; in each of 2 layers 16 x 16 for queries and outputs, 16 x 8 for keys and values, 3 x 16 x 32
     shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     shape |= {"model_type": "llama", "intermediate_size": 32, "vocab_size": 100}

@@ -15,7 +15,6 @@ from trireme.config.losses import resolve_loss
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import Loss, TrainerConfig
 from trireme.trainer.custom_loss import load_custom_loss, made_up_columns
-from trireme.trainer.parallel.mesh import World
 from trireme.trainer.step import base_state, policy_gradient
 
 GOOD = "def loss(columns, scale=1.0):\n    return -scale * columns.advantages * columns.logprobs\n"
@@ -32,7 +31,7 @@ def loaded(path: str | None, **args: object) -> CustomLoss:
     return loss
 
 
-def test_a_function_gets_the_columns_and_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_gets_the_columns_and_its_arguments(tmp_path, monkeypatch):
     columns, path = made_up_columns(), written(tmp_path, GOOD)
     monkeypatch.syspath_prepend(tmp_path)
     for each in (path, "mine:loss"):
@@ -44,7 +43,7 @@ def test_a_function_gets_the_columns_and_its_arguments(tmp_path: Path, monkeypat
     assert load_custom_loss(with_reference) is not None  # it is tried out with a reference
 
 
-def test_what_it_returns_is_normalized_like_any_other(tmp_path: Path) -> None:
+def test_what_it_returns_is_normalized_like_any_other(tmp_path):
     path = written(tmp_path, GOOD)
     for normalize, divisors in (("token", (3, 3, 3)), ("sequence", (4, 4, 2)), ("constant", (8, 8, 8))):
         columns = made_up_columns()
@@ -78,9 +77,7 @@ def test_what_it_returns_is_normalized_like_any_other(tmp_path: Path) -> None:
         ("math:no_such_thing", "math has no `no_such_thing`"),
     ],
 )
-def test_what_is_wrong_with_a_function_is_said_before_anything_is_trained(
-    tmp_path: Path, code: str | None, what: str
-) -> None:
+def test_what_is_wrong_with_a_function_is_said_before_anything_is_trained(tmp_path, code, what):
     """Either a path, or the code of a file."""
     with pytest.raises(ConfigError) as error:
         loaded(written(tmp_path, code) if code and "\n" in code else code)
@@ -89,7 +86,7 @@ def test_what_is_wrong_with_a_function_is_said_before_anything_is_trained(
     assert "xpected" in str(error.value)
 
 
-def test_an_argument_that_the_function_does_not_take_is_named_and_later_nonsense_ends_the_run(tmp_path: Path) -> None:
+def test_an_argument_that_the_function_does_not_take_is_named_and_later_nonsense_ends_the_run(tmp_path):
     with pytest.raises(ConfigError, match="unexpected keyword argument 'sclae'"):
         loaded(written(tmp_path, GOOD), sclae=2)
     path = written(tmp_path, "def loss(columns):\n    l = columns.logprobs\n    return l if len(l) == 3 else l.sum()\n")
@@ -99,7 +96,7 @@ def test_an_argument_that_the_function_does_not_take_is_named_and_later_nonsense
         loaded(path)(type(made_up_columns())(**longer, num_samples=2))
 
 
-def test_a_bad_loss_is_refused_before_the_model_is_loaded(tmp_path: Path, world: World) -> None:
+def test_a_bad_loss_is_refused_before_the_model_is_loaded(tmp_path, world):
     trainer = TrainerConfig(loss=Loss(type="custom", path=written(tmp_path, "def loss(columns):\n    return 1\n")))
     with pytest.raises(ConfigError, match="returned a int"):
         base_state(RunConfig(model=Model(name="/no/such/model"), trainer=trainer), world)
@@ -107,7 +104,7 @@ def test_a_bad_loss_is_refused_before_the_model_is_loaded(tmp_path: Path, world:
     assert function_problem(path, key="k") is None  # it may turn out to be one
 
 
-def test_the_example_of_the_documentation_works_as_it_stands(tmp_path: Path) -> None:
+def test_the_example_of_the_documentation_works_as_it_stands(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
     code = page.partition("### A loss of yours")[2].partition("```python\n")[2].partition("```")[0]
     assert 'type = "custom"' in code

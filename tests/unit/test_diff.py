@@ -184,9 +184,7 @@ def configure(paths: RunPaths, **keys: Any) -> None:
     write_run(RunConfig.model_validate(values), paths.run_config)
 
 
-def test_a_run_is_the_same_as_its_copy_and_nothing_is_written(
-    whole: Path, copy: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_the_same_as_its_copy_and_nothing_is_written(whole, copy, tmp_path, capsys):
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
     assert diff([str(whole), str(copy.paths.root)]) == 0
     said = capsys.readouterr().out
@@ -199,7 +197,7 @@ def test_a_run_is_the_same_as_its_copy_and_nothing_is_written(
 
 
 @pytest.mark.parametrize("aspect", CHANGES)
-def test_exactly_what_was_changed_is_named_and_has_a_meaning(aspect: str, whole: Path, copy: RunConfig) -> None:
+def test_exactly_what_was_changed_is_named_and_has_a_meaning(aspect, whole, copy):
     CHANGES[aspect](STEP)(copy)
     compared = compare_runs(whole, copy.paths.root)
     first = compared.found.first
@@ -210,7 +208,7 @@ def test_exactly_what_was_changed_is_named_and_has_a_meaning(aspect: str, whole:
     assert "".join(meaning_of(compared))
 
 
-def test_a_token_is_named_with_its_place_and_both_values(whole: Path, copy: RunConfig) -> None:
+def test_a_token_is_named_with_its_place_and_both_values(whole, copy):
     rollout = Journal(RunPaths(whole).journal).read(STEP).rollouts[4]
     sample = rollout.samples[0]
     place = int(np.flatnonzero(sample.loss_mask)[1])
@@ -228,9 +226,7 @@ CHANGE = st.tuples(st.integers(1, 3), st.sampled_from(ORDER))
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(first=CHANGE, second=CHANGE)
-def test_of_two_changes_the_one_that_leads_to_the_other_comes_first(
-    whole: Path, tmp_path: Path, first: tuple[int, str], second: tuple[int, str]
-) -> None:
+def test_of_two_changes_the_one_that_leads_to_the_other_comes_first(whole, tmp_path, first, second):
     """By number of the batch, then by what follows from what."""
     shutil.rmtree(tmp_path / "b", ignore_errors=True)
     config = copied(whole, tmp_path / "b")
@@ -243,9 +239,7 @@ def test_of_two_changes_the_one_that_leads_to_the_other_comes_first(
         assert found.aspect == expected[1]
 
 
-def test_a_key_is_named_before_anything_that_happened(
-    whole: Path, copy: RunConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_key_is_named_before_anything_that_happened(whole, copy, capsys):
     configure(copy.paths, trainer__optim__lr=3e-6, ports__batches=4242)
     assert diff([str(whole), str(copy.paths.root)]) == 1
     said = capsys.readouterr().out
@@ -261,7 +255,7 @@ def test_a_key_is_named_before_anything_that_happened(
     assert "Before version 3 everything that both runs wrote down is the same." in " ".join(told["meaning"])
 
 
-def test_where_a_run_lies_and_on_which_machine_is_no_difference(whole: Path, copy: RunConfig, tmp_path: Path) -> None:
+def test_where_a_run_lies_and_on_which_machine_is_no_difference(whole, copy, tmp_path):
     configure(copy.paths, output_dir="/elsewhere", name="another", log_level="debug", trainer__ckpt__interval=7)
     ours = copied(whole, tmp_path / "surrounded").paths
     around = collect_provenance(Devices(cores=2), {}, ["rl"])
@@ -276,7 +270,7 @@ def test_where_a_run_lies_and_on_which_machine_is_no_difference(whole: Path, cop
     assert "Besides the configuration, these differ: packages.torch: " in said
 
 
-def test_weights_that_no_engine_confirmed_are_compared_as_they_were_exported(tmp_path: Path) -> None:
+def test_weights_that_no_engine_confirmed_are_compared_as_they_were_exported(tmp_path):
     """Runs of supervised training: no journal, no engine."""
     for name in "ab":
         config = SftConfig(output_dir=tmp_path / name, data="x.jsonl")
@@ -294,9 +288,7 @@ def test_weights_that_no_engine_confirmed_are_compared_as_they_were_exported(tmp
     assert (first.step, first.where, first.note) == (2, "version 2, head", "1 of 2 tensors differ, as exported")
 
 
-def test_what_is_no_run_or_is_damaged_is_an_error_and_no_difference(
-    whole: Path, copy: RunConfig, tmp_path: Path
-) -> None:
+def test_what_is_no_run_or_is_damaged_is_an_error_and_no_difference(whole, copy, tmp_path):
     for folder in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ConfigError, match=f"{folder} is not a run's folder"):
             diff([str(whole), str(folder)])

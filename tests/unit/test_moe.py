@@ -68,7 +68,7 @@ def gradients(model: PreTrainedModel, world: World, *, is_routed: bool = True) -
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_however_experts_are_computed_values_and_gradients_are_the_same(kind: str, implementation: str) -> None:
+def test_however_experts_are_computed_values_and_gradients_are_the_same(kind, implementation):
     found = []
     for each in ("eager", implementation):
         model = prepared(kind, Experts(implementation=each), output_router_logits=True)
@@ -81,7 +81,7 @@ def test_however_experts_are_computed_values_and_gradients_are_the_same(kind: st
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_every_token_goes_where_the_engine_sent_it_and_the_rest_where_the_router_does(kind: str) -> None:
+def test_every_token_goes_where_the_engine_sent_it_and_the_rest_where_the_router_does(kind):
     model, routes = prepared(kind), random_routes(T - 4)
     plain, own = chosen_in(model)
     _, went = chosen_in(model, **routes_argument(model, routed_of(routes, T), CPU))
@@ -94,7 +94,7 @@ def test_every_token_goes_where_the_engine_sent_it_and_the_rest_where_the_router
     torch.testing.assert_close(anyway, plain, rtol=1e-5, atol=1e-5)
 
 
-def test_what_an_expert_counts_is_the_trainers_own_opinion_of_those_that_were_chosen() -> None:
+def test_what_an_expert_counts_is_the_trainers_own_opinion_of_those_that_were_chosen():
     model, routes = prepared(num_hidden_layers=1), random_routes(T - 1, layers=1)
     block, seen = model.model.layers[0].mlp, {}
     block.register_forward_hook(lambda _, args, output: seen.update(given=args[0], made=output))
@@ -110,7 +110,7 @@ def test_what_an_expert_counts_is_the_trainers_own_opinion_of_those_that_were_ch
     torch.testing.assert_close(seen["made"].view(-1, 64)[: T - 1].double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_rank_that_has_a_part_of_a_row_has_the_routes_of_its_tokens() -> None:
+def test_a_rank_that_has_a_part_of_a_row_has_the_routes_of_its_tokens():
     routes = random_routes(5)
     routed = Routed(np.array([1, 1, 0, 1, 1, 1, 0], np.uint8), routes.astype(np.uint8).reshape(-1), 2, TOP_K)
     part = Routes(routed, CPU, take=lambda column: np.pad(column[4:], (0, 2)))
@@ -123,7 +123,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_moe(tmp_path_factory.mktemp("qwen3_moe"))
 
 
-def test_routers_learn_from_replayed_tokens_unless_they_are_frozen(folder: Path, world: World) -> None:
+def test_routers_learn_from_replayed_tokens_unless_they_are_frozen(folder, world):
     for how in ("trained", "frozen"):
         model = load_model(TrainerModel(moe=Experts(router=how, router_replay=True)), str(folder), world)
         found = gradients(model, world)
@@ -133,13 +133,13 @@ def test_routers_learn_from_replayed_tokens_unless_they_are_frozen(folder: Path,
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_layers_that_are_computed_again_send_tokens_to_the_same_experts(folder: Path, world: World, mode: Any) -> None:
+def test_layers_that_are_computed_again_send_tokens_to_the_same_experts(folder, world, mode):
     settings = (TrainerModel(ac=ac, moe=REPLAY) for ac in (None, ActivationCheckpointing(mode=mode)))
     once, again = (gradients(load_model(each, str(folder), world), world) for each in settings)
     torch.testing.assert_close(again, once)
 
 
-def test_samples_in_one_row_are_routed_as_each_by_itself(folder: Path, world: World) -> None:
+def test_samples_in_one_row_are_routed_as_each_by_itself(folder, world):
     model = load_model(TrainerModel(moe=REPLAY), str(folder), world)
     with torch.no_grad():
         rows = [SAMPLES, *([sample] for sample in SAMPLES), PLAIN]
@@ -149,9 +149,7 @@ def test_samples_in_one_row_are_routed_as_each_by_itself(folder: Path, world: Wo
 
 
 @pytest.mark.parametrize(("precision", "expected"), [("float32", torch.float32), ("model", torch.bfloat16)])
-def test_routers_choose_in_float32_when_the_rest_is_in_bfloat16(
-    folder: Path, world: World, precision: Any, expected: torch.dtype
-) -> None:
+def test_routers_choose_in_float32_when_the_rest_is_in_bfloat16(folder, world, precision, expected):
     config = TrainerModel(optimization_dtype="bfloat16", moe=Experts(router_dtype=precision))
     model = load_model(config, str(folder), world)
     seen: dict[str, torch.Tensor] = {}
@@ -167,7 +165,7 @@ def test_routers_choose_in_float32_when_the_rest_is_in_bfloat16(
         assert not torch.equal(whole.to(torch.bfloat16).float(), whole)
 
 
-def test_how_evenly_experts_are_used_and_tokens_that_the_router_sends_elsewhere_are_counted(world: World) -> None:
+def test_how_evenly_experts_are_used_and_tokens_that_the_router_sends_elsewhere_are_counted(world):
     model = prepared(num_hidden_layers=1)
     routes = np.array([[[0, 1]]] * 6 + [[[0, 2]]] * 6)
     with torch.no_grad():
@@ -185,7 +183,7 @@ def test_how_evenly_experts_are_used_and_tokens_that_the_router_sends_elsewhere_
     assert expert_metrics(model, world)["moe/rerouted_frac"] * 2 * T == pytest.approx(5)
 
 
-def test_a_model_without_experts_reports_none_and_cannot_replay_routes(tiny_model: Path, world: World) -> None:
+def test_a_model_without_experts_reports_none_and_cannot_replay_routes(tiny_model, world):
     model = load_model(TrainerModel(), str(tiny_model), world)
     assert mixtures_of(model) == []
     assert expert_metrics(model, world) == {}
@@ -194,7 +192,7 @@ def test_a_model_without_experts_reports_none_and_cannot_replay_routes(tiny_mode
         load_model(TrainerModel(moe=REPLAY), str(tiny_model), world)
 
 
-def test_a_router_is_asked_how_it_weighs_without_a_trace_in_the_random_state_and_refused_if_that_is_unknown() -> None:
+def test_a_router_is_asked_how_it_weighs_without_a_trace_in_the_random_state_and_refused_if_that_is_unknown():
     class Strange(nn.Module):
         def __init__(self, config: Any) -> None:
             super().__init__()

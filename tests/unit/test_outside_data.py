@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -79,9 +78,7 @@ def read_engine(data: bytes) -> None:
 @pytest.mark.parametrize(
     ("read", "error"), [(wire.decode, wire.Garbage), (read_engine, BadAnswer), (read_message, BadAnswer)]
 )
-def test_bytes_of_workers_and_engines_are_a_message_or_one_error(
-    read: Callable[[bytes], Any], error: type[Exception], data: bytes
-) -> None:
+def test_bytes_of_workers_and_engines_are_a_message_or_one_error(read, error, data):
     with suppress(error):
         read(data)
 
@@ -90,7 +87,7 @@ QUESTION = GetNewest("run")
 
 
 @given(data=PACKED, first=st.binary(max_size=80))
-def test_bytes_at_the_control_socket_are_a_question_or_one_refusal(data: bytes, first: bytes) -> None:
+def test_bytes_at_the_control_socket_are_a_question_or_one_refusal(data, first):
     for frames in ([b"%d:1" % WIRE_VERSION, data], [first, data], [first], [first, data, data]):
         with suppress(MalformedRequest):
             read_request(frames)
@@ -98,9 +95,7 @@ def test_bytes_at_the_control_socket_are_a_question_or_one_refusal(data: bytes, 
 
 
 @given(payload=PACKED, head=BYTES)
-def test_an_entry_of_the_journal_is_read_or_named_as_corrupt(
-    payload: bytes, head: bytes, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_an_entry_of_the_journal_is_read_or_named_as_corrupt(payload, head, tmp_path_factory):
     """Also where somebody has computed its checksum."""
     journal = Journal(tmp_path_factory.getbasetemp())
     header = msgspec.json.encode(Header(FORMAT, 7, len(payload), hashlib.sha256(payload).hexdigest()))
@@ -112,7 +107,7 @@ def test_an_entry_of_the_journal_is_read_or_named_as_corrupt(
 
 @given(lines=st.lists(BYTES, max_size=5))
 @example(lines=[b'{"step": 3, "process": []}', b'{"step": 3, "process": null}'])
-def test_lines_of_metrics_are_rows_or_left_out(lines: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_lines_of_metrics_are_rows_or_left_out(lines, tmp_path_factory):
     file = tmp_path_factory.getbasetemp() / "metrics.jsonl"
     good = b'{"step": 3, "process": "trainer", "time_s": 1.5, "loss": 0.5}'
     file.write_bytes(b"\n".join([good, *lines, good, b""]))
@@ -123,9 +118,7 @@ def test_lines_of_metrics_are_rows_or_left_out(lines: list[bytes], tmp_path_fact
 
 
 @given(config=BYTES, rest=BYTES)
-def test_the_folder_of_a_run_is_read_or_refused(
-    config: bytes, rest: bytes, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_the_folder_of_a_run_is_read_or_refused(config, rest, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp() / "run"
     for name in ("configs/run.json", ".launcher", ".token", "checkpoints/step_3/manifest.json", "metrics.jsonl"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -138,9 +131,7 @@ def test_the_folder_of_a_run_is_read_or_refused(
 
 
 @given(data=BYTES, flags=st.lists(st.text(max_size=12).filter(lambda word: "\0" not in word), max_size=3))
-def test_a_file_and_flags_are_a_configuration_or_one_error(
-    data: bytes, flags: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_file_and_flags_are_a_configuration_or_one_error(data, flags, tmp_path_factory):
     for name in ("run.toml", "run.json"):
         file: Path = tmp_path_factory.getbasetemp() / name
         file.write_bytes(data)
@@ -149,7 +140,7 @@ def test_a_file_and_flags_are_a_configuration_or_one_error(
 
 
 @given(path=st.text(max_size=20), name=st.sampled_from(["Host", "Authorization", "Origin"]), data=BYTES)
-def test_the_status_server_answers_or_refuses(path: str, name: str, data: bytes) -> None:
+def test_the_status_server_answers_or_refuses(path, name, data):
     value = data[:200].translate(None, bytes(range(32)))
     answer = CLIENT.request("GET", "/" + quote(path), headers={name: value}, content=data)
     assert answer.status_code < 500

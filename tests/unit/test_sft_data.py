@@ -22,7 +22,6 @@ from trireme.base.errors import ConfigError
 from trireme.base.waiting import Waits
 from trireme.config.sft import SftConfig, Source
 from trireme.config.trainer import TrainerModel
-from trireme.trainer.parallel.mesh import World
 from trireme.trainer.sft.conversations import Completion, Conversation, read_conversations, to_conversation
 from trireme.trainer.sft.dataset import Epochs, Portion, SampleFiles, SampleWriter
 from trireme.trainer.sft.prepare_data import prepare_data, steps_of
@@ -64,7 +63,7 @@ def write_samples(folder: Path, *samples: Tokenized, drop: bool = False) -> tupl
     return found, [sample.tokens.ids.tolist() for sample in found]
 
 
-def test_samples_come_back_from_disk_as_they_were(tmp_path: Path) -> None:
+def test_samples_come_back_from_disk_as_they_were(tmp_path):
     rng = random.Random(0)
     samples = [Tokenized([rng.randrange(9) for _ in range(n)], [0, *[1] * (n - 1)]) for n in (3, 8, 2, 5)]
     found, ids = write_samples(tmp_path / "a", *samples)
@@ -76,7 +75,7 @@ def test_samples_come_back_from_disk_as_they_were(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("drop", [False, True])
-def test_what_is_too_long_is_cut_or_left_out_and_counted(tmp_path: Path, drop: bool) -> None:
+def test_what_is_too_long_is_cut_or_left_out_and_counted(tmp_path, drop):
     long, exact = Tokenized(list(range(9)), [0] * 4 + [1] * 5), Tokenized(list(range(8)), [0] * 4 + [1] * 4)
     late = Tokenized(list(range(20)), [0] * 10 + [1] * 10)  # nothing to learn is left of it
     found, ids = write_samples(tmp_path / "a", long, exact, late, drop=drop)
@@ -89,7 +88,7 @@ def epochs(samples: list[Sample], batch_size: int, seed: int = 0) -> Epochs:
     return Epochs([Portion(samples)], batch_size, seed)
 
 
-def test_every_epoch_visits_each_sample_once_in_an_order_that_follows_from_seed_and_step() -> None:
+def test_every_epoch_visits_each_sample_once_in_an_order_that_follows_from_seed_and_step():
     samples = random_samples([5] * 12)
     ours = epochs(samples, 8, seed=3)  # 12 samples: every third batch ends an epoch
     batches = [ours.batch(step) for step in range(6)]
@@ -104,7 +103,7 @@ def test_every_epoch_visits_each_sample_once_in_an_order_that_follows_from_seed_
     assert repeated == {0: 3, 1: 3, 2: 3}
 
 
-def test_a_source_is_in_an_epoch_as_often_as_it_says() -> None:
+def test_a_source_is_in_an_epoch_as_often_as_it_says():
     samples = random_samples([5] * 16)
     portions = [Portion(samples[:4], repeat=2.5), Portion(samples[4:12]), Portion(samples[12:], repeat=0.25)]
     ours = Epochs(portions, batch_size=19, seed=1)  # 10 + 8 + 1: a batch is an epoch
@@ -117,9 +116,7 @@ def test_a_source_is_in_an_epoch_as_often_as_it_says() -> None:
     assert [sum(visit[i] for visit in visits) for i in range(4)] == [10] * 4  # the halves take turns
 
 
-def test_what_is_held_out_is_spread_over_the_data_and_never_trained_on(
-    tiny_model: Path, tmp_path: Path, world: World
-) -> None:
+def test_what_is_held_out_is_spread_over_the_data_and_never_trained_on(tiny_model, tmp_path, world):
     data = write_lines(tmp_path / "data.jsonl", *(chat("a", "b" * number) for number in range(1, 21)))
     config = build_config(tmp_path / "run", tiny_model, data, validation_fraction=0.25)
     found = prepare_data(config, world, Waits("sft"))
@@ -129,9 +126,7 @@ def test_what_is_held_out_is_spread_over_the_data_and_never_trained_on(
     assert said == [{4, 8, 12, 16, 20}, set(range(1, 21)) - {4, 8, 12, 16, 20}]
 
 
-def test_a_run_that_goes_on_with_other_data_is_warned(
-    letters: Path, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, world: World
-) -> None:
+def test_a_run_that_goes_on_with_other_data_is_warned(letters, tiny_model, tmp_path, caplog, world):
     logging.getLogger("trireme.data").addHandler(caplog.handler)
     other = write_lines(tmp_path / "other.jsonl", chat("hi", "yo"))
     for data, resume, warned in ((letters, False, False), (letters, True, False), (other, True, True)):
@@ -142,9 +137,7 @@ def test_a_run_that_goes_on_with_other_data_is_warned(
     logging.getLogger("trireme.data").removeHandler(caplog.handler)
 
 
-def test_sources_are_trained_on_together_for_as_long_as_epochs_say(
-    letters: Path, tiny_model: Path, tmp_path: Path, world: World
-) -> None:
+def test_sources_are_trained_on_together_for_as_long_as_epochs_say(letters, tiny_model, tmp_path, world):
     source = Source(data=str(write_lines(tmp_path / "other.jsonl", chat("hi", "yo"))), repeat=40.0)
     config = build_config(tmp_path / "run", tiny_model, letters, source=(source,))
     train = prepare_data(config, world, Waits("sft")).train
@@ -171,7 +164,7 @@ def messages(found: list[Conversation | Completion]) -> list[list[Any]]:
     return [list(one.messages) for one in found if isinstance(one, Conversation)]
 
 
-def test_a_folders_conversations_come_in_the_order_of_their_files(tmp_path: Path) -> None:
+def test_a_folders_conversations_come_in_the_order_of_their_files(tmp_path):
     """With every character that JSON allows in a text."""
     text = "line\u2028separator, next\u0085line, form\x0cfeed, é, 漢, 🙂"
     turned, strange = {"messages": GREETING[::-1]}, {"messages": [GREETING[0], {"role": "assistant", "content": text}]}
@@ -186,7 +179,7 @@ def test_a_folders_conversations_come_in_the_order_of_their_files(tmp_path: Path
     assert messages(read(tmp_path)) == [*expected, *2 * [strange["messages"]]]
 
 
-def test_a_program_can_make_the_conversations(tmp_path: Path) -> None:
+def test_a_program_can_make_the_conversations(tmp_path):
     program = tmp_path / "data.py"
     program.write_text(f"def conversations():\n    return 2 * [{{'messages': {GREETING}}}]\n")
     assert messages(read(program)) == [GREETING, GREETING]
@@ -219,14 +212,14 @@ def test_a_program_can_make_the_conversations(tmp_path: Path) -> None:
         '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}], "tools": "{"}',
     ],
 )
-def test_a_line_that_is_no_conversation_is_named(tmp_path: Path, line: str) -> None:
+def test_a_line_that_is_no_conversation_is_named(tmp_path, line):
     path = write_lines(tmp_path / "data.jsonl", {"messages": GREETING}, "", line)
     with pytest.raises(ConfigError, match=r"data.jsonl, line 3 .*expected \{\"messages\"") as caught:
         read(path)
     assert str(caught.value).count("data.jsonl") == 1
 
 
-def test_the_forms_of_one_conversation_are_one() -> None:
+def test_the_forms_of_one_conversation_are_one():
     sharegpt = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}
     for other in (sharegpt, {"conversations": GREETING}):
         assert to_conversation(other, "") == to_conversation({"messages": GREETING}, "")
@@ -240,7 +233,7 @@ def test_the_forms_of_one_conversation_are_one() -> None:
     assert [pair.is_learned(index, ("user", "assistant")) for index in range(2)] == [False, True]  # type: ignore[union-attr]
 
 
-def test_sharegpts_system_tools_and_calls_are_understood() -> None:
+def test_sharegpts_system_tools_and_calls_are_understood():
     entry = {
         "system": "be kind",
         "tools": json.dumps([TOOL]),
@@ -259,7 +252,7 @@ def test_sharegpts_system_tools_and_calls_are_understood() -> None:
     assert [found.is_learned(index, ("assistant",)) for index in range(5)] == [False, False, True, False, False]
 
 
-def test_columns_that_an_entry_never_had_are_not_in_it(tmp_path: Path) -> None:
+def test_columns_that_an_entry_never_had_are_not_in_it(tmp_path):
     """A column of parquet gives every message all keys that any message has, and every call all arguments."""
     other = {"type": "function", "function": {"name": "g", "arguments": {"y": "z"}}}
     calls = [[GREETING[0], {"role": "assistant", "content": "", "tool_calls": [call]}] for call in (CALL, other)]
@@ -270,7 +263,7 @@ def test_columns_that_an_entry_never_had_are_not_in_it(tmp_path: Path) -> None:
     assert [one.tools for one in found if isinstance(one, Conversation)] == [(TOOL,), None, None]
 
 
-def test_data_that_cannot_be_read_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_data_that_cannot_be_read_is_refused_before_anything_starts(tmp_path):
     empty = tmp_path / "none"
     empty.mkdir()
     for path in [tmp_path / "nowhere.jsonl", empty, write_lines(tmp_path / "empty.jsonl", "")]:
@@ -282,7 +275,7 @@ def test_data_that_cannot_be_read_is_refused_before_anything_starts(tmp_path: Pa
             read(tmp_path / name)
 
 
-def test_a_data_set_of_a_hub_is_read_by_its_subset_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_of_a_hub_is_read_by_its_subset_and_split(monkeypatch):
     def load_dataset(name: str, subset: str | None, *, split: str) -> Any:
         if subset is None:
             raise ConnectionError("Couldn't reach 'owner/name' on the Hub")
@@ -338,9 +331,7 @@ def learned(tokenizer: PreTrainedTokenizerBase, sample: Tokenized) -> str:
     return tokenizer.decode([token for token, counts in zip(sample.ids, sample.mask, strict=True) if counts])
 
 
-def test_each_answer_counts_with_its_end_of_turn_and_nothing_between_or_after(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_each_answer_counts_with_its_end_of_turn_and_nothing_between_or_after(tokenizer):
     prompt = [START, "user\n", "h", "i", END, "\n", START, "assistant\n"]
     expected = [(token, 0) for token in prompt] + [("y", 1), ("o", 1), (END, 1), ("\n", 0)]
     assert rendered(tokenizer, *GREETING) == expected
@@ -352,7 +343,7 @@ def test_each_answer_counts_with_its_end_of_turn_and_nothing_between_or_after(
     assert found[first + 3 : first + 12] == [(token, 0) for token in between] + [("c", 1)]
 
 
-def test_other_roles_and_marked_messages_count_with_their_markup(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_other_roles_and_marked_messages_count_with_their_markup(tokenizer):
     found = rendered(tokenizer, *GREETING, said("user", "b"), said("assistant", "c"), roles=("user",))
     assert counting(found) == [START, "user\n", "h", "i", END, START, "user\n", "b", END]
     both = rendered(tokenizer, *GREETING, roles=("user", "assistant"))
@@ -365,7 +356,7 @@ def test_other_roles_and_marked_messages_count_with_their_markup(tokenizer: PreT
     assert counting(found) == [START, "user\n", "h", "i", END]
 
 
-def test_a_template_that_drops_earlier_thinking_makes_a_sample_of_each_turn(thinking: PreTrainedTokenizerBase) -> None:
+def test_a_template_that_drops_earlier_thinking_makes_a_sample_of_each_turn(thinking):
     """In each, the model sees what it will see: no earlier thinking, and its own in full."""
     turns = [said("user", "a"), said("assistant", "<think>x</think>b"), said("user", "c"), said("assistant", "d")]
     samples = Renderer(thinking).samples(conversation(*turns))
@@ -384,7 +375,7 @@ def test_a_template_that_drops_earlier_thinking_makes_a_sample_of_each_turn(thin
     assert '"name": "f"' in thinking.decode(sample.ids).partition("# Tools\n<tools>\n")[2].partition("</tools>")[0]
 
 
-def test_only_the_completion_of_a_prompt_counts(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_only_the_completion_of_a_prompt_counts(tokenizer):
     def sample_of(prompt: object, completion: object) -> Tokenized:
         entry = to_conversation({"prompt": prompt, "completion": completion}, "here")
         (sample,) = Renderer(tokenizer).samples(entry)
@@ -397,9 +388,7 @@ def test_only_the_completion_of_a_prompt_counts(tokenizer: PreTrainedTokenizerBa
     assert shown(tokenizer, mixed) == rendered(tokenizer, *GREETING)
 
 
-def test_an_end_of_turn_that_is_not_the_tokenizers_end_counts_and_nothing_behind_it(
-    llama: PreTrainedTokenizerBase,
-) -> None:
+def test_an_end_of_turn_that_is_not_the_tokenizers_end_counts_and_nothing_behind_it(llama):
     """Llama and Gemma end turns with another token than texts."""
     llama.eos_token = "<|endoftext|>"
     llama.add_special_tokens({"additional_special_tokens": ["<|eot|>", "<|header|>"]})
@@ -409,7 +398,7 @@ def test_an_end_of_turn_that_is_not_the_tokenizers_end_counts_and_nothing_behind
     assert sample.mask[-1] == 0
 
 
-def test_what_a_template_refuses_is_told_with_its_place(tiny_model: Path, llama: PreTrainedTokenizerBase) -> None:
+def test_what_a_template_refuses_is_told_with_its_place(tiny_model, llama):
     opening = AutoTokenizer.from_pretrained(tiny_model)
     opening.chat_template = opening.chat_template.replace("assistant\n' }}", "assistant\n<think>' }}")
     with pytest.raises(ConfigError, match=r"here: before an answer .*<think>.*enable_thinking"):
@@ -422,7 +411,7 @@ def test_what_a_template_refuses_is_told_with_its_place(tiny_model: Path, llama:
         Renderer(llama).samples(conversation(*GREETING))
 
 
-def test_marks_of_a_template_change_nothing_and_its_arguments_reach_it(tmp_path: Path) -> None:
+def test_marks_of_a_template_change_nothing_and_its_arguments_reach_it(tmp_path):
     """What `{% generation %}` encloses is what the renderer finds without it."""
     template = MARKED.replace("}}\n{% endif %}", "}}{% endif %}")
     marked = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "t", template))
@@ -434,7 +423,7 @@ def test_marks_of_a_template_change_nothing_and_its_arguments_reach_it(tmp_path:
     assert asked.ids == [*marked("m")["input_ids"], *sample.ids]
 
 
-def test_a_token_that_reaches_over_the_border_of_an_answer_is_split_there(tmp_path: Path) -> None:
+def test_a_token_that_reaches_over_the_border_of_an_answer_is_split_there(tmp_path):
     greedy = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "t", extra_words=("t\nyo",)))
     text = "assistant\nyo!"
     (sample,) = Renderer(greedy).tokenize([Rendered(text, ((10, 13),))])
@@ -442,7 +431,7 @@ def test_a_token_that_reaches_over_the_border_of_an_answer_is_split_there(tmp_pa
     assert shown(greedy, sample)[8:] == [("t", 0), ("\n", 0), ("y", 1), ("o", 1), ("!", 1)]
 
 
-def test_many_conversations_give_the_samples_of_each_in_order(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_many_conversations_give_the_samples_of_each_in_order(tokenizer):
     many = [conversation(said("user", "a"), said("assistant", "b" * number)) for number in range(1, 70)]
     found = list(tokenized(Renderer(tokenizer), iter(many)))
     assert found == [Renderer(tokenizer).samples(one) for one in many]

@@ -10,7 +10,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -48,7 +47,7 @@ def overlaps(spans: Iterable[Span]) -> list[tuple[Span, Span]]:
     return [(first, second) for first, second in pairs if second.begin_s < first.end_s - 1e-6]
 
 
-def test_one_thing_ends_where_the_next_begins_and_the_one_before_goes_on_afterwards() -> None:
+def test_one_thing_ends_where_the_next_begins_and_the_one_before_goes_on_afterwards():
     clock = Hand()
     clock.now_us = 100
     lane = Lane("trainer", keeps=True, clock=clock)
@@ -69,7 +68,7 @@ def test_one_thing_ends_where_the_next_begins_and_the_one_before_goes_on_afterwa
     ]
 
 
-def test_sums_and_what_has_no_name_are_all_the_time_that_passed_and_nothing_else_stays_in_memory() -> None:
+def test_sums_and_what_has_no_name_are_all_the_time_that_passed_and_nothing_else_stays_in_memory():
     clock = Hand()
     lane = Lane("engine", clock=clock)
     taken: dict[str, float] = defaultdict(float)
@@ -83,7 +82,7 @@ def test_sums_and_what_has_no_name_are_all_the_time_that_passed_and_nothing_else
     assert lane.drain() == []
 
 
-def test_a_process_that_goes_on_with_the_file_never_overlaps_the_one_before(tmp_path: Path) -> None:
+def test_a_process_that_goes_on_with_the_file_never_overlaps_the_one_before(tmp_path):
     """Also where the machine's clock was set back meanwhile."""
     path = tmp_path / "spans.jsonl"
     ahead = Span("trainer", "train", time.time() + 3000, 600.0, 7)
@@ -102,7 +101,7 @@ def test_a_process_that_goes_on_with_the_file_never_overlaps_the_one_before(tmp_
     assert overlaps(spans) == []
 
 
-def test_of_a_killed_process_all_that_was_written_stays_and_its_successor_adds_to_it(tmp_path: Path) -> None:
+def test_of_a_killed_process_all_that_was_written_stays_and_its_successor_adds_to_it(tmp_path):
     path = tmp_path / "spans.jsonl"
     for step in (0, 1):
         file = SpansFile(path)  # it is never closed
@@ -118,7 +117,7 @@ def test_of_a_killed_process_all_that_was_written_stays_and_its_successor_adds_t
     assert offset < path.stat().st_size  # the torn line waits for its rest
 
 
-def test_a_full_disk_loses_no_span_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_loses_no_span_and_ends_nothing(tmp_path, monkeypatch):
     full, path = tmp_path / "full", tmp_path / "spans.jsonl"
     full.touch()
     monkeypatch.setenv("TRIREME_FAULTS", f"disk_full={full}")
@@ -134,9 +133,7 @@ def test_a_full_disk_loses_no_span_and_ends_nothing(tmp_path: Path, monkeypatch:
     assert [span.step for span in read_spans(path)[0]] == list(range(5))
 
 
-def test_the_writer_of_its_own_writes_without_being_asked_and_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_writer_of_its_own_writes_without_being_asked_and_at_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr("trireme.monitor.spans.FLUSH_S", 0.01)
     path = tmp_path / "spans.jsonl"
     with open_spans(path) as file:
@@ -150,7 +147,7 @@ def test_the_writer_of_its_own_writes_without_being_asked_and_at_the_end(
     assert not [thread for thread in threading.enumerate() if thread.name == "spans"]
 
 
-def test_many_threads_may_turn_one_lane(tmp_path: Path) -> None:
+def test_many_threads_may_turn_one_lane(tmp_path):
     file = SpansFile(tmp_path / "spans.jsonl")
     lane = file.lane("engine 127.0.0.1:8000", what="start")
     begun = time.time()
@@ -172,7 +169,7 @@ def test_many_threads_may_turn_one_lane(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_alternates_faster_than_can_be_drawn_keeps_its_sums_and_its_place(seed: int) -> None:
+def test_what_alternates_faster_than_can_be_drawn_keeps_its_sums_and_its_place(seed):
     rng = random.Random(seed)
     pieces, now_us = [], 0
     for _ in range(3000):
@@ -201,7 +198,7 @@ def _sums(pieces: Iterable[Piece]) -> dict[tuple[str, str], int]:
     return sums
 
 
-def test_a_clock_goes_on_from_where_the_one_before_came_to_and_a_process_knows_its_age() -> None:
+def test_a_clock_goes_on_from_where_the_one_before_came_to_and_a_process_knows_its_age():
     now_us = time.time_ns() // 1000
     assert steady_clock()() >= now_us
     assert now_us + 10**9 <= steady_clock(now_us + 10**9)() < now_us + 2 * 10**9
@@ -212,7 +209,7 @@ def test_a_clock_goes_on_from_where_the_one_before_came_to_and_a_process_knows_i
     assert age_s() > 0
 
 
-def test_a_timer_enters_each_of_its_spans_in_a_lane_too() -> None:
+def test_a_timer_enters_each_of_its_spans_in_a_lane_too():
     clock = Hand()
     lane = Lane("trainer", keeps=True, clock=clock)
     timer = Timer(also=lambda name: lane.doing("train" if name == "forward_backward" else "save"))

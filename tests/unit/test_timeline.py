@@ -58,7 +58,7 @@ def random_lane(seed: int, lane: str = "engine a:1", *, count: int = 400) -> lis
     return spans
 
 
-def test_shares_of_a_window_worked_by_hand() -> None:
+def test_shares_of_a_window_worked_by_hand():
     found = shares(TRAINER, "trainer", 14.0, 24.0)
     assert found == pytest.approx({"train": 0.2, "wait": 0.7, "transfer": 0.1, OTHER: 0.0}, abs=1e-8)
     assert idle(found) == pytest.approx(0.7)
@@ -71,7 +71,7 @@ def test_shares_of_a_window_worked_by_hand() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_shares_and_their_means_add_up_to_one_to_the_bit_and_are_what_exact_arithmetic_says(seed: int) -> None:
+def test_shares_and_their_means_add_up_to_one_to_the_bit_and_are_what_exact_arithmetic_says(seed):
     spans, rng = random_lane(seed), random.Random(seed)
     begin_s, end_s = sorted(rng.uniform(spans[0].begin_s - 5, spans[-1].end_s + 5) for _ in range(2))
     found = shares(rng.sample(spans, len(spans)), "engine a:1", begin_s, end_s)
@@ -106,13 +106,11 @@ def test_shares_and_their_means_add_up_to_one_to_the_bit_and_are_what_exact_arit
         ({"train": 0.98, "wait": 0.02}, {"generate": 0.4, "wait": 0.6}, {"environments": 0.6}, "GPUs to the trainer"),
     ],
 )
-def test_the_side_that_is_waited_for_gets_more_gpus_unless_requests_or_environments_are(
-    trainer: dict[str, float], engines: dict[str, float], more: dict[str, float], says: str
-) -> None:
+def test_the_side_that_is_waited_for_gets_more_gpus_unless_requests_or_environments_are(trainer, engines, more, says):
     assert re.search(says, advice(trainer, engines, **more))
 
 
-def test_the_status_of_a_run_tells_both_sides_and_what_to_change(tmp_path: Path) -> None:
+def test_the_status_of_a_run_tells_both_sides_and_what_to_change(tmp_path):
     trainer, engines, said = time_lines([*TRAINER, *ENGINE])
     assert trainer == "trainer: wait 60% (no batch yet), train 30%, transfer 10%"
     assert engines == "engines: generate 70%, wait 20% (max_async_level 1), transfer 10%"
@@ -156,7 +154,7 @@ def everything(store: Spans) -> list[Span]:
     return [span for lane in store.processes() for span in store.within(*store.extent(), lane)]
 
 
-def test_spans_read_in_pieces_are_those_of_the_file(tmp_path: Path) -> None:
+def test_spans_read_in_pieces_are_those_of_the_file(tmp_path):
     whole = stored(tmp_path / "whole", mixed(40))
     data = (tmp_path / "whole").read_bytes()
     store = Spans(tmp_path / "growing")
@@ -178,7 +176,7 @@ def test_spans_read_in_pieces_are_those_of_the_file(tmp_path: Path) -> None:
     assert everything(store) == [Span("trainer", "wait", 10.0, 10.0, 5)], "another file is read from its start"
 
 
-def test_a_long_run_is_drawn_with_few_blocks_inside_the_picture(tmp_path: Path) -> None:
+def test_a_long_run_is_drawn_with_few_blocks_inside_the_picture(tmp_path):
     store = stored(tmp_path / "spans", mixed(3000))
     begin, end = store.extent()
     view = summarize(store, begin, end, most=500)
@@ -189,7 +187,7 @@ def test_a_long_run_is_drawn_with_few_blocks_inside_the_picture(tmp_path: Path) 
     json.dumps(timeline_chart(view, zero_s=begin), allow_nan=False)
 
 
-def test_the_start_counts_in_no_advice_and_without_spans_the_trainers_metrics_give_some(tmp_path: Path) -> None:
+def test_the_start_counts_in_no_advice_and_without_spans_the_trainers_metrics_give_some(tmp_path):
     spans = [Span("trainer", "start", 1.0, 60.0), Span("engine e:1", "start", 1.0, 60.0)]
     for step in range(10):
         begin = 61.0 + step

@@ -59,9 +59,7 @@ def chosen(folder: Path) -> int:
     return version_to_resume(folder, Checkpoints(), resume=True)
 
 
-def test_a_checkpoint_brings_back_a_fresh_optimizer_and_the_random_state(
-    tmp_path: Path, tiny_model: Path, world: World
-) -> None:
+def test_a_checkpoint_brings_back_a_fresh_optimizer_and_the_random_state(tmp_path, tiny_model, world):
     torch.manual_seed(5)
     save_steps(tmp_path, [1], tiny_model, world)
     expected = torch.rand(4)
@@ -73,16 +71,14 @@ def test_a_checkpoint_brings_back_a_fresh_optimizer_and_the_random_state(
     assert tiny.are_equal(tiny.weights_of(state.model), tiny.weights_of(tiny.open_state(tiny_model, world).model))
 
 
-def test_another_models_checkpoint_is_refused_with_what_differs(
-    tmp_path: Path, saved_1_and_2: Path, world: World
-) -> None:
+def test_another_models_checkpoint_is_refused_with_what_differs(tmp_path, saved_1_and_2, world):
     state = tiny.open_state(tiny.save_tiny_model(tmp_path / "model", hidden=128), world)
     with pytest.raises(ConfigError, match=r"model\.embed_tokens\.weight with shape \[128, 64\].* \[128, 128\]"):
         load_checkpoint(state, saved_1_and_2 / "step_2", rank=0)
 
 
 @pytest.mark.parametrize("name", ["rank_0.safetensors", "random_0.safetensors", MANIFEST])
-def test_a_damaged_file_makes_the_trainer_choose_the_checkpoint_before(copy: Path, name: str) -> None:
+def test_a_damaged_file_makes_the_trainer_choose_the_checkpoint_before(copy, name):
     path = copy / "step_2" / name
     whole = path.read_bytes()
     for length in (0, len(whole) // 2, len(whole) - 1):
@@ -98,7 +94,7 @@ def test_a_damaged_file_makes_the_trainer_choose_the_checkpoint_before(copy: Pat
     assert chosen(copy) == 2
 
 
-def test_no_changed_bit_of_a_manifest_makes_another_state_of_a_checkpoint(copy: Path) -> None:
+def test_no_changed_bit_of_a_manifest_makes_another_state_of_a_checkpoint(copy):
     path = copy / "step_2" / MANIFEST
     whole, content = path.read_bytes(), read_manifest(copy / "step_2")
     for position in range(len(whole)):
@@ -113,7 +109,7 @@ def test_no_changed_bit_of_a_manifest_makes_another_state_of_a_checkpoint(copy: 
         assert chosen(copy) == 1
 
 
-def test_resuming_sets_a_damaged_checkpoint_aside(copy: Path, tiny_model: Path, world: World) -> None:
+def test_resuming_sets_a_damaged_checkpoint_aside(copy, tiny_model, world):
     shutil.copytree(copy / "step_1", copy / ".step_0.removed")
     state = tiny.open_state(tiny_model, world)
     tiny.open_store(copy, world).resume(state, resume=True)
@@ -128,7 +124,7 @@ def test_resuming_sets_a_damaged_checkpoint_aside(copy: Path, tiny_model: Path, 
     assert [path.name for path in aside.iterdir()] == ["step_2"]
 
 
-def test_files_that_the_manifest_does_not_list_are_not_read(copy: Path, tiny_model: Path, world: World) -> None:
+def test_files_that_the_manifest_does_not_list_are_not_read(copy, tiny_model, world):
     folder, manifest = copy / "step_2", read_manifest(copy / "step_2")
     assert (manifest.version, manifest.world_size) == (2, 1)
     files = {path.name for path in folder.iterdir()} - {MANIFEST}
@@ -142,9 +138,7 @@ def test_files_that_the_manifest_does_not_list_are_not_read(copy: Path, tiny_mod
     assert tiny.are_equal(tiny.content_of(state), tiny.content_of(clean))
 
 
-def test_a_step_that_the_user_names_and_that_is_missing_or_damaged_is_refused(
-    copy: Path, tiny_model: Path, world: World, tmp_path: Path
-) -> None:
+def test_a_step_that_the_user_names_and_that_is_missing_or_damaged_is_refused(copy, tiny_model, world, tmp_path):
     for folder, words in ((copy, r"step 7 .*\(complete: \[1, 2\]\)"), (tmp_path / "none", "complete: none")):
         with pytest.raises(ConfigError, match=words):
             version_to_resume(folder, Checkpoints(resume_step=7), resume=False)
@@ -156,7 +150,7 @@ def test_a_step_that_the_user_names_and_that_is_missing_or_damaged_is_refused(
     assert complete_steps(copy) == [1, 2]  # it is kept
 
 
-def test_a_missing_part_of_a_tensor_is_noticed(tmp_path: Path) -> None:
+def test_a_missing_part_of_a_tensor_is_noticed(tmp_path):
     write_shards(tmp_path / "half.safetensors", {"model.x": Shard(torch.zeros(4, 3), (8, 3), (4, 0))})
     with open_shards([tmp_path / "half.safetensors"]) as stored, pytest.raises(JournalCorrupt, match="12 of the 24"):
         stored.read_into("model.x", torch.zeros(8, 3))
@@ -173,8 +167,8 @@ def test_a_missing_part_of_a_tensor_is_noticed(tmp_path: Path) -> None:
     ],
 )
 def test_a_run_resumes_the_newest_complete_step_or_the_one_it_names(
-    tmp_path: Path, tiny_model: Path, world: World, config: Checkpoints, resume: bool, expected: int
-) -> None:
+    tmp_path, tiny_model, world, config, resume, expected
+):
     if config.resume_step != 3:
         assert version_to_resume(tmp_path, config, resume=resume) == 0
     save_steps(tmp_path, [3, 9, 10], tiny_model, world)
@@ -183,9 +177,7 @@ def test_a_run_resumes_the_newest_complete_step_or_the_one_it_names(
 
 
 @pytest.mark.parametrize("back_to", [0, 2])
-def test_after_going_back_checkpoints_of_later_steps_are_never_chosen(
-    tmp_path: Path, tiny_model: Path, world: World, back_to: int
-) -> None:
+def test_after_going_back_checkpoints_of_later_steps_are_never_chosen(tmp_path, tiny_model, world, back_to):
     checkpoints, weights = tmp_path / "c", tmp_path / "w"
     state = save_steps(checkpoints, [2, 6, 8], tiny_model, world)
     for step in (2, 6, 8):
@@ -214,14 +206,12 @@ def test_after_going_back_checkpoints_of_later_steps_are_never_chosen(
     ],
     ids=["last and interval", "older number", "all"],
 )
-def test_the_newest_checkpoints_and_those_of_the_interval_are_kept(
-    tmp_path: Path, tiny_model: Path, world: World, config: Checkpoints, saved: list[int], kept: list[int]
-) -> None:
+def test_the_newest_checkpoints_and_those_of_the_interval_are_kept(tmp_path, tiny_model, world, config, saved, kept):
     save_steps(tmp_path, saved, tiny_model, world, config)
     assert complete_steps(tmp_path) == kept
 
 
-def test_a_step_that_is_saved_again_takes_the_place_of_the_last(tmp_path: Path, tiny_model: Path, world: World) -> None:
+def test_a_step_that_is_saved_again_takes_the_place_of_the_last(tmp_path, tiny_model, world):
     state = save_steps(tmp_path, [2], tiny_model, world)
     state.version = 0
     tiny.save(tmp_path, train_until(state, world, until=2), world)
@@ -232,9 +222,7 @@ def test_a_step_that_is_saved_again_takes_the_place_of_the_last(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(("interval", "due"), [(None, [7]), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7])])
-def test_checkpoints_are_due_at_the_interval_and_at_the_end(
-    tmp_path: Path, world: World, interval: int | None, due: list[int]
-) -> None:
+def test_checkpoints_are_due_at_the_interval_and_at_the_end(tmp_path, world, interval, due):
     store = tiny.open_store(tmp_path, world, Checkpoints(interval=interval))
     assert [version for version in range(1, 8) if store.is_due(version, last=7)] == due
 
@@ -261,9 +249,7 @@ def exported(
     return export(trained, tmp_path_factory.mktemp("exported"), world, tokenizer=tiny_model, dtype=torch.float32)
 
 
-def test_transformers_loads_an_export_as_the_model_that_was_trained(
-    trained: PreTrainedModel, exported: Path, tiny_model: Path
-) -> None:
+def test_transformers_loads_an_export_as_the_model_that_was_trained(trained, exported, tiny_model):
     model = AutoModelForCausalLM.from_pretrained(exported)
     ids = torch.arange(20)[None] * 5 % tiny.VOCABULARY
     with torch.no_grad():
@@ -281,9 +267,7 @@ def test_transformers_loads_an_export_as_the_model_that_was_trained(
     assert list(ours["input_ids"]) == list(theirs["input_ids"])
 
 
-def test_an_export_replaces_the_last_and_its_configuration_describes_it(
-    trained: PreTrainedModel, tiny_model: Path, tmp_path: Path, world: World
-) -> None:
+def test_an_export_replaces_the_last_and_its_configuration_describes_it(trained, tiny_model, tmp_path, world):
     (tmp_path / "half/step_1").mkdir(parents=True)
     (tmp_path / "half/step_1/left_over").touch()
     (tmp_path / "half/.step_1.partial").mkdir()
@@ -300,7 +284,7 @@ def test_an_export_replaces_the_last_and_its_configuration_describes_it(
     assert all(torch.equal(parameter, expected[name]) for name, parameter in model.named_parameters())
 
 
-def test_a_checkpoint_contains_the_files_that_describe_its_export(exported: Path) -> None:
+def test_a_checkpoint_contains_the_files_that_describe_its_export(exported):
     checkpoint = exported.parent.with_name(f"{exported.parent.name}_checkpoints") / "step_1"
     described = {path.name: path.read_bytes() for path in (checkpoint / "model").iterdir()}
     assert described == {path.name: path.read_bytes() for path in exported.iterdir() if path.suffix != ".safetensors"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from trireme.messages import MicroBatch
 from trireme.trainer.model.forward import Scorer, attach_scorer, compute_columns, scorer_of
 from trireme.trainer.model.head import Head, HeadOutput, NoHead, Targets, score_in_chunks
 from trireme.trainer.model.model import load_model
-from trireme.trainer.parallel.mesh import World
 
 K, V = 45, 97
 SIZES = {
@@ -114,7 +112,7 @@ def gradients_of(
     ("chunk", "cut", "of_entropies"), [(1, True, False), (7, False, True), (7, True, True), (1024, True, True)]
 )
 @pytest.mark.parametrize("kind", MODELS)
-def test_values_and_gradients_are_those_of_the_plain_form(kind: str, chunk: int, cut: bool, of_entropies: bool) -> None:
+def test_values_and_gradients_are_those_of_the_plain_form(kind, chunk, cut, of_entropies):
     model, targets = open_model(kind), random_targets(cut=cut)
     expected = plain(model, targets)
     found = score_in_chunks(Head(model), hidden_of(model), targets, chunk=chunk, entropy_gradient=of_entropies)
@@ -141,7 +139,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["uncut", "cut"])
-def test_the_logits_of_all_tokens_never_exist(cut: bool) -> None:
+def test_the_logits_of_all_tokens_never_exist(cut):
     model, count, chunk = open_model("tied"), 400, 16
     weight = model.lm_head.weight.numel()
     targets = random_targets(count, cut=cut)
@@ -154,7 +152,7 @@ def test_the_logits_of_all_tokens_never_exist(cut: bool) -> None:
     assert largest.numel == count * V  # so the measurement sees it where it is
 
 
-def test_the_gradient_of_a_low_precision_head_does_not_suffer_from_chunks() -> None:
+def test_the_gradient_of_a_low_precision_head_does_not_suffer_from_chunks():
     torch.manual_seed(4)
     head, hidden = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES)), torch.randn(2000, 32)
     ids = torch.randint(0, V, (2000,))
@@ -171,7 +169,7 @@ def test_the_gradient_of_a_low_precision_head_does_not_suffer_from_chunks() -> N
     assert errors[1] < 1.5 * errors[0]
 
 
-def test_what_an_adapter_of_the_head_dropped_is_dropped_again_in_the_backward_pass() -> None:
+def test_what_an_adapter_of_the_head_dropped_is_dropped_again_in_the_backward_pass():
     torch.manual_seed(1)
     model, targets = qwen({"target_modules": ["lm_head"], "lora_dropout": 0.5}).double().train(), random_targets()
     hidden, found = hidden_of(model).detach(), []
@@ -193,7 +191,7 @@ def test_what_an_adapter_of_the_head_dropped_is_dropped_again_in_the_backward_pa
         assert largest_difference(ours, gradients) < 1e-9
 
 
-def test_a_rank_without_a_token_gives_gradients_of_zero() -> None:
+def test_a_rank_without_a_token_gives_gradients_of_zero():
     model = open_model("tied")
     targets = Targets(torch.zeros(0, dtype=torch.int64), torch.zeros(0), None)
     found = score_in_chunks(Head(model), hidden_of(model)[:0], targets, chunk=8)
@@ -203,7 +201,7 @@ def test_a_rank_without_a_token_gives_gradients_of_zero() -> None:
     assert not any(gradient.any() for gradient in gradients.values())
 
 
-def test_choices_of_a_stretch_are_counted_from_its_start() -> None:
+def test_choices_of_a_stretch_are_counted_from_its_start():
     choices = Choices(torch.tensor([1, 2, 4, 7]), torch.tensor([1, 2, 3, 1]), torch.tensor([5, 3, 9, 0, 1, 2, 8]))
     for (first, last), expected in {
         (0, 3): ([1, 2], [1, 2], [5, 3, 9]),
@@ -217,7 +215,7 @@ def test_choices_of_a_stretch_are_counted_from_its_start() -> None:
     assert choices.within(0, 1) is None
 
 
-def test_a_sharded_model_scores_tokens_that_count_alike_whatever_the_chunk(tiny_model: Path, world: World) -> None:
+def test_a_sharded_model_scores_tokens_that_count_alike_whatever_the_chunk(tiny_model, world):
     row, found = one_row(random_samples([30, 22, 9])), []
     num_scored = int(row.tokens.loss_mask.sum())
     for chunk in (5, 1024):
@@ -235,7 +233,7 @@ def test_a_sharded_model_scores_tokens_that_count_alike_whatever_the_chunk(tiny_
     assert largest_difference(found[0][1], found[1][1]) < 1e-5
 
 
-def test_temperatures_keep_their_precision_where_the_model_runs_in_less(tiny_model: Path, world: World) -> None:
+def test_temperatures_keep_their_precision_where_the_model_runs_in_less(tiny_model, world):
     model, row = (
         load_model(TrainerModel(optimization_dtype="bfloat16"), str(tiny_model), world),
         one_row(random_samples([30])),
@@ -256,9 +254,7 @@ class Louder(transformers.Qwen3ForCausalLM):
         return output
 
 
-def test_a_model_whose_head_cannot_run_by_itself_makes_its_logits_in_its_own_way(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_whose_head_cannot_run_by_itself_makes_its_logits_in_its_own_way(world, caplog):
     torch.manual_seed(6)
     model = Louder(transformers.Qwen3Config(**SIZES)).train()
     model.model.layers[0].mlp.eval()

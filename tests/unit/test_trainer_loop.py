@@ -33,7 +33,6 @@ from trireme.trainer import heartbeat as heartbeat_module
 from trireme.trainer.checkpoint.checkpoint import complete_steps
 from trireme.trainer.heartbeat import Activity, heartbeat
 from trireme.trainer.loop import share_with_team, train
-from trireme.trainer.parallel.mesh import World
 from trireme.trainer.perf import packing_metrics
 
 STEPS = 4
@@ -146,7 +145,7 @@ def straight(folder: Path, tiny_model: Path) -> FakeOrchestrator:
     return run(folder, tiny_model)
 
 
-def test_every_version_is_confirmed_before_the_next_is_made(straight: FakeOrchestrator) -> None:
+def test_every_version_is_confirmed_before_the_next_is_made(straight):
     """This orchestrator does not confirm a version before it is asked for a batch: the trainer goes on meanwhile."""
     expected = [("GetNewest", 0)]
     for step in range(STEPS):
@@ -159,8 +158,8 @@ def test_every_version_is_confirmed_before_the_next_is_made(straight: FakeOrches
 
 @pytest.mark.parametrize("says_so", [False, True])
 def test_a_version_that_engines_lose_while_gradients_are_made_is_sent_again_and_trained_on_as_it_was(
-    straight: FakeOrchestrator, tiny_model: Path, tmp_path: Path, says_so: bool
-) -> None:
+    straight, tiny_model, tmp_path, says_so
+):
     disturbed = run(tmp_path, tiny_model, transfer_lost_at={0, 2, STEPS}, says_so=says_so)
     story = disturbed.story()
     assert [story.count(("PolicyReady", version)) for version in range(STEPS + 1)] == [2, 1, 2, 1, 2]
@@ -170,7 +169,7 @@ def test_a_version_that_engines_lose_while_gradients_are_made_is_sent_again_and_
     assert complete_steps(tmp_path / "checkpoints") == [2, 4]
 
 
-def test_too_little_memory_for_a_full_row_is_noticed_first(tiny_model: Path, tmp_path: Path) -> None:
+def test_too_little_memory_for_a_full_row_is_noticed_first(tiny_model, tmp_path):
     """Rows of these batches have 64 tokens; `seq_len` is 2,048, and a row as long comes some day."""
     (tmp_path / "large.py").write_text(
         "import torch\n\n\ndef loss(columns):\n    if len(columns.mask) > 1000:\n"
@@ -184,7 +183,7 @@ def test_too_little_memory_for_a_full_row_is_noticed_first(tiny_model: Path, tmp
     assert orchestrator.story() == []
 
 
-def test_a_run_leaves_what_was_served_and_a_row_of_metrics_per_step(straight: FakeOrchestrator, folder: Path) -> None:
+def test_a_run_leaves_what_was_served_and_a_row_of_metrics_per_step(straight, folder):
     assert complete_steps(folder / "checkpoints") == [2, 4]
     for step in (2, 4):
         exported = load_file(folder / f"weights/step_{step}/model.safetensors")
@@ -203,7 +202,7 @@ def spans_of(folder: Path) -> list[Any]:
     return spans
 
 
-def test_the_lane_of_a_trainer_tells_what_each_step_was_spent_on(straight: FakeOrchestrator, folder: Path) -> None:
+def test_the_lane_of_a_trainer_tells_what_each_step_was_spent_on(straight, folder):
     spans = spans_of(folder)
     assert (spans[0].what, spans[-1].what) == ("start", "idle")
     of_steps = shares(spans, "trainer", *steady(spans))
@@ -220,9 +219,7 @@ def test_the_lane_of_a_trainer_tells_what_each_step_was_spent_on(straight: FakeO
         assert 0 < row["time/idle"] <= row["time/wait_for_batch"] + row["time/publish"] + TOUCH_S
 
 
-def test_a_trainer_that_died_goes_on_to_the_same_weights_to_the_bit(
-    straight: FakeOrchestrator, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_trainer_that_died_goes_on_to_the_same_weights_to_the_bit(straight, tiny_model, tmp_path):
     died = run(tmp_path, tiny_model, refuses=3)
     assert died.story()[-1] == ("GetBatch", 3)
     again = run(tmp_path, tiny_model, resume=True, newest=messages.Newest(version=3, digests=died.digests()[3]))
@@ -234,9 +231,7 @@ def test_a_trainer_that_died_goes_on_to_the_same_weights_to_the_bit(
     assert trained == [{0, 1, 2}, {2, 3}]
 
 
-def test_an_engine_that_comes_up_without_weights_is_given_those_of_the_moment(
-    straight: FakeOrchestrator, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_an_engine_that_comes_up_without_weights_is_given_those_of_the_moment(straight, tiny_model, tmp_path):
     disturbed = run(tmp_path, tiny_model, engine_lost_at={0, 2})
     story = disturbed.story()
     confirmed = [("GetBatch", 2), ("PolicySent", 2)]
@@ -246,7 +241,7 @@ def test_an_engine_that_comes_up_without_weights_is_given_those_of_the_moment(
     assert disturbed.digests() == straight.digests()
 
 
-def test_a_heart_beats_what_the_trainer_does_and_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heart_beats_what_the_trainer_does_and_waits_for(monkeypatch):
     monkeypatch.setattr(heartbeat_module, "INTERVAL_S", 0.01)
     beats: Queue[Any] = Queue()
 
@@ -276,7 +271,7 @@ def rank_of(rank: int = 1, cp_rank: int = 0) -> Any:
     return SimpleNamespace(rank=rank, is_main=rank == 0, dp_size=2, dp_rank=rank % 2, cp_rank=cp_rank, sum=add_up)
 
 
-def test_waste_and_imbalance_by_hand(world: World) -> None:
+def test_waste_and_imbalance_by_hand(world):
     batch = messages.BatchReply(step=1, micro_batches=[], loss_tokens=1, num_rollouts=1)
     assert share_with_team(batch, world) is batch  # a rank on its own
     rows = micro_batches_of_rank(random_samples([40, 30, 18]), capacity=CAPACITY, rank=0, world=1)

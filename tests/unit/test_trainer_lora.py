@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -86,7 +85,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model(input_ids=ids, use_cache=False).logits[0]
 
 
-def test_adapters_begin_as_pefts_own_change_nothing_at_first_and_alone_are_trained(folder: Path, world: World) -> None:
+def test_adapters_begin_as_pefts_own_change_nothing_at_first_and_alone_are_trained(folder, world):
     """Values of A are drawn from PEFT's range, and fill it."""
     state = opened(folder, world)
     assert torch.equal(logits(state.model), logits(load_model(TrainerModel(), str(folder), world)))
@@ -106,7 +105,7 @@ def test_adapters_begin_as_pefts_own_change_nothing_at_first_and_alone_are_train
     assert not tiny.are_equal(before, tiny.weights_of(load_model(TrainerModel(lora=LORA), str(folder), world)))
 
 
-def test_adapters_train_as_pefts_own_model_does(folder: Path, world: World) -> None:
+def test_adapters_train_as_pefts_own_model_does(folder, world):
     state = trained(folder, world)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     settings = LoraConfig(r=4, lora_alpha=8, target_modules=list(LORA.target_modules))
@@ -125,7 +124,7 @@ def test_adapters_train_as_pefts_own_model_does(folder: Path, world: World) -> N
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "gemma2", "qwen2", "qwen3_moe"])
-def test_other_models_are_merged_too(kind: str, world: World, tmp_path: Path) -> None:
+def test_other_models_are_merged_too(kind, world, tmp_path):
     """Experts, also stored the other way round, norms around each part, biases."""
     saved(kind, tmp_path)
     torch.manual_seed(4)
@@ -143,7 +142,7 @@ def test_other_models_are_merged_too(kind: str, world: World, tmp_path: Path) ->
     torch.testing.assert_close(logits(merged), logits(model), rtol=1e-5, atol=1e-5)
 
 
-def test_how_activations_are_kept_changes_no_gradient_nor_what_is_dropped(folder: Path, world: World) -> None:
+def test_how_activations_are_kept_changes_no_gradient_nor_what_is_dropped(folder, world):
     found = []
     for settings in ({}, {"ac": ActivationCheckpointing()}, {"ac": SELECTIVE}, {"activation_offload": True}):
         torch.manual_seed(0)
@@ -156,7 +155,7 @@ def test_how_activations_are_kept_changes_no_gradient_nor_what_is_dropped(folder
     assert all(tiny.largest_difference(other, found[0]) < 1e-5 for other in found[1:])
 
 
-def test_adapters_are_served_after_their_base_model_as_the_specs_announce(folder: Path, world: World) -> None:
+def test_adapters_are_served_after_their_base_model_as_the_specs_announce(folder, world):
     state = trained(folder, world, LORA.model_copy(update={"sync": "adapter"}))
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     served = dict(served_tensors(state.model, torch.float32))
@@ -172,7 +171,7 @@ def test_adapters_are_served_after_their_base_model_as_the_specs_announce(folder
     torch.testing.assert_close(base[f"{name}.weight"] + product, merged[f"{name}.weight"])
 
 
-def test_what_is_dropped_can_be_dropped_again(folder: Path, world: World) -> None:
+def test_what_is_dropped_can_be_dropped_again(folder, world):
     """A step depends on the run's seed and its own number, not on what was drawn before."""
     lora = LORA.model_copy(update={"dropout": 0.3})
 
@@ -206,8 +205,8 @@ def saved_weights(state: TrainerState, folder: Path, model: Path, world: World) 
     ids=["dropout", "all linear", "one layer", "another layer", "all layers", "head", "trained whole", "experts"],
 )
 def test_what_a_checkpoint_leaves_is_loaded_by_peft_merged_and_evaluated_as_it_was_trained(
-    base: str, lora: Lora, folder: Path, world: World, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+    base, lora, folder, world, tmp_path, request
+):
     path = request.getfixturevalue(base)
     state = trained(path, world, lora)
     checkpoint, weights = saved_weights(state, tmp_path, folder, world)
@@ -231,8 +230,8 @@ def test_what_a_checkpoint_leaves_is_loaded_by_peft_merged_and_evaluated_as_it_w
 @pytest.mark.parametrize("held", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_merged_has_the_bits_that_engines_had_whatever_the_base_was_held_in(
-    held: Any, dtype: str, folder: Path, world: World, tmp_path: Path
-) -> None:
+    held, dtype, folder, world, tmp_path
+):
     model = load_model(TrainerModel(lora=LORA, optimization_dtype=held), str(folder), world)
     dtypes = {(parameter.requires_grad, parameter.dtype) for parameter in model.parameters()}
     assert dtypes == {(True, torch.float32), (False, getattr(torch, held))}
@@ -257,15 +256,13 @@ def test_what_is_merged_has_the_bits_that_engines_had_whatever_the_base_was_held
         ("experts", Lora(dropout=0.1), ["lora.dropout = 0.1"]),
     ],
 )
-def test_adapters_that_the_model_cannot_have_are_refused_with_what_it_has(
-    base: str, lora: Lora, words: list[str], world: World, request: pytest.FixtureRequest
-) -> None:
+def test_adapters_that_the_model_cannot_have_are_refused_with_what_it_has(base, lora, words, world, request):
     with pytest.raises(ConfigError) as refusal:
         opened(request.getfixturevalue(base), world, lora)
     assert all(word in str(refusal.value) for word in words), refusal.value
 
 
-def test_the_reference_is_the_base_model_without_a_second_copy(folder: Path, world: World) -> None:
+def test_the_reference_is_the_base_model_without_a_second_copy(folder, world):
     config = run_config(folder, beta=0.5)
     state = base_state(config, world)
     assert state.reference is not None
@@ -280,9 +277,7 @@ def test_the_reference_is_the_base_model_without_a_second_copy(folder: Path, wor
     assert tiny.are_equal(tiny.weights_of(state.model), trained_before)
 
 
-def test_a_checkpoint_holds_adapters_only_and_training_goes_on_from_it_to_the_bit(
-    folder: Path, world: World, tmp_path: Path
-) -> None:
+def test_a_checkpoint_holds_adapters_only_and_training_goes_on_from_it_to_the_bit(folder, world, tmp_path):
     """With a reference that moves, and dropout."""
     lora = LORA.model_copy(update={"dropout": 0.2})
     config = run_config(folder, lora, beta=0.5, reference_update_every=2)

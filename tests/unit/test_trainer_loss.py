@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,7 +119,7 @@ def trained(config: RunConfig, world: World, *, until: int = 1) -> tuple[Trainer
 
 
 @pytest.mark.parametrize("name", ["importance", "ppo", "gspo", "decoupled", "icepop"])
-def test_one_iteration_is_a_plain_step_to_the_bit(tiny_model: Path, world: World, name: str) -> None:
+def test_one_iteration_is_a_plain_step_to_the_bit(tiny_model, world, name):
     state, metrics = trained(config_of(tiny_model, type=name, num_iterations=1), world)
     plain = tiny.open_state(tiny_model, world)
     plain.optimizer = torch.optim.AdamW(plain.model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
@@ -139,7 +138,7 @@ def test_one_iteration_is_a_plain_step_to_the_bit(tiny_model: Path, world: World
     assert metrics == [expected | {"lr": 1e-3, "skipped_in_a_row": 0.0}]
 
 
-def test_later_iterations_are_against_the_weights_that_the_batch_began_with(tiny_model: Path, world: World) -> None:
+def test_later_iterations_are_against_the_weights_that_the_batch_began_with(tiny_model, world):
     """Two iterations of the decoupled objective, beside the same with a forward pass of the first weights."""
     config = config_of(tiny_model, type="decoupled", num_iterations=2, lr=3e-3)
     state, _ = trained(config, world)
@@ -162,14 +161,14 @@ def test_later_iterations_are_against_the_weights_that_the_batch_began_with(tiny
     assert tiny.are_equal(tiny.weights_of(state.model), tiny.weights_of(by_hand.model))
 
 
-def test_metrics_of_several_iterations_are_their_means_but_for_what_is_of_the_first() -> None:
+def test_metrics_of_several_iterations_are_their_means_but_for_what_is_of_the_first():
     first = {"loss": 1.0, "mismatch_kl": 0.1, "skipped_update": 1.0}
     second = {"loss": 2.0, "mismatch_kl": 0.9, "skipped_update": 1.0}
     assert merge_iterations([first, second]) == {"loss": 1.5, "mismatch_kl": 0.1, "skipped_update": 2.0}
     assert merge_iterations([first]) == first
 
 
-def test_the_base_model_is_the_reference_and_stays_so(tiny_model: Path, world: World) -> None:
+def test_the_base_model_is_the_reference_and_stays_so(tiny_model, world):
     config = config_of(tiny_model, beta=0.05)
     state = base_state(config, world)
     base = tiny.weights_of(state.model)
@@ -184,7 +183,7 @@ def test_the_base_model_is_the_reference_and_stays_so(tiny_model: Path, world: W
     assert "reference_kl" not in metrics_without
 
 
-def test_only_a_reference_that_moved_is_in_checkpoints(tmp_path: Path, tiny_model: Path, world: World) -> None:
+def test_only_a_reference_that_moved_is_in_checkpoints(tmp_path, tiny_model, world):
     sizes = {}
     for name, loss in (("fixed", {"beta": 0.1}), ("moving", {"beta": 0.1, "reference_update_every": 1})):
         state, _ = trained(config_of(tiny_model, **loss), world)
@@ -196,7 +195,7 @@ def test_only_a_reference_that_moved_is_in_checkpoints(tmp_path: Path, tiny_mode
     assert sizes["moving"] == pytest.approx(4 / 3 * sizes["fixed"], rel=0.02)  # weights, two moments, and the reference
 
 
-def test_the_policy_becomes_the_reference_every_so_many_versions(tiny_model: Path, world: World) -> None:
+def test_the_policy_becomes_the_reference_every_so_many_versions(tiny_model, world):
     config = config_of(tiny_model, beta=0.05, reference_update_every=2)
     state = base_state(config, world)
     assert state.reference is not None
@@ -211,8 +210,8 @@ def test_the_policy_becomes_the_reference_every_so_many_versions(tiny_model: Pat
 
 @pytest.mark.parametrize("saved_at", [1, 2, 3])
 def test_a_run_with_a_moving_reference_goes_on_from_a_checkpoint_to_the_same_bits(
-    tmp_path: Path, tiny_model: Path, world: World, saved_at: int
-) -> None:
+    tmp_path, tiny_model, world, saved_at
+):
     """Saved before the first update, right after it, and in between."""
     terms = {"beta": 0.3, "kl_estimator": "k1", "reference_update_every": 2, "entropy_bonus": 0.01}
     config = config_of(tiny_model, type="tis", **terms, num_iterations=2)
@@ -245,7 +244,7 @@ def kept_sample(seed: int = 0) -> tuple[Sample, list[list[int]]]:
     return Sample(build_tokens(kept=kept, **columns), 0.7), choices
 
 
-def test_logprobs_are_those_among_what_the_sampler_could_choose_from(tiny_model: Path, world: World) -> None:
+def test_logprobs_are_those_among_what_the_sampler_could_choose_from(tiny_model, world):
     (one, choices), (two, more) = kept_sample(0), kept_sample(1)
     uncut = tiny.random_samples([10], seed=5)[0]
     row = tiny.one_row([one, uncut, two])
@@ -265,7 +264,7 @@ def test_logprobs_are_those_among_what_the_sampler_could_choose_from(tiny_model:
         assert sorted(found.tolist()) == pytest.approx(sorted(values), abs=1e-5)
 
 
-def test_choices_by_hand() -> None:
+def test_choices_by_hand():
     kept = Kept(np.array([0, 2, 0, 3, 1], np.int32), np.array([4, 9, 1, 2, 3, 7], np.int32))
     found = choices_at(kept, np.array([1, 2, 4]), torch.device("cpu"))
     assert found is not None
@@ -274,9 +273,7 @@ def test_choices_by_hand() -> None:
     assert choices_at(None, np.array([0, 2]), torch.device("cpu")) is None
 
 
-def test_a_replay_finds_the_same_bits_with_a_moving_reference_and_several_iterations(
-    tmp_path: Path, tiny_model: Path, world: World
-) -> None:
+def test_a_replay_finds_the_same_bits_with_a_moving_reference_and_several_iterations(tmp_path, tiny_model, world):
     """From the journal: from the base model on, and from a checkpoint that holds a reference of two versions before."""
     loss = Loss(type="decoupled", beta=0.2, reference_update_every=2)
     trainer = TrainerConfig(optim=Optimizer(lr=1e-3), loss=loss, num_iterations=2, micro_batch_tokens=CAPACITY)
@@ -308,7 +305,7 @@ def gradients(
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
-def test_a_packed_batch_has_the_gradients_of_samples_alone(tiny_model: Path, world: World, attn: str) -> None:
+def test_a_packed_batch_has_the_gradients_of_samples_alone(tiny_model, world, attn):
     samples = tiny.random_samples(MIXED)
     plain, rows = plain_pass(tiny_model, samples, attn)
     logprobs = torch.cat([row.logprobs for row in rows])
@@ -330,7 +327,7 @@ def test_a_packed_batch_has_the_gradients_of_samples_alone(tiny_model: Path, wor
     assert 0 < metrics["masked_frac"] < 0.5
 
 
-def test_a_packed_batch_has_the_cross_entropy_of_samples_alone(tiny_model: Path, world: World) -> None:
+def test_a_packed_batch_has_the_cross_entropy_of_samples_alone(tiny_model, world):
     samples = [Sample(sample.tokens, 1.0) for sample in tiny.random_samples(MIXED)]
     expected = -torch.cat([row.logprobs for row in plain_pass(tiny_model, samples)[1]]).mean()
     metrics, _ = passed(tiny.open_state(tiny_model, world).model, samples, world, cross_entropy)
@@ -338,9 +335,7 @@ def test_a_packed_batch_has_the_cross_entropy_of_samples_alone(tiny_model: Path,
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "vaultgemma"])
-def test_attention_scores_that_a_model_caps_are_capped_in_training_too(
-    kind: str, tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_scores_that_a_model_caps_are_capped_in_training_too(kind, tmp_path, world, caplog, monkeypatch):
     """The cap is low enough to matter."""
     changes = {"vocab_size": tiny.VOCABULARY, "attn_logit_softcapping": 2.0, "initializer_range": 0.5}
     folder = save_family(tmp_path, build_config(kind, **changes))
@@ -384,9 +379,7 @@ def plain_entropy_bonus(rows: list[Plain]) -> torch.Tensor:
     ],
     ids=["gspo", "entropy_bonus"],
 )
-def test_losses_by_sample_and_of_entropies_have_the_gradients_of_samples_alone(
-    tiny_model: Path, world: World, loss: dict[str, object], plain: Callable[..., torch.Tensor]
-) -> None:
+def test_losses_by_sample_and_of_entropies_have_the_gradients_of_samples_alone(tiny_model, world, loss, plain):
     samples = samples_at(0)
     model, rows = plain_pass(tiny_model, samples)
     (expected := plain(rows)).backward()
@@ -399,9 +392,7 @@ def test_losses_by_sample_and_of_entropies_have_the_gradients_of_samples_alone(
     )
 
 
-def test_the_gradient_depends_neither_on_how_the_batch_is_split_nor_on_what_activations_are_kept(
-    tiny_model: Path, world: World
-) -> None:
+def test_the_gradient_depends_neither_on_how_the_batch_is_split_nor_on_what_activations_are_kept(tiny_model, world):
     samples = tiny.random_samples(MIXED)
     metrics, whole = gradients(tiny_model, world, samples, capacity=sum(MIXED))
     for capacity, settings in ((40, {}), (64, {}), (80, {"ac": ActivationCheckpointing(freq=2)})):
@@ -410,7 +401,7 @@ def test_the_gradient_depends_neither_on_how_the_batch_is_split_nor_on_what_acti
         assert other_metrics == pytest.approx(metrics, rel=1e-5)
 
 
-def test_the_first_token_of_a_sample_is_never_predicted_from_its_neighbour(tiny_model: Path, world: World) -> None:
+def test_the_first_token_of_a_sample_is_never_predicted_from_its_neighbour(tiny_model, world):
     tokens = build_tokens(
         ids=[5, 6, 7, 8], loss_mask=[1, 1, 1, 1], logprobs=[0.0] * 4, advantages=[1.0] * 4, versions=[0] * 4
     )
@@ -421,7 +412,7 @@ def test_the_first_token_of_a_sample_is_never_predicted_from_its_neighbour(tiny_
 
 
 @pytest.mark.parametrize("loss_function", [cross_entropy, POLICY], ids=["cross_entropy", "policy"])
-def test_an_empty_row_changes_nothing(tiny_model: Path, world: World, loss_function: LossFunction) -> None:
+def test_an_empty_row_changes_nothing(tiny_model, world, loss_function):
     """Alone, it leaves the weights finite."""
     samples, model = tiny.random_samples([20]), tiny.open_state(tiny_model, world).model
     rows = micro_batches_of_rank(samples, capacity=64, rank=0, world=1)
@@ -435,7 +426,7 @@ def test_an_empty_row_changes_nothing(tiny_model: Path, world: World, loss_funct
     assert all(bool(tensor.isfinite().all()) for tensor in gradient.values())
 
 
-def test_a_step_clips_a_gradient_and_leaves_out_one_that_is_not_finite(tiny_model: Path, world: World) -> None:
+def test_a_step_clips_a_gradient_and_leaves_out_one_that_is_not_finite(tiny_model, world):
     model = load_model(TrainerModel(), str(tiny_model), world)
     optimizer = build_optimizer(model, Optimizer(type="sgd", lr=1.0, betas=(0.0, 0.0)))
     _, gradient = passed(model, tiny.random_samples(MIXED), world, POLICY)
@@ -461,7 +452,7 @@ def test_a_step_clips_a_gradient_and_leaves_out_one_that_is_not_finite(tiny_mode
     assert norm(moved) == pytest.approx(norm(gradient) / 10, 1e-3)
 
 
-def test_the_rate_is_set_from_the_step_alone() -> None:
+def test_the_rate_is_set_from_the_step_alone():
     optim, scheduler = Optimizer(lr=2e-3), Scheduler(type="linear", warmup_steps=2, min_lr=1e-3)
     optimizer = build_optimizer(torch.nn.Linear(2, 2), optim)
     rates = [set_lr(optimizer, optim, scheduler, step=step, max_steps=6) for step in [4, 0, 6]]

@@ -39,7 +39,7 @@ def layer(seed: int = 0, *, inputs: int = 128, outputs: int = 96) -> torch.nn.Li
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_resumed_goes_on_to_the_same_bits(kind: str, model_folder: Path, world: World, tmp_path: Path) -> None:
+def test_what_is_resumed_goes_on_to_the_same_bits(kind, model_folder, world, tmp_path):
     straight, resumed = saved_by(kind, tmp_path, model_folder, world), state_with(model_folder, world, kind)
     tiny.open_store(tmp_path, world).resume(resumed, resume=True)
     assert tiny.are_equal(tiny.content_of(straight), tiny.content_of(resumed))
@@ -57,9 +57,7 @@ def saved_by(kind: str, folder: Path, model_folder: Path, world: World) -> Train
 
 
 @pytest.mark.parametrize(("before", "after"), [("adamw", "adamw_8bit"), ("adamw_8bit", "adamw")])
-def test_moments_in_8_bits_and_in_32_go_on_from_each_other(
-    before: str, after: str, model_folder: Path, world: World, tmp_path: Path
-) -> None:
+def test_moments_in_8_bits_and_in_32_go_on_from_each_other(before, after, model_folder, world, tmp_path):
     """After the switch its next step is that of the optimizer before, but for the precision of the format."""
     straight, switched = saved_by(before, tmp_path, model_folder, world), state_with(model_folder, world, after)
     tiny.open_store(tmp_path, world).resume(switched, resume=True)
@@ -79,16 +77,14 @@ def test_moments_in_8_bits_and_in_32_go_on_from_each_other(
     ("before", "after"),
     [("adamw", "sgd"), ("adamw_8bit", "muon"), ("sgd", "adamw"), ("muon", "adamw_8bit"), ("sgd", "muon")],
 )
-def test_another_kind_of_optimizer_is_refused_with_both_names(
-    before: str, after: str, model_folder: Path, world: World, tmp_path: Path
-) -> None:
+def test_another_kind_of_optimizer_is_refused_with_both_names(before, after, model_folder, world, tmp_path):
     saved_by(before, tmp_path, model_folder, world)
     words = f"optimizer is '{before.removesuffix('_8bit')}', and `optim.type` is '{after}'"
     with pytest.raises(ConfigError, match=words):
         tiny.open_store(tmp_path, world).resume(state_with(model_folder, world, after), resume=True)
 
 
-def test_moments_in_codes_of_an_earlier_version_are_refused(model_folder: Path, world: World, tmp_path: Path) -> None:
+def test_moments_in_codes_of_an_earlier_version_are_refused(model_folder, world, tmp_path):
     state = state_with(model_folder, world, "adamw_8bit")
     tiny.train_step(state, tiny.random_samples([12]), world)
     for held in state.optimizer.state.values():
@@ -101,7 +97,7 @@ def test_moments_in_codes_of_an_earlier_version_are_refused(model_folder: Path, 
 # AdamW
 
 
-def test_fused_adamw_is_adamw(model_folder: Path, world: World) -> None:
+def test_fused_adamw_is_adamw(model_folder, world):
     state = state_with(model_folder, world, "adamw")
     plain = {name: torch.nn.Parameter(tensor) for name, tensor in tiny.weights_of(state.model).items()}
     reference = torch.optim.AdamW(
@@ -127,7 +123,7 @@ def test_fused_adamw_is_adamw(model_folder: Path, world: World) -> None:
 # AdamW in 8 bits
 
 
-def test_8_bits_hold_a_quarter_of_what_32_do_and_little_more() -> None:
+def test_8_bits_hold_a_quarter_of_what_32_do_and_little_more():
     module = layer(inputs=256, outputs=256)
     optimizer = build_optimizer(module, Optimizer(type="adamw_8bit", lr=1e-3))
     module.weight.grad = torch.randn(256, 256)
@@ -147,7 +143,7 @@ GRADIENTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", GRADIENTS)
-def test_8_bits_go_the_way_that_32_go_whatever_the_gradients(kind: str) -> None:
+def test_8_bits_go_the_way_that_32_go_whatever_the_gradients(kind):
     shape, generator = (300, 16, 256), torch.Generator().manual_seed(0)
     gradients = GRADIENTS[kind](torch.randn(shape, generator=generator), torch.rand(shape, generator=generator))
     ways, largest = {}, {}
@@ -167,7 +163,7 @@ def test_8_bits_go_the_way_that_32_go_whatever_the_gradients(kind: str) -> None:
     assert not torch.equal(ways["adamw_8bit"], ways["adamw"])
 
 
-def test_an_orthogonal_update_keeps_the_directions_and_has_all_singular_values_near_one() -> None:
+def test_an_orthogonal_update_keeps_the_directions_and_has_all_singular_values_near_one():
     for shape in ((40, 40), (64, 24), (24, 64), (3, 24, 40)):
         matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         values = torch.linalg.svdvals(orthogonal(matrix))
@@ -189,14 +185,14 @@ def step_with(value: float, state: TrainerState, config: Optimizer) -> float:
     ("shape", "block"),
     [((64, 896), 128), ((2, 32, 2880), 64), ((64, 100), None), ((63, 64), None), ((8192,), None)],
 )
-def test_a_block_lies_within_a_row(shape: tuple[int, ...], block: int | None) -> None:
+def test_a_block_lies_within_a_row(shape, block):
     assert block_of(torch.empty(shape)) == block
 
 
 # Muon
 
 
-def test_muon_is_torchs_muon() -> None:
+def test_muon_is_torchs_muon():
     ours, theirs = layer(), layer()
     optimizer = build_optimizer(ours, Optimizer(type="muon", lr=1e-2, weight_decay=0.1))
     reference = torch.optim.Muon([theirs.weight], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
@@ -211,7 +207,7 @@ def test_muon_is_torchs_muon() -> None:
     assert rate_of(torch.Size([3, 64, 256])) == pytest.approx(0.2 * 16)
 
 
-def test_muon_takes_the_matrices_of_layers_and_adamw_all_the_rest(model_folder: Path, world: World) -> None:
+def test_muon_takes_the_matrices_of_layers_and_adamw_all_the_rest(model_folder, world):
     state = state_with(model_folder, world, "muon")
     tiny.train_step(state, tiny.random_samples([12]), world)
     keys = {name: set(state.optimizer.state[parameter]) for name, parameter in state.model.named_parameters()}
@@ -220,7 +216,7 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_all_the_rest(model_folder: 
     assert all(keys[name] == {"step", "exp_avg", "exp_avg_sq"} for name in keys.keys() - hidden)
 
 
-def test_the_biases_of_experts_neither_decay_nor_are_they_matrices() -> None:
+def test_the_biases_of_experts_neither_decay_nor_are_they_matrices():
     class Experts(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -233,7 +229,7 @@ def test_the_biases_of_experts_neither_decay_nor_are_they_matrices() -> None:
     assert groups == {(2, 4, 6): (True, 0.1), (2, 6): (False, 0.0)}
 
 
-def test_a_run_ends_after_so_many_broken_steps_in_a_row_and_not_before(model_folder: Path, world: World) -> None:
+def test_a_run_ends_after_so_many_broken_steps_in_a_row_and_not_before(model_folder, world):
     state, config = state_with(model_folder, world, "adamw"), Optimizer(max_nonfinite=3)
     assert [step_with(value, state, config) for value in (nan, nan, 1.0, nan, nan)] == [1, 2, 0, 1, 2]
     before = tiny.weights_of(state.model)
@@ -245,7 +241,7 @@ def test_a_run_ends_after_so_many_broken_steps_in_a_row_and_not_before(model_fol
         step_with(nan, state_with(model_folder, world, "adamw"), Optimizer(nonfinite="stop", max_nonfinite=3))
 
 
-def test_broken_steps_before_a_stop_count_after_it(model_folder: Path, world: World, tmp_path: Path) -> None:
+def test_broken_steps_before_a_stop_count_after_it(model_folder, world, tmp_path):
     config, state = Optimizer(max_nonfinite=3), state_with(model_folder, world, "adamw")
     assert [step_with(value, state, config) for value in (1.0, nan, nan)] == [0, 1, 2]
     state.version = 1

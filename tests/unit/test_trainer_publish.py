@@ -175,7 +175,7 @@ def open_stand(tmp_path: Path, tiny_model: Path, world: World) -> Iterator[OpenS
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_engines_receive_the_trainers_weights_in_their_dtype(open_stand: OpenStand, kind: str, dtype: str) -> None:
+def test_engines_receive_the_trainers_weights_in_their_dtype(open_stand, kind, dtype):
     stand = open_stand(kind, dtype=dtype)
     stand.publisher.publish(3)
     ready, sent = stand.orchestrator.asked
@@ -185,9 +185,7 @@ def test_engines_receive_the_trainers_weights_in_their_dtype(open_stand: OpenSta
     assert stand.orchestrator.received == sent.digests == expected
 
 
-def test_the_probe_has_the_logprobs_of_the_weights_and_is_computed_before_the_announcement(
-    open_stand: OpenStand, tiny_model: Path
-) -> None:
+def test_the_probe_has_the_logprobs_of_the_weights_and_is_computed_before_the_announcement(open_stand, tiny_model):
     num_asked_before: list[int] = []
     stand = open_stand("gloo")
     hook = stand.model.get_input_embeddings().register_forward_hook(
@@ -205,7 +203,7 @@ def test_the_probe_has_the_logprobs_of_the_weights_and_is_computed_before_the_an
 
 
 @pytest.mark.parametrize("vocabulary", [3, 128, 151_936])
-def test_the_probe_is_fixed_and_spread_over_the_vocabulary(vocabulary: int) -> None:
+def test_the_probe_is_fixed_and_spread_over_the_vocabulary(vocabulary):
     ids = probe_ids(vocabulary, PROBE_TOKENS)
     assert ids == probe_ids(vocabulary, PROBE_TOKENS)
     assert all(0 <= token < vocabulary for token in ids)
@@ -219,7 +217,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("died", [False, True])
-def test_the_trainer_repeats_a_transfer_that_an_engine_does_not_join(open_stand: OpenStand, died: bool) -> None:
+def test_the_trainer_repeats_a_transfer_that_an_engine_does_not_join(open_stand, died):
     """After the timeout or, when the orchestrator knows that the engine died, long before."""
 
     def answer(request: Request) -> Reply | None:
@@ -235,21 +233,21 @@ def test_the_trainer_repeats_a_transfer_that_an_engine_does_not_join(open_stand:
 
 
 @pytest.mark.parametrize("at", [PolicyReady, PolicySent])
-def test_the_trainer_repeats_an_attempt_that_the_orchestrator_gave_up(open_stand: OpenStand, at: type) -> None:
+def test_the_trainer_repeats_an_attempt_that_the_orchestrator_gave_up(open_stand, at):
     again = Again(reason="an engine died")
     stand = open_stand(intercept=lambda request: again if isinstance(request, at) and request.attempt < 3 else None)
     stand.publisher.publish(3)
     assert stand.orchestrator.asked[-1].attempt == 3
 
 
-def test_the_trainer_gives_up_after_20_failed_attempts(open_stand: OpenStand) -> None:
+def test_the_trainer_gives_up_after_20_failed_attempts(open_stand):
     stand = open_stand(intercept=lambda _: Again(reason="an engine died"))
     with pytest.raises(PeerDied, match="Version 3 was sent 20 times"):
         stand.publisher.publish(3)
     assert [request.attempt for request in stand.orchestrator.asked] == list(range(1, 21))
 
 
-def test_weights_that_an_engine_refused_are_not_sent_again(open_stand: OpenStand) -> None:
+def test_weights_that_an_engine_refused_are_not_sent_again(open_stand):
     refusal = Refusal(error="model.norm.weight has another digest")
     stand = open_stand(intercept=lambda request: refusal if isinstance(request, PolicySent) else None)
     with pytest.raises(Refused, match=r"model.norm.weight"):
@@ -257,7 +255,7 @@ def test_weights_that_an_engine_refused_are_not_sent_again(open_stand: OpenStand
     assert [type(request) for request in stand.orchestrator.asked] == [PolicyReady, PolicySent]
 
 
-def test_versions_that_engines_confirmed_are_published_only_if_they_differ(open_stand: OpenStand) -> None:
+def test_versions_that_engines_confirmed_are_published_only_if_they_differ(open_stand):
     stand = open_stand(intercept=lambda request: newest if isinstance(request, GetNewest) else None)
     publisher, orchestrator = stand.publisher, stand.orchestrator
     same = {name: tensor_digest(tensor) for name, tensor in weights_of(stand.model).items()}
@@ -275,9 +273,7 @@ def test_versions_that_engines_confirmed_are_published_only_if_they_differ(open_
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
-def test_engines_confirm_while_the_trainer_computes_unless_on_a_cpu_the_next_batch_waits_for_them(
-    open_stand: OpenStand, level: int
-) -> None:
+def test_engines_confirm_while_the_trainer_computes_unless_on_a_cpu_the_next_batch_waits_for_them(open_stand, level):
     stand = open_stand(max_async_level=level)
     stand.publisher.send(3)
     assert stand.publisher.is_confirming == (level > 1)
@@ -290,7 +286,7 @@ def test_engines_confirm_while_the_trainer_computes_unless_on_a_cpu_the_next_bat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_after_the_first_version_only_changes_are_sent(open_stand: OpenStand, kind: str) -> None:
+def test_after_the_first_version_only_changes_are_sent(open_stand, kind):
     stand = open_stand(kind, dtype="bfloat16", delta=True)
     first = stand.publish()
     stand.negate(100)
@@ -302,7 +298,7 @@ def test_after_the_first_version_only_changes_are_sent(open_stand: OpenStand, ki
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_everything_is_sent_to_a_new_engine_and_after_a_failed_transfer(open_stand: OpenStand, kind: str) -> None:
+def test_everything_is_sent_to_a_new_engine_and_after_a_failed_transfer(open_stand, kind):
     failures: list[Reply] = []
     fail = lambda request: failures.pop() if failures and isinstance(request, PolicySent) else None  # noqa: E731
     stand = open_stand(kind, dtype="bfloat16", delta=True, intercept=fail)
@@ -319,9 +315,7 @@ def test_everything_is_sent_to_a_new_engine_and_after_a_failed_transfer(open_sta
 
 
 @pytest.mark.parametrize("delta", [False, True])
-def test_a_transfer_needs_the_memory_of_two_buckets_and_one_tensor(
-    open_stand: OpenStand, tmp_path: Path, world: World, delta: bool
-) -> None:
+def test_a_transfer_needs_the_memory_of_two_buckets_and_one_tensor(open_stand, tmp_path, world, delta):
     """A tensor exists as it is trained and as it is served. There is no second copy of the model."""
     model = open_state(save_tiny_model(tmp_path / "model", hidden=320, layers=6), world).model
     largest = max(parameter.numel() for parameter in model.parameters())
@@ -338,9 +332,7 @@ def test_a_transfer_needs_the_memory_of_two_buckets_and_one_tensor(
     assert metrics["weights/sent_bytes"] == (100 * (2 + 2) if delta else stand.served_bytes)
 
 
-def test_a_slow_broadcast_is_awaited_and_a_peer_that_is_gone_is_an_error_that_leaves_the_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_slow_broadcast_is_awaited_and_a_peer_that_is_gone_is_an_error_that_leaves_the_group(monkeypatch):
     """So the transfer begins again with the peers that are there: the process does not end."""
     group: Any = WeightGroup.__new__(WeightGroup)  # of NCCL, without a GPU
     aborted: list[bool] = []
@@ -358,7 +350,7 @@ def test_a_slow_broadcast_is_awaited_and_a_peer_that_is_gone_is_an_error_that_le
     assert "_group" not in vars(group)
 
 
-def test_nccls_own_watchdog_which_ends_the_process_comes_after_us(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccls_own_watchdog_which_ends_the_process_comes_after_us(monkeypatch):
     limits = {}
     monkeypatch.setattr(collective, "_process_group", lambda kind, *_: limits.setdefault(kind, _[-1].total_seconds()))
     monkeypatch.setattr(collective, "BucketBuffers", lambda device: None)
@@ -370,9 +362,7 @@ def test_nccls_own_watchdog_which_ends_the_process_comes_after_us(monkeypatch: p
 
 
 @pytest.mark.parametrize("replies", [[Live(version=3)], [Again(reason="an engine died"), Live(version=3)]])
-def test_memory_that_engines_read_is_let_go_as_soon_as_they_have_confirmed(
-    open_stand: OpenStand, monkeypatch: pytest.MonkeyPatch, replies: list[Reply]
-) -> None:
+def test_memory_that_engines_read_is_let_go_as_soon_as_they_have_confirmed(open_stand, monkeypatch, replies):
     held: list[weakref.ref] = []
     alive: list[int] = []
     answers = iter(replies)
@@ -393,7 +383,7 @@ def test_memory_that_engines_read_is_let_go_as_soon_as_they_have_confirmed(
     assert not any(tensor() is not None for tensor in held)
 
 
-def test_a_plan_counts_the_copy_that_engines_on_the_same_gpus_read(tmp_path: Path) -> None:
+def test_a_plan_counts_the_copy_that_engines_on_the_same_gpus_read(tmp_path):
     def planned(kind: str) -> Training:
         config = RunConfig(output_dir=tmp_path, device="cuda", weight_broadcast=WeightBroadcast(type=kind))
         return training_of(config, architecture_of(MODELS["Qwen/Qwen3-0.6B"]), rows=2)

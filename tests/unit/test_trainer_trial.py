@@ -56,7 +56,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_tried_step_changes_nothing_to_the_bit(tiny_model: Path, tmp_path: Path, world: World, way: str) -> None:
+def test_a_tried_step_changes_nothing_to_the_bit(tiny_model, tmp_path, world, way):
     """Neither of a fresh run nor of one that has an optimizer's state, as after a restart. Nor do its tokens count as
     loads of experts."""
     config = config_of(save_moe(tmp_path) if way == "experts" else tiny_model, **WAYS[way])
@@ -67,7 +67,7 @@ def test_a_tried_step_changes_nothing_to_the_bit(tiny_model: Path, tmp_path: Pat
     assert are_equal(tried_content, content)
 
 
-def test_the_tried_row_is_as_long_as_any_and_spares_no_token(tiny_model: Path) -> None:
+def test_the_tried_row_is_as_long_as_any_and_spares_no_token(tiny_model):
     for vocabulary in (7, 40, 151_936):
         row = longest_row(config_of(tiny_model), vocabulary=vocabulary, version=3)
         assert (row.lengths, row.tokens.length, row.tokens.loss_mask.sum()) == ([40, 40, 20], CAPACITY, CAPACITY - 3)
@@ -78,7 +78,7 @@ def test_the_tried_row_is_as_long_as_any_and_spares_no_token(tiny_model: Path) -
     assert longest_row(config_of(tiny_model, micro_batch_tokens=40), vocabulary=128, version=0).lengths == [38, 2]
 
 
-def test_a_tried_step_holds_all_that_a_later_one_holds(tiny_model: Path, world: World) -> None:
+def test_a_tried_step_holds_all_that_a_later_one_holds(tiny_model, world):
     """When its forward pass begins: gradients of earlier rows, and the optimizer's state."""
     config = config_of(tiny_model)
     state = base_state(config, world)
@@ -123,9 +123,7 @@ def by_plain_arithmetic(model: Path, sample: Sample) -> np.ndarray:
 
 
 @pytest.mark.parametrize("iterations", [1, 2])
-def test_logprobs_are_those_of_the_weights_before_the_step(
-    tiny_model: Path, tmp_path: Path, world: World, iterations: int
-) -> None:
+def test_logprobs_are_those_of_the_weights_before_the_step(tiny_model, tmp_path, world, iterations):
     watched = weights_after(tiny_model, tmp_path, world, LogprobLog(RunPaths(tmp_path), world), iterations=iterations)
     assert are_equal(watched, weights_after(tiny_model, tmp_path, world, None, iterations=iterations))
     known = read_logprobs(tmp_path / "logprobs", 0)
@@ -135,16 +133,12 @@ def test_logprobs_are_those_of_the_weights_before_the_step(
         assert found[counts] == pytest.approx(by_plain_arithmetic(tiny_model, sample)[counts], abs=1e-5)
 
 
-def test_a_batch_without_a_token_that_counts_leaves_an_empty_file(
-    tiny_model: Path, tmp_path: Path, world: World
-) -> None:
+def test_a_batch_without_a_token_that_counts_leaves_an_empty_file(tiny_model, tmp_path, world):
     weights_after(tiny_model, tmp_path, world, LogprobLog(RunPaths(tmp_path), world), lengths=[])
     assert [len(logprobs) for logprobs in read_logprobs(tmp_path / "logprobs", 0).values()] == [0]
 
 
-def test_what_cannot_be_written_ends_nothing_and_is_said_once(
-    tiny_model: Path, tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_written_ends_nothing_and_is_said_once(tiny_model, tmp_path, world, caplog):
     (tmp_path / "logprobs").write_text("in the way")
     logprob_log = LogprobLog(RunPaths(tmp_path), world)
     for _ in range(2):
@@ -157,7 +151,7 @@ def test_what_cannot_be_written_ends_nothing_and_is_said_once(
     assert not (tmp_path / "team").exists()
 
 
-def test_samples_that_differ_only_in_how_they_were_sampled_are_told_apart() -> None:
+def test_samples_that_differ_only_in_how_they_were_sampled_are_told_apart():
     sample = random_samples([12])[0].tokens
     columns = {name: getattr(sample, name) for name in ("ids", "loss_mask", "advantages", "versions")}
     assert identity(Tokens(**columns, logprobs=sample.logprobs + 0.5)) != identity(sample)

@@ -63,7 +63,7 @@ def send(ends: Ends, model: Tensors, parts: list[Patch], epoch: str, *, join: bo
     return outcome(ends.send(model, epoch=epoch, receivers=ends.receivers, join=join, parts=parts))
 
 
-def test_every_change_arrives_at_every_receiver_to_the_bit(ends: Ends) -> None:
+def test_every_change_arrives_at_every_receiver_to_the_bit(ends):
     before, model = None, random_model()
     for number, share in enumerate([0.01, 0.0, 0.3, 1.0, 0.001]):
         found = send(ends, model, patches(model, before), "a/1", join=before is None)
@@ -75,7 +75,7 @@ def test_every_change_arrives_at_every_receiver_to_the_bit(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize(("spoiled", "share"), [("where", 0.01), ("values", 0.3)])
-def test_a_corrupted_delta_has_another_digest(ends: Ends, spoiled: str, share: float) -> None:
+def test_a_corrupted_delta_has_another_digest(ends, spoiled, share):
     before, after = random_model(), moved(random_model(), share)
     send(ends, before, patches(before, None), f"d/{spoiled}{share}", join=True)
     expected = digests_of(after)
@@ -91,7 +91,7 @@ def corrupted(after: Tensors, before: Tensors, what: str) -> list[Patch]:
     return [replace(first, **{what: bad}), *others]
 
 
-def test_a_delta_that_cannot_be_applied_ends_the_transfer_on_both_sides_at_once(ends: Ends) -> None:
+def test_a_delta_that_cannot_be_applied_ends_the_transfer_on_both_sides_at_once(ends):
     """A bit more is set than there are values."""
     before, after = random_model(), moved(random_model(), 0.3)
     send(ends, before, patches(before, None), "e/1", join=True)
@@ -103,7 +103,7 @@ def test_a_delta_that_cannot_be_applied_ends_the_transfer_on_both_sides_at_once(
 
 
 @pytest.mark.parametrize("row", [[9, 0], [-1, 0], [int(Form.GAPS), 10**9], [int(Form.BITS), -1]])
-def test_a_head_that_makes_no_sense_is_refused(row: list[int]) -> None:
+def test_a_head_that_makes_no_sense_is_refused(row):
     model = {"norm": torch.zeros(16)}
     copy, specs = HostCopy(), specs_of(model)
     whole = patches(model, None)
@@ -112,7 +112,7 @@ def test_a_head_that_makes_no_sense_is_refused(row: list[int]) -> None:
         copy.body_size(specs, torch.tensor([row]))
 
 
-def test_files_bring_changes_to_the_bit(tmp_path: Path) -> None:
+def test_files_bring_changes_to_the_bit(tmp_path):
     options = {"host": "", "port": 0, "bucket_bytes": BUCKET_BYTES, "timeout_s": SHORT_S}
     sender = open_sender("filesystem", folder=tmp_path / "broadcast", delta=True, **options)
     receiver = open_receiver("filesystem", device=CPU, **options)
@@ -135,7 +135,7 @@ def receive_ahead(ends: Ends, model: dict[str, torch.Tensor]) -> BackgroundRecei
     return BackgroundReceive((name, tensor.clone()) for name, tensor in receiver.tensors(specs_of(model), {}))
 
 
-def test_transfers_received_ahead_and_others_may_follow_one_another_until_one_breaks() -> None:
+def test_transfers_received_ahead_and_others_may_follow_one_another_until_one_breaks():
     """Then the receiver raises, and joins again."""
     ends = Ends(1, timeout_s=DEADLINE_S)
     outcome(ends.send(random_model(), epoch="a/1", receivers=ends.receivers))
@@ -159,7 +159,7 @@ def test_transfers_received_ahead_and_others_may_follow_one_another_until_one_br
     ends.close()
 
 
-def test_a_transfer_that_does_not_come_is_waited_for_no_longer_than_allowed() -> None:
+def test_a_transfer_that_does_not_come_is_waited_for_no_longer_than_allowed():
     never = Event()
     background = BackgroundReceive(number for number in count() if never.wait())
     with pytest.raises(TimeoutError, match="within 0 s"):
@@ -186,7 +186,7 @@ def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_adapters_are_added_as_peft_adds_them(base: Path, adapters: Path, tmp_path: Path) -> None:
+def test_adapters_are_added_as_peft_adds_them(base, adapters, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     merged = peft.PeftModel.from_pretrained(model, adapters).merge_and_unload().state_dict()
     source = open_source(adapters, base=None, dtype="float32")
@@ -214,16 +214,14 @@ def test_adapters_are_added_as_peft_adds_them(base: Path, adapters: Path, tmp_pa
         ("adapter_model.safetensors", None, r"adapter_model\.safetensors is missing"),
     ],
 )
-def test_damaged_adapters_are_named(
-    adapters: Path, tmp_path: Path, file: str, content: bytes | None, words: str
-) -> None:
+def test_damaged_adapters_are_named(adapters, tmp_path, file, content, words):
     path = shutil.copytree(adapters, tmp_path / "step_1") / file
     path.write_bytes(content) if content is not None else path.unlink()
     with pytest.raises(ConfigError, match=words):
         require_readable(path.parent)
 
 
-def test_a_model_in_several_files_is_the_same_model(base: Path, tmp_path: Path) -> None:
+def test_a_model_in_several_files_is_the_same_model(base, tmp_path):
     folder = shutil.copytree(base, tmp_path / "parted")
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -239,9 +237,7 @@ def test_a_model_in_several_files_is_the_same_model(base: Path, tmp_path: Path) 
         require_readable(folder)
 
 
-def test_a_receiver_reads_a_folder_itself_only_where_it_would_read_the_models_files_alone(
-    base: Path, tmp_path: Path
-) -> None:
+def test_a_receiver_reads_a_folder_itself_only_where_it_would_read_the_models_files_alone(base, tmp_path):
     folder = shutil.copytree(base, tmp_path / "model")
     assert ModelFiles(folder).folder == folder.resolve()
     save_file({"consolidated": torch.zeros(1)}, folder / "consolidated.safetensors")
@@ -255,7 +251,7 @@ def test_a_receiver_reads_a_folder_itself_only_where_it_would_read_the_models_fi
     assert not (tmp_path / "passing").exists()
 
 
-def test_a_head_that_is_the_embedding_may_stand_in_one_of_two_files() -> None:
+def test_a_head_that_is_the_embedding_may_stand_in_one_of_two_files():
     body, head = {"model.norm.weight": (4,)}, {"lm_head.weight": (8, 4)}
     assert shape_difference(body | head, body) is None
     assert shape_difference(body, body | head) is None
