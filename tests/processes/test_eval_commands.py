@@ -111,10 +111,7 @@ def test_each_checkpoint_answers_for_itself_and_the_base_model_is_given_back(her
 
 @pytest.mark.parametrize(
     ("words", "answered"),
-    [
-        (("--steps", "10", "100", "--no-eval-base"), "bd"),
-        (("--steps", "20", "--transfer", "gloo"), "ac"),
-    ],
+    [(("--steps", "10", "100", "--no-eval-base"), "bd"), (("--steps", "20", "--transfer", "gloo"), "ac")],
 )
 def test_chosen_steps_come_in_order_over_either_wire(here, words, answered):
     with engine() as found:

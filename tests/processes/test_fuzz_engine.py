@@ -11,13 +11,7 @@ import pytest
 
 from fake_engine import digests_of
 from mutations import mutations
-from trireme.orchestrator.engines.responses import (
-    BadAnswer,
-    Response,
-    choice_of,
-    prompt_logprobs_of,
-    read_response,
-)
+from trireme.orchestrator.engines.responses import BadAnswer, Response, choice_of, prompt_logprobs_of, read_response
 from whole_run import WholeRun, build_config, run
 
 CHOICE = {

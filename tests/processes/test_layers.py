@@ -39,10 +39,7 @@ SUB_PACKAGES = {
 }
 """Packages inside of a package. They import each other in one direction only, and never the loop above them."""
 
-LOOPS = {
-    "orchestrator": {"loop", "scheduler", "batcher", "status"},
-    "trainer": {"loop", "try_step"},
-}
+LOOPS = {"orchestrator": {"loop", "scheduler", "batcher", "status"}, "trainer": {"loop", "try_step"}}
 """Modules of a package that its sub-packages never import."""
 
 LIGHT = ("base", "config", "messages", "journal", "monitor", "launch", "orchestrator")

@@ -275,11 +275,7 @@ def test_a_server_is_there_while_it_is_needed_and_no_longer(stage, fail):
 @pytest.mark.parametrize(
     ("body", "error", "told"),
     [
-        (
-            "print('no such model'); sys.exit(3)",
-            PeerDied,
-            r"exit code 3.*no such model.*inference.stdout",
-        ),
+        ("print('no such model'); sys.exit(3)", PeerDied, r"exit code 3.*no such model.*inference.stdout"),
         (SLEEP, DeadlineExceeded, r"the check waits .* for it to become healthy from inference, .*inference.stdout"),
     ],
 )

@@ -15,14 +15,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trireme.algo.advantage import (
-    OF_GROUP,
-    GroupScores,
-    check_custom,
-    distillation_term,
-    ema,
-    estimate,
-)
+from trireme.algo.advantage import OF_GROUP, GroupScores, check_custom, distillation_term, ema, estimate
 from trireme.algo.filters import FLAWS, find_flaws, flaw_with, is_gibberish, longest_run, repeats, runs_of
 from trireme.algo.length_penalty import with_length_penalty
 from trireme.algo.staleness import groups_allowed, is_too_old, lags

@@ -15,15 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from limits import small_disk
-from tiny import (
-    VOCABULARY,
-    are_equal,
-    open_state,
-    random_samples,
-    save_run,
-    train_step,
-    weights_of,
-)
+from tiny import VOCABULARY, are_equal, open_state, random_samples, save_run, train_step, weights_of
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.cli.runs.export import export
 from trireme.config.trainer import Lora, Optimizer, TrainerModel

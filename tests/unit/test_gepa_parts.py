@@ -80,8 +80,7 @@ def test_flags_mean_what_keys_of_a_file_mean(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "typed",
-    ["run wordle -m x --fresh", "-m x --fresh wordle", "--fresh wordle -m=x", "run -m x wordle --fresh true"],
+    "typed", ["run wordle -m x --fresh", "-m x --fresh wordle", "--fresh wordle -m=x", "run -m x wordle --fresh true"]
 )
 def test_the_environment_may_stand_anywhere_among_the_flags(typed):
     config, _ = load_config(to_flags(typed.split()), GepaConfig, program="trireme gepa")

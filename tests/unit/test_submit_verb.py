@@ -124,13 +124,7 @@ PODS = ('output_dir = "/runs/outputs"', "start trainer 5 env TRIREME_NODE=0", "r
 IMAGE = ["--on", "kubernetes", "--image", "registry/trireme:1", "--storage", "100Gi"]
 
 
-@pytest.mark.parametrize(
-    ("argv", "parts"),
-    [
-        (["ours.toml"], SLURM),
-        (["hosted.toml", *IMAGE], PODS),
-    ],
-)
+@pytest.mark.parametrize(("argv", "parts"), [(["ours.toml"], SLURM), (["hosted.toml", *IMAGE], PODS)])
 def test_a_dry_run_shows_everything_and_writes_nothing(folder, capsys, argv, parts):
     assert submit([*argv, "--name", "x", "--dry-run", *SPREAD]) == 0
     said = capsys.readouterr().out

@@ -16,16 +16,7 @@ from trireme.base.processes import free_port
 from trireme.config.run import RunConfig
 from trireme.launch.run_state import look_at
 from trireme.monitor.spans import ENVIRONMENTS, Span, SpansFile
-from trireme.monitor.timeline import (
-    OTHER,
-    advice,
-    few_requests,
-    idle,
-    in_words,
-    mean_shares,
-    shares,
-    time_lines,
-)
+from trireme.monitor.timeline import OTHER, advice, few_requests, idle, in_words, mean_shares, shares, time_lines
 from trireme.tools.dashboard.history import Metrics, Spans, summarize, trainer_advice, trainer_shares
 from trireme.tools.dashboard.timeline import timeline_chart
 

@@ -182,8 +182,7 @@ def step_with(value: float, state: TrainerState, config: Optimizer) -> float:
 
 
 @pytest.mark.parametrize(
-    ("shape", "block"),
-    [((64, 896), 128), ((2, 32, 2880), 64), ((64, 100), None), ((63, 64), None), ((8192,), None)],
+    ("shape", "block"), [((64, 896), 128), ((2, 32, 2880), 64), ((64, 100), None), ((63, 64), None), ((8192,), None)]
 )
 def test_a_block_lies_within_a_row(shape, block):
     assert block_of(torch.empty(shape)) == block
