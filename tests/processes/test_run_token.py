@@ -19,7 +19,6 @@ from trireme.base.token import KEY_FILE, TOKEN, make_token, read_key, status_key
 from trireme.base.waiting import Waits
 from trireme.config.files import write_run
 from trireme.config.run import RunConfig
-from trireme.inference.server import server_arguments
 from trireme.launch.run_state import look_at
 from trireme.orchestrator.status import Status, build_app
 from trireme.orchestrator.trainer_requests import Peers
@@ -46,13 +45,14 @@ def open_app() -> TestClient:
     [
         {"Host": "evil.example"},
         {"Host": "127.0.0.1.evil.example:8000"},
+        {"Host": b"\xff"},
         {"Origin": "https://evil.example", "Content-Type": "text/plain"},
         {"Origin": "null"},
         {"Sec-Fetch-Site": "cross-site"},
         {"Sec-Fetch-Site": "same-site"},
     ],
 )
-def test_a_page_in_a_browser_of_this_machine_reaches_no_route(headers: dict[str, str]) -> None:
+def test_a_page_in_a_browser_of_this_machine_reaches_no_route(headers) -> None:
     client = open_app()
     for path in ("/pause", "/weight_info", "/collective_rpc"):
         assert client.post(path, headers=headers).status_code == 403
@@ -77,10 +77,6 @@ def test_of_the_methods_of_a_worker_only_ours_can_be_called(body: bytes, code: i
     assert answer.status_code == code
     if code == 200:
         assert answer.json() == json.loads(body)
-
-
-def test_vllm_is_always_started_with_the_check_outermost() -> None:
-    assert server_arguments(RunConfig())[-2:] == ["--middleware", "trireme.transport.bearer.RequireToken"]
 
 
 OPENING = "host port uds middleware api_key allowed-origins ssl_keyfile config hos middlewar api_k host=0.0.0.0"

@@ -16,9 +16,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trireme.algo.advantage import OF_GROUP, GroupScores, check_custom, distillation_term, ema, estimate
-from trireme.algo.filters import FLAWS, find_flaws, flaw_with, is_gibberish, longest_run, repeats, runs_of
+from trireme.algo.filters import FLAWS, is_gibberish, longest_run, repeats, runs_of
 from trireme.algo.length_penalty import with_length_penalty
-from trireme.algo.staleness import groups_allowed, is_too_old, lags
+from trireme.algo.staleness import groups_allowed
 from trireme.config.orchestrator import Advantage, Filters, LengthPenalty
 
 KINDS = [*OF_GROUP, "ema", "batch", "group_batch"]
@@ -168,31 +168,6 @@ def test_gibberish_is_what_a_loop_finds(logprobs: list[float], window: int) -> N
     for least in (-6.1, -8.0):  # a mean of exactly -8 is not below it
         found = is_gibberish(np.array(logprobs, dtype=np.float32), window=window, least=least)
         assert found == any(mean < least for mean in means)
-
-
-def test_flaws_are_looked_for_turn_by_turn() -> None:
-    """Two turns that each say the same short thing do not make a repetition together."""
-    rules = Filters(repetition_window=4, repetition_period=4, gibberish_window=2, gibberish_logprob=-5.0)
-    turn = (np.array([1, 2, 3, 4]), np.array([-0.1, -9.0, -0.1, -9.0]))
-    assert find_flaws(False, [turn, turn], rules) == []
-    joined = tuple(np.concatenate([column, column]) for column in turn)
-    assert find_flaws(True, [joined], rules) == ["truncated", "repetition"]
-    derailed = (np.arange(3), np.array([-0.1, -9.0, -9.0]))
-    assert find_flaws(False, [turn, derailed], rules) == ["gibberish"]
-
-
-def test_the_first_flaw_with_an_action_is_the_reason() -> None:
-    rules = Filters(truncated="count", repetition="mask", gibberish="mask", zero_advantage="mask")
-    assert flaw_with("mask", ["truncated", "gibberish", "zero_advantage"], rules) == "gibberish"
-    assert flaw_with("mask", ["truncated"], rules) is None
-    assert flaw_with("drop", ["truncated", "gibberish"], rules) is None
-    assert flaw_with("drop", ["repetition"], Filters(repetition="drop")) == "repetition"
-
-
-def test_tokens_may_be_as_old_as_the_bound() -> None:
-    assert lags(5, np.array([-1, -1, 5, 4, 2])).tolist() == [0, 1, 3]  # of sampled tokens only
-    assert not is_too_old(5, oldest_version=3, max_off_policy_steps=2)
-    assert is_too_old(5, oldest_version=2, max_off_policy_steps=2)
 
 
 numbers = st.integers(0, 50)

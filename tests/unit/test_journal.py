@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import sys
@@ -33,7 +32,6 @@ from trireme.journal.versions import Version, Versions
 from trireme.launch.folder import prepare_folder
 from trireme.launch.resume import rewind
 from trireme.messages import build_tokens, encode
-from trireme.monitor.metrics import MetricsFile, latest_by_step, read_metrics
 from written_run import write_checkpoint
 
 
@@ -163,28 +161,6 @@ def test_an_entry_cut_off_changed_or_added_to_anywhere_is_refused(tmp_path: Path
             read_entry(path, 7, Version, ways_out="Restore it.")
         assert str(path) in str(caught.value)
         assert "Restore it." in str(caught.value) or "Go on with the version that wrote it" in str(caught.value)
-
-
-def test_metrics_cut_off_anywhere_are_read_to_the_last_whole_line_and_continued(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    for step in range(3):
-        MetricsFile(path, "trainer").append(step, {"loss": 1.0 / (step + 1)})
-    content = path.read_bytes()
-    whole = [json.loads(line) for line in content.splitlines()]
-    for length in range(len(content) + 1):
-        path.write_bytes(content[:length])
-        rows, offset = read_metrics(path)
-        num_whole = content[:length].count(b"\n")
-        assert rows == whole[:num_whole]
-        assert offset == content[:length].rfind(b"\n") + 1
-        # the next process writes on behind what the one before left
-        MetricsFile(path, "trainer").append(9, {"loss": 0.5})
-        rows, _ = read_metrics(path)
-        is_whole = content[length : length + 1] == b"\n"  # only the newline was cut off
-        assert rows[:-1] == whole[: num_whole + is_whole]
-        assert (rows[-1]["step"], rows[-1]["loss"]) == (9, 0.5)
-    path.write_bytes(content * 2)
-    assert len(latest_by_step(read_metrics(path)[0])) == 3
 
 
 def test_a_checkpoint_with_a_file_cut_off_or_changed_anywhere_is_damaged(tmp_path: Path) -> None:

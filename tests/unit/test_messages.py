@@ -89,15 +89,6 @@ def test_tokens_of_any_kind_of_numbers_get_the_types_of_their_columns() -> None:
             assert all(getattr(each, name).tolist() == list(values) for name in COLUMNS)
 
 
-def test_concatenated_tokens_keep_their_columns_and_what_a_cut_sampler_kept() -> None:
-    both = wire.concat_tokens([TOKENS, CUT, CUT])
-    assert both.kept.counts.tolist() == [0, 0, 0, 0, 2, 0, 2]
-    assert both.kept.ids.tolist() == [4, 1, 4, 1]
-    plain = wire.concat_tokens([TOKENS, TOKENS])
-    assert (plain.kept, plain.length) == (None, 6)
-    assert all(getattr(plain, name).tolist() == 2 * getattr(TOKENS, name).tolist() for name in COLUMNS)
-
-
 if __name__ == "__main__":
     stored = {name_of(message): wire.encode(message).hex() for message in [*REQUESTS, *REPLIES]}
     GOLDEN.write_text(json.dumps(stored, indent=1) + "\n")

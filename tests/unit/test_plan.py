@@ -18,7 +18,7 @@ from trireme.config.files import write_run
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve, resuming
 from trireme.config.run import RunConfig
-from trireme.launch.folder import hold_folder, move_aside, prepare_folder
+from trireme.launch.folder import prepare_folder
 from trireme.launch.plan import Plan, describe, plan
 
 DATA = Path(__file__).parent.parent / "data"
@@ -130,19 +130,6 @@ def earlier(tmp_path: Path) -> RunPaths:
     return paths
 
 
-def test_an_earlier_run_is_moved_aside_whole_and_never_deleted(earlier):
-    inside = RunPaths(earlier.root / "other")
-    inside.journal.mkdir(parents=True)
-    aside = prepare_folder(earlier, resume=False, resume_step=None)
-    assert aside == earlier.root.with_name("outputs.earlier-1")
-    assert {entry.name for entry in aside.iterdir()} == {"journal", "metrics.jsonl", "checkpoints"}
-    assert list(earlier.root.iterdir()) == [inside.root]  # a run in a folder inside stays where it is
-    assert prepare_folder(earlier, resume=False, resume_step=None) is None  # no run is in the way any more
-    assert inside.journal.exists()
-    earlier.metrics.touch()
-    assert move_aside(earlier).name == "outputs.earlier-2"
-
-
 def test_resuming_needs_a_run_and_the_checkpoint(earlier, tmp_path):
     """A run whose launcher was killed before its first batch can be resumed, too."""
     with pytest.raises(ConfigError, match=r"no complete checkpoint of that step - it has \[20\]"):
@@ -158,12 +145,6 @@ def test_resuming_needs_a_run_and_the_checkpoint(earlier, tmp_path):
         prepare_folder(begun, resume=False, resume_step=20)
     with pytest.raises(ConfigError, match=r"there is no run in .*nothing-here.*Runs nearby: .*outputs"):
         prepare_folder(RunPaths(earlier.root.with_name("nothing-here")), resume=True, resume_step=None)
-
-
-def test_one_launcher_at_a_time_works_in_a_folder(tmp_path):
-    for _ in range(2):  # a launcher that has left is in the way of no other
-        with hold_folder(RunPaths(tmp_path)), pytest.raises(ConfigError, match=f"process {os.getpid()}"):
-            hold_folder(RunPaths(tmp_path)).__enter__()
 
 
 @pytest.mark.parametrize("parent", ["TRIREME_PARENT", "TRIREME_RANKS_PARENT"])

@@ -18,7 +18,7 @@ from trireme.base.paths import RunPaths, remove_partial_files
 from trireme.config.files import command_without_secrets, read_run, write_process_files, write_run
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord, State
-from trireme.launch.folder import check_folder, hold, hold_folder, launcher_of, prepare_folder
+from trireme.launch.folder import check_folder, hold, hold_folder, launcher_of, move_aside, prepare_folder
 from trireme.monitor.metrics import MetricsFile
 from trireme.tools.diff.configuration import read_configuration
 from trireme.tools.report.sections import choices_of
@@ -65,10 +65,13 @@ def test_an_earlier_run_is_moved_without_the_files_of_the_user(tmp_path: Path) -
     (root / "thesis.tex").write_text("mine")
     make_run(root / "another")
     aside = prepare_folder(RunPaths(root), resume=False, resume_step=None)
-    assert aside is not None
+    assert aside == tmp_path / "project.earlier-1"
     assert sorted(entry.name for entry in root.iterdir()) == ["another", "thesis.tex"]
     moved = ["checkpoint-5", "checkpoints", "journal", "metrics.jsonl", "wandb"]
     assert sorted(entry.name for entry in aside.iterdir()) == moved
+    assert prepare_folder(RunPaths(root), resume=False, resume_step=None) is None  # no run is in the way any more
+    (root / "metrics.jsonl").touch()
+    assert move_aside(RunPaths(root)) == tmp_path / "project.earlier-2"
 
 
 def test_samples_of_supervised_training_replace_only_samples(tmp_path: Path) -> None:
