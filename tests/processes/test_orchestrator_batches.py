@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -18,12 +19,17 @@ from trireme.base.errors import FINAL_EXIT_CODES
 from trireme.base.waiting import Waits
 from trireme.config.files import write_run
 from trireme.config.run import RunConfig
+from trireme.journal.journal import Journal
 from trireme.journal.rank_shares import share_of
 from trireme.journal.records import BatchRecord
 from trireme.journal.versions import Versions
+from trireme.launch.resume import rewind
+from trireme.monitor.metrics import MetricsFile
+from trireme.orchestrator.evaluation.results import read_eval_results, results_path
 from trireme.orchestrator.scheduler import Scheduler
 from trireme.orchestrator.weights.policy import Policy
 from trireme.tools.audit.audit import audit_run
+from trireme.tools.audit.report import Report as AuditReport
 from whole_run import WholeRun, block_until, build_config, run
 
 REWARD = """
@@ -33,15 +39,15 @@ import pathlib
 calls = 0
 died = pathlib.Path(__file__).with_name("died")
 
-def dataset():
-    return [{"prompt": f"say {i}", "answer": i} for i in range(40)]
+def dataset(size=40):
+    return [{"prompt": f"say {i}", "answer": i} for i in range(size)]
 
 def reward(completion, answer):
     global calls
     calls += 1
     usual = (len(completion) * 7 + ord(completion[0])) % 10 / 10
     """
-ONE_IN_TEN_FAILS = REWARD + "return usual if calls % 10 else 1 / 0"
+STORMY = REWARD.replace("/ 10\n", "// 8\n") + "return usual if calls % 10 else 1 / 0"
 EVEN_ONES_SAY_NOTHING = REWARD + "return usual if answer % 2 else 0.5"
 EVEN_ONES_FAIL = REWARD + "return usual if answer % 2 else 1 / 0"
 ALL_ALIKE = REWARD + "return 0.5"
@@ -219,16 +225,22 @@ def test_when_no_batch_can_become_full_the_run_ends_with_the_words_of_what_fails
     assert outcome.records == []
 
 
+async def slow_now_and_then(asked):
+    await asyncio.sleep(0.1 if asked.number % 17 == 0 else 0.0)
+
+
+STORM = {"delay": slow_now_and_then, "refuse": lambda asked: 400 if asked.number % 19 == 0 else None}
+
+
+def stormy_config(folder: Path, level: int) -> RunConfig:
+    """Rewards that raise, and groups without signal."""
+    how = {"max_off_policy_steps": level, "max_rollout_attempts": 2, "oversampling_factor": 2.0}
+    return build_config(folder, STORMY, max_async_level=level, max_steps=8, orchestrator=FILTERED | how)
+
+
 @pytest.mark.parametrize("level", [0, 2])
 def test_over_a_stormy_run_every_rollout_has_one_fate(tmp_path, level):
-    async def slow_now_and_then(asked):
-        await asyncio.sleep(0.1 if asked.number % 17 == 0 else 0.0)
-
-    how = {"max_off_policy_steps": level, "max_rollout_attempts": 2, "oversampling_factor": 2.0}
-    code = ONE_IN_TEN_FAILS.replace("/ 10\n", "// 8\n")
-    config = build_config(tmp_path, code, max_async_level=level, max_steps=8, orchestrator=FILTERED | how)
-    refused = {"refuse": lambda asked: 400 if asked.number % 19 == 0 else None}
-    outcome = run(config, engine={"delay": slow_now_and_then} | refused)
+    outcome = run(stormy_config(tmp_path, level), engine=STORM)
     reasons = {dropped.reason.partition(":")[0] for record in outcome.records for dropped in record.dropped}
     assert {"score", "no signal"} < reasons
     assert any("refused with 400" in dropped.reason for record in outcome.records for dropped in record.dropped)
@@ -323,14 +335,19 @@ EVERYTHING: dict[str, Any] = {
 }
 
 
-def curated_config(folder: Path, level: int, *, steps: int = 6, **orchestrator: Any) -> RunConfig:
-    """Two environments, the second one from batch 2 on, alone once it is worth 0.9: never."""
-    config = build_config(folder, EASY_AND_HARD, max_async_level=level, max_steps=steps, orchestrator=orchestrator)
-    second = folder / "second.py"
-    second.write_text((folder / "toy.py").read_text())
+def with_second_environment(config: RunConfig, folder: Path, **more: Any) -> dict[str, Any]:
+    """The values of a configuration with the environment twice, the second one with `more`."""
     values = config.model_dump()
     first = values["orchestrator"]["env"][0]
-    values["orchestrator"]["env"] = [first, first | {"id": str(second), "name": "later", "args": {"size": 5}}]
+    second = shutil.copy(folder / "toy.py", folder / "second.py")
+    values["orchestrator"]["env"] = [first, first | {"id": str(second)} | more]
+    return values
+
+
+def curated_config(folder: Path, level: int, **orchestrator: Any) -> RunConfig:
+    """Two environments, the second one from batch 2 on, alone once it is worth 0.9: never."""
+    config = build_config(folder, EASY_AND_HARD, max_async_level=level, max_steps=6, orchestrator=orchestrator)
+    values = with_second_environment(config, folder, name="later", args={"size": 5})
     values["orchestrator"]["curriculum"] = [
         {"weights": {"say": 1.0}},
         {"weights": {"say": 1.0, "later": 0.5}, "from_step": 2},
@@ -419,3 +436,83 @@ def test_a_run_goes_on_where_a_batch_is_masked_throughout(tmp_path, caplog):
     assert "all 8 rollouts are masked (zero_advantage)" in caplog.text
     assert [reply.loss_tokens for reply in outcome.trainer.batches] == [1, 1]
     assert not any(row.tokens.loss_mask.any() for row in outcome.trainer.batches[0].micro_batches)
+
+
+# audited while they go on
+
+
+def holds(config: RunConfig) -> AuditReport:
+    report = audit_run(config.paths.root)
+    assert report.holds, report.text(everything=True)
+    return report
+
+
+def run_and_audit(config: RunConfig, *, until: int, engine: dict[str, Any], version: int = 0) -> None:
+    """Run up to a version, and audit meanwhile. The trainer writes lines as the real one does."""
+    count, metrics = 0, MetricsFile(config.paths.metrics, process="trainer")
+
+    async def look(running):
+        nonlocal count
+        while running.orchestrator.policy.version < until and not running.trainer.stop.is_set():
+            await asyncio.to_thread(holds, config)
+            count += 1
+            await asyncio.sleep(0.01)
+
+    def write_line(version: int) -> None:
+        if version:
+            metrics.append(version - 1, {"loss": 0.1})
+
+    trainer = {"before_step": write_line, "version": version, "until": until}
+    outcome = run(config, engine=engine, trainer=trainer, meanwhile=look, stop_after_meanwhile=until < config.max_steps)
+    assert count > 1
+    assert outcome.error is None
+
+
+def test_a_stormy_run_that_is_stopped_resumed_and_rewound_holds_at_every_moment(tmp_path):
+    """Two environments, one with few examples."""
+    few = {"name": "few", "weight": 0.5, "args": {"size": 3}}
+    config = RunConfig.model_validate(with_second_environment(stormy_config(tmp_path, 2), tmp_path, **few))
+    write_run(config, config.paths.run_config)
+    run_and_audit(config, until=3, engine=dict(STORM))
+    assert 3 <= holds(config).summary.batches < 8
+    resumed = config.model_copy(update={"resume": True})
+    run_and_audit(resumed, until=8, engine=dict(STORM), version=Versions(config.paths.journal).newest)
+    summary = holds(config).summary
+    assert (summary.batches, summary.trained, summary.versions_confirmed) == (8, 64, 9)
+    assert len(summary.dropped_for) > 1
+    before = Journal(config.paths.journal).path(5).read_bytes()
+    rewind(config.paths, 3)
+    assert holds(config).summary.batches == 3
+    run_and_audit(resumed, until=8, engine={"delay": slow_now_and_then}, version=3)
+    summary = holds(config).summary
+    assert summary.batches == 8
+    assert Journal(config.paths.journal).path(5).read_bytes() != before
+    assert summary.set_aside
+
+
+# examples that break what reads them cost those rollouts: the run, and its evaluation, go on
+
+ODD = """
+    ODD = {odd}
+
+    def dataset(split="train"):
+        return [{{"prompt": f"say {{i}}" if i else ODD, "answer": ""}} for i in range(4)]
+
+    def reward(completion, answer):
+        return 1.0
+"""
+TEMPLATE = "{% for m in messages %}{{ m.role if m.content != 'say odd' else 1 + m.role }}: {{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("odd", ["dict(role=0, content='say 25')", "'say odd'"])
+def test_an_example_that_no_template_can_render_costs_its_own_rollouts(odd, tmp_path):
+    config = build_config(tmp_path, ODD.format(odd=odd), orchestrator={"eval": {"num_examples": 4}})
+    (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    outcome = run(config)
+    assert outcome.error is None
+    assert len(outcome.records) == 3
+    assert {rollout.example for record in outcome.records for rollout in record.rollouts} == {1, 2, 3}
+    assert {drop.example for record in outcome.records for drop in record.dropped} == {0}
+    answers = read_eval_results(results_path(config.paths, 0, "say"))
+    assert {answer.example for answer in answers if answer.error is not None} == {0}
+    assert len(answers) == 4
