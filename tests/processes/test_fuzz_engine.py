@@ -76,10 +76,10 @@ def test_whatever_bytes_and_shapes_an_engine_answers_they_are_whole_or_bad():
 
 
 ENDLESS = CHOICE | {"weight_versions": [{"version": "0", "start": 0, "end": 10**18}]}
-BAD = [b"", b"\xff", b"null", b"{}", b"[" * 1_000_000, b'{"choices":[]}', json.dumps({"choices": [ENDLESS]}).encode()]
+BAD = [b"", b"\xff", b"null", b"{}", b'{"x":' + b"[" * 1_000_000, b'{"choices":[]}']
 
 
-@pytest.mark.parametrize("answer", BAD)
+@pytest.mark.parametrize("answer", [*BAD, json.dumps({"choices": [ENDLESS]}).encode()])
 def test_what_is_no_completion_is_bad(answer):
     with pytest.raises(BadAnswer):
         choice_of(read_response(answer), max_tokens=8)
