@@ -79,7 +79,9 @@ ENDLESS = CHOICE | {"weight_versions": [{"version": "0", "start": 0, "end": 10**
 BAD = [b"", b"\xff", b"null", b"{}", b'{"x":' + b"[" * 1_000_000, b'{"choices":[]}']
 
 
-@pytest.mark.parametrize("answer", [*BAD, json.dumps({"choices": [ENDLESS]}).encode()])
+@pytest.mark.parametrize(
+    "answer", [*BAD, json.dumps({"choices": [ENDLESS]}).encode()], ids=lambda answer: repr(answer)[:40]
+)
 def test_what_is_no_completion_is_bad(answer):
     with pytest.raises(BadAnswer):
         choice_of(read_response(answer), max_tokens=8)

@@ -144,6 +144,7 @@ def nested(levels: int) -> list:
         *(in_json(DONE).replace(b"{}", b'{"x": ' + number + b"}") for number in (b"1e999", b"9" * 5000)),
         in_json(DONE | {"info": {"x": "deep"}}).replace(b'"deep"', b"[" * 100_000 + b"]" * 100_000),
     ],
+    ids=lambda odd: repr(odd)[:60],
 )
 def test_a_message_that_no_reader_expects_costs_its_rollout(odd):
     error = wire.decode(odd if isinstance(odd, bytes) else in_json(odd))
