@@ -79,8 +79,10 @@ class Agent(Section):
     example's own fields.
     """
 
-    command: Annotated[tuple[str, ...], Field(min_length=1)]
+    command: tuple[str, ...] = ()
     """The program and its arguments."""
+    external: bool = False
+    """Run no program: clients of your own harness open sessions at `port`, and post rewards. No `command` then."""
     env: dict[str, str] = {}
     """More environment variables of the program."""
     inherit: tuple[str, ...] = ("PATH", "LANG", "LC_ALL", "TZ", "SSL_CERT_FILE")
@@ -108,7 +110,7 @@ class Agent(Section):
     host: str = "127.0.0.1"
     """Address at which the policy is served to the program; each rollout has a key of its own."""
     port: Annotated[int, Field(ge=0, lt=65536)] = 0
-    """Port of that address; a free one if 0."""
+    """Port of that address; a free one if 0, which `external` does not allow."""
 
 
 class Environment(Section):
@@ -362,13 +364,7 @@ def orchestrator_problems(config: OrchestratorConfig, *, longest: int) -> Iterat
                     f'Add `name = "{name}-2"` to one of them.'
                 )
         for environment in environments:
-            agent, limit_s = environment.agent, environment.rollout_timeout_s
-            if agent is not None and agent.timeout_s >= limit_s:
-                yield (
-                    f"orchestrator.{table}.agent.timeout_s = {agent.timeout_s:g} with `rollout_timeout_s = "
-                    f"{limit_s:g}` of environment {environment.name or environment.id!r} - expected less: the rollout "
-                    "would be dropped before the program is ended and scored. Lower the first, or raise the second."
-                )
+            yield from _agent_problems(environment, f"orchestrator.{table}.agent")
     batch, group = config.batch_size, config.rollouts_per_example
     if batch % group:
         below, above = batch // group * group, (batch // group + 1) * group
@@ -396,6 +392,33 @@ def orchestrator_problems(config: OrchestratorConfig, *, longest: int) -> Iterat
         yield (
             f"orchestrator.length_penalty.buffer = {penalty.buffer} is more than its max_length = {longest} - expected "
             "at most as much, or even an empty answer would be punished. Lower `buffer`."
+        )
+
+
+def _agent_problems(environment: Environment, table: str) -> Iterator[str]:
+    agent, limit_s = environment.agent, environment.rollout_timeout_s
+    of = f"of environment {environment.name or environment.id!r}"
+    if agent is None:
+        return
+    if not agent.external and not agent.command:
+        yield (
+            f"{table} {of} has no `command` - expected a program that plays the rollouts. Add `command`, or "
+            "`external = true` and a `port` for clients of your own harness."
+        )
+    if not agent.external and agent.timeout_s >= limit_s:
+        yield (
+            f"{table}.timeout_s = {agent.timeout_s:g} with `rollout_timeout_s = {limit_s:g}` {of} - expected less: the "
+            "rollout would be dropped before the program is ended and scored. Lower the first, or raise the second."
+        )
+    if agent.external and agent.command:
+        yield (
+            f"{table} {of} has `external = true` and a `command` ({agent.command[0]!r}) - expected one of them, as "
+            "Trireme starts no program where clients of your own play the rollouts. Remove one."
+        )
+    if agent.external and not agent.port:
+        yield (
+            f"{table} {of} has `external = true` and no `port` - expected a fixed one, as your clients must find the "
+            "gateway again after a restart. Add `port = 8090`, or another that is free."
         )
 
 

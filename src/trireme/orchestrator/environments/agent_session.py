@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Self, TypeVar
 
-from trireme.orchestrator.environments.open_rollout import AskPolicy
-from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
+from trireme.orchestrator.environments.open_rollout import AskPolicy, RolloutFailed
+from trireme.orchestrator.environments.wire import Ask, Played, Reply, RunTask, check_scores
 from trireme.orchestrator.gateway.dialects.turn import Call, Problem, Refused, Turn, TurnRequest
 from trireme.orchestrator.gateway.server import Gateway, Session
+from trireme.orchestrator.gateway.sessions import ClientRollout, Outcome, Sessions
 
 T = TypeVar("T")
 
@@ -41,8 +43,9 @@ class AgentSession:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._gateway.close(self._task.api_key, "its rollout is over")
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        why = f"its rollout failed: {error}" if isinstance(error, RolloutFailed) else "its rollout is over"
+        self._gateway.close(self._task.api_key, why)
         self._failure.cancel()
 
     def restart(self, forget: Callable[[], None]) -> None:
@@ -117,6 +120,37 @@ class AgentSession:
             sampling=request.sampling,
             calls_tools=request.calls_tools,
         )
+
+
+class ClientSession(AgentSession):
+    """Offers a rollout to the clients of a user's own harness, and plays it with the one that takes it."""
+
+    async def play(self, sessions: Sessions, run: Callable[[AskPolicy], Coroutine[Any, Any, T]]) -> T:
+        """Run a rollout once a client has taken it. The client does not notice a death of the environment's worker.
+
+        Raises: as `watch`; RolloutFailed where the client posts an error.
+        """
+        task = self._task
+        example = task.split, task.index
+        rollout = ClientRollout(task.task, task.api_key, example, lambda: self._num_turns, _check_outcome)
+        async with sessions.offer(rollout):
+            return await self.watch(run(partial(self._wait_for_outcome, rollout)))
+
+    async def _wait_for_outcome(self, rollout: ClientRollout, question: Ask) -> Reply:
+        """Show the client its example, and return what it has made of that."""
+        rollout.has_reward = question.has_reward
+        if not rollout.task.done():  # else it has it from a worker that has died
+            rollout.task.set_result({"example": question.example, "prompt": question.messages})
+        await asyncio.wait({rollout.outcome})
+        outcome = rollout.outcome.result()
+        if outcome.error is not None:
+            raise RolloutFailed("rollout", f"the client gave it up: {outcome.error:.2000}")
+        played = Played(messages=self._longest, reward=outcome.reward, metrics=outcome.metrics)
+        return Reply(played=played)
+
+
+def _check_outcome(outcome: Outcome) -> None:
+    check_scores([] if outcome.reward is None else [outcome.reward], outcome.metrics)
 
 
 def _to_message(reply: Reply) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from trireme.orchestrator.environments.worker_process import LOAD_TIMEOUT_S, Env
 
 if TYPE_CHECKING:
     from trireme.orchestrator.gateway.server import Gateway
+    from trireme.orchestrator.gateway.sessions import Sessions
 
 log = get_logger("environments")
 
@@ -100,6 +101,12 @@ async def open_environment(
 
             address = config.agent.host, config.agent.port
             environment.gateway = await stack.enter_async_context(open_gateway(*address))
+            if config.agent.external:
+                from trireme.orchestrator.gateway.sessions import Sessions
+
+                most = config.max_concurrent
+                environment.sessions = Sessions(environment.gateway, environment.name, address[0], most, waits)
+                log.info("%s: clients open sessions at %s/sessions", environment.name, environment.gateway.url)
         stack.push_async_callback(environment._close)
         await environment._start()
         yield environment
@@ -137,6 +144,7 @@ class Environment:
         of its `memory` or of the `garbage` that it sent."""
         self.group_rewards = False  # rewards compare the rollouts of a group
         self.gateway: Gateway | None = None  # where its agent program finds the policy, if it has one
+        self.sessions: Sessions | None = None  # where clients of a user's own harness play its rollouts
         self._workers = workers
         self._waits = waits
         self._longest_absence_s = (MAX_RESTARTS + 1) * (load_timeout_s + LONGEST_BACKOFF_S)
@@ -176,8 +184,12 @@ class Environment:
         """
         if self.gateway is None:
             return await self._run(task, ask, on_retry)
-        from trireme.orchestrator.environments.agent_session import AgentSession  # it imports a web framework
+        # it imports a web framework
+        from trireme.orchestrator.environments.agent_session import AgentSession, ClientSession
 
+        if self.sessions is not None:
+            with ClientSession(self.gateway, task, ask) as session:  # whose conversation outlives the worker
+                return await session.play(self.sessions, lambda play: self._run(task, play, lambda: None))
         with AgentSession(self.gateway, task, ask) as session:
             return await session.watch(self._run(task, ask, lambda: session.restart(on_retry)))
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any, Literal
 
@@ -86,6 +86,14 @@ class ToolCall(msgspec.Struct, kw_only=True):
     arguments: str  # as JSON text, unparsed: the environment handles a model's mistakes in it
 
 
+class Played(msgspec.Struct, kw_only=True):
+    """What a client has made of a rollout."""
+
+    messages: list[dict[str, Any]]  # of the longest conversation
+    reward: float | None  # None: the environment's own decides
+    metrics: dict[str, float]
+
+
 class Reply(_Message, tag="reply", kw_only=True, omit_defaults=True):
     """The answer to an Ask: a model turn, or why there is none.
 
@@ -106,6 +114,7 @@ class Reply(_Message, tag="reply", kw_only=True, omit_defaults=True):
     logprobs: list[float] = []  # [C]; -inf travels as null
     error: str | None = None
     error_kind: ErrorKind | None = None
+    played: Played | None = None
 
 
 class Cancel(_Message, tag="cancel", kw_only=True):
@@ -158,6 +167,8 @@ class Ask(_Message, tag="ask", kw_only=True):
     sampling: dict[str, Any]  # one flat dict: what OpenAI clients put into `extra_body` is merged in
     calls_tools: bool = True  # false: what looks like a tool call stays text
     only_counts: bool = False  # the reply has the prompt's ids, and no turn is sampled
+    example: dict[str, Any] | None = None  # a client plays it, and the reply comes when it has ended
+    has_reward: bool = False  # the environment scores that rollout where the client does not
 
 
 class Held(_Message, tag="held", kw_only=True):
@@ -250,22 +261,25 @@ def _checked(message: FromWorker) -> FromWorker:
     if isinstance(message, Ask):
         for each in message.messages:
             _check_chat_message(each)
-        _check_depth(message.messages, message.tools, message.sampling)
+        _check_depth(message.messages, message.tools, message.sampling, message.example)
     if isinstance(message, Done):
         _check_depth(message.prompt, message.completion, message.info, message.columns)
-        for reward in (message.reward, *chain.from_iterable(message.turn_rewards)):
-            if abs(reward) > LARGEST_REWARD:
-                raise ValueError(f"a reward of {reward:g}, expected at most {LARGEST_REWARD:g} of either sign")
-        if len(message.metrics) > MOST_METRICS:
-            raise ValueError(f"{len(message.metrics)} metrics, expected at most {MOST_METRICS}")
-        for name in message.metrics:  # they become keys of metrics.jsonl, and text of the dashboard and of reports
-            if METRIC_NAME.fullmatch(name) is None:
-                raise ValueError(
-                    f"a metric called {name!r:.80}, expected 1 to 200 letters, digits and ./@:+-_ or blanks"
-                )
+        check_scores((message.reward, *chain.from_iterable(message.turn_rewards)), message.metrics)
     if isinstance(message, Ready) and not all(0 <= size < 2**31 for size in (message.num_train, message.num_eval)):
         raise ValueError(f"data sets of {message.num_train} and {message.num_eval} examples")
     return message
+
+
+def check_scores(rewards: Iterable[float], metrics: dict[str, float]) -> None:
+    """Raises: ValueError where a reward, or the name of a metric, cannot be used."""
+    for reward in rewards:
+        if not abs(reward) <= LARGEST_REWARD:
+            raise ValueError(f"a reward of {reward:g}, expected at most {LARGEST_REWARD:g} of either sign")
+    if len(metrics) > MOST_METRICS:
+        raise ValueError(f"{len(metrics)} metrics, expected at most {MOST_METRICS}")
+    for name in metrics:  # they become keys of metrics.jsonl, and text of the dashboard and of reports
+        if METRIC_NAME.fullmatch(name) is None:
+            raise ValueError(f"a metric called {name!r:.80}, expected 1 to 200 letters, digits and ./@:+-_ or blanks")
 
 
 def _check_chat_message(message: dict[str, Any]) -> None:

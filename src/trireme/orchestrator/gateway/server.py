@@ -132,12 +132,12 @@ class Gateway:
         self.app = FastAPI(openapi_url=None)
         for prefix in ("", "/s/{key}"):
             self.app.add_api_route(f"{prefix}/", _greet, methods=["HEAD", "GET"])
-            self.app.add_api_route(f"{prefix}/v1/models", self._serve(CHAT, self._models), methods=["GET"])
-            self.app.add_api_route(f"{prefix}/transcript", self._serve(CHAT, self._transcript), methods=["GET"])
-            count = self._serve(ANTHROPIC, self._count)
+            self.app.add_api_route(f"{prefix}/v1/models", self.serve(CHAT, self._models), methods=["GET"])
+            self.app.add_api_route(f"{prefix}/transcript", self.serve(CHAT, self._transcript), methods=["GET"])
+            count = self.serve(ANTHROPIC, self._count)
             self.app.add_api_route(f"{prefix}/v1/messages/count_tokens", count, methods=["POST"])
             for path, dialect in (("chat/completions", CHAT), ("responses", RESPONSES), ("messages", ANTHROPIC)):
-                answer = self._serve(dialect, self._answer)
+                answer = self.serve(dialect, self._answer)
                 self.app.add_api_route(f"{prefix}/v1/{path}", answer, methods=["POST"])
 
     def open(self, key: str, session: Session) -> None:
@@ -152,23 +152,23 @@ class Gateway:
             while len(self._ended) > KEPT_KEYS:
                 self._ended.popitem(last=False)
 
-    def _serve(
+    def serve(
         self, dialect: Dialect, answer: Callable[[Request, Session, Dialect], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
         """Return the endpoint that finds the session of a request and refuses in its dialect."""
 
         async def endpoint(request: Request) -> Response:
             try:
-                return await answer(request, self._find(request), dialect)
+                return await answer(request, self.find(request), dialect)
             except Refused as refused:
-                return _refusal(refused, dialect)
+                return refusal(refused, dialect)
             except Exception as error:
                 log.exception("could not answer a request")
-                return _refusal(Refused("failed", f"The gateway failed: {type(error).__name__}: {error}"), dialect)
+                return refusal(Refused("failed", f"The gateway failed: {type(error).__name__}: {error}"), dialect)
 
         return endpoint
 
-    def _find(self, request: Request) -> Session:
+    def find(self, request: Request) -> Session:
         """Return the session of a request. Raises: Refused."""
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
         given = (request.path_params.get("key"), bearer if scheme.lower() == "bearer" else None)
@@ -181,7 +181,8 @@ class Gateway:
         raise Refused(
             "unauthorized",
             "No open session has this API key - expected the one of a rollout, as `Authorization: Bearer KEY`, as "
-            "`x-api-key: KEY`, or as the path /s/KEY/v1/...",
+            "`x-api-key: KEY`, or as the path /s/KEY/v1/... A key ends with its rollout, and when the orchestrator is "
+            "restarted. A client of your own opens a session again then.",
         )
 
     async def _answer(self, request: Request, session: Session, dialect: Dialect) -> Response:
@@ -189,7 +190,7 @@ class Gateway:
             raise Refused("busy", f"{MOST_AT_ONCE} requests of this session are being answered.", retry_after_s=2)
         session.num_open += 1  # a body takes memory while it is read
         try:
-            body = await _read_body(request)
+            body = await read_body(request)
             if dialect is RESPONSES:
                 body["input"] = session.whole_input(body)
             asked = dialect.read(body)
@@ -203,15 +204,17 @@ class Gateway:
         return _TurnResponse(session, dialect, asked, digest, task)
 
     async def _count(self, request: Request, session: Session, dialect: Dialect) -> Response:
-        return _json({"input_tokens": await session.count(dialect.read(await _read_body(request)))})
+        return as_json({"input_tokens": await session.count(dialect.read(await read_body(request)))})
 
     async def _transcript(self, request: Request, session: Session, dialect: Dialect) -> Response:
-        return _json({"messages": session.transcript()})
+        return as_json({"messages": session.transcript()})
 
     async def _models(self, request: Request, session: Session, dialect: Dialect) -> Response:
         model: dict[str, Any] = {"id": "policy", "object": "model", "created": 0, "owned_by": "trireme"}
         model |= {"type": "model", "display_name": "policy", "created_at": "1970-01-01T00:00:00Z"}  # for Anthropic's
-        return _json({"object": "list", "data": [model], "has_more": False, "first_id": "policy", "last_id": "policy"})
+        return as_json(
+            {"object": "list", "data": [model], "has_more": False, "first_id": "policy", "last_id": "policy"}
+        )
 
 
 @asynccontextmanager
@@ -265,7 +268,7 @@ class _TurnResponse(Response):
         self._session, self._dialect, self._request, self._digest, self._task = session, dialect, request, digest, task
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.create_task(_wait_for_disconnect(receive))
+        gone = asyncio.create_task(wait_for_disconnect(receive))
         is_delivered = has_begun = False
         try:
             while not self._task.done():
@@ -294,14 +297,14 @@ class _TurnResponse(Response):
             refused = error
         else:
             if not request.streams:
-                return await _json(dialect.answer(turn, request))(scope, receive, send)
+                return await as_json(dialect.answer(turn, request))(scope, receive, send)
             if not has_begun:
                 await _begin_stream(send)
             stream = b"".join(_encode_event(event) for event in dialect.events(turn, request))
             await _send_part(send, stream)
             return await _send_part(send, b"", is_last=True)
         if not has_begun:
-            return await _refusal(refused, dialect)(scope, receive, send)
+            return await refusal(refused, dialect)(scope, receive, send)
         await _send_part(send, _encode_event(dialect.error_event(refused)), is_last=True)
 
 
@@ -309,7 +312,7 @@ async def _greet() -> Response:
     return Response(status_code=200)
 
 
-async def _wait_for_disconnect(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -329,13 +332,14 @@ def _encode_event(event: Event) -> bytes:
     return head + b"data: " + (data.encode() if isinstance(data, str) else msgspec.json.encode(data)) + b"\n\n"
 
 
-async def _read_body(request: Request) -> dict[str, Any]:
+async def read_body(request: Request, most_bytes: int | None = None) -> dict[str, Any]:
     """Read a request's JSON object. Raises: Refused."""
+    most_bytes = most_bytes or LARGEST_BODY
     data = bytearray()
     async for part in request.stream():
         data += part
-        if len(data) > LARGEST_BODY:
-            raise Refused("invalid", f"The request has more than {LARGEST_BODY >> 20} MiB, expected less.")
+        if len(data) > most_bytes:
+            raise Refused("invalid", f"The request has more than {most_bytes >> 20} MiB, expected less.")
     try:
         body = msgspec.json.decode(bytes(data))
     except (ValueError, RecursionError) as error:
@@ -354,12 +358,12 @@ def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def _json(body: dict[str, Any], status: int = 200) -> Response:
+def as_json(body: dict[str, Any], status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
 
 
-def _refusal(refused: Refused, dialect: Dialect) -> Response:
-    response = _json(dialect.error(refused), STATUS[refused.problem])
+def refusal(refused: Refused, dialect: Dialect) -> Response:
+    response = as_json(dialect.error(refused), STATUS[refused.problem])
     if refused.retry_after_s is not None:
         response.headers["retry-after"] = str(refused.retry_after_s)
     return response

@@ -154,6 +154,9 @@ async def _check(
         except ConfigError as error:
             raise LoadFailed(str(error)) from error
         policy = await stack.enter_async_context(open_policy())
+        if environment.sessions is not None:
+            url, name = environment.sessions.gateway.url, environment.name
+            progress.show(f'start your clients: POST {url}/sessions {{"env": "{name}"}}')
         began = time.monotonic()
 
         with progress.rewards(extent.num_rollouts, limit_s=environment_config.rollout_timeout_s) as add:

@@ -71,6 +71,10 @@ def _agent_adapter(imported: ModuleType, *, module: str, args: dict, agent: dict
             f"{module} is a verifiers environment, which plays its rollouts itself - expected a plain one, with "
             "`dataset` and `reward` - remove `agent`, or write the reward as a function."
         )
+    if agent["external"]:
+        from trireme_client import ClientAdapter
+
+        return ClientAdapter(source, args={} if makes else args, versions=_versions(module))
     from trireme_agent import AgentAdapter
 
     return AgentAdapter(source, args={} if makes else args, versions=_versions(module), agent=agent)

@@ -76,29 +76,36 @@ class PlainAdapter(Adapter):
     offered: frozenset[str] = frozenset()
     """More names that functions may ask for."""
 
+    needs_reward = True
+
     def __init__(self, source: object, *, args: dict, versions: dict[str, str]) -> None:
         self.name = getattr(source, "__name__", type(source).__name__)
         self.versions = versions
         self.train = read_examples(_member(source, "dataset"), args=args, name=f"dataset of {self.name}")
         evaluation = _member(source, "eval_dataset", required=False)
         self.eval = read_examples(evaluation, args=_accepted(evaluation, args), name=f"eval_dataset of {self.name}")
-        self._reward = _member(source, "reward")
+        self._reward = _member(source, "reward", required=self.needs_reward)
         self._respond = _member(source, "respond", required=False)
-        self.group_rewards = "completions" in inspect.signature(self._reward).parameters
+        self.group_rewards = bool(self._reward) and "completions" in inspect.signature(self._reward).parameters
         known = {"answer", "completion", "messages", "example", *self.offered}
         fields = set((self.train or self.eval or [{}])[0]) | known
         if self._respond is not None:
             _check_parameters(self._respond, fields)
         if self.group_rewards:
             fields = fields - {"completion", "messages", "example"} | {"completions", "conversations", "examples"}
-        _check_parameters(self._reward, fields)
+        if self._reward is not None:
+            _check_parameters(self._reward, fields)
 
-    async def play(self, request: dict, ask: Ask) -> Played:
+    def begin(self, request: dict) -> tuple[dict[str, Any], int, list[dict]]:
+        """Return a copy of the example of a rollout, its index, and its prompt."""
         index = request["index"]
         # without an evaluation set, evaluation reads the training set, as in verifiers
         examples = self.eval if request["split"] == "eval" and self.eval else self.train
         example = copy.deepcopy(dict(examples[index]))
-        prompt = to_messages(example["prompt"])
+        return example, index, to_messages(example["prompt"])
+
+    async def play(self, request: dict, ask: Ask) -> Played:
+        example, index, prompt = self.begin(request)
         played = Played(example, index, list(prompt), len(prompt))
         for num_turns in range(1, 1 << 31):
             if not await self._take_turn(played, ask, request["sampling"], is_first=num_turns == 1):

@@ -9,9 +9,14 @@ from typing import Any, Protocol
 
 
 class Ask(Protocol):
-    """Asks the orchestrator for one model turn. Raises OverlongPrompt, EngineError or TurnCancelled."""
+    """Asks the orchestrator for one model turn. Raises OverlongPrompt, EngineError or TurnCancelled.
 
-    def __call__(self, messages: list[dict], *, tools: list[dict] | None, sampling: dict) -> Awaitable[dict]: ...
+    With `example` and `has_reward`, it asks for a client that plays the whole rollout (see `wire.Ask`).
+    """
+
+    def __call__(
+        self, messages: list[dict], *, tools: list[dict] | None, sampling: dict, **more: Any
+    ) -> Awaitable[dict]: ...
 
 
 class Adapter(ABC):

@@ -117,13 +117,14 @@ class Server:
         described = {"error": _describe(error), "traceback": _traceback(error)}
         self._wire.send({"type": "error", "task": request["task"], "stage": stage, **described})
 
-    async def _ask(self, task: str, messages: list[dict], *, tools: list[dict] | None, sampling: dict) -> Message:
+    async def _ask(
+        self, task: str, messages: list[dict], *, tools: list[dict] | None, sampling: dict, **more: Any
+    ) -> Message:
         self._num_calls += 1
         call = str(self._num_calls)
         answered = self._turns[call] = asyncio.get_running_loop().create_future()
-        self._wire.send(
-            {"type": "ask", "task": task, "call": call, "messages": messages, "tools": tools, "sampling": sampling}
-        )
+        question = {"messages": messages, "tools": tools, "sampling": sampling, **more}
+        self._wire.send({"type": "ask", "task": task, "call": call, **question})
         try:
             reply = await answered
         finally:

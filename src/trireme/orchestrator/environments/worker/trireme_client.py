@@ -1,0 +1,49 @@
+"""A plain environment whose rollouts are played by clients of a user's own harness, through the gateway.
+
+The environment gives the examples. Its `reward` is optional: it is called where a client ends a rollout without posting
+a reward.
+"""
+
+from dataclasses import dataclass, field
+
+from trireme_plain import PlainAdapter, Played
+from trireme_rollout import Ask
+
+
+@dataclass
+class ClientPlayed(Played):
+    """A rollout that its client has ended."""
+
+    reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class ClientAdapter(PlainAdapter):
+    """Shows clients their examples, and scores what they have made of them."""
+
+    needs_reward = False
+
+    def __init__(self, source: object, *, args: dict, versions: dict[str, str]) -> None:
+        super().__init__(source, args=args, versions=versions)
+        if self._respond is not None or self.group_rewards:
+            raise TypeError(
+                f"{self.name} has `respond`, or a reward that compares rollouts - expected `dataset`, and perhaps "
+                "`reward`, as a client takes the turns - remove it, or remove `agent`."
+            )
+
+    async def play(self, request: dict, ask: Ask) -> ClientPlayed:
+        example, index, prompt = self.begin(request)
+        reply = await ask(prompt, tools=None, sampling={}, example=example, has_reward=self._reward is not None)
+        done = reply["played"]
+        said = done["messages"] or prompt
+        num_prompt = next((place for place, each in enumerate(said) if each["role"] == "assistant"), len(said))
+        return ClientPlayed(
+            example, index, said, num_prompt, stop="client_ended", reward=done["reward"], metrics=done["metrics"]
+        )
+
+    async def score(self, played: list[Played]) -> list[dict]:
+        (one,) = played
+        assert isinstance(one, ClientPlayed), one
+        if one.reward is None:
+            return [scored | {"metrics": one.metrics | scored["metrics"]} for scored in await super().score(played)]
+        return [{"reward": one.reward, "metrics": one.metrics, "turn_rewards": []} | self.fields(one)]

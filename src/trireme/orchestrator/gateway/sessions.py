@@ -1,0 +1,262 @@
+"""Routes of the gateway by which the clients of a user's own harness play rollouts (`agent.external`).
+
+    POST /sessions                  {"env": NAME}: the next rollout that is wanted; with "example": INDEX, one of that
+                                    example (and "split": "eval", of the held-out ones)
+    GET  /sessions/{id}             whether it is open, and its number of model turns
+    POST /sessions/{id}/reward      {"reward": 0.5, "metrics": {"steps": 3}} ends it; {} lets the environment's `reward`
+                                    decide; {"error": TEXT} drops it
+
+The first needs the run's token, the others the session's own key. Model calls are as for any agent program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from fastapi import Request, Response
+from starlette.routing import Route, request_response
+
+from trireme.base.errors import ConfigError, DeadlineExceeded
+from trireme.base.network import is_loopback
+from trireme.base.token import TOKEN, token
+from trireme.base.waiting import Waits
+from trireme.orchestrator.gateway.dialects.chat import CHAT
+from trireme.orchestrator.gateway.dialects.turn import Dialect, Refused
+from trireme.orchestrator.gateway.server import Gateway, Session, as_json, read_body, refusal, wait_for_disconnect
+from trireme.transport.bearer import RequireToken
+
+LARGEST_BODY = 1 << 20
+"""Bytes of a request to these routes."""
+
+MOST_ASKING = 256
+"""Requests for a rollout that wait at once. Further ones are refused, and retry."""
+
+WAIT_S = 4.0
+"""A client waits this long until a rollout is wanted; less than the timeouts of HTTP clients."""
+
+CLIENT_TIMEOUT_S = 1800.0
+"""The run ends where rollouts have waited this long and no session is open."""
+
+Example = tuple[str, int]
+"""Split, and index in it."""
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class Wanted(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `POST /sessions`."""
+
+    env: str
+    example: int | None = None
+    split: Literal["train", "eval"] = "train"
+
+
+class Outcome(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `POST /sessions/{id}/reward`."""
+
+    reward: float | None = None
+    metrics: dict[str, float] = {}
+    error: str | None = None
+
+
+@dataclass(eq=False)
+class ClientRollout:
+    """A rollout that is offered to clients, and then played by one of them."""
+
+    name: str  # of its session at the gateway
+    key: str
+    example: Example
+    num_turns: Callable[[], int]
+    check: Callable[[Outcome], None]  # raises ValueError
+
+    def __post_init__(self) -> None:
+        self.id = secrets.token_urlsafe(12)
+        create_future = asyncio.get_running_loop().create_future
+        self.taken: asyncio.Future[None] = create_future()
+        self.task: asyncio.Future[dict[str, Any]] = create_future()  # `example` and `prompt`, from the environment
+        self.outcome: asyncio.Future[Outcome] = create_future()
+        self.has_reward = False  # its environment can score it
+
+
+@dataclass
+class Sessions:
+    """The rollouts of one environment that wait for a client, and those that clients play."""
+
+    gateway: Gateway
+    env: str
+    host: str
+    max_open: int
+    waits: Waits
+    _offered: dict[Example, deque[ClientRollout]] = field(default_factory=dict)
+    _open: dict[str, ClientRollout] = field(default_factory=dict)  # by id
+    _asking: dict[asyncio.Future[ClientRollout], Example | None] = field(default_factory=dict)
+    _num_asking: int = 0
+    _idle: ExitStack | None = None
+
+    def __post_init__(self) -> None:
+        if token() is None and not is_loopback(self.host):
+            raise ConfigError(
+                f"Sessions of environment {self.env!r} would be open to the network at {self.host}, and this run has "
+                f"no token - expected one beyond loopback - set {TOKEN}, or leave `agent.host` out."
+            )
+        app = self.gateway.app
+        app.router.routes.append(Route("/sessions", RequireToken(request_response(self._take)), methods=["POST"]))
+        app.add_api_route("/sessions/{id}", self._show, methods=["GET"])
+        app.add_api_route("/sessions/{id}/reward", self.gateway.serve(CHAT, self._finish), methods=["POST"])
+
+    @asynccontextmanager
+    async def offer(self, rollout: ClientRollout) -> AsyncIterator[None]:
+        """Wait until a client takes the rollout. Its session is open until the context ends.
+
+        Raises: DeadlineExceeded where no client comes at all.
+        """
+        self._offered.setdefault(rollout.example, deque()).append(rollout)
+        self._match()
+        try:
+            await rollout.taken
+            yield
+        finally:
+            rollout.task.cancel()
+            self._open.pop(rollout.id, None)
+            if rollout in (queue := self._offered.get(rollout.example, deque())):
+                queue.remove(rollout)
+            if not queue:
+                self._offered.pop(rollout.example, None)
+            self._match()
+
+    def _match(self) -> None:
+        """Give rollouts to the clients that wait, in the order of both."""
+        for asking, example in list(self._asking.items()):
+            if not self._offered or len(self._open) >= self.max_open:
+                break
+            chosen = next(iter(self._offered)) if example is None else example
+            if (queue := self._offered.get(chosen)) is not None:
+                rollout = queue.popleft()
+                if not queue:
+                    del self._offered[chosen]
+                self._open[rollout.id] = rollout
+                if not rollout.taken.done():
+                    rollout.taken.set_result(None)
+                del self._asking[asking]
+                asking.set_result(rollout)
+        self._watch_for_clients()
+
+    def _watch_for_clients(self) -> None:
+        """While rollouts are offered and no client plays, show that as a wait, with its deadline."""
+        is_idle = bool(self._offered) and not self._open
+        if is_idle and self._idle is None:
+            self._idle = ExitStack()
+            what = f"a session of environment {self.env!r} (POST {self.gateway.url}/sessions)"
+            waiting = self.waits.waiting(what, peer="a client", deadline_s=CLIENT_TIMEOUT_S)
+            wait = self._idle.enter_context(waiting)
+            timer = asyncio.get_running_loop().call_later(CLIENT_TIMEOUT_S, self._give_up, wait)
+            self._idle.callback(timer.cancel)
+        elif not is_idle and self._idle is not None:
+            self._idle.close()
+            self._idle = None
+
+    def _give_up(self, wait: object) -> None:
+        words = f"{wait}, longer than the {CLIENT_TIMEOUT_S:.0f} s allowed. Start your clients, and resume the run."
+        for rollout in [each for queue in self._offered.values() for each in queue if not each.taken.done()]:
+            rollout.taken.set_exception(DeadlineExceeded(words))
+
+    # routes
+
+    async def _take(self, request: Request) -> Response:
+        self._num_asking += 1
+        gone: asyncio.Task[None] | None = None
+        asking: asyncio.Future[ClientRollout] = asyncio.get_running_loop().create_future()
+        try:
+            if self._num_asking > MOST_ASKING:
+                raise Refused("busy", f"{MOST_ASKING} clients wait for a rollout. Retry later.", retry_after_s=5)
+            wanted = await _read(request, Wanted)
+            if wanted.env != self.env:
+                raise Refused("unknown", f"env: {wanted.env!r:.80} is not served here, {self.env!r} is.")
+            example = None if wanted.example is None else (wanted.split, wanted.example)
+            self._asking[asking] = example
+            self._match()
+            gone = asyncio.create_task(wait_for_disconnect(request.receive))
+            either: set[asyncio.Future[Any]] = {asking, gone}
+            await asyncio.wait(either, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise self._refuse(example)
+            rollout = asking.result()
+            either = {rollout.task, gone}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if rollout.task.cancelled():
+                raise Refused("busy", "The rollout ended before its example was read. Retry.", retry_after_s=1)
+            if gone.done():  # the client has gone: another one may have the rollout
+                if self._open.pop(rollout.id, None) is not None:
+                    self._offered.setdefault(rollout.example, deque()).appendleft(rollout)
+                raise Refused("ended", "The client has gone.")
+            address = str(request.base_url).rstrip("/")
+            shown = {"id": rollout.id, "api_key": rollout.key, "base_url": f"{address}/v1", "gateway": address}
+            split, index = rollout.example
+            return as_json(shown | {"env": self.env, "split": split, "index": index} | rollout.task.result())
+        except Refused as refused:
+            return refusal(refused, CHAT)
+        finally:
+            self._num_asking -= 1
+            self._asking.pop(asking, None)
+            if gone is not None:
+                gone.cancel()
+            self._match()
+
+    def _refuse(self, example: Example | None) -> Refused:
+        if len(self._open) >= self.max_open:
+            words = f"{self.max_open} sessions are open, the most at once (`max_concurrent`). Retry later."
+        elif example is None:
+            words = f"No rollout of environment {self.env!r} is wanted at the moment. Retry later."
+        else:
+            words = f"No rollout of {example[0]} example {example[1]} is wanted. Leave `example` out."
+            return Refused("unknown", words)
+        return Refused("busy", words, retry_after_s=1)
+
+    async def _show(self, request: Request) -> Response:
+        try:
+            rollout = self._find(request, self.gateway.find(request))
+        except Refused as refused:
+            if refused.problem == "ended":
+                return as_json({"state": "ended", "reason": str(refused)})
+            return refusal(refused, CHAT)
+        return as_json({"state": "open", "num_turns": rollout.num_turns()})
+
+    async def _finish(self, request: Request, session: Session, dialect: Dialect) -> Response:
+        rollout, outcome = self._find(request, session), await _read(request, Outcome)
+        if outcome.error is None:
+            if outcome.reward is None and not rollout.has_reward:
+                raise Refused("invalid", f"reward: none, and {self.env!r} has no `reward` itself. Post a number.")
+            if not rollout.num_turns():
+                raise Refused("invalid", "This session has no model turn to be rewarded. Post an `error` to drop it.")
+            try:
+                rollout.check(outcome)
+            except ValueError as error:
+                raise Refused("invalid", f"The reward cannot be used: {error}.") from error
+        if rollout.outcome.done():  # a second request came while this one was read
+            raise Refused("ended", "The session has ended: its reward was posted.")
+        rollout.outcome.set_result(outcome)
+        self.gateway.close(rollout.key, "its reward was posted")
+        return as_json({"state": "ended"})
+
+    def _find(self, request: Request, session: Session) -> ClientRollout:
+        """Return the open rollout of a session's key, which the path must name. Raises: Refused."""
+        rollout = self._open.get(request.path_params["id"])
+        if rollout is None or rollout.name != session.name:
+            raise Refused("unknown", "This API key belongs to another session than the one of the path.")
+        return rollout
+
+
+async def _read(request: Request, kind: type[T]) -> T:
+    """Raises: Refused."""
+    body = await read_body(request, LARGEST_BODY)
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        raise Refused("invalid", f"The request cannot be used: {error}") from error
