@@ -72,6 +72,8 @@ def player(folder: Path) -> Callable[..., tuple[list[Rollout], ScriptedPolicy]]:
         program: str,
         *texts: str,
         tasks: str = TASKS,
+        id: str | None = None,
+        args: Any = None,
         count: int = 1,
         command: Any = None,
         max_turns: int | None = None,
@@ -93,7 +95,8 @@ def player(folder: Path) -> Callable[..., tuple[list[Rollout], ScriptedPolicy]]:
             runs = [runner.run(environment, spec, sampling=Sampling()) for spec in specs]
             return await asyncio.gather(*runs)
 
-        with running(open_toy(folder, write(folder, tasks), agent=table, max_turns=max_turns)) as on:
+        id = id or write(folder, tasks)
+        with running(open_toy(folder, id, args=args or {}, agent=table, max_turns=max_turns)) as on:
             return on(roll_out), policy
 
     return play

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,11 +20,14 @@ import pytest
 
 from agent_play import ENDS, TASKS, ScriptedPolicy, assert_exact, calls, player
 from real_run import is_alive
+from toy_environments import open_toy, running
 from trireme.base.errors import ConfigError, DeadlineExceeded
 from trireme.orchestrator.environments import agent_session
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
-from trireme.orchestrator.rollout.driver import RolloutOutcome
+from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome
 from trireme.orchestrator.rollout.runner import RolloutSpec
+from trireme.tools.environments.check import check_solutions
+from trireme.tools.environments.progress import Progress
 from trireme.tools.environments.sessions import Spread
 
 LOOP = """
@@ -333,7 +337,8 @@ LOOKS_AROUND = """
     openai.OpenAI().chat.completions.create(model="x", messages=[{"role": "user", "content": "hi"}])
     home, secret, port = sys.argv[1:]
     found = [path for path in (home, secret, "/etc/shadow", "/sys", os.path.join(secret, "..", "logs")) if sees(path)]
-    found += [path for path in ("/usr/x", "/x", "/dev/x", "/proc/sys/kernel/domainname", sys.prefix + "/x") if writes(path)]
+    system = ("/usr/x", "/x", "/dev/x", "/proc/sys/kernel/domainname", sys.prefix + "/x")
+    found += [path for path in system if writes(path)]
     found += ["network"] if connects("127.0.0.1", int(port)) or connects("198.51.100.1", 80) else []
     found += ["privileges"] if subprocess.run(["unshare", "-Ur", "true"], capture_output=True).returncode == 0 else []
     found += ["processes"] if len([name for name in os.listdir("/proc") if name.isdecimal()]) > 2 else []
@@ -350,11 +355,11 @@ def sandboxed(play, tmp_path, monkeypatch):
     program = tmp_path / "program"
     program.mkdir()
 
-    def run(code: str, *arguments: str, tasks: str = TASKS, **agent: object):
+    def run(code: str, *texts: str, arguments: tuple[str, ...] = (), **more: object):
         file = program / "agent.py"
         file.write_text(textwrap.dedent(code))
         command = (sys.executable, str(file), *arguments)
-        return play("", command=command, tasks=tasks, runtime="sandbox", readable=(str(program),), **agent)
+        return play("", *texts, command=command, runtime="sandbox", readable=(str(program),), **more)
 
     return run
 
@@ -365,7 +370,7 @@ def test_a_program_in_the_sandbox_reaches_the_policy_and_its_own_folder_alone(sa
     tasks = TASKS.replace('"output": len(output)', '"output": float(output.strip() == "[]")')
     with socket.create_server(("127.0.0.1", 0)) as other:
         arguments = (str(tmp_path / "home"), str(tmp_path / "secret"), str(other.getsockname()[1]))
-        (rollout,), policy = sandboxed(LOOKS_AROUND, *arguments, tasks=tasks)
+        (rollout,), policy = sandboxed(LOOKS_AROUND, arguments=arguments, tasks=tasks)
     assert (rollout.stop, rollout.metrics["exit_code"], rollout.reward) == ("agent_ended", 0.0, 1.0)
     assert rollout.metrics["output"] == 1.0, rollout.info
     assert_exact(rollout, policy, num_turns=1)
@@ -376,13 +381,15 @@ def test_a_program_in_the_sandbox_reaches_the_policy_and_its_own_folder_alone(sa
     [
         ("kept = b'1' * (600 << 20)", "agent_memory", {"memory_gib": 0.5}),
         ("for _ in range(40): os.fork() or time.sleep(60)", "agent_processes", {"num_processes": 32}),
-        ("", "agent_timeout", {"timeout_s": 5.0}),
+        ("", "agent_timeout", {"timeout_s": 8.0}),
     ],
 )
 def test_a_program_that_takes_too_much_is_ended_and_scored(sandboxed, grows, stop, limits):
     program = f"""
-    import os, time, openai
-    openai.OpenAI().chat.completions.create(model="x", messages=[{{"role": "user", "content": "hi"}}])
+    import os, time, urllib.request  # it starts sooner than an SDK
+    body, key = b'{{"messages": [{{"role": "user", "content": "hi"}}]}}', os.environ["ANTHROPIC_API_KEY"]
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, {{"x-api-key": key}})
+    urllib.request.urlopen(request).read()
     {grows}
     time.sleep(60)
     """
@@ -412,3 +419,67 @@ def test_the_sandbox_writes_to_no_folder_but_a_private_one(tmp_path, mode, writa
         done = subprocess.run(shown, pass_fds=[given.fileno()], capture_output=True, text=True, check=False)
     assert words in done.stderr
     assert done.returncode
+
+
+SHIPPED_TASKS = Path(__file__).parents[2] / "environments" / "examples" / "harbor_tasks"
+
+
+@pytest.fixture
+def task(tmp_path):
+    """Return what writes a copy of a shipped task, with some of its files changed, and its data set."""
+
+    def write_task(**files: str) -> str:
+        folder = tmp_path / "tasks" / "count-errors"
+        shutil.copytree(SHIPPED_TASKS / "count-errors", folder)
+        for name, text in files.items():
+            (folder / name.replace("__", "/").replace("_", ".")).write_text(text)
+        return str(folder.parent)
+
+    return write_task
+
+
+def test_a_program_solves_a_task_folder_and_its_own_tests_give_the_reward(sandboxed):
+    looks = "ls /tests /solution /logs/verifier; ls; echo 1 > /logs/verifier/reward.txt; ls /logs/agent"
+    shows = calls("bash", cmd=f"({looks}) 2>/dev/null; pwd"), calls("bash", cmd="echo 3 > answer.txt"), ENDS
+    (rollout,), policy = sandboxed(agent(CHAT), *shows, id=str(SHIPPED_TASKS), arguments=("{prompt}",))
+    assert (rollout.reward, rollout.example_id) == (1.0, "count-errors")
+    assert rollout.metrics == {"untouched": 1.0, "tests_ended": 1.0}
+    assert rollout.completion[1]["content"] == "logs\n/app\n"
+    assert_exact(rollout, policy, num_turns=3)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"environment__Dockerfile": "FROM debian\nRUN apt-get install -y gcc\n"}, "has 'RUN apt-get"),
+        ({"environment__Dockerfile": "FROM debian\nWORKDIR /app\nCOPY a.log /etc/\n"}, "copies to /etc/"),
+        ({"environment__Dockerfile": "FROM debian\nWORKDIR /tests\n"}, "working folder is /tests"),
+        ({"task_toml": "[[steps]]\nname = 'one'\n"}, "several steps"),
+        ({"task_toml": "[agent]\ntimeout_sec = 'long'\n"}, "cannot be read"),
+    ],
+)
+def test_a_task_that_cannot_be_run_is_named_with_the_reason(sandboxed, task, files, words):
+    with pytest.raises(ConfigError, match=f"count-errors.*{words}"):
+        sandboxed("", id=task(**files))
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, ""),
+        ({"solution__solve_sh": "true"}, "oracle: task count-errors: its own solution earned 0"),
+        ({"tests__test_sh": "echo 1 > /logs/verifier/reward.txt"}, "nothing: task count-errors: no solution"),
+        ({"tests__test_sh": "true"}, "oracle: example 0 (score: RewardError: tests/test.sh ended with code 0"),
+        ({"tests__test_sh": "sleep 60", "task_toml": "verifier = { timeout_sec = 1 }"}, "its own solution earned 0"),
+    ],
+)
+def test_a_check_names_the_tasks_whose_tests_cannot_tell_a_solution_from_none(tmp_path, task, files, expected):
+    async def check(environment):
+        return await check_solutions(environment, Extent("train", [0], 1), Progress())
+
+    toy = open_toy(tmp_path, task(**files), agent={"command": ("true",), "runtime": "sandbox"})
+    with running(toy) as on:
+        earned, troubles = on(check)
+    assert sorted(earned) == ["nothing", "oracle"]
+    assert expected in "; ".join(f"{trouble.stage}: {trouble.error}" for trouble in troubles)
+    assert bool(troubles) == bool(expected)

@@ -117,7 +117,7 @@ class Environment(Section):
     """`[[orchestrator.env]]`: one source of tasks."""
 
     id: str
-    """Name of the environment's package (in `environments/` or installed), or path of a .py file."""
+    """A package (in `environments/` or installed), or the path of a .py file or of a folder of Harbor tasks."""
     name: str | None = None
     """Name in metrics; the id if not set."""
     args: dict[str, Any] = {}

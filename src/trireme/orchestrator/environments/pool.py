@@ -143,6 +143,7 @@ class Environment:
         worker died again and again. Of workers: `worker_death`, and in how many of these deaths it was killed because
         of its `memory` or of the `garbage` that it sent."""
         self.group_rewards = False  # rewards compare the rollouts of a group
+        self.has_solutions = False  # its tasks bring solutions, see `RunTask.solve`
         self.gateway: Gateway | None = None  # where its agent program finds the policy, if it has one
         self.sessions: Sessions | None = None  # where clients of a user's own harness play its rollouts
         self._workers = workers
@@ -289,7 +290,9 @@ class Environment:
                 "- expected the same examples in each - make `load_environment` draw them with a fixed seed."
             )
         self.num_train, self.num_eval, self.versions = first.num_train, first.num_eval, first.versions
-        self.group_rewards = first.group_rewards
+        self.group_rewards, self.has_solutions = first.group_rewards, first.has_solutions
+        if first.warning:
+            log.warning("%s", first.warning)
         for worker in self._workers:
             watch = worker.watch(every_s=self._ping_every_s, limit_s=self.config.rollout_timeout_s)
             self._keepers += [asyncio.create_task(self._keep_alive(worker)), asyncio.create_task(watch)]

@@ -52,8 +52,8 @@ class EnvironmentSource:
     """
 
     id: str
-    kind: Literal["file", "package", "installed"]
-    module: str  # what the worker imports: a module's name, or the absolute path of a .py file
+    kind: Literal["file", "package", "installed", "tasks"]
+    module: str  # what the worker imports: a module's name, or the absolute path of a .py file or a folder of tasks
     folder: Path | None = None  # of a package: where its pyproject.toml is
 
 
@@ -62,7 +62,7 @@ def default_cache() -> Path:
 
 
 def find_environment(id: str, *, root: Path = Path("environments")) -> EnvironmentSource:
-    """Resolve an id: a .py file, a package in `root` (or a path to one), or an installed distribution.
+    """Resolve an id: a .py file, a package in `root` (or a path to one), task folders, or an installed distribution.
 
     Of `owner/name` only the name is looked up: there is no hub to fetch from.
 
@@ -83,6 +83,8 @@ def find_environment(id: str, *, root: Path = Path("environments")) -> Environme
         if (folder / "pyproject.toml").is_file():
             folder = folder.resolve()
             return EnvironmentSource(id=id, kind="package", module=_module_of(folder), folder=folder)
+    if "/" in id and any(any(Path(id).glob("*/" * depth + "task.toml")) for depth in range(4)):  # Harbor's format
+        return EnvironmentSource(id=id, kind="tasks", module=str(Path(id).resolve()))
     with suppress(importlib.metadata.PackageNotFoundError, ValueError):
         importlib.metadata.distribution(name)
         return EnvironmentSource(id=id, kind="installed", module=_module_name(name))
@@ -116,7 +118,7 @@ def _not_found(id: str, name: str, root: Path, candidates: list[Path]) -> Config
     return ConfigError(
         f"Environment {id!r} was not found (searched: {', '.join(map(str, candidates))}, and the "
         f"installed packages) - expected a package in {root.resolve()} ({', '.join(here) or 'there is none'}), an "
-        "installed package, or the path of a .py file - "
+        "installed package, or the path of a .py file or of a folder of tasks - "
         + (f"did you mean {' or '.join(map(repr, near))}?" if near else "correct `id`.")
         + hub
     )

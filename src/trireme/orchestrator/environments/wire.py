@@ -72,6 +72,7 @@ class RunTask(_Message, tag="run", kw_only=True):
     columns: list[str] = []  # fields of the environment's state that Done has to report
     gateway: str = ""  # where an agent program finds the policy: a URL without a path
     api_key: str = ""  # of this rollout there
+    solve: Literal["", "oracle", "nothing"] = ""  # in place of an agent program: a task's own solution, or nothing
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
@@ -144,6 +145,8 @@ class Ready(_Message, tag="ready", kw_only=True):
     name: str
     versions: dict[str, str]
     group_rewards: bool = False  # a group's rollouts are scored together, once all of them are in
+    has_solutions: bool = False  # its tasks bring solutions, which `RunTask.solve` can ask for
+    warning: str = ""  # for the user
 
 
 class Failed(_Message, tag="failed", kw_only=True):

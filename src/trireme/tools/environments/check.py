@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -23,13 +23,22 @@ from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.launch.folder import hold_folder
+from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import Environment, open_environment
 from trireme.orchestrator.environments.venv import EnvironmentSource
-from trireme.orchestrator.environments.wire import Split
+from trireme.orchestrator.environments.wire import Ask, Reply, RunTask, Split
 from trireme.orchestrator.environments.worker_process import LOAD_TIMEOUT_S
-from trireme.orchestrator.rollout.driver import RolloutOutcome, read_extent, run_rollouts
+from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome, read_extent, run_rollouts
 from trireme.tools.environments.catalog import ROOT, build_if_missing, find_source
-from trireme.tools.environments.check_report import CheckReport, Loaded, build_report, write_rollouts
+from trireme.tools.environments.check_report import (
+    CheckReport,
+    Loaded,
+    Numbers,
+    Trouble,
+    build_report,
+    numbers_of,
+    write_rollouts,
+)
 from trireme.tools.environments.policy import OpenPolicy, PolicyWanted, build_opener
 from trireme.tools.environments.progress import Progress
 from trireme.tools.environments.sessions import SessionWatch
@@ -153,6 +162,7 @@ async def _check(
             )
         except ConfigError as error:
             raise LoadFailed(str(error)) from error
+        solved, unsound = await check_solutions(environment, extent, progress)
         policy = await stack.enter_async_context(open_policy())
         if environment.sessions is not None:
             url, name = environment.sessions.gateway.url, environment.name
@@ -180,7 +190,43 @@ async def _check(
             success_at=options.success_at,
             sessions=watch.report(outcomes),
         )
-    return report, outcomes
+    components, troubles = solved | report.components, [*unsound, *report.troubles]
+    return replace(report, components=components, troubles=troubles), outcomes
+
+
+async def check_solutions(
+    environment: Environment, extent: Extent, progress: Progress
+) -> tuple[dict[str, Numbers], list[Trouble]]:
+    """Score each task's own solution, and no solution at all.
+
+    Returns: what they earn, and the tasks whose tests cannot tell them apart.
+    """
+    if not environment.has_solutions:
+        return {}, []
+
+    async def refuse(question: Ask) -> Reply:
+        return Reply(error="A task's own solution asked the policy.", error_kind="engine")
+
+    async def solve(example: int, solve: Any) -> tuple[float, str]:
+        task = RunTask(task=f"{solve}-{example}", split=extent.split, index=example, solve=solve)
+        try:
+            done = await environment.run(task, refuse)
+            return done.reward, f"task {done.example_id}"
+        except RolloutFailed as failure:
+            return 0.0, f"example {example} ({failure})"
+
+    rewards: dict[str, list[float]] = {"oracle": [], "nothing": []}
+    troubles = []
+    for kind, earned in rewards.items():
+        solution = "with their own solutions" if kind == "oracle" else "without a solution"
+        with progress.stage(f"scoring {len(extent.examples)} tasks {solution}", limit_s=LOAD_TIMEOUT_S):
+            results = await asyncio.gather(*(solve(example, kind) for example in extent.examples))
+        for example, (reward, name) in zip(extent.examples, results, strict=True):
+            earned.append(reward)
+            if (reward > 0) != (kind == "oracle"):
+                what = "its own solution" if kind == "oracle" else "no solution at all"
+                troubles.append(Trouble(kind, f"{name}: {what} earned {reward:g}", 1, [example], ""))
+    return {kind: numbers for kind, each in rewards.items() if (numbers := numbers_of(each))}, troubles
 
 
 @asynccontextmanager

@@ -38,7 +38,7 @@ class Loaded:
     """The environment before its first rollout."""
 
     id: str
-    kind: str  # package, file or installed
+    kind: str  # package, file, installed or tasks
     where: str
     install_s: float | None  # None where its virtual environment was there, or it needs none
     load_s: float
@@ -79,7 +79,7 @@ class Rewards:
 class Trouble:
     """Failures with the same error."""
 
-    stage: str  # rollout, score, timeout or worker
+    stage: str  # rollout, score, timeout or worker; oracle or nothing, of tasks that bring solutions
     error: str
     count: int
     examples: list[int]
@@ -164,10 +164,10 @@ def build_report(
         num_restarts=num_restarts,
         rewards=rewards_of(list(groups.values()), success_at=success_at) if scored else None,
         success_at=success_at,
-        components={name: found for name, values in components.items() if (found := _numbers(values)) is not None},
-        turns=_numbers([rollout.num_turns for rollout in scored]) if scored else None,
-        sampled=_numbers([n for rollout in scored if (n := rollout.num_sampled) is not None]),
-        tokens=_numbers([n for rollout in scored if (n := rollout.num_tokens) is not None]),
+        components={name: found for name, values in components.items() if (found := numbers_of(values)) is not None},
+        turns=numbers_of([rollout.num_turns for rollout in scored]) if scored else None,
+        sampled=numbers_of([n for rollout in scored if (n := rollout.num_sampled) is not None]),
+        tokens=numbers_of([n for rollout in scored if (n := rollout.num_tokens) is not None]),
         truncated=float(np.mean([rollout.truncated for rollout in scored])) if scored else 0.0,
         stops=dict(Counter(rollout.stop or "(not said)" for rollout in scored).most_common()),
         troubles=sorted(troubles, key=lambda trouble: -trouble.count),
@@ -175,7 +175,7 @@ def build_report(
     )
 
 
-def _numbers(values: Sequence[float]) -> Numbers | None:
+def numbers_of(values: Sequence[float]) -> Numbers | None:
     return Numbers(float(np.mean(values)), float(np.min(values)), float(np.max(values))) if values else None
 
 

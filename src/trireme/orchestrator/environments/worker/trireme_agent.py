@@ -53,6 +53,7 @@ class AgentPlayed(Played):
     output: str = ""
     seconds: float = 0.0  # that it ran
     files: dict[str, int] = field(default_factory=dict)  # that it wrote: their sizes
+    solve: str = ""  # "oracle" or "nothing": in place of the program
 
 
 class AgentAdapter(PlainAdapter):
@@ -87,6 +88,7 @@ class AgentAdapter(PlainAdapter):
         # the same name when it is played again after a crash, as programs put it into their prompts
         parent = Path(self._agent["folders"], UNSAFE.sub("_", request["task"].rpartition(".")[0]))
         played = AgentPlayed(example, index, list(prompt), len(prompt), folder=parent / "work")
+        played.solve = request.get("solve", "")
         gateway = self._runtime.gateway(request["gateway"])
         values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in example.items()}
         values |= {
@@ -100,7 +102,7 @@ class AgentAdapter(PlainAdapter):
         }
         try:
             await end_processes(parent)  # of a worker that was killed: they would work in the same folder
-            await asyncio.to_thread(_make_folder, played.folder, fill_in(self._agent["workdir"] or "", values))
+            await asyncio.to_thread(self._place, played, values)
             began, began_ns = time.monotonic(), played.folder.parent.stat().st_ctime_ns
             await self._run(played, values)
             played.seconds = time.monotonic() - began
@@ -114,12 +116,16 @@ class AgentAdapter(PlainAdapter):
             played.messages = said
         return played
 
+    def _place(self, played: AgentPlayed, values: dict[str, str]) -> None:
+        """Make the files that the program finds."""
+        _make_folder(played.folder, fill_in(self._agent["workdir"] or "", values))
+
     async def _run(self, played: AgentPlayed, values: dict[str, str]) -> None:
         parent = played.folder.parent
         program = Program(
             parent,
             [fill_in(word, values) for word in self._agent["command"]],
-            self._variables(parent, values),
+            self._inherited() | {"HOME": str(parent), "TMPDIR": str(parent)} | self._policy(values),
             played.folder,
             gateway=values["listens"],
             stdin=fill_in(self._agent["stdin"] or "", values),
@@ -128,13 +134,15 @@ class AgentAdapter(PlainAdapter):
         ended = await self._runtime.run(program, timeout_s=self._agent["timeout_s"])
         played.exit_code, played.stop, played.output = ended.exit_code, ended.stop, ended.output
 
-    def _variables(self, parent: Path, values: dict[str, str]) -> dict[str, str]:
-        inherited = {name: os.environ[name] for name in (*self._agent["inherit"], *LAUNCHER) if name in os.environ}
+    def _inherited(self) -> dict[str, str]:
+        return {name: os.environ[name] for name in (*self._agent["inherit"], *LAUNCHER) if name in os.environ}
+
+    def _policy(self, values: dict[str, str]) -> dict[str, str]:
+        """Return the variables by which the program finds the policy, and those that the user gives."""
         policy = {"OPENAI_BASE_URL": values["base_url"], "OPENAI_API_BASE": values["base_url"]}
         policy |= {"OPENAI_API_KEY": values["api_key"], "ANTHROPIC_API_KEY": values["api_key"]}
-        policy |= {"ANTHROPIC_BASE_URL": values["gateway"], "HOME": str(parent), "TMPDIR": str(parent)}
-        own = {name: fill_in(value, values) for name, value in self._agent["env"].items()}
-        return inherited | policy | own
+        policy |= {"ANTHROPIC_BASE_URL": values["gateway"]}
+        return policy | {name: fill_in(value, values) for name, value in self._agent["env"].items()}
 
     def offer(self, played: Played) -> dict[str, Any]:
         assert isinstance(played, AgentPlayed), played

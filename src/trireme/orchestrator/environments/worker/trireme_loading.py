@@ -17,6 +17,8 @@ def load_adapter(module: str, *, kind: str, args: dict, agent: dict | None = Non
     Args:
         agent: the program that plays the rollouts, as the table `[orchestrator.env.agent]` describes it.
     """
+    if Path(module).is_dir():
+        return _harbor_adapter(module, args=args, agent=agent)
     imported = _import(module)
     # by what it exports; one that has `load_environment` too is treated as v0
     is_v1 = not hasattr(imported, "load_environment") and _exports(imported, "Taskset", "Env")
@@ -78,6 +80,17 @@ def _agent_adapter(imported: ModuleType, *, module: str, args: dict, agent: dict
     from trireme_agent import AgentAdapter
 
     return AgentAdapter(source, args={} if makes else args, versions=_versions(module), agent=agent)
+
+
+def _harbor_adapter(folder: str, *, args: dict, agent: dict | None) -> Adapter:
+    if agent is None or agent["external"]:
+        raise TypeError(
+            f"{folder} holds tasks for agent programs - expected a program that solves them - add "
+            "`[orchestrator.env.agent]` with its `command`."
+        )
+    from trireme_harbor import HarborAdapter
+
+    return HarborAdapter(folder, versions=_versions(), agent=agent, **args)
 
 
 def _exports(module: ModuleType, *names: str) -> bool:

@@ -1,6 +1,6 @@
 """Runs one program in a sandbox of Linux namespaces: `python trireme_sandbox.py ORDER REPORT`, two descriptors.
 
-The order is an `Order` as JSON. The report is a line of JSON: {"exit": 0}, {"stop": "agent_memory"}, or {"failed": why}.
+The order is an `Order` as JSON. The report is JSON too: {"exit": 0}, {"stop": "agent_memory"}, or {"failed": why}.
 `python trireme_sandbox.py ORDER` prints what would be mounted, and runs nothing.
 
     worker - launcher - init (process 1 of its own namespace; its end is the end of all in it) - the program
@@ -341,6 +341,10 @@ def _check_private(order: Order) -> None:
             raise PermissionError(f"{source} may not be written: it is no folder in {folder}")
         if target == "/" or any(is_below(target, path) for path in (*SYSTEM, "/proc", "/dev", "/etc")):
             raise PermissionError(f"{source} may not be shown as {target}, which belongs to the system")
+        others = [path for _, path in (*order["readable"], *order["writable"]) if path != target]
+        if within := [path for path in others if is_below(path, target)]:
+            # besides, the way to a mount inside of it could be a link that an earlier program has made
+            raise PermissionError(f"{source} may not be shown as {target}, which would hide {within[0]}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,312 @@
+"""Task folders in the format of Harbor as a data set: an agent program solves them, their own tests give the reward.
+
+    TASK/task.toml, instruction.md          timeouts and variables; the prompt
+    TASK/environment/Dockerfile, ...        the files that the program finds in its working folder (/app)
+    TASK/tests/test.sh                      run as /tests/test.sh; writes /logs/verifier/reward.txt or reward.json
+    TASK/solution/solve.sh                  run as /solution/solve.sh by `trireme env check` alone
+
+In the sandbox there is no image: the Dockerfile may name one, set the working folder and copy files, and nothing else.
+"""
+
+import contextlib
+import fnmatch
+import glob
+import json
+import os
+import posixpath
+import shlex
+import shutil
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import trireme_sandbox
+from trireme_agent import AgentAdapter, AgentPlayed, fill_in
+from trireme_plain import Played
+from trireme_rollout import RewardError, checked_scores
+from trireme_runtime import Ended, Program
+
+DEFAULT_TIMEOUT_S = 600.0
+"""Of the program, and of the tests, where task.toml gives none; Harbor's own default."""
+
+LARGEST_REWARD_FILE = 1 << 16
+WORKDIR = "/app"
+HOME = "/home/agent"
+COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml")
+
+
+@dataclass
+class Task:
+    """One task folder."""
+
+    name: str
+    folder: Path
+    prompt: str
+    workdir: str = WORKDIR
+    agent_timeout_s: float = DEFAULT_TIMEOUT_S
+    verifier_timeout_s: float = DEFAULT_TIMEOUT_S
+    verifier_env: dict[str, str] = field(default_factory=dict)
+    solution_env: dict[str, str] = field(default_factory=dict)
+    image: str | None = None  # that it names; else one is built from its Dockerfile
+    copies: list[tuple[str, str]] = field(default_factory=list)  # path in `environment`, path in the sandbox
+    obstacle: str = ""  # why it can be run nowhere
+    needs_image: str = ""  # why it cannot be run in the sandbox
+
+
+class HarborAdapter(AgentAdapter):
+    """Plays the tasks of a folder with an agent program."""
+
+    def __init__(
+        self, folder: str, *, versions: dict[str, str], agent: dict, eval: Sequence[str] = (), skip: bool = False
+    ) -> None:
+        """
+        Args:
+            eval: patterns of the names of tasks that are held out, such as "eval/*".
+            skip: leave out tasks that cannot be run; otherwise they are an error.
+        """
+        tasks, refused = _sort_out(find_tasks(Path(folder)))
+        if refused and not (skip and tasks):
+            named = "; ".join([*refused[:8], *(["..."] if refused[8:] else [])])
+            raise ValueError(
+                f"{len(refused)} of {len(tasks) + len(refused)} tasks of {folder} cannot be run with `agent.runtime = "
+                f'"{agent["runtime"]}"`: {named} - expected tasks that need no image - leave them out with '
+                "`args = { skip = true }`, or remove them."
+            )
+        self.warning = f"{len(refused)} tasks of {folder} are left out: {'; '.join(refused)}" if refused else ""
+        self._tasks = {task.name: task for task in tasks}
+        held_out = [task for task in tasks if any(fnmatch.fnmatch(task.name, pattern) for pattern in eval)]
+        source = SimpleNamespace(
+            __name__=Path(folder).name,
+            dataset=[_example(task) for task in tasks if task not in held_out],
+            eval_dataset=[_example(task) for task in held_out],
+            reward=lambda: 0.0,  # `score` runs the tests
+        )
+        if agent["runtime"] == "subprocess" or agent["workdir"]:
+            raise ValueError(
+                f"The tasks of {folder} bring their working folder and need /app, /tests and /logs of their own - "
+                'expected `agent.runtime = "sandbox"` and no `agent.workdir` - change the table of the agent.'
+            )
+        super().__init__(source, args={}, versions=versions, agent=agent)
+
+    def facts(self) -> dict:
+        has_solutions = all((task.folder / "solution" / "solve.sh").is_file() for task in self._tasks.values())
+        return super().facts() | {"has_solutions": has_solutions, "warning": self.warning}
+
+    def _place(self, played: AgentPlayed, values: dict[str, str]) -> None:
+        """Make the files that the program finds."""
+        task, parent = self._task(played), played.folder.parent
+        values["folder"] = task.workdir
+        shutil.rmtree(parent, ignore_errors=True)  # of an attempt that was interrupted
+        parent.mkdir(parents=True, mode=0o700)
+        for name in ("work", "home", "agent-logs", "verifier"):
+            (parent / name).mkdir()
+        for source, target in task.copies:
+            below = posixpath.relpath(target, task.workdir) + "/" * target.endswith("/")
+            copy_into(task.folder / "environment", source, played.folder, below)
+        os.utime(parent)  # what changes from now on was written by the program
+
+    async def _run(self, played: AgentPlayed, values: dict[str, str]) -> None:
+        task = self._task(played)
+        timeout_s = min(task.agent_timeout_s, self._agent["timeout_s"])
+        if played.solve == "nothing":
+            played.exit_code, played.stop = 0, "agent_ended"
+            return
+        if played.solve == "oracle":
+            command, variables = ["bash", "/solution/solve.sh"], task.solution_env
+            program = self._program(played, command, variables, values, {task.folder / "solution": "/solution"})
+        else:
+            command = [fill_in(word, values) for word in self._agent["command"]]
+            program = self._program(played, command, self._policy(values), values)
+            program.stdin = fill_in(self._agent["stdin"] or "", values)
+        ended = await self._runtime.run(program, timeout_s=timeout_s)
+        played.exit_code, played.stop, played.output = ended.exit_code, ended.stop, ended.output
+
+    async def score(self, played: list[Played]) -> list[dict]:
+        (one,) = played
+        assert isinstance(one, AgentPlayed), one
+        try:
+            value, ended = await self._verify(one)
+        except OSError as error:
+            raise RewardError from error
+        scores = checked_scores(value, name=f"tests/test.sh of {self._task(one).name}")
+        fields = self.fields(one)
+        fields["info"] |= {"tests": ended.output[-2000:]}
+        return [scores | fields]
+
+    async def _verify(self, played: AgentPlayed) -> tuple[dict[str, Any], Ended]:
+        """Run the task's tests, and return what they say.
+
+        Tests that do not end in their time are a reward of 0: what the program left behind may be the reason.
+        """
+        task, verifier = self._task(played), played.folder.parent / "verifier"
+        command, tests = ["bash", "/tests/test.sh"], {task.folder / "tests": "/tests"}
+        program = self._program(played, command, task.verifier_env, {}, tests)
+        program.writable.append((str(verifier), "/logs/verifier"))
+        ended = await self._runtime.run(program, timeout_s=task.verifier_timeout_s)
+        if ended.exit_code is None:
+            return {"reward": 0.0, "tests_ended": 0.0}, ended
+        return _read_reward(verifier, ended) | {"tests_ended": 1.0}, ended
+
+    def _program(
+        self,
+        played: AgentPlayed,
+        command: list[str],
+        variables: dict[str, str],
+        values: dict[str, str],
+        shown: dict[Path, str] | None = None,
+    ) -> Program:
+        task, parent = self._task(played), played.folder.parent
+        folders = {"work": task.workdir, "home": HOME, "agent-logs": "/logs/agent"}
+        return Program(
+            parent,
+            command,
+            self._inherited() | {"HOME": HOME, "TMPDIR": "/tmp"} | variables,
+            Path(task.workdir),
+            gateway=values.get("listens", Program.gateway),
+            readable=[(str(source), target) for source, target in (shown or {}).items()],
+            writable=[(str(parent / name), target) for name, target in folders.items()],
+        )
+
+    def _task(self, played: AgentPlayed) -> Task:
+        return self._tasks[played.example["task"]]
+
+
+def _example(task: Task) -> dict[str, Any]:
+    return {"prompt": task.prompt, "task": task.name, "example_id": task.name}
+
+
+def _sort_out(tasks: list[Task]) -> tuple[list[Task], list[str]]:
+    """Return the tasks that can be run, and why the others cannot."""
+    reasons = {task.name: task.obstacle or task.needs_image for task in tasks}
+    good = [task for task in tasks if not reasons[task.name]]
+    return good, [f"{name}: {reason}" for name, reason in reasons.items() if reason]
+
+
+def _read_reward(folder: Path, ended: Ended) -> dict[str, Any]:
+    """Return the reward that the tests wrote, and their other numbers. Raises: RewardError."""
+    for name in ("reward.json", "reward.txt"):
+        with contextlib.suppress(FileNotFoundError):
+            text = read_plainly(folder / name)
+            try:
+                value = json.loads(text) if name.endswith(".json") else float(text)
+            except ValueError as error:
+                raise RewardError(f"{name} of the tests holds {text[:80]!r} - expected a number") from error
+            if isinstance(value, dict) and "reward" not in value and len(value) == 1:
+                value = {"reward": next(iter(value.values()))}
+            return value if isinstance(value, dict) else {"reward": value}
+    raise RewardError(
+        f"tests/test.sh ended with code {ended.exit_code} and wrote no /logs/verifier/reward.txt or reward.json - "
+        f"expected one of them - correct the task. The end of its output: {ended.output[-500:]!r}"
+    )
+
+
+def read_plainly(file: Path) -> str:
+    """Read a small file that a program has written, without following a link."""
+    with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), encoding="utf-8", errors="replace") as f:
+        return f.read(LARGEST_REWARD_FILE)
+
+
+# --- reading task folders ---------------------------------------------------------------------------------------------
+
+
+def find_tasks(folder: Path) -> list[Task]:
+    """Read all tasks of a folder, up to three levels down; each is called by its path. Raises: ValueError."""
+    found = sorted(path.parent for depth in range(4) for path in folder.glob("*/" * depth + "task.toml"))
+    return [read_task(each, name=str(each.relative_to(folder)) if each != folder else folder.name) for each in found]
+
+
+def read_task(folder: Path, *, name: str) -> Task:
+    try:
+        table = tomllib.loads((folder / "task.toml").read_text())
+        task = Task(name, folder, (folder / "instruction.md").read_text().strip())
+        environment, verifier = table.get("environment", {}), table.get("verifier", {})
+        task.agent_timeout_s = float(table.get("agent", {}).get("timeout_sec", DEFAULT_TIMEOUT_S))
+        task.verifier_timeout_s = float(verifier.get("timeout_sec", DEFAULT_TIMEOUT_S))
+        task.verifier_env = dict(verifier.get("env", {}))
+        task.solution_env = dict(table.get("solution", {}).get("env", {}))
+        task.image = environment.get("docker_image")
+        _read_dockerfile(task)
+        task.workdir = posixpath.normpath(environment.get("workdir") or task.workdir)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"The task {folder} cannot be read: {type(error).__name__}: {error} - expected Harbor's `task.toml` and "
+            "`instruction.md` in it - correct them."
+        ) from error
+    task.obstacle = _obstacle(task, table)
+    if not task.needs_image:
+        outside = [target for _, target in task.copies if not trireme_sandbox.is_below(target, task.workdir)]
+        system = (*trireme_sandbox.SYSTEM, "/proc", "/dev", "/etc", "/tests", "/solution", "/logs", "/tmp", HOME)
+        if outside:
+            task.needs_image = f"its Dockerfile copies to {outside[0]}, outside of {task.workdir}"
+        elif task.workdir == "/" or any(trireme_sandbox.is_below(task.workdir, path) for path in system):
+            task.needs_image = f"its working folder is {task.workdir}"
+    return task
+
+
+def _obstacle(task: Task, table: dict) -> str:
+    """Return why nothing here can run a task, or an empty text."""
+    if not (task.folder / "tests" / "test.sh").is_file():
+        return "it has no tests/test.sh"
+    if any((task.folder / "environment" / name).exists() for name in COMPOSE):
+        return "it needs several containers"
+    if table.get("steps"):
+        return "it has several steps"
+    environment = table.get("environment", {})
+    for key in ("mcp_servers", "healthcheck"):
+        if environment.get(key):
+            return f"it has [environment] {key}"
+    if table.get("verifier", {}).get("environment_mode", "shared") != "shared":
+        return "its tests run in an environment of their own"
+    if asked := [name for name, value in (task.verifier_env | task.solution_env).items() if "${" in str(value)]:
+        return f"it asks for the variable {asked[0]} of this machine"
+    return ""
+
+
+def _read_dockerfile(task: Task) -> None:
+    """Find what a Dockerfile copies and where, and whether it does more than that."""
+    file = task.folder / "environment" / "Dockerfile"
+    if not file.is_file():
+        task.needs_image = f"it needs the image {task.image}" if task.image else ""
+        return
+    lines = [line for line in file.read_text().splitlines() if not line.lstrip().startswith("#")]
+    here, num_images = "/", 0
+    for line in "\n".join(lines).replace("\\\n", " ").splitlines():
+        word, _, rest = line.strip().partition(" ")
+        rest = rest.strip()
+        if word.upper() == "FROM":
+            num_images += 1
+        elif word.upper() == "WORKDIR" and "$" not in rest:
+            here = task.workdir = posixpath.normpath(posixpath.join(here, rest))
+        elif word.upper() == "COPY" and not rest.startswith("--") and "$" not in rest:
+            *sources, target = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+            ends_as_folder = target.endswith(("/", ".")) or len(sources) > 1
+            target = posixpath.normpath(posixpath.join(here, target))
+            task.copies += [(source, target + "/" if ends_as_folder else target) for source in sources]
+        elif word:
+            task.needs_image = f"its Dockerfile has {' '.join(line.split())[:60]!r}"
+            return
+    if num_images > 1:
+        task.needs_image = "its Dockerfile has several stages"
+
+
+def copy_into(context: Path, source: str, folder: Path, target: str) -> None:
+    """Copy files as COPY of a Dockerfile does: a folder's content, or a file to a path, or into a folder ("x/").
+
+    Raises: ValueError where a path leaves its folder, or nothing is there.
+    """
+    found = [Path(path) for path in glob.glob(str(context / source.lstrip("/")))]
+    place = folder / target
+    for each in found:
+        if not each.resolve().is_relative_to(context.resolve()) or ".." in Path(target).parts:
+            raise ValueError(f"COPY {source} leaves {context} or {folder}")
+        if each.is_dir():
+            shutil.copytree(each, place, symlinks=True, dirs_exist_ok=True)
+        else:
+            into = place / each.name if target.endswith("/") or place.is_dir() else place
+            into.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(each, into)
+    if not found:
+        raise ValueError(f"COPY {source}: {context} has no such file")
