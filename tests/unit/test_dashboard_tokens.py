@@ -17,7 +17,7 @@ from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.logprobs import counting, identity, logprobs_of, path_of, read_logprobs, write_logprobs
 from trireme.journal.rank_shares import Shares, samples_of
-from trireme.journal.records import BatchRecord, Rollout
+from trireme.journal.records import BatchRecord, Branch, Rollout
 from trireme.messages import MicroBatch, Tokens, build_tokens
 from trireme.tools.dashboard.rollouts import components_html, conversation_html
 from trireme.tools.dashboard.tokens import (
@@ -166,9 +166,40 @@ def test_what_a_model_wrote_is_never_markup() -> None:
     ]
     record = Record(row=Row(0, "1", 0, 1.0), prompt=said, completion=said, answer=EVIL, info={EVIL: EVIL})
     evil = dataclasses.replace(columns(), texts=[EVIL] * 5)
-    page = conversation_html(record) + components_html({EVIL: 1.0}, 0.5) + token_html(evil, "engine", range(5), step=5)
+    played = {"exit_code": EVIL, "seconds": EVIL, "output": EVIL, "files": {EVIL: EVIL}}
+    branches = [Branch(why=EVIL), Branch(why=EVIL, parent=0, place=2, messages=said), Branch(why=EVIL, parent=9)]
+    agents = Record(row=record.row, prompt=said, completion=said, info=played, branches=branches)
+    page = (
+        conversation_html(record)
+        + conversation_html(agents)
+        + components_html({EVIL: 1.0}, 0.5)
+        + token_html(evil, "engine", range(5), step=5)
+    )
     seen = Reader(page)
-    assert seen.tags <= {"div", "span", "b", "h3", "i", "br"}
-    assert {name for _, attributes in seen.elements for name in attributes} <= {"class", "style", "data-t"}
+    assert seen.tags <= {"div", "span", "b", "h3", "i", "br", "details", "summary"}
+    assert {name for _, attributes in seen.elements for name in attributes} <= {"class", "style", "data-t", "open"}
     assert "".join(seen.texts).count("<script>alert(1)</script>") >= 15
     assert "\x1b" not in page
+
+
+def test_a_session_is_a_tree_of_conversations_that_branch_where_they_leave_each_other() -> None:
+    def say(*words: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": word} for word in words]
+
+    branches = [
+        Branch(why="first request", num_turns=2, sample=0),  # the longest: the prompt and the completion
+        Branch(why="turn dropped", parent=0, place=2, num_turns=1, sample=1, messages=say("left", "so")),
+        Branch(why="history edited", parent=1, place=3, messages=say("deeper")),
+        Branch(why="new conversation", messages=say("title")),
+    ]
+    info = {"exit_code": 3, "seconds": 1.5, "output": "bye", "files": {"a/b.txt": 7}}
+    record = Record(Row(0, "1", 0, 1.0), say("one"), say("two", "three"), info=info, branches=branches)
+    assert record.facts[2] == "4 branches"
+    texts = [text for text in Reader(conversation_html(record)).texts if text.strip() not in ("", "user")]
+    assert [text.split(":")[0] for text in texts] == [
+        *("Conversation 0", "one", "two", "Conversation 1", "left", "Conversation 2", "deeper", "so", "three"),
+        *("Conversation 3", "title", "files written", "a/b.txt  (7 bytes)", "program", "bye"),
+    ]
+    assert "turn dropped, 1 turn, 0 tools, sample 1" in texts[3]
+    assert "history edited, 0 turns, 0 tools, not trained on" in texts[5]
+    assert "exit code 3, after 1.5 s" in texts[-2]

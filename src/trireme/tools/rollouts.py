@@ -19,7 +19,7 @@ import numpy as np
 from trireme.base.errors import JournalCorrupt
 from trireme.base.safe_text import one_line
 from trireme.journal.entry import read_entry
-from trireme.journal.records import BatchRecord, Rollout
+from trireme.journal.records import BatchRecord, Branch, Rollout
 from trireme.messages import Tokens
 from trireme.tools.conversation import Message, blocks, content_text, last_message_text, messages_of
 
@@ -69,10 +69,11 @@ class Record(msgspec.Struct):
     completion: list[Message] = []
     answer: str = ""
     metrics: dict[str, float] = {}
-    info: dict[str, Any] = {}  # of the example
+    info: dict[str, Any] = {}  # of the example, or how an agent program ended
     more: dict[str, Any] = {}  # keys of the file that have no field here
     samples: list[Tokens] = []
     temperature: float = 1.0
+    branches: list[Branch] = []  # conversations, where an agent program played it
 
     @property
     def text(self) -> str:
@@ -89,6 +90,7 @@ class Record(msgspec.Struct):
             f"{row.turns} turn{'' if row.turns == 1 else 's'}",
         ]
         facts += [f"ended by {row.stop}"] if row.stop else []
+        facts += [f"{len(self.branches)} branches"] if len(self.branches) > 1 else []
         facts += ["truncated"] if row.truncated else []
         facts += [f"flaws: {row.flaws}"] if row.flaws else []
         return facts + ([f"temperature {self.temperature:g}"] if self.samples else [])
@@ -213,6 +215,8 @@ def record_of_rollout(step: int, number: int, rollout: Rollout) -> Record:
         completion=rollout.completion,
         answer=rollout.answer or "",
         metrics=rollout.metrics,
+        info=rollout.info,
+        branches=rollout.branches,
         more=more,
         samples=rollout.samples,
         temperature=rollout.temperature,

@@ -13,7 +13,7 @@ from nicegui import run, ui
 
 from trireme.base.errors import ConfigError
 from trireme.base.safe_text import clean, decimal
-from trireme.tools.conversation import blocks
+from trireme.tools.conversation import Block, Message, blocks
 from trireme.tools.dashboard import theme
 from trireme.tools.dashboard.rollout_index import ROLLOUT_SORTS, Found, index_of
 from trireme.tools.dashboard.runs import RunSet
@@ -23,6 +23,7 @@ from trireme.tools.rollouts import DROPPED, Record
 ROWS = 50  # of a page of the list
 LOOK_S = 1.0  # between two looks at the index, while it grows
 LONGEST = 20_000  # characters of a message that are shown
+MOST_BRANCHES = 100  # of a rollout that are shown
 ROLES = {"system", "developer", "user", "assistant", "tool"}
 BLOCK_WORDS = {"reasoning": "reasoning", "call": "calls", "result": "returned", "other": "also"}
 EXAMPLES = ("reward<0.5", "is:truncated", "is:failed", "-is:failed", "example=12", "stop~length")
@@ -250,19 +251,68 @@ def whole_number(text: str | None) -> int | None:
 
 
 def conversation_html(record: Record) -> str:
-    parts = []
-    for title, messages in (("Prompt", record.prompt), ("Completion", record.completion)):
-        parts += [f'<h3 class="tr-part">{title}</h3>'] if messages else []
-        for block in blocks(messages):
-            role = block.role if block.role in ROLES else "other"
-            heading = _escaped(f"{block.role} {BLOCK_WORDS.get(block.kind, '')}")
-            parts.append(_message_html(f"{role} {block.kind}", f"{heading} <b>{_escaped(block.name)}</b>", block.text))
-    rest = {"answer": record.answer, "info": record.info, **record.more}
+    if len(record.branches) > 1:
+        parts = [_tree_html(record)]
+    else:
+        parts = []
+        for title, messages in (("Prompt", record.prompt), ("Completion", record.completion)):
+            parts += [f'<h3 class="tr-part">{title}</h3>'] if messages else []
+            parts += map(_block_html, blocks(messages))
+    rest = {"answer": record.answer, **(_program_texts(record.info) or {"info": record.info}), **record.more}
     for name, value in rest.items():
         if value:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
             parts.append(_message_html("other", _escaped(name), text))
     return "".join(parts)
+
+
+def _tree_html(record: Record) -> str:
+    """Return the conversations of an agent program, each where it leaves the one that it has most in common with."""
+    branches = record.branches[:MOST_BRANCHES]
+    wholes: list[list[Message]] = []
+    children: dict[int, list[int]] = {}
+    for number, branch in enumerate(branches):
+        parent = branch.parent if branch.parent < number else -1
+        shared = wholes[parent][: branch.place] if parent >= 0 else []
+        wholes.append(shared + branch.messages if branch.messages else record.prompt + record.completion)
+        children.setdefault(max(parent, -1), []).append(number)
+
+    def branch_html(number: int) -> str:
+        branch, whole = branches[number], wholes[number]
+        at = branch.place if branch.parent >= 0 else 0
+        parts, before = [], len(blocks(whole[:at]))
+        for child in [*sorted(children.get(number, ()), key=lambda child: branches[child].place), None]:
+            found = blocks(whole if child is None else whole[: branches[child].place])
+            parts += map(_block_html, found[before:])
+            before = max(before, len(found))
+            parts += [branch_html(child)] if child is not None else []
+        counts = {"turn": branch.num_turns, "tool": branch.num_tools}
+        facts = [branch.why, *(f"{count} {noun}{'s' * (count != 1)}" for noun, count in counts.items())]
+        facts.append(f"sample {branch.sample}" if branch.sample >= 0 else "not trained on")
+        heading = _escaped(f"Conversation {number}: {', '.join(facts)}")
+        is_open = " open" if number == 0 or not branch.messages else ""
+        return f'<details class="tr-branch"{is_open}><summary>{heading}</summary>{"".join(parts)}</details>'
+
+    left_out = len(record.branches) - len(branches)
+    more = f"<p>and {left_out:,} more conversations</p>" if left_out else ""
+    return "".join(map(branch_html, children.get(-1, ()))) + more
+
+
+def _program_texts(info: dict[str, Any]) -> dict[str, str]:
+    """Return how an agent program ended, as texts with their headings; nothing where none played."""
+    if not {"exit_code", "output", "files"} <= info.keys() or not isinstance(info["files"], dict):
+        return {}
+    ended = "ended by its time limit" if info["exit_code"] is None else f"exit code {info['exit_code']}"
+    return {
+        "files written": "\n".join(f"{path}  ({size} bytes)" for path, size in info["files"].items()),
+        f"program: {ended}, after {info.get('seconds', '?')} s; end of its output": str(info["output"]) or "(nothing)",
+    }
+
+
+def _block_html(block: Block) -> str:
+    role = block.role if block.role in ROLES else "other"
+    heading = _escaped(f"{block.role} {BLOCK_WORDS.get(block.kind, '')}")
+    return _message_html(f"{role} {block.kind}", f"{heading} <b>{_escaped(block.name)}</b>", block.text)
 
 
 def _message_html(classes: str, heading_html: str, text: str) -> str:

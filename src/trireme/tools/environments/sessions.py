@@ -37,7 +37,8 @@ class Spread:
     largest: float
 
     def __str__(self) -> str:
-        return f"{self.median:.4g} (largest {self.largest:.4g})"
+        middle, largest = (f"{each:,.0f}" if each >= 100 else f"{each:.3g}" for each in (self.median, self.largest))
+        return f"{middle} (largest {largest})"
 
 
 @dataclass(frozen=True)
