@@ -258,7 +258,7 @@ def conversation_html(record: Record) -> str:
         for title, messages in (("Prompt", record.prompt), ("Completion", record.completion)):
             parts += [f'<h3 class="tr-part">{title}</h3>'] if messages else []
             parts += map(_block_html, blocks(messages))
-    rest = {"answer": record.answer, **(_program_texts(record.info) or {"info": record.info}), **record.more}
+    rest: dict[str, Any] = {"answer": record.answer, **(_program_texts(record.info) or {"info": record.info}), **record.more}
     for name, value in rest.items():
         if value:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
@@ -280,7 +280,8 @@ def _tree_html(record: Record) -> str:
     def branch_html(number: int) -> str:
         branch, whole = branches[number], wholes[number]
         at = branch.place if branch.parent >= 0 else 0
-        parts, before = [], len(blocks(whole[:at]))
+        parts: list[str] = []
+        before = len(blocks(whole[:at]))
         for child in [*sorted(children.get(number, ()), key=lambda child: branches[child].place), None]:
             found = blocks(whole if child is None else whole[: branches[child].place])
             parts += map(_block_html, found[before:])
