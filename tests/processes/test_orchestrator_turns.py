@@ -365,6 +365,7 @@ class RandomConversation:
     num_refused: int = 0
 
     config = SimpleNamespace(max_turns=None, agent=None)
+    uses_gateway = False
     name = "random"
 
     async def run(self, task: Any, ask: Any, *, on_retry: Any) -> Done:

@@ -1,9 +1,10 @@
-"""A rollout that an agent program plays: its session at the gateway, and the turns that answer its requests."""
+"""A rollout that agent programs play: its session at the gateway, and the turns that answer its requests."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -27,17 +28,22 @@ class AgentSession:
             done = await session.watch(run(task))  # `task` holds the address and the key
     """
 
-    def __init__(self, gateway: Gateway, task: RunTask, ask: AskPolicy) -> None:
-        self._gateway, self._task, self._ask = gateway, task, ask
+    def __init__(self, gateway: Gateway, task: RunTask, ask: AskPolicy, *, has_traces: bool = False) -> None:
+        """
+        Args:
+            has_traces: several agent runs may share the session; `max_turns` is for each.
+        """
+        self._gateway, self._task, self._ask, self._has_traces = gateway, task, ask, has_traces
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._open()
 
     def _open(self) -> None:
         self._turns: dict[str, Turn] = {}  # the newest of each request, by its digest
-        self._num_turns = self._num_asked = 0
+        self._num_turns: Counter[str] = Counter()  # by trace
+        self._num_asked = 0
         self._longest: list[dict[str, Any]] = []  # conversation
         self._task.gateway, self._task.api_key = self._gateway.url, secrets.token_urlsafe(24)
-        session = Session(self._task.task, self._answer, self._count, lambda: self._longest)
+        session = Session(self._task.task, self._answer, self._count, lambda: self._longest, self._has_traces)
         self._gateway.open(self._task.api_key, session)
 
     def __enter__(self) -> Self:
@@ -75,9 +81,9 @@ class AgentSession:
         if is_retry and digest in self._turns:
             return self._turns[digest]
         most = self._task.max_turns
-        if most is not None and self._num_turns >= most:
+        if most is not None and self._num_turns[request.trace] >= most:
             raise Refused("ended", f"This rollout has had its {most} model turns (`max_turns`).")
-        self._num_turns += 1
+        self._num_turns[request.trace] += 1
         question = self._question(request)
         try:
             reply = await self._ask(question)
@@ -86,7 +92,7 @@ class AgentSession:
                 self._failure.set_exception(error)
             raise Refused("failed", "The run has ended.") from error
         if reply.error is not None:
-            self._num_turns -= 1
+            self._num_turns[request.trace] -= 1
             raise Refused(PROBLEMS.get(reply.error_kind, "failed"), reply.error)
         if len(request.messages) >= len(self._longest):
             self._longest = [*request.messages, _to_message(reply)]
@@ -119,6 +125,7 @@ class AgentSession:
             tools=request.tools,
             sampling=request.sampling,
             calls_tools=request.calls_tools,
+            trace=request.trace,
         )
 
 
@@ -132,7 +139,7 @@ class ClientSession(AgentSession):
         """
         task = self._task
         example = task.split, task.index
-        rollout = ClientRollout(task.task, task.api_key, example, lambda: self._num_turns, _check_outcome)
+        rollout = ClientRollout(task.task, task.api_key, example, self._num_turns.total, _check_outcome)
         async with sessions.offer(rollout):
             return await self.watch(run(partial(self._wait_for_outcome, rollout)))
 

@@ -109,6 +109,10 @@ async def open_environment(
                 log.info("%s: clients open sessions at %s/sessions", environment.name, environment.gateway.url)
         stack.push_async_callback(environment._close)
         await environment._start()
+        if environment.uses_gateway and environment.gateway is None:
+            from trireme.orchestrator.gateway.server import open_gateway
+
+            environment.gateway = await stack.enter_async_context(open_gateway("127.0.0.1", 0))
         yield environment
 
 
@@ -144,7 +148,8 @@ class Environment:
         of its `memory` or of the `garbage` that it sent."""
         self.group_rewards = False  # rewards compare the rollouts of a group
         self.has_solutions = False  # its tasks bring solutions, see `RunTask.solve`
-        self.gateway: Gateway | None = None  # where its agent program finds the policy, if it has one
+        self.uses_gateway = config.agent is not None  # so do environments of verifiers v1
+        self.gateway: Gateway | None = None  # where its agent programs find the policy
         self.sessions: Sessions | None = None  # where clients of a user's own harness play its rollouts
         self._workers = workers
         self._waits = waits
@@ -191,7 +196,7 @@ class Environment:
         if self.sessions is not None:
             with ClientSession(self.gateway, task, ask) as session:  # whose conversation outlives the worker
                 return await session.play(self.sessions, lambda play: self._run(task, play, lambda: None))
-        with AgentSession(self.gateway, task, ask) as session:
+        with AgentSession(self.gateway, task, ask, has_traces=self.config.agent is None) as session:
             return await session.watch(self._run(task, ask, lambda: session.restart(on_retry)))
 
     async def _run(self, task: RunTask, ask: AskPolicy, on_retry: Callable[[], None]) -> Done:
@@ -293,6 +298,7 @@ class Environment:
         self.group_rewards, self.has_solutions = first.group_rewards, first.has_solutions
         if first.warning:
             log.warning("%s", first.warning)
+        self.uses_gateway |= first.uses_gateway
         for worker in self._workers:
             watch = worker.watch(every_s=self._ping_every_s, limit_s=self.config.rollout_timeout_s)
             self._keepers += [asyncio.create_task(self._keep_alive(worker)), asyncio.create_task(watch)]

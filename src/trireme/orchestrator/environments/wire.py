@@ -70,7 +70,7 @@ class RunTask(_Message, tag="run", kw_only=True):
     group: str = ""  # rollouts of the same name are scored together where the environment's rewards compare them
     group_size: int = 1  # rollouts of that name; a failed one comes again under the same name
     columns: list[str] = []  # fields of the environment's state that Done has to report
-    gateway: str = ""  # where an agent program finds the policy: a URL without a path
+    gateway: str = ""  # where agent programs find the policy: a URL without a path
     api_key: str = ""  # of this rollout there
     solve: Literal["", "oracle", "nothing"] = ""  # in place of an agent program: a task's own solution, or nothing
 
@@ -147,6 +147,7 @@ class Ready(_Message, tag="ready", kw_only=True):
     group_rewards: bool = False  # a group's rollouts are scored together, once all of them are in
     has_solutions: bool = False  # its tasks bring solutions, which `RunTask.solve` can ask for
     warning: str = ""  # for the user
+    uses_gateway: bool = False  # its agents ask the policy through the gateway, not with Ask
 
 
 class Failed(_Message, tag="failed", kw_only=True):
@@ -172,6 +173,7 @@ class Ask(_Message, tag="ask", kw_only=True):
     only_counts: bool = False  # the reply has the prompt's ids, and no turn is sampled
     example: dict[str, Any] | None = None  # a client plays it, and the reply comes when it has ended
     has_reward: bool = False  # the environment scores that rollout where the client does not
+    trace: str = ""  # the agent run that asks, where a rollout has several
 
 
 class Held(_Message, tag="held", kw_only=True):

@@ -22,7 +22,7 @@ import socket
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -57,6 +57,9 @@ KEPT_KEYS = 10_000
 RETRY_HEADER = "x-stainless-retry-count"
 """The SDKs of OpenAI and Anthropic set it to the number of the retry."""
 
+TRACE_HEADER = "x-session-id"
+"""verifiers sets it to the id of the agent run that asks."""
+
 Ask = Callable[[TurnRequest, str, bool], Coroutine[Any, Any, Turn]]
 """Answers a request with a turn, or raises Refused.
 
@@ -78,6 +81,7 @@ class Session:
     ask: Ask
     count: Count
     transcript: Transcript
+    has_traces: bool = False  # its requests name the agent run that they belong to
     ended: str | None = None  # why no more requests are answered
     num_open: int = 0  # requests that are being answered
     _tasks: set[asyncio.Task[Turn]] = field(default_factory=set)  # turns under way
@@ -194,6 +198,8 @@ class Gateway:
             if dialect is RESPONSES:
                 body["input"] = session.whole_input(body)
             asked = dialect.read(body)
+            if session.has_traces:
+                asked = replace(asked, trace=request.headers.get(TRACE_HEADER, ""))
             digest = conversation_digest(asked)
             task = session.begin(asked, digest, is_retry=request.headers.get(RETRY_HEADER, "0") != "0")
         except BaseException:
@@ -351,7 +357,8 @@ async def read_body(request: Request, most_bytes: int | None = None) -> dict[str
 
 def conversation_digest(request: TurnRequest) -> str:
     """Return a digest of the conversation and its tools: requests that have the same one are retries."""
-    return _digest(msgspec.json.encode([request.messages, request.tools, request.calls_tools], order="sorted")).hex()
+    decides = [request.messages, request.tools, request.calls_tools, request.trace]
+    return _digest(msgspec.json.encode(decides, order="sorted")).hex()
 
 
 def _digest(data: bytes) -> bytes:

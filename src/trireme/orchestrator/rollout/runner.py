@@ -17,7 +17,7 @@ from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
-from trireme.config.orchestrator import Agent, Sampling, sampling_notes
+from trireme.config.orchestrator import Sampling, sampling_notes
 from trireme.config.run import RunConfig
 from trireme.journal.records import Rollout
 from trireme.journal.turns import TurnLog, TurnRecord, prompt_digest, turns_file
@@ -140,9 +140,9 @@ class RolloutRunner:
             own=self._arguments[id(sampling)][1],
         )
         kept = None
-        if self.journal is not None and trained and environment.config.agent is not None:
+        if self.journal is not None and trained and environment.uses_gateway:
             kept = await asyncio.to_thread(TurnLog, turns_file(self.journal, spec.name, spec.attempt))
-        conversation = _Conversation(self, turns, trained=trained, agent=environment.config.agent, log=kept)
+        conversation = _Conversation(self, turns, trained=trained, environment=environment, log=kept)
         task = spec.task(environment, turns.own)
         try:
             done = await environment.run(task, conversation.answer, on_retry=conversation.restart)
@@ -171,7 +171,7 @@ class _Conversation:
         sampling: TurnSampling,
         *,
         trained: bool,
-        agent: Agent | None = None,
+        environment: Environment,
         log: TurnLog | None = None,
     ) -> None:
         """
@@ -182,7 +182,7 @@ class _Conversation:
         self._log = log
         self._lost: dict[str, asyncio.Task[Any]] = {}  # turns whose player has died, by the prompt's digest
         self._is_over = False
-        self._agent = agent
+        self._agent, self._has_programs = environment.config.agent, environment.uses_gateway
         self._sampling = sampling
         self._trained = trained
         self.restart()
@@ -190,7 +190,7 @@ class _Conversation:
     def restart(self) -> None:
         """Forget everything: the environment begins the rollout again."""
         strategy: Strategy = self._runner.strategy
-        if self._agent is not None:
+        if self._has_programs:
             strategy = "tolerant"
         elif strategy == "interleaved" and not self._trained:
             strategy = "interleaved_or_new"
@@ -209,10 +209,10 @@ class _Conversation:
         number, runner = self._num_asked + 1, self._runner
         try:
             if question.only_counts:
-                return Reply(prompt_ids=self.trajectory.prompt_ids(question.messages, question.tools))
+                return Reply(prompt_ids=self.trajectory.prompt_ids(question.messages, question.tools, question.trace))
             self._num_asked += 1
             arguments = self._sampling.of_turn(number, question.sampling)
-            asked = self.trajectory.ask(question.messages, question.tools)
+            asked = self.trajectory.ask(question.messages, question.tools, question.trace)
             tools = question.tools if question.calls_tools else None
             turn, message = await self._sample_once(asked, arguments, tools, number)
         except OverlongPrompt as error:
@@ -341,7 +341,7 @@ class _Conversation:
             token_rewards = self.trajectory.token_rewards(done.turn_rewards)
         except ValueError as error:
             raise RolloutFailed("score", str(error)) from error
-        played = {"branches": self.trajectory.branches(), "left_out": self._left_out()} if self._agent else {}
+        played = {"branches": self.trajectory.branches(), "left_out": self._left_out()} if self._has_programs else {}
         return Rollout.of(
             done,
             **issued,

@@ -9,6 +9,7 @@ The sample that a turn's tokens belong to:
 - `tolerant`, for agent programs: as `interleaved`, but a turn is recognised although the program changed what it sends
   back (`ModelMessage.is_like`), the sampled tokens stay where a template rewrites earlier turns, and a conversation
   that leaves an earlier one after any of its turns begins a sample with that one's tokens.
+- Agent runs of one rollout (`trace`) never continue each other's conversations.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class _Sample:
 
     tools: list[dict] | None
     branch: Branch
+    trace: str  # the agent run that it belongs to
     ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -126,6 +128,7 @@ class Question:
     ids: list[int]  # the whole prompt
     messages: list[dict[str, Any]]
     tools: list[dict] | None
+    trace: str
     turn: _Turn | None  # that it continues
     routes: tuple[np.ndarray, ...] = ()  # of the beginning of `ids`: reported by the engine in earlier turns
     is_rewritten: bool = False  # the chat template does not continue the turn that the conversation continues
@@ -151,20 +154,20 @@ class Trajectory:
         """Turns of the model."""
         return len(self._turns)
 
-    def ask(self, messages: list[dict[str, Any]], tools: list[dict] | None) -> Question:
+    def ask(self, messages: list[dict[str, Any]], tools: list[dict] | None, trace: str = "") -> Question:
         """Build the prompt of the next turn. Several turns may be asked for at once.
 
         Raises:
             Rewritten: `interleaved`, and the chat template does not continue what it rendered before.
         """
         number, self._num_asked, is_rewritten = self._num_asked, self._num_asked + 1, False
-        turn, conversation = self._find_turn(messages, tools)
+        turn, conversation = self._find_turn(messages, tools, trace)
         if turn is not None:
             try:
                 text = self._text_after(turn, conversation, tools or None)
                 ids = turn.sample.ids[: turn.end] + self._tokenizer.encode(text)
                 routes = tuple(turn.sample.routes) if turn is turn.sample.last else ()
-                return Question(number, ids, conversation, tools, turn, routes)
+                return Question(number, ids, conversation, tools, trace, turn, routes)
             except Rewritten:
                 if self._strategy == "interleaved":
                     raise
@@ -173,10 +176,10 @@ class Trajectory:
             ids = self._tokenizer.prompt_ids(messages, tools=tools)
         else:
             ids = self._tokenizer.encode(self._tokenizer.render(messages, tools=tools, generate=True))
-        return Question(number, ids, messages, tools, None, is_rewritten=is_rewritten)
+        return Question(number, ids, messages, tools, trace, None, is_rewritten=is_rewritten)
 
     def _find_turn(
-        self, messages: list[dict[str, Any]], tools: list[dict] | None
+        self, messages: list[dict[str, Any]], tools: list[dict] | None, trace: str
     ) -> tuple[_Turn | None, list[dict[str, Any]]]:
         """Return the turn that a conversation continues, and the conversation as the model knows it."""
         tolerant = self._strategy == "tolerant"
@@ -184,7 +187,7 @@ class Trajectory:
             turns = sorted(self._turns.values(), key=lambda turn: len(turn.messages))
         else:
             turns = [sample.last for sample in self._samples if sample.last] if self._strategy != "branching" else []
-        for turn in reversed(turns):
+        for turn in reversed([turn for turn in turns if turn.sample.trace == trace]):
             if (conversation := turn.continued_by(messages, tools, tolerant=tolerant)) is not None:
                 return turn, conversation
         return None, messages
@@ -208,7 +211,7 @@ class Trajectory:
             sample = earlier.sample
             sample.add_given(question.ids[earlier.end :])
         else:  # a conversation of its own, or one that leaves an earlier one before its end
-            sample = _Sample(question.tools or None, self._begin_branch(question))
+            sample = _Sample(question.tools or None, self._begin_branch(question), question.trace)
             self._samples.append(sample)
             sample.add_given(question.ids)
         begin = sample.length
@@ -223,9 +226,9 @@ class Trajectory:
         """Return why a request of an agent program begins a sample, by the conversation that it is most like."""
         messages, tools = question.messages, question.tools or None
         branch = Branch(why="first request", num_tools=len(tools or ()))
-        if not self._samples or self._strategy != "tolerant":
+        lasts = [each.last for each in self._samples if each.last is not None and each.trace == question.trace]
+        if not lasts or self._strategy != "tolerant":
             return branch
-        lasts = [sample.last for sample in self._samples if sample.last is not None]
         nearest = max(lasts, key=lambda turn: (turn.num_shared(messages), turn.sample.tools == tools))
         place = nearest.num_shared(messages)
         if all(message.get("role") in ("system", "developer") for message in messages[:place]):
@@ -282,10 +285,10 @@ class Trajectory:
         for sample in self._samples:
             sample.is_kept = any(sample is each for each in kept)
 
-    def prompt_ids(self, messages: list[dict[str, Any]], tools: list[dict] | None) -> list[int]:
+    def prompt_ids(self, messages: list[dict[str, Any]], tools: list[dict] | None, trace: str) -> list[int]:
         """Return the prompt that a turn would have. Raises: as `ask`."""
         number = self._num_asked
-        ids = self.ask(messages, tools).ids
+        ids = self.ask(messages, tools, trace).ids
         self._num_asked = number
         return ids
 

@@ -24,6 +24,8 @@ class Adapter(ABC):
 
     group_rewards = False
     """Its rewards compare rollouts of one example: `score` wants a whole group."""
+    uses_gateway = False
+    """Its agents ask the policy through the gateway, not with `ask`."""
     name: str
     versions: dict[str, str]
     train: Sized | None = None  # examples
@@ -37,6 +39,7 @@ class Adapter(ABC):
             "name": self.name,
             "versions": self.versions,
             "group_rewards": self.group_rewards,
+            "uses_gateway": self.uses_gateway,
         }
 
     def serving(self) -> AbstractAsyncContextManager[Any]:

@@ -1,7 +1,7 @@
 """Runs v1 environments of verifiers (from 0.4), unmodified: a package that exports a `Taskset`, an `Env`, or both.
 
-verifiers v1 lets any program act: it wants an endpoint, not a client. Ours is `PolicyEndpoint`, on the loopback
-interface, so that requests arrive as they do from every environment, and the orchestrator keeps the tokens.
+verifiers v1 lets any program act: it wants an endpoint, not a client. Ours is the gateway of the orchestrator, as for any
+agent program. verifiers relays each request in the dialect of its program, with the id of the trace that it belongs to.
 
 `args` are fields of the environment's configuration (`agent`, `timeout`, `retries`, ...); `select` picks tasks as in
 verifiers; every other key is the taskset's own. What differs from verifiers' defaults: programs run as subprocesses
@@ -11,22 +11,22 @@ What cannot be supported: more than one agent played by the policy. Others may p
 There is no evaluation split in v1: give `[[orchestrator.eval.env]]` other `args`.
 """
 
-import os
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import verifiers.v1 as vf
-from trireme_endpoint import PolicyEndpoint, Session
 from trireme_rollout import Adapter, Ask, RewardError, as_id, checked_number
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.dialects.chat import message_to_wire
 
-KEY_VARIABLE = "TRIREME_ENDPOINT_KEY"
+FULL = ("context_length_exceeded", "prompt is too long")
+"""In the gateway's refusal of a conversation that no longer fits into the model's context, by dialect."""
 
 
 class VerifiersV1Adapter(Adapter):
-    """One v1 environment, and the endpoint that its agent asks. What compares in v1 is an episode: one rollout."""
+    """One v1 environment. What compares in v1 is an episode: one rollout."""
+
+    uses_gateway = True
 
     def __init__(self, module: str, *, args: dict, versions: dict[str, str]) -> None:
         self.name = module
@@ -42,32 +42,22 @@ class VerifiersV1Adapter(Adapter):
                 "1000 }` to `args`."
             )
         self.train = list(taskset)
-        self._endpoint = PolicyEndpoint()
 
-    @asynccontextmanager
-    async def serving(self) -> AsyncIterator[None]:
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._endpoint.serving())
-            os.environ[KEY_VARIABLE] = self._endpoint.key
-            await stack.enter_async_context(self._environment.serving())
-            yield
+    def serving(self) -> AbstractAsyncContextManager[Any]:
+        return self._environment.serving()
 
     async def play(self, request: dict, ask: Ask) -> dict:
         """Scored too: in v1 an episode ends with its judgement, while what the agent left behind is still there."""
-        session = Session(ask, request["sampling"])
         spec, most = getattr(self._environment.config, self._role), request.get("max_turns")
         if most is not None and (spec.max_turns is None or spec.max_turns > most):
             spec.max_turns = most  # the run's own limit; the environment's may be lower
-        client = vf.EvalClientConfig(base_url=self._endpoint.url, api_key_var=KEY_VARIABLE)
+        # the key is in the path: verifiers reads keys from variables, which all rollouts of this process share
+        url = f"{request['gateway']}/s/{request['api_key']}/v1"
+        client = vf.EvalClientConfig(base_url=url, api_key_var="TRIREME_NO_KEY")
         context = vf.ModelContext(model="policy", client=client, sampling=vf.Sampling(**request["sampling"]))
         task = self.train[request["index"]]
-        try:
-            episode = await self._environment.run_episode(
-                task, context, on_trace=lambda trace: self._endpoint.open_session(trace.id, session)
-            )
-        finally:
-            self._endpoint.close(session)
-        return _result(_only_trace(episode, session, role=self._role), task, session)
+        episode = await self._environment.run_episode(task, context)
+        return _result(_only_trace(episode, role=self._role), task)
 
     async def score(self, played: list[dict]) -> list[dict]:
         return played
@@ -101,10 +91,8 @@ def _role_of_the_policy(config: Any) -> str:
     return ours[0]
 
 
-def _only_trace(episode: Any, session: Session, *, role: str) -> Any:
+def _only_trace(episode: Any, *, role: str) -> Any:
     """The policy's. Raises: what went wrong in the episode, RewardError where it was the scoring."""
-    if session.error is not None:
-        raise session.error
     if not episode.ok:
         for trace in episode.traces:
             if not trace.ok and trace.last_error is not None:
@@ -131,7 +119,9 @@ class _EpisodeFailed(Exception):
     """An episode failed, with the message of verifiers."""
 
 
-def _result(trace: Any, task: Any, session: Session) -> dict:
+def _result(trace: Any, task: Any) -> dict:
+    refusal = trace.calls[-1].error if trace.calls else None
+    is_full = refusal is not None and any(words in refusal.message for words in FULL)
     # the last branch of the conversation, up to the first thing that the model said and from there on
     nodes = trace.branches[-1].nodes if trace.branches else []
     first = next((place for place, node in enumerate(nodes) if node.sampled), len(nodes))
@@ -148,6 +138,6 @@ def _result(trace: Any, task: Any, session: Session) -> dict:
         "answer": answer if answer is None or isinstance(answer, str) else str(answer),
         "info": {"agent": trace.agent.name, "task": task.data.name or task.data.id or ""},
         "example_id": as_id(task.data.idx if task.data.id is None else task.data.id),
-        "stop": "prompt_too_long" if session.is_full else trace.stop_condition,
-        "truncated": session.is_full or trace.is_truncated,
+        "stop": "prompt_too_long" if is_full else trace.stop_condition,
+        "truncated": is_full or trace.is_truncated,
     }

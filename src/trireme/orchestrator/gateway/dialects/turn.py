@@ -72,6 +72,7 @@ class TurnRequest:
     with_usage: bool = False  # chat: the stream ends with a chunk of token counts
     declared: dict[str, Tool] = field(default_factory=dict)  # by the name that the model sees
     ignored: tuple[str, ...] = ()  # fields that ask for what the policy does not do
+    trace: str = ""  # the agent run that asks, where one session serves several
 
 
 @dataclass(frozen=True)
