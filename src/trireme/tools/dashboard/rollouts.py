@@ -258,7 +258,11 @@ def conversation_html(record: Record) -> str:
         for title, messages in (("Prompt", record.prompt), ("Completion", record.completion)):
             parts += [f'<h3 class="tr-part">{title}</h3>'] if messages else []
             parts += map(_block_html, blocks(messages))
-    rest: dict[str, Any] = {"answer": record.answer, **(_program_texts(record.info) or {"info": record.info}), **record.more}
+    rest: dict[str, Any] = {
+        "answer": record.answer,
+        **(_program_texts(record.info) or {"info": record.info}),
+        **record.more,
+    }
     for name, value in rest.items():
         if value:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
@@ -299,14 +303,15 @@ def _tree_html(record: Record) -> str:
     return "".join(map(branch_html, children.get(-1, ()))) + more
 
 
-def _program_texts(info: dict[str, Any]) -> dict[str, str]:
-    """Return how an agent program ended, as texts with their headings; nothing where none played."""
+def _program_texts(info: dict[str, Any]) -> dict[str, Any]:
+    """Return how an agent program ended, with headings; nothing where none played."""
     if not {"exit_code", "output", "files"} <= info.keys() or not isinstance(info["files"], dict):
         return {}
     ended = "ended by its time limit" if info["exit_code"] is None else f"exit code {info['exit_code']}"
     return {
         "files written": "\n".join(f"{path}  ({size} bytes)" for path, size in info["files"].items()),
         f"program: {ended}, after {info.get('seconds', '?')} s; end of its output": str(info["output"]) or "(nothing)",
+        **{name: value for name, value in info.items() if name not in ("exit_code", "output", "files", "seconds")},
     }
 
 
