@@ -1,27 +1,35 @@
-"""Detectors for a collapsing run, with warnings: what is seen, what it usually means, what to try.
+"""Signs of a collapsing run: a table of conditions, what each usually means, and what to try.
 
-Each detector looks at the rows of `metrics.jsonl` alone, so that every reader sees the same: the orchestrator, which
+Each condition looks at the rows of `metrics.jsonl` alone, so that every reader sees the same: the orchestrator, which
 logs the warning and shows it in `/status`, and the launcher's view. A warning is given when its sign appears, and again
 only after the sign has been absent for `CALM` rows.
+
+Thresholds are far from what healthy runs show, because frequent false alarms are not read. Most must be exceeded in
+each of `STEADY` rows, and are relative to the start of the run where no number fits every model and task.
 
     row -> Watch.take -> [Warned(name="entropy_collapse", step=41, text="policy/entropy is ...")]
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from trireme.base.log import get_logger
-from trireme.monitor import symptoms
-from trireme.monitor.symptoms import History
 
 CALM = 5
 """Rows of the sign's own metrics without it, after which it would be news again."""
+LONGEST = 48  # values kept of a metric
+START = 3  # values that say where it began
+STEADY = 3
+"""Rows in a row that most signs must hold for: one odd batch is no collapse."""
+LOOK_BACK = 45
+"""Batches that a slow decline is looked for in."""
 
 logger = get_logger("warnings")
-
-Look = Callable[[History], str | None]
 
 
 class Warned(NamedTuple):
@@ -45,6 +53,147 @@ class Sign(NamedTuple):
         return not history.names.isdisjoint(self.watched)
 
 
+class History:
+    """Values by name, in the order in which they came. What was not finite is NaN."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()  # of the newest row
+        self._values: dict[str, deque[float]] = {}
+        self._starts: dict[str, list[float]] = {}
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        numbers = {name: value for name, value in row.items() if value is None or isinstance(value, int | float)}
+        self.names = set(numbers)
+        for name, number in numbers.items():
+            value = math.nan if number is None else float(number)
+            self._values.setdefault(name, deque(maxlen=LONGEST)).append(value)
+            start = self._starts.setdefault(name, [])
+            if len(start) < START and math.isfinite(value):
+                start.append(value)
+
+    def last(self, name: str, count: int = 1) -> list[float]:
+        """The newest values, oldest first; empty where there are not yet so many."""
+        values = self._values.get(name, ())
+        return list(values)[-count:] if len(values) >= count else []
+
+    def before(self, name: str, *, skip: int, count: int) -> list[float]:
+        """Up to `count` finite values older than the newest `skip`."""
+        older = list(self._values.get(name, ()))[:-skip]
+        return [value for value in older if math.isfinite(value)][-count:]
+
+    def start(self, name: str) -> float | None:
+        """Mean of the first values; None before they are all in."""
+        start = self._starts.get(name, [])
+        return sum(start) / len(start) if len(start) == START else None
+
+
+# conditions: each returns what is seen, with values, or None
+
+Look = Callable[[History], str | None]
+Limit = float | Callable[[float], float]
+"""A number, or a function of where the metric began."""
+BEGAN_AT = "{mean:.3g}; it began at {start:.3g}"
+
+
+def stays(metric: str, sentence: str, *, below: Limit = -math.inf, above: Limit = math.inf) -> Look:
+    """Return the condition that the newest `STEADY` values are all below a limit, or all above one. NaN is neither.
+
+    Args:
+        sentence: with `{mean}` of these values, and `{start}`, where the metric began.
+    """
+
+    def look(history: History) -> str | None:
+        values, start = history.last(metric, STEADY), history.start(metric)
+        if not values or (start is None and (callable(below) or callable(above))):
+            return None
+        low, high = (limit(start or 0.0) if callable(limit) else limit for limit in (below, above))
+        if not (all(value < low for value in values) or all(value > high for value in values)):
+            return None
+        return f"{metric} is {sentence.format(mean=fmean(values), start=start)}"
+
+    return look
+
+
+def same_rewards(history: History) -> str | None:
+    stds, start = history.last("reward/std", STEADY), history.start("reward/std")
+    if not stds or max(stds) > max(1e-6, 0.02 * (start or 0.0)):
+        return None
+    return f"reward/std is {stds[-1]:.2g} over {STEADY} batches, whose rewards are all {_value(history, 'reward/mean')}"
+
+
+def nothing_trained(history: History) -> str | None:
+    losses, norms = history.last("loss", 2), history.last("grad_norm", 2)
+    if norms and all(norm == 0 for norm in norms) and all(loss == 0 for loss in losses):
+        return "loss and grad_norm are 0 for two steps: no token had an advantage"
+    entropy = history.last("policy/entropy")
+    if "policy/entropy" in history.names and entropy and math.isnan(entropy[0]):
+        return "policy/entropy is NaN: the batch had no valid tokens"
+    return None
+
+
+def rollouts_fail(history: History) -> str | None:
+    rates = {name: rate for name in history.names if name.endswith("/error_rate") for rate in history.last(name)}
+    name, rate = max(rates.items(), key=lambda item: item[1], default=("", 0.0))
+    return f"{name} is {rate:.2f}: so many of the attempts that ended fail" if rate >= 0.5 else None
+
+
+def grad_spike(history: History) -> str | None:
+    last, before = history.last("grad_norm"), history.before("grad_norm", skip=1, count=20)
+    if not last or len(before) < 8 or median(before) <= 0 or not last[0] > 10 * median(before):
+        return None
+    return f"grad_norm is {last[0]:.3g}; the median of the {len(before)} steps before is {median(before):.3g}"
+
+
+def reward_drops(history: History) -> str | None:
+    recent, before = history.last("reward/mean", STEADY), history.before("reward/mean", skip=STEADY, count=10)
+    if not recent or len(before) < 10:
+        return None
+    fall = fmean(before) - max(recent)
+    if not fall > max(4 * _spread(before), 0.2 * abs(fmean(before)), 1e-6):
+        return None
+    return f"reward/mean fell to {fmean(recent):.3g}; the 10 batches before had {fmean(before):.3g}"
+
+
+def reward_declines(history: History) -> str | None:
+    """Detect a slow decline: half of the reward's gain is lost again."""
+    start, values = history.start("reward/mean"), history.last("reward/mean", LOOK_BACK)
+    if start is None or not values:
+        return None
+    best = max(fmean(values[at : at + 10]) for at in range(0, LOOK_BACK - 10, 5))
+    now, spread = fmean(values[-10:]), _spread(values[-10:])
+    if best - start <= 3 * spread or best - now <= max(0.5 * (best - start), 2 * spread):
+        return None
+    return f"reward/mean is {now:.3g} over 10 batches; it began at {start:.3g} and had been at {best:.3g}"
+
+
+def not_finite(history: History) -> str | None:
+    for name in ("loss", "grad_norm"):
+        last = history.last(name)
+        if name in history.names and last and math.isnan(last[0]):
+            return f"{name} is not finite"
+    skipped = history.last("skipped_update")
+    return "skipped_update is 1: the gradient was not finite" if skipped and skipped[0] > 0 else None
+
+
+def degenerate(history: History) -> str | None:
+    for flaw in ("repetition", "gibberish"):
+        values = history.last(f"filters/{flaw}_frac", STEADY)
+        if values and min(values) >= 0.2:
+            return f"filters/{flaw}_frac is {fmean(values):.2f} over {STEADY} batches"
+    return None
+
+
+def _value(history: History, name: str) -> str:
+    last = history.last(name)
+    return f"{last[0]:.3g}" if last else "the same"
+
+
+def _spread(values: list[float]) -> float:
+    """Return the standard deviation. `statistics.stdev` uses fractions and is a hundred times slower."""
+    mean = fmean(values)
+    return math.sqrt(fmean((value - mean) ** 2 for value in values))
+
+
 # what it means, and what to try: after the troubleshooting of the guides that people come from
 
 CALM_DOWN = (
@@ -56,7 +205,7 @@ SIGNS = (
     Sign(
         "reward_std_zero",
         ("reward/std",),
-        symptoms.same_rewards,
+        same_rewards,
         "Where all rewards are the same there is no advantage, and nothing is learned: the task is solved, or far too "
         "hard, or the reward function does not tell answers apart, or all answers have become the same.",
         "Read a few rollouts of the batch. Solved: take harder examples. Never solved: take easier ones or a longer "
@@ -65,7 +214,9 @@ SIGNS = (
     Sign(
         "few_groups_with_signal",
         ("groups/signal_frac",),
-        symptoms.few_groups_with_signal,
+        stays(
+            "groups/signal_frac", "{mean:.2f}: in the other groups of the last 3 batches all rewards agree", below=0.15
+        ),
         "Most examples are too easy or too hard for this model: their groups teach nothing, and the steps are noisy.",
         "Set `orchestrator.buffer.online_difficulty_filtering` (refills the batch), or difficulty pools "
         "(`[orchestrator.buffer.pools]`); more `orchestrator.rollouts_per_example`, or finer rewards than 0 and 1.",
@@ -73,7 +224,7 @@ SIGNS = (
     Sign(
         "nothing_trained",
         ("loss", "grad_norm", "policy/entropy"),
-        symptoms.nothing_trained,
+        nothing_trained,
         "All-zero training metrics, or no entropy: usually all rollouts fail or get the same reward, or filters mask "
         "all of them.",
         "Look for errors of environments in logs/orchestrator.stdout, at `rollouts/error_rate`, `groups/signal_frac` "
@@ -82,7 +233,7 @@ SIGNS = (
     Sign(
         "rollouts_failing",
         ("rollouts/error_rate",),
-        symptoms.rollouts_fail,
+        rollouts_fail,
         "The environment or its reward function raises, or is too slow, or the engines refuse its requests. The batch "
         "is filled with what is left, which is slow and may be one-sided.",
         "logs/orchestrator.stdout names the examples and errors. Mend the environment (`trireme env check NAME`); for "
@@ -91,7 +242,7 @@ SIGNS = (
     Sign(
         "entropy_collapse",
         ("policy/entropy",),
-        symptoms.entropy_gone,
+        stays("policy/entropy", BEGAN_AT, below=lambda start: max(1e-3, 0.1 * start)),
         "The policy has become nearly deterministic: answers of a group are alike, so it can no longer explore.",
         "Go back to an earlier checkpoint (`trainer.ckpt.resume_step`), lower `trainer.optim.lr`, raise "
         "`trainer.loss.entropy_bonus`, `trainer.loss.beta` or `orchestrator.sampling.temperature`.",
@@ -99,14 +250,14 @@ SIGNS = (
     Sign(
         "entropy_explosion",
         ("policy/entropy",),
-        symptoms.entropy_explodes,
+        stays("policy/entropy", BEGAN_AT, above=lambda start: max(3 * start, start + 0.5)),
         "The policy drifts towards noise: answers become incoherent, and the reward usually follows.",
         f"{CALM_DOWN}. Look whether `trainer.loss.entropy_bonus` is too large, and at `mismatch_kl`.",
     ),
     Sign(
         "grad_norm_spike",
         ("grad_norm",),
-        symptoms.grad_spike,
+        grad_spike,
         "One batch pulls much harder than the ones before: an outlier of reward, length or importance ratio. It was "
         "scaled down to `trainer.optim.max_norm`; spikes that come again and again precede divergence.",
         "Lower `trainer.optim.lr` or `trainer.optim.max_norm`; clip (`orchestrator.advantage.clip`, "
@@ -115,7 +266,7 @@ SIGNS = (
     Sign(
         "reward_drop",
         ("reward/mean",),
-        symptoms.reward_drops,
+        reward_drops,
         "A sudden fall of the reward: a step went too far, the data changed (a curriculum stage, another "
         "environment), or the reward function fails.",
         f"See whether `rollouts/error_rate`, `truncated_frac` or `curriculum/stage` moved. {CALM_DOWN}.",
@@ -123,14 +274,14 @@ SIGNS = (
     Sign(
         "reward_decline",
         ("reward/mean",),
-        symptoms.reward_declines,
+        reward_declines,
         "What was learned is being unlearned: more than half of the gain is lost.",
         f"{CALM_DOWN}. `trainer.loss.beta` above 0, or a smaller `max_async_level`, holds the policy back.",
     ),
     Sign(
         "not_finite",
         ("loss", "grad_norm", "skipped_update"),
-        symptoms.not_finite,
+        not_finite,
         "The step was thrown away and the weights stayed as they were. Once is an accident of numbers; every step is "
         "a run that no longer learns.",
         'Set `trainer.model.optimization_dtype = "float32"`, lower `trainer.optim.lr`, clip rewards '
@@ -139,7 +290,7 @@ SIGNS = (
     Sign(
         "mismatch",
         ("mismatch_kl",),
-        symptoms.mismatch,
+        stays("mismatch_kl", "{mean:.3g} over 3 steps; at most 0.01 was expected", above=0.01),
         "Trainer and engine give the same tokens other probabilities under the same weights, so the gradient is "
         "off-policy even where the data is fresh.",
         "Use one precision on both sides (`inference.model.dtype`, `trainer.model.optimization_dtype`); choose a loss "
@@ -149,7 +300,7 @@ SIGNS = (
     Sign(
         "importance_ratio",
         ("importance_ratio",),
-        symptoms.ratio_off,
+        stays("importance_ratio", "{mean:.3g} over 3 steps; 0.8 to 1.25 was expected", below=0.8, above=1.25),
         "The policy that is trained is far from the one that sampled: the data is too old, steps are too large, or "
         "trainer and engine disagree (`mismatch_kl`).",
         "Lower `trainer.optim.lr`, `max_async_level` or `orchestrator.max_off_policy_steps`; or choose a loss for "
@@ -158,21 +309,21 @@ SIGNS = (
     Sign(
         "policy_kl",
         ("policy/kl",),
-        symptoms.policy_kl,
+        stays("policy/kl", "{mean:.3g} over 3 steps; at most 0.2 was expected", above=0.2),
         "The policy moves far within the age of a batch, which is outside what importance weights can mend.",
         "Lower `trainer.optim.lr` or `max_async_level`, or raise `trainer.loss.beta`.",
     ),
     Sign(
         "low_ess",
         ("ess",),
-        symptoms.few_effective_samples,
+        stays("ess", "{mean:.2f} over 3 steps: the importance weights of few tokens outweigh the others", below=0.3),
         "A few tokens with large importance weights decide the step, so it is as noisy as a much smaller batch's.",
         "Lower `max_async_level` or `trainer.optim.lr`, or choose a loss that clips or masks the ratio.",
     ),
     Sign(
         "tokens_masked",
         ("masked_frac",),
-        symptoms.tokens_masked,
+        stays("masked_frac", "{mean:.2f} over 3 steps: so many tokens give no gradient", above=0.3),
         "The loss leaves out many tokens, because their importance ratio is outside its band.",
         "As for `importance_ratio`: fresher data or smaller steps; or widen the band (`trainer.loss.ratio_low` and "
         "`trainer.loss.ratio_high`; `trainer.loss.correction_low` and `trainer.loss.correction_high` of a correction "
@@ -181,7 +332,7 @@ SIGNS = (
     Sign(
         "stale",
         ("lag/beyond_frac",),
-        symptoms.stale,
+        stays("lag/beyond_frac", "{mean:.2f} over 3 batches: so many tokens are older than max_async_level", above=0.5),
         "Rollouts take longer than the steps that overtake them, so most data is older than generation runs ahead.",
         "Lower `orchestrator.oversampling_factor`, give inference more GPUs, shorten rollouts "
         '(`orchestrator.sampling.max_tokens`), or choose a loss for stale data (`trainer.loss.type = "decoupled"`).',
@@ -189,7 +340,7 @@ SIGNS = (
     Sign(
         "all_truncated",
         ("truncated_frac",),
-        symptoms.truncated,
+        stays("truncated_frac", "{mean:.2f} over 3 batches", above=math.nextafter(0.8, 0.0)),
         "Nearly every answer runs out of tokens before its end, so the reward says little about what was asked.",
         "Raise `orchestrator.sampling.max_tokens` (and `seq_len`), or shorten answers with "
         '`[orchestrator.length_penalty]`; `orchestrator.filters.truncated = "mask"` leaves them out of the gradient.',
@@ -197,7 +348,7 @@ SIGNS = (
     Sign(
         "degenerate_outputs",
         ("filters/repetition_frac", "filters/gibberish_frac"),
-        symptoms.degenerate,
+        degenerate,
         "Answers repeat themselves without end or derail: the policy is collapsing, or the reward pays for it.",
         "Read some of them. Go back to an earlier checkpoint (`trainer.ckpt.resume_step`), lower `trainer.optim.lr`, "
         'set `orchestrator.filters.repetition = "drop"` (or `gibberish`), and mend the reward function.',
@@ -205,7 +356,7 @@ SIGNS = (
     Sign(
         "answers_vanish",
         ("tokens/completion_mean",),
-        symptoms.answers_vanish,
+        stays("tokens/completion_mean", "{mean:.1f}; it began at {start:.1f}", below=lambda start: 0.1 * start),
         "Answers have become next to nothing: ending at once is the safest way to avoid a penalty, or gets the reward.",
         "Look whether a short answer is paid (reward function, `[orchestrator.length_penalty]`); go back to an "
         "earlier checkpoint (`trainer.ckpt.resume_step`); `orchestrator.sampling.min_tokens` forbids it for a while.",
