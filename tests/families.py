@@ -86,6 +86,20 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 """Some or all layers carry a state from token to token."""
 CONFIGS |= HYBRIDS
 
+_LARGE = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+_LARGE |= {"max_position_embeddings": 512}
+_LARGE_DELTA = _LARGE | {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "head_dim": 64}
+_LARGE_MAMBA = _LARGE | {"mamba_d_head": 64, "mamba_d_state": 16}
+SERVED: dict[str, dict[str, Any]] = {
+    "nemotron_h": _LARGE | {"mamba_head_dim": 64, "ssm_state_size": 16, "head_dim": 64},
+    "granitemoehybrid": _LARGE_MAMBA | {"shared_intermediate_size": 128},
+    "falcon_h1": _LARGE_MAMBA | {"mamba_d_ssm": 256, "head_dim": 64, "mamba_norm_before_gate": False},
+    "mamba2": {"hidden_size": 128, "head_dim": 64, "state_size": 16},
+    "qwen3_5_text": _LARGE_DELTA,
+    "qwen3_next": _LARGE_DELTA | {"num_experts_per_tok": 4},
+}
+"""Sizes that vLLM has kernels for on a CPU."""
+
 NOT_FOR_PACKED_ROWS: dict[str, dict[str, Any]] = {"mamba": {"state_size": 8}, "bloom": {"n_layer": 2, "n_head": 4}}
 
 

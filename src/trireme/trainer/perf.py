@@ -14,17 +14,19 @@ from trireme.messages import MicroBatch
 from trireme.trainer.parallel.mesh import World
 
 GIB = 1 << 30
+ATTENDING = ("full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid")  # kinds of layers
 
 
 def flops_per_token(model: PreTrainedModel, mean_length: float) -> float:
     """Return the operations of the forward and backward pass per token; see `algo.model.flops`."""
     config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads = getattr(config, "num_attention_heads", 0)  # Mamba-2 has none
+    width = heads * (getattr(config, "head_dim", None) or 0) or config.hidden_size
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    attending = sum(kind in ATTENDING for kind in kinds) if kinds else config.num_hidden_layers
     matrices, trained = matrix_parameters(model)
-    return flops.flops_per_token(
-        matrices, trained, layers=config.num_hidden_layers, width=heads * head_dim, mean_length=mean_length
-    )
+    layers = attending if heads else 0
+    return flops.flops_per_token(matrices, trained, layers=layers, width=width, mean_length=mean_length)
 
 
 def matrix_parameters(model: PreTrainedModel) -> tuple[float, float]:
@@ -36,10 +38,11 @@ def matrix_parameters(model: PreTrainedModel) -> tuple[float, float]:
     config = model.config.get_text_config()
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     total = trained = 0.0
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         is_lookup_only = parameter is embedding.weight and (head is None or parameter is not head.weight)
         if parameter.ndim > 1 and not is_lookup_only:
-            share = config.num_experts_per_tok / parameter.shape[0] if parameter.ndim == 3 else 1.0
+            is_of_experts = parameter.ndim == 3 and ".experts." in name
+            share = config.num_experts_per_tok / parameter.shape[0] if is_of_experts else 1.0
             total += parameter.numel() * share
             trained += parameter.numel() * share * parameter.requires_grad
     return total, trained

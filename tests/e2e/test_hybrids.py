@@ -1,0 +1,58 @@
+"""Models whose layers carry a state, on the real engine: updates arrive, also under a request, and a run trains."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from families import SERVED, build_config, save_family
+from posted_update import update, updated_by_hand
+from real_run import REPOSITORY, open_engine, run_apart
+from tiny import logprobs_of
+
+TINY = REPOSITORY / "models/reverse-text-tiny"
+VOCABULARY = json.loads((TINY / "config.json").read_text())["vocab_size"]
+PROMPT = [(17 + 11 * place) % VOCABULARY for place in range(40)]
+NOISE = 0.25  # of bfloat16; the two models differ by nats
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "nemotron_h" else pytest.param(kind, marks=pytest.mark.slow) for kind in SERVED]
+)
+def test_a_hybrid_is_updated_in_flight_and_trained(kind: str, tmp_path: Path) -> None:
+    folder = save_family(tmp_path / "model", build_config(kind, **SERVED[kind], vocab_size=VOCABULARY))
+    for file in TINY.glob("*token*"):
+        shutil.copy(file, folder)
+    one = load_file(folder / "model.safetensors")
+    rng = np.random.default_rng(0)
+    other = {name: tensor + rng.normal(0, 0.05, tensor.shape).astype(tensor.dtype) for name, tensor in one.items()}
+    flags = ("--model.name", folder, "--inference.model.dtype", "bfloat16", "--seq-len", "512", "--max-steps", "3")
+    with open_engine(tmp_path / "engine", *flags) as engine:
+        with updated_by_hand(engine.port) as post:
+            sampling = {"max_tokens": 400, "ignore_eos": True, "logprobs": 0}
+            assert update(post, one, tmp_path) == []
+            post("resume")
+            with ThreadPoolExecutor(1) as thread:
+                asked = thread.submit(post, "inference/v1/generate", token_ids=PROMPT, sampling_params=sampling)
+                post("inference/v1/generate", token_ids=PROMPT, sampling_params=sampling | {"max_tokens": 20})
+                post("pause?mode=keep")
+                assert update(post, other, tmp_path, version=1) == []
+                post("resume")
+                (answer,) = asked.result()["choices"]
+            ids, told = PROMPT + answer["token_ids"], [each["logprob"] for each in answer["logprobs"]["content"]]
+            expected = [logprobs_of(folder, tensors, ids)[len(PROMPT) - 1 :] for tensors in (one, other)]
+            assert np.abs(expected[0] - expected[1]).max() > 4 * NOISE
+            for span, logprobs in zip(answer["weight_versions"], expected, strict=True):
+                assert np.abs(told - logprobs)[span["start"] : span["end"]].max() < NOISE
+            post("pause?mode=keep")
+        lora = ("--trainer.model.lora.rank", "4") if kind == "qwen3_5_text" else ()
+        run = run_apart(engine, tmp_path / "run", *flags, *lora)
+    rows = [row["mismatch_kl"] for row in run.rows("trainer") if "mismatch_kl" in row]
+    assert rows
+    assert max(rows) < 1e-2
