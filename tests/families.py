@@ -86,8 +86,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 """Some or all layers carry a state from token to token."""
 CONFIGS |= HYBRIDS
 
-_LARGE = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
-_LARGE |= {"max_position_embeddings": 512}
+_LARGE = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
 _LARGE_DELTA = _LARGE | {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "head_dim": 64}
 _LARGE_MAMBA = _LARGE | {"mamba_d_head": 64, "mamba_d_state": 16}
 SERVED: dict[str, dict[str, Any]] = {

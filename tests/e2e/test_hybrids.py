@@ -27,7 +27,7 @@ NOISE = 0.25  # of bfloat16; the two models differ by nats
 )
 def test_a_hybrid_is_updated_in_flight_and_trained(kind: str, tmp_path: Path) -> None:
     folder = save_family(tmp_path / "model", build_config(kind, **SERVED[kind], vocab_size=VOCABULARY))
-    for file in TINY.glob("*token*"):
+    for file in (*TINY.glob("*token*"), *TINY.glob("*.jinja")):
         shutil.copy(file, folder)
     one = load_file(folder / "model.safetensors")
     rng = np.random.default_rng(0)

@@ -86,15 +86,7 @@ def launch_problems(config: RunConfig, devices: Devices, *, section: ProcessName
         found += optim_launch_problems("trainer.", config.trainer.optim, config.device)
         found += model_launch_problems("trainer.model", config.trainer.model, config.device)
     if section in (None, "inference"):
-        arguments = {name.replace("-", "_"): value for name, value in config.inference.args.items()}
-        served, dtype = config.inference.model.name, config.inference.model.dtype
-        described = read_config(served)
-        found += serving_problems(f'inference.model.name = "{served}"', described, arguments, config.device, dtype)
-        if config.serves_adapters and mixers_of(described):
-            found.append(
-                f'`trainer.model.lora.sync = "adapter"` with {served} - expected "merged" for a model whose layers '
-                "carry a state: their adapters were not tried in vLLM. Remove the line."
-            )
+        found += served_model_problems(config)
     if section in (None, "orchestrator") and config.orchestrator.advantage.type == "custom":
         functions["orchestrator.advantage.path"] = config.orchestrator.advantage.path
     found += filter(None, (function_problem(path, key=key) for key, path in functions.items() if path))
@@ -105,6 +97,19 @@ def launch_problems(config: RunConfig, devices: Devices, *, section: ProcessName
         if (section is None and key != "ports.ranks") or section == process:
             found += port_problems(config, key)
     return found
+
+
+def served_model_problems(config: RunConfig) -> Iterator[str]:
+    """Yield why engines cannot serve the model that this run trains, by its config.json."""
+    arguments = {name.replace("-", "_"): value for name, value in config.inference.args.items()}
+    served, dtype = config.inference.model.name, config.inference.model.dtype
+    described = read_config(served)
+    yield from serving_problems(f'inference.model.name = "{served}"', described, arguments, config.device, dtype)
+    if config.serves_adapters and mixers_of(described):
+        yield (
+            f'`trainer.model.lora.sync = "adapter"` with {served} - expected "merged" for a model whose layers carry a '
+            "state: their adapters were not tried in vLLM. Remove the line."
+        )
 
 
 # a whole run

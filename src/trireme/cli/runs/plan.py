@@ -14,11 +14,14 @@ from trireme.base.errors import ConfigError
 from trireme.config.arguments import TypedFile, count, parse_arguments, positive, positive_int, share
 from trireme.config.files import read_table
 from trireme.config.load import load_config, load_run_config
+from trireme.config.model_folder import read_config
 from trireme.config.orchestrator import Environment
+from trireme.config.problems import raise_together
 from trireme.config.resolve import resolve, resolve_sft, updated
-from trireme.config.rules import check, check_sft
+from trireme.config.rules import check, check_sft, served_model_problems
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
+from trireme.config.state_layers import state_layer_problems
 from trireme.tools.plan.advice import advise
 from trireme.tools.plan.estimate import Estimate, estimate_run
 from trireme.tools.plan.lengths import Lengths, Rates, lengths_of, rates_of
@@ -58,6 +61,10 @@ def _plan_run(typed: list[str], options: Namespace, machine: Machine) -> Estimat
         config = resolve(config, machine.devices)
     with_environment = {"orchestrator.env": config.orchestrator.env or (Environment(id="any"),)}  # a plan needs none
     check(updated(config, with_environment), machine.devices)
+    trained = read_config(config.trainer.model.name)
+    raise_together(
+        [*state_layer_problems("trainer.model", config.trainer.model, trained), *served_model_problems(config)]
+    )
     prompt, sampled = options.prompt_tokens, options.completion_tokens
     lengths = lengths_of(config, prompt=prompt, sampled=sampled, examples=options.examples, run=options.run)
     sized = read_sizes(config.trainer.model.name or config.model.name, fetch=True)
@@ -71,6 +78,7 @@ def _plan_sft(typed: list[str], options: Namespace, machine: Machine) -> Estimat
     if not invocation.run:
         config = resolve_sft(config, machine.devices)
     check_sft(config, machine.devices)
+    raise_together([*state_layer_problems("model", config.model, read_config(config.model.name))])
     sized = read_sizes(str(config.model.name), fetch=True)
     length = sum(number for number in (options.prompt_tokens, options.completion_tokens) if number)
     source = "as given" if length else "the longest that the configuration allows"
