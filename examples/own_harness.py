@@ -7,28 +7,42 @@ uv run python examples/own_harness.py
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 
 TOKEN = os.environ.get("TRIREME_TOKEN") or Path("outputs/own-harness/.token").read_text()
-http = httpx.Client(base_url="http://127.0.0.1:8090", timeout=600)
+patient = httpx.HTTPTransport(retries=7)  # for half a minute, while the orchestrator restarts
+http = httpx.Client(base_url="http://127.0.0.1:8090", timeout=600, transport=patient)
 
 
-def play(_: int) -> None:
-    """Play rollouts until the run is over. Any SDK will do: give it `base_url` and `api_key` of the session."""
-    while True:
-        opened = http.post("/sessions", json={"env": "shout"}, headers={"Authorization": f"Bearer {TOKEN}"})
-        if opened.status_code == 429:  # no rollout is wanted: the trainer is busy
-            time.sleep(float(opened.headers["retry-after"]))
-            continue
-        session = opened.raise_for_status().json()
-        key = {"Authorization": f"Bearer {session['api_key']}"}
-        answer = http.post("/v1/chat/completions", json={"messages": session["prompt"]}, headers=key)
-        text = answer.raise_for_status().json()["choices"][0]["message"]["content"]
-        reward = float(session["example"]["answer"] in text)
-        http.post(f"/sessions/{session['id']}/reward", json={"reward": reward}, headers=key)
+def play() -> bool:
+    """Play one rollout, and return whether the run goes on. An SDK can call the model at the session's `base_url`."""
+    opened = http.post("/sessions", json={"env": "shout"}, headers={"Authorization": f"Bearer {TOKEN}"})
+    if opened.status_code == 429:  # no rollout is wanted: the trainer is busy
+        time.sleep(float(opened.headers["retry-after"]))
+        return True
+    if opened.status_code == 403:  # the run is over
+        return False
+    session = opened.raise_for_status().json()
+    key = {"Authorization": f"Bearer {session['api_key']}"}
+    answer = http.post("/v1/chat/completions", json={"messages": session["prompt"]}, headers=key)
+    if answer.status_code in (401, 403):  # the session has ended: it took too long, or the policy has moved on
+        return True
+    text = answer.raise_for_status().json()["choices"][0]["message"]["content"]
+    reward = float(session["example"]["answer"] in text)
+    http.post(f"/sessions/{session['id']}/reward", json={"reward": reward}, headers=key)
+    return True
+
+
+def work(_: int) -> None:
+    goes_on = True
+    with suppress(httpx.ConnectError):  # the run has been over for a while
+        while goes_on:
+            with suppress(httpx.ReadError, httpx.RemoteProtocolError):  # the orchestrator restarts
+                goes_on = play()
 
 
 with ThreadPoolExecutor(16) as pool:
-    list(pool.map(play, range(16)))
+    list(pool.map(work, range(16)))

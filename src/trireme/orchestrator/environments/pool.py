@@ -106,6 +106,7 @@ async def open_environment(
 
                 most = config.max_concurrent
                 environment.sessions = Sessions(environment.gateway, environment.name, address[0], most, waits)
+                stack.callback(environment.sessions.close)
                 log.info("%s: clients open sessions at %s/sessions", environment.name, environment.gateway.url)
         stack.push_async_callback(environment._close)
         await environment._start()

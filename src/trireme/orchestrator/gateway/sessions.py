@@ -99,6 +99,7 @@ class Sessions:
     _asking: dict[asyncio.Future[ClientRollout], Example | None] = field(default_factory=dict)
     _num_asking: int = 0
     _idle: ExitStack | None = None
+    _is_over: bool = False
 
     def __post_init__(self) -> None:
         if token() is None and not is_loopback(self.host):
@@ -167,6 +168,12 @@ class Sessions:
         for rollout in [each for queue in self._offered.values() for each in queue if not each.taken.done()]:
             rollout.taken.set_exception(DeadlineExceeded(words))
 
+    def close(self) -> None:
+        """Refuse the clients that wait, and those that come later."""
+        self._is_over = True
+        for asking in self._asking:
+            asking.cancel()
+
     # routes
 
     async def _take(self, request: Request) -> Response:
@@ -177,6 +184,8 @@ class Sessions:
             if self._num_asking > MOST_ASKING:
                 raise Refused("busy", f"{MOST_ASKING} clients wait for a rollout. Retry later.", retry_after_s=5)
             wanted = await _read(request, Wanted)
+            if self._is_over:
+                raise Refused("ended", "The run is over.")
             if wanted.env != self.env:
                 raise Refused("unknown", f"env: {wanted.env!r:.80} is not served here, {self.env!r} is.")
             example = None if wanted.example is None else (wanted.split, wanted.example)
@@ -185,6 +194,8 @@ class Sessions:
             gone = asyncio.create_task(wait_for_disconnect(request.receive))
             either: set[asyncio.Future[Any]] = {asking, gone}
             await asyncio.wait(either, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+            if asking.cancelled():
+                raise Refused("ended", "The run is over.")
             if not asking.done():
                 raise self._refuse(example)
             rollout = asking.result()
