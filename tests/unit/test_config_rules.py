@@ -115,7 +115,7 @@ ORCHESTRATOR = rows(
     ("--env.0.agent.command a --env.0.agent.timeout-s 600", "... 599", "orchestrator.env.agent.timeout_s = 600"),
     ("--env.0.agent.timeout-s 1", "--env.0.agent.command a --env.0.agent.timeout-s 1", "has no `command`"),
     ("--env.0.agent.external true", "... --env.0.agent.port 8090", "and no `port`"),
-    ("--env.0.agent.external true --env.0.agent.port 1 --env.0.agent.command a", "", "and a `command` ('a')"),
+    ("--env.0.agent.external true --env.0.agent.port 1 --env.0.agent.command a", "", "and a `command` (('a',))"),
     ("--env.1.id a", "--env.1.id a --env.1.name b", '2 tables `[[orchestrator.env]]` are called "a"'),
     # evaluation
     (f"{SAMPLED} --eval.pass-at [1,8] --eval.rollouts-per-example 4", "... 8", "pass@8 takes at ... or leave [8] out"),

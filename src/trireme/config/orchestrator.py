@@ -395,6 +395,10 @@ def orchestrator_problems(config: OrchestratorConfig, *, longest: int) -> Iterat
         )
 
 
+OF_PROGRAMS = ("command", "env", "inherit", "workdir", "stdin", "runtime", "readable", "network", "timeout_s")
+"""Keys of `[orchestrator.env.agent]` that say how a program is run."""
+
+
 def _agent_problems(environment: Environment, table: str) -> Iterator[str]:
     agent, limit_s = environment.agent, environment.rollout_timeout_s
     of = f"of environment {environment.name or environment.id!r}"
@@ -410,9 +414,10 @@ def _agent_problems(environment: Environment, table: str) -> Iterator[str]:
             f"{table}.timeout_s = {agent.timeout_s:g} with `rollout_timeout_s = {limit_s:g}` {of} - expected less: the "
             "rollout would be dropped before the program is ended and scored. Lower the first, or raise the second."
         )
-    if agent.external and agent.command:
+    given = [name for name in OF_PROGRAMS if getattr(agent, name) != Agent.model_fields[name].default]
+    if agent.external and given:
         yield (
-            f"{table} {of} has `external = true` and a `command` ({agent.command[0]!r}) - expected one of them, as "
+            f"{table} {of} has `external = true` and a `{given[0]}` ({getattr(agent, given[0])!r}) - expected none, as "
             "Trireme starts no program where clients of your own play the rollouts. Remove one."
         )
     if agent.external and not agent.port:
