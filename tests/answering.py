@@ -1,7 +1,5 @@
 """Servers that answer in a thread of their own: one end of the control wire, and of HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator

@@ -4,8 +4,6 @@ page, and every address that is asked for.
 Also for the benchmark and the pictures of the dashboard.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

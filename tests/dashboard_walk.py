@@ -1,7 +1,5 @@
 """Starts the dashboard as its user does, and goes through its views with mouse and keys. For tests and for pictures."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """A case for the doctor, and what it says of it."""
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Callable, Iterable, Iterator

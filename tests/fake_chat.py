@@ -1,7 +1,5 @@
 """Servers in an event loop of their own, beside commands that run one here; and one with OpenAI's chat completions."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Iterator

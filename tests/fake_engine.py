@@ -4,8 +4,6 @@ The engine answers on loopback what vLLM answers; its "weights" are a digest per
 the version, so whatever would show with real weights (an old version, half an update, an exchanged tensor) shows here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading
@@ -37,7 +35,7 @@ def logprob_of(token: int, place: int, version: int) -> float:
     return -0.1 - 0.01 * (token % 7) - 0.001 * (place % 5) - 0.05 * (version % 11)
 
 
-def answer_at_random(asked: Asked) -> list[int]:
+def answer_at_random(asked: "Asked") -> list[int]:
     """One to six letters and the end of the turn."""
     return [asked.rng.randrange(20, 40) for _ in range(asked.rng.randrange(1, 7))] + [asked.end]
 

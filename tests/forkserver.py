@@ -12,8 +12,6 @@ one of them imports, or inside the C library. Therefore it has a `_Seed`: a copy
 which makes children for it.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import fcntl

@@ -1,7 +1,5 @@
 """What a test starts must heed Ctrl-C, even where the tests themselves do not."""
 
-from __future__ import annotations
-
 import signal
 
 

@@ -1,7 +1,5 @@
 """Disks that are really full, and files that really cannot grow."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

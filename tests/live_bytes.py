@@ -1,7 +1,5 @@
 """How many bytes of tensors are alive at once."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

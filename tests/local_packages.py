@@ -1,7 +1,5 @@
 """Packages that real uv installs without any index: each is its own build backend, made of the standard library."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 BACKEND = """

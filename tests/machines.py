@@ -6,8 +6,6 @@ Example:
         machines[2].cut()
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

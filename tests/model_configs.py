@@ -1,7 +1,5 @@
 """The `config.json` of well-known models, as far as a plan reads it, in a cache of the hub."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

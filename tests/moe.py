@@ -1,7 +1,5 @@
 """Small random mixture-of-experts models, with the tokenizer of the tiny ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

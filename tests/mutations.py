@@ -1,7 +1,5 @@
 """Bytes for fuzz tests: random ones, and real messages with something flipped, cut, put in or put twice."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Rules of which only what the data order goes by matters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from trireme.algo.rules import Rules

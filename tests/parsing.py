@@ -1,7 +1,5 @@
 """Python source as a tree, for tests that look at the code itself."""
 
-from __future__ import annotations
-
 import ast
 import gc
 

@@ -3,8 +3,6 @@
 Batches and versions are written again with a right checksum: as if a process of ours had made the mistake.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

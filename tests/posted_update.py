@@ -1,7 +1,5 @@
 """One weight update after the other, by hand: what a run's orchestrator asks of an engine, with files for tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

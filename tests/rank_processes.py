@@ -3,8 +3,6 @@
 A test module names itself (`__file__`) as what its ranks run. As `__main__`, it calls `run_rank`.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

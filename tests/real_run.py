@@ -1,7 +1,5 @@
 """Real processes, started as a user starts them, watched until they end, and never left behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

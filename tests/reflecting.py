@@ -4,8 +4,6 @@
 component of the reward was missed, and adds the instruction for the first of them to the prompt it was shown.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Runs as `rl` loads and resolves them, for tests of the configuration."""
 
-from __future__ import annotations
-
 import shlex
 from typing import Any
 

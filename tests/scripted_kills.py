@@ -4,8 +4,6 @@ A point is armed with `hold`: the process that reaches it waits there, the victi
 waits), and the one that waits is let go.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -4,8 +4,6 @@ python tests/scripted_rl.py @ tests/e2e/scripted.toml --output-dir FOLDER
 python tests/scripted_rl.py vf-rl @ FILE                 the same of `vf-rl`
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A real Slurm of several machines: a controller, and a daemon for each, in a folder. They are all this one, or network
 namespaces (`machines.open_machines`), in which their names `m0`, `m1`, … stand for their addresses."""
 
-from __future__ import annotations
-
 import getpass
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A run whose processes are small Python scripts, for tests of their launcher."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

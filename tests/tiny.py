@@ -1,7 +1,5 @@
 """A tiny model and batches for it: what the trainer's tests train."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 from pathlib import Path

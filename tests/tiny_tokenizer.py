@@ -1,7 +1,5 @@
 """Tokenizers of single characters with chat templates in the styles of well-known models, written without torch."""
 
-from __future__ import annotations
-
 import json
 import string
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Environments of a few lines, each in one file, run by real workers."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import itertools

@@ -1,7 +1,5 @@
 """Drive the viewer of runs and evaluations as its user does: press keys, and read the screen."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterable, Sequence

@@ -3,8 +3,6 @@
 Its routes are those of vLLM that `eval` uses. Weights are what `write_weights` wrote: one number, which is the letter.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager

@@ -1,7 +1,5 @@
 """A real sender of weights and its real receivers, each joining and working in a thread of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A whole orchestrator in this process, between a fake engine and a fake trainer, with a real environment worker."""
 
-from __future__ import annotations
-
 import asyncio
 import textwrap
 import threading
@@ -177,7 +175,7 @@ class WholeRun:
 
         return await asyncio.to_thread(put)
 
-    async def go_on(self, meanwhile: Callable[[WholeRun], Awaitable[Any]] | None, stop_after_meanwhile: bool) -> None:
+    async def go_on(self, meanwhile: Callable[["WholeRun"], Awaitable[Any]] | None, stop_after_meanwhile: bool) -> None:
         """To the end, or to the error that ends it."""
         try:
             if meanwhile is not None:
@@ -197,7 +195,7 @@ class WholeRun:
             assert isinstance(error, TriremeError)
             self.error = error
 
-    async def _look(self, meanwhile: Callable[[WholeRun], Awaitable[Any]]) -> Any:
+    async def _look(self, meanwhile: Callable[["WholeRun"], Awaitable[Any]]) -> Any:
         await self._opened.wait()
         return await meanwhile(self)
 

@@ -4,8 +4,6 @@ Two environments, rollouts that fail, groups that are dropped for each reason, g
 written hundreds of times.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `rl` says to what cannot work: at once, in one message, with exit code 2, and with nothing started."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 from pathlib import Path

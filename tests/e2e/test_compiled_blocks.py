@@ -1,7 +1,5 @@
 """Blocks that are compiled compute what they computed, with all that may be around them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 with it, however that ends.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

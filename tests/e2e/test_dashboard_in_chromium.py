@@ -1,7 +1,5 @@
 """The dashboard in a real browser, on a real run. Every page is used, and no page fails or asks another machine."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

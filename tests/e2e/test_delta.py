@@ -1,7 +1,5 @@
 """Changes alone, sent to vLLM: it serves the trainer's weights, also after it was killed. See `test_kill_matrix.py`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from scripted_kills import REAL, KilledRun, assert_audited, open_run

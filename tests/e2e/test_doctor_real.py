@@ -1,7 +1,5 @@
 """`trireme doctor` with the real torch, vLLM, collectives and three real steps; and collectives that cannot work."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`trireme env check` with real tokens, and environments of two versions of verifiers beside each other."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

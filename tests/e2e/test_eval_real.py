@@ -1,7 +1,5 @@
 """`uv run eval` and `trireme eval run` with a real engine: what it answers is what the checkpoint would say."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

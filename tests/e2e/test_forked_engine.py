@@ -1,7 +1,5 @@
 """vLLM on a CPU as we start it: one import, one fork, and the server ends with the engine that it forked."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A disk that fills up during a run: the run pauses, says so, and goes on to the same weights once there is room."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The short way to vLLM's generation gives what its own route gives, and leaves to that one what it does not know."""
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 from typing import Any

@@ -1,7 +1,5 @@
 """`trireme gepa` with a real engine: the tiny model is told what to do by what was read in feedback."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,8 +1,6 @@
 """A run on three machines, without a scheduler: real sockets, HTTP and gloo between network namespaces. A machine is
 cut off without a word and comes back; strangers on the same switch are let in nowhere."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

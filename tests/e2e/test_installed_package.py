@@ -1,7 +1,5 @@
 """An installed package, without a checkout, has all that a workspace needs."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -6,8 +6,6 @@ process once in each phase of a step; the slow ones kill it at every point, in o
 vLLM.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

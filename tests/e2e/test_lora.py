@@ -1,7 +1,5 @@
 """Adapters on the real engine: it computes with the ones that were trained, and says by name where it does not."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """However many ranks train a mixture of experts, its tokens go where the engine sent them."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

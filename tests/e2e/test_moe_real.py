@@ -1,7 +1,5 @@
 """A mixture of experts on the real engine: its weights arrive, and the trainer is told where it sent each token."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The algorithm in one file learns the quickstart's task, and its engine computes with the trainer's weights."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

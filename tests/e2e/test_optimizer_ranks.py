@@ -1,8 +1,6 @@
 """Whatever is trained, with whichever optimizer and loss: two ranks train as one does, and each loads what the other
 saved."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The probe of new weights does not stand in line behind requests that a full engine has no place for yet."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """Agent programs as their authors publish them play rollouts, and every token that is trained on was sampled."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A report as its reader sees it: in a real browser, which asks for nothing and has nothing to complain about."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What any number of ranks saved, any other number goes on with: every tensor to the bit, and the same next step."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`rl`: one command, from nothing to a better model; stopped in the middle, continued, and refusing wrong weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """`sft` as people start it: on two ranks as on one, stopped and gone on with, to a result that `rl` starts from."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

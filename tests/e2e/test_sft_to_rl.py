@@ -1,7 +1,5 @@
 """The way that most models go: `sft`, its result into `rl`, and out again with `trireme export`."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Two ranks hold half of a model each, read half of its files each, and compute what one rank computes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Other ways to run beside the same engine: generation far ahead, and weights through a folder."""
 
-from __future__ import annotations
-
 from real_run import run_apart
 
 ONE_IN_TEN_RAISES = """

@@ -1,7 +1,5 @@
 """Jobs that a real Slurm checks, runs on several machines, stops at its time limit, puts back and cancels."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 All of them attach to one living engine, which has served other runs before.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,7 +1,5 @@
 """However ranks are divided into teams that share rows and copies of the model, it is the same training."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """A real engine: what a cut sampler chose from, and turns read by vLLM's own parsers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path

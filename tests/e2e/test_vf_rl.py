@@ -1,7 +1,5 @@
 """`vf-rl` from its file to its folders, with a Ctrl-C on the way. The engine is scripted, all else is real."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Every route of the real vLLM server, as we start it, rejects requests without a token: its own application, with our
 arguments, without an engine behind it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

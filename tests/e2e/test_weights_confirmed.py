@@ -1,7 +1,5 @@
 """An engine that did not receive all of a model's weights says which layer it lacks: for every tensor that there is."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What one machine of a run does: the real `node.sh`, with a program that notes how it was called."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Questions and answers between trainer and orchestrator, over real sockets."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

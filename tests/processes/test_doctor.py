@@ -1,7 +1,5 @@
 """`trireme doctor`: what it asks, what it says, and how it ends."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """The doctor on ports and other machines: ports in use, silent machines, tokens that differ. All on loopback."""
 
-from __future__ import annotations
-
 import secrets
 import socket
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """The doctor's rehearsals: environments that fail, runs that do, and what a small run keeps of the large one."""
 
-from __future__ import annotations
-
 import pytest
 
 from doctoring import build_case, diagnosed, the_one

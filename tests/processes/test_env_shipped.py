@@ -4,8 +4,6 @@ wordle: guess a word by feedback. alphabet-sort: sort a list that grows. gsm8k: 
 wiki-search: search pages, with and without a judge. math-python: compute with a tool in a sandbox.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

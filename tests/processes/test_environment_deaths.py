@@ -1,7 +1,5 @@
 """Workers die, freeze, grow too large or send garbage, and come back; rollouts are issued again."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

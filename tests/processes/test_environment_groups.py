@@ -1,7 +1,5 @@
 """Rewards that compare the rollouts of a group: who waits for whom, and for how long; and whole runs with them."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

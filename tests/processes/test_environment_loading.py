@@ -1,7 +1,5 @@
 """What happens while an environment is loaded."""
 
-from __future__ import annotations
-
 import pytest
 
 from toy_environments import ECHO, run_one, says, with_environment, write

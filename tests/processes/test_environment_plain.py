@@ -1,7 +1,5 @@
 """Plain environments, examples and a reward function in one file, and their rollouts in real worker processes."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable

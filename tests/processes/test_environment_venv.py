@@ -1,7 +1,5 @@
 """Finding environments by id, and the virtual environments that they get."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

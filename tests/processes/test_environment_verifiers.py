@@ -1,7 +1,5 @@
 """verifiers v0 environments, unmodified, in a virtual environment of their own: turns, tools, groups, judges."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

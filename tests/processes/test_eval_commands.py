@@ -1,7 +1,5 @@
 """`eval`: checkpoints of a run, loaded into a running engine; `eval run`: one model on one environment, anywhere."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

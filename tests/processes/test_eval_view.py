@@ -1,7 +1,5 @@
 """`trireme eval-view`, driven by its keys: what is on the screen after them."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -1,7 +1,5 @@
 """An engine that answers nonsense: it costs a rollout or a transfer, never the run."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

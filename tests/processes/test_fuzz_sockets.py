@@ -1,7 +1,5 @@
 """Garbage on every socket: refused and logged, and nobody dies of it."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random

@@ -1,7 +1,5 @@
 """`trireme gepa`: real workers, the real library, and an endpoint whose answers depend on the prompt alone."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

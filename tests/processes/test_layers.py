@@ -1,7 +1,5 @@
 """Which package may import which. The tables below are the documentation of the layers."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterator

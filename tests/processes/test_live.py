@@ -1,7 +1,5 @@
 """The terminal view, its numbers and the script that shows the logs."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

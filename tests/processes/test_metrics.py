@@ -1,7 +1,5 @@
 """`metrics.jsonl` and its mirror."""
 
-from __future__ import annotations
-
 import logging
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`docs/metrics.md` and what a run writes are one list."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache

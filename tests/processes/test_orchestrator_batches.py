@@ -1,7 +1,5 @@
 """Which rollouts a batch is made of: whole runs of the orchestrator between a fake engine and a fake trainer."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """Evaluation: which versions, which examples, what is written; and what a running orchestrator tells of itself."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """The lanes of a real orchestrator between scripted ends: they add up to the time that passed."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """How a version becomes live and what keeps it from it; requests to engines that drop, refuse, freeze, or die."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections import Counter

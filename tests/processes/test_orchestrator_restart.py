@@ -1,8 +1,6 @@
 """Whoever dies while the others live is started again, alone: the orchestrator, the trainer, an engine. And a run that
 stops goes on as if it had not."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter, defaultdict
 from pathlib import Path

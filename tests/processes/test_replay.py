@@ -1,7 +1,5 @@
 """A replay: whoever has the journal can train the run again and find the same bits, or the place where they end."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Who dies, freezes or falls silent is started again alone, for as long as that helps."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,7 +1,5 @@
 """Each run on one machine has a token of its own; without one, servers answer only programs of this machine."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`trireme status`, `logs` and `cancel` of a run on this machine, and of one on a cluster that only takes notes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Supervised fine-tuning: the order of the data, what is measured, that it learns and goes on where it was."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

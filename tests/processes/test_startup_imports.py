@@ -1,7 +1,5 @@
 """What starts quickly loads little. Modules are listed, seconds are not: those are benchmarks/startup.py's."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

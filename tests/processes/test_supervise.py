@@ -1,7 +1,5 @@
 """Processes start together, end together, and leave nobody behind. Small Python scripts play the parts."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

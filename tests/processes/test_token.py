@@ -1,8 +1,6 @@
 """What strangers can reach of a run: HTTP routes are shut without the token, but for `/health`, and on the wire between
 trainer and orchestrator who has no token is not heard, and reads nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket

@@ -1,7 +1,5 @@
 """Ranks wait for the first one while it tells them that it is busy."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints are written while training continues, and survive kills and full disks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

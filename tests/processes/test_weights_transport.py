@@ -1,7 +1,5 @@
 """Weights from the trainer's end to the engines', as the real code of both ends sends and takes them."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """However little a block keeps for its backward pass, the gradients are the same."""
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path

@@ -3,8 +3,6 @@
 Rewards of steps and a teacher's opinion are checked token by token in `test_journal_targets.py`.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from pathlib import Path

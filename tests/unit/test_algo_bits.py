@@ -1,7 +1,5 @@
 """Tensors in bytes, to the bit: what changed in them, their fingerprint, and two moments in 8 bits each."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 

@@ -4,8 +4,6 @@ The formulas below are objectives, to be maximised, in float64, sample by sample
 under a stop-gradient is computed from `frozen`. Gradients are central differences of the formula.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -46,7 +44,7 @@ class Batch:
     def slices(self) -> list[list[int]]:
         return [np.flatnonzero(self.samples == number).tolist() for number in range(int(self.samples.max()) + 1)]
 
-    def part(self, which: np.ndarray) -> Batch:
+    def part(self, which: np.ndarray) -> "Batch":
         return Batch(**{name: array[which] for name, array in vars(self).items()})
 
     @property

@@ -1,7 +1,5 @@
 """Samples into rows of about equal cost, rows onto ranks, and what a row costs."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

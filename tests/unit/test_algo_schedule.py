@@ -1,7 +1,5 @@
 """The learning rate over steps."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

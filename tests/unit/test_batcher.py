@@ -1,7 +1,5 @@
 """A batch has as many rollouts as it should, whatever happens to groups, and metrics as worked out by hand."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from dataclasses import dataclass, field

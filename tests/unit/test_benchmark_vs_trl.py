@@ -1,7 +1,5 @@
 """The comparison with TRL measures what it says."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

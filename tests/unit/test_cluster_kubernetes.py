@@ -1,7 +1,5 @@
 """Manifests: valid by Kubernetes' own schemas, and they say what a run needs."""
 
-from __future__ import annotations
-
 import subprocess
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which process of a run goes to which machine of a cluster."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Signs of a collapse: seen where they are, not seen in a healthy run, said once, and never in the way."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

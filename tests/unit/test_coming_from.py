@@ -1,7 +1,5 @@
 """`docs/coming-from.md` leaves nothing of the documents out, and what its rows say is so."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

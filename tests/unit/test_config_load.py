@@ -1,7 +1,5 @@
 """What users type becomes a configuration, or one message that says what to type instead."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any

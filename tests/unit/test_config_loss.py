@@ -1,7 +1,5 @@
 """Recipes of losses: every choice is written out, can be overridden, and is refused where it would change nothing."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A resolved run leaves nothing open, and its defaults follow from the machine."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from pathlib import Path

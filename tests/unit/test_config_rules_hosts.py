@@ -1,7 +1,5 @@
 """A run on several machines: what is refused before anything starts, and how a machine finds out which one it is."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models, adapters and experts that cannot be trained are refused before anything starts, for `rl` and `sft` alike."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

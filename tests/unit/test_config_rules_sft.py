@@ -1,7 +1,5 @@
 """What `sft` refuses before anything starts, and what it says to those who come from elsewhere."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The page of all keys and the JSON schemas are those of the models, and the examples follow the schemas."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import tomllib

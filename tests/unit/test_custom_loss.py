@@ -1,7 +1,5 @@
 """A loss of the user's own is found, tried out and watched; what is wrong with it is said before a model is loaded."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

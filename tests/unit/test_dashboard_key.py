@@ -1,7 +1,5 @@
 """Who is let in to the dashboard, and how it is opened."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import socket

@@ -1,7 +1,5 @@
 """What the dashboard reads from the folders of runs, as they grow and if they are damaged, and how it draws it."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

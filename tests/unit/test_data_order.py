@@ -3,8 +3,6 @@
 The oracle keeps its state in plain dictionaries and walks the positions one by one.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """`trireme diff`: of two runs that are not the same, the first thing that differs is named, and what leads to it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`docker/`: what can be known of images and services without building or starting them."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

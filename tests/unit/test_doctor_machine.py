@@ -1,7 +1,5 @@
 """The doctor on the machine: limits, disk, memory and libraries are made bad for real, and are found to be."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

@@ -1,7 +1,5 @@
 """The doctor on model files: each is damaged in a way that happens, and the file is named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Documentation names files that exist."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

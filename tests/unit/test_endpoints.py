@@ -1,7 +1,5 @@
 """Files that say where models are asked are read, never run, and `trireme login` names keys without showing them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

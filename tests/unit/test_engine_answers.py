@@ -1,7 +1,5 @@
 """What is asked of engines, a teacher and environments, and what they answer: whole, or not believed."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,7 +1,5 @@
 """Answers of an evaluation on disk, whatever kills their writer, and pass@k against counting every choice."""
 
-from __future__ import annotations
-
 import os
 from fractions import Fraction
 from itertools import combinations, product

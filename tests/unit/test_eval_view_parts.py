@@ -1,7 +1,5 @@
 """What the viewer is made of: files of results, conversations, filters, tokens, pictures."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

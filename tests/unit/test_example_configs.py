@@ -1,7 +1,5 @@
 """The examples in `configs/`: each can be run on the machine that it is for, and says what its environment knows."""
 
-from __future__ import annotations
-
 import ast
 import tomllib
 from pathlib import Path

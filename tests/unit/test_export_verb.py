@@ -1,7 +1,5 @@
 """`trireme export`: any checkpoint becomes the model that its run had exported, from disk alone."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

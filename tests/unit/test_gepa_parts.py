@@ -1,7 +1,5 @@
 """What `trireme gepa` is made of: prompts, examples, feedback, the journal, and what is typed."""
 
-from __future__ import annotations
-
 import textwrap
 import tomllib
 from pathlib import Path

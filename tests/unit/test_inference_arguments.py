@@ -1,7 +1,5 @@
 """What the inference process tells vLLM: flags and variables that follow from the configuration."""
 
-from __future__ import annotations
-
 import ast
 from importlib.util import find_spec
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """An installation that stays as it is, however often a command is run."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Files of a run: an entry is whole or not there, what is torn is refused, and going back deletes nothing."""
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

@@ -1,7 +1,5 @@
 """From rewards to one number per token, what becomes of a flawed rollout, and what ranks are handed of a batch."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,7 +1,5 @@
 """Ranks on several machines: each machine starts its own again, for there is no launcher above them all."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

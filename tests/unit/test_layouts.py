@@ -1,7 +1,5 @@
 """Layouts say where values come from: what is done to them is what would have been done to the values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run of a million lines is shown with as much memory as one of some ten thousand, and still as it was (S20)."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from pathlib import Path

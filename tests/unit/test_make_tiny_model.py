@@ -1,7 +1,5 @@
 """The script that made the models that ship with the project."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

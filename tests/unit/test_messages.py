@@ -5,8 +5,6 @@ After an intended change of a message, count `WIRE_VERSION` up, then write the n
     python tests/unit/test_messages.py
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

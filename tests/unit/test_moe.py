@@ -1,7 +1,5 @@
 """Mixtures of experts in the trainer: any way of computing them is the same model, and tokens go where they went."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

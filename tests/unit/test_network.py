@@ -1,7 +1,5 @@
 """Addresses and ports of this machine, tokens, connections that outlive no cut cable, and requests over them."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

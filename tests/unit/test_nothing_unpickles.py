@@ -1,7 +1,5 @@
 """Whoever can write to a socket or a file of ours can make us fail, not make us run his code."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

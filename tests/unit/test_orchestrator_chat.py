@@ -1,7 +1,5 @@
 """Messages to token ids: what `transformers` does, without importing torch in the orchestrator."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The tokens of a rollout are the engine's own, from the first turn to the last; and tool calls in them."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """`vf-rl`, `prime-rl` and the `vf-` names: what is typed there, and what is started for it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

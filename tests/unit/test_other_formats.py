@@ -1,7 +1,5 @@
 """Files of `vf-rl`, `prime-rl` and hosted training as runs of ours: every key arrives, or something is said of it."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any

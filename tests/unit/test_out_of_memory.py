@@ -1,7 +1,5 @@
 """A trainer that runs out of memory says what to change, and that only of what is not done yet."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Data from outside costs at most that item: at each place of entry, it is read, or there is one documented error."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from contextlib import suppress

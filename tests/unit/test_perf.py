@@ -1,7 +1,5 @@
 """The rates that a trainer reports are of the work that a model needs, no more."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

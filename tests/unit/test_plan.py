@@ -1,7 +1,5 @@
 """The plan of a run, the commands that show it, and the folder that it starts in."""
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib import import_module

@@ -1,7 +1,5 @@
 """The plan's parameters against transformers, and its memory against a published table and a real step."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 from typing import Any

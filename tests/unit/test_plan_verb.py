@@ -1,7 +1,5 @@
 """`trireme plan`: from a configuration and a `config.json` to memory, time and advice, without starting anything."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`trireme report`: one page that needs nothing else, with the numbers of the run's files."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`--resume`: a run that cannot be resumed is refused before anything is started."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

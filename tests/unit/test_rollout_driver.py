@@ -1,7 +1,5 @@
 """Rolling out N examples x G: retries, groups that are scored together, what is resumed, and what ends everything."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 

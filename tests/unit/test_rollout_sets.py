@@ -1,7 +1,5 @@
 """`trireme rollouts`: what other trainers read is what the journal holds."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Which experts the engine used: believed where it makes sense, and with every token through to the trainer's row."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import io

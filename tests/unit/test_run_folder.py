@@ -1,7 +1,5 @@
 """The folder of a run has one writer at a time, and only what a run made is moved, replaced or deleted."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -3,8 +3,6 @@
 So do samples whose common beginnings are computed once, and rows that several ranks share.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From conversations to batches: what is read, what counts, what is held out, and in which order samples come."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random

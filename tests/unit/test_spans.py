@@ -1,7 +1,5 @@
 """`spans.jsonl`: what a lane did is written down once, in order, whatever happens to its process."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`trireme submit`: from a file in any format to what a cluster is given, with a scheduler that only takes notes."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import stat

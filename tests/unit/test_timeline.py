@@ -1,7 +1,5 @@
 """What the lanes of a run say: shares that add up, reasons, advice, and less to draw without saying anything else."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Checkpoints are complete or ignored, a trainer resumes from the right one, and exports are what was trained."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

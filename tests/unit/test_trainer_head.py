@@ -1,7 +1,5 @@
 """Logprobs from hidden states in chunks: what the plain form gives, without the tensor that the plain form needs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

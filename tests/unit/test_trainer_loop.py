@@ -1,7 +1,5 @@
 """The trainer's whole loop, against an orchestrator that has every batch ready."""
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Adapters: what is trained, what it computes, what is saved, and that it starts and goes on the same."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Gradients are the same however a batch is packed and split, and the same as those of plain transformers.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from dataclasses import replace

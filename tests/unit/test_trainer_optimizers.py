@@ -1,7 +1,5 @@
 """The optimizers: each against an independent calculation, and what a checkpoint brings back of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import nan
 from pathlib import Path

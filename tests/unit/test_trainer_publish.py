@@ -3,8 +3,6 @@
 The last tests are of transfers that only GPUs make, as far as a CPU can tell.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A step is tried before the first, and leaves its logprobs behind: neither changes anything else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

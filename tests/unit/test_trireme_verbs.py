@@ -1,7 +1,5 @@
 """`trireme VERB` and `rl`: what ends a command, what is typed after a flag, and what is written before a start."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What `vf-rl` says and writes: lines, samples of what the model writes, and the folders that its users look for."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -1,7 +1,5 @@
 """No wait without a name and an end; a full disk is a wait, not an end; and an event loop comes back soon."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

@@ -1,7 +1,5 @@
 """Only changes travel and whole tensors arrive, to the bit or not at all, also when received in the background."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

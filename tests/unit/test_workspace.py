@@ -1,7 +1,5 @@
 """`trireme lab setup`: an empty folder becomes one in which what people know can be typed."""
 
-from __future__ import annotations
-
 import shutil
 from functools import partial
 from pathlib import Path
