@@ -16,7 +16,7 @@ from aiohttp import web
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from fake_engine import Asked, FakeEngine, WeightWire, serving
+from fake_engine import Asked, FakeEngine, WeightWire, build_app, serving
 from tiny_tokenizer import END, write_tokenizer
 from trireme.algo.digest import tensor_digest
 from trireme.messages import InitInfo, UpdateInfo
@@ -116,13 +116,9 @@ class WeighedEngine(FakeEngine):
 @asynccontextmanager
 async def open_weighed_engine(model: Path, **knobs: Any) -> AsyncIterator[WeighedEngine]:
     engine = WeighedEngine(WeightWire(), model=model, **knobs)
-    app = web.Application(client_max_size=1 << 26)
-    for route in ("health", "weight_info", "metrics", "is_paused"):
-        app.router.add_get(f"/{route}", getattr(engine, route))
-    app.router.add_get("/get_world_size", engine.world_size)
+    app = build_app(engine)
+    app.router.add_get("/metrics", engine.metrics)
     app.router.add_get("/v1/models", engine.models)
-    app.router.add_post("/inference/v1/generate", engine.generate)
-    app.router.add_post("/{route}", engine.control)
     async with AsyncExitStack() as life:
         await life.enter_async_context(serving(app, engine.port))
 

@@ -137,6 +137,9 @@ def test_a_conversation_that_leaves_an_earlier_one_begins_a_sample_with_its_toke
         ([ASK, says("4"), TOOL], None, "earlier turn continued", 0, 2),
         ([ASK, says("4"), TOOL, says("yes"), MORE], None, "history edited", 0, 2),
         ([ASK, says("5"), MORE], None, "turn edited", 0, 1),
+        ([ASK, says("4", tool_calls=[CALLED]), MORE], None, "turn edited", 0, 1),
+        ([ASK, {"role": "user", "content": "4"}, MORE], None, "turn dropped", 0, 1),
+        ([MORE, says("4"), MORE], None, "new conversation", -1, 0),
         ([ASK, MORE], None, "turn dropped", 0, 1),
     ],
 )
@@ -151,14 +154,6 @@ def test_a_branch_says_why_a_request_does_not_continue_what_was_before(tmp_path,
     assert (main.why, main.num_turns, main.sample, main.messages) == ("first request", 3, 0, [])
     assert (branch.why, branch.parent, branch.place, branch.sample) == (why, parent, place, -1)
     assert branch.messages == [*messages[place:], says("so")]
-
-
-@pytest.mark.parametrize("edited", [says("5"), says("4", tool_calls=[CALLED]), {"role": "user", "content": "4"}])
-def test_an_edited_turn_is_not_taken_for_the_models_own(tmp_path, edited):
-    talk = Talk(tmp_path, "tolerant")
-    talk.answer([ASK], "4<|im_end|>")
-    assert talk.ask([ASK, edited, MORE], None).turn is None
-    assert talk.ask([MORE, says("4"), MORE], None).turn is None
 
 
 @pytest.mark.parametrize(
@@ -307,7 +302,8 @@ def test_a_turn_that_got_no_answer_leaves_no_trace(tmp_path):
 
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-PIECES = ["<tool_call>", "</tool_call>", '{"name": "f"}', " ", "\n", "so", CALL]
+NO_CALLS = [f"<tool_call>{what}</tool_call>" for what in ("{name: add}", "[1, 2]", "7", '{"arguments": {}}')]
+PIECES = ["<tool_call>", "</tool_call>", '{"name": "f"}', " ", "\n", "so", CALL, *NO_CALLS]
 PATTERN = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
@@ -318,7 +314,7 @@ def by_pattern(text: str) -> tuple[str, list[str]]:
     def take(match: re.Match[str]) -> str:
         try:
             names.append(json.loads(match.group(1))["name"])
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, KeyError):
             return match.group(0)
         return ""
 
@@ -337,21 +333,6 @@ def test_tool_calls_leave_the_text_and_keep_their_order_and_the_models_arguments
     found = split_tool_calls(f'Let me.\n{CALL}\n<tool_call>\n{{"name": "now"}}\n</tool_call>{written}', 2)
     calls = [("call00200", "add", '{"a": 1}'), ("call00201", "now", "{}"), ("call00202", "run", '{"a": 1')]
     assert found == ("Let me.", [ToolCall(id=id, name=name, arguments=arguments) for id, name, arguments in calls])
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<tool_call>{name: add}</tool_call>",
-        "<tool_call>[1, 2]</tool_call>",
-        "<tool_call>7</tool_call>",
-        '<tool_call>{"arguments": {}}</tool_call>',
-        '<tool_call>{"name": "add"',
-        "  two lines\n",
-    ],
-)
-def test_what_is_no_tool_call_stays_text(text):
-    assert split_tool_calls(text, 1) == (text, [])
 
 
 @pytest.mark.parametrize(
