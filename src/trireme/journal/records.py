@@ -46,9 +46,7 @@ class Branch(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_turns: int = 0  # of its own
     num_tools: int = 0
     sample: int = -1  # of the rollout; -1: not trained on
-    messages: list[
-        dict[str, Any]
-    ] = []  # from `place` on; of the longest one empty: the rollout's prompt and completion
+    messages: list[dict[str, Any]] = []  # from `place` on; empty: in the rollout's prompt and completion
 
 
 class Rollout(EnvironmentResult, kw_only=True, omit_defaults=True):

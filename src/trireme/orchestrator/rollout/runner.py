@@ -341,7 +341,10 @@ class _Conversation:
             token_rewards = self.trajectory.token_rewards(done.turn_rewards)
         except ValueError as error:
             raise RolloutFailed("score", str(error)) from error
-        played = {"branches": self.trajectory.branches(), "left_out": self._left_out()} if self._has_programs else {}
+        played: dict[str, Any] = {}
+        if self._has_programs:
+            branches = self.trajectory.branches(has_transcript=self._agent is not None)
+            played = {"branches": branches, "left_out": self._left_out()}
         return Rollout.of(
             done,
             **issued,

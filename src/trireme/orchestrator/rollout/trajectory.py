@@ -248,15 +248,20 @@ class Trajectory:
             branch.why = "history edited" if "assistant" in following else "earlier turn continued"
         return branch
 
-    def branches(self) -> list[Branch]:
-        """Return the conversations, in the order of their first turns. The longest one is without its messages."""
+    def branches(self, *, has_transcript: bool = True) -> list[Branch]:
+        """Return the conversations, in the order of their first turns.
+
+        Args:
+            has_transcript: the rollout has the messages of the longest one, so they are left out here.
+        """
         newest_first = list(self._turns.values())[::-1]
         longest = max(newest_first, key=lambda turn: len(turn.messages), default=None)
         lasts = [(sample, sample.last) for sample in self._samples if sample.last is not None]
         trained = self._trained()
         for sample, last in lasts:
             sample.branch.sample = next((place for place, each in enumerate(trained) if each is sample), -1)
-            if longest is not None and longest.sample is not sample:
+            is_transcript = has_transcript and longest is not None and longest.sample is sample
+            if len(lasts) > 1 and not is_transcript:
                 sample.branch.messages = [*last.messages[sample.branch.place :], last.reply.to_message()]
         return [sample.branch for sample, _ in lasts]
 

@@ -176,7 +176,7 @@ async def _check(
 
             specs = extent.specs("check")
             watch = SessionWatch(environment)
-            watched = environment if environment_config.agent is None else cast(Environment, watch)
+            watched = cast(Environment, watch) if environment.uses_gateway else environment
             roll_out = partial(policy.rollout, watched)
             outcomes = await run_rollouts(specs, roll_out, show, scored_together=environment.group_rewards)
         report = build_report(

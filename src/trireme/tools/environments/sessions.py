@@ -122,7 +122,7 @@ class SessionWatch:
         async def answer(question: Ask) -> Reply:
             if question.only_counts:
                 return await ask(question)
-            asked = session.text.ask(question.messages, question.tools)
+            asked = session.text.ask(question.messages, question.tools, question.trace)
             began = time.monotonic()
             reply = await ask(question)
             if reply.error is None:
