@@ -483,3 +483,75 @@ def test_a_check_names_the_tasks_whose_tests_cannot_tell_a_solution_from_none(tm
     assert sorted(earned) == ["nothing", "oracle"]
     assert expected in "; ".join(f"{trouble.stage}: {trouble.error}" for trouble in troubles)
     assert bool(troubles) == bool(expected)
+
+
+ENGINE = """
+    # A container engine whose containers are folders: their absolute paths are below ROOT, their processes run here.
+    import json, os, pathlib, re, shutil, subprocess, sys
+    ROOT = pathlib.Path(os.environ["FAKE_ENGINE"])
+    words = sys.argv[1:]
+    with open(ROOT / "calls", "a") as file:
+        file.write(json.dumps(words) + "\\n")
+    def inside(path):
+        return str(ROOT / path.lstrip("/")) if re.match("/(app|tests|logs|solution)|/.*/agents/", path) else path
+    if words[0] == "cp":
+        source, target = (inside(word.partition(":")[2]) if word.startswith("trireme-") else word for word in words[1:])
+        shutil.copytree(source, target, dirs_exist_ok=True)
+    elif words[0] == "exec":
+        place = next(i for i, word in enumerate(words) if word.startswith("trireme-"))
+        given = [value.partition("=") for option, value in zip(words[:place], words[1:]) if option == "--env"]
+        env = {name: value if sign else os.environ[name] for name, sign, value in given}
+        cwd = inside(dict(zip(words[:place], words[1:])).get("--workdir", "/"))
+        os.makedirs(cwd, exist_ok=True)
+        command = [inside(word) for word in words[place + 1 :]]
+        sys.exit(subprocess.run(command, cwd=cwd, env={"PATH": os.environ["PATH"]} | env).returncode)
+    elif words[0] == "ps":
+        print("leftover")
+    sys.exit(words[:2] == ["image", "inspect"])
+"""
+
+
+@pytest.fixture
+def engine(tmp_path, monkeypatch):
+    """Put a fake `docker` into PATH. Return what reads how it was called."""
+    root = tmp_path / "engine"
+    root.mkdir()
+    (root / "docker").write_text(f"#!{sys.executable}\n{textwrap.dedent(ENGINE)}")
+    (root / "docker").chmod(0o755)
+    monkeypatch.setenv("FAKE_ENGINE", str(root))
+    monkeypatch.setenv("PATH", f"{root}:{os.environ['PATH']}")
+    monkeypatch.setenv("OPENAI_API_KEY", "a secret of the run")
+    return lambda: [json.loads(line) for line in (root / "calls").read_text().splitlines()]
+
+
+def test_a_program_runs_in_a_container_that_is_removed_with_its_rollout(play, engine):
+    more = {"runtime": "docker", "image": "agents:1", "network": True, "container_args": ("--cpus=2",)}
+    (rollout,), policy = play(agent(CHAT), WRITES, ENDS, **more)
+    assert (rollout.stop, rollout.metrics["exit_code"], rollout.reward) == ("agent_ended", 0.0, 1.0)
+    assert_exact(rollout, policy, num_turns=2)
+    (started,) = (call for call in engine() if "--detach" in call)
+    assert started[-6:] == ["--network=host", "--cpus=2", "--entrypoint", "sleep", "agents:1", "infinity"]
+    name = started[started.index("--name") + 1]
+    order = [call[0] for call in engine() if name in call and call[0] != "exec"]
+    assert order == ["rm", "run", "start", "stop", "rm"]
+    assert [call[0] for call in engine()[:2]] == ["ps", "rm"]
+    assert "leftover" in engine()[1]
+    assert "secret" not in str(engine())
+
+
+def test_tasks_that_need_an_image_run_in_containers(play, engine, task):
+    files = {
+        "environment__Dockerfile": "FROM debian\nRUN apt-get install -y gcc\nWORKDIR /app\n",
+        "tests__test_sh": 'cd "$(dirname "$0")" && cat ../app/answer.txt > ../logs/verifier/reward.txt',
+    }
+    shows = calls("bash", cmd="echo 3 > answer.txt"), ENDS
+    (rollout,), policy = play(agent(CHAT), *shows, id=task(**files), runtime="docker", network=True)
+    assert rollout.reward == 3.0
+    assert_exact(rollout, policy, num_turns=2)
+    (built,) = (call for call in engine() if call[0] == "build")
+    assert built[2] in next(call for call in engine() if "--detach" in call)
+
+
+def test_a_container_without_a_way_to_the_policy_is_refused(play, engine):
+    with pytest.raises(ConfigError, match="network = false"):
+        play("", runtime="docker", image="agents:1")

@@ -91,16 +91,20 @@ class Agent(Section):
     """Folder that is copied for each rollout; an empty folder if not set."""
     stdin: str | None = None
     """Text on the program's standard input; none if not set."""
-    runtime: Literal["subprocess", "sandbox"] = "subprocess"
-    """How the program runs: as a process of this user, or in a sandbox of namespaces (docs/agents.md, "Runtimes")."""
+    runtime: Literal["subprocess", "sandbox", "docker", "podman"] = "subprocess"
+    """How the program runs: as a process of this user, in a sandbox of namespaces, or in a container."""
+    image: str | None = None
+    """Image of the containers, with the program in it. Harbor tasks bring their own."""
+    container_args: tuple[str, ...] = ()
+    """More arguments of `docker run` or `podman run`."""
     readable: tuple[str, ...] = ()
     """Paths that the program can read in a sandbox, beside the system's and Python's; they may begin with `{here}`."""
     network: bool = False
-    """The program can use the network in a sandbox. It reaches the policy in any case."""
+    """The program can use the machine's network. In a sandbox it reaches the policy in any case; containers need it."""
     memory_gib: PositiveFloat = 4.0
-    """A program in a sandbox whose processes hold more memory is ended and scored."""
+    """A program in a sandbox or container whose processes hold more memory is ended."""
     num_processes: PositiveInt = 256
-    """Processes at once of a program in a sandbox; one with more is ended and scored."""
+    """Processes at once of a program in a sandbox, which is ended if it has more, or in a container."""
     timeout_s: PositiveFloat = 540.0
     """The program is ended after this long, and what it has done is scored; less than `rollout_timeout_s`."""
     train: Literal["all", "main", "last"] = "all"

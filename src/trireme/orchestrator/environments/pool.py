@@ -27,7 +27,7 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,7 @@ MAX_RESTARTS = 5  # of a worker, in a row, without one settled rollout between t
 LONGEST_BACKOFF_S = 30.0
 STARTS = 3  # of a worker that is killed while it loads
 PING_EVERY_S = 5.0
+CONTAINERS_TIMEOUT_S = 120.0
 
 COUNTED = {"timeout": "timeout", "rollout": "rollout_error", "score": "score_error", "worker": "worker_error"}
 """Names in `Environment.counts`, by the stage at which a rollout failed."""
@@ -75,6 +76,8 @@ async def open_environment(
     install_log = logs / f"environment-{name}-install.stdout"
     python = await asyncio.to_thread(environment_python, source, cache=cache, log_file=install_log)
     counts: Counter[str] = Counter()
+    agent = _agent_table(config, logs)
+    await _remove_containers(agent)
     workers = [
         EnvironmentWorker(
             name=f"{name}-{number}",
@@ -82,7 +85,7 @@ async def open_environment(
             load=Load(
                 module=source.module,
                 args=config.args,
-                agent=_agent_table(config, logs),
+                agent=agent,
                 seed=seed,
             ),
             log_file=logs / f"environment-{name}-{number}.stdout",
@@ -108,6 +111,7 @@ async def open_environment(
                 environment.sessions = Sessions(environment.gateway, environment.name, address[0], most, waits)
                 stack.callback(environment.sessions.close)
                 log.info("%s: clients open sessions at %s/sessions", environment.name, environment.gateway.url)
+        stack.push_async_callback(_remove_containers, agent)
         stack.push_async_callback(environment._close)
         await environment._start()
         if environment.uses_gateway and environment.gateway is None:
@@ -121,7 +125,27 @@ def _agent_table(config: EnvironmentConfig, logs: Path) -> dict[str, Any] | None
     """Return what a worker needs to know of the agent program. Its folders have the same names after a restart."""
     if config.agent is None:
         return None
-    return config.agent.model_dump(mode="json") | {"folders": str(logs.resolve() / "agents")}
+    folders = str(logs.resolve() / "agents")
+    return config.agent.model_dump(mode="json") | {"folders": folders, "label": f"{folders}:{config.name or config.id}"}
+
+
+async def _remove_containers(agent: dict[str, Any] | None) -> None:
+    """Remove the containers that an earlier attempt of this run, or a killed worker, has left behind."""
+    if agent is None or agent["runtime"] not in ("docker", "podman"):
+        return
+    engine, pipe = agent["runtime"], asyncio.subprocess.PIPE
+    label = f"label=trireme.environment={agent['label']}"
+    with suppress(FileNotFoundError, TimeoutError):  # the worker reports an engine that is not there
+        async with asyncio.timeout(CONTAINERS_TIMEOUT_S):
+            listing = await asyncio.create_subprocess_exec(
+                engine, "ps", "--all", "--quiet", "--filter", label, stdout=pipe, stderr=asyncio.subprocess.DEVNULL
+            )
+            if found := (await listing.communicate())[0].decode().split():
+                log.warning("Removing %d containers of an earlier attempt.", len(found))
+                removing = await asyncio.create_subprocess_exec(
+                    engine, "rm", "--force", *found, stdout=asyncio.subprocess.DEVNULL
+                )
+                await removing.wait()
 
 
 class Environment:

@@ -60,6 +60,7 @@ class AgentAdapter(PlainAdapter):
     """Runs an agent program for each rollout."""
 
     offered = frozenset({"folder", "exit_code", "output"})
+    brings_images = False
 
     def __init__(self, source: object, *, args: dict, versions: dict[str, str], agent: dict) -> None:
         super().__init__(source, args=args, versions=versions)
@@ -71,6 +72,11 @@ class AgentAdapter(PlainAdapter):
         self._agent = agent
         readable = [fill_in(path, {"here": os.getcwd()}) for path in agent["readable"]]
         self._runtime = make_runtime(agent, readable)
+        if agent["runtime"] in ("docker", "podman") and not (agent["image"] or self.brings_images):
+            raise ValueError(
+                f"`agent.runtime = {agent['runtime']!r}` without `agent.image` - expected the image that holds the "
+                "agent's program - add its name."
+            )
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -103,6 +109,7 @@ class AgentAdapter(PlainAdapter):
         try:
             await end_processes(parent)  # of a worker that was killed: they would work in the same folder
             await asyncio.to_thread(self._place, played, values)
+            await self._runtime.open(parent, await self._image(played))
             began, began_ns = time.monotonic(), played.folder.parent.stat().st_ctime_ns
             await self._run(played, values)
             played.seconds = time.monotonic() - began
@@ -120,6 +127,10 @@ class AgentAdapter(PlainAdapter):
         """Make the files that the program finds."""
         _make_folder(played.folder, fill_in(self._agent["workdir"] or "", values))
 
+    async def _image(self, played: AgentPlayed) -> str | None:
+        """Return the image of a rollout's container."""
+        return self._agent["image"]
+
     async def _run(self, played: AgentPlayed, values: dict[str, str]) -> None:
         parent = played.folder.parent
         program = Program(
@@ -135,7 +146,8 @@ class AgentAdapter(PlainAdapter):
         played.exit_code, played.stop, played.output = ended.exit_code, ended.stop, ended.output
 
     def _inherited(self) -> dict[str, str]:
-        return {name: os.environ[name] for name in (*self._agent["inherit"], *LAUNCHER) if name in os.environ}
+        names = (*self._agent["inherit"], *LAUNCHER) if self._runtime.inherits else ()
+        return {name: os.environ[name] for name in names if name in os.environ}
 
     def _policy(self, values: dict[str, str]) -> dict[str, str]:
         """Return the variables by which the program finds the policy, and those that the user gives."""
@@ -157,7 +169,10 @@ class AgentAdapter(PlainAdapter):
 
     async def dispose(self, played: Played) -> None:
         assert isinstance(played, AgentPlayed), played
-        await asyncio.to_thread(shutil.rmtree, played.folder.parent, ignore_errors=True)
+        try:
+            await self._runtime.close(played.folder.parent)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, played.folder.parent, ignore_errors=True)
 
 
 def fill_in(text: str, values: dict[str, str]) -> str:

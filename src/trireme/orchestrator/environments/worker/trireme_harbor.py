@@ -8,6 +8,7 @@
 In the sandbox there is no image: the Dockerfile may name one, set the working folder and copy files, and nothing else.
 """
 
+import asyncio
 import contextlib
 import fnmatch
 import glob
@@ -27,7 +28,7 @@ import trireme_sandbox
 from trireme_agent import AgentAdapter, AgentPlayed, fill_in
 from trireme_plain import Played
 from trireme_rollout import RewardError, checked_scores
-from trireme_runtime import Ended, Program
+from trireme_runtime import Container, Ended, Program
 
 DEFAULT_TIMEOUT_S = 600.0
 """Of the program, and of the tests, where task.toml gives none; Harbor's own default."""
@@ -54,10 +55,13 @@ class Task:
     copies: list[tuple[str, str]] = field(default_factory=list)  # path in `environment`, path in the sandbox
     obstacle: str = ""  # why it can be run nowhere
     needs_image: str = ""  # why it cannot be run in the sandbox
+    has_no_image: str = ""  # why it cannot be run in a container
 
 
 class HarborAdapter(AgentAdapter):
     """Plays the tasks of a folder with an agent program."""
+
+    brings_images = True
 
     def __init__(
         self, folder: str, *, versions: dict[str, str], agent: dict, eval: Sequence[str] = (), skip: bool = False
@@ -67,12 +71,14 @@ class HarborAdapter(AgentAdapter):
             eval: patterns of the names of tasks that are held out, such as "eval/*".
             skip: leave out tasks that cannot be run; otherwise they are an error.
         """
-        tasks, refused = _sort_out(find_tasks(Path(folder)))
+        self._has_images = agent["runtime"] in ("docker", "podman")
+        self._builds: dict[str, asyncio.Task[str]] = {}
+        tasks, refused = _sort_out(find_tasks(Path(folder)), has_images=self._has_images)
         if refused and not (skip and tasks):
             named = "; ".join([*refused[:8], *(["..."] if refused[8:] else [])])
             raise ValueError(
                 f"{len(refused)} of {len(tasks) + len(refused)} tasks of {folder} cannot be run with `agent.runtime = "
-                f'"{agent["runtime"]}"`: {named} - expected tasks that need no image - leave them out with '
+                f'"{agent["runtime"]}"`: {named} - expected tasks that this runtime supports - leave them out with '
                 "`args = { skip = true }`, or remove them."
             )
         self.warning = f"{len(refused)} tasks of {folder} are left out: {'; '.join(refused)}" if refused else ""
@@ -87,7 +93,8 @@ class HarborAdapter(AgentAdapter):
         if agent["runtime"] == "subprocess" or agent["workdir"]:
             raise ValueError(
                 f"The tasks of {folder} bring their working folder and need /app, /tests and /logs of their own - "
-                'expected `agent.runtime = "sandbox"` and no `agent.workdir` - change the table of the agent.'
+                'expected the runtime "sandbox", "docker" or "podman", and no `agent.workdir` - change '
+                "`[orchestrator.env.agent]`."
             )
         super().__init__(source, args={}, versions=versions, agent=agent)
 
@@ -98,15 +105,24 @@ class HarborAdapter(AgentAdapter):
     def _place(self, played: AgentPlayed, values: dict[str, str]) -> None:
         """Make the files that the program finds."""
         task, parent = self._task(played), played.folder.parent
-        values["folder"] = task.workdir
+        values["folder"] = task.workdir or "."
         shutil.rmtree(parent, ignore_errors=True)  # of an attempt that was interrupted
         parent.mkdir(parents=True, mode=0o700)
         for name in ("work", "home", "agent-logs", "verifier"):
             (parent / name).mkdir()
-        for source, target in task.copies:
+        for source, target in () if self._has_images else task.copies:
             below = posixpath.relpath(target, task.workdir) + "/" * target.endswith("/")
             copy_into(task.folder / "environment", source, played.folder, below)
         os.utime(parent)  # what changes from now on was written by the program
+
+    async def _image(self, played: AgentPlayed) -> str | None:
+        """Build an image once, and go on with that although the rollout is cancelled."""
+        task = self._task(played)
+        if task.image or not isinstance(self._runtime, Container):
+            return task.image
+        if task.name not in self._builds or (self._builds[task.name].done() and self._builds[task.name].exception()):
+            self._builds[task.name] = asyncio.create_task(self._runtime.build(task.folder / "environment"))
+        return await asyncio.shield(self._builds[task.name])
 
     async def _run(self, played: AgentPlayed, values: dict[str, str]) -> None:
         task = self._task(played)
@@ -160,10 +176,13 @@ class HarborAdapter(AgentAdapter):
     ) -> Program:
         task, parent = self._task(played), played.folder.parent
         folders = {"work": task.workdir, "home": HOME, "agent-logs": "/logs/agent"}
+        own = {"HOME": HOME, "TMPDIR": "/tmp"}
+        if self._has_images:  # the container keeps its files from the program to the tests
+            folders, own = {}, {}
         return Program(
             parent,
             command,
-            self._inherited() | {"HOME": HOME, "TMPDIR": "/tmp"} | variables,
+            self._inherited() | own | variables,
             Path(task.workdir),
             gateway=values.get("listens", Program.gateway),
             readable=[(str(source), target) for source, target in (shown or {}).items()],
@@ -178,9 +197,10 @@ def _example(task: Task) -> dict[str, Any]:
     return {"prompt": task.prompt, "task": task.name, "example_id": task.name}
 
 
-def _sort_out(tasks: list[Task]) -> tuple[list[Task], list[str]]:
+def _sort_out(tasks: list[Task], *, has_images: bool) -> tuple[list[Task], list[str]]:
     """Return the tasks that can be run, and why the others cannot."""
-    reasons = {task.name: task.obstacle or task.needs_image for task in tasks}
+    lacks = {False: "needs_image", True: "has_no_image"}[has_images]
+    reasons = {task.name: task.obstacle or getattr(task, lacks) for task in tasks}
     good = [task for task in tasks if not reasons[task.name]]
     return good, [f"{name}: {reason}" for name, reason in reasons.items() if reason]
 
@@ -229,7 +249,8 @@ def read_task(folder: Path, *, name: str) -> Task:
         task.solution_env = dict(table.get("solution", {}).get("env", {}))
         task.image = environment.get("docker_image")
         _read_dockerfile(task)
-        task.workdir = posixpath.normpath(environment.get("workdir") or task.workdir)
+        task.workdir = environment.get("workdir") or task.workdir
+        task.workdir = posixpath.normpath(task.workdir) if task.workdir else ""
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(
             f"The task {folder} cannot be read: {type(error).__name__}: {error} - expected Harbor's `task.toml` and "
@@ -269,7 +290,10 @@ def _read_dockerfile(task: Task) -> None:
     """Find what a Dockerfile copies and where, and whether it does more than that."""
     file = task.folder / "environment" / "Dockerfile"
     if not file.is_file():
-        task.needs_image = f"it needs the image {task.image}" if task.image else ""
+        if task.image:
+            task.workdir, task.needs_image = "", f"it needs the image {task.image}"
+        else:
+            task.has_no_image = "it has no Dockerfile and names no docker_image"
         return
     lines = [line for line in file.read_text().splitlines() if not line.lstrip().startswith("#")]
     here, num_images = "/", 0

@@ -1,14 +1,16 @@
-"""How the programs of rollouts are run and ended: as plain processes, or in a sandbox."""
+"""How the programs of rollouts are run and ended: as plain processes, in a sandbox, or in containers."""
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -35,6 +37,16 @@ CHECK_S = 60.0
 """For the command that shows whether the runtime works."""
 
 
+CALL_S = 120.0
+"""For one command of a container engine that runs no program."""
+
+BUILD_S = 1800.0
+"""For building an image."""
+
+ENGINE = re.compile(r"(PATH|HOME|TMPDIR|DOCKER_\w+|CONTAINER\w*|XDG_\w+)$")
+"""Variables that the command line of a container engine reads."""
+
+
 @dataclass
 class Program:
     """A program to run for a rollout."""
@@ -45,8 +57,8 @@ class Program:
     folder: Path  # in which it runs
     gateway: str = "http://127.0.0.1:1"
     stdin: str = ""
-    readable: list[tuple[str, str]] = field(default_factory=list)  # paths here and inside, in a sandbox
-    writable: list[tuple[str, str]] = field(default_factory=list)  # the same, below `parent`
+    readable: list[tuple[str, str]] = field(default_factory=list)  # paths here and inside
+    writable: list[tuple[str, str]] = field(default_factory=list)  # the same, below `parent`; copied out of a container
 
 
 @dataclass
@@ -60,6 +72,8 @@ class Ended:
 
 class Subprocess:
     """Runs programs as processes of this user, without any confinement."""
+
+    inherits = True  # variables of this process mean something to the program
 
     def __init__(self, agent: dict) -> None:
         self._agent = agent
@@ -76,6 +90,12 @@ class Subprocess:
     def gateway(self, url: str) -> str:
         """Return the gateway's address as the program has to use it."""
         return url
+
+    async def open(self, parent: Path, image: str | None) -> None:
+        """Prepare to run the programs of a rollout."""
+
+    async def close(self, parent: Path) -> None:
+        """Remove what `open` made, if it is there."""
 
     async def run(self, program: Program, *, timeout_s: float) -> Ended:
         """Run a program to its end, or end it when its time is over. Then no process of it is left."""
@@ -210,9 +230,122 @@ class Sandbox(Subprocess):
         ended.exit_code, ended.stop = said.get("exit"), said.get("stop", ended.stop)
 
 
-def make_runtime(agent: dict, readable: list[str]) -> Subprocess:
+class Container(Subprocess):
+    """Runs programs in containers, by the command line of Docker or Podman.
+
+    A rollout has one container, from `open` to `close`. Files are copied into it and out of it; nothing is mounted.
+    """
+
+    inherits = False
+
+    async def check(self) -> None:
+        engine, image, program = self._agent["runtime"], self._agent["image"], self._agent["command"][0]
+        if shutil.which(engine) is None:
+            raise FileNotFoundError(
+                f"The program {engine!r} was not found in PATH={os.environ.get('PATH', '')} - expected the container "
+                "engine that `agent.runtime` names - install it, or choose another runtime."
+            )
+        if not (self._agent["network"] or self._names_network()):
+            raise ValueError(
+                f"`agent.runtime = {engine!r}` with `agent.network = false` - expected a network, by which the program "
+                "reaches the policy - set it to true (the machine's network), or name one with `--network=...` in "
+                "`agent.container_args` and set `agent.host` to this machine's address in it."
+            )
+        await self.call("version")
+        if image and "{" not in program:
+            await self.call("run", "--rm", "--entrypoint", "sh", image, "-c", 'command -v "$1"', "sh", program)
+
+    def _names_network(self) -> bool:
+        return any(word.startswith(("--network", "--net=")) for word in self._agent["container_args"])
+
+    async def open(self, parent: Path, image: str | None) -> None:
+        await self.close(parent)  # of an attempt that was interrupted
+        labels = {"trireme.rollout": str(parent), "trireme.environment": self._agent["label"]}
+        words = ["run", "--detach", "--name", _container_of(parent)]
+        words += [word for name, value in labels.items() for word in ("--label", f"{name}={value}")]
+        words += [f"--memory={int(self._agent['memory_gib'] * 1024)}m", f"--pids-limit={self._agent['num_processes']}"]
+        words += [] if self._names_network() else ["--network=host"]
+        await self.call(*words, *self._agent["container_args"], "--entrypoint", "sleep", image or "", "infinity")
+
+    async def close(self, parent: Path) -> None:
+        await self.call("rm", "--force", _container_of(parent), may_fail=True)
+
+    async def run(self, program: Program, *, timeout_s: float) -> Ended:
+        name = _container_of(program.parent)
+        await self.call("start", name)
+        for source, target in (*program.readable, *program.writable):
+            await self.call("exec", name, "sh", "-c", 'rm -rf "$1" && mkdir -p "$1"', "sh", target)
+            await self.call("cp", f"{source}/.", f"{name}:{target}")
+        try:
+            ended = await super().run(program, timeout_s=timeout_s)
+        finally:
+            await self.call("stop", "-t", "0", name)  # all processes in it
+        for source, target in program.writable:
+            await asyncio.to_thread(shutil.rmtree, source)
+            Path(source).mkdir(mode=0o700)
+            await self.call("cp", f"{name}:{target}/.", source)
+        return ended
+
+    async def _start(self, program: Program, stdin: IO, output: int, report: IO) -> asyncio.subprocess.Process:
+        # by name alone, so that no list of processes shows the key; but the engine's own program needs some of its own
+        own = {name: os.environ[name] for name in program.variables if name in os.environ and ENGINE.match(name)}
+        words = [f"{name}={value}" if name in own else name for name, value in program.variables.items()]
+        options = [word for each in words for word in ("--env", each)]
+        options += ["--workdir", str(program.folder)] if program.folder != Path() else []
+        return await asyncio.create_subprocess_exec(
+            *(self._agent["runtime"], "exec", "--interactive", *options, _container_of(program.parent)),
+            *program.command,
+            env=os.environ | program.variables | own | {ROLLOUT: str(program.parent)},
+            stdin=stdin,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+    async def build(self, folder: Path) -> str:
+        """Return the name of the image of a folder with a Dockerfile. It is built once for the same content."""
+        digest = hashlib.sha256()
+        for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+            digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes() + b"\0")
+        image = f"trireme-task:{digest.hexdigest()[:24]}"
+        if await self.call("image", "inspect", image, may_fail=True) is None:
+            await self.call("build", "--tag", image, str(folder), timeout_s=BUILD_S)
+        return image
+
+    async def call(self, *words: str, timeout_s: float = CALL_S, may_fail: bool = False) -> str | None:
+        """Return what a command of the engine prints; None where it fails and may. Raises: OSError."""
+        engine, pipe = self._agent["runtime"], asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            engine, *words, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe
+        )
+        try:
+            async with asyncio.timeout(timeout_s):
+                output, errors = await process.communicate()
+        except TimeoutError as error:
+            raise OSError(f"`{engine} {words[0]}` has not ended within {timeout_s:g} s: does it run?") from error
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if process.returncode and not may_fail:
+            raise OSError(
+                f"`{engine} {' '.join(words)}` ended with code {process.returncode}: "
+                f"{errors.decode(errors='replace').strip()[-500:]} - expected 0 - run it by hand, or see "
+                "`agent.image` and `agent.container_args`."
+            )
+        return None if process.returncode else output.decode(errors="replace")
+
+
+def _container_of(parent: Path) -> str:
+    """Return the name of a rollout's container: the same one when it is played again."""
+    return f"trireme-{hashlib.sha256(str(parent).encode()).hexdigest()[:20]}"
+
+
+def make_runtime(agent: dict, readable: Sequence[str]) -> Subprocess:
     """Return the runtime of an agent's table."""
-    return Sandbox(agent, readable) if agent["runtime"] == "sandbox" else Subprocess(agent)
+    if agent["runtime"] == "sandbox":
+        return Sandbox(agent, list(readable))
+    return Container(agent) if agent["runtime"] in ("docker", "podman") else Subprocess(agent)
 
 
 @contextlib.asynccontextmanager
