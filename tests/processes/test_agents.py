@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import textwrap
 import time
@@ -320,31 +320,11 @@ def test_a_worker_that_dies_costs_no_turn(play, tmp_path):
 
 
 LOOKS_AROUND = """
-    import json, os, pathlib, socket, subprocess, sys, openai
-    def sees(path):
-        return os.path.lexists(path)
-    def writes(path):
-        try:
-            with open(path, "a") as file:
-                file.write("")
-        except OSError:
-            return False
-        return True
-    def connects(*address):
-        with socket.socket() as one:
-            one.settimeout(2)
-            return one.connect_ex(address) == 0
-    openai.OpenAI().chat.completions.create(model="x", messages=[{"role": "user", "content": "hi"}])
-    home, secret, port = sys.argv[1:]
-    found = [path for path in (home, secret, "/etc/shadow", "/sys", os.path.join(secret, "..", "logs")) if sees(path)]
-    system = ("/usr/x", "/x", "/dev/x", "/proc/sys/kernel/domainname", sys.prefix + "/x")
-    found += [path for path in system if writes(path)]
-    found += ["network"] if connects("127.0.0.1", int(port)) or connects("198.51.100.1", 80) else []
-    found += ["privileges"] if subprocess.run(["unshare", "-Ur", "true"], capture_output=True).returncode == 0 else []
-    found += ["processes"] if len([name for name in os.listdir("/proc") if name.isdecimal()]) > 2 else []
-    found += ["device"] if subprocess.run(["chmod", "0666", "/dev/null"], capture_output=True).returncode == 0 else []
-    pathlib.Path("sum.txt").write_text("5")
-    print(json.dumps(found))
+    for path in {home} {secret} /etc/shadow /sys; do [ -e $path ] && echo sees $path; done
+    for path in /usr/x /x /dev/x /proc/sys/kernel/domainname {python}/x; do (: >> $path) && echo writes $path; done
+    for place in 127.0.0.1/{port} 198.51.100.1/80; do timeout 2 bash -c "exec 3<>/dev/tcp/$place" && echo reaches it; done
+    unshare -Ur true && echo privileges; chmod 0666 /dev/null && echo owns a device
+    [ $(ls -d /proc/[0-9]* | wc -l) -lt 10 ] || echo sees processes; echo 5 > sum.txt
 """
 
 
@@ -367,13 +347,13 @@ def sandboxed(play, tmp_path, monkeypatch):
 def test_a_program_in_the_sandbox_reaches_the_policy_and_its_own_folder_alone(sandboxed, tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "secret").write_text("42")
-    tasks = TASKS.replace('"output": len(output)', '"output": float(output.strip() == "[]")')
     with socket.create_server(("127.0.0.1", 0)) as other:
-        arguments = (str(tmp_path / "home"), str(tmp_path / "secret"), str(other.getsockname()[1]))
-        (rollout,), policy = sandboxed(LOOKS_AROUND, arguments=arguments, tasks=tasks)
+        places = {"home": tmp_path / "home", "secret": tmp_path / "secret", "python": sys.prefix}
+        looks = LOOKS_AROUND.format(**places, port=other.getsockname()[1])
+        (rollout,), policy = sandboxed(agent(CHAT), calls("bash", cmd=looks), ENDS, arguments=("{prompt}",))
     assert (rollout.stop, rollout.metrics["exit_code"], rollout.reward) == ("agent_ended", 0.0, 1.0)
-    assert rollout.metrics["output"] == 1.0, rollout.info
-    assert_exact(rollout, policy, num_turns=1)
+    assert rollout.completion[1]["content"] == "done"  # it has printed nothing
+    assert_exact(rollout, policy, num_turns=2)
 
 
 @pytest.mark.parametrize(
@@ -401,24 +381,15 @@ def test_a_program_that_takes_too_much_is_ended_and_scored(sandboxed, grows, sto
     ("mode", "writable", "words"),
     [(0o755, "", "private folder"), (0o700, "/..", "may not be written"), (0o700, "/link", "may not be written")],
 )
-def test_the_sandbox_writes_to_no_folder_but_a_private_one(tmp_path, mode, writable, words):
+def test_the_sandbox_writes_to_no_folder_but_a_private_one(tmp_path, monkeypatch, mode, writable, words):
+    monkeypatch.syspath_prepend(Path(agent_session.__file__).parent / "worker")
     folder = tmp_path / "private"
     folder.mkdir(mode=mode)
     (folder / "link").symlink_to(tmp_path)
-    found = folder.stat()
-    order = {
-        "folder": str(folder),
-        "inode": [found.st_dev, found.st_ino],
-        "writable": [[f"{folder}{writable}", "/app"]],
-    }
-    file = tmp_path / "order.json"
-    file.write_text(json.dumps(order | {"readable": [], "network": False}))
-    script = Path(agent_session.__file__).parent / "worker" / "trireme_sandbox.py"
-    with file.open() as given:
-        shown = [sys.executable, str(script), str(given.fileno())]
-        done = subprocess.run(shown, pass_fds=[given.fileno()], capture_output=True, text=True, check=False)
-    assert words in done.stderr
-    assert done.returncode
+    order = {"folder": str(folder), "inode": [folder.stat().st_dev, folder.stat().st_ino], "network": False}
+    order |= {"readable": [], "writable": [[f"{folder}{writable}", "/app"]]}
+    with pytest.raises(PermissionError, match=words):
+        list(importlib.import_module("trireme_sandbox").plan(order))
 
 
 SHIPPED_TASKS = Path(__file__).parents[2] / "environments" / "examples" / "harbor_tasks"
@@ -514,8 +485,7 @@ ENGINE = """
 @pytest.fixture
 def engine(tmp_path, monkeypatch):
     """Put a fake `docker` into PATH. Return what reads how it was called."""
-    root = tmp_path / "engine"
-    root.mkdir()
+    (root := tmp_path / "engine").mkdir()
     (root / "docker").write_text(f"#!{sys.executable}\n{textwrap.dedent(ENGINE)}")
     (root / "docker").chmod(0o755)
     monkeypatch.setenv("FAKE_ENGINE", str(root))
@@ -550,8 +520,3 @@ def test_tasks_that_need_an_image_run_in_containers(play, engine, task):
     assert_exact(rollout, policy, num_turns=2)
     (built,) = (call for call in engine() if call[0] == "build")
     assert built[2] in next(call for call in engine() if "--detach" in call)
-
-
-def test_a_container_without_a_way_to_the_policy_is_refused(play, engine):
-    with pytest.raises(ConfigError, match="network = false"):
-        play("", runtime="docker", image="agents:1")
