@@ -322,7 +322,7 @@ def test_a_worker_that_dies_costs_no_turn(play, tmp_path):
 LOOKS_AROUND = """
     for path in {home} {secret} /etc/shadow /sys; do [ -e $path ] && echo sees $path; done
     for path in /usr/x /x /dev/x /proc/sys/kernel/domainname {python}/x; do (: >> $path) && echo writes $path; done
-    for place in 127.0.0.1/{port} 198.51.100.1/80; do timeout 2 bash -c "exec 3<>/dev/tcp/$place" && echo reaches it; done
+    for host in 127.0.0.1/{port} 192.0.2.1/80; do timeout 2 bash -c "exec 3<>/dev/tcp/$host" && echo reaches it; done
     unshare -Ur true && echo privileges; chmod 0666 /dev/null && echo owns a device
     [ $(ls -d /proc/[0-9]* | wc -l) -lt 10 ] || echo sees processes; echo 5 > sum.txt
 """
