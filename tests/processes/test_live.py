@@ -14,11 +14,10 @@ from rich.console import Console
 from answering import answering_http
 from stage import until
 from trireme.config.run import RunConfig
-from trireme.monitor.live_view import LiveView
 from trireme.monitor.logs import failure_lines, startup_phase
 from trireme.monitor.progress import EngineStatus, ProcessState, Progress, Status, StatusWait
 from trireme.monitor.run_text import summary
-from trireme.monitor.view import StatusPoller, View
+from trireme.monitor.view import LiveView, StatusPoller, View
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUMBERS = {"loss": 0.0123, "grad_norm": 0.812, "mismatch_kl": 3e-7, "policy/entropy": 1.25, "importance_ratio": 1.02}

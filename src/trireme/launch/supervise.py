@@ -19,9 +19,8 @@ from trireme.launch.children import Children, open_children
 from trireme.launch.health import FrozenWatch, HealthWatch
 from trireme.launch.process_tree import GRACE_S
 from trireme.launch.restarts import Done, Ending, Interrupted, Restarts
-from trireme.monitor.live_view import open_view
 from trireme.monitor.run_text import restarts_lines, summary, warning_lines
-from trireme.monitor.view import View
+from trireme.monitor.view import View, open_view
 from trireme.monitor.wandb_mirror import open_wandb_mirror
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from trireme.config.files import find_run_file, read_run
 from trireme.config.run import RunConfig
 from trireme.launch.folder import launcher_of
 from trireme.launch.run_state import look_at
-from trireme.monitor.live_view import open_view
-from trireme.monitor.view import View
+from trireme.monitor.view import View, open_view
 from trireme.monitor.wandb_mirror import open_wandb_mirror
 from trireme.tools.cluster import kubernetes, slurm
 from trireme.tools.cluster.job import Submission, find_submission
