@@ -19,7 +19,7 @@ from trireme.tools.plan.estimate import estimate_run
 from trireme.tools.plan.lengths import lengths_of
 from trireme.tools.plan.machine import describe_machine
 from trireme.tools.plan.sizes import Sized
-from trireme.tools.workspace.sizes import SIZES, Size, size_of, sized
+from trireme.tools.workspace.setup import SIZES, Size, size_of, sized
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ("alphabet-sort", "gsm8k", "math-python", "reverse-text", "wiki-search", "wordle")

@@ -9,8 +9,17 @@ from pathlib import Path
 from trireme.base.devices import detect_devices
 from trireme.base.errors import ConfigError
 from trireme.config.arguments import HELP
-from trireme.tools.workspace.setup import HOSTED, PRIME_RL, VF_RL, PythonProject, Workspace, find_shipped
-from trireme.tools.workspace.sizes import SIZES, Size, size_of
+from trireme.tools.workspace.setup import (
+    HOSTED,
+    PRIME_RL,
+    SIZES,
+    VF_RL,
+    PythonProject,
+    Size,
+    Workspace,
+    find_shipped,
+    size_of,
+)
 
 PYTHON_WORDS: dict[PythonProject, tuple[str, str]] = {
     "linked": ("Created Python project", "`uv run` uses the installation of Trireme that this is, by the link .venv"),
