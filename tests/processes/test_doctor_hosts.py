@@ -9,8 +9,15 @@ from doctoring import build_case, taken_port, the_one
 from trireme.base.processes import free_port
 from trireme.base.token import TOKEN
 from trireme.tools.doctor import hosts
-from trireme.tools.doctor.configuration import check_configuration, check_ports, listeners_of
-from trireme.tools.doctor.hosts import Socket, check_host, check_hosts, sockets_of
+from trireme.tools.doctor.configuration import (
+    Socket,
+    check_configuration,
+    check_host,
+    check_hosts,
+    check_ports,
+    listeners_of,
+    sockets_of,
+)
 
 
 def verdicts(found) -> list[str]:

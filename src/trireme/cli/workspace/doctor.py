@@ -21,8 +21,7 @@ from trireme.config.arguments import TypedFile, parse_arguments
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.tools.doctor import machine, models, rehearsal
-from trireme.tools.doctor.configuration import check_configuration, check_ports
-from trireme.tools.doctor.hosts import check_hosts
+from trireme.tools.doctor.configuration import check_configuration, check_hosts, check_ports
 from trireme.tools.doctor.report import Case, Check, run_checks, summary_of, text_of
 from trireme.tools.workspace.setup import find_shipped
 
