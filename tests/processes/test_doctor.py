@@ -14,7 +14,7 @@ from doctoring import build_case, diagnosed, taken_port
 from stage import until
 from trireme.base.errors import ConfigError
 from trireme.cli.workspace.doctor import CHECKS, doctor
-from trireme.tools.doctor.programs import Program
+from trireme.tools.doctor.rehearsal import Program
 from trireme.tools.doctor.report import Case, Check, Finding, ok, run_checks, summary_of, warning
 
 REPOSITORY = Path(__file__).parents[2]

@@ -5,8 +5,7 @@ import pytest
 from doctoring import build_case, diagnosed, the_one
 from planted_faults import change_column
 from trireme.base.devices import Devices
-from trireme.tools.doctor.programs import Ended
-from trireme.tools.doctor.rehearsal import check_environments, judge_run, shrink
+from trireme.tools.doctor.rehearsal import Ended, check_environments, judge_run, shrink
 from written_run import write_whole_run
 
 GPUS = Devices(gpus=("0", "1"), cores=4)

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.network import interface_of, is_here, is_loopback, numeric
-from trireme.base.processes import free_port, last_lines
+from trireme.base.processes import die_with_parent, free_port, last_lines
 from trireme.config.files import write_run
 from trireme.config.orchestrator import Buffer, Environment, Filters
 from trireme.config.resolve import resolve, updated
@@ -22,7 +26,6 @@ from trireme.config.trainer import Checkpoints
 from trireme.monitor.metrics import read_metrics
 from trireme.tools.audit.audit import audit_run
 from trireme.tools.doctor.machine import INSTALL
-from trireme.tools.doctor.programs import Ended, Program
 from trireme.tools.doctor.report import Case, Finding, about, ok, problem, skipped, warning
 
 TORCH_S, COLLECTIVE_S = 300.0, 120.0
@@ -34,6 +37,9 @@ DISK_S = 30.0
 LOG_LINES = 8
 MUCH_TAKEN = 0.1  # of a GPU's memory, by others
 NAMES = "Can the machine's own name be resolved? `getent hosts $(hostname)`; GLOO_SOCKET_IFNAME=lo takes loopback."
+
+LEAVE_S = 20.0  # between SIGTERM and SIGKILL
+LAST_LINES = 12
 
 
 def check_torch(case: Case) -> Iterator[Finding]:
@@ -228,3 +234,67 @@ def judge_run(ended: Ended, config: RunConfig, began: float) -> Finding:
         f"engine, weights sent in {figures['publish_s']:.2f} s; the audit finds no fault",
         **figures,
     )
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of a program."""
+
+    code: int | None  # None if it exceeded its limit, and was ended
+    output: str
+    errors: str
+
+    @property
+    def last_lines(self) -> str:
+        lines = [line.rstrip() for line in (self.errors or self.output).splitlines() if line.strip()]
+        return "\n".join(lines[-LAST_LINES:])
+
+    @property
+    def how(self) -> str:
+        if self.code is None:
+            return "was ended: it took too long"
+        return f"ended with code {self.code}" if self.code >= 0 else f"was killed by {signal.Signals(-self.code).name}"
+
+    def read_json(self, *, last_line: bool = False) -> dict[str, Any] | None:
+        """Return the object of JSON that it printed, as its last line or as the whole of its output."""
+        with suppress(ValueError, IndexError):
+            found = json.loads(self.output.strip().splitlines()[-1] if last_line else self.output)
+            return found if isinstance(found, dict) else None
+        return None
+
+
+class Program:
+    """One of our modules, started with this interpreter in a process group of its own."""
+
+    def __init__(self, module: str, *arguments: str, env: Mapping[str, str] | None = None) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            env=os.environ | dict(env or {}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+
+    def wait(self, limit_s: float) -> Ended:
+        try:
+            output, errors = self._process.communicate(timeout=limit_s)
+            return Ended(self._process.returncode, output, errors)
+        except subprocess.TimeoutExpired:
+            self.end()
+            return Ended(None, *self._process.communicate())
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Ask the program to end, so that it can end what it has started, then kill what is left of its group."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(LEAVE_S)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
