@@ -13,8 +13,7 @@ from trireme.algo.model.activations import Pass
 from trireme.algo.model.architecture import architecture_of, is_known
 from trireme.algo.model.chips import GIB
 from trireme.tools.plan.estimate import CUDA_BYTES, GPU_SCATTERED, scattered_bytes
-from trireme.tools.plan.memory import Training, changed
-from trireme.tools.plan.serving import Serving
+from trireme.tools.plan.memory import Serving, Training, changed
 
 QWEN = architecture_of(MODELS["Qwen/Qwen2.5-7B"])
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

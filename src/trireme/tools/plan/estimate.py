@@ -15,8 +15,7 @@ from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.tools.plan.lengths import Lengths, Rates, lengths_of
 from trireme.tools.plan.machine import Machine, describe_machine
-from trireme.tools.plan.memory import Parts, Training, changed
-from trireme.tools.plan.serving import Serving
+from trireme.tools.plan.memory import Parts, Serving, Training, changed
 from trireme.tools.plan.sizes import Sized, read_sizes, serving_of, training_of
 from trireme.tools.plan.step_time import Batch, Split, assumed_mfu, sampling_seconds, training_rate, update_seconds
 

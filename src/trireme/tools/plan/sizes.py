@@ -17,8 +17,7 @@ from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.config.trainer import Lora
 from trireme.tools.plan.machine import Machine
-from trireme.tools.plan.memory import Training
-from trireme.tools.plan.serving import Serving
+from trireme.tools.plan.memory import Serving, Training
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LARGE_GPU, HUGE_GPU = 70 * GIB, 160 * GIB  # from here on vLLM takes in more tokens at once

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from trireme.algo.model.chips import Chip
 from trireme.algo.model.flops import model_flops, model_forward_flops
-from trireme.tools.plan.memory import Training
-from trireme.tools.plan.serving import Serving
+from trireme.tools.plan.memory import Serving, Training
 
 READ_SHARE = 0.6  # of a memory's bandwidth that decoding reaches
 PREFILL_SHARE = 0.4  # of a chip's peak that reading a prompt reaches
