@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from trireme.tools.cluster.job import NODE_SCRIPT, Job, SubmitOptions, node_script
+from trireme.tools.cluster.job import NODE_SCRIPT, SECRETS, Job, SubmitOptions, node_script, write_secrets
 from trireme.tools.cluster.nodes import Wanted, plan_nodes
-from trireme.tools.cluster.secrets import SECRETS, write_secrets
 from trireme.tools.cluster.slurm import batch_script
 
 DEADLINE_S = 30

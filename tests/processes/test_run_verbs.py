@@ -25,8 +25,7 @@ from trireme.cli.runs.status import status
 from trireme.config.files import write_run
 from trireme.config.resolve import resolve
 from trireme.config.run import RunConfig
-from trireme.tools.cluster.job import Submission, submissions_of
-from trireme.tools.cluster.secrets import write_secrets
+from trireme.tools.cluster.job import Submission, submissions_of, write_secrets
 
 DEADLINE_S = 30
 PORT = free_port()

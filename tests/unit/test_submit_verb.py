@@ -15,8 +15,7 @@ from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.rules import problems
 from trireme.config.run import RunConfig
-from trireme.tools.cluster.job import find_submission
-from trireme.tools.cluster.secrets import read_env_files, read_token
+from trireme.tools.cluster.job import find_submission, read_env_files, read_token
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "models/reverse-text-tiny")

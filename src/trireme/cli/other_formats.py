@@ -62,7 +62,7 @@ def _without_session(argv: list[str]) -> list[str]:
 def set_variables(files: Sequence[Path]) -> None:
     """Set keys for APIs for every process of the run. The shell's own variables take precedence."""
     if files:
-        from trireme.tools.cluster.secrets import read_env_files
+        from trireme.tools.cluster.job import read_env_files
 
         for name, value in read_env_files(files).items():
             os.environ.setdefault(name, value)

@@ -17,8 +17,7 @@ from trireme.launch.run_state import look_at
 from trireme.monitor.view import View, open_view
 from trireme.monitor.wandb_mirror import open_wandb_mirror
 from trireme.tools.cluster import kubernetes, slurm
-from trireme.tools.cluster.job import Submission, find_submission
-from trireme.tools.cluster.secrets import SECRETS, read_token
+from trireme.tools.cluster.job import SECRETS, Submission, find_submission, read_token
 
 POLL_S = 1.0
 DESERTED_S = 30.0

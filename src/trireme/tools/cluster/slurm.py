@@ -13,8 +13,7 @@ import subprocess
 from pathlib import Path
 
 from trireme.base.errors import ConfigError, TriremeError
-from trireme.tools.cluster.job import END_S, GRACE_S, TEMPLATES, Job, Submission, SubmitOptions
-from trireme.tools.cluster.secrets import SECRETS
+from trireme.tools.cluster.job import END_S, GRACE_S, SECRETS, TEMPLATES, Job, Submission, SubmitOptions
 from trireme.tools.templates import render
 
 SCRIPT = "job.sbatch"

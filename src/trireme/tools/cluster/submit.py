@@ -18,16 +18,18 @@ from trireme.tools.cluster import kubernetes, slurm
 from trireme.tools.cluster.job import (
     NODE_SCRIPT,
     RUN_TOML,
+    SECRETS,
     Job,
     Scheduler,
     Submission,
     SubmitOptions,
     node_script,
+    read_env_files,
     submissions_of,
+    write_secrets,
 )
 from trireme.tools.cluster.nodes import ClusterPlan, plan_nodes
 from trireme.tools.cluster.run_file import MAX_GPUS_PER_NODE, check_folder, check_on_machines, machines_wanted, run_toml
-from trireme.tools.cluster.secrets import SECRETS, read_env_files, write_secrets
 from trireme.tools.formats.run_file import read_run_file
 
 PROGRAM = "trireme submit"
