@@ -21,10 +21,9 @@ from trireme.tools.environments.catalog import build_if_missing, find_source
 from trireme.tools.environments.check import open_as_stage
 from trireme.tools.environments.progress import Progress
 from trireme.tools.gepa.config import GepaConfig
-from trireme.tools.gepa.examples import Drawn, draw_examples
 from trireme.tools.gepa.models import Models, OpenModels, build_models
 from trireme.tools.gepa.prompts import own_prompt
-from trireme.tools.gepa.records import Records
+from trireme.tools.gepa.records import Drawn, Records, draw_examples
 from trireme.tools.gepa.reflection import check_answers, has_column
 from trireme.tools.gepa.results import (
     FILES,

@@ -17,7 +17,7 @@ from trireme.base.errors import ConfigError
 from trireme.orchestrator.environments.open_rollout import AskPolicy, RolloutFailed
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Done, Reply, RunTask
-from trireme.tools.gepa.examples import Example
+from trireme.tools.gepa.records import Example
 
 SYSTEM = ("system", "developer")
 SHOWN = 200  # characters of a prompt, in an error

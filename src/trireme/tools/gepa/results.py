@@ -12,8 +12,7 @@ from typing import Any
 from trireme.base.errors import ConfigError
 from trireme.base.paths import atomic_write
 from trireme.tools.gepa.config import REFLECTION_ENGINE, GepaConfig
-from trireme.tools.gepa.examples import Drawn
-from trireme.tools.gepa.records import REFLECTIONS, ROLLOUTS
+from trireme.tools.gepa.records import REFLECTIONS, ROLLOUTS, Drawn
 from trireme.tools.gepa.search import Candidate
 
 BEST_PROMPT = "best_prompt.txt"

@@ -27,9 +27,8 @@ from trireme.orchestrator.rollout.driver import RolloutOutcome, run_rollouts
 from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.tools.environments.policy import RolloutPolicy
 from trireme.tools.gepa.config import GepaConfig
-from trireme.tools.gepa.examples import PURPOSES, Drawn, Example
 from trireme.tools.gepa.prompts import PromptedEnvironment
-from trireme.tools.gepa.records import PromptRollout, Records, Reflection, name_of
+from trireme.tools.gepa.records import PURPOSES, Drawn, Example, PromptRollout, Records, Reflection, name_of
 from trireme.tools.gepa.reflection import feedback_on, reflect
 
 COMPONENT = "system_prompt"
