@@ -17,7 +17,7 @@ from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
 from trireme.tools.environments.policy import PolicyWanted
 from trireme.tools.gepa.config import GepaConfig
-from trireme.tools.gepa.models import places_of
+from trireme.tools.gepa.optimize import places_of
 from trireme.tools.gepa.prompts import PromptedEnvironment, own_prompt, with_system
 from trireme.tools.gepa.records import Example, Records, Reflection, draw_examples
 

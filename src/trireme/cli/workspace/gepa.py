@@ -49,7 +49,7 @@ def gepa(argv: list[str]) -> int:
         print(usage, end="\n\n")
     config, invocation = load_config(to_flags(argv), GepaConfig, program="trireme gepa")
     if invocation.dry_run:
-        from trireme.tools.gepa.models import places_of
+        from trireme.tools.gepa.optimize import places_of
 
         places_of(config)
         print(to_toml(to_table(config)), end="")
