@@ -8,7 +8,7 @@ from answering import answering_http
 from doctoring import build_case, taken_port, the_one
 from trireme.base.processes import free_port
 from trireme.base.token import TOKEN
-from trireme.tools.doctor import hosts
+from trireme.tools.doctor import configuration
 from trireme.tools.doctor.configuration import (
     Socket,
     check_configuration,
@@ -50,7 +50,7 @@ def test_a_machine_that_is_not_started_is_no_problem_and_one_that_is_silent_or_u
     """A listener whose queue is full drops what comes, as a firewall does."""
     finding = the_one(check_host("127.0.0.1", [Socket("trainer", free_port())]))
     assert (finding.verdict, "refuses (not started yet)" in finding.found) == ("ok", True)
-    monkeypatch.setattr(hosts, "CONNECT_S", 0.1)
+    monkeypatch.setattr(configuration, "CONNECT_S", 0.1)
     with ExitStack() as stack:
         full, *waiting = (stack.enter_context(socket.socket()) for _ in range(4))
         full.bind(("127.0.0.1", 0))

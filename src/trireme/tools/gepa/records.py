@@ -31,9 +31,6 @@ PURPOSES: tuple[Purpose, ...] = ("train", "validation", "test")
 ROLLOUTS = "rollouts.jsonl"
 REFLECTIONS = "reflections.jsonl"
 
-RolloutKey = tuple[str, Example, int]
-"""Name of the prompt, the example, and how often this prompt was tried on it before."""
-
 
 @dataclass(frozen=True)
 class Example:
@@ -42,6 +39,10 @@ class Example:
     split: Split
     index: int
     purpose: Purpose = "train"
+
+
+RolloutKey = tuple[str, Example, int]
+"""Name of the prompt, the example, and how often this prompt was tried on it before."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Memory of an engine and of one rank of the trainer, by part, in bytes.
 
-For the trainer at the moments of a step at which it may need most. FSDP2 as `trainer.sharding` sets it up: parameters,
-gradients and optimizer state in parts; one layer, and what lies outside of the layers, whole while they are worked with.
+Of the trainer at the moments of a step at which it may need most. FSDP2 as `trainer.sharding` sets it up: parameters,
+gradients and optimizer state in parts; one layer, and what lies outside of the layers, whole while they are in use.
 """
 
 from __future__ import annotations
