@@ -20,8 +20,8 @@ from urllib.parse import urlencode
 from trireme.base.paths import RunPaths
 from trireme.base.token import read_key
 from trireme.launch.folder import launcher_of
+from trireme.launch.run_state import ask_status, status_address
 from trireme.monitor.collapse import SIGNS, Watch
-from trireme.monitor.liveness import ask_status, status_address
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.progress import Status
 from trireme.tools.dashboard.history import PIECE_BYTES, READ_S, Metrics, Spans
