@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from trireme.base.devices import detect_devices
+from trireme.base.errors import ConfigError
+from trireme.base.paths import RunPaths
 from trireme.cli.command import run_command
 from trireme.cli.rl import dry_run, launch
 from trireme.config.compatibility import Kind
@@ -15,9 +21,86 @@ from trireme.config.rules import check_launch
 from trireme.tools.formats.run_file import read_run_file, resolve_run, their_keys_named
 from trireme.tools.formats.translation import as_toml
 
+RUN = "run"  # title of the pane that the run is in
+NOT_EXPORTED = ("TERM", "TMUX", "TMUX_PANE", "PWD", "SHLVL", "_")
+
 KINDS: dict[str, tuple[Kind, ...]] = {"vf-rl": ("vf-rl",), "prime-rl": ("flat", "hosted", "run")}
 PANES = {"vf-rl": ("inference",), "prime-rl": ("inference", "orchestrator")}
 """Processes whose logs have a pane of their own, above the run itself."""
+
+
+def wants_panes(session: str | None) -> bool:
+    """Return whether to open panes: in a terminal if there is tmux, elsewhere only if a session was named."""
+    return shutil.which("tmux") is not None and (session is not None or (sys.stdin.isatty() and sys.stdout.isatty()))
+
+
+def open_panes(session: str, paths: RunPaths, processes: Sequence[str], command: Sequence[str]) -> int:
+    """Open a session of tmux and attach to it.
+
+    Args:
+        processes: whose logs are followed, from the top.
+        command: the run.
+
+    Raises: ConfigError if a session of that name has a run that is not over.
+    """
+    listed = _tmux("list-panes", "-s", "-t", f"={session}", "-F", "#{pane_title} #{pane_dead}", check=False)
+    if listed and f"{RUN} 1" not in listed.splitlines():
+        raise ConfigError(
+            f"There is a tmux session `{session}` already. Expected a free name, or a run in it that is over. "
+            f"Look at it with `tmux attach -t {session}`, or use another name: `-s {session}-2`."
+        )
+    if listed:
+        _tmux("kill-session", "-t", f"={session}")
+    # A log may not exist yet, nor its folder: tail retries.
+    shown = {
+        process: f"exec tail -n 200 -F {shlex.quote(str(paths.log(process)))} 2>/dev/null" for process in processes
+    }
+    shown[RUN] = _with_environment(command)
+    panes: list[str] = []
+    for text in shown.values():
+        where = ["split-window", "-d", "-t", panes[-1]] if panes else ["new-session", "-d", "-s", session]
+        # In the same command, because the pane of a short run would be gone before a second one.
+        keep = [";", "set-option", "-w", "-t", f"={session}:", "remain-on-exit", "on"]
+        panes.append(_tmux(*where, "-P", "-F", "#{pane_id}", "-c", os.getcwd(), text, *keep))
+    for pane, title in zip(panes, shown, strict=True):
+        _tmux("select-pane", "-t", pane, "-T", title)
+    _tmux("select-layout", "-t", panes[0], "even-vertical")
+    _tmux("set-option", "-t", session, "pane-border-status", "top")
+    _tmux("set-option", "-t", session, "pane-border-format", " #{pane_title} ")
+    _tmux("select-pane", "-t", panes[-1])
+    sys.stdout.flush()
+    if not sys.stdout.isatty():
+        print(f"session {session} is open: tmux attach -t {session}")
+        return 0
+    verb = "switch-client" if os.environ.get("TMUX") else "attach-session"
+    return subprocess.run(["tmux", verb, "-t", f"={session}"], check=False).returncode
+
+
+def _with_environment(command: Sequence[str]) -> str:
+    """Return a command that runs with this process's environment; tmux would use that of its server.
+
+    The environment goes through a file that only its owner can read, and that the command removes.
+    """
+    with tempfile.NamedTemporaryFile("w", prefix="trireme-", suffix=".sh", delete=False) as file:
+        for name, value in os.environ.items():
+            if name.isidentifier() and name.isascii() and name not in NOT_EXPORTED:
+                file.write(f"export {name}={shlex.quote(value)}\n")
+    script = shlex.quote(file.name)
+    return f"exec sh -c {shlex.quote(f'. {script}; rm -f {script}; exec {shlex.join(command)}')}"
+
+
+def _tmux(*words: str, check: bool = True) -> str:
+    """Run tmux and return what it prints; with `check=False`, nothing if it fails.
+
+    Raises: ConfigError with the error that tmux reports.
+    """
+    done = subprocess.run(["tmux", *words], capture_output=True, text=True, check=False)
+    if done.returncode and check:
+        raise ConfigError(
+            f"`tmux {words[0]}` failed ({done.stderr.strip()}). Expected panes for the run. "
+            "Type the same command with `--one-terminal`."
+        )
+    return "" if done.returncode else done.stdout.strip()
 
 
 def vf_rl() -> None:
@@ -29,7 +112,7 @@ def prime_rl() -> None:
 
 
 def run_translated(program: str, argv: list[str]) -> int:
-    from trireme.cli.panes import open_panes, wants_panes
+    from trireme.cli.other_formats import open_panes, wants_panes
 
     devices = detect_devices()
     typed = read_run_file(argv, devices, program=program, kinds=KINDS[program])
