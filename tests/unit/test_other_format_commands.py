@@ -14,7 +14,7 @@ from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
 from trireme.base.processes import free_port
-from trireme.cli import panes, vf_commands
+from trireme.cli import other_formats, vf_commands
 from trireme.cli.other_formats import run_translated, set_variables
 from trireme.config.load import load_run_config, read_as
 from trireme.config.run import RunConfig
@@ -187,13 +187,13 @@ def test_logs_are_above_the_run_and_the_run_has_this_shells_environment(tmux, tm
     monkeypatch.setenv("MY_TEST_KEY", "a 'b' c")
     wrote = tmp_path / "wrote"
     command = ["sh", "-c", f'echo "$MY_TEST_KEY" > {wrote}']
-    assert panes.open_panes("mine", RunPaths(tmp_path), ["inference"], command) == 0
+    assert other_formats.open_panes("mine", RunPaths(tmp_path), ["inference"], command) == 0
     assert "tmux attach -t mine" in capsys.readouterr().out
     assert listed("=mine", "#{pane_title}") == ["inference", "run"]
     until(lambda: wrote.exists() and wrote.read_text() == "a 'b' c\n")
 
 
 def test_without_tmux_or_a_terminal_there_is_one_terminal(monkeypatch):
-    assert not panes.wants_panes(None)  # tests have no terminal
+    assert not other_formats.wants_panes(None)  # tests have no terminal
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    assert not panes.wants_panes("named")
+    assert not other_formats.wants_panes("named")
