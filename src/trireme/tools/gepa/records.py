@@ -1,4 +1,4 @@
-"""The examples of a search, and its records: every rollout and reflection, one line each, on disk as soon as it is over.
+"""The examples of a search, and its records: every rollout and reflection, on disk as soon as it is over.
 
 A search that was stopped is resumed by running it again from its beginning with these answers. The same seed asks the
 same questions in the same order, so the search comes to where it stopped without asking a model anything, and nothing
