@@ -55,16 +55,16 @@ def looks_local(name: str) -> bool:
     return bool(rest) and (first in _LOCAL_FOLDERS or Path(first).is_dir())
 
 
-def config_file(name: str) -> Path | None:
-    """Return a model's `config.json`, in its folder or in the hub's cache; None if it is in neither."""
-    local = Path(name) / "config.json"
+def config_file(name: str, file: str = "config.json") -> Path | None:
+    """Return a file of a model, in its folder or in the hub's cache; None if it is in neither."""
+    local = Path(name) / file
     if local.exists():
         return local
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(name, "config.json")
+        found = try_to_load_from_cache(name, file)
     except HFValidationError:  # the name is a folder that does not exist
         return None
     return Path(found) if isinstance(found, str) else None

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from trireme.base.paths import RunPaths, step_of
 from trireme.base.safe_text import clean
+from trireme.config.model_folder import config_file
 
 WINDOW = 1500  # tokens that are shown at once
 PART = "▯"  # a token that is only the beginning of a character
@@ -34,17 +35,10 @@ def find_decoder(run: Path) -> Decode | None:
 
 def _tokenizer_of_model(run_config: Path) -> Path | None:
     """Return the tokenizer in the model's folder, or in the cache of downloads."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
     try:
-        name = json.loads(run_config.read_bytes())["model"]["name"]
-        if Path(name).is_dir():
-            return Path(name) / "tokenizer.json"
-        found = try_to_load_from_cache(name, "tokenizer.json")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, HFValidationError):
+        return config_file(json.loads(run_config.read_bytes())["model"]["name"], "tokenizer.json")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return Path(found) if isinstance(found, str) else None
 
 
 @lru_cache(maxsize=4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +12,7 @@ from trireme.algo.model.activations import SHORT, Pass
 from trireme.algo.model.architecture import Architecture, architecture_of, is_known
 from trireme.algo.model.chips import GIB
 from trireme.base.errors import ConfigError
+from trireme.config.model_folder import config_file
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.config.trainer import Lora
@@ -42,8 +42,8 @@ def read_sizes(name: str, *, fetch: bool = False) -> Sized:
 
     Raises: ConfigError if there is none, or if it lacks a size.
     """
-    file = Path(name) / "config.json"
-    config: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else _read_from_hub(name, fetch=fetch)
+    file = config_file(name)
+    config: dict[str, Any] = json.loads(file.read_text()) if file else _fetch_config(name, may_fetch=fetch)
     try:
         return Sized(architecture_of(config), name, is_known(config))
     except (KeyError, TypeError) as error:
@@ -53,17 +53,13 @@ def read_sizes(name: str, *, fetch: bool = False) -> Sized:
         ) from error
 
 
-def _read_from_hub(name: str, *, fetch: bool) -> dict[str, Any]:
-    from huggingface_hub import constants, hf_hub_download, hf_hub_url
-    from huggingface_hub.errors import LocalEntryNotFoundError
+def _fetch_config(name: str, *, may_fetch: bool) -> dict[str, Any]:
+    from huggingface_hub import constants, hf_hub_url
     from huggingface_hub.utils import build_hf_headers
 
     try:
-        try:
-            return json.loads(Path(hf_hub_download(name, "config.json", local_files_only=True)).read_text())
-        except LocalEntryNotFoundError:
-            if not fetch or constants.HF_HUB_OFFLINE:
-                raise
+        if not may_fetch or constants.HF_HUB_OFFLINE:
+            raise FileNotFoundError(name)
         # not by `hf_hub_download`, which retries for half a minute without a network
         url, headers = hf_hub_url(name, "config.json"), build_hf_headers()
         answer = httpx.get(url, headers=headers, timeout=HUB_S, follow_redirects=True).raise_for_status()
