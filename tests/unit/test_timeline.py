@@ -15,7 +15,7 @@ from trireme.config.run import RunConfig
 from trireme.launch.run_state import look_at
 from trireme.monitor.spans import ENVIRONMENTS, Span, SpansFile
 from trireme.monitor.timeline import OTHER, advice, few_requests, idle, in_words, mean_shares, shares, time_lines
-from trireme.tools.dashboard.history import Metrics, Spans, summarize, trainer_advice, trainer_shares
+from trireme.tools.dashboard.history import Spans, summarize
 from trireme.tools.dashboard.timeline import timeline_chart
 
 TRAINER = [
@@ -176,7 +176,7 @@ def test_a_long_run_is_drawn_with_few_blocks_inside_the_picture(tmp_path):
     json.dumps(timeline_chart(view, zero_s=begin), allow_nan=False)
 
 
-def test_the_start_counts_in_no_advice_and_without_spans_the_trainers_metrics_give_some(tmp_path):
+def test_the_start_counts_in_no_advice(tmp_path):
     spans = [Span("trainer", "start", 1.0, 60.0), Span("engine e:1", "start", 1.0, 60.0)]
     for step in range(10):
         begin = 61.0 + step
@@ -189,12 +189,3 @@ def test_the_start_counts_in_no_advice_and_without_spans_the_trainers_metrics_gi
     assert "more GPUs to inference" in view.advice
     assert view.waits["trainer"] == [("no batch yet", pytest.approx(0.7))]
     assert summarize(store, 61.5, 62.0).shares["trainer"] == pytest.approx({"wait": 1.0, "other": 0.0}, abs=1e-5)
-    metrics = Metrics()
-    parts = {"time/wait_for_batch": 1.0, "time/forward_backward": 0.5, "time/optimizer": 0.25}
-    metrics.add([{"step": 0, "process": "trainer", "time/step": 2.0} | parts])
-    parts = {"time/wait_for_batch": 1.0, "time/publish": 0.5, "time/forward_backward": None}
-    metrics.add([{"step": 1, "process": "trainer", "time/step": 2.0} | parts])
-    found = trainer_shares(metrics)
-    assert found == pytest.approx({"wait": 0.5, "train": 0.1875, "transfer": 0.125, "other": 0.1875})
-    assert "more GPUs for inference" in trainer_advice(found)
-    assert trainer_shares(Metrics()) == {}

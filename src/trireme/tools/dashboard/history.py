@@ -354,38 +354,11 @@ def summarize(spans: Spans, begin_s: float, end_s: float, *, most: int = DRAWN_S
 
 
 STEP_PARTS = {
-    "time/wait_for_batch": ("wait", "wait for a batch"),
-    "time/forward_backward": ("train", "forward and backward"),
-    "time/optimizer": ("train", "optimizer"),
-    "time/publish": ("transfer", "send weights"),
-    "time/confirm": ("transfer", "wait until they are confirmed"),
-    "time/checkpoint": ("save", "save a checkpoint"),
+    "time/wait_for_batch": "wait for a batch",
+    "time/forward_backward": "forward and backward",
+    "time/optimizer": "optimizer",
+    "time/publish": "send weights",
+    "time/confirm": "wait until they are confirmed",
+    "time/checkpoint": "save a checkpoint",
 }
-"""The trainer's metrics of the parts of a step, each with its activity and its name."""
-
-
-def trainer_shares(metrics: Metrics) -> Shares:
-    """Return what the trainer did with its steps, for runs without spans; empty where no metric of time is there."""
-    total_s = sum(metrics.finite("time/step"))
-    if total_s <= 0:
-        return {}
-    shares: Shares = {}
-    for name, (what, _) in STEP_PARTS.items():
-        if seconds := sum(metrics.finite(name)):
-            shares[what] = shares.get(what, 0.0) + seconds / total_s
-    scale = max(1.0, sum(shares.values()))
-    shares = {what: share / scale for what, share in shares.items()}
-    return shares | {timeline.OTHER: max(0.0, 1.0 - sum(shares.values()))}
-
-
-def trainer_advice(shares: Shares) -> str:
-    """Return what the trainer's shares alone suggest. The engines' side is not known."""
-    waits = shares.get("wait", 0.0)
-    if waits > 0.3:
-        return (
-            f"the trainer waits {waits:.0%} of its time for batches: generation or environments hold it up, and more "
-            "GPUs for inference would help where the engines are busy"
-        )
-    if waits < 0.05:
-        return f"the trainer waits {waits:.0%} of its time: training itself is what a step takes"
-    return f"the trainer waits {waits:.0%} of its time for batches: the two sides are not far from balanced"
+"""The trainer's metrics of the parts of a step, each with its name."""

@@ -88,7 +88,7 @@ class Overview:
         ]
         parts = [
             Line(label, theme.run_color(place), found)
-            for place, (name, (_, label)) in enumerate(STEP_PARTS.items())
+            for place, (name, label) in enumerate(STEP_PARTS.items())
             if (found := curve(metrics, name, Frame())).raw
         ]
         for title, lines in {

@@ -13,7 +13,7 @@ from trireme.monitor.timeline import Shares, is_engine
 from trireme.tools.dashboard import theme
 from trireme.tools.dashboard.charts import GRID, LABEL, Canvas
 from trireme.tools.dashboard.colours import ACTIVITIES
-from trireme.tools.dashboard.history import Timeline, summarize, trainer_advice, trainer_shares
+from trireme.tools.dashboard.history import Timeline, summarize
 from trireme.tools.dashboard.runs import RunSet
 
 SHORTEST_S = 0.005
@@ -76,19 +76,10 @@ class TimelinePage:
         if self._body.is_deleted:
             return
         if not self._spans:
-            known = trainer_shares(self._run.metrics)
             self._body.clear()
             with self._body:
-                theme.nothing(
-                    "This run has no spans.jsonl.",
-                    "Processes write it as they work: the run is older than that, or has not begun. What follows is "
-                    "from the trainer's metrics; of the engines nothing is known.",
-                    icon="view_timeline",
-                )
-                if known:
-                    with theme.card("What the trainer did with its steps"):
-                        _show_shares("trainer", known)
-                        ui.label(_sentence(trainer_advice(known)))
+                why = "Its processes write spans.jsonl as they work; this run has none yet."
+                theme.nothing("Nothing is known of the time yet.", why, icon="view_timeline")
         elif not self._is_built:
             self._build()
             await self._show()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from trireme.monitor.timeline import in_words
 from trireme.tools.dashboard.colours import ACTIVITIES, RUNS
 from trireme.tools.dashboard.history import CURVE_POINTS, Values, extremes, smoothed
 
@@ -110,17 +111,8 @@ def shares_figure(name: str, title: str, shares: Mapping[str, Mapping[str, float
         axes.grid(axis="y", visible=False)
         axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
-    words = "; ".join(f"{process}: {share_words(shares[process])}" for process in processes)
+    words = "; ".join(f"{process}: {in_words(shares[process])}" for process in processes)
     return _figure(name, title, words, draw, (WIDE[0], 1.4 + 0.35 * len(processes)))
-
-
-def share_words(shares: Mapping[str, float]) -> str:
-    """
-    Example:
-        share_words({"train": 0.62, "wait": 0.38})  # "train 62 %, wait 38 %"
-    """
-    often = sorted(((share, what) for what, share in shares.items() if share >= LEAST_SHARE), reverse=True)
-    return ", ".join(f"{what} {100 * share:.0f} %" for share, what in often)
 
 
 def _figure(name: str, title: str, words: str, draw: Callable[[Axes], None], inches: tuple[float, float]) -> Figure:

@@ -27,8 +27,8 @@ from trireme.monitor.samples import choose
 from trireme.tools.audit.audit import audit_run
 from trireme.tools.audit.report import PROMISES
 from trireme.tools.conversation import blocks
-from trireme.tools.dashboard.history import Metrics, Spans, summarize, trainer_shares
-from trireme.tools.report.plots import LEAST_SHARE, Figure, Line, line_figure, share_words, shares_figure
+from trireme.tools.dashboard.history import Metrics, Spans, summarize
+from trireme.tools.report.plots import LEAST_SHARE, Figure, Line, line_figure, shares_figure
 from trireme.tools.report.writing import Report, code, fenced, folded, picture, plain, table
 from trireme.tools.rollouts import Record, ResultsFile, read_batch, record_of_rollout
 
@@ -221,13 +221,6 @@ class Run:
             ]
             if rows:
                 yield table(rows, ["process that waited", "of the time", "for what"])
-        elif shares := trainer_shares(self.metrics):
-            total_s = sum(self.metrics.finite("time/step"))
-            yield (
-                f"The run wrote no spans, only what its trainer did in {total_s:,.0f} s of steps: "
-                f"{share_words(shares)}. What the engines did meanwhile is not known."
-            )
-            yield self._picture(shares_figure("time", "What the trainer did", {"trainer": shares}))
 
     def warnings(self) -> Iterator[str]:
         counts = Counter(warned.name for warned in self._watch.warnings)
