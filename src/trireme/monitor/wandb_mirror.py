@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,10 @@ class _Mirror:
         before = self._offset
         rows, self._offset = read_metrics(self._metrics, before)
         for row in rows:
-            self._pending.setdefault(row["step"], _Pending(before)).add(row)
-        for step in sorted(self._pending):
-            if self._pending[step].is_due(self._processes, patience_s):
+            of_step = self._pending.setdefault(row["step"], _Pending(before)).rows
+            of_step[row["process"]] = of_step.get(row["process"], {}) | row
+        for step, pending in sorted(self._pending.items()):
+            if self._processes <= pending.rows.keys() or time.monotonic() - pending.since >= patience_s:
                 merged = merge_processes(self._pending.pop(step).rows.values())
                 values = {name: value for name, value in merged.items() if name not in ("process", "time_s")}
                 self._run.log({name: value for name, value in values.items() if value is not None})
@@ -98,23 +100,13 @@ class _Mirror:
         self._bookmark.save(min((pending.offset for pending in self._pending.values()), default=self._offset))
 
 
+@dataclass
 class _Pending:
-    """The metrics of one step that are not logged yet."""
+    """The metrics of one step that are not logged yet, by process."""
 
-    def __init__(self, offset: int) -> None:
-        """
-        Args:
-            offset: before which no row of it was read.
-        """
-        self.offset = offset
-        self.rows: dict[str, Row] = {}
-        self.since = time.monotonic()
-
-    def add(self, row: Row) -> None:
-        self.rows[row["process"]] = self.rows.get(row["process"], {}) | row
-
-    def is_due(self, processes: set[str], patience_s: float) -> bool:
-        return processes <= self.rows.keys() or time.monotonic() - self.since >= patience_s
+    offset: int  # before which no row of it was read
+    rows: dict[str, Row] = field(default_factory=dict)
+    since: float = field(default_factory=time.monotonic)
 
 
 class _Bookmark:
