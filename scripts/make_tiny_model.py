@@ -5,9 +5,9 @@
 
 Characters keep the vocabulary (and so the head) tiny. The words are those of chat and of an environment's tags and
 instructions, so that a prompt is short: one token each, however long. FILE is a JSON list of them; those of
-reverse-text are built in. The template `tools` also shows tools, tool calls and what tools answered, as Hermes does. The
-template `calls` shows calls and answers alone, for agent programs whose instructions and tools would take more tokens
-than such a model can read: no instructions, no tools, and of what a tool of Codex answered the output only.
+reverse-text are built in. The template `tools` also shows tools, tool calls and what tools answered, as Hermes does.
+The template `calls` shows calls and answers alone, for agent programs whose instructions and tools would take more
+tokens than such a model can read: no instructions, no tools, and of what a tool of Codex answered the output only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Runs v1 environments of verifiers (from 0.4), unmodified: a package that exports a `Taskset`, an `Env`, or both.
 
-verifiers v1 lets any program act: it wants an endpoint, not a client. Ours is the gateway of the orchestrator, as for any
-agent program. verifiers relays each request in the dialect of its program, with the id of the trace that it belongs to.
+verifiers v1 lets any program act: it wants an endpoint, not a client. Ours is the gateway of the orchestrator, as for
+any agent program. verifiers relays each request in the dialect of its program, with the id of the trace that it belongs
+to.
 
 `args` are fields of the environment's configuration (`agent`, `timeout`, `retries`, ...); `select` picks tasks as in
 verifiers; every other key is the taskset's own. What differs from verifiers' defaults: programs run as subprocesses
