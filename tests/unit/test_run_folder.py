@@ -67,6 +67,7 @@ def test_an_earlier_run_is_moved_without_the_files_of_the_user(tmp_path: Path) -
     assert sorted(entry.name for entry in root.iterdir()) == ["another", "thesis.tex"]
     moved = ["checkpoint-5", "checkpoints", "journal", "metrics.jsonl", "wandb"]
     assert sorted(entry.name for entry in aside.iterdir()) == moved
+    (root / "thesis.tex").unlink()
     assert prepare_folder(RunPaths(root), resume=False, resume_step=None) is None  # no run is in the way any more
     (root / "metrics.jsonl").touch()
     assert move_aside(RunPaths(root)) == tmp_path / "project.earlier-2"
