@@ -22,6 +22,7 @@ from agent_play import ENDS, TASKS, ScriptedPolicy, assert_exact, calls, player
 from real_run import is_alive
 from toy_environments import open_toy, running
 from trireme.base.errors import ConfigError, DeadlineExceeded
+from trireme.journal.turns import compare_turns, read_turns, turns_file
 from trireme.orchestrator.environments import agent_session
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome
@@ -185,8 +186,10 @@ def test_a_program_gets_its_task_and_no_secret_of_the_run(play, tmp_path, monkey
 
 
 LINGERS = """
-    import os, subprocess, sys, time, openai
-    openai.OpenAI().chat.completions.create(model="x", messages=[{"role": "user", "content": "hi"}])
+    import os, subprocess, sys, time, urllib.request  # a client that starts in no time: the program's time is short
+    url, key = f"{os.environ['OPENAI_BASE_URL']}/chat/completions", os.environ["OPENAI_API_KEY"]
+    body = b'{"messages": [{"role": "user", "content": "hi"}]}'
+    urllib.request.urlopen(urllib.request.Request(url, body, {"authorization": f"Bearer {key}"}))
     if os.fork() == 0:  # a process that leaves the group, loses its parent and ignores SIGTERM
         os.setsid()
         if os.fork() == 0:
@@ -300,6 +303,11 @@ def test_turns_that_were_sampled_before_a_crash_are_not_sampled_again(play, tmp_
     assert int(sample.loss_mask.sum()) == sum(len(turn.ids) for _, turn in undisturbed.given)
     logprobs = [logprob for _, turn in (*broken.given, *resumed.given) for logprob in turn.logprobs]
     assert sample.logprobs[sample.loss_mask == 1].tolist() == np.float32(logprobs).tolist()
+    (other,), _ = play(agent(CHAT).replace("sys.argv[1]", "'else'"), *texts, journal=journal)  # it does something else
+    compared, unused = compare_turns(other.samples, read_turns(turns_file(journal, "0-0", 0)))
+    assert [turn.difference for turn in compared] == [""] * 3
+    assert other.left_out == {"not used when played again": sorted(turn.prompt for turn in unused)}
+    assert len(unused) == 3
 
 
 DIES_ONCE = """
