@@ -15,6 +15,7 @@ from trireme.orchestrator.environments.venv import (
     find_environment,
     installed_venv,
     local_packages,
+    undeclared_verifiers,
 )
 
 # Does what `uv venv DIR` and `uv pip install` leave behind, and notes that it was called.
@@ -97,6 +98,25 @@ def test_editing_code_keeps_the_virtual_environment_and_editing_dependencies_mak
     project = root / "word_count" / "pyproject.toml"
     project.write_text(project.read_text().replace("[]", '["numpy"]'))
     assert build() != first
+
+
+@pytest.mark.parametrize(
+    ("dependencies", "code", "expected"),
+    [
+        ('["datasets"]', "import verifiers.v1 as vf", ["verifiers==0.4.0"]),
+        ('["verifiers[ta]"]', "from verifiers.v1.tasksets import x", ["verifiers==0.4.0"]),
+        ("[]", "import verifiers as vf", ["verifiers==0.2.0"]),
+        ('["verifiers>=0.1"]', "import verifiers.v1 as vf", []),
+        ("[]", "# import verifiers", []),
+    ],
+)
+def test_a_package_that_names_no_version_of_verifiers_gets_the_one_that_its_imports_ask_for(
+    tmp_path, dependencies, code, expected
+):
+    (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "a"\ndependencies = {dependencies}\n')
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "tasks.py").write_text(f"import re\n\n{code}\n")
+    assert undeclared_verifiers(tmp_path) == expected
 
 
 def test_a_virtual_environment_that_is_half_made_or_has_lost_its_python_is_made_again(build, tmp_path):

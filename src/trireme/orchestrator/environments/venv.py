@@ -16,6 +16,7 @@ import difflib
 import hashlib
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -39,6 +40,11 @@ log = get_logger("environments")
 
 COMPLETE = "trireme-complete"  # marker file of a virtual environment that was built to the end
 BUILD_TIMEOUT_S = 1800.0
+VERIFIERS = {"v0": "verifiers==0.2.0", "v1": "verifiers==0.4.0"}
+"""Installed for packages that import verifiers and leave the version to the trainer that runs them."""
+IMPORTS_VERIFIERS = re.compile(r"^\s*(?:import|from)\s+verifiers\b", re.MULTILINE)
+IMPORTS_V1 = re.compile(r"^\s*(?:(?:import|from)\s+verifiers\.v1\b|from\s+verifiers\s+import\s+v1\b)", re.MULTILINE)
+DECLARES_VERSION = re.compile(r"verifiers(?:\[[^\]]*\])?\s*[=<>~!@(]")
 _NO_CONTENT = ("__pycache__", "build", "dist")  # of a copied package: does not decide what is installed
 
 
@@ -168,9 +174,32 @@ def _venv_folder(source: EnvironmentSource, cache: Path) -> Path:
         sys.base_prefix.encode(),
         str(source.folder).encode(),
         *(part for package in local_packages(source.folder) for part in package.key()),
+        *(requirement.encode() for requirement in undeclared_verifiers(source.folder)),
     ]
     digest = hashlib.sha256(b"\0".join(decides)).hexdigest()[:12]
     return cache / "environments" / f"{source.module}-{digest}"
+
+
+def undeclared_verifiers(folder: Path) -> list[str]:
+    """Return the version of verifiers that a package's imports ask for, unless its pyproject.toml chooses one.
+
+    Example:
+        undeclared_verifiers(folder)  # ["verifiers==0.4.0"] for `import verifiers.v1 as vf`
+    """
+    project: dict[str, Any] = {}
+    with suppress(OSError, ValueError):  # uv reports a broken file, and better
+        project = tomllib.loads((folder / "pyproject.toml").read_text())
+    with suppress(AttributeError, TypeError):
+        declared = project.get("project", {}).get("dependencies", [])
+        sources = project.get("tool", {}).get("uv", {}).get("sources", {})
+        if "verifiers" in sources or any(DECLARES_VERSION.match(str(each).strip().lower()) for each in declared):
+            return []
+    inside = sorted(folder.rglob("*.py"))
+    own = [path for path in inside if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    code = [path.read_text(errors="replace") for path in own if path.is_file()]
+    if any(IMPORTS_V1.search(text) for text in code):
+        return [VERIFIERS["v1"]]
+    return [VERIFIERS["v0"]] if any(IMPORTS_VERIFIERS.search(text) for text in code) else []
 
 
 def _python(venv: Path) -> Path:
@@ -226,7 +255,7 @@ def _build(venv: Path, source: EnvironmentSource, *, uv: str | None, log_file: P
         install += [] if package.editable else ["--reinstall-package", package.name]
     commands = [
         [uv, "venv", "--no-project", "--python", sys.executable, str(venv)],
-        [*install, "--editable", str(source.folder)],
+        [*install, "--editable", str(source.folder), *undeclared_verifiers(source.folder)],
     ]
     variables = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH", TOKEN)}
     with tempfile.TemporaryDirectory() as folder, open(log_file, "ab") as output:
