@@ -107,19 +107,31 @@ def test_trouble_in_v1_costs_its_rollout_and_is_no_zero(on):
 
     outcomes, after = on("v1-echo", use)
     failed = {place: each for place, each in enumerate(outcomes) if isinstance(each, RolloutFailed)}
-    stages = {UNJUDGEABLE: "score", NAN: "score", TWICE: "rollout", 6: "rollout"}
+    stages = {UNJUDGEABLE: "score", NAN: "score", 6: "rollout"}
     assert {place: each.stage for place, each in failed.items()} == stages
     assert "ValueError: this cannot be judged" in failed[UNJUDGEABLE].error
     assert 'raise ValueError("this cannot be judged")' in failed[UNJUDGEABLE].traceback
     assert "`echoes` returned nan - expected a finite number" in failed[NAN].error
-    assert "Agent 'agent' was run 2 times in one episode - expected once" in failed[TWICE].error
     assert "the engine died" in failed[6].error
     assert after.reward == 1.5
 
 
-def test_what_of_v1_cannot_be_supported_is_refused_at_load(on):
-    with pytest.raises(ConfigError, match=r"agents assistant, user, of which the policy would play assistant, user"):
-        on("v1-echo", lambda environment: None, id="user-sim")
+def test_each_run_of_an_agent_asks_on_its_own_and_has_its_own_reward(on):
+    questions: list[Ask] = []
+
+    async def in_turn(question: Ask) -> Reply:
+        questions.append(question)
+        return Reply(content=["twice", "something else"][len(questions) - 1], finish_reason="stop")
+
+    done = on("v1-echo", lambda environment: run_one(environment, in_turn, TWICE))
+    assert sorted((run.agent, run.reward) for run in done.runs) == [("agent", 0.0), ("agent", 1.5)]
+    assert {run.trace for run in done.runs} == {question.trace for question in questions}
+    assert (done.reward, done.metrics["agent/reward"], done.metrics["agent/echoes"]) == (0.75, 0.75, 0.5)
+
+
+def test_an_agent_that_names_a_model_and_no_endpoint_is_refused_at_load(on):
+    with pytest.raises(ConfigError, match=r"Agent 'agent' names the model 'gpt' and no endpoint"):
+        on("v1-echo", lambda environment: None, agent={"model": "gpt"})
 
 
 def test_a_harness_given_as_an_environment_is_told_where_it_belongs(on):

@@ -25,7 +25,7 @@ from trireme.config.run import RunConfig
 from trireme.journal import targets
 from trireme.journal.journal import Journal
 from trireme.journal.rank_shares import Shares, cost_of_model, row_capacity, row_cost, share_of
-from trireme.journal.records import BatchRecord, Rollout, State
+from trireme.journal.records import AgentRun, BatchRecord, Rollout, State
 from trireme.journal.targets import advantages_of, estimator_of
 from trireme.messages import BatchReply, Kept, Tokens, build_tokens, encode
 from trireme.trainer.model.forward import places_of
@@ -53,9 +53,26 @@ def rollout_of(reward: float, *masks: list[int], group: int = 0, place: int = 0,
 def test_rewards_are_cut_before_lengths_are_punished() -> None:
     penalty = LengthPenalty(type="linear", max_length=4, buffer=1, weight=0.5)
     group = [rollout_of(5.0, [1, 1, 0]), rollout_of(-5.0, [1], place=1)]
-    scored = targets.scores_of(group, order_rules(reward_clip=(-1.0, 2.0), length_penalty=penalty))
+    (scored,) = targets.scores_of(group, order_rules(reward_clip=(-1.0, 2.0), length_penalty=penalty))
     assert scored.rewards.tolist() == [2.0 - 0.5 * 2 / 4, -1.0 - 0.5 * 1 / 4]
     assert scored.lengths.tolist() == [2, 1]
+
+
+def test_a_run_of_an_agent_is_compared_with_the_runs_of_the_same_agent_in_its_group() -> None:
+    def episode(place: int, *rewards: float) -> Rollout:
+        agents = [("proposer", [1]), ("solver", [0, 2]), ("solver", [3])]
+        runs = [AgentRun(agent=a, reward=r, samples=s) for (a, s), r in zip(agents, rewards, strict=True)]
+        return rollout_of(sum(rewards) / 3, [1], [0, 1], [1], [1], place=place, runs=runs)
+
+    rules = order_rules(needs_signal=True, advantage="ema", decay=0.5)
+    (first, second), baselines = advantages_of([episode(0, 1, 1, 0), episode(1, 5, 0, 0)], rules, {"a/solver": 1.0})
+    assert [part.tolist() for part in first] == [[0.0], [0.0, -2.0], [0.0], [-1.0]]
+    assert [part.tolist() for part in second] == [[-1.0], [0.0, 2.0], [-1.0], [-1.0]]
+    assert baselines == {"a/proposer": 3.0, "a/solver": 0.625}
+    (first, second), _ = advantages_of([episode(0, 1, 1, 0), episode(1, 5, 0, 0)], order_rules(), {})
+    assert [part[-1] for part in (*first, *second)] == [0.75, -2.0, 0.75, -0.25, -0.25, 2.0, -0.25, -0.25]
+    assert targets.why_not_worth_it([episode(0, 1, 1, 0), episode(1, 2, 0, 0)], rules) is None
+    assert targets.why_not_worth_it([episode(0, 1, 0, 0), episode(1, 1, 0, 0)], rules) is not None  # but across agents
 
 
 masks = st.lists(st.sampled_from([0, 1]), min_size=1, max_size=5)

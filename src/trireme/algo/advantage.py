@@ -25,12 +25,13 @@ MOST_NATS = 20.0
 """Difference of a teacher's logprob and the policy's beyond which it makes no difference: a factor of 5e8."""
 
 Baselines = dict[str, float]
-"""Per environment: its running mean reward."""
+"""Per environment, or `environment/agent` where agents have rewards of their own: its running mean reward."""
 
 
 @dataclass(frozen=True)
 class GroupScores:
-    """A group as estimators see it. A `custom` function is called with a list of these.
+    """A group as estimators see it: rollouts of an example, or runs of one agent in them where agents have rewards of
+    their own. A `custom` function is called with a list of these.
 
     Example:
         GroupScores(env="reverse-text", example=417, rewards=np.array([0.0, 1.0]), lengths=np.array([31, 28]))
@@ -40,6 +41,7 @@ class GroupScores:
     example: int
     rewards: np.ndarray  # [G] float64
     lengths: np.ndarray  # [G] int64: sampled tokens
+    agent: str = ""
 
 
 Estimator = Callable[[list[GroupScores]], Sequence[np.ndarray]]
@@ -170,7 +172,8 @@ def estimate(
     rewards = [group.rewards for group in groups]
     match kind:
         case "ema":
-            return ema(rewards, [group.env for group in groups], baselines, decay=decay)
+            envs = [f"{group.env}/{group.agent}" if group.agent else group.env for group in groups]
+            return ema(rewards, envs, baselines, decay=decay)
         case "batch":
             return batch(rewards), baselines
         case "group_batch":

@@ -17,10 +17,24 @@ from trireme.algo.rules import Rules
 from trireme.messages import Tokens
 
 
+class AgentRun(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One run of an agent that the policy plays, in an environment whose agents have rewards of their own.
+
+    Example:
+        AgentRun(agent="solver", reward=1.0, samples=[0, 2])
+    """
+
+    agent: str  # its role in the environment
+    reward: float  # finite
+    trace: str = ""  # by which its requests are known; on the wire alone
+    samples: list[int] = []  # of the rollout; not known to the environment
+
+
 class EnvironmentResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The result of a scored rollout, from its environment. A field here is in `wire.Done` and in `Rollout`."""
 
-    reward: float  # finite
+    reward: float  # finite; the mean of the runs', where there are some
+    runs: list[AgentRun] = []  # where agents have rewards of their own: each is compared with those of the same agent
     metrics: dict[str, float] = {}  # finite
     prompt: list[dict[str, Any]] = []
     completion: list[dict[str, Any]] = []  # the model's messages, and the environment's between them
@@ -121,7 +135,7 @@ class State(msgspec.Struct):
     open_groups: list[OpenGroup] = []
     counters: dict[str, int] = {}
     scores: dict[str, Scores] = {}  # per environment, where difficulty pools are in use
-    baselines: dict[str, float] = {}  # per environment: the running mean reward of the `ema` advantage
+    baselines: dict[str, float] = {}  # per environment (and agent): the running mean reward of the `ema` advantage
     stage: int = 0  # of the curriculum
     stage_reward: float | None = None  # mean reward of that stage so far, smoothed
 

@@ -31,7 +31,7 @@ from trireme.algo.rules import Rules
 from trireme.base.errors import ConfigError
 from trireme.base.functions import load_function
 from trireme.config.orchestrator import Filters
-from trireme.journal.records import Rollout
+from trireme.journal.records import AgentRun, Rollout
 from trireme.messages import Tokens
 
 
@@ -46,20 +46,38 @@ def advantages_of(
         custom: the user's estimator, where the rules ask for one.
     """
     groups = list(by_group(rollouts).values())
-    outcomes, after = estimates_of([scores_of(group, rules) for group in groups], rules, baselines, custom=custom)
-    found = {
-        id(rollout): advantages
-        for group, estimated in zip(groups, outcomes, strict=True)
-        for rollout, advantages in zip(group, per_token(group, estimated, rules), strict=True)
-    }
+    scored = [scores_of(group, rules) for group in groups]
+    flat = [scores for of_group in scored for scores in of_group]
+    estimated, after = estimate(rules.advantage, flat, baselines, decay=rules.decay, custom=custom)
+    left, found = iter(estimated), {}
+    for group, of_group in zip(groups, scored, strict=True):
+        of_agent = {scores.agent: iter(next(left)) for scores in of_group}
+        per_sample = [_per_sample(rollout, of_agent) for rollout in group]
+        for rollout, advantages in zip(group, per_token(group, per_sample, rules), strict=True):
+            found[id(rollout)] = advantages
     return [found[id(rollout)] for rollout in rollouts], after
 
 
-def estimates_of(
-    scored: list[GroupScores], rules: Rules, baselines: Baselines, *, custom: Estimator | None = None
-) -> tuple[list[np.ndarray], Baselines]:
-    """Return one advantage per rollout of each group, and the baselines after the batch."""
-    return estimate(rules.advantage, scored, baselines, decay=rules.decay, custom=custom)
+def _per_sample(rollout: Rollout, of_agent: dict[str, Iterator[float]]) -> np.ndarray:
+    """Return [S] the advantage of each sample: that of its run. Takes the next of its agent for each run."""
+    advantages = np.zeros(len(rollout.samples))
+    for run in agent_runs(rollout):
+        advantages[run.samples] = next(of_agent[run.agent])
+    return advantages
+
+
+def agent_runs(rollout: Rollout) -> list[AgentRun]:
+    """Return the parts of a rollout that have a reward: its agents' runs, or the whole of it."""
+    return rollout.runs or [AgentRun(agent="", reward=rollout.reward, samples=list(range(len(rollout.samples))))]
+
+
+def _rewards_by_agent(group: list[Rollout]) -> dict[str, np.ndarray]:
+    """Return [number of runs] rewards per agent, in the order of the rollouts."""
+    found: dict[str, list[float]] = {}
+    for rollout in group:
+        for run in agent_runs(rollout):
+            found.setdefault(run.agent, []).append(run.reward)
+    return {agent: np.array(rewards, dtype=np.float64) for agent, rewards in sorted(found.items())}
 
 
 def estimator_of(rules: Rules) -> Estimator | None:
@@ -88,29 +106,37 @@ def by_group(rollouts: Sequence[Rollout]) -> dict[int, list[Rollout]]:
     return groups
 
 
-def scores_of(group: list[Rollout], rules: Rules) -> GroupScores:
-    """Return a group in the form that estimators take."""
-    rewards = np.array([rollout.reward for rollout in group], dtype=np.float64)
-    lengths = np.array([num_sampled(rollout) for rollout in group])
-    if rules.reward_clip is not None:
-        rewards = np.clip(rewards, *rules.reward_clip)
-    rewards = with_length_penalty(rewards, lengths, rules.length_penalty)
-    return GroupScores(group[0].env, group[0].example, rewards, lengths)
+def scores_of(group: list[Rollout], rules: Rules) -> list[GroupScores]:
+    """Return a group in the form that estimators take: one for each agent that has rewards of its own."""
+    scores = []
+    for agent, rewards in _rewards_by_agent(group).items():
+        runs = [(rollout, run) for rollout in group for run in agent_runs(rollout) if run.agent == agent]
+        lengths = np.array([num_sampled([rollout.samples[place] for place in run.samples]) for rollout, run in runs])
+        if rules.reward_clip is not None:
+            rewards = np.clip(rewards, *rules.reward_clip)
+        rewards = with_length_penalty(rewards, lengths, rules.length_penalty)
+        scores.append(GroupScores(group[0].env, group[0].example, rewards, lengths, agent))
+    return scores
 
 
-def num_sampled(rollout: Rollout) -> int:
+def num_sampled(samples: list[Tokens]) -> int:
     """Return the number of tokens that are trained on."""
-    return sum(int(np.count_nonzero(sample.loss_mask)) for sample in rollout.samples)
+    return sum(int(np.count_nonzero(sample.loss_mask)) for sample in samples)
 
 
-def per_token(group: list[Rollout], advantages_G: np.ndarray, rules: Rules) -> Iterator[list[np.ndarray]]:
-    """Spread advantages over the tokens of each rollout's samples."""
+def per_token(group: list[Rollout], advantages: list[np.ndarray], rules: Rules) -> Iterator[list[np.ndarray]]:
+    """Spread advantages over the tokens of each rollout's samples.
+
+    Args:
+        advantages: [S] per rollout, one for each of its samples.
+    """
     if not any(rollout.token_rewards or rollout.teacher for rollout in group):
-        yield from _same_for_all_tokens(group, advantages_G, rules)
+        yield from _same_for_all_tokens(group, advantages, rules)
         return
     steps = process_advantages([_joined(rollout, rollout.token_rewards) for rollout in group])
-    for rollout, advantage, worth in zip(group, advantages_G, steps, strict=True):
-        values = rules.reward_weight * (advantage + worth)
+    for rollout, advantages_S, worth in zip(group, advantages, steps, strict=True):
+        advantages_T = np.repeat(advantages_S, [sample.length for sample in rollout.samples])
+        values = rules.reward_weight * (advantages_T + worth)
         if rules.teacher_weight is not None and rollout.teacher:
             logprobs = _joined(rollout, [sample.logprobs for sample in rollout.samples])
             values = values + distillation_term(_joined(rollout, rollout.teacher), logprobs, rules.teacher_weight)
@@ -122,13 +148,18 @@ def per_token(group: list[Rollout], advantages_G: np.ndarray, rules: Rules) -> I
         ]
 
 
-def _same_for_all_tokens(group: list[Rollout], advantages_G: np.ndarray, rules: Rules) -> Iterator[list[np.ndarray]]:
-    """Spread advantages where nothing is given per token: one number per rollout."""
-    values = rules.reward_weight * (advantages_G + 0.0)
-    if rules.clip is not None:
-        values = np.clip(values, -rules.clip, rules.clip)
-    for rollout, value in zip(group, values, strict=True):
-        yield [np.where(sample.loss_mask == 1, value, 0.0).astype(np.float32) for sample in rollout.samples]
+def _same_for_all_tokens(
+    group: list[Rollout], advantages: list[np.ndarray], rules: Rules
+) -> Iterator[list[np.ndarray]]:
+    """Spread advantages where nothing is given per token: one number per sample."""
+    for rollout, advantages_S in zip(group, advantages, strict=True):
+        values = rules.reward_weight * (advantages_S + 0.0)
+        if rules.clip is not None:
+            values = np.clip(values, -rules.clip, rules.clip)
+        yield [
+            np.where(sample.loss_mask == 1, value, 0.0).astype(np.float32)
+            for sample, value in zip(rollout.samples, values, strict=True)
+        ]
 
 
 def _joined(rollout: Rollout, columns: list[np.ndarray]) -> np.ndarray:
@@ -178,10 +209,11 @@ def outcome_of(group: list[Rollout]) -> Outcome:
 
 def why_not_worth_it(group: list[Rollout], rules: Rules) -> str | None:
     """Return why a complete, fresh group is left out of batches; None where it is used."""
-    rewards = np.array([rollout.reward for rollout in group], dtype=np.float64)
+    rewards = list(_rewards_by_agent(group).values())
     steps = np.concatenate([_joined(rollout, rollout.token_rewards) for rollout in group])
-    if rules.needs_signal and not has_signal(rewards, steps[~np.isnan(steps)]):
+    if rules.needs_signal and not any(has_signal(each, steps[~np.isnan(steps)]) for each in rewards):
         return "no signal: all rewards of the group are equal"
-    if rules.least_variance > 0 and rewards.var() < rules.least_variance:
-        return f"little signal: the rewards of the group vary by {rewards.var():.3g}"
+    variance = max(each.var() for each in rewards)
+    if rules.least_variance > 0 and variance < rules.least_variance:
+        return f"little signal: the rewards of the group vary by {variance:.3g}"
     return None

@@ -13,15 +13,12 @@ from trireme.base.log import get_logger
 from trireme.config.run import RunConfig
 from trireme.journal.records import Dropped, Rollout, State
 from trireme.journal.targets import (
-    by_group,
-    estimates_of,
+    advantages_of,
     estimator_of,
     filters_of,
     flaws_of,
     is_zero,
     outcome_of,
-    per_token,
-    scores_of,
     why_not_worth_it,
     with_advantages,
 )
@@ -109,15 +106,12 @@ class Batcher:
         return why_not_worth_it(rollouts, self._rules)
 
     def _give_advantages(self, filled: Filled) -> None:
-        groups = list(by_group(filled.rollouts).values())
-        scored = [scores_of(group, self._rules) for group in groups]
-        estimated, self._baselines = estimates_of(scored, self._rules, self._baselines, custom=self._custom)
+        found, self._baselines = advantages_of(filled.rollouts, self._rules, self._baselines, custom=self._custom)
         filled.baselines = self._baselines
-        for group, advantages in zip(groups, estimated, strict=True):
-            for rollout, per_sample in zip(group, per_token(group, advantages, self._rules), strict=True):
-                rollout.samples = [with_advantages(*both) for both in zip(rollout.samples, per_sample, strict=True)]
-                if is_zero(per_sample):
-                    rollout.flaws = [*rollout.flaws, ZERO_ADVANTAGE]
+        for rollout, per_sample in zip(filled.rollouts, found, strict=True):
+            rollout.samples = [with_advantages(*both) for both in zip(rollout.samples, per_sample, strict=True)]
+            if is_zero(per_sample):
+                rollout.flaws = [*rollout.flaws, ZERO_ADVANTAGE]
 
     def _mask(self, rollouts: list[Rollout], step: int) -> None:
         for rollout in rollouts:

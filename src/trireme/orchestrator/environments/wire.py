@@ -269,7 +269,10 @@ def _checked(message: FromWorker) -> FromWorker:
         _check_depth(message.messages, message.tools, message.sampling, message.example)
     if isinstance(message, Done):
         _check_depth(message.prompt, message.completion, message.info, message.columns)
-        check_scores((message.reward, *chain.from_iterable(message.turn_rewards)), message.metrics)
+        of_runs = [run.reward for run in message.runs]
+        check_scores((message.reward, *of_runs, *chain.from_iterable(message.turn_rewards)), message.metrics)
+        if wrong := [run.agent for run in message.runs if METRIC_NAME.fullmatch(run.agent) is None]:
+            raise ValueError(f"an agent called {wrong[0]!r:.80}, expected letters, digits and ./@:+-_ or blanks")
     if isinstance(message, Ready) and not all(0 <= size < 2**31 for size in (message.num_train, message.num_eval)):
         raise ValueError(f"data sets of {message.num_train} and {message.num_eval} examples")
     return message

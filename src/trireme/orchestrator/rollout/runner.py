@@ -333,6 +333,7 @@ class _Conversation:
         """
         if self._agent is not None:
             self.trajectory.keep(self._agent.train, only_with_tools=self._agent.only_with_tools)
+        runs = self.trajectory.keep_runs(done.runs) if done.runs else []
         samples = self.trajectory.samples()
         if self._trained and not samples:
             why = self._refused or "The environment never asked for a model turn."
@@ -350,6 +351,7 @@ class _Conversation:
             **issued,
             **played,
             info=done.info if self._agent or not self._trained else {},
+            runs=runs,
             samples=samples,
             token_rewards=token_rewards,
             num_turns=self.trajectory.num_turns,

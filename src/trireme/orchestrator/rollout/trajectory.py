@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trireme.journal.records import Branch
+from trireme.journal.records import AgentRun, Branch
 from trireme.journal.turns import prompt_digest
 from trireme.messages import Kept, Tokens, build_tokens
 from trireme.orchestrator.engines.expert_routes import to_routed
@@ -289,6 +289,16 @@ class Trajectory:
             kept = [max(kept, key=lambda sample: (num_turns if which == "main" else newest)[id(sample)])]
         for sample in self._samples:
             sample.is_kept = any(sample is each for each in kept)
+
+    def keep_runs(self, runs: list[AgentRun]) -> list[AgentRun]:
+        """Leave out samples of other agent runs. Return these with the samples that each has; none without one."""
+        traces = {run.trace for run in runs}
+        for sample in self._samples:
+            sample.is_kept = sample.is_kept and sample.trace in traces
+        owners = [sample.trace for sample in self._trained()]
+        places = {trace: [place for place, owner in enumerate(owners) if owner == trace] for trace in traces}
+        found = [AgentRun(agent=run.agent, reward=run.reward, samples=places[run.trace]) for run in runs]
+        return [run for run in found if run.samples]
 
     def prompt_ids(self, messages: list[dict[str, Any]], tools: list[dict] | None, trace: str) -> list[int]:
         """Return the prompt that a turn would have. Raises: as `ask`."""

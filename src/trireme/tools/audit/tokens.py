@@ -303,6 +303,9 @@ def _misfit(rollout: Rollout, rules: Rules) -> tuple[str, str] | None:
             return f"has `{name}` for {[len(part) for part in parts]} tokens", f"for {lengths}, as its samples have"
         if any(np.isinf(part).any() for part in parts):
             return f"has infinite values in `{name}`", "numbers, or NaN where there is none"
+    owned = sorted(place for run in rollout.runs for place in run.samples)
+    if rollout.runs and owned != list(range(len(lengths))):
+        return f"has `runs` of the samples {owned[:20]}", f"each of its {len(lengths)} samples in one run"
     for sample, part in zip(rollout.samples, rollout.teacher, strict=False):
         if (sample.loss_mask.astype(bool) & np.isnan(part)).any():
             return "has a token that is trained on without a value in `teacher`", "the teacher's logprob of each"

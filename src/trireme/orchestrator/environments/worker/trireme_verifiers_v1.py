@@ -8,8 +8,9 @@ to.
 verifiers; every other key is the taskset's own. What differs from verifiers' defaults: programs run as subprocesses
 here and not in a sandbox that is rented, and a taskset without a harness gets `trireme_chat` and not a shell.
 
-What cannot be supported: more than one agent played by the policy. Others may play along at endpoints of their own.
-There is no evaluation split in v1: give `[[orchestrator.eval.env]]` other `args`.
+The policy plays all agents that have no `client` of their own. Each run of one is reported with its reward, and
+compared with the runs of the same agent. There is no evaluation split in v1: give `[[orchestrator.eval.env]]` other
+`args`.
 """
 
 from contextlib import AbstractAsyncContextManager
@@ -34,7 +35,7 @@ class VerifiersV1Adapter(Adapter):
         self.versions = versions
         select = vf.SelectConfig.model_validate(args.get("select", {}))
         config = _configured(module, {name: value for name, value in args.items() if name != "select"})
-        self._role = _role_of_the_policy(config)
+        self._roles = _roles_of_the_policy(config)
         self._environment = vf.load_environment(config)
         taskset = self._environment.taskset.select(select)
         if not taskset.bounded:
@@ -49,16 +50,17 @@ class VerifiersV1Adapter(Adapter):
 
     async def play(self, request: dict, ask: Ask) -> dict:
         """Scored too: in v1 an episode ends with its judgement, while what the agent left behind is still there."""
-        spec, most = getattr(self._environment.config, self._role), request.get("max_turns")
-        if most is not None and (spec.max_turns is None or spec.max_turns > most):
-            spec.max_turns = most  # the run's own limit; the environment's may be lower
+        most = request.get("max_turns")
+        for spec in (getattr(self._environment.config, role) for role in self._roles):
+            if most is not None and (spec.max_turns is None or spec.max_turns > most):
+                spec.max_turns = most  # the run's own limit; the environment's may be lower
         # the key is in the path: verifiers reads keys from variables, which all rollouts of this process share
         url = f"{request['gateway']}/s/{request['api_key']}/v1"
         client = vf.EvalClientConfig(base_url=url, api_key_var="TRIREME_NO_KEY")
         context = vf.ModelContext(model="policy", client=client, sampling=vf.Sampling(**request["sampling"]))
         task = self.train[request["index"]]
         episode = await self._environment.run_episode(task, context)
-        return _result(_only_trace(episode, role=self._role), task)
+        return _result(_policy_traces(episode, self._roles), task)
 
     async def score(self, played: list[dict]) -> list[dict]:
         return played
@@ -79,21 +81,28 @@ def _configured(module: str, args: dict) -> Any:
     return config
 
 
-def _role_of_the_policy(config: Any) -> str:
+def _roles_of_the_policy(config: Any) -> list[str]:
     roles = agent_config_fields(config)
-    ours = [name for name, spec in roles.items() if spec.client is None]
-    if len(ours) != 1:
+    for name, spec in roles.items():
+        if spec.client is None and spec.model is not None:
+            raise ValueError(
+                f"Agent {name!r} names the model {spec.model!r} and no endpoint - expected a `client` with it, such as "
+                f'{{ {name} = {{ model = "...", client = {{ type = "eval", base_url = "http://..." }} }} }} - add one, '
+                "or leave `model` out: then the policy plays it."
+            )
+    if not (ours := [name for name, spec in roles.items() if spec.client is None]):
         raise TypeError(
-            f"The environment has the agents {', '.join(roles)}, of which the policy would play "
-            f"{', '.join(ours) or 'none'} - expected it to play one - give each of the others a `client` and a `model` "
-            f'of its own in `args`, such as {{{ours[-1] if ours else "agent"} = {{ model = "...", client = '
-            '{ type = "eval", base_url = "http://..." } } }.'
+            f"The environment's agents ({', '.join(roles)}) all have a `client` of their own - expected one that the "
+            "policy plays - remove the `client` of one from `args`."
         )
-    return ours[0]
+    return ours
 
 
-def _only_trace(episode: Any, *, role: str) -> Any:
-    """The policy's. Raises: what went wrong in the episode, RewardError where it was the scoring."""
+def _policy_traces(episode: Any, roles: list[str]) -> list[Any]:
+    """The runs of the policy's agents that are trained on.
+
+    Raises: what went wrong in the episode, RewardError where it was the scoring.
+    """
     if not episode.ok:
         for trace in episode.traces:
             if not trace.ok and trace.last_error is not None:
@@ -101,13 +110,12 @@ def _only_trace(episode: Any, *, role: str) -> Any:
                     raise RewardError from _failure(trace.last_error)
                 raise _failure(trace.last_error)
         raise _failure(episode.last_error) if episode.last_error else _EpisodeFailed("the episode is not ok")
-    traces = [trace for trace in episode.traces if trace.agent.name == role]
-    if len(traces) != 1:
+    if not (traces := [trace for trace in episode.traces if trace.agent.name in roles and trace.agent.trainable]):
         raise RuntimeError(
-            f"Agent {role!r} was run {len(traces)} times in one episode - expected once - use an environment that runs "
-            "it once; `rollouts_per_example` is how often a task is tried."
+            f"The episode has no run of {' or '.join(roles)} that is trained on - expected one at least - see that "
+            "`Env.setup` leaves an agent `trainable`."
         )
-    return traces[0]
+    return traces
 
 
 def _failure(error: Any) -> Exception:
@@ -120,25 +128,47 @@ class _EpisodeFailed(Exception):
     """An episode failed, with the message of verifiers."""
 
 
-def _result(trace: Any, task: Any) -> dict:
-    refusal = trace.calls[-1].error if trace.calls else None
-    is_full = refusal is not None and any(words in refusal.message for words in FULL)
+def _result(traces: list[Any], task: Any) -> dict:
+    """Of several runs: the mean of their rewards, means of metrics by agent, and the messages of the longest."""
+    trace = max(traces, key=lambda each: each.num_turns)
+    is_full = any(map(_is_full, traces))
     # the last branch of the conversation, up to the first thing that the model said and from there on
     nodes = trace.branches[-1].nodes if trace.branches else []
     first = next((place for place, node in enumerate(nodes) if node.sampled), len(nodes))
     messages = [message_to_wire(node.message) for node in nodes]
-    rewards = {name: reward for name, reward in trace.rewards.items() if reward is not None}
-    scores = {name: checked_number(reward.score, name=name) for name, reward in rewards.items()}
-    metrics = {name: checked_number(value, name=name) for name, value in trace.metrics.items() if value is not None}
+    metrics_of_each = [_metrics_of(each) for each in traces]
+    runs = [
+        {"agent": each.agent.name, "trace": each.id, "reward": checked_number(each.reward, name="(the sum of all)")}
+        for each in traces
+    ]
+    of_runs: dict[str, list[float]] = {}
+    for metrics, run in zip(metrics_of_each, runs, strict=True):
+        if len(traces) > 1:
+            metrics = {f"{run['agent']}/{name}": value for name, value in (metrics | {"reward": run["reward"]}).items()}
+        for name, value in metrics.items():
+            of_runs.setdefault(name, []).append(value)
     answer = getattr(task.data, "answer", None)
     return {
-        "reward": checked_number(trace.reward, name="(the sum of all)"),
-        "metrics": {**scores, **metrics, "num_turns": float(trace.num_turns)},
+        "reward": sum(run["reward"] for run in runs) / len(runs),
+        "runs": runs,
+        "metrics": {name: sum(values) / len(values) for name, values in of_runs.items()},
         "prompt": messages[:first],
         "completion": messages[first:],
         "answer": answer if answer is None or isinstance(answer, str) else str(answer),
         "info": {"agent": trace.agent.name, "task": task.data.name or task.data.id or ""},
         "example_id": as_id(task.data.idx if task.data.id is None else task.data.id),
         "stop": "prompt_too_long" if is_full else trace.stop_condition,
-        "truncated": is_full or trace.is_truncated,
+        "truncated": is_full or any(each.is_truncated for each in traces),
     }
+
+
+def _metrics_of(trace: Any) -> dict[str, float]:
+    rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+    values = rewards | {name: value for name, value in trace.metrics.items() if value is not None}
+    numbers = {name: checked_number(value, name=name) for name, value in values.items()}
+    return {**numbers, "num_turns": float(trace.num_turns)}
+
+
+def _is_full(trace: Any) -> bool:
+    refusal = trace.calls[-1].error if trace.calls else None
+    return refusal is not None and any(words in refusal.message for words in FULL)
