@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -71,9 +72,14 @@ async def play_on(whole: WholeRun, **outcome: Any) -> None:
                 assert await client.end(**outcome) == 200
 
 
-def test_what_clients_play_at_the_same_time_is_trained_on_with_the_rewards_that_they_post(tmp_path):
+def test_what_clients_play_at_the_same_time_is_trained_on_with_the_rewards_that_they_post(tmp_path, monkeypatch):
+    monkeypatch.setattr("trireme.orchestrator.gateway.sessions.WAIT_S", 0.5)
+
     async def meanwhile(whole: WholeRun) -> None:
-        client, odd = Client(), Client()
+        client, odd, silent = Client(), Client(), Client()
+        assert await odd.open(example=10_000) == await odd.open(env="x") == 404
+        await silent.open()
+        await silent.ask()
         await client.open()
         index = client.session["index"]
         assert client.session["example"] == {"prompt": f"say {index}", "answer": str(index)}
@@ -83,32 +89,18 @@ def test_what_clients_play_at_the_same_time_is_trained_on_with_the_rewards_that_
             assert await client.end(**wrong) == 400
         state = await client.http.get(f"/sessions/{client.session['id']}", headers=client.key)
         assert state.json() == {"state": "open", "num_turns": 1}
-        assert await odd.open(example=10_000) == await odd.open(env="x") == 404
         await odd.open()
         assert await odd.end(error="the sandbox broke") == await client.end(reward=0.75) == 200
         assert (await client.ask()).status_code == await client.end(reward=1) == 403
         await asyncio.gather(play_on(whole, reward=0.25, metrics={"steps": 2}), play_on(whole))
 
-    rollouts, reasons = run_with(tmp_path, SAY, meanwhile)
+    rollouts, reasons = run_with(tmp_path, SAY, meanwhile, rollout_timeout_s=6.0)
     assert {(len(rollout.samples), rollout.stop) for rollout in rollouts} == {(1, "client_ended")}
     seen = {rollout.reward: rollout for rollout in rollouts}
     assert (seen[0.75].num_turns, seen[0.25].num_turns, len(seen[0.25].completion)) == (1, 2, 3)
     assert seen[0.25].metrics["steps"] == 2
     assert len(seen) > 2  # the environment's own
-    assert any("the sandbox broke" in reason for reason in reasons)
-
-
-def test_a_client_that_goes_silent_costs_its_rollout_alone(tmp_path):
-    async def meanwhile(whole: WholeRun) -> None:
-        client = Client()
-        await client.open()
-        await client.ask()
-        await whole.until(lambda: whole.orchestrator.scheduler.num_failures)
-        assert "rollout_timeout_s" in (await client.ask()).text
-        await play_on(whole, reward=1)
-
-    _, reasons = run_with(tmp_path, DATASET, meanwhile, rollout_timeout_s=2.0)
-    assert ["rollout_timeout_s" in reason for reason in reasons] == [True]
+    assert sorted(re.findall("sandbox|timeout_s", str(reasons))) == ["sandbox", "timeout_s"]
 
 
 def test_a_client_repeats_its_session_after_a_restart_and_no_turn_is_sampled_again(tmp_path):
@@ -116,11 +108,11 @@ def test_a_client_repeats_its_session_after_a_restart_and_no_turn_is_sampled_aga
         client = Client()
         await client.open()
         first = (await client.ask()).json()["choices"]
-        index, num_sampled = client.session["index"], len(whole.engine.requests)
+        rollout, num_sampled = client.session["rollout"], len(whole.engine.requests)
         await whole.kill_orchestrator()
         whole.start_orchestrator()
         assert (await client.ask()).status_code == await client.end(reward=1) == 401
-        assert await client.open(example=index) == 200
+        assert await client.open(rollout=rollout) == 200
         assert (await client.ask()).json()["choices"] == first
         assert len(whole.engine.requests) == num_sampled
         await client.end(reward=0.5)

@@ -1,7 +1,7 @@
 """Routes of the gateway by which the clients of a user's own harness play rollouts (`agent.external`).
 
     POST /sessions                  {"env": NAME}: the next rollout that is wanted; with "example": INDEX, one of that
-                                    example (and "split": "eval", of the held-out ones)
+                                    example (and "split": "eval", of the held-out ones); with "rollout": NAME, that one
     GET  /sessions/{id}             whether it is open, and its number of model turns
     POST /sessions/{id}/reward      {"reward": 0.5, "metrics": {"steps": 3}} ends it; {} lets the environment's `reward`
                                     decide; {"error": TEXT} drops it
@@ -56,6 +56,10 @@ class Wanted(msgspec.Struct, forbid_unknown_fields=True):
     env: str
     example: int | None = None
     split: Literal["train", "eval"] = "train"
+    rollout: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.split} example {self.example}" if self.rollout is None else f"rollout {self.rollout!r:.80}"
 
 
 class Outcome(msgspec.Struct, forbid_unknown_fields=True):
@@ -70,7 +74,7 @@ class Outcome(msgspec.Struct, forbid_unknown_fields=True):
 class ClientRollout:
     """A rollout that is offered to clients, and then played by one of them."""
 
-    name: str  # of its session at the gateway
+    name: str  # the same after a restart; also of its session at the gateway
     key: str
     example: Example
     num_turns: Callable[[], int]
@@ -96,7 +100,7 @@ class Sessions:
     waits: Waits
     _offered: dict[Example, deque[ClientRollout]] = field(default_factory=dict)
     _open: dict[str, ClientRollout] = field(default_factory=dict)  # by id
-    _asking: dict[asyncio.Future[ClientRollout], Example | None] = field(default_factory=dict)
+    _asking: dict[asyncio.Future[ClientRollout], Wanted] = field(default_factory=dict)
     _num_asking: int = 0
     _idle: ExitStack | None = None
     _is_over: bool = False
@@ -126,28 +130,35 @@ class Sessions:
         finally:
             rollout.task.cancel()
             self._open.pop(rollout.id, None)
-            if rollout in (queue := self._offered.get(rollout.example, deque())):
-                queue.remove(rollout)
-            if not queue:
-                self._offered.pop(rollout.example, None)
+            self._withdraw(rollout)
             self._match()
+
+    def _withdraw(self, rollout: ClientRollout) -> None:
+        if rollout in (queue := self._offered.get(rollout.example, deque())):
+            queue.remove(rollout)
+        if not queue:
+            self._offered.pop(rollout.example, None)
 
     def _match(self) -> None:
         """Give rollouts to the clients that wait, in the order of both."""
-        for asking, example in list(self._asking.items()):
+        for asking, wanted in list(self._asking.items()):
             if not self._offered or len(self._open) >= self.max_open:
                 break
-            chosen = next(iter(self._offered)) if example is None else example
-            if (queue := self._offered.get(chosen)) is not None:
-                rollout = queue.popleft()
-                if not queue:
-                    del self._offered[chosen]
+            if (rollout := self._choose(wanted)) is not None:
+                self._withdraw(rollout)
                 self._open[rollout.id] = rollout
                 if not rollout.taken.done():
                     rollout.taken.set_result(None)
                 del self._asking[asking]
                 asking.set_result(rollout)
         self._watch_for_clients()
+
+    def _choose(self, wanted: Wanted) -> ClientRollout | None:
+        if wanted.rollout is not None:
+            offered = (each for queue in self._offered.values() for each in queue)
+            return next((each for each in offered if each.name == wanted.rollout), None)
+        example = next(iter(self._offered)) if wanted.example is None else (wanted.split, wanted.example)
+        return self._offered[example][0] if example in self._offered else None
 
     def _watch_for_clients(self) -> None:
         """While rollouts are offered and no client plays, show that as a wait, with its deadline."""
@@ -188,8 +199,7 @@ class Sessions:
                 raise Refused("ended", "The run is over.")
             if wanted.env != self.env:
                 raise Refused("unknown", f"env: {wanted.env!r:.80} is not served here, {self.env!r} is.")
-            example = None if wanted.example is None else (wanted.split, wanted.example)
-            self._asking[asking] = example
+            self._asking[asking] = wanted
             self._match()
             gone = asyncio.create_task(wait_for_disconnect(request.receive))
             either: set[asyncio.Future[Any]] = {asking, gone}
@@ -197,7 +207,7 @@ class Sessions:
             if asking.cancelled():
                 raise Refused("ended", "The run is over.")
             if not asking.done():
-                raise self._refuse(example)
+                raise self._refuse(wanted)
             rollout = asking.result()
             either = {rollout.task, gone}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -210,7 +220,8 @@ class Sessions:
             address = str(request.base_url).rstrip("/")
             shown = {"id": rollout.id, "api_key": rollout.key, "base_url": f"{address}/v1", "gateway": address}
             split, index = rollout.example
-            return as_json(shown | {"env": self.env, "split": split, "index": index} | rollout.task.result())
+            which = {"env": self.env, "rollout": rollout.name, "split": split, "index": index}
+            return as_json(shown | which | rollout.task.result())
         except Refused as refused:
             return refusal(refused, CHAT)
         finally:
@@ -220,13 +231,13 @@ class Sessions:
                 gone.cancel()
             self._match()
 
-    def _refuse(self, example: Example | None) -> Refused:
+    def _refuse(self, wanted: Wanted) -> Refused:
         if len(self._open) >= self.max_open:
             words = f"{self.max_open} sessions are open, the most at once (`max_concurrent`). Retry later."
-        elif example is None:
+        elif wanted.example is None and wanted.rollout is None:
             words = f"No rollout of environment {self.env!r} is wanted at the moment. Retry later."
         else:
-            words = f"No rollout of {example[0]} example {example[1]} is wanted. Leave `example` out."
+            words = f"{wanted} is not wanted at the moment. Leave `example` and `rollout` out for another one."
             return Refused("unknown", words)
         return Refused("busy", words, retry_after_s=1)
 
