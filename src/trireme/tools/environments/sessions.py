@@ -75,8 +75,14 @@ class SessionReport:
 
 @dataclass
 class _Turn:
-    question: Ask
-    reply: Reply
+    """A turn without its messages, which would take megabytes of each rollout."""
+
+    system: int  # characters
+    tools: int  # characters
+    num_tools: int
+    prompt: int
+    sampled: int
+    answered: TurnRecord | None  # None where the policy answers in text
     began: float
     ended: float
 
@@ -87,7 +93,7 @@ class _Session:
 
     began: float = field(default_factory=time.monotonic)
     turns: list[_Turn] = field(default_factory=list)
-    text: Trajectory = field(default_factory=lambda: Trajectory(cast(ChatTokenizer, _Characters()), "tolerant"))
+    text: Trajectory = field(default_factory=lambda: Trajectory(cast(ChatTokenizer, _NoTokens()), "tolerant"))
     seconds: float = 0.0  # that the program ran
 
     @property
@@ -126,10 +132,9 @@ class SessionWatch:
             began = time.monotonic()
             reply = await ask(question)
             if reply.error is None:
-                session.turns.append(_Turn(question, reply, began, time.monotonic()))
+                session.turns.append(_turn(question, reply, began))
                 message = ModelMessage(reply.content or "", reply.reasoning, tuple(reply.tool_calls or ()))
-                ids = _Characters().encode(str(message.to_message()))
-                session.text.record(asked, Generation(ids, [0.0] * len(ids), [0] * len(ids), "stop"), message)
+                session.text.record(asked, Generation([0], [0.0], [0], "stop"), message)
             return reply
 
         done = await self._environment.run(task, answer, on_retry=restart)
@@ -139,7 +144,7 @@ class SessionWatch:
     def report(self, outcomes: Sequence[RolloutOutcome]) -> SessionReport | None:
         """Report on the rollouts that were scored; None where none had a turn."""
         branches: list[Branch] = []
-        sessions, turns, lengths = [], [], []
+        sessions, turns = [], []
         continuing = drift = 0
         for outcome in outcomes:
             session = self._sessions.get(f"{outcome.spec.name}.{outcome.spec.attempt}")
@@ -148,8 +153,7 @@ class SessionWatch:
             sessions.append(session)
             turns += session.turns
             branches += outcome.rollout.branches or session.text.branches()
-            lengths += [_length(turn) for turn in session.turns]
-            records = [_record(turn.reply) for turn in session.turns]
+            records = [turn.answered for turn in session.turns if turn.answered is not None]
             compared, _ = compare_turns(outcome.rollout.samples, records, ("ids", "logprobs"))
             for before, turn in pairwise(compared):
                 if not turn.is_first:
@@ -157,16 +161,15 @@ class SessionWatch:
                     drift += bool(before.difference or turn.difference)
         if not turns:
             return None
-        system = [[each for each in turn.question.messages if each.get("role") in SYSTEM] for turn in turns]
         return SessionReport(
             rollouts=len(sessions),
             turns=len(turns),
-            unit="tokens" if turns[0].reply.prompt_ids else "characters",
-            prompt=_spread([prompt for prompt, _ in lengths]),
-            sampled=_spread([sampled for _, sampled in lengths]),
-            system=_spread([sum(len(str(each.get("content") or "")) for each in messages) for messages in system]),
-            tools=_spread([len(json.dumps(turn.question.tools)) if turn.question.tools else 0 for turn in turns]),
-            most_tools=max(len(turn.question.tools or ()) for turn in turns),
+            unit="tokens" if turns[0].answered else "characters",
+            prompt=_spread([turn.prompt for turn in turns]),
+            sampled=_spread([turn.sampled for turn in turns]),
+            system=_spread([turn.system for turn in turns]),
+            tools=_spread([turn.tools for turn in turns]),
+            most_tools=max(turn.num_tools for turn in turns),
             branches=dict(Counter(branch.why for branch in branches).most_common()),
             without_tools=sum(not branch.num_tools for branch in branches),
             continuing=continuing,
@@ -180,28 +183,34 @@ def _spread(values: Sequence[float]) -> Spread:
     return Spread(median(values), max(values))
 
 
-def _length(turn: _Turn) -> tuple[int, int]:
-    """Return the length of a turn's prompt and of its answer."""
-    reply = turn.reply
-    if reply.prompt_ids:
-        return len(reply.prompt_ids), len(reply.completion_ids)
+def _turn(question: Ask, reply: Reply, began: float) -> _Turn:
     calls = [call.name + call.arguments for call in reply.tool_calls or ()]
-    sampled = len(f"{reply.reasoning or ''}{reply.content or ''}{''.join(calls)}")
-    return len(json.dumps([turn.question.messages, turn.question.tools])), sampled
-
-
-def _record(reply: Reply) -> TurnRecord:
-    return TurnRecord(
-        prompt=prompt_digest(reply.prompt_ids),
-        ids=reply.completion_ids,
-        logprobs=reply.logprobs,
-        versions=[],
-        finish_reason="",
-        message={},
+    prompt, sampled = len(json.dumps([question.messages, question.tools])), "".join(calls)
+    lengths, answered = (prompt, len(f"{reply.reasoning or ''}{reply.content or ''}{sampled}")), None
+    if reply.prompt_ids:
+        lengths = len(reply.prompt_ids), len(reply.completion_ids)
+        answered = TurnRecord(
+            prompt=prompt_digest(reply.prompt_ids),
+            ids=reply.completion_ids,
+            logprobs=reply.logprobs,
+            versions=[],
+            finish_reason="",
+            message={},
+        )
+    system = [str(each.get("content") or "") for each in question.messages if each.get("role") in SYSTEM]
+    tools = question.tools or []
+    return _Turn(
+        len("".join(system)),
+        len(json.dumps(tools)) if tools else 0,
+        len(tools),
+        *lengths,
+        answered,
+        began,
+        time.monotonic(),
     )
 
 
-class _Characters:
+class _NoTokens:
     """Stands for a tokenizer where the policy answers in text: conversations are followed, their tokens are not."""
 
     def render(self, messages: list[dict[str, Any]], *, tools: list[dict] | None, generate: bool) -> str:
@@ -211,10 +220,10 @@ class _Characters:
         return self.encode(self.render(messages, tools=tools, generate=True))
 
     def encode(self, text: str) -> list[int]:
-        return list(map(ord, text))
+        return [0]
 
     def decode(self, ids: list[int], *, keep_special: bool = False) -> str:
-        return "".join(map(chr, ids))
+        return ""
 
     def is_special(self, token: int) -> bool:
         return False
