@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from order_rules import order_rules
 from trireme.algo.data.curriculum import Place, after_batch, weights_in
 from trireme.algo.data.difficulty import Outcome, from_scores, left_out, to_scores
-from trireme.algo.data.order import draws_of, environment_of, example_order, names_and_shares
+from trireme.algo.data.order import ENDLESS, draws_of, environment_of, example_order, names_and_shares
 from trireme.algo.rules import Rules
 from trireme.base.errors import ConfigError
 from trireme.config.orchestrator import DifficultyPools, Stage
@@ -198,6 +198,15 @@ def test_every_example_comes_exactly_once_per_epoch_of_its_environment(shuffle: 
         epochs = [examples[start : start + size] for start in range(0, len(examples) - size, size)]
         assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
         assert (epochs[0] == epochs[1]) is not shuffle
+
+
+def test_tasks_without_end_come_in_their_order_and_go_on_after_a_stop() -> None:
+    rules = order_rules({"a": 3.0, "b": 1.0}, pools=DifficultyPools())
+    buffer = Buffer({"a": ENDLESS, "b": 5}, rules, State())
+    groups = take(buffer, 40)
+    groups += take(Buffer({"a": ENDLESS, "b": 5}, rules, saved(buffer)), 40)
+    drawn = [group.example for group in groups if group.env == "a"]
+    assert sorted(set(drawn)) == list(range(max(drawn) + 1)), "none is left out"
 
 
 def test_environments_come_by_their_weights_in_the_long_run() -> None:

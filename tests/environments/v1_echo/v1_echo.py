@@ -1,5 +1,7 @@
 """Small v1 environments of verifiers 0.4: say a word again, as often as a user asks for it."""
 
+import random
+
 import verifiers.v1 as vf
 
 
@@ -27,6 +29,7 @@ class EchoTask(vf.Task[EchoData]):
 
 class EchoConfig(vf.TasksetConfig):
     system: str | None = None
+    endless: bool = False
 
 
 TASKS = [
@@ -40,7 +43,14 @@ TASKS = [
 
 
 class EchoTaskset(vf.Taskset[EchoTask, EchoConfig]):
+    @property
+    def INFINITE(self):
+        return self.config.endless
+
     def load(self):
+        while self.config.endless:
+            word = str(random.random())
+            yield EchoTask(EchoData(prompt=f"say: {word}", answer=word), self.config.task)
         for fields in TASKS:
             data = EchoData(prompt=f"say: {fields['answer']}", system_prompt=self.config.system, **fields)
             yield EchoTask(data, self.config.task)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from trireme.algo.advantage import SAME, are_same
+from trireme.algo.data.order import ENDLESS
 from trireme.base.paths import atomic_write
 from trireme.orchestrator.environments.wire import Split
 from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome
@@ -303,7 +304,8 @@ def _fact_lines(report: CheckReport) -> Iterator[str]:
     yield _row("versions", ", ".join(f"{name} {version}" for name, version in loaded.versions.items()))
     installed = f"; installed in {loaded.install_s:.1f} s" if loaded.install_s is not None else ""
     yield _row("loaded", f"in {loaded.load_s:.1f} s by {_count(loaded.num_workers, 'worker')}{installed}")
-    yield _row("examples", f"{loaded.num_train} to train on, {loaded.num_eval} held out")
+    to_train = "endless tasks" if loaded.num_train == ENDLESS else str(loaded.num_train)
+    yield _row("examples", f"{to_train} to train on, {loaded.num_eval} held out")
     yield _row("policy", report.policy)
     failed = f"{report.num_failed} failed" if report.num_failed else "none failed"
     yield _row(

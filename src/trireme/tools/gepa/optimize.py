@@ -42,6 +42,7 @@ from trireme.tools.gepa.results import (
 )
 from trireme.tools.gepa.search import Search, iteration_cost, reserve
 
+MOST_EXAMPLES = 1 << 16  # of an environment, which may have endless ones
 NUM_FIRST_QUESTIONS = 8  # examples whose first question is read for the environment's own prompt
 SHOW_EVERY_S = 10.0
 LEAVE_S = 5.0  # for the processes of a search that was killed
@@ -143,7 +144,8 @@ class Optimization:
                 f"The rewards of environment {environment.name!r} compare the rollouts of a group - expected rewards "
                 "that score one rollout by itself, as prompts are compared by the rewards of single rollouts."
             )
-        drawn = draw_examples(config, num_train=environment.num_train, num_eval=environment.num_eval)
+        num_train = min(environment.num_train, MOST_EXAMPLES)
+        drawn = draw_examples(config, num_train=num_train, num_eval=environment.num_eval)
         if config.minibatch_size > len(drawn.train):
             raise ConfigError(
                 f"--minibatch-size {config.minibatch_size} is more than the {len(drawn.train)} examples to reflect on "
