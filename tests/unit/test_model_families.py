@@ -126,7 +126,7 @@ def test_samples_of_a_packed_row_begin_with_an_empty_state(
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "qwen3_5_text", "lfm2_moe", "mamba2"])
 def test_a_probe_admits_the_same_weights_in_bfloat16_and_no_others(
-    checkpoints: dict[str, Path], kind: str, world: World, tmp_path: Path
+    checkpoints: dict[str, Path], kind: str, world: World
 ) -> None:
     """Others: another cap of attention scores, or a convolution that stayed as it was, both off by a little."""
     half = AutoModelForCausalLM.from_pretrained(checkpoints[kind], dtype=torch.bfloat16, attn_implementation="eager")
@@ -140,10 +140,11 @@ def test_a_probe_admits_the_same_weights_in_bfloat16_and_no_others(
         return float((logprobs.gather(-1, ids[0, 1:, None])[:, 0] - torch.tensor(probe.logprobs)).abs().max())
 
     assert difference() <= TIMES_NOISE * probe.noise
+    torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in half.named_parameters():
             if "conv" in name:
-                parameter.add_(0.05 * torch.randn_like(parameter))
+                parameter.add_(0.1 * torch.randn_like(parameter))
     for layer in half.model.layers if kind == "gemma2" else []:
         layer.self_attn.attn_logit_softcapping = 0.5
     assert (difference() > TIMES_NOISE * probe.noise) == (kind != "qwen3")
