@@ -93,7 +93,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "nemotron_h": _LARGE | {"mamba_head_dim": 64, "ssm_state_size": 16, "head_dim": 64},
     "granitemoehybrid": _LARGE_MAMBA | {"shared_intermediate_size": 128},
     "falcon_h1": _LARGE_MAMBA | {"mamba_d_ssm": 256, "head_dim": 64, "mamba_norm_before_gate": False},
-    "mamba2": {"hidden_size": 128, "head_dim": 64, "state_size": 16},
+    "mamba2": _LARGE | {"intermediate_size": 256, "head_dim": 64, "state_size": 16},
     "qwen3_5_text": _LARGE_DELTA,
     "qwen3_next": _LARGE_DELTA | {"num_experts_per_tok": 4},
 }

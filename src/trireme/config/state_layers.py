@@ -120,6 +120,14 @@ def caches_prefixes_on_cpu(config: Config) -> bool:
     return not mixers_of(config) & {*MAMBA}
 
 
+def rotates_in_three_dimensions(config: Config) -> bool:
+    """Return whether vLLM's kernel for rotary positions on a CPU is wrong for a model.
+
+    LFM2 hands it queries as [tokens, heads, size]; it then turns one head of each token alone.
+    """
+    return bool(mixers_of(config) & {*CONV})
+
+
 def _text(config: Config) -> Config:
     return config.get("text_config") or config
 

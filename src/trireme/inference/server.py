@@ -12,7 +12,7 @@ from trireme.base.processes import quick_imports
 from trireme.config.files import command_without_secrets
 from trireme.config.model_folder import read_config
 from trireme.config.run import RunConfig
-from trireme.config.state_layers import caches_prefixes_on_cpu
+from trireme.config.state_layers import caches_prefixes_on_cpu, rotates_in_three_dimensions
 
 log = get_logger("inference")
 
@@ -133,7 +133,10 @@ def _cpu_arguments(config: RunConfig) -> dict[str, Any]:
     # vLLM's default blocks have 128 tokens. Only whole blocks of a prompt are shared by its group, so 32, the smallest
     # that vLLM admits here, reads 64 prompts of 40 tokens in 0.33 instead of 1.54 s (docs/decisions.md).
     arguments: dict[str, Any] = {"enforce-eager": True, "data-parallel-size": None, "block-size": 32}
-    if not caches_prefixes_on_cpu(read_config(config.inference.model.name)):
+    described = read_config(config.inference.model.name)
+    if rotates_in_three_dimensions(described):
+        arguments["compilation-config"] = '{"custom_ops": ["-rotary_embedding"]}'
+    if not caches_prefixes_on_cpu(described):
         log.info("The prefix cache is off: vLLM's CPU engine dies when it stores the state of a Mamba-2 layer.")
         arguments["enable-prefix-caching"] = False
     if config.synchronous:
