@@ -71,7 +71,7 @@ def agent_runs(rollout: Rollout) -> list[AgentRun]:
     return rollout.runs or [AgentRun(agent="", reward=rollout.reward, samples=list(range(len(rollout.samples))))]
 
 
-def _rewards_by_agent(group: list[Rollout]) -> dict[str, np.ndarray]:
+def rewards_by_agent(group: list[Rollout]) -> dict[str, np.ndarray]:
     """Return [number of runs] rewards per agent, in the order of the rollouts."""
     found: dict[str, list[float]] = {}
     for rollout in group:
@@ -109,7 +109,7 @@ def by_group(rollouts: Sequence[Rollout]) -> dict[int, list[Rollout]]:
 def scores_of(group: list[Rollout], rules: Rules) -> list[GroupScores]:
     """Return a group in the form that estimators take: one for each agent that has rewards of its own."""
     scores = []
-    for agent, rewards in _rewards_by_agent(group).items():
+    for agent, rewards in rewards_by_agent(group).items():
         runs = [(rollout, run) for rollout in group for run in agent_runs(rollout) if run.agent == agent]
         lengths = np.array([num_sampled([rollout.samples[place] for place in run.samples]) for rollout, run in runs])
         if rules.reward_clip is not None:
@@ -209,7 +209,7 @@ def outcome_of(group: list[Rollout]) -> Outcome:
 
 def why_not_worth_it(group: list[Rollout], rules: Rules) -> str | None:
     """Return why a complete, fresh group is left out of batches; None where it is used."""
-    rewards = list(_rewards_by_agent(group).values())
+    rewards = list(rewards_by_agent(group).values())
     steps = np.concatenate([_joined(rollout, rollout.token_rewards) for rollout in group])
     if rules.needs_signal and not any(has_signal(each, steps[~np.isnan(steps)]) for each in rewards):
         return "no signal: all rewards of the group are equal"

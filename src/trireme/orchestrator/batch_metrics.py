@@ -12,7 +12,7 @@ from trireme.algo.advantage import are_same
 from trireme.algo.staleness import lags
 from trireme.config.run import RunConfig
 from trireme.journal.records import Dropped, Outcome, Rollout, State
-from trireme.journal.targets import is_zero
+from trireme.journal.targets import agent_runs, is_zero, rewards_by_agent
 from trireme.monitor.metrics import means
 
 Metrics = dict[str, float]
@@ -48,11 +48,13 @@ def batch_metrics(
     reasons = Counter(map(_reason, dropped))
     num_groups = len({rollout.group for rollout in rollouts})
     num_without_signal = len({drop.group for drop in dropped if _reason(drop) in NO_SIGNAL})
-    with_signal = [each for each in _group_rewards(rollouts).values() if not are_same(np.array(each))]
+    groups = _grouped(rollouts, lambda rollout: rollout.group).values()
+    with_signal = [group for group in groups if not all(map(are_same, rewards_by_agent(group).values()))]
+    of_runs = [run.reward for rollout in rollouts for run in agent_runs(rollout)]
     flaws = Counter(flaw for rollout in rollouts for flaw in set(rollout.flaws))
     metrics = {
         "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
+        "reward/std": float(np.std(of_runs)),
         "reward/min": float(rewards.min()),
         "reward/max": float(rewards.max()),
         "reward/group_std": _group_std(rollouts),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from trireme.journal.records import BatchRecord
+from trireme.journal.targets import agent_runs
 from trireme.monitor.lines import read_lines
 from trireme.monitor.metrics import parse_row
 from trireme.tools.audit.report import Findings, shown, some
@@ -61,7 +62,7 @@ def measure(record: BatchRecord, columns: Columns) -> dict[str, float]:
         newer[f"data/{name}/epoch"] = cursor.epoch
     measured: dict[str, float] = {
         "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
+        "reward/std": float(np.std([run.reward for rollout in rollouts for run in agent_runs(rollout)])),
         "reward/group_std": float(np.mean([np.std(values) for values in per_group.values()])),
         "lag/mean": float(lags.mean()) if len(lags) else math.nan,
         "lag/max": int(lags.max()) if len(lags) else math.nan,
