@@ -94,6 +94,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "granitemoehybrid": _LARGE_MAMBA | {"shared_intermediate_size": 128},
     "falcon_h1": _LARGE_MAMBA | {"mamba_d_ssm": 256, "head_dim": 64, "mamba_norm_before_gate": False},
     "mamba2": _LARGE | {"intermediate_size": 256, "head_dim": 64, "state_size": 16},
+    "lfm2": _LARGE | {"conv_dim": 128, "conv_dim_out": 128, "block_dim": 128, "tie_word_embeddings": True},
     "qwen3_5_text": _LARGE_DELTA,
     "qwen3_next": _LARGE_DELTA | {"num_experts_per_tok": 4},
 }
