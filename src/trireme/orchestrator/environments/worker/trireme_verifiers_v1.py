@@ -100,8 +100,11 @@ class EndlessTasks:
                 self._num_drawn += 1
                 if len(self._kept) > KEPT_TASKS:
                     self._kept.popitem(last=False)
-        finally:
             self._state = random.getstate()
+        except Exception as error:
+            self._begin()  # a generator that has raised draws nothing more
+            raise RuntimeError(f"Task {place} could not be drawn: {type(error).__name__}: {error}") from error
+        finally:
             random.setstate(outer)
         return self._kept[place]
 
