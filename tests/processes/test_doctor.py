@@ -97,7 +97,7 @@ def test_the_run_itself_is_not_tried_where_a_problem_would_end_it(tmp_path):
 
 
 def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatch):
-    monkeypatch.setattr("trireme.tools.doctor.programs.LEAVE_S", 0.5)
+    monkeypatch.setattr("trireme.tools.doctor.rehearsal.LEAVE_S", 0.5)
     (tmp_path / "hangs.py").write_text(
         "import signal, subprocess, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"

@@ -250,7 +250,7 @@ class ControlServer:
 
     def __init__(self, host: str, port: int) -> None:
         secret = token()
-        self._context = zmq.asyncio.Context.instance() if secret is None else zmq.asyncio.Context()
+        self._context = zmq.asyncio.Context()  # its own, because only the end of a context waits until the port is free
         self._authenticator = None if secret is None else ServerAuthenticator(self._context, secret)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
@@ -322,9 +322,7 @@ class ControlServer:
         if self._authenticator is not None:
             self._socket.disable_monitor()
             self._authenticator.close()
-        self._socket.close()
-        if self._authenticator is not None:
-            self._context.destroy(linger=0)
+        self._context.destroy(linger=0)
 
 
 LONGEST_FIRST_FRAME = 64

@@ -33,7 +33,7 @@ class OneQuestion:
     """An environment whose rollouts ask one question; the answer is the completion."""
 
     name = "reflection"
-    group_rewards = False
+    group_rewards = uses_gateway = False
 
     def __init__(self, question: str) -> None:
         self.config = EnvironmentConfig(id=self.name)
