@@ -23,7 +23,7 @@ WITHOUT_ATTENTION = ("mamba2",)
 """Architectures without attention, for which transformers accepts no implementation but `eager`."""
 
 SERVED_ON_CPU = (
-    *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "nemotron_h"),
+    *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "nemotron_h"),
     *("lfm2", "lfm2_moe", "falcon_h1", "mamba2"),
 )
 """Architectures whose weight updates were compared with a fresh engine on a CPU, difference 0."""
@@ -66,6 +66,12 @@ def serving_problems(
     kind, text, mixers = str(config.get("model_type")), _text(config), mixers_of(config)
     if not mixers:
         return
+    if "vision_config" in config:
+        yield (
+            f"{table}: {kind} also sees pictures, and vLLM knows the weights of its text model by other names than the "
+            f"trainer - expected a text model alone, such as {kind}_text. Choose another model."
+        )
+        return
     if kind.startswith("qwen3_5") and find_spec("torchvision") is None:
         yield (
             f"{table}: vLLM serves {kind} only with the package torchvision, which is not installed - expected "
@@ -92,7 +98,7 @@ def serving_problems(
         yield (
             f'inference.model.dtype = "{dtype}" with {kind} on a CPU - expected bfloat16, the only precision of '
             "vLLM's gated delta net there. "
-            ' Leave it out, or write "bfloat16".'
+            'Leave it out, or write "bfloat16".'
         )
     if mixers & {*MAMBA} and arguments.get("enable_prefix_caching"):
         yield (
