@@ -7,6 +7,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from real_run import free_ports, started, wait_until
+from trireme.journal.versions import Versions
 
 pytestmark = pytest.mark.slow
 
@@ -66,9 +67,12 @@ def test_a_run_that_is_interrupted_leaves_folders_and_goes_on(tmp_path: Path) ->
         lines = first.output.splitlines()
         places = [next(place for place, line in enumerate(lines) if line.startswith(begin)) for begin in IN_THIS_ORDER]
         assert places == sorted(places), first.output
-    reached = max(int(folder.name.removeprefix("checkpoint-")) for folder in run.glob("checkpoint-*"))
+    reached = Versions(run / "journal").newest
     assert_whole(run / "checkpoint-2", run / "weights" / "step_2")
 
+    with started("python", *words, "--resume", "--max-steps", str(reached - 1), log=tmp_path / "less.log") as less:
+        assert less.wait() == 2
+        assert f"has reached step {reached}, but `max_steps` is {reached - 1}" in less.output
     again = (*words, "--resume", "--max-steps", str(reached + 2))
     with started("python", *again, log=tmp_path / "second.log") as second:
         assert second.wait() == 0

@@ -18,7 +18,7 @@ def check_resume(config: RunConfig | SftConfig) -> None:
     """Check that the run in the folder can be resumed with this configuration. A run that starts fresh always passes.
 
     Raises:
-        ConfigError: the run has another model or another kind of optimizer, or has a checkpoint beyond `max_steps`.
+        ConfigError: the run has another model or another kind of optimizer, or has gone beyond `max_steps`.
     """
     paths = config.paths
     trainer, prefix = (config, "") if isinstance(config, SftConfig) else (config.trainer, "trainer.")
@@ -32,17 +32,25 @@ def check_resume(config: RunConfig | SftConfig) -> None:
         _check_model(before, config)
         if step != 0:  # the base model has no optimizer state
             _check_optimizer(before.get("trainer", {}) if prefix else before, trainer.optim.type, prefix, paths)
-    newest, last = max(complete_steps(paths.checkpoints), default=0), _last_step(config)
+    newest, last = max(_newest_confirmed(config), *complete_steps(paths.checkpoints), 0), _last_step(config)
     if step in (None, -1) and last is not None and newest > last:
         raise ConfigError(
-            f"the run in {paths.root} has a checkpoint of step {newest}, but `max_steps` is {last} - expected {newest} "
-            f"or more. Raise `max_steps`, or go back with `--{prefix}ckpt.resume-step N`."
+            f"the run in {paths.root} has reached step {newest}, but `max_steps` is {last} - expected {newest} or "
+            f"more, as engines serve what they confirmed. Raise `max_steps`, or go back with "
+            f"`--{prefix}ckpt.resume-step N`."
         )
 
 
 def is_trained(config: RunConfig | SftConfig) -> bool:
     """Return whether the last step is in a checkpoint."""
     return complete_steps(config.paths.checkpoints)[-1:] == [_last_step(config)]
+
+
+def _newest_confirmed(config: RunConfig | SftConfig) -> int:
+    """Return the newest version that engines have confirmed. It may be later than the newest checkpoint."""
+    from trireme.journal.versions import Versions  # it imports numpy, which `rl --help` does not wait for
+
+    return Versions(config.paths.journal).newest if isinstance(config, RunConfig) else 0
 
 
 def _last_step(config: RunConfig | SftConfig) -> int | None:

@@ -88,7 +88,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class Played(msgspec.Struct, kw_only=True):
-    """What a client has made of a rollout."""
+    """The outcome of a rollout that a client has played."""
 
     messages: list[dict[str, Any]]  # of the longest conversation
     reward: float | None  # None: the environment's own decides

@@ -43,7 +43,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class SessionReport:
-    """What a check found about the sessions of an agent program."""
+    """The findings of a check about the sessions of an agent program."""
 
     rollouts: int
     turns: int

@@ -31,7 +31,7 @@ from trireme_rollout import RewardError, checked_scores
 from trireme_runtime import Container, Ended, Program
 
 DEFAULT_TIMEOUT_S = 600.0
-"""Of the program, and of the tests, where task.toml gives none; Harbor's own default."""
+"""Limit of the program, and of the tests, where task.toml gives none; Harbor's own default."""
 
 LARGEST_REWARD_FILE = 1 << 16
 WORKDIR = "/app"

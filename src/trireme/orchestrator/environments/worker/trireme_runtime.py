@@ -31,17 +31,17 @@ GRACE_S = 2.0
 """Between SIGTERM and SIGKILL, and for what is left of the output."""
 
 REAP_S = 30.0
-"""For a killed process to end."""
+"""Time for a killed process to end."""
 
 CHECK_S = 60.0
-"""For the command that shows whether the runtime works."""
+"""Time for the command that shows whether the runtime works."""
 
 
 CALL_S = 120.0
-"""For one command of a container engine that runs no program."""
+"""Time for one command of a container engine that runs no program."""
 
 BUILD_S = 1800.0
-"""For building an image."""
+"""Time for building an image."""
 
 ENGINE = re.compile(r"(PATH|HOME|TMPDIR|DOCKER_\w+|CONTAINER\w*|XDG_\w+)$")
 """Variables that the command line of a container engine reads."""

@@ -24,7 +24,7 @@ from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.dialects.chat import message_to_wire
 
 FULL = ("context_length_exceeded", "prompt is too long")
-"""In the gateway's refusal of a conversation that no longer fits into the model's context, by dialect."""
+"""Words in the gateway's refusal of a conversation that no longer fits into the model's context, by dialect."""
 
 
 ENDLESS = 2**31 - 1
@@ -172,7 +172,7 @@ class _EpisodeFailed(Exception):
 
 
 def _result(traces: list[Any], task: Any) -> dict:
-    """Of several runs: the mean of their rewards, means of metrics by agent, and the messages of the longest."""
+    """Return the mean reward of several runs, means of metrics by agent, and the messages of the longest."""
     trace = max(traces, key=lambda each: each.num_turns)
     is_full = any(map(_is_full, traces))
     # the last branch of the conversation, up to the first thing that the model said and from there on
