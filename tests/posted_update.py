@@ -1,5 +1,7 @@
 """One weight update after the other, by hand: what a run's orchestrator asks of an engine, with files for tensors."""
 
+import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +33,14 @@ def updated_by_hand(port: int, *, epoch: str = "test") -> Iterator[Post]:
         post("init_weight_transfer_engine", init_info=msgspec.to_builtins(info))
         yield post
         post("resume")
+
+
+def wait_until_sampling(port: int) -> None:
+    """Wait until the engine at this port has begun to answer one request."""
+    begun = re.compile(r"^vllm:num_requests_running\{.*\} 1\.0$", re.MULTILINE)
+    deadline = time.monotonic() + 60
+    while not begun.search(httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text):
+        assert time.monotonic() < deadline, "no request runs on the engine after 60 s"
 
 
 def update(

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from families import SERVED, build_config, save_family
-from posted_update import update, updated_by_hand
+from posted_update import update, updated_by_hand, wait_until_sampling
 from real_run import REPOSITORY, open_engine, run_apart
 from tiny import logprobs_of
 
@@ -40,7 +40,7 @@ def test_a_hybrid_is_updated_in_flight_and_trained(kind: str, tmp_path: Path) ->
             post("resume")
             with ThreadPoolExecutor(1) as thread:
                 asked = thread.submit(post, "inference/v1/generate", token_ids=PROMPT, sampling_params=sampling)
-                post("inference/v1/generate", token_ids=PROMPT, sampling_params=sampling | {"max_tokens": 20})
+                wait_until_sampling(engine.port)
                 post("pause?mode=keep")
                 assert update(post, other, tmp_path, version=1) == []
                 post("resume")
@@ -48,6 +48,7 @@ def test_a_hybrid_is_updated_in_flight_and_trained(kind: str, tmp_path: Path) ->
             ids, told = PROMPT + answer["token_ids"], [each["logprob"] for each in answer["logprobs"]["content"]]
             expected = [logprobs_of(folder, tensors, ids)[len(PROMPT) - 1 :] for tensors in (one, other)]
             assert np.abs(expected[0] - expected[1]).mean() > 4 * NOISE
+            assert [span["version"] for span in answer["weight_versions"]] == ["0", "1"]
             for span, logprobs in zip(answer["weight_versions"], expected, strict=True):
                 assert np.abs(told - logprobs)[span["start"] : span["end"]].mean() < NOISE
             post("pause?mode=keep")

@@ -12,7 +12,7 @@ from peft import PeftModel
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from posted_update import Post, update, updated_by_hand
+from posted_update import Post, update, updated_by_hand, wait_until_sampling
 from real_run import REPOSITORY, SharedEngine, open_engine, run_apart, started
 from tiny import logprobs_of
 from trireme.algo.weight_checks import POLICY
@@ -39,25 +39,21 @@ def post(lora_engine: SharedEngine, tmp_path: Path) -> Iterator[Post]:
         yield post
 
 
-def test_a_request_that_is_under_way_goes_on_with_the_new_adapters_from_the_next_token_on(post, tmp_path):
+def test_a_request_that_is_under_way_goes_on_with_the_new_adapters_from_the_next_token_on(lora_engine, post, tmp_path):
     """Every token's logprob is that of the version that it names: what came before is computed again, too."""
     base, first, second = load_file(MODEL / "model.safetensors"), adapters(1), adapters(2)
     update(post, base | first, tmp_path, version=0, loads_adapter=True)
     post("v1/load_lora_adapter", lora_name=POLICY, lora_path=POLICY)
     post("resume")
 
-    def ask(num_tokens: int) -> dict:
-        sampling = {"max_tokens": num_tokens, "ignore_eos": True, "logprobs": 0, "temperature": 1.0}
-        return post("inference/v1/generate", token_ids=PROMPT, model=POLICY, sampling_params=sampling)["choices"][0]
-
+    sampling = {"max_tokens": 200, "ignore_eos": True, "logprobs": 0, "temperature": 1.0}
     with ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(ask, 90)
-        for _ in range(2):  # sent later, and done: the other one has as many tokens, and is not at its end
-            ask(5)
+        asked = thread.submit(post, "inference/v1/generate", token_ids=PROMPT, model=POLICY, sampling_params=sampling)
+        wait_until_sampling(lora_engine.port)
         post("pause?mode=keep")
         update(post, second, tmp_path, version=1, loads_adapter=True)
         post("resume")
-        answer = asked.result()
+        (answer,) = asked.result()["choices"]
     post("pause?mode=keep")
     spans = {span["version"]: range(span["start"], span["end"]) for span in answer["weight_versions"]}
     assert set(spans) == {"0", "1"}
