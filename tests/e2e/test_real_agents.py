@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from agent_play import ENDS, assert_exact, calls, player
+from trireme.orchestrator.rollout.driver import RolloutOutcome
+from trireme.orchestrator.rollout.runner import RolloutSpec
 
 pytestmark = pytest.mark.slow
 
 PYTHON_CLIENTS = ("mini-swe-agent==2.4.6", "mcp==2.3.0", "openai-agents==0.24.0")
 NODE_CLIENTS = ("@openai/codex@0.169.0", "@anthropic-ai/claude-code@2.1.197", "opencode-ai@1.18.33")
-WRITE = "echo 5 > sum.txt"
+COMMANDS = ("pwd", "echo 'a  b'; seq 3", "echo 5 > sum.txt", "cat sum.txt")
 
 
 @pytest.fixture(scope="module")
@@ -38,21 +40,34 @@ def node_clients(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def play(tmp_path):
-    return player(tmp_path)
+    """Plays a rollout of the scripted turns, of which each is to come, and to be trained on as it was sampled."""
+
+    def play(program, *texts, **agent):
+        watches = []
+        (rollout,), policy = player(tmp_path)(program, *texts, watches=watches, **agent)
+        assert rollout.reward == 1.0, rollout.info
+        assert_exact(rollout, policy, num_turns=len(texts))
+        spec = RolloutSpec("train", 0, 0, name="0-0")
+        found = watches[0].report([RolloutOutcome(spec, 1.0, rollout)])  # as `trireme env check` does
+        assert (found.drift, found.continuing) == (0, len(texts) - 1)
+
+    return play
+
+
+def runs(tool, argument, *last, **more):
+    """Turns that run each of COMMANDS by a tool of the client."""
+    return [*(calls(tool, **{argument: command}, **more) for command in COMMANDS), *(last or (ENDS,))]
 
 
 def test_mini_swe_agent(play, python_clients):
-    (rollout,), policy = play(
+    play(
         "",
-        calls("bash", command=WRITE),
-        calls("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
+        *runs("bash", "command", calls("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")),
         command=(str(python_clients / "mini"), "-m", "openai/policy", "-t", "{prompt}", "-y", "--exit-immediately",
                  "-o", "t.json"),
         env={"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors",
              "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
     )  # fmt: skip
-    assert rollout.reward == 1.0, rollout.info
-    assert_exact(rollout, policy, num_turns=2)
 
 
 OPENAI_AGENTS = """
@@ -74,37 +89,29 @@ OPENAI_AGENTS = """
 def test_openai_agents(play, python_clients, tmp_path, api):
     command = (str(python_clients / "python"), str(tmp_path / "agent.py"), api, "{prompt}")
     thinks = "<think>\nI use bash.\n</think>\n\n"
-    (rollout,), policy = play(OPENAI_AGENTS, thinks + calls("bash", cmd=WRITE), ENDS, command=command)
-    assert rollout.reward == 1.0, rollout.info
-    assert_exact(rollout, policy, num_turns=2)
+    play(OPENAI_AGENTS, *(thinks + turn for turn in runs("bash", "cmd")[:-1]), ENDS, command=command)
 
 
 def test_codex(play, node_clients):
     provider = '{name = "trireme", base_url = "{base_url}", env_key = "OPENAI_API_KEY", wire_api = "responses"}'
-    (rollout,), policy = play(
+    play(
         "",
-        calls("exec_command", cmd=WRITE),
-        ENDS,
+        *runs("exec_command", "cmd"),
         command=(str(node_clients / "codex"), "exec", "--skip-git-repo-check",
                  "--dangerously-bypass-approvals-and-sandbox", "-c", "model=policy", "-c", "model_provider=trireme",
                  "-c", f"model_providers.trireme={provider}", "{prompt}"),
         env={"CODEX_HOME": "{folder}"},
     )  # fmt: skip
-    assert rollout.reward == 1.0, rollout.info
-    assert_exact(rollout, policy, num_turns=2)
 
 
 def test_claude_code(play, node_clients):
-    (rollout,), policy = play(
+    play(
         "",
-        calls("Bash", command=WRITE, description="Write the sum"),
-        ENDS,
+        *runs("Bash", "command", description="Write the sum"),
         command=(str(node_clients / "claude"), "--bare", "-p", "{prompt}", "--model", "policy", "--tools", "Bash",
                  "--dangerously-skip-permissions", "--no-session-persistence"),
         env={"IS_SANDBOX": "1", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "CLAUDE_CODE_ATTRIBUTION_HEADER": "0"},
     )  # fmt: skip
-    assert rollout.reward == 1.0, rollout.info
-    assert_exact(rollout, policy, num_turns=2)
 
 
 def test_opencode(play, node_clients, tmp_path):
@@ -113,13 +120,10 @@ def test_opencode(play, node_clients, tmp_path):
     provider = {"npm": "@ai-sdk/openai-compatible", "name": "t", "options": options, "models": model}
     (tmp_path / "start").mkdir()
     (tmp_path / "start" / "opencode.json").write_text(json.dumps({"provider": {"t": provider}, "model": "t/policy"}))
-    (rollout,), policy = play(
+    play(
         "",
-        calls("bash", command=WRITE, description="Write the sum"),
-        ENDS,
+        *runs("bash", "command", description="Write the sum"),
         command=(str(node_clients / "opencode"), "run", "--title", "t", "{prompt}"),
         env={"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"},
         workdir=str(tmp_path / "start"),
     )
-    assert rollout.reward == 1.0, rollout.info
-    assert_exact(rollout, policy, num_turns=2)
