@@ -40,7 +40,7 @@ def node_clients(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def play(tmp_path):
-    """Plays a rollout of the scripted turns, of which each is to come, and to be trained on as it was sampled."""
+    """Return what plays a rollout, and checks that each scripted turn is trained on as it was sampled."""
 
     def play(program, *texts, **agent):
         watches = []
@@ -55,7 +55,7 @@ def play(tmp_path):
 
 
 def runs(tool, argument, *last, **more):
-    """Turns that run each of COMMANDS by a tool of the client."""
+    """Return turns that run each of COMMANDS by a tool of the client."""
     return [*(calls(tool, **{argument: command}, **more) for command in COMMANDS), *(last or (ENDS,))]
 
 
