@@ -434,6 +434,10 @@ def test_a_program_solves_a_task_folder_and_its_own_tests_give_the_reward(sandbo
         ({"environment__Dockerfile": "FROM debian\nWORKDIR /app\nCOPY a.log /etc/\n"}, "copies to /etc/"),
         ({"environment__Dockerfile": "FROM debian\nWORKDIR /tests\n"}, "working folder is /tests"),
         ({"task_toml": "[[steps]]\nname = 'one'\n"}, "several steps"),
+        ({"task_toml": "[environment]\ngpus = 1\n"}, "gpus"),
+        ({"task_toml": "[environment]\nenv = { KEY = '${KEY}' }\n"}, "the variable KEY"),
+        ({"task_toml": "[verifier.environment]\ncpus = 1\n"}, "an environment of their own"),
+        ({"task_toml": "[agent]\nuser = 'ann'\n"}, "as the user ann"),
         ({"task_toml": "[agent]\ntimeout_sec = 'long'\n"}, "cannot be read"),
     ],
 )
@@ -521,10 +525,14 @@ def test_tasks_that_need_an_image_run_in_containers(play, engine, task):
     files = {
         "environment__Dockerfile": "FROM debian\nRUN apt-get install -y gcc\nWORKDIR /app\n",
         "tests__test_sh": 'cd "$(dirname "$0")" && cat ../app/answer.txt > ../logs/verifier/reward.txt',
+        "task_toml": "[agent]\nuser = 'ann'\n[environment]\ncpus = 2\nmemory_mb = 512\nenv = { ANSWER = '3' }\n",
     }
-    shows = calls("bash", cmd="echo 3 > answer.txt"), ENDS
+    shows = calls("bash", cmd="echo $ANSWER > answer.txt"), ENDS
     (rollout,), policy = play(agent(CHAT), *shows, id=task(**files), runtime="docker", network=True)
     assert rollout.reward == 3.0
     assert_exact(rollout, policy, num_turns=2)
     (built,) = (call for call in engine() if call[0] == "build")
-    assert built[2] in next(call for call in engine() if "--detach" in call)
+    started = next(call for call in engine() if "--detach" in call)
+    assert {built[2], "--memory=512m", "--cpus=2"} <= set(started)
+    users = [call[call.index("--user") + 1] for call in engine() if "--interactive" in call and "--user" in call]
+    assert users == ["ann"]

@@ -109,7 +109,7 @@ class AgentAdapter(PlainAdapter):
         try:
             await end_processes(parent)  # of a worker that was killed: they would work in the same folder
             await asyncio.to_thread(self._place, played, values)
-            await self._runtime.open(parent, await self._image(played))
+            await self._runtime.open(parent, await self._image(played), self._limits(played))
             began, began_ns = time.monotonic(), played.folder.parent.stat().st_ctime_ns
             await self._run(played, values)
             played.seconds = time.monotonic() - began
@@ -130,6 +130,10 @@ class AgentAdapter(PlainAdapter):
     async def _image(self, played: AgentPlayed) -> str | None:
         """Return the image of a rollout's container."""
         return self._agent["image"]
+
+    def _limits(self, played: AgentPlayed) -> dict[str, float]:
+        """Return the `cpus` and `memory_mb` of a rollout's container, where they are not those of the environment."""
+        return {}
 
     async def _run(self, played: AgentPlayed, values: dict[str, str]) -> None:
         parent = played.folder.parent

@@ -49,9 +49,14 @@ class Task:
     workdir: str = WORKDIR
     agent_timeout_s: float = DEFAULT_TIMEOUT_S
     verifier_timeout_s: float = DEFAULT_TIMEOUT_S
+    agent_user: str | None = None  # where it is not that of the image
+    verifier_user: str | None = None
+    env: dict[str, str] = field(default_factory=dict)  # of all programs
     verifier_env: dict[str, str] = field(default_factory=dict)
     solution_env: dict[str, str] = field(default_factory=dict)
     image: str | None = None  # that it names; else one is built from its Dockerfile
+    limits: dict[str, float] = field(default_factory=dict)  # cpus and memory_mb of its container
+    has_network: bool = True
     copies: list[tuple[str, str]] = field(default_factory=list)  # path in `environment`, path in the sandbox
     obstacle: str = ""  # why it can be run nowhere
     needs_image: str = ""  # why it cannot be run in the sandbox
@@ -81,7 +86,13 @@ class HarborAdapter(AgentAdapter):
                 f'"{agent["runtime"]}"`: {named} - expected tasks that this runtime supports - leave them out with '
                 "`args = { skip = true }`, or remove them."
             )
-        self.warning = f"{len(refused)} tasks of {folder} are left out: {'; '.join(refused)}" if refused else ""
+        warnings = [f"{len(refused)} tasks of {folder} are left out: {'; '.join(refused)}"] if refused else []
+        if self._has_images and (apart := [task.name for task in tasks if not task.has_network]):
+            warnings.append(
+                f"{len(apart)} tasks of {folder} ask for no network, such as {apart[0]}, and their containers have the "
+                "one by which the program reaches the policy"
+            )
+        self.warning = "; ".join(warnings)
         self._tasks = {task.name: task for task in tasks}
         held_out = [task for task in tasks if any(fnmatch.fnmatch(task.name, pattern) for pattern in eval)]
         source = SimpleNamespace(
@@ -124,6 +135,9 @@ class HarborAdapter(AgentAdapter):
             self._builds[task.name] = asyncio.create_task(self._runtime.build(task.folder / "environment"))
         return await asyncio.shield(self._builds[task.name])
 
+    def _limits(self, played: AgentPlayed) -> dict[str, float]:
+        return self._task(played).limits
+
     async def _run(self, played: AgentPlayed, values: dict[str, str]) -> None:
         task = self._task(played)
         timeout_s = min(task.agent_timeout_s, self._agent["timeout_s"])
@@ -133,10 +147,11 @@ class HarborAdapter(AgentAdapter):
         if played.solve == "oracle":
             command, variables = ["bash", "/solution/solve.sh"], task.solution_env
             program = self._program(played, command, variables, values, {task.folder / "solution": "/solution"})
+            program.user = task.agent_user
         else:
             command = [fill_in(word, values) for word in self._agent["command"]]
             program = self._program(played, command, self._policy(values), values)
-            program.stdin = fill_in(self._agent["stdin"] or "", values)
+            program.stdin, program.user = fill_in(self._agent["stdin"] or "", values), task.agent_user
         ended = await self._runtime.run(program, timeout_s=timeout_s)
         played.exit_code, played.stop, played.output = ended.exit_code, ended.stop, ended.output
 
@@ -161,6 +176,7 @@ class HarborAdapter(AgentAdapter):
         command, tests = ["bash", "/tests/test.sh"], {task.folder / "tests": "/tests"}
         program = self._program(played, command, task.verifier_env, {}, tests)
         program.writable.append((str(verifier), "/logs/verifier"))
+        program.user = task.verifier_user
         ended = await self._runtime.run(program, timeout_s=task.verifier_timeout_s)
         if ended.exit_code is None:
             return {"reward": 0.0, "tests_ended": 0.0}, ended
@@ -182,7 +198,7 @@ class HarborAdapter(AgentAdapter):
         return Program(
             parent,
             command,
-            self._inherited() | own | variables,
+            self._inherited() | own | task.env | variables,
             Path(task.workdir),
             gateway=values.get("listens", Program.gateway),
             readable=[(str(source), target) for source, target in (shown or {}).items()],
@@ -245,6 +261,12 @@ def read_task(folder: Path, *, name: str) -> Task:
         environment, verifier = table.get("environment", {}), table.get("verifier", {})
         task.agent_timeout_s = float(table.get("agent", {}).get("timeout_sec", DEFAULT_TIMEOUT_S))
         task.verifier_timeout_s = float(verifier.get("timeout_sec", DEFAULT_TIMEOUT_S))
+        task.agent_user, task.verifier_user = (_user(table.get(each, {})) for each in ("agent", "verifier"))
+        task.env = dict(environment.get("env", {}))
+        task.limits = {key: float(environment[key]) for key in ("cpus", "memory_mb") if environment.get(key)}
+        task.has_network = environment.get("network_mode", "public") == "public" and environment.get(
+            "allow_internet", True
+        )
         task.verifier_env = dict(verifier.get("env", {}))
         task.solution_env = dict(table.get("solution", {}).get("env", {}))
         task.image = environment.get("docker_image")
@@ -262,6 +284,8 @@ def read_task(folder: Path, *, name: str) -> Task:
         system = (*trireme_sandbox.SYSTEM, "/proc", "/dev", "/etc", "/tests", "/solution", "/logs", "/tmp", HOME)
         if outside:
             task.needs_image = f"its Dockerfile copies to {outside[0]}, outside of {task.workdir}"
+        elif user := task.agent_user or task.verifier_user:
+            task.needs_image = f"its programs run as the user {user}"
         elif task.workdir == "/" or any(trireme_sandbox.is_below(task.workdir, path) for path in system):
             task.needs_image = f"its working folder is {task.workdir}"
     return task
@@ -276,14 +300,24 @@ def _obstacle(task: Task, table: dict) -> str:
     if table.get("steps"):
         return "it has several steps"
     environment = table.get("environment", {})
-    for key in ("mcp_servers", "healthcheck"):
+    for key in ("mcp_servers", "healthcheck", "gpus", "tpu", "skills_dir"):
         if environment.get(key):
             return f"it has [environment] {key}"
-    if table.get("verifier", {}).get("environment_mode", "shared") != "shared":
+    if environment.get("os", "linux").lower() != "linux":
+        return f"it needs {environment['os']}"
+    verifier = table.get("verifier", {})
+    if verifier.get("environment") or verifier.get("environment_mode", "shared") != "shared":
         return "its tests run in an environment of their own"
-    if asked := [name for name, value in (task.verifier_env | task.solution_env).items() if "${" in str(value)]:
+    variables = task.env | task.verifier_env | task.solution_env
+    if asked := [name for name, value in variables.items() if "${" in str(value)]:
         return f"it asks for the variable {asked[0]} of this machine"
     return ""
+
+
+def _user(table: dict) -> str | None:
+    """Return the user that task.toml asks for, where that is not root."""
+    user = table.get("user")
+    return None if user in (None, 0, "0", "root") else str(user)
 
 
 def _read_dockerfile(task: Task) -> None:

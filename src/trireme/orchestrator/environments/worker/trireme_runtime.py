@@ -57,6 +57,7 @@ class Program:
     folder: Path  # in which it runs
     gateway: str = "http://127.0.0.1:1"
     stdin: str = ""
+    user: str | None = None  # in a container, where it is not that of the image
     readable: list[tuple[str, str]] = field(default_factory=list)  # paths here and inside
     writable: list[tuple[str, str]] = field(default_factory=list)  # the same, below `parent`; copied out of a container
 
@@ -91,7 +92,7 @@ class Subprocess:
         """Return the gateway's address as the program has to use it."""
         return url
 
-    async def open(self, parent: Path, image: str | None) -> None:
+    async def open(self, parent: Path, image: str | None, limits: dict[str, float]) -> None:
         """Prepare to run the programs of a rollout."""
 
     async def close(self, parent: Path) -> None:
@@ -258,12 +259,14 @@ class Container(Subprocess):
     def _names_network(self) -> bool:
         return any(word.startswith(("--network", "--net=")) for word in self._agent["container_args"])
 
-    async def open(self, parent: Path, image: str | None) -> None:
+    async def open(self, parent: Path, image: str | None, limits: dict[str, float]) -> None:
         await self.close(parent)  # of an attempt that was interrupted
         labels = {"trireme.rollout": str(parent), "trireme.environment": self._agent["label"]}
         words = ["run", "--detach", "--name", _container_of(parent)]
         words += [word for name, value in labels.items() for word in ("--label", f"{name}={value}")]
-        words += [f"--memory={int(self._agent['memory_gib'] * 1024)}m", f"--pids-limit={self._agent['num_processes']}"]
+        memory_mb = int(limits.get("memory_mb", self._agent["memory_gib"] * 1024))
+        words += [f"--memory={memory_mb}m", f"--pids-limit={self._agent['num_processes']}"]
+        words += [f"--cpus={limits['cpus']:g}"] if "cpus" in limits else []
         words += [] if self._names_network() else ["--network=host"]
         await self.call(*words, *self._agent["container_args"], "--entrypoint", "sleep", image or "", "infinity")
 
@@ -274,8 +277,10 @@ class Container(Subprocess):
         name = _container_of(program.parent)
         await self.call("start", name)
         for source, target in (*program.readable, *program.writable):
-            await self.call("exec", name, "sh", "-c", 'rm -rf "$1" && mkdir -p "$1"', "sh", target)
+            await self._as_root(name, 'rm -rf "$1" && mkdir -p "$1"', target)
             await self.call("cp", f"{source}/.", f"{name}:{target}")
+        for _, target in program.writable:
+            await self._as_root(name, 'chmod -R a+rwX "$1"', target)  # the program may run as another user
         try:
             ended = await super().run(program, timeout_s=timeout_s)
         finally:
@@ -286,12 +291,16 @@ class Container(Subprocess):
             await self.call("cp", f"{name}:{target}/.", source)
         return ended
 
+    async def _as_root(self, container: str, script: str, path: str) -> None:
+        await self.call("exec", "--user", "0", container, "sh", "-c", script, "sh", path)
+
     async def _start(self, program: Program, stdin: IO, output: int, report: IO) -> asyncio.subprocess.Process:
         # by name alone, so that no list of processes shows the key; but the engine's own program needs some of its own
         own = {name: os.environ[name] for name in program.variables if name in os.environ and ENGINE.match(name)}
         words = [f"{name}={value}" if name in own else name for name, value in program.variables.items()]
         options = [word for each in words for word in ("--env", each)]
         options += ["--workdir", str(program.folder)] if program.folder != Path() else []
+        options += ["--user", program.user] if program.user else []
         return await asyncio.create_subprocess_exec(
             *(self._agent["runtime"], "exec", "--interactive", *options, _container_of(program.parent)),
             *program.command,
