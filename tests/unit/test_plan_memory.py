@@ -8,12 +8,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from families import HYBRIDS, build_config
 from model_configs import MODELS
 from trireme.algo.model.activations import Pass
 from trireme.algo.model.architecture import architecture_of, is_known
 from trireme.algo.model.chips import GIB
 from trireme.tools.plan.estimate import CUDA_BYTES, GPU_SCATTERED, scattered_bytes
 from trireme.tools.plan.memory import Serving, Training, changed
+from trireme.tools.plan.sizes import count_sizes
 
 QWEN = architecture_of(MODELS["Qwen/Qwen2.5-7B"])
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -151,6 +153,33 @@ def test_every_family_is_counted_exactly_whatever_its_settings(variant):
     windowed = [kind == "sliding_attention" for kind in getattr(model.config, "layer_types", None) or []]
     if windowed:
         assert [layer.window is not None for layer in ours.layers] == windowed
+
+
+STATES = {
+    **dict.fromkeys(["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"], (1, 64 * 3, 4 * 8 * 8)),
+    **dict.fromkeys(["granitemoehybrid", "nemotron_h"], (1, 80 * 3, 4 * 16 * 8)),
+    **dict.fromkeys(["lfm2", "lfm2_moe"], (1, 32 * 2, 0)),
+    "falcon_h1": (2, 2 * 80 * 3, 2 * 4 * 16 * 8),
+    "mamba2": (0, 2 * 80 * 3, 2 * 4 * 16 * 8),
+}
+"""By hand: layers that attend, and the values that a request carries in convolutions (the channels of the inputs before
+the current one) and in matrices (heads, value size, key or state size)."""
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_layers_with_a_state_are_counted_and_hold_no_keys_and_values(kind):
+    config = build_config(kind, **{"mamba_ssm_dtype": "float32"} if kind == "qwen3_5_text" else {})
+    sizes = count_sizes(config.to_dict())
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert sizes.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert sizes.active_parameters <= sizes.num_parameters
+    attending, convolutions, matrices = STATES[kind]
+    serving = Serving(sizes, memory=80 * GIB, value_bytes=2)
+    recurrent_bytes = 4 if kind in ("qwen3_5_text", "nemotron_h") else 2  # the latter is vLLM's default
+    assert serving.state_bytes == 2 * convolutions + recurrent_bytes * matrices
+    assert serving.kv_bytes(100) - serving.state_bytes == 100 * 2 * 2 * 8 * 2 * attending
+    assert Training(sizes, Pass(256, 4)).peak > 16 * sizes.num_parameters
 
 
 def test_of_a_mixture_of_experts_a_token_meets_those_it_is_sent_to():

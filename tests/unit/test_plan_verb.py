@@ -13,6 +13,7 @@ from trireme.base.errors import ConfigError
 from trireme.cli.runs.plan import plan
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
+from trireme.config.rules import launch_problems
 from trireme.tools.plan.advice import advise, fit_warnings
 from trireme.tools.plan.estimate import Estimate, estimate_run
 from trireme.tools.plan.lengths import lengths_of
@@ -132,6 +133,26 @@ def test_rates_that_are_given_take_the_place_of_assumed_ones(config_file, capsys
 def test_a_plan_of_something_unknown_or_wrong_is_refused(config_file, flags, words):
     with pytest.raises(ConfigError, match=words):
         plan(["@", str(config_file), *flags])
+
+
+@pytest.mark.parametrize(
+    ("described", "words"),
+    [
+        ({"model_type": "jamba"}, "in layers that Trireme does not know"),
+        ({"model_type": "qwen3_0"}, 'transformers has no architecture "qwen3_0"'),
+        ({"model_type": "falcon_h1", "mamba_rms_norm": True}, "mamba_norm_before_gate = true, which vLLM ignores"),
+        ({"model_type": "nemotron_h", "layers_block_type": ["mamba", "moe"]}, "no kernel on a CPU for the experts"),
+    ],
+)
+def test_a_model_that_a_run_would_refuse_is_refused_by_its_plan(config_file, described, words):
+    (config_file.parent / "model").mkdir()
+    (config_file.parent / "model/config.json").write_text(json.dumps(described))
+    argv = ["@", str(config_file), "--model.name", str(config_file.parent / "model")]
+    with pytest.raises(ConfigError, match=words):
+        plan([*argv, "--gpus", "0"])
+    here = Devices(cores=2)
+    refused = launch_problems(resolve(load_run_config(argv, program="rl")[0], here), here)
+    assert any(words in problem for problem in refused)
 
 
 def test_the_chip_of_this_machine_is_that_of_the_drivers_name(tmp_path, monkeypatch):

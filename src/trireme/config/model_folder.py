@@ -155,7 +155,7 @@ def model_launch_problems(table: str, model: TrainerModel, device: str) -> Itera
         return
     if not model.from_scratch:
         yield from _check_weights(table, file.parent, config)
-    yield from _check_architecture(table, model, config, device)
+    yield from architecture_problems(table, model, config, device)
     heads = (config.get("text_config") or config).get("num_attention_heads")
     if heads and heads % model.cp:
         yield (
@@ -177,7 +177,8 @@ def _check_weights(table: str, folder: Path, config: dict[str, Any]) -> Iterator
         )
 
 
-def _check_architecture(table: str, model: TrainerModel, config: dict[str, Any], device: str) -> Iterator[str]:
+def architecture_problems(table: str, model: TrainerModel, config: dict[str, Any], device: str) -> Iterator[str]:
+    """Yield why the trainer cannot train a model of this architecture, as its config.json describes it."""
     kind = config.get("model_type")
     source = source_of(str(kind)) if kind else ""
     if source is None and config.get("auto_map"):

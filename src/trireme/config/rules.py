@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from trireme.base.devices import Devices
 from trireme.base.functions import function_problem
@@ -99,11 +100,12 @@ def launch_problems(config: RunConfig, devices: Devices, *, section: ProcessName
     return found
 
 
-def served_model_problems(config: RunConfig) -> Iterator[str]:
-    """Yield why engines cannot serve the model that this run trains, by its config.json."""
+def served_model_problems(config: RunConfig, described: dict[str, Any] | None = None) -> Iterator[str]:
+    """Yield why engines cannot serve the model that this run trains, by its config.json (by default, as it is on this
+    disk)."""
     arguments = {name.replace("-", "_"): value for name, value in config.inference.args.items()}
     served, dtype = config.inference.model.name, config.inference.model.dtype
-    described = read_config(served)
+    described = read_config(served) if described is None else described
     yield from serving_problems(f'inference.model.name = "{served}"', described, arguments, config.device, dtype)
     if config.serves_adapters and mixers_of(described):
         yield (

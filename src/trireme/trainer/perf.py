@@ -8,13 +8,13 @@ import torch
 from transformers import PreTrainedModel
 
 from trireme.algo.model import flops
+from trireme.algo.model.architecture import ATTENDING
 from trireme.algo.model.chips import chip_called
 from trireme.algo.model.cost import Cost
 from trireme.messages import MicroBatch
 from trireme.trainer.parallel.mesh import World
 
 GIB = 1 << 30
-ATTENDING = ("full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid")  # kinds of layers
 
 
 def flops_per_token(model: PreTrainedModel, mean_length: float) -> float:

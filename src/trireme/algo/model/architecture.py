@@ -13,6 +13,9 @@ from typing import Any
 
 Config = Mapping[str, Any]  # a config.json
 
+ATTENDING = ("full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid")
+"""Kinds of layers in a config.json that attend; the others carry a state, or are an MLP alone."""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -95,6 +98,9 @@ class Layer:
     matrices: tuple[Matrix, ...]
     vectors: int  # parameters of norms and the like
     window: int | None  # tokens that attention looks back; all where None
+    attends: bool = True
+    conv_state: int = 0  # values that each request carries from token to token: inputs of a convolution
+    recurrent_state: int = 0  # likewise, of a state space or a delta net
 
     @property
     def num_parameters(self) -> int:
@@ -124,6 +130,9 @@ class Architecture:
     layers: tuple[Layer, ...]
     family: Family
     capped: bool = False  # attention scores go through a tanh, which `sdpa` leaves out
+    latent: int = 0  # values per token and layer that stand for all keys and values (multi-head latent attention)
+    outside: int | None = None  # parameters outside of the layers, where they were counted
+    recurrent_bytes: int | None = None  # of a value of `recurrent_state`; as the engine computes where None
 
     def attends_apart(self, attention: str, cp: int = 1) -> bool:
         """Return whether samples that share a row attend one by one: with `sdpa`, where no layer has a window and no
@@ -145,7 +154,14 @@ class Architecture:
         return self.vocabulary * self.hidden
 
     @property
+    def is_counted(self) -> bool:
+        """Return whether it was read from the model that transformers builds, not worked out."""
+        return self.outside is not None
+
+    @property
     def outside_layers(self) -> int:
+        if self.outside is not None:
+            return self.outside
         return self.embedding * (1 if self.tied else 2) + self.hidden
 
     @cached_property
@@ -216,11 +232,13 @@ def _layers(text: Config, family: Family) -> Iterator[Layer]:
     hidden, heads = text["hidden_size"], text["num_attention_heads"]
     head_dim = text.get("head_dim") or family.head_dim or hidden // heads
     norms = family.layer_norms * hidden + (2 * head_dim if family.qk_norm else 0) + (heads if family.sinks else 0)
+    kinds = text.get("layer_types") or text.get("layers_block_type")
     for number in range(text["num_hidden_layers"]):
+        attends = not kinds or kinds[number] in ATTENDING
         is_dense = family.experts is None or number in (text.get("mlp_only_layers") or ())
         is_dense |= (number + 1) % text.get("decoder_sparse_step", 1) != 0
         inside = _dense(text) if is_dense else _experts(text, family)
-        yield Layer((*_attention(text, family, head_dim), *inside), norms, _window(text, family, number))
+        yield Layer((*_attention(text, family, head_dim), *inside), norms, window_of(text, family, number), attends)
 
 
 def _attention(text: Config, family: Family, head_dim: int) -> Iterator[Matrix]:
@@ -250,7 +268,7 @@ def _experts(text: Config, family: Family) -> Iterator[Matrix]:
     yield Matrix("down_proj", width, hidden, bias, copies=count, used=used)
 
 
-def _window(text: Config, family: Family, number: int) -> int | None:
+def window_of(text: Config, family: Family, number: int) -> int | None:
     window, types = text.get("sliding_window"), text.get("layer_types")
     may = text.get("use_sliding_window", not text.get("model_type", "").startswith("qwen"))
     if not window or not may or number < text.get("max_window_layers", 0):

@@ -59,7 +59,7 @@ def cost_of(config: Config, *, attention: str, cp: int = 1) -> Cost:
         architecture = architecture_of(config)
     except (KeyError, TypeError, AttributeError):
         return LINEAR
-    windows = Counter(layer.window for layer in architecture.layers)
+    windows = Counter(layer.window for layer in architecture.layers if layer.attends)
     return Cost(
         linear=2.0 * architecture.active_parameters,
         attention=tuple((window, 4.0 * architecture.query * count) for window, count in windows.items()),

@@ -26,7 +26,7 @@ def flops_per_token(matrices: float, trained: float, *, layers: int, width: int,
 
 def model_forward_flops(model: Architecture, mean_length: float) -> float:
     """Windows that are shorter than a sample are all that attention looks at."""
-    looked_at = sum(min(mean_length, 2 * (layer.window or mean_length)) for layer in model.layers)
+    looked_at = sum(min(mean_length, 2 * (layer.window or mean_length)) for layer in model.layers if layer.attends)
     return 2 * model.active_parameters + 2 * model.query * looked_at
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -14,20 +15,20 @@ from trireme.base.errors import ConfigError
 from trireme.config.arguments import TypedFile, count, parse_arguments, positive, positive_int, share
 from trireme.config.files import read_table
 from trireme.config.load import load_config, load_run_config
-from trireme.config.model_folder import read_config
+from trireme.config.model_folder import architecture_problems, looks_local
 from trireme.config.orchestrator import Environment
 from trireme.config.problems import raise_together
 from trireme.config.resolve import resolve, resolve_sft, updated
 from trireme.config.rules import check, check_sft, served_model_problems
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
-from trireme.config.state_layers import state_layer_problems
+from trireme.config.trainer import TrainerModel
 from trireme.tools.plan.advice import advise
 from trireme.tools.plan.estimate import Estimate, estimate_run
 from trireme.tools.plan.lengths import Lengths, Rates, lengths_of, rates_of
 from trireme.tools.plan.machine import Machine, describe_machine
 from trireme.tools.plan.report import show, to_json
-from trireme.tools.plan.sizes import read_sizes
+from trireme.tools.plan.sizes import find_config, read_sizes
 
 WIDTH = 120
 
@@ -61,13 +62,12 @@ def _plan_run(typed: list[str], options: Namespace, machine: Machine) -> Estimat
         config = resolve(config, machine.devices)
     with_environment = {"orchestrator.env": config.orchestrator.env or (Environment(id="any"),)}  # a plan needs none
     check(updated(config, with_environment), machine.devices)
-    trained = read_config(config.trainer.model.name)
-    raise_together(
-        [*state_layer_problems("trainer.model", config.trainer.model, trained), *served_model_problems(config)]
-    )
+    name = config.trainer.model.name or config.model.name
+    described = _described("trainer.model", config.trainer.model, name, config.device)
+    raise_together(served_model_problems(config, described if config.inference.model.name in (None, name) else None))
     prompt, sampled = options.prompt_tokens, options.completion_tokens
     lengths = lengths_of(config, prompt=prompt, sampled=sampled, examples=options.examples, run=options.run)
-    sized = read_sizes(config.trainer.model.name or config.model.name, fetch=True)
+    sized = read_sizes(name, described)
     measured = rates_of(options.run) if options.run and machine.is_here else Rates()
     rates = Rates(options.trainer_tokens_per_s or measured.trainer, options.engine_tokens_per_s or measured.engine)
     return estimate_run(config, sized, machine, lengths, rates=rates, mfu=options.mfu)
@@ -78,12 +78,23 @@ def _plan_sft(typed: list[str], options: Namespace, machine: Machine) -> Estimat
     if not invocation.run:
         config = resolve_sft(config, machine.devices)
     check_sft(config, machine.devices)
-    raise_together([*state_layer_problems("model", config.model, read_config(config.model.name))])
-    sized = read_sizes(str(config.model.name), fetch=True)
+    name = str(config.model.name)
+    sized = read_sizes(name, _described("model", config.model, name, config.device))
     length = sum(number for number in (options.prompt_tokens, options.completion_tokens) if number)
     source = "as given" if length else "the longest that the configuration allows"
     lengths = Lengths(length or float(config.seq_len), 0.0, 0.0, source, examples=options.examples)
     return estimate_run(config, sized, machine, lengths, mfu=options.mfu)
+
+
+def _described(table: str, model: TrainerModel, name: str, device: str) -> dict[str, Any]:
+    """Return the config.json of the model to train.
+
+    Raises: ConfigError if the trainer would refuse it. The trainer itself chooses an attention for a model on a hub.
+    """
+    described = find_config(name, fetch=True)
+    checked = model if looks_local(name) else updated(model, {"attn": "eager"})
+    raise_together(architecture_problems(table, checked, described, device))
+    return described
 
 
 def _is_sft(typed: list[str]) -> bool:

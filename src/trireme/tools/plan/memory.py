@@ -99,11 +99,23 @@ class Serving:
         return self.num_requests >= 1
 
     def kv_bytes(self, length: float) -> float:
-        """Return keys and values of one request, on one GPU. Layers with a window hold no more than that."""
+        """Return keys, values and states of one request, on one GPU. Layers with a window hold no more than that.
+
+        A state does not grow with the request: for each channel of a convolution the inputs before the current one, and
+        for each head of a state space or delta net a matrix (vLLM's `MambaStateShapeCalculator`). vLLM pads both to
+        pages of one size, which is not counted.
+        """
         model = self.model
         heads = max(1.0, model.kv_heads / self.tp)
-        held = sum(min(length, layer.window or length) for layer in model.layers)
-        return 2.0 * heads * model.head_dim * self.value_bytes * held
+        held = sum(min(length, layer.window or length) for layer in model.layers if layer.attends)
+        return (model.latent or 2.0 * heads * model.head_dim) * self.value_bytes * held + self.state_bytes
+
+    @property
+    def state_bytes(self) -> float:
+        """Return the states of one request in layers that do not attend, or not only, on one GPU."""
+        recurrent = self.model.recurrent_bytes or self.value_bytes
+        states = (self.value_bytes * each.conv_state + recurrent * each.recurrent_state for each in self.model.layers)
+        return sum(states) / self.tp
 
     def concurrency(self, length: float, asked: float) -> float:
         """Return how many requests of this length really run at once, of those that are asked for."""
@@ -212,7 +224,7 @@ def _moments(training: Training) -> dict[str, Parts]:
     gradients = 0.0 if training.offload_parameters else training.gradient_bytes
     before = gradients if training.rows > 1 else 0.0  # those of the rows before
 
-    mask = float(row.tokens**2) if any(needs_mask(model, each, row) for each in model.layers) else 0.0
+    mask = float(row.tokens**2) if any(each.attends and needs_mask(model, each, row) for each in model.layers) else 0.0
     by_layer = [_kept(training, number) for number in range(len(model.layers))]
     kept = (2 * max(by_layer) if training.offload_activations else sum(by_layer)) + mask
     # what the last norm keeps, and the hidden states that the head sees, with their gradient
@@ -222,7 +234,7 @@ def _moments(training: Training) -> dict[str, Parts]:
     still = kept_by_matrices(model, layer, row) if training.ac_mode == "selective" else 0.0
     again = max(0.0, whole - still) if training.ac_freq is not None else 0.0
     # gradients of a layer's activations, where they are most: in the MLP, of gate, up and what they made
-    down = next(matrix for matrix in layer.matrices if matrix.name == "down_proj")
+    down = max(layer.matrices, key=lambda matrix: (matrix.name == "down_proj", matrix.used * matrix.inputs))
     between = tokens * value_bytes * 2 * down.used * (down.inputs + model.hidden)
 
     # the head is gathered all through a pass; an embedding of its own only while it is at work

@@ -25,6 +25,7 @@ MOMENTS = {
     "publish": "while weights are sent",
 }
 MOST_SPLITS = 8
+MIB = 1 << 20
 
 
 def show(estimate: Estimate, advice: Advice) -> RenderableType:
@@ -42,6 +43,8 @@ def _facts(estimate: Estimate) -> Iterator[Text]:
     yield _fact("model", f"{estimate.sized.name}: {_count(model.num_parameters)} parameters{active}, {trained}")
     if not estimate.sized.is_exact:
         yield Text(f"{'':9}its family ({model.model_type or 'unnamed'}) is not known: counted as Llama's", "yellow")
+    elif model.is_counted:
+        yield Text(f"{'':9}parameters are exact; the memory of its activations is an estimate", "yellow")
     memory = f"{machine.memory / GIB:,.0f} GiB"
     if machine.is_on_cpu:
         yield _fact("machine", f"{machine.cores} cores, {memory}; trainer on {estimate.ranks} rank(s)")
@@ -101,7 +104,8 @@ def _memory_notes(estimate: Estimate) -> Iterator[str]:
     yield f"In its machine's own memory, for each rank: {host} GiB{'' if estimate.machine.is_on_cpu else node}."
     if serving:
         requests = f"{serving.num_requests:,.1f} requests of {serving.max_model_len:,} at once"
-        yield f"The KV cache holds {serving.num_tokens:,} tokens: {requests}."
+        state = f" Each carries a state of {serving.state_bytes / MIB:,.2f} MiB." if serving.state_bytes else ""
+        yield f"The KV cache holds {serving.num_tokens:,} tokens: {requests}.{state}"
 
 
 def _splits(estimate: Estimate) -> Table:
@@ -190,6 +194,7 @@ def to_json(estimate: Estimate, advice: Advice) -> dict[str, Any]:
             "parts_gib": _in_gib(engine_parts(estimate)),
             "needs_gib": estimate.engine_bytes / GIB,
             "kv_tokens": serving.num_tokens,
+            "state_bytes": serving.state_bytes,
             "requests": serving.num_requests,
             "fits": estimate.engine_fits,
         },

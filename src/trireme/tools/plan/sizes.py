@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
 from trireme.algo.model.activations import SHORT, Pass
-from trireme.algo.model.architecture import Architecture, architecture_of, is_known
+from trireme.algo.model.architecture import Architecture, Family, Layer, Matrix, architecture_of, is_known, window_of
 from trireme.algo.model.chips import GIB
 from trireme.base.errors import ConfigError
 from trireme.config.model_folder import config_file
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
-from trireme.config.trainer import Lora
+from trireme.config.state_layers import MIXERS
+from trireme.config.trainer import Lora, TrainerModel
 from trireme.tools.plan.machine import Machine
 from trireme.tools.plan.memory import Serving, Training
+
+if TYPE_CHECKING:
+    import torch
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LARGE_GPU, HUGE_GPU = 70 * GIB, 160 * GIB  # from here on vLLM takes in more tokens at once
@@ -31,19 +38,33 @@ class Sized:
 
     architecture: Architecture
     name: str
-    is_exact: bool  # its family is one whose parameters are counted exactly
+    is_exact: bool  # its parameters are counted exactly
 
 
-def read_sizes(name: str, *, fetch: bool = False) -> Sized:
+def find_config(name: str, *, fetch: bool = False) -> dict[str, Any]:
     """Read the config.json of a folder, or of a model in the hub's cache on this disk.
 
     Args:
         fetch: whether to fetch it from the hub if it is in neither.
 
-    Raises: ConfigError if there is none, or if it lacks a size.
+    Raises: ConfigError if there is none.
     """
     file = config_file(name)
     config: dict[str, Any] = json.loads(file.read_text()) if file else _fetch_config(name, may_fetch=fetch)
+    return config
+
+
+def read_sizes(name: str, config: dict[str, Any] | None = None) -> Sized:
+    """Work out the sizes of a family in the table, or count those of the model that transformers builds.
+
+    Args:
+        config: its config.json; by default, as it is on this disk.
+
+    Raises: ConfigError if there is none, or if it lacks a size.
+    """
+    config = find_config(name) if config is None else config
+    if not is_known(config) and (counted := count_sizes(config)):
+        return Sized(counted, name, is_exact=True)
     try:
         return Sized(architecture_of(config), name, is_known(config))
     except (KeyError, TypeError) as error:
@@ -51,6 +72,93 @@ def read_sizes(name: str, *, fetch: bool = False) -> Sized:
             f"The config.json of {name!r} has no {error} - sizes as of a decoder were expected. Plan with a model that "
             "transformers loads with AutoModelForCausalLM."
         ) from error
+
+
+def count_sizes(config: dict[str, Any]) -> Architecture | None:
+    """Build a model without memory, as the trainer does, and count it. Return None if transformers cannot build it.
+
+    Importing torch and transformers takes about 6 s on one core; building a model of 80B another half.
+    """
+    from trireme.trainer.model.model import build_model, num_parameters
+    from trireme.trainer.model.sharding import decoder_layers
+
+    try:
+        with TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(config))
+            model = build_model(TrainerModel(attn="eager", from_scratch=True), folder)
+        blocks = decoder_layers(model)
+    except (ConfigError, KeyError, TypeError, AttributeError):
+        return None
+    described = model.config.get_text_config()
+    text = described.to_dict()
+    layers = tuple(_layer(block, text, number) for number, block in enumerate(blocks))
+    hidden, vocabulary = described.hidden_size, model.get_input_embeddings().weight.shape[0]
+    head = model.get_output_embeddings()
+    heads = getattr(described, "num_attention_heads", None) or 1
+    dtype = text.get("mamba_ssm_dtype") or text.get("mamba_ssm_cache_dtype")
+    if dtype is None and described.model_type == "nemotron_h":  # vLLM's `NemotronHForCausalLMConfig`
+        dtype = "float32"
+    latent = (text.get("kv_lora_rank") or 0) and text["kv_lora_rank"] + text["qk_rope_head_dim"]
+    return Architecture(
+        model_type=described.model_type,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=getattr(described, "num_key_value_heads", None) or heads,
+        head_dim=getattr(described, "head_dim", None) or hidden // heads,
+        vocabulary=vocabulary,
+        tied=head is None or head.weight is model.get_input_embeddings().weight,
+        layers=layers,
+        family=Family(),
+        capped=bool(text.get("attn_logit_softcapping")),
+        latent=latent,
+        outside=num_parameters(model) - sum(layer.num_parameters for layer in layers),
+        recurrent_bytes=BYTES.get(str(dtype)),
+    )
+
+
+def _layer(block: torch.nn.Module, text: dict[str, Any], number: int) -> Layer:
+    matrices = tuple(_matrices(block, text))
+    parts = [(type(part).__name__, part) for part in block.modules()]
+    mixers = [part for name, part in parts if name.endswith(MIXERS)]
+    return Layer(
+        matrices,
+        vectors=sum(each.numel() for each in block.parameters()) - sum(each.num_parameters for each in matrices),
+        window=window_of(text, Family(), number),
+        attends=any(name.endswith("Attention") for name, _ in parts),
+        conv_state=sum(
+            part.in_channels * (part.kernel_size[0] - 1) for mixer in mixers for part in _convolutions(mixer)
+        ),
+        recurrent_state=sum(map(_recurrent_state, mixers)),
+    )
+
+
+def _matrices(block: torch.nn.Module, text: dict[str, Any]) -> Iterator[Matrix]:
+    """Yield linear layers, routers, and the stacked matrices of experts."""
+    used = text.get("num_experts_per_tok") or 1
+    convolutions = {id(part.weight) for part in _convolutions(block)}
+    for path, parameter in block.named_parameters():
+        module, name = path.split(".")[-2:] if "." in path else ("", path)
+        if parameter.ndim == 2 and name == "weight":
+            bias = getattr(block.get_submodule(path.rpartition(".")[0]), "bias", None) is not None
+            yield Matrix(module, parameter.shape[1], parameter.shape[0], bias)
+        elif parameter.ndim == 3 and id(parameter) not in convolutions:
+            copies, outputs, inputs = parameter.shape
+            yield Matrix(name, inputs, outputs, copies=copies, used=min(used, copies))
+
+
+def _convolutions(module: torch.nn.Module) -> Iterator[Any]:
+    return (part for part in module.modules() if type(part).__name__ == "Conv1d")
+
+
+def _recurrent_state(mixer: Any) -> int:
+    """Return the values of a mixer's state: for each head a matrix. Short convolutions have none.
+
+    A gated delta net's is of its value heads, [value size, key size] (Yang et al. 2024, arXiv 2412.06464); Mamba-2's is
+    [head size, state size] (Dao and Gu 2024, arXiv 2405.21060).
+    """
+    if hasattr(mixer, "head_v_dim"):
+        return int(mixer.num_v_heads * mixer.head_v_dim * mixer.head_k_dim)
+    return int(mixer.num_heads * mixer.head_dim * mixer.ssm_state_size) if hasattr(mixer, "ssm_state_size") else 0
 
 
 def _fetch_config(name: str, *, may_fetch: bool) -> dict[str, Any]:
