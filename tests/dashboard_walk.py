@@ -72,7 +72,7 @@ def rollouts(page: Page) -> None:
     """Reads one that has turns."""
     tab(page, "Rollouts")
     expect(page.locator(".tr-list tbody tr").first).to_be_visible()
-    expect(page.locator(".tr-reading .tr-said").first).to_be_visible()
+    expect(page.locator(".tr-reading .tr-said").last).to_be_visible()
 
 
 def search(page: Page, line: str, *, says: str) -> None:

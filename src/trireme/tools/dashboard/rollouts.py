@@ -23,6 +23,7 @@ from trireme.tools.rollouts import DROPPED, Record
 ROWS = 50  # of a page of the list
 LOOK_S = 1.0  # between two looks at the index, while it grows
 LONGEST = 20_000  # characters of a message that are shown
+FOLDED = 1_000  # characters of instructions that are shown only when asked for
 MOST_BRANCHES = 100  # of a rollout that are shown
 ROLES = {"system", "developer", "user", "assistant", "tool"}
 BLOCK_WORDS = {"reasoning": "reasoning", "call": "calls", "result": "returned", "other": "also"}
@@ -318,7 +319,10 @@ def _program_texts(info: dict[str, Any]) -> dict[str, Any]:
 def _block_html(block: Block) -> str:
     role = block.role if block.role in ROLES else "other"
     heading = _escaped(f"{block.role} {BLOCK_WORDS.get(block.kind, '')}")
-    return _message_html(f"{role} {block.kind}", f"{heading} <b>{_escaped(block.name)}</b>", block.text)
+    shown = _message_html(f"{role} {block.kind}", f"{heading} <b>{_escaped(block.name)}</b>", block.text)
+    if role in ("system", "developer") and len(block.text) > FOLDED:
+        return f"<details><summary>{_escaped(block.role)}: {len(block.text):,} characters</summary>{shown}</details>"
+    return shown
 
 
 def _message_html(classes: str, heading_html: str, text: str) -> str:
