@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from families import ATTENTION, backward, build_config, logits, row, save_family
 from live_bytes import LiveBytes
+from low_bit import LOW_BIT, save_low_bit
 from rank_processes import run_rank, run_ranks
 from tiny import are_equal, largest_difference, take_gradients, weights_of
 from trireme.config.trainer import ActivationCheckpointing, TrainerModel
@@ -37,7 +38,9 @@ def run(folder: Path, world: World) -> dict[str, Any]:
     ways = {name: compute(folder / "qwen3", world, **settings) for name, settings in WAYS.items()}
     torch.manual_seed(3)
     drawn = load_model(TrainerModel(from_scratch=True), str(folder / "qwen3_moe"), world)
-    return {"models": models, "ways": ways, "drawn": weights_of(drawn), "large": load_large(folder / "large", world)}
+    low = {kind: load_model(TrainerModel(attn="eager"), str(folder / f"low_{kind}"), world) for kind in LOW_BIT}
+    found = {"drawn": weights_of(drawn)} | {kind: weights_of(model) for kind, model in low.items()}
+    return {"models": models, "ways": ways, "weights": found, "large": load_large(folder / "large", world)}
 
 
 def compute(folder: Path, world: World, **settings: Any) -> dict[str, Any]:
@@ -95,6 +98,8 @@ def plain_logits(folder: Path, attention: str) -> torch.Tensor:
 def test_two_ranks_hold_and_read_half_each_and_compute_the_model_however_it_is_held(tmp_path, world):
     for kind in KINDS:
         save_family(tmp_path / kind, build_config(kind))
+    for kind, changes in LOW_BIT.items():
+        save_low_bit(tmp_path / f"low_{kind}", build_config(kind, **changes))
     save_family(tmp_path / "large", build_config("llama", **LARGE))
     alone, together = run(tmp_path, world), run_ranks(__file__, tmp_path)
     for kind in KINDS:
@@ -113,7 +118,7 @@ def test_two_ranks_hold_and_read_half_each_and_compute_the_model_however_it_is_h
             assert 1e-4 < difference < 0.2 if "bfloat16" in way else difference < 1e-5, way
         assert "bfloat16" not in way or are_equal(one["gradients"], other["gradients"])
     for rank in together:  # a rank reads a little at a time, and needs no more memory than it holds
-        assert are_equal(rank["drawn"], alone["drawn"])
+        assert all(are_equal(rank["weights"][name], tensors) for name, tensors in alone["weights"].items())
         sizes, total = rank["large"], alone["large"]["held"]
         assert sizes["held"] == sizes["read"] == pytest.approx(total / 2, rel=0.01)
         assert sizes["largest_read"] <= READ_BYTES < total / 64

@@ -48,7 +48,8 @@ def test_known_families_are_accepted(folder, kind, attention):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantized (mxfp4)"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantized (awq)"),
+        ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "(fp8, weight_block_size = None)"),
         ({"model_type": "qwen33"}, 'no architecture "qwen33"'),
         *(({"model_type": kind}, "would see each other") for kind in ("mamba", "jamba", "rwkv")),
         ({"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "mine.Mine"}}, "trust_remote_code = true"),
@@ -112,6 +113,14 @@ def test_what_does_not_hold_for_layers_with_a_state_is_refused_before_launch(fol
     if chosen:
         assert {"attn": run.trainer.model.attn, "dtype": run.inference.model.dtype} == chosen
     assert len(refusals(flags, words or str(folder), at_launch=True)) == bool(words)
+
+
+def test_low_bit_weights_in_blocks_are_accepted_unless_the_user_says_how_engines_read_them(folder):
+    for described in ({"quant_method": "fp8", "weight_block_size": [128, 128]}, {"quant_method": "mxfp4"}):
+        describe(folder, quantization_config=described)
+        assert refusals(f"--model.name {folder}", str(folder), at_launch=True) == []
+        own = f"--model.name {folder} --inference.args.load-format dummy"
+        assert len(refusals(own, "inference.args.load_format ... Remove the line", at_launch=True)) == 1
 
 
 def test_what_the_user_allows_is_accepted(folder):

@@ -37,6 +37,9 @@ CAPPED = ("gemma2", "vaultgemma")
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts in the `config.json` of models."""
 
+MXFP4, FP8 = "mxfp4", "fp8"
+"""The formats of low-bit weights that are read, as `quant_method` in a config.json names them."""
+
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 # Folders whose content is ours, never an owner on a hub.
@@ -83,6 +86,31 @@ def caps_scores(config: Mapping[str, Any]) -> bool:
     """Return whether a model with this config.json caps its attention scores."""
     text = config.get("text_config") or config
     return bool(text.get(SOFT_CAP, text.get("model_type") in CAPPED))
+
+
+def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how a model with this config.json has its weights in few bits; empty if it has not."""
+    parts = (config, config.get("text_config") or {})
+    found = (part.get(key) for part in parts for key in ("quantization_config", "compression_config"))
+    return next((each for each in found if each), {})
+
+
+def low_bit_problem(config: Mapping[str, Any]) -> str | None:
+    """Return why the weights of a model with this config.json cannot be read; None if they can."""
+    quantization = quantization_of(config)
+    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+    if not quantization or method == MXFP4 or (method == FP8 and block and len(block) == 2):
+        return None
+    whole = f", weight_block_size = {block}" if method == FP8 else ""
+    return (
+        f"are quantized ({method}{whole}) - expected float32, bfloat16 or float16, or mxfp4, or fp8 in blocks with a "
+        "weight_block_size, which are read as bfloat16."
+    )
+
+
+def has_low_bit_weights(config: Mapping[str, Any]) -> bool:
+    """Return whether a model with this config.json has its weights in few bits, in a format that is read."""
+    return bool(quantization_of(config)) and not low_bit_problem(config)
 
 
 def num_experts_of(config: Mapping[str, Any]) -> int:
@@ -154,7 +182,7 @@ def model_launch_problems(table: str, model: TrainerModel, device: str) -> Itera
         )
         return
     if not model.from_scratch:
-        yield from _check_weights(table, file.parent, config)
+        yield from _check_weights(table, file.parent)
     yield from architecture_problems(table, model, config, device)
     heads = (config.get("text_config") or config).get("num_attention_heads")
     if heads and heads % model.cp:
@@ -164,21 +192,18 @@ def model_launch_problems(table: str, model: TrainerModel, device: str) -> Itera
         )
 
 
-def _check_weights(table: str, folder: Path, config: dict[str, Any]) -> Iterator[str]:
+def _check_weights(table: str, folder: Path) -> Iterator[str]:
     if not any((folder / name).exists() for name in WEIGHTS):
         yield (
             f'{table}.name = "{folder}": this folder has neither {" nor ".join(WEIGHTS)} - expected weights as '
             f"safetensors. Copy them there, or start from random ones with `{table}.from_scratch = true`."
         )
-    if quantization := config.get("quantization_config"):
-        yield (
-            f'{table}.name = "{folder}": its weights are quantized ({quantization.get("quant_method")}) - expected '
-            "float32, bfloat16 or float16, as only those can be trained. Take such a copy of the model."
-        )
 
 
 def architecture_problems(table: str, model: TrainerModel, config: dict[str, Any], device: str) -> Iterator[str]:
     """Yield why the trainer cannot train a model of this architecture, as its config.json describes it."""
+    if not model.from_scratch and (problem := low_bit_problem(config)):
+        yield f'{table}.name = "{model.name}": its weights {problem} Take such a copy of the model.'
     kind = config.get("model_type")
     source = source_of(str(kind)) if kind else ""
     if source is None and config.get("auto_map"):

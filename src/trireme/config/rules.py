@@ -23,6 +23,8 @@ from trireme.config.losses import loss_problems
 from trireme.config.model_folder import (
     check_architecture_is_named,
     check_model,
+    has_low_bit_weights,
+    low_bit_problem,
     model_launch_problems,
     num_experts_in,
     read_config,
@@ -106,6 +108,13 @@ def served_model_problems(config: RunConfig, described: dict[str, Any] | None = 
     arguments = {name.replace("-", "_"): value for name, value in config.inference.args.items()}
     served, dtype = config.inference.model.name, config.inference.model.dtype
     described = read_config(served) if described is None else described
+    taken = {"hf_overrides", "load_format", "quantization"} if has_low_bit_weights(described) else set()
+    for name in sorted(taken & arguments.keys()):
+        yield (
+            f"inference.args.{name} with {served}, whose weights are quantized - expected none: the engine is given "
+            "its own, to hold plain weights as the trainer does. Remove the line; keys of the model belong in a copy "
+            "of its config.json."
+        )
     yield from serving_problems(f'inference.model.name = "{served}"', described, arguments, config.device, dtype)
     if config.serves_adapters and mixers_of(described):
         yield (
@@ -445,6 +454,8 @@ def file_problems(config: RunConfig, *, section: ProcessName | None = None) -> I
     if section == "inference" or (section is None and served != trained):
         yield from check_model("inference.model.name", served)
         yield from check_architecture_is_named(served)
+        if section is None and (problem := low_bit_problem(read_config(served))):
+            yield f'inference.model.name = "{served}": its weights {problem} Take such a copy of the model.'
     ids = {each.id for each in config.orchestrator.all_environments} if section in (None, "orchestrator") else set()
     for file in sorted(id for id in ids if id.endswith(".py")):
         if not Path(file).is_file():

@@ -17,9 +17,10 @@ from safetensors import SafetensorError, safe_open
 
 from trireme.algo.digest import tensor_digest
 from trireme.base.errors import ConfigError
-from trireme.config.model_folder import WEIGHTS, config_file
+from trireme.config.model_folder import WEIGHTS, config_file, quantization_of, read_config
 from trireme.messages import TensorSpec
 from trireme.transport.weights.backends import Sender, open_sender
+from trireme.transport.weights.published_files import PublishedFiles
 
 WHOLE, INDEX = WEIGHTS
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -32,7 +33,7 @@ _COMPUTED = ("rotary_emb.inv_freq", "position_ids")
 
 
 class ModelFiles:
-    """A model as Hugging Face has it."""
+    """A model as Hugging Face has it. Low-bit weights are those that they mean."""
 
     def __init__(self, folder: Path) -> None:
         """Raises: ConfigError where files are missing or damaged."""
@@ -44,15 +45,21 @@ class ModelFiles:
             raise ConfigError(
                 f"{index} is damaged: {error!r} - expected the list of a model's files. Copy the folder again."
             ) from None
-        self.specs = [spec for file in self._files for spec in read_specs(file)]
+        quantization = quantization_of(read_config(str(folder)))
+        self._low_bit = PublishedFiles(self._files, quantization) if quantization else None
+        read = (read_specs(file) for file in self._files) if self._low_bit is None else [self._low_bit.specs()]
+        self.specs = [spec for specs in read for spec in specs]
         is_all = sorted(folder.glob("*.safetensors")) == sorted(self._files)
-        self.folder: Path | None = folder.resolve() if is_all else None
+        self.folder: Path | None = folder.resolve() if is_all and not quantization else None
 
     @property
     def shapes(self) -> Shapes:
         return {spec.name: tuple(spec.shape) for spec in self.specs}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._low_bit is not None:
+            yield from ((spec.name, self._low_bit.read(spec.name, ()).contiguous()) for spec in self.specs)
+            return
         for path in self._files:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict

@@ -10,42 +10,23 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from trireme.base.errors import ConfigError
-from trireme.trainer.model.hub_names import Shape, sources_of
+from trireme.config.model_folder import quantization_of, read_config
+from trireme.trainer.model.hub_names import sources_of
 from trireme.trainer.model.layouts import Region, TensorLayout
 from trireme.trainer.parallel.shards import Shard, shard_of
+from trireme.transport.weights.published_files import PublishedFiles
 
 READ_BYTES = 64 << 20  # read at once: the memory that loading needs besides the model itself
-
-
-class PublishedFiles:
-    """The safetensors files of a model. Any region of a tensor can be read."""
-
-    def __init__(self, files: list[Path]) -> None:
-        self.num_bytes_read = 0
-        self.shapes: dict[str, Shape] = {}
-        self._file_of: dict[str, Any] = {}  # safetensors exports no type of an open file
-        for path in files:
-            file = safe_open(path, framework="pt")
-            for name in file.keys():  # noqa: SIM118 (it is no mapping)
-                self._file_of[name] = file
-                self.shapes[name] = tuple(file.get_slice(name).get_shape())
-
-    def read(self, name: str, region: Region) -> torch.Tensor:
-        tensor: torch.Tensor = (
-            self._file_of[name].get_slice(name)[region] if region else self._file_of[name].get_tensor(name)
-        )
-        self.num_bytes_read += tensor.nbytes
-        return tensor
 
 
 def find_files(name: str) -> PublishedFiles:
@@ -54,12 +35,12 @@ def find_files(name: str) -> PublishedFiles:
     Raises:
         ConfigError: there are none, they are damaged, or the hub cannot be reached.
     """
-    options = {"_raise_exceptions_for_missing_entries": False}
+    options, low_bit = {"_raise_exceptions_for_missing_entries": False}, quantization_of(read_config(name))
     try:
         if index := cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **options):
-            return PublishedFiles([Path(file) for file in get_checkpoint_shard_files(name, index)[0]])
+            return PublishedFiles([Path(file) for file in get_checkpoint_shard_files(name, index)[0]], low_bit)
         if single := cached_file(name, SAFE_WEIGHTS_NAME, **options):
-            return PublishedFiles([Path(single)])
+            return PublishedFiles([Path(single)], low_bit)
         raise OSError(f"it has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
     except (OSError, ValueError, KeyError) as error:
         raise cannot_be_loaded(name, error) from error

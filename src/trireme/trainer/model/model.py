@@ -26,7 +26,7 @@ from transformers import (
 
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
-from trireme.config.model_folder import SOFT_CAP
+from trireme.config.model_folder import SOFT_CAP, low_bit_problem, read_config
 from trireme.config.state_layers import WITHOUT_ATTENTION
 from trireme.config.trainer import TrainerModel
 from trireme.trainer.model.activations import wrap_layers
@@ -133,13 +133,11 @@ def _architecture(config: TrainerModel, name: str) -> PretrainedConfig:
         architecture = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise cannot_be_loaded(name, error) from error
-    quantized = getattr(architecture, "quantization_config", None)
-    if quantized and not config.from_scratch:
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
-        raise ConfigError(
-            f"The weights of {name!r} are quantized ({method}) - expected weights in float32, bfloat16 or float16, as "
-            "only those can be trained. Set `model.name` to such a copy of the model."
-        )
+    if not config.from_scratch and (problem := low_bit_problem(read_config(name))):
+        raise ConfigError(f"The weights of {name!r} {problem} Set `model.name` to such a copy of the model.")
+    for part in _parts(architecture):  # weights are bfloat16 once they are read (`PublishedFiles`)
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
     return architecture
 
 
