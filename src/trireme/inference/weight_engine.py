@@ -22,7 +22,7 @@ from trireme.inference.vllm_api import (
     finish_reload,
     incomplete_layers,
     load_adapter,
-    load_tied_head,
+    load_tensors,
 )
 from trireme.messages import InitInfo, TensorSpec, UpdateInfo
 from trireme.transport.weights.backends import BackgroundReceive, Receiver, open_receiver
@@ -108,7 +108,7 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._is_reloading = True
             begin_reload(self.model)
         waiting: list[tuple[str, torch.Tensor]] = []
-        num_bytes = 0
+        num_bytes, tied = 0, self.model_config.hf_config.tie_word_embeddings
         for name, own, digest in arrived:
             self.digests[name] = digest
             if is_of_adapter(name):
@@ -117,18 +117,10 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 waiting.append((name, own))
                 num_bytes += own.nbytes
                 if num_bytes >= LOADED_BYTES:
-                    self._load(waiting)
+                    load_tensors(self.model, waiting, tied=tied)
                     waiting, num_bytes = [], 0
-        self._load(waiting)
+        load_tensors(self.model, waiting, tied=tied)
         reach("engine.received")
-
-    def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Load tensors together: each call of vLLM goes through all parameters."""
-        if tensors:
-            self.model.load_weights(tensors)
-        for name, tensor in tensors:
-            if self.model_config.hf_config.tie_word_embeddings and name.endswith("embed_tokens.weight"):
-                load_tied_head(self.model, tensor)
 
     def finish_weight_update(self) -> None:
         if self._is_reloading:
