@@ -132,6 +132,14 @@ def test_a_virtual_environment_that_is_half_made_or_has_lost_its_python_is_made_
     assert num_installs(tmp_path) == 3
 
 
+def test_a_package_that_supports_another_python_gets_that_one(root, build, tmp_path):
+    project = root / "word_count" / "pyproject.toml"
+    for required, python in ((">=3.9", sys.executable), (">=3.99", ">=3.99")):
+        project.write_text(f'[project]\nname = "word-count"\nversion = "1"\nrequires-python = "{required}"\n')
+        build()
+        assert f"--python {python} " in (tmp_path / "calls").read_text()
+
+
 def test_a_failed_install_shows_the_last_words_of_uv_and_is_tried_again(build, tmp_path):
     log = tmp_path / "install.log"
     with pytest.raises(ConfigError, match=rf"uv ended with code 2(.|\n)*no version of numpie(.|\n)*{log}"):

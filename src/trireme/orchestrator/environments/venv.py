@@ -16,6 +16,7 @@ import difflib
 import hashlib
 import importlib.metadata
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -202,6 +203,17 @@ def undeclared_verifiers(folder: Path) -> list[str]:
     return [VERIFIERS["v0"]] if any(IMPORTS_VERIFIERS.search(text) for text in code) else []
 
 
+def _base_python(folder: Path) -> str:
+    """Return our own Python, or which one uv has to find, where a package does not support ours."""
+    from packaging.specifiers import SpecifierSet  # 0.1 s that no import of this module should take
+
+    with suppress(OSError, ValueError, KeyError, TypeError):  # uv reports a broken file, and better
+        required = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["requires-python"]
+        if platform.python_version() not in SpecifierSet(required):
+            return required
+    return sys.executable
+
+
 def _python(venv: Path) -> Path:
     return venv / "bin" / "python"
 
@@ -254,7 +266,7 @@ def _build(venv: Path, source: EnvironmentSource, *, uv: str | None, log_file: P
     for package in local_packages(source.folder):
         install += [] if package.editable else ["--reinstall-package", package.name]
     commands = [
-        [uv, "venv", "--no-project", "--python", sys.executable, str(venv)],
+        [uv, "venv", "--no-project", "--python", _base_python(source.folder), str(venv)],
         [*install, "--editable", str(source.folder), *undeclared_verifiers(source.folder)],
     ]
     variables = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH", TOKEN)}
