@@ -37,7 +37,9 @@ class Spread:
     largest: float
 
     def __str__(self) -> str:
-        middle, largest = (f"{each:,.0f}" if each >= 100 else f"{each:.3g}" for each in (self.median, self.largest))
+        middle, largest = (
+            f"{each:,.0f}" if each >= 100 else f"{round(each, 3):.3g}" for each in (self.median, self.largest)
+        )
         return f"{middle} (largest {largest})"
 
 
