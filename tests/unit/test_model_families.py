@@ -109,6 +109,7 @@ def test_samples_of_a_packed_row_begin_with_an_empty_state(
     has_experts = bool(mixtures_of(model))
     scorer = scorer_of(model, world.device)
     assert (scorer.is_packed, scorer.shares_prefixes) == (kind != "mamba2", kind != "mamba2" and not has_experts)
+    assert (scorer.head is None) == (kind in ("falcon_h1", "mamba2"))  # they need more of their decoder
     plain = AutoModelForCausalLM.from_pretrained(checkpoints[kind], dtype=torch.float32, attn_implementation="eager")
     expected, begin = [], 0
     for length, temperature in zip(packed.lengths, packed.temperatures, strict=True):
