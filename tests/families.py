@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, PretrainedConfig, PreTrainedModel
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 VOCABULARY = 96
 
@@ -97,6 +106,8 @@ SERVED: dict[str, dict[str, Any]] = {
     "lfm2": _LARGE | {"conv_dim": 128, "conv_dim_out": 128, "block_dim": 128, "tie_word_embeddings": True},
     "qwen3_5_text": _LARGE_DELTA,
     "qwen3_next": _LARGE_DELTA | {"num_experts_per_tok": 4},
+    "qwen3_5": _LARGE_DELTA | {"tie_word_embeddings": True},
+    "qwen3_5_moe": _LARGE_DELTA | {"num_experts_per_tok": 4, "moe_intermediate_size": 32},
 }
 """Sizes that vLLM has kernels for on a CPU."""
 
@@ -104,6 +115,11 @@ NOT_FOR_PACKED_ROWS: dict[str, dict[str, Any]] = {"mamba": {"state_size": 8}, "b
 
 
 def build_config(kind: str, **changes: Any) -> PretrainedConfig:
+    if kind in ("qwen3_5", "qwen3_5_moe"):  # as they are published: a text model within one that sees
+        text = build_config(f"{kind}_text", **changes)
+        vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_position_embeddings": 16}
+        parts = {"text_config": text.to_dict(), "vision_config": vision | {"out_hidden_size": text.hidden_size}}
+        return AutoConfig.for_model(kind, **parts, tie_word_embeddings=text.tie_word_embeddings)
     return AutoConfig.for_model(kind, **_SHAPE | (CONFIGS | NOT_FOR_PACKED_ROWS)[kind] | changes)
 
 
@@ -117,12 +133,31 @@ def build_vision_config() -> PretrainedConfig:
 def save_family(folder: Path, config: PretrainedConfig, **options: Any) -> Path:
     """With weights that differ in every tensor, norms and biases too."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    whole = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    model = whole.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
     model.save_pretrained(folder, **options)
+    if config.model_type in ("qwen3_5", "qwen3_5_moe"):
+        publish(folder / "model.safetensors")
     return folder
+
+
+def publish(file: Path) -> None:
+    """Add a head for several next tokens, as it is published; join Qwen3.5's experts, but not those of that head."""
+    tensors = load_file(file)
+    for start in {
+        name.split("0.gate_proj")[0] for name in tensors if re.search("language_model.*experts.0.gate", name)
+    }:
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{start}{expert}.{part}_proj.weight") for expert in range(4)])
+            for part in ("gate", "up", "down")
+        )
+        tensors |= {f"{start}gate_up_proj": torch.cat([gate, up], dim=1), f"{start}down_proj": down}
+    mtp = {"fc": (8, 16), "norm": (8,), "layers.0.mlp.experts.0.up_proj": (4, 8)}
+    tensors |= {f"mtp.{name}.weight": torch.randn(shape) for name, shape in mtp.items()}
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def row(*lengths: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,7 @@
-"""Models whose layers carry a state, on the real engine: updates arrive, also under a request, and a run trains."""
+"""Models whose layers carry a state, on the real engine: updates arrive, also under a request, and a run trains.
+
+Those with parts that text training leaves out are exported with them.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from families import SERVED, build_config, save_family
@@ -57,3 +61,7 @@ def test_a_hybrid_is_updated_in_flight_and_trained(kind: str, tmp_path: Path) ->
     rows = [row["mismatch_kl"] for row in run.rows("trainer") if "mismatch_kl" in row]
     assert rows
     assert max(rows) < 1e-2
+    with safe_open(run.weights(3), framework="np") as exported:
+        assert set(exported.keys()) == one.keys()
+        kept = [name for name in one if name.startswith(("mtp.", "model.visual."))]
+        assert all(np.array_equal(exported.get_tensor(name), one[name]) for name in kept)

@@ -33,7 +33,7 @@ from trireme.config.orchestrator import nearest_divisors, orchestrator_problems,
 from trireme.config.problems import raise_together
 from trireme.config.run import RunConfig, place_of
 from trireme.config.sft import SftConfig, sft_problems
-from trireme.config.state_layers import mixers_of, serving_problems
+from trireme.config.state_layers import leaves_out_vision, mixers_of, serving_problems
 from trireme.config.trainer import (
     ENGINE_RANKS,
     lora_problems,
@@ -116,6 +116,12 @@ def served_model_problems(config: RunConfig, described: dict[str, Any] | None = 
             "of its config.json."
         )
     yield from serving_problems(f'inference.model.name = "{served}"', described, arguments, config.device, dtype)
+    if config.trainer.model.from_scratch and leaves_out_vision(described):
+        yield (
+            f"`trainer.model.from_scratch = true` with {served}, which also sees - expected a text model: engines "
+            "know the weights of its text model by the names in its checkpoint, which is not read. Remove the line, or "
+            "choose another model."
+        )
     if config.serves_adapters and mixers_of(described):
         yield (
             f'`trainer.model.lora.sync = "adapter"` with {served} - expected "merged" for a model whose layers carry a '

@@ -23,7 +23,7 @@ WITHOUT_ATTENTION = ("mamba2",)
 """Architectures without attention, for which transformers accepts no implementation but `eager`."""
 
 SERVED_ON_CPU = (
-    *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "nemotron_h"),
+    *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "nemotron_h"),
     *("lfm2", "lfm2_moe", "falcon_h1", "mamba2"),
 )
 """Architectures whose weight updates were compared with a fresh engine on a CPU, difference 0."""
@@ -65,12 +65,6 @@ def serving_problems(
     """
     kind, text, mixers = str(config.get("model_type")), _text(config), mixers_of(config)
     if not mixers:
-        return
-    if "vision_config" in config:
-        yield (
-            f"{table}: {kind} also sees pictures, and vLLM knows the weights of its text model by other names than the "
-            f"trainer - expected a text model alone, such as {kind}_text. Choose another model."
-        )
         return
     if kind.startswith("qwen3_5") and find_spec("torchvision") is None:
         yield (
@@ -124,6 +118,14 @@ def dtype_on_cpu(config: Config) -> str:
 def caches_prefixes_on_cpu(config: Config) -> bool:
     """Return whether vLLM's prefix cache works for a model on a CPU."""
     return not mixers_of(config) & {*MAMBA}
+
+
+def leaves_out_vision(config: Config) -> bool:
+    """Return whether only the text model is trained of a model that also sees, by transformers' `AutoModelForCausalLM`.
+
+    The vision tower is then neither in the trainer nor in engines, and exports contain it as it was.
+    """
+    return bool(mixers_of(config)) and "vision_config" in config
 
 
 def rotates_in_three_dimensions(config: Config) -> bool:

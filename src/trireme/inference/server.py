@@ -13,7 +13,7 @@ from trireme.base.processes import quick_imports
 from trireme.config.files import command_without_secrets
 from trireme.config.model_folder import config_file, has_low_bit_weights, looks_local, read_config
 from trireme.config.run import RunConfig
-from trireme.config.state_layers import caches_prefixes_on_cpu, rotates_in_three_dimensions
+from trireme.config.state_layers import caches_prefixes_on_cpu, leaves_out_vision, rotates_in_three_dimensions
 
 log = get_logger("inference")
 
@@ -107,6 +107,8 @@ def server_arguments(config: RunConfig) -> list[str]:
         plain: dict[str, Any] = {"quantization_config": None}
         plain |= {"text_config": plain} if "text_config" in described else {}
         arguments |= {"load-format": "trireme", "hf-overrides": json.dumps(plain)}  # see `published_loader.py`
+    if leaves_out_vision(described):
+        arguments["language-model-only"] = True
     if config.device == "cpu":
         arguments |= _cpu_arguments(config)
     else:

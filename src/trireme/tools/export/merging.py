@@ -26,10 +26,9 @@ from trireme.trainer.checkpoint.export import (
 from trireme.trainer.checkpoint.hf_files import CONFIG, TRAINED_WITH, frozen_dtype, num_bytes, write_model
 from trireme.trainer.checkpoint.state import MODEL
 from trireme.trainer.model.hub_names import hub_names
-from trireme.trainer.model.loading import ModelTensors, find_files, find_layouts
+from trireme.trainer.model.loading import ModelTensors, find_files, find_layouts, untrained_of
 from trireme.trainer.model.lora import base_name, inject_adapters, merge, products
-from trireme.trainer.model.model import build_model, published_config
-from trireme.trainer.model.sharding import class_name
+from trireme.trainer.model.model import build_model, published_class, published_config
 from trireme.trainer.parallel.shards import open_checkpoint
 
 
@@ -91,9 +90,10 @@ class Merged:
         """
         self._frozen = frozen
         self._model = build_model(TrainerModel(trust_remote_code=trust_remote_code), base_model)
-        self._names = hub_names(self._model)
         self._files = find_files(base_model)
         self._laid = find_layouts(ModelTensors(self._model), self._files, base_model)
+        self._names = hub_names(self._model)
+        self._untrained = untrained_of(self._model)
         lora = Lora(  # the inverse of `lora.to_peft`, as far as shapes and scales depend on it
             rank=settings["r"],
             alpha=settings["lora_alpha"],
@@ -111,7 +111,7 @@ class Merged:
             TensorSpec(name=name, dtype=dtype, shape=list(shape))
             for own in self._exported
             for name, shape in self._names.specs(own)
-        ]
+        ] + self._untrained.specs()
 
     @property
     def _exported(self) -> list[str]:
@@ -137,7 +137,9 @@ class Merged:
                 )
                 whole = merge(whole, left, right, product)
             yield from self._names.to_hub(own, whole.to(dtype))
+        yield from self._untrained.tensors()
 
     def describe(self, folder: Path, dtype: torch.dtype) -> None:
         model = self._model
-        describe_model(folder, published_config(model), model.generation_config, dtype, class_name(model))
+        describe_model(folder, published_config(model), model.generation_config, dtype, published_class(model))
+        self._untrained.describe(folder)

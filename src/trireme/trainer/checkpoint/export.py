@@ -35,15 +35,17 @@ from trireme.trainer.checkpoint.hf_files import (
     num_bytes,
     write_model,
 )
+from trireme.trainer.checkpoint.state import MODEL
+from trireme.trainer.model.loading import Untrained, untrained_of
 from trireme.trainer.model.lora import Adapters, adapters_of
-from trireme.trainer.model.model import published_config
-from trireme.trainer.model.sharding import class_name
-from trireme.trainer.parallel.shards import open_shards
+from trireme.trainer.model.model import published_class, published_config
+from trireme.trainer.parallel.shards import open_shards, shard_of, write_shards
 
 log = get_logger("export")
 
 DESCRIPTION = "model"  # folder in a checkpoint with all of an export but its weights
 LAYOUT = "layout.json"  # file in a checkpoint with the tensors of an export
+UNTRAINED = "rank_0_untrained.safetensors"  # file in a checkpoint with parts of the model that only exports need
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,9 @@ class Exporter:
             dtype=self.dtype,
             config=published_config(model),
             generation=copy.deepcopy(model.generation_config),
-            architecture=class_name(model),
+            architecture=published_class(model),
             tokenizer=self.tokenizer,
+            untrained=untrained_of(model),
             adapters=adapters_of(model),
         )
 
@@ -81,11 +84,12 @@ class Export:
     generation: GenerationConfig | None
     architecture: str
     tokenizer: PreTrainedTokenizerBase
+    untrained: Untrained
     adapters: Adapters | None  # if only these are trained and exported
 
     def describe(self, checkpoint: Path) -> list[Path]:
         """Write all but the weights; return the files."""
-        folder, layout = checkpoint / DESCRIPTION, checkpoint / LAYOUT
+        folder, layout, untrained = checkpoint / DESCRIPTION, checkpoint / LAYOUT, checkpoint / UNTRAINED
         folder.mkdir(exist_ok=True)
         layout.write_bytes(msgspec.json.encode(self.layout))
         self.tokenizer.save_pretrained(folder)
@@ -93,11 +97,15 @@ class Export:
             describe_adapters(folder, self.adapters)
         else:
             describe_model(folder, self.config, self.generation, self.dtype, self.architecture)
-        return [layout, *sorted(path for path in folder.rglob("*") if path.is_file())]
+            self.untrained.describe(folder)
+            if self.untrained.names:
+                write_shards(untrained, {f"{MODEL}.{name}": shard_of(each) for name, each in self.untrained.tensors()})
+        return [layout, *checkpoint.glob(UNTRAINED), *sorted(path for path in folder.rglob("*") if path.is_file())]
 
     def take_back(self, checkpoint: Path) -> None:
         shutil.rmtree(checkpoint / DESCRIPTION, ignore_errors=True)
-        (checkpoint / LAYOUT).unlink(missing_ok=True)
+        for name in (LAYOUT, UNTRAINED):
+            (checkpoint / name).unlink(missing_ok=True)
 
     def write(self, checkpoint: Path, version: int) -> None:
         """Make `step_N` from a checkpoint that lacks only its manifest."""
@@ -201,8 +209,10 @@ def correct_config(folder: Path, dtype: torch.dtype, architecture: str | None = 
     """Let `config.json` describe the saved weights, not the model as it was trained."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    config["use_cache"] = True
+    for part in (config, config.get("text_config", {})):
+        part["dtype"] = str(dtype).removeprefix("torch.")
+        if "use_cache" in part:
+            part["use_cache"] = True
     if architecture:
         config["architectures"] = [architecture]  # a model built from its configuration alone may lack it
     path.write_text(json.dumps(config, indent=2) + "\n")

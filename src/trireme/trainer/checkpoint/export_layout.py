@@ -17,7 +17,8 @@ from trireme.base.errors import JournalCorrupt
 from trireme.messages import TensorSpec
 from trireme.trainer.checkpoint.state import MODEL
 from trireme.trainer.model.hub_names import hub_names
-from trireme.trainer.model.layouts import Part, Region, TensorLayout
+from trireme.trainer.model.layouts import Part, Region, TensorLayout, identity_layout
+from trireme.trainer.model.loading import untrained_of
 from trireme.trainer.parallel.shards import StoredShards
 
 
@@ -37,12 +38,16 @@ def laid_tensor(name: str, dtype: torch.dtype, place: TensorLayout) -> LaidTenso
 
 
 def layout_of(model: PreTrainedModel, dtype: torch.dtype) -> Layout:
-    """Return the layout of the whole model under the names of published checkpoints. Reads no values."""
-    names, tensors = hub_names(model), model.state_dict(keep_vars=True)
-    return [
+    """Return the layout of the whole model under the names of published checkpoints, untrained parts last."""
+    names, tensors, untrained = hub_names(model), model.state_dict(keep_vars=True), untrained_of(model)
+    trained = [
         laid_tensor(name, dtype if tensors[own].is_floating_point() else tensors[own].dtype, place)
         for own in names.parameters
         for name, place in names.laid(own).items()
+    ]
+    return trained + [
+        laid_tensor(spec.name, getattr(torch, spec.dtype), identity_layout(spec.name, spec.shape))
+        for spec in untrained.specs()
     ]
 
 

@@ -14,7 +14,7 @@ Example:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +70,8 @@ _known: WeakKeyDictionary[PreTrainedModel, HubNames] = WeakKeyDictionary()
 
 
 def hub_names(model: PreTrainedModel) -> HubNames:
-    """Return the mapping of a model, built once. `load_model` calls this before it adds adapters to the model.
+    """Return the mapping of a model, built once: after `sources_of`, as checkpoints of one model differ in their names,
+    and before adapters are added.
 
     Raises:
         ConfigError: parameters are neither published tensors, nor slices of them, nor joined from them.
@@ -101,6 +102,7 @@ class Sources:
 
     layouts: dict[str, TensorLayout]  # by the model's names: where the values are in the checkpoint's tensors
     unexpected: list[str]  # names in the checkpoint that the model does not have
+    untrained: list[str]  # those of parts that the model leaves out: heads for several next tokens, a vision tower
 
 
 def sources_of(model: PreTrainedModel, published: Mapping[str, Shape]) -> Sources:
@@ -114,32 +116,52 @@ def sources_of(model: PreTrainedModel, published: Mapping[str, Shape]) -> Source
     Raises:
         ConfigError: the conversion is more than slicing and joining.
     """
+    untrained = _untrained(model, published)
     transforms = get_model_conversion_mapping(model)
     try:
-        found = _converted(model, published, transforms)
+        found = _converted(model, {name: published[name] for name in published.keys() - {*untrained}}, transforms)
     except UnsupportedLayout as error:
         raise _unknown(model, str(error)) from error
     model._weight_conversions = [transform for transform in transforms if transform.was_used()]
     own = model.state_dict()
-    # Old checkpoints hold buffers; some hold more than is trained, such as heads for several next tokens.
+    # Old checkpoints hold buffers.
     ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
     unexpected = [name for name in found if name not in own and not any(re.search(p, name) for p in ignored)]
-    return Sources({name: laid for name, laid in found.items() if name in own}, unexpected)
+    return Sources({name: laid for name, laid in found.items() if name in own}, unexpected, untrained)
+
+
+def _untrained(model: PreTrainedModel, published: Mapping[str, Shape]) -> list[str]:
+    """Find the tensors of parts that the model's class leaves out. They must not count as uses of a conversion."""
+    own, modules = model.state_dict(), {name for name, _ in model.named_modules()}
+    patterns = model._keys_to_ignore_on_load_unexpected or ()
+    return [
+        name
+        for name, target, _ in _renamed(model, published, get_model_conversion_mapping(model))
+        if target not in own and target.rpartition(".")[0] not in modules  # a buffer of old checkpoints
+        if any(re.search(pattern, target) for pattern in patterns)
+    ]
+
+
+def _renamed(
+    model: PreTrainedModel, published: Mapping[str, Shape], transforms: list[WeightTransform]
+) -> Iterator[tuple[str, str, str | None]]:
+    """Yield a checkpoint's names in their order, with the model's name of each and the pattern of its conversion."""
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    own, prefix = model.state_dict(), model.base_model_prefix
+    for name in sorted(published, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, own)
+        yield (name, name, None) if target not in own and name in own else (name, target, pattern)
 
 
 def _converted(
     model: PreTrainedModel, published: Mapping[str, Shape], transforms: list[WeightTransform]
 ) -> dict[str, TensorLayout]:
     """Convert layouts as `transformers.core_model_loading` converts values."""
-    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    own, prefix = model.state_dict(), model.base_model_prefix
     collected: dict[str, WeightTransform] = {}
-    for name in sorted(published, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, own)
-        if target not in own and name in own:
-            target, pattern = name, None
+    for name, target, pattern in _renamed(model, published, transforms):
         if pattern is None:
             transform: WeightTransform = collected.setdefault(target, WeightRenaming(name, target))
         else:

@@ -7,8 +7,10 @@ change the model, so that they are found afterwards.
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,11 +23,13 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from trireme.base.errors import ConfigError
 from trireme.config.model_folder import quantization_of, read_config
+from trireme.messages import TensorSpec
 from trireme.trainer.model.hub_names import sources_of
 from trireme.trainer.model.layouts import Region, TensorLayout
 from trireme.trainer.parallel.shards import Shard, shard_of
 from trireme.transport.weights.published_files import PublishedFiles
 
+PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 READ_BYTES = 64 << 20  # read at once: the memory that loading needs besides the model itself
 
 
@@ -166,14 +170,43 @@ class ModelTensors:
             )
 
 
+@dataclass(frozen=True)
+class Untrained:
+    """Parts of a checkpoint that its text model leaves out. Exports contain them to the bit."""
+
+    files: PublishedFiles
+    names: list[str]
+    processors: list[Path]  # files that describe how pictures are read
+
+    def describe(self, folder: Path) -> None:
+        """Copy the files of processors into a folder."""
+        for file in self.processors:
+            shutil.copyfile(file, folder / file.name)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield them, one at a time."""
+        return ((name, self.files.read(name, ())) for name in self.names)
+
+    def specs(self) -> list[TensorSpec]:
+        """Return the specs of `tensors`."""
+        return self.files.specs(self.names)
+
+
+def untrained_of(model: PreTrainedModel) -> Untrained:
+    """Return what `find_layouts` recorded; nothing for a model with random weights."""
+    return getattr(model, "trireme_untrained", Untrained(PublishedFiles([]), [], []))
+
+
 def find_layouts(places: ModelTensors, files: PublishedFiles, name: str) -> dict[str, TensorLayout]:
-    """Find each tensor of a model in its files.
+    """Find each tensor of a model in its files. Records in the model what else they hold.
 
     Raises:
         ConfigError: the files lack tensors of the model, hold others, or have them in other shapes.
     """
     model = places.model
     sources = sources_of(model, files.shapes)
+    described = (cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in PROCESSORS)
+    model.trireme_untrained = Untrained(files, sources.untrained, [Path(file) for file in described if file])
     layouts = dict(sources.layouts)
     for tied, other in places.tied.items():
         if other not in layouts and tied in layouts:

@@ -36,7 +36,7 @@ from trireme.trainer.model.loading import ModelTensors, cannot_be_loaded, find_f
 from trireme.trainer.model.lora import fill_adapters, inject_adapters
 from trireme.trainer.model.moe import prepare_experts
 from trireme.trainer.model.packing_check import check_packing
-from trireme.trainer.model.sharding import decoder_layers, shard_model
+from trireme.trainer.model.sharding import class_name, decoder_layers, shard_model
 from trireme.trainer.parallel.mesh import World
 
 log = get_logger("model")
@@ -50,11 +50,11 @@ def load_model(config: TrainerModel, name: str, world: World) -> PreTrainedModel
     """
     model = build_model(config, name)
     layers = decoder_layers(model)
-    hub_names(model)  # cached before adapters change the model's own names
     tensors = ModelTensors(model)
     prepare_experts(model, config, layers)
     files = None if config.from_scratch else find_files(name)
     layouts = find_layouts(tensors, files, name) if files else {}
+    hub_names(model)  # cached before adapters change the model's own names
     if config.lora:
         seed = torch.initial_seed()
         inject_adapters(model, config.lora, base_model=name, seed=seed, frozen=config.optimization_dtype)
@@ -105,6 +105,8 @@ def build_model(config: TrainerModel, name: str) -> PreTrainedModel:
         if isinstance(layer, nn.modules.dropout._DropoutNd):
             layer.p = 0.0  # a probability that is written in the model's code
     model.trireme_probabilities = probabilities
+    if type(architecture) is not type(model.config) and not config.from_scratch:
+        model.trireme_published = architecture  # of a model that also sees, of which this is the text model
     return model.train()
 
 
@@ -179,11 +181,17 @@ def disable_randomness(config: PretrainedConfig) -> list[dict[str, float]]:
 
 def published_config(model: PreTrainedModel) -> PretrainedConfig:
     """Return a copy of the model's configuration with its published probabilities."""
-    config = copy.deepcopy(model.config)
+    config = copy.deepcopy(getattr(model, "trireme_published", model.config))
     for part, probabilities in zip(_parts(config), getattr(model, "trireme_probabilities", []), strict=False):
         for name, value in probabilities.items():
             setattr(part, name, value)
     return config
+
+
+def published_class(model: PreTrainedModel) -> str:
+    """Return the class of the checkpoint, which contains the model or is the same."""
+    names = getattr(getattr(model, "trireme_published", None), "architectures", None)
+    return names[0] if names else class_name(model)
 
 
 def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:

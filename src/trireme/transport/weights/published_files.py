@@ -8,7 +8,7 @@ Values of MXFP4 are exact in bfloat16, those of FP8 are rounded to it. Only the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,9 +66,10 @@ class PublishedFiles:
             del self.shapes[low_bit.scales], self.shapes[low_bit.values]
             self.shapes[name] = low_bit.shape
 
-    def specs(self) -> list[TensorSpec]:
-        """Return names, types and shapes of what `read` returns. Reads one value of each."""
-        values = ((name, self.read(name, tuple(slice(0, 1) for _ in shape))) for name, shape in self.shapes.items())
+    def specs(self, names: Iterable[str] | None = None) -> list[TensorSpec]:
+        """Return names, types and shapes of what `read` returns, for all names by default. Reads one value of each."""
+        names = self.shapes if names is None else names
+        values = ((name, self.read(name, tuple(slice(0, 1) for _ in self.shapes[name]))) for name in names)
         return [
             TensorSpec(name=name, dtype=str(value.dtype).removeprefix("torch."), shape=list(self.shapes[name]))
             for name, value in values

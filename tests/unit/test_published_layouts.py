@@ -1,0 +1,74 @@
+"""Checkpoints as they are published, with parts that text training leaves out, are trained and exported whole."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from families import build_config, logits, publish, row, save_family
+from tiny import are_equal, content_of, open_store, random_samples, save_run, train_step, weights_of
+from trireme.cli.runs.export import export
+from trireme.config.trainer import Lora, Optimizer, TrainerModel
+from trireme.trainer.checkpoint.state import TrainerState
+from trireme.trainer.model.model import load_model
+from trireme.trainer.optim.optimizer import build_optimizer
+from trireme.trainer.parallel.mesh import World
+from trireme.trainer.publish.served_weights import served_specs
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=2)], ids=["all", "lora"])
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+def test_what_is_not_trained_of_a_published_checkpoint_is_exported_to_the_bit(
+    kind: str, lora: Lora | None, tiny_model: Path, tmp_path: Path, world: World
+) -> None:
+    folder = save_family(tmp_path / "model", build_config(kind, vocab_size=128))
+    for file in tiny_model.glob("*token*"):
+        shutil.copy(file, folder)
+    if kind == "qwen3_next":
+        publish(folder / "model.safetensors")
+    (folder / "preprocessor_config.json").write_text("{}")
+    published = load_file(folder / "model.safetensors")
+    kept = {name for name in published if name.startswith(("mtp.", "model.visual."))}
+    published |= {name: published[name].bfloat16() for name in kept}
+    save_file(published, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def open_state() -> TrainerState:
+        model = load_model(TrainerModel(lora=lora), str(folder), world)
+        return TrainerState(model=model, optimizer=build_optimizer(model, Optimizer(lr=1e-2)))
+
+    state, resumed = open_state(), open_state()
+    assert {spec.name for spec in served_specs(state.model, torch.bfloat16)} == published.keys() - kept
+    train_step(state, random_samples([20, 30]), world)
+    save_run(tmp_path / "run", state, folder, world)
+    open_store(tmp_path / "run" / "checkpoints", world).resume(resumed, resume=True)
+    assert are_equal(content_of(state), content_of(resumed))
+    exported = tmp_path / "exported"
+    assert (
+        export([str(tmp_path / "run"), "--to", str(exported), *(("--merge", "--dtype", "float32") if lora else ())])
+        == 0
+    )
+    found = load_file(exported / "model.safetensors")
+    assert {name: each.shape for name, each in found.items()} == {name: each.shape for name, each in published.items()}
+    assert are_equal({name: found[name] for name in kept}, {name: published[name] for name in kept})
+    assert {found[name].dtype for name in kept} == {torch.bfloat16}
+    config, before = (json.loads((each / "config.json").read_text()) for each in (exported, folder))
+    assert config == before
+    assert (exported / "preprocessor_config.json").is_file()
+    whole = AutoModelForCausalLM if kind == "qwen3_next" else AutoModelForImageTextToText
+    model, info = whole.from_pretrained(exported, dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values())
+    assert type(model).__name__ == before["architectures"][0]
+    ids, positions = row(24)
+    with torch.no_grad():
+        trained = logits(state.model, ids, positions)
+        torch.testing.assert_close(logits(model, ids, positions), trained, rtol=1e-4, atol=1e-4)
+    assert not are_equal(
+        weights_of(load_model(TrainerModel(), str(exported), world)),
+        weights_of(load_model(TrainerModel(), str(folder), world)),
+    )
