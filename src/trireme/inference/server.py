@@ -105,7 +105,7 @@ def server_arguments(config: RunConfig) -> list[str]:
     described = read_config(config.inference.model.name)
     if has_low_bit_weights(described):
         plain: dict[str, Any] = {"quantization_config": None}
-        plain |= {"text_config": plain} if "text_config" in described else {}
+        plain |= {part: dict(plain) for part in ("text_config",) if "quantization_config" in described.get(part, {})}
         arguments |= {"load-format": "trireme", "hf-overrides": json.dumps(plain)}  # see `published_loader.py`
     if leaves_out_vision(described):
         arguments["language-model-only"] = True
