@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import moe
 from families import build_config
@@ -23,7 +24,6 @@ from trireme.trainer.parallel.mesh import World
 from trireme.trainer.publish.served_weights import served_tensors
 from trireme.transport.weights.published_files import PublishedFiles
 
-FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 CONFIGS = [build_config(kind, **changes) for kind, changes in LOW_BIT.items()]
 CONFIGS += [build_config("qwen3", intermediate_size=300), moe.build_config("deepseek_v3", kv_lora_rank=136)]
 
@@ -53,36 +53,25 @@ def test_adapters_are_merged_into_the_plain_weights(tiny_model: Path, tmp_path: 
     assert are_equal(dict(open_source(tmp_path / "merged", base=None, dtype="bfloat16").tensors()), meant)
 
 
-def test_any_region_has_the_values_of_each_byte_and_scale(tmp_path: Path) -> None:
-    numbers = torch.Generator().manual_seed(1)
+def test_any_region_is_that_of_the_whole_and_scales_may_be_exponents(tmp_path: Path) -> None:
+    numbers, path = torch.Generator().manual_seed(1), tmp_path / "model.safetensors"
     blocks = torch.randint(256, (2, 3, 2, 16), generator=numbers, dtype=torch.uint8)
     scales = torch.tensor([0, 1, 2, 100, 126, 127, 128, 129, 130, 200, 253, 254], dtype=torch.uint8).reshape(2, 3, 2)
-    values = torch.randn(2, 140, 70, generator=numbers).to(torch.float8_e4m3fn)
-    grid = torch.randint(120, 130, (2, 3, 2), generator=numbers, dtype=torch.uint8)  # exponents, as of some models
-    tensors = {"e_blocks": blocks, "e_scales": scales, "w": values, "w_scale_inv": grid}
-    save_file(tensors, tmp_path / "model.safetensors")
-
-    def fp4(expert: int, row: int, column: int) -> float:
-        byte = int(blocks[expert, column, row // 32, row % 32 // 2])
-        nibble = byte >> 4 if row % 2 else byte & 15
-        return (-1) ** (nibble >> 3) * FP4[nibble & 7] * 2.0 ** (int(scales[expert, column, row // 32]) - 127)
-
-    def fp8(expert: int, row: int, column: int) -> float:
-        return float(values[expert, row, column]) * 2.0 ** (int(grid[expert, row // 64, column // 64]) - 127)
-
-    fp8_of = {"quant_method": "fp8", "weight_block_size": [64, 64]}
-    for name, config, value, sizes in (("e", {"quant_method": "mxfp4"}, fp4, (64, 3)), ("w", fp8_of, fp8, (140, 70))):
-        stored = {key: each for key, each in tensors.items() if key.startswith(name)}
-        save_file(stored, tmp_path / "model.safetensors")
-        files = PublishedFiles([tmp_path / "model.safetensors"], config)
-        for rows in (slice(0, sizes[0]), slice(33, 35), slice(5, 64)):
-            columns = slice(1, sizes[1])
-            expected = [
-                [value(1, row, column) for column in range(1, sizes[1])] for row in range(rows.start, rows.stop)
-            ]
-            assert torch.equal(
-                files.read(name, (slice(1, 2), rows, columns))[0].double(), torch.tensor(expected).double()
-            )
+    save_file({"e_blocks": blocks, "e_scales": scales}, path)
+    files = PublishedFiles([path], {"quant_method": "mxfp4"})
+    region = (slice(1, 2), slice(5, 64), slice(1, 3))
+    assert torch.equal(files.read("e", region), convert_moe_packed_tensors(blocks, scales)[region])
+    values, exponents = (
+        torch.randn(2, 140, 70, generator=numbers).to(torch.float8_e4m3fn),
+        scales.transpose(1, 2)[:, :1],
+    )
+    for stored in (exponents.contiguous(), torch.exp2(exponents.float() - 127)):
+        save_file({"w": values, "w_scale_inv": stored}, path)
+        files = PublishedFiles([path], {"quant_method": "fp8", "weight_block_size": [140, 30]})
+        whole = values.double() * torch.exp2(exponents.double() - 127).repeat_interleave(30, 2)[..., :70]
+        assert torch.equal(
+            files.read("w", (slice(1, 2), slice(33, 135), slice(29, 65))), whole[1:, 33:135, 29:65].bfloat16()
+        )
 
 
 @pytest.mark.parametrize(
