@@ -98,18 +98,22 @@ CONFIGS |= HYBRIDS
 _LARGE = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
 _LARGE_DELTA = _LARGE | {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "head_dim": 64}
 _LARGE_MAMBA = _LARGE | {"mamba_d_head": 64, "mamba_d_state": 16}
+_LARGE_CONV = _LARGE | {"conv_dim": 128, "conv_dim_out": 128, "block_dim": 128, "tie_word_embeddings": True}
+_ALL_EXPERTS = {"num_experts_per_tok": 4}
 SERVED: dict[str, dict[str, Any]] = {
     "nemotron_h": _LARGE | {"mamba_head_dim": 64, "ssm_state_size": 16, "head_dim": 64},
     "granitemoehybrid": _LARGE_MAMBA | {"shared_intermediate_size": 128},
     "falcon_h1": _LARGE_MAMBA | {"mamba_d_ssm": 256, "head_dim": 64, "mamba_norm_before_gate": False},
     "mamba2": _LARGE | {"intermediate_size": 256, "head_dim": 64, "state_size": 16},
-    "lfm2": _LARGE | {"conv_dim": 128, "conv_dim_out": 128, "block_dim": 128, "tie_word_embeddings": True},
+    "lfm2": _LARGE_CONV,
+    "lfm2_moe": _LARGE_CONV | _ALL_EXPERTS,
     "qwen3_5_text": _LARGE_DELTA,
-    "qwen3_next": _LARGE_DELTA | {"num_experts_per_tok": 4},
+    "qwen3_5_moe_text": _LARGE_DELTA | _ALL_EXPERTS,
+    "qwen3_next": _LARGE_DELTA | _ALL_EXPERTS,
     "qwen3_5": _LARGE_DELTA | {"tie_word_embeddings": True},
-    "qwen3_5_moe": _LARGE_DELTA | {"num_experts_per_tok": 4, "moe_intermediate_size": 32},
+    "qwen3_5_moe": _LARGE_DELTA | _ALL_EXPERTS | {"moe_intermediate_size": 32},
 }
-"""Sizes that vLLM has kernels for on a CPU."""
+"""Sizes that vLLM has kernels for on a CPU. Tokens are sent to all experts, as rounding may choose others."""
 
 NOT_FOR_PACKED_ROWS: dict[str, dict[str, Any]] = {"mamba": {"state_size": 8}, "bloom": {"n_layer": 2, "n_head": 4}}
 

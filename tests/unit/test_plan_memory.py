@@ -82,6 +82,9 @@ def test_the_kv_cache_of_an_engine_by_hand():
     assert Serving(QWEN, memory=80 * GIB, tp=2).parts["weights"] == serving.parts["weights"] / 2
     for tp, share in ((2, 2), (8, 4)):  # it has 4 heads of keys: more GPUs hold copies
         assert Serving(QWEN, memory=80 * GIB, tp=tp).kv_bytes(100) == 100 * per_token / share
+    deepseek = count_sizes(AutoConfig.for_model("deepseek_v3").to_dict())
+    assert deepseek.num_parameters == 671_026_404_352
+    assert Serving(deepseek, memory=80 * GIB).kv_bytes(100) == 100 * (512 + 64) * 2 * 61  # one latent for all heads
     windowed = Serving(architecture_of(MODELS["google/gemma-3-1b"]), memory=80 * GIB)
     # every sixth of 26 layers looks at all tokens, the others at 512
     assert windowed.kv_bytes(10_000) == 2 * 1 * 256 * 2 * (22 * 512 + 4 * 10_000)

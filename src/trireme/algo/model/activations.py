@@ -49,13 +49,15 @@ class Pass:
 def kept_by_layer(model: Architecture, layer: Layer, row: Pass) -> float:
     """Return all bytes that autograd keeps of one layer.
 
-    Of a counted model (see `Architecture`) it is an estimate: inputs and results of all matrices, and of attention.
+    Of a counted model (see `Architecture`) it is an estimate: inputs and results of all matrices and of attention, and
+    what a recurrence keeps.
     """
     if model.is_counted:
         kept = sum(each.used * (each.inputs * _is_trained(each, row) + each.outputs) for each in layer.matrices)
         kept += (2 * model.query + model.key) * layer.attends + model.hidden
         scores = scores_bytes(model, layer, row) if layer.attends else 0.0
-        return row.own_tokens * (_norms(model, row) + row.value_bytes * kept + _adapters(layer, row)) + scores
+        per_token = _norms(model, row) + row.value_bytes * kept + _adapters(layer, row) + 4 * layer.recurrence
+        return row.own_tokens * per_token + scores
     per_token = _norms(model, row) + _attention(model, layer, row) + _inputs(layer, row) + _inside(model, layer, row)
     return row.own_tokens * per_token + scores_bytes(model, layer, row)
 

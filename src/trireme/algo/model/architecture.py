@@ -101,6 +101,7 @@ class Layer:
     attends: bool = True
     conv_state: int = 0  # values that each request carries from token to token: inputs of a convolution
     recurrent_state: int = 0  # likewise, of a state space or a delta net
+    recurrence: int = 0  # float32 values per token that it keeps for its backward pass
 
     @property
     def num_parameters(self) -> int:
