@@ -115,7 +115,12 @@ SERVED: dict[str, dict[str, Any]] = {
 }
 """Sizes that vLLM has kernels for on a CPU. Tokens are sent to all experts, as rounding may choose others."""
 
-NOT_FOR_PACKED_ROWS: dict[str, dict[str, Any]] = {"mamba": {"state_size": 8}, "bloom": {"n_layer": 2, "n_head": 4}}
+NOT_FOR_PACKED_ROWS: dict[str, dict[str, Any]] = {
+    "mamba": {"state_size": 8},
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "llama4_text": _HEADS
+    | {"intermediate_size_mlp": 48, "num_local_experts": 4, "num_experts_per_tok": 1, "attention_chunk_size": 16},
+}
 
 
 def build_config(kind: str, **changes: Any) -> PretrainedConfig:

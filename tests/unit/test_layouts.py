@@ -54,6 +54,11 @@ def test_the_inverse_gives_views_of_the_whole():
             assert found.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
+def test_a_single_number_is_read():
+    found = identity_layout("a", ()).tensor(lambda name, region: torch.tensor(2.5)[region])
+    assert (found.shape, found.item()) == ((), 2.5)
+
+
 def test_what_is_computed_has_no_layout():
     with pytest.raises(UnsupportedLayout, match="mul"):
         torch.mul(laid("a"), 2)  # type: ignore[call-overload]

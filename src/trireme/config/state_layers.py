@@ -35,7 +35,14 @@ def state_layer_problems(table: str, model: TrainerModel, config: Config) -> Ite
     """Yield why the trainer cannot train a model because of its layers with a state."""
     kind, mixers = config.get("model_type"), mixers_of(config)
     if not mixers:
-        if "_is_stateful = True" in (source_of(str(kind)) or ""):
+        source = source_of(str(kind)) or ""
+        if "create_chunked_causal_mask" in source:
+            yield (
+                f'{table}.name = "{model.name}": {kind} attends within chunks that transformers counts from the '
+                "beginning of a row, which several samples share - expected attention to all tokens, or a window. "
+                "Choose another model."
+            )
+        elif "_is_stateful = True" in source or "LightningAttention" in source:
             yield (
                 f'{table}.name = "{model.name}": {kind} carries a state from each token to the next in layers that '
                 "Trireme does not know, so that samples which are packed into one row would see each other - expected "

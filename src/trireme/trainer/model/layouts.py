@@ -50,7 +50,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
         tensor = read(self.source, tuple(slice(at, at + lengths.get(i, 1)) for i, at in enumerate(self.starts)))
         used = [axis for axis in self.axes if axis is not None]
         unused = [axis for axis in range(len(self.starts)) if axis not in used]
-        return tensor.permute(*used, *unused).reshape(self.sizes)
+        return tensor.permute((*used, *unused)).reshape(self.sizes)
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,12 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from trireme.base.errors import ConfigError
+from trireme.base.log import get_logger
 from trireme.config.trainer import Experts, TrainerModel
 from trireme.messages import Routed
 from trireme.trainer.parallel.mesh import World
+
+log = get_logger("trainer")
 
 ROUTERS = ("gate", "router")
 ARGUMENT = "routes"
@@ -77,19 +80,26 @@ def prepare_experts(model: PreTrainedModel, config: TrainerModel, layers: list[n
                 "experts was expected. Remove the line."
             )
         return
+    for _, _, block in blocks:
+        router_of(block).requires_grad_(config.moe.router == "trained")
     try:
         model.set_experts_implementation(config.moe.implementation)
-    except ValueError as error:
-        raise ConfigError(
-            f'`trainer.model.moe.implementation = "{config.moe.implementation}"` with {type(model).__name__}: {error} '
-            '- expected one that this model has. Set "eager".'
-        ) from error
+    except ValueError as error:  # Llama 4 and LongCat have code of their own, and routers with other outputs
+        if config.moe.router_replay:
+            raise ConfigError(
+                f"`trainer.model.moe.router_replay = true` with {type(model).__name__}: {error} - expected a model "
+                "whose experts and routers are those that transformers' models share. Remove the line."
+            ) from error
+        log.warning(
+            "%s computes its experts in its own way: trainer.model.moe.implementation has no effect, and there are no "
+            "metrics of experts",
+            type(model).__name__,
+        )
+        return
     text = model.config.get_text_config()
     if getattr(text, "output_router_logits", False):  # transformers would compute a load-balancing loss
         text.output_router_logits = False
     weighing = find_weighing(router_of(blocks[0][2]), text) if config.moe.router_replay else None
-    for _, _, block in blocks:
-        router_of(block).requires_grad_(config.moe.router == "trained")
     model._mixtures = [Mixture(index, layer, block, weighing) for index, layer, block in blocks]
 
 

@@ -32,6 +32,8 @@ def check_packing(model: PreTrainedModel, device: torch.device, dtype: torch.dty
     name = class_name(model)
     if model._is_stateful and not state_mixers(model):
         raise _cannot(name, "it carries a state from each token to the next, in layers that we do not know")
+    if "chunked_attention" in _kinds_of_layers(model):  # of thousands of tokens, which the probe's rows do not have
+        raise _cannot(name, "it attends within chunks that transformers counts from the beginning of the row")
     keep_states_apart(model)
     try:
         difference = _difference(model, device)
