@@ -335,8 +335,8 @@ def started_apart(engine: SharedEngine, root: Path, *flags: str | Path, config: 
     arguments = ["@", config, "--output-dir", root, *ports, *flags]
     logs = RunPaths(root).logs
     with (
-        started("orchestrator", *arguments, log=_fresh(logs / "orchestrator.stdout")) as orchestrator,
-        started("trainer", *arguments, log=_fresh(logs / "trainer.stdout")) as trainer,
+        started("orchestrator", *arguments, log=_fresh(logs / "orchestrator.stdout"), forked=True) as orchestrator,
+        started("trainer", *arguments, log=_fresh(logs / "trainer.stdout"), forked=True) as trainer,
     ):
         yield Pair(Run(root), engine, orchestrator, trainer, status)
 

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from doctoring import build_case
-from machines import open_machines, why_not
-from real_run import command, run_command
+from real_run import run_command
 from trireme.tools.doctor.rehearsal import check_collectives
 from trireme.tools.doctor.report import Finding
 
@@ -30,24 +29,3 @@ def test_two_processes_that_cannot_reach_each_other_are_a_problem(tmp_path, monk
     assert [finding.verdict for finding in found] == ["problem"]
     assert "nosuch0" in found[0].found
     assert "GLOO_SOCKET_IFNAME" in found[0].fix
-
-
-@pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
-def test_of_other_machines_it_is_told_which_are_silent_and_which_have_no_name(tmp_path) -> None:
-    with open_machines(2, TRIREME_TOKEN="f" * 32) as (here, there):
-        words = ["--device", "cpu", "--hosts.inference", there.address, "--hosts.orchestrator", here.address]
-        words += ["--hosts.trainer", here.address, "--output-dir", str(tmp_path), "--only", "hosts", "--json"]
-
-        def found(*more: str) -> dict:
-            done = here.run(command("trireme"), "doctor", "@", "tests/e2e/synchronous.toml", *words, *more)
-            (answer,) = json.loads(done.stdout)["answers"]
-            return answer
-
-        before = found()
-        assert before["verdict"] == "ok"
-        assert "8000 refuses (not started yet)" in before["found"]
-        assert "the name cannot be resolved" in found("--hosts.inference", "no-such-machine")["found"]
-        there.cut()
-        cut_off = found()
-        assert cut_off["verdict"] == "problem"
-        assert "no answer within 3 s at port 8000 (inference)" in cut_off["found"]

@@ -1,4 +1,4 @@
-"""`uv run eval` and `trireme eval run` with a real engine: what it answers is what the checkpoint would say."""
+"""`eval`, `trireme eval run` and `trireme env check` with a real engine."""
 
 import json
 import shutil
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import httpx
 import peft
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -62,11 +63,6 @@ def test_each_checkpoint_answers_with_its_own_weights_and_the_base_model_is_give
     assert rewards["base"] == rewards[f"step_{SAME}"] > rewards[f"step_{NOISE}"]
     assert serves() == "default"
 
-    steps = ("--steps", f"{NOISE},{ADAPTERS}", "--no-eval-base")
-    run_command(*words, "--output-dir", tmp_path / "sent", "--transfer", "gloo", *steps)
-    assert [said("sent", step) for step in (NOISE, ADAPTERS)] == [answers[NOISE], answers[ADAPTERS]]
-    assert serves() == "default"
-
 
 def test_a_server_is_asked_on_its_chat_route_like_any_other(engine, tmp_path):
     url = f"http://127.0.0.1:{engine.port}/v1"
@@ -79,3 +75,16 @@ def test_a_server_is_asked_on_its_chat_route_like_any_other(engine, tmp_path):
     rollouts = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(line["example"], line["rollout"]) for line in rollouts] == [(e, r) for e in range(4) for r in range(2)]
     assert "difficulty" in told or "success" in told
+
+
+@pytest.mark.slow
+def test_the_baseline_of_the_quickstart_is_measured_on_the_way_that_training_takes(engine, tmp_path):
+    words = ["reverse-text", "-a", '{"max_length": 8}', "-n", "10", "-r", "4", "--max-tokens", "16", "--json"]
+    where = ["--base-url", f"http://127.0.0.1:{engine.port}", "--output", str(tmp_path / "check")]
+    report = json.loads(run_command("trireme", "env", "check", *words, *where))
+    assert report["holds"]
+    assert report["num_done"] == 40
+    assert "by the engine at" in report["policy"]
+    assert 0.1 < report["rewards"]["success"] < 0.9
+    assert 1 <= report["sampled"]["least"] <= report["sampled"]["most"] <= 16
+    assert report["loaded"]["versions"]["verifiers"] == "0.2.0"

@@ -1,4 +1,4 @@
-"""A real engine: what a cut sampler chose from, and turns read by vLLM's own parsers."""
+"""A real engine: what a cut sampler chose from, requests in flight at an update, turns read by vLLM's own parsers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -84,14 +84,33 @@ def kept_by(probabilities: np.ndarray, sampling: Sampling) -> np.ndarray:
     return left > 0
 
 
-def test_trainer_and_engine_agree_on_tokens_of_a_cut_sampler(engine: SharedEngine, tmp_path: Path) -> None:
+def test_trainer_and_engine_agree_on_tokens_of_a_cut_sampler_while_weights_travel_through_a_folder(
+    engine: SharedEngine, tmp_path: Path
+) -> None:
     cut = ["--orchestrator.sampling.top-p", "0.8", "--orchestrator.sampling.temperature", "1.2"]
+    cut += ["--weight-broadcast.type", "filesystem"]
     run = run_apart(engine, tmp_path / "run", "--max-steps", "2", "--no-orchestrator.eval", *cut)
+    assert len(list(run.paths.broadcast.iterdir())) <= 2  # those of the newest versions
     assert [row["mismatch_kl"] < 1e-6 for row in run.rows("trainer")] == [True, True]
     samples = [sample for batch in run.batches() for rollout in batch.rollouts for sample in rollout.samples]
     kept = np.concatenate([sample.kept.counts[sample.loss_mask == 1] for sample in samples if sample.kept])
     assert len(kept) == sum(int(sample.loss_mask.sum()) for sample in samples)
     assert kept.min() == 1 < kept.max() < 64
+
+
+def test_weights_change_under_requests_in_flight(engine, tmp_path):
+    """All three batches are begun by version 0, one request at a time: versions 1 and 2 come long before the last."""
+    ahead = ["--max-async-level", "2", "--orchestrator.max-concurrent", "1", "--orchestrator.max-off-policy-steps", "3"]
+    small = ["--max-steps", "3", "--orchestrator.batch-size", "8", "--no-orchestrator.eval"]
+    long = ["--orchestrator.sampling.max-tokens", "100", "--orchestrator.sampling.extra-body", '{"ignore_eos": true}']
+    run = run_apart(engine, tmp_path / "run", *ahead, *small, *long)
+    samples = [s for batch in run.batches() for rollout in batch.rollouts for s in rollout.samples]
+    versions = [set(sample.versions[sample.loss_mask == 1].tolist()) for sample in samples]
+    assert any(len(of_one) > 1 for of_one in versions)
+    assert 1 <= max(row["lag/max"] for row in run.rows("orchestrator")) <= 3
+    fresh = [row["mismatch_kl"] for row in run.rows("trainer") if "mismatch_kl" in row]
+    assert fresh
+    assert max(fresh) < 1e-6
 
 
 CALLS = '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": "g", "arguments": {}}</tool_call>'

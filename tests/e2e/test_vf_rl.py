@@ -80,20 +80,6 @@ def test_a_run_that_is_interrupted_leaves_folders_and_goes_on(tmp_path: Path) ->
     assert_whole(run / f"checkpoint-{reached + 2}", run / "weights" / f"step_{reached + 2}")
 
 
-def test_engine_and_trainer_may_be_started_apart(tmp_path: Path) -> None:
-    """The engine by the printed translation, in place of `vf-vllm`; the rest by `vf-train`."""
-    file = write_file(tmp_path)
-    with started("vf-rl", "@", file, "--print-config", log=tmp_path / "rl.toml") as printing:
-        assert printing.wait() == 0
-    engine = started("python", "tests/scripted_engine.py", "@", tmp_path / "rl.toml", log=tmp_path / "engine.log")
-    words = ("@", file, "--output-dir", tmp_path, "--max-steps", "2", *FLAGS)
-    with engine as server, started("vf-train", *words, log=tmp_path / "train.log") as training:
-        assert training.wait() == 0
-        assert server.poll() is None
-        assert training.left() == []
-    assert_whole(tmp_path / "said" / "checkpoint-2", tmp_path / "said" / "weights" / "step_2")
-
-
 def assert_whole(folder: Path, weights: Path) -> None:
     """PEFT's two files, which are those of our weights, and the state with a row per step."""
     adapters = load_file(folder / "adapter_model.safetensors")

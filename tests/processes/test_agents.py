@@ -57,38 +57,6 @@ CHAT = """
         messages += [{"role": "tool", "tool_call_id": c.id, "content": run(c.function.arguments)} for c in calls]
     print(message.content)
 """
-RESPONSES = """
-    import openai
-    client = openai.OpenAI()
-    tools = [{"type": "function", "name": "bash", "parameters": SCHEMA, "strict": False}]
-    items = [{"role": "user", "content": sys.argv[1]}]
-    while True:
-        with client.responses.stream(model="x", input=items, tools=tools, store=False) as stream:
-            response = stream.get_final_response()
-        items += [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in response.output]
-        calls = [item for item in response.output if item.type == "function_call"]
-        if not calls:
-            break
-        items += [{"type": "function_call_output", "call_id": c.call_id, "output": run(c.arguments)} for c in calls]
-    print(response.output_text)
-"""
-MESSAGES = """
-    import anthropic
-    client = anthropic.Anthropic()
-    tools = [{"name": "bash", "input_schema": SCHEMA}]
-    messages = [{"role": "user", "content": sys.argv[1]}]
-    while True:
-        with client.messages.stream(model="x", max_tokens=99, messages=messages, tools=tools) as stream:
-            message = stream.get_final_message()
-        content = [block.model_dump(exclude_none=True, exclude={"parsed_output"}) for block in message.content]
-        messages.append({"role": "assistant", "content": content})
-        calls = [block for block in message.content if block.type == "tool_use"]
-        if not calls:
-            break
-        messages.append({"role": "user", "content": [
-            {"type": "tool_result", "tool_use_id": c.id, "content": run(json.dumps(c.input))} for c in calls]})
-    print(message.content[-1].text)
-"""
 SPEC = RolloutSpec("train", 0, 0, name="0-0")
 WRITES = calls("bash", cmd="echo 5 > sum.txt")
 
@@ -102,9 +70,8 @@ def agent(dialect: str) -> str:
     return textwrap.dedent(LOOP) + textwrap.dedent(dialect)
 
 
-@pytest.mark.parametrize("dialect", [CHAT, RESPONSES, MESSAGES], ids=["chat", "responses", "anthropic"])
-def test_an_unmodified_program_is_trained_on_the_very_tokens_that_were_sampled(play, dialect):
-    (rollout,), policy = play(agent(dialect), WRITES, ENDS)
+def test_an_unmodified_program_is_trained_on_the_very_tokens_that_were_sampled(play):
+    (rollout,), policy = play(agent(CHAT), WRITES, ENDS)
     assert rollout.reward == 1.0
     assert (rollout.metrics["exit_code"], rollout.stop, rollout.num_turns) == (0.0, "agent_ended", 2)
     assert_exact(rollout, policy, num_turns=2)

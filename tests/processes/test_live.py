@@ -1,4 +1,4 @@
-"""The terminal view, its numbers and the script that shows the logs."""
+"""The terminal view, its numbers and the script that shows the logs; and what `vf-rl` says and writes."""
 
 import io
 import json
@@ -7,17 +7,24 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from answering import answering_http
 from stage import until
+from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
+from trireme.journal.journal import Journal
+from trireme.journal.manifest import MANIFEST, FileEntry, Manifest, describe_file
+from trireme.journal.records import BatchRecord, Rollout, State
+from trireme.monitor.checkpoint_folders import CheckpointFolders
 from trireme.monitor.logs import failure_lines, startup_phase
 from trireme.monitor.progress import EngineStatus, ProcessState, Progress, Status, StatusWait
 from trireme.monitor.run_text import summary
-from trireme.monitor.view import LiveView, StatusPoller, View
+from trireme.monitor.view import LiveView, StatusPoller, VfRlView, View
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUMBERS = {"loss": 0.0123, "grad_norm": 0.812, "mismatch_kl": 3e-7, "policy/entropy": 1.25, "importance_ratio": 1.02}
@@ -26,8 +33,8 @@ NUMBERS = {"loss": 0.0123, "grad_norm": 0.812, "mismatch_kl": 3e-7, "policy/entr
 class Stage:
     """A run folder, a clock that is set by hand, and what the views of it printed."""
 
-    def __init__(self, folder: Path) -> None:
-        self.config = RunConfig.model_validate({"output_dir": str(folder), "name": "demo", "max_steps": 200})
+    def __init__(self, folder: Path, **values: Any) -> None:
+        self.config = RunConfig.model_validate({"output_dir": str(folder), "name": "demo", "max_steps": 200} | values)
         self.config.paths.logs.mkdir(parents=True)
         self.poller = StatusPoller("http://nobody.invalid/status")  # never started: `latest` is set by hand
         self.now = 0.0
@@ -255,3 +262,122 @@ def test_tmux_panes_follow_logs_that_do_not_exist_yet(tmp_path: Path) -> None:
             until(shows(pane, f"hello from {name}"))
     finally:
         said("tmux", "kill-server")
+
+
+# `vf-rl`
+
+VF_RL: dict[str, Any] = {
+    "max_steps": 100,
+    "device": "cpu",
+    "console": {"style": "vf-rl", "samples_every": 5},
+    "model": {"name": "owner/model"},
+    "trainer": {"model": {"name": "owner/model"}},
+    "inference": {"server": {"port": 8000}},
+    "orchestrator": {"batch_size": 8, "rollouts_per_example": 4, "env": [{"id": "owner/reverse-text"}]},
+}
+VF_NUMBERS = {"loss": 0.23412, "lr": 1e-05, "policy/entropy": 2.341, "importance_ratio": 1.0201}
+
+
+class VfRlStage(Stage):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, **VF_RL)
+        console = Console(file=self.out, width=140)
+        self.view = VfRlView(self.config, self.poller, console, clock=lambda: self.now)
+
+    def look(self) -> str:
+        return self.tick(self.view)
+
+    def train(self, step: int, **more: float) -> None:
+        self.report(step, "orchestrator", **{"reward/mean": 0.45} | more)
+        self.report(step, "trainer", **VF_NUMBERS)
+
+    def sample(self, step: int) -> None:
+        self.train(step)
+        prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 'Reverse: "hello"'}]
+        said: dict[str, Any] = {"prompt": prompt, "completion": [{"role": "assistant", "content": "olleh"}]}
+        facts: dict[str, Any] = {"group": 0, "place": 0, "attempt": 0, "env": "e", "example": 0, "temperature": 1.0}
+        rollout = Rollout(**facts, **said, reward=1.0, samples=[])
+        folder = self.config.paths.journal
+        folder.mkdir(exist_ok=True)
+        state = State(sizes={"e": 200})
+        Journal(folder).append(BatchRecord(step=step, rollouts=[rollout], dropped=[], state=state))
+
+
+@pytest.fixture
+def vf_rl(tmp_path: Path) -> VfRlStage:
+    return VfRlStage(tmp_path)
+
+
+def test_the_start_is_told_in_the_order_in_which_it_happens(vf_rl):
+    assert vf_rl.look().splitlines() == [
+        "Loading model owner/model...",
+        "No GPU is used: inference and training share the CPU.",
+        "Starting vLLM server on port 8000...",
+        "Waiting for vLLM server to be ready...",
+    ]
+    assert vf_rl.look() == ""
+    vf_rl.poller.latest = Status(state="starting", engines=(EngineStatus(url="u", state="live"),))
+    assert vf_rl.look().splitlines() == ["vLLM server is ready", "Loading environment owner/reverse-text..."]
+    assert vf_rl.look() == ""
+
+
+def test_a_step_is_a_row_of_the_trainer_and_a_line(vf_rl):
+    """2 groups a step of 200 examples: the first step is a hundredth of an epoch."""
+    vf_rl.look()
+    vf_rl.sample(0)
+    assert vf_rl.look().splitlines()[-2:] == [
+        "{'loss': 0.2341, 'learning_rate': 1e-05, 'epoch': 0.01}",
+        "Step 1/100: reward=0.45, entropy=2.34, importance_ratio=1.02",
+    ]
+    vf_rl.train(1, **{"eval/e/reward": 0.12345})
+    assert "{'eval_reward': 0.1235, 'step': 1} (e)" in vf_rl.look()
+
+
+def test_samples_come_with_every_fifth_step(vf_rl):
+    for step in range(5):
+        vf_rl.sample(step)
+    sample = ["=== Step 5 Sample ===", 'Prompt: Reverse: "hello"', "Completion: olleh", "Reward: 1.0"]
+    assert vf_rl.look().splitlines()[-4:] == sample
+
+
+def write_checkpoint(vf_rl: VfRlStage, step: int) -> Path:
+    paths = vf_rl.config.paths
+    weights, checkpoint = paths.weights / f"step_{step}", paths.checkpoints / f"step_{step}"
+    for folder in (weights, checkpoint):
+        folder.mkdir(parents=True, exist_ok=True)
+    (weights / "adapter_model.safetensors").write_bytes(b"weights")
+    (checkpoint / "rank_0.safetensors").write_bytes(b"weights")
+    files: dict[str, FileEntry] = {"rank_0.safetensors": describe_file(checkpoint / "rank_0.safetensors")}
+    (checkpoint / MANIFEST).write_bytes(msgspec.json.encode(Manifest(step, 1, 0.0, files)))
+    return weights
+
+
+def test_a_checkpoint_folder_holds_what_its_users_look_for_and_takes_no_room(vf_rl):
+    for step in range(60):
+        vf_rl.train(step)
+    weights = write_checkpoint(vf_rl, 50)
+    vf_rl.config.paths.log("trainer").write_text("hello\n")
+    folder, runs = (vf_rl.config.paths.root / name for name in ("checkpoint-50", "runs"))
+    assert f"Saved {folder}" in vf_rl.look()
+    assert sorted(file.name for file in folder.iterdir()) == ["adapter_model.safetensors", "trainer_state.json"]
+    assert (folder / "adapter_model.safetensors").samefile(weights / "adapter_model.safetensors")
+    assert (runs / "logs" / "trainer.stdout").read_text() == "hello\n"
+    assert (runs / "metrics.jsonl").samefile(vf_rl.config.paths.metrics)
+    state = json.loads((folder / "trainer_state.json").read_text())
+    assert (state["step"], state["global_step"], state["max_steps"]) == (50, 50, 100)
+    assert [row["step"] for row in state["log_history"]] == list(range(1, 51))
+    assert (state["log_history"][0]["learning_rate"], state["log_history"][0]["reward"]) == (1e-05, 0.45)
+
+
+@pytest.mark.parametrize(("keep_last", "left"), [(1, {"60", "mine"}), (None, {"50", "60", "mine"})])
+def test_a_whole_checkpoint_gets_a_folder_once_which_goes_with_it_unless_all_are_kept(keep_last, left, vf_rl):
+    root = vf_rl.config.paths.root
+    (root / "checkpoint-mine").mkdir()  # not one of ours
+    folders = CheckpointFolders(updated(vf_rl.config, {"trainer.ckpt.keep_last": keep_last}))
+    for step in (50, 60, 70):
+        write_checkpoint(vf_rl, step)
+    (vf_rl.config.paths.checkpoints / "step_70" / "rank_0.safetensors").unlink()
+    assert [folders.write_due(), folders.write_due()] == [[50, 60], []]
+    shutil.rmtree(vf_rl.config.paths.checkpoints / "step_50")
+    folders.write_due()
+    assert {folder.name.partition("-")[2] for folder in root.glob("checkpoint-*")} == left

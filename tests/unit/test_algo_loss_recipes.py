@@ -259,15 +259,6 @@ def test_the_divergence_estimate_is_exact_where_float32_would_drown_and_never_ne
     assert float(kl_estimate(torch.cat([size, -size])).min()) >= 0
 
 
-def test_the_entropy_bonus_pulls_each_entropy_up_alike() -> None:
-    b = batch_of()
-    columns = to_columns(b)
-    value, _, _ = solved(recipe("reinforce", entropy_bonus=0.4), columns, b.totals)
-    assert columns.entropies.grad.tolist() == pytest.approx([-0.4 / len(b.pi)] * len(b.pi))
-    plain, _, _ = solved(recipe("reinforce"), to_columns(b), b.totals)
-    assert value - plain == pytest.approx(-0.4 * b.entropies.mean())
-
-
 @given(
     lengths=st.lists(st.integers(1, 6), min_size=1, max_size=8),
     cuts=st.lists(st.integers(0, 8), max_size=3),

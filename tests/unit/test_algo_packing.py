@@ -153,12 +153,6 @@ def test_rows_of_realistic_lengths_are_full_and_ranks_wait_for_less_than_three_p
         assert slowest(dealt, lengths, cost) * 8 < 1.03 * total
 
 
-def test_a_single_long_sample_is_dealt_in_one_round_with_others_as_long():
-    lengths = [40, 40, *[10] * 8]
-    dealt = deal(lengths, capacity=40, ranks=2, cost=Cost(linear=1.0, attention=((None, 1.0),)))
-    assert [[sorted(lengths[i] for i in row) for row in rows] for rows in dealt] == [[[40], [10] * 4]] * 2
-
-
 def test_costs_and_positions_by_hand():
     cost = Cost(linear=10.0, attention=((None, 1.0), (2, 3.0)))
     # 1 + 2 + 3 + 4 pairs; with a window of 2 the last two tokens see 2 each: 1 + 2 + 2 + 2

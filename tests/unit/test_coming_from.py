@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import signal
-import statistics
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +18,7 @@ import pytest
 
 from model_configs import cache_models
 from resolved_runs import value_at
-from stage import until, write_checkpoint
+from stage import write_checkpoint
 from trireme.base import devices
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
@@ -31,9 +30,6 @@ from trireme.config.resolve import resolve
 from trireme.config.rules import check
 from trireme.config.run import RunConfig
 from trireme.config.section import Section
-from trireme.launch.children import open_children
-from trireme.launch.plan import ProcessSpec
-from trireme.orchestrator.evaluation.results import EvalResult, write_eval_results
 from trireme.tools.formats.flat import FLAT, HOSTED, Flat, Hosted
 from trireme.tools.formats.translation import translate
 from trireme.tools.formats.vf_rl import VF_RL, VfArgs
@@ -339,15 +335,6 @@ def test_the_test_that_a_row_names_exists(row):
     assert not function or re.search(rf"^(async )?def {function}\(", file.read_text(), re.MULTILINE)
 
 
-def test_variables_of_the_shell_reach_every_process(tmp_path, monkeypatch):
-    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    said = "import os; print(os.environ['NCCL_P2P_DISABLE'])"
-    spec = ProcessSpec("trainer", (sys.executable, "-c", said), {}, tmp_path / "log", gpus=(), ports={})
-    with open_children([spec], hurry=lambda: True, grace_s=1) as crew:
-        until(lambda: (crew.look(), crew.children[0].exit)[1])
-    assert spec.log.read_text().strip() == "1"
-
-
 def test_a_run_has_its_files_where_the_documents_look_for_them(tmp_path):
     paths = RunPaths(Path("outputs"))
     assert str(step_folder(paths.weights, 50)) == "outputs/weights/step_50"
@@ -367,14 +354,3 @@ def test_the_table_of_memory_is_what_a_plan_says(call, workspace):
         trainer = json.loads(written)["trainer"]
         assert (code == 1, trainer["fits"]) == ((True, False) if line == 338 else (False, True))
         assert f"{trainer['needs_gib']:.1f} GiB" in row.here
-
-
-def test_the_script_of_the_guide_reads_our_results(tmp_path):
-    rewards = [(0, 0.0), (0, 1.0), (7, 0.5), (7, 0.5)]
-    results = [EvalResult(example_id=id, reward=r, example=id, rollout=n) for n, (id, r) in enumerate(rewards)]
-    write_eval_results(tmp_path / "results.jsonl", results)
-    groups: dict[int, list[float]] = {}
-    for rollout in map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines()):
-        groups.setdefault(rollout["example_id"], []).append(rollout["reward"])
-    assert groups == {0: [0.0, 1.0], 7: [0.5, 0.5]}
-    assert {example: statistics.pstdev(found) for example, found in groups.items()} == {0: 0.5, 7: 0.0}

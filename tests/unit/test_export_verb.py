@@ -2,24 +2,19 @@
 
 import json
 import shutil
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from limits import small_disk
-from tiny import VOCABULARY, are_equal, open_state, random_samples, save_run, train_step, weights_of
+from tiny import are_equal, open_state, random_samples, save_run, train_step, weights_of
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.cli.runs.export import export
 from trireme.config.trainer import Lora, Optimizer, TrainerModel
-from trireme.journal.manifest import MANIFEST, describe_file
 from trireme.messages import TensorSpec
-from trireme.tools.export.weights_folder import open_source
 from trireme.trainer.checkpoint.hf_files import split, write_model
 from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.model.model import load_model
@@ -131,70 +126,27 @@ def test_files_of_the_most_allowed_size_hold_all_tensors_once(tmp_path):
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
-@pytest.fixture(scope="module")
-def experts(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """A model whose experts transformers holds in one tensor, and its files one by one."""
-    folder = tmp_path_factory.mktemp("experts")
-    torch.manual_seed(0)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
-    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-    config = Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2, tie_word_embeddings=False)
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
-    return folder
+@pytest.fixture
+def adapted(tiny_model: Path, world: World, tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """The folder of a run with adapters, and what an engine would have got of its only step."""
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    model = load_model(TrainerModel(lora=Lora(rank=2, alpha=8)), str(base), world)
+    state = TrainerState(model, build_optimizer(model, Optimizer(lr=1e-2)))
+    train_step(state, random_samples([20, 30]), world)
+    save_run(tmp_path / "run", state, base, world)
+    return tmp_path / "run", dict(merged_tensors(model, torch.bfloat16))
 
 
-LORAS = {
-    "layers": Lora(rank=2, alpha=8),
-    "experts too": Lora(rank=2, use_rslora=True, target_modules=("q_proj", "gate_proj", "down_proj")),
-    "whole modules too": Lora(rank=2, target_modules=("o_proj",), modules_to_save=("lm_head",)),
-}
-
-
-@pytest.fixture(scope="module")
-def adapted(
-    experts: Path, world: World, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], tuple[Path, dict[str, torch.Tensor]]]:
-    @cache
-    def adapted(name: str) -> tuple[Path, dict[str, torch.Tensor]]:
-        """The run's folder, and what an engine would have got of its only step."""
-        folder = tmp_path_factory.mktemp("adapted")
-        model = load_model(TrainerModel(lora=LORAS[name]), str(experts), world)
-        state = TrainerState(model, build_optimizer(model, Optimizer(lr=1e-2)))
-        train_step(state, random_samples([20, 30]), world)
-        save_run(folder, state, experts, world)
-        return folder, dict(merged_tensors(model, torch.bfloat16))
-
-    return adapted
-
-
-@pytest.mark.parametrize("name", LORAS)
-def test_merged_adapters_are_what_engines_got_to_the_bit_and_what_an_evaluated_engine_gets(adapted, name, tmp_path):
-    run, served = adapted(name)
+def test_adapters_are_merged_into_what_engines_got_also_where_the_base_model_has_moved(adapted, tmp_path):
+    run, served = adapted
     assert export([str(run), "--merge", "--to", str(tmp_path / "merged")]) == 0
-    found = load_file(tmp_path / "merged" / "model.safetensors")
-    assert are_equal(found, served)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert model.dtype == torch.bfloat16
+    assert are_equal(load_file(tmp_path / "merged" / "model.safetensors"), served)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.bfloat16
     assert not (tmp_path / "merged" / "adapter_config.json").exists()
-    assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
     assert export([str(run), "--to", str(tmp_path / "adapters")]) == 0
     assert content(tmp_path / "adapters") == content(run / "weights" / "step_1")
-    source = open_source(run / "weights" / "step_1", base=None, dtype="bfloat16")
-    evaluated = dict(source.tensors())
-    assert are_equal(evaluated, served)
-    assert [(spec.name, spec.shape) for spec in source.specs] == [(n, list(t.shape)) for n, t in evaluated.items()]
-
-
-def test_a_base_model_that_has_moved_is_asked_for(adapted, experts, tmp_path):
-    run, _ = adapted("layers")
-    alone = Path(shutil.copytree(run, tmp_path / "run"))
-    name, checkpoint = "model/adapter_config.json", alone / "checkpoints" / "step_1"
-    (checkpoint / name).write_text((checkpoint / name).read_text().replace(str(experts), str(tmp_path / "gone")))
-    manifest = json.loads((checkpoint / MANIFEST).read_text())
-    manifest["files"][name] = json.loads(msgspec.json.encode(describe_file(checkpoint / name)))
-    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(ConfigError, match="gone"):
-        export([str(alone), "--merge", "--to", str(tmp_path / "merged")])
-    assert not (tmp_path / "merged").exists()
-    assert export([str(alone), "--merge", "--base", str(experts), "--to", str(tmp_path / "merged")]) == 0
+    base = (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match=str(tmp_path / "base")):
+        export([str(run), "--merge", "--to", str(tmp_path / "again")])
+    assert not (tmp_path / "again").exists()
+    assert export([str(run), "--merge", "--base", str(base), "--to", str(tmp_path / "again")]) == 0

@@ -54,19 +54,6 @@ def trained(talk: Talk) -> list[int]:
     return [int(sample.loss_mask.sum()) for sample in talk.samples()]
 
 
-def test_two_turns_are_one_sample_of_the_engines_own_ids(tmp_path):
-    talk = Talk(tmp_path)
-    first, glue, second = map(talk.tokenizer.encode, ("4<|im_end|>", SURE, "yes<|im_end|>"))
-    prompt = talk.answer([ASK], first, version=3)
-    assert prompt == talk.tokenizer.encode("<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n")
-    assert talk.answer([ASK, says("4"), MORE], second, version=4) == prompt + first + glue
-    (sample,) = talk.samples()
-    assert sample.ids.tolist() == prompt + first + glue + second
-    assert sample.loss_mask.tolist() == [0] * len(prompt) + [1] * 2 + [0] * len(glue) + [1] * 4
-    assert sample.versions.tolist() == [-1] * len(prompt) + [3] * 2 + [-1] * len(glue) + [4] * 4
-    assert sample.logprobs.tolist() == [0] * len(prompt) + [-0.5, -1.5] + [0] * len(glue) + [-0.5, -1.5, -2.5, -3.5]
-
-
 @pytest.mark.parametrize(
     ("template", "sampled", "said", "following", "glue"),
     [
@@ -197,33 +184,11 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
         talk.ask([ASK, says("\n4", reasoning_content="hm"), MORE], None)
 
 
-def test_thinking_that_was_read_apart_is_kept_in_the_sample(tmp_path):
-    """The engine's parser took it out of the content; the template puts it back in its own way."""
-    thinking = CHATML.replace("message['content']", "(message.reasoning_content or '') + message['content']")
-    talk = Talk(tmp_path, template=thinking)
-    sampled = talk.tokenizer.encode("<think>hm</think>\n4<|im_end|>")
-    question = talk.ask([ASK], None)
-    talk.record(question, turn(sampled), ModelMessage("\n4", "hm"))
-    longer = talk.ask([ASK, says("\n4", reasoning_content="hm"), MORE], None)
-    assert longer.ids[: len(question.ids) + len(sampled)] == question.ids + sampled
-    assert talk.ask([ASK, says("\n4"), MORE], None).turn is None  # the environment has dropped it itself
-
-
-def test_tool_calls_stay_as_the_model_wrote_them_however_the_template_would(tmp_path):
-    talk = Talk(tmp_path, template=QWEN_3)
-    written = 'So:<tool_call>{"arguments":{"a":1},"name":"add"}</tool_call>  <tool_call>{"name":"now"}</tool_call>'
-    sampled = talk.tokenizer.encode(f"{written}<|im_end|>")
-    question = talk.ask([ASK], TOOLS)
-    content, calls = split_tool_calls(written, 1)
-    talk.record(question, turn(sampled), ModelMessage(content, None, tuple(calls)))
-    nested = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in calls
-    ]
-    results = [{"role": "tool", "content": text} for text in ("3", "4")]
-    longer = talk.ask([ASK, says(content, tool_calls=nested), *results], TOOLS).ids
-    first = "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>"
-    assert longer == question.ids + sampled + talk.tokenizer.encode(first + TOLD)
+def test_a_turn_that_got_no_answer_leaves_no_trace(tmp_path):
+    talk = Talk(tmp_path)
+    talk.ask([ASK], None)
+    talk.answer([ASK], [])
+    assert talk.samples() == []
 
 
 def test_a_conversation_with_other_tools_begins_a_sample_that_shows_them(tmp_path):
@@ -268,37 +233,6 @@ def test_rewards_of_turns_lie_on_the_tokens_of_those_turns_or_where_each_ends(tm
     expected = np.full(len(longer) + 1, nan)
     expected[[len(prompt) + 1, len(longer)]] = [1.0, 2.0]
     np.testing.assert_array_equal(column, expected)
-
-
-def test_turns_that_are_asked_for_at_once_do_not_mix(tmp_path):
-    talk = Talk(tmp_path)
-    talk.answer([ASK], "4<|im_end|>")
-    tails = [{"role": "user", "content": text} for text in ("left?", "right?", "else?")]
-    questions = [talk.ask([ASK, says("4"), tail], None) for tail in tails[:2]]
-    questions.append(talk.ask([tails[2]], None))
-    for question, word in reversed(list(zip(questions, ("one", "two", "three"), strict=True))):
-        talk.record(question, turn(talk.tokenizer.encode(f"{word}<|im_end|>")), ModelMessage(word))
-    texts = {
-        talk.tokenizer.decode(sample.ids.tolist()): talk.tokenizer.decode(sample.ids[sample.loss_mask == 1].tolist())
-        for sample in talk.samples()
-    }
-    assert texts == {
-        "user\n2 + 2?\nassistant\n4\nuser\nleft?\nassistant\none": "one",
-        "user\n2 + 2?\nassistant\n4\nuser\nright?\nassistant\ntwo": "4two",
-        "user\nelse?\nassistant\nthree": "three",
-    }
-
-
-def test_a_turn_that_got_no_answer_leaves_no_trace(tmp_path):
-    """An overlong prompt must not make the sample longer than the model's context."""
-    talk = Talk(tmp_path)
-    talk.ask([ASK], None)
-    assert talk.samples() == []
-    talk.answer([ASK], [])
-    assert talk.samples() == []
-    prompt = talk.answer([ASK], "4<|im_end|>")
-    talk.ask([ASK, says("4"), {"role": "user", "content": "x" * 500}], None)
-    assert [sample.length for sample in talk.samples()] == [len(prompt) + 2]
 
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'

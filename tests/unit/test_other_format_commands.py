@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import tomllib
 from collections.abc import Iterator
@@ -158,7 +159,8 @@ def test_a_file_can_be_served_by_one_command_and_trained_by_another(vf_file, tmp
     argv = ["@", vf_file, "--trainer.args.vllm-server-port", str(free_port()), "--output-dir", str(tmp_path)]
     vf_commands.serve(argv)
     engine, _ = load_run_config(served[0], section="inference", program="inference")
-    assert vf_commands.train(argv) == 0
+    with socket.create_server(("127.0.0.1", int(argv[3]))):  # as the first would hold it
+        assert vf_commands.train(argv) == 0
     names, config = started[0]
     assert names == ["orchestrator", "trainer"]
     assert engine.inference.server.port == config.inference.server.port == int(argv[3])

@@ -9,7 +9,6 @@ import pytest
 from resolved_runs import value_at
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
-from trireme.config.compatibility import kind_of
 from trireme.config.load import load_run_config, read_as
 from trireme.config.resolve import resolve
 from trireme.config.rules import problems
@@ -257,17 +256,6 @@ def test_a_hosted_file_arrives_whole():
         EIGHT,
         keys | expected | {"trainer.ckpt.interval": 50, "trainer.ckpt.keep_last": 10},
     )
-
-
-@pytest.mark.parametrize(
-    ("table", "kind"),
-    [
-        ({"model": "m", "env": {"id": "e"}, "inference": {"gpus": 1}, "trainer": {"gpus": 1}}, "vf-rl"),
-        ({"inference": {"gpu_memory_utilization": 0.5}, "trainer": {"optim": {"lr": 1.0}}}, "run"),
-    ],
-)
-def test_a_run_of_ours_is_told_from_a_file_of_vf_rl(table, kind):
-    assert kind_of(table) == kind
 
 
 @pytest.mark.parametrize(

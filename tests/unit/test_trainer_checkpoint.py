@@ -75,23 +75,6 @@ def test_another_models_checkpoint_is_refused_with_what_differs(tmp_path, saved_
         load_checkpoint(state, saved_1_and_2 / "step_2", rank=0)
 
 
-@pytest.mark.parametrize("name", ["rank_0.safetensors", "random_0.safetensors", MANIFEST])
-def test_a_damaged_file_makes_the_trainer_choose_the_checkpoint_before(copy, name):
-    path = copy / "step_2" / name
-    whole = path.read_bytes()
-    for length in (0, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:length])
-        assert chosen(copy) == 1, length
-    for position in (0, 8, len(whole) // 2, len(whole) - 1) if name != MANIFEST else ():
-        changed = bytearray(whole)
-        changed[position] ^= 1
-        path.write_bytes(changed)
-        assert complete_steps(copy) == [1, 2]  # by names and sizes
-        assert chosen(copy) == 1, position
-    path.write_bytes(whole)
-    assert chosen(copy) == 2
-
-
 def test_no_changed_bit_of_a_manifest_makes_another_state_of_a_checkpoint(copy):
     path = copy / "step_2" / MANIFEST
     whole, content = path.read_bytes(), read_manifest(copy / "step_2")
@@ -113,8 +96,9 @@ def test_resuming_sets_a_damaged_checkpoint_aside(copy, tiny_model, world):
     tiny.open_store(copy, world).resume(state, resume=True)
     assert state.version == 2
     assert sorted(path.name for path in copy.iterdir()) == ["step_1", "step_2"]
-    with open(copy / "step_2" / "rank_0.safetensors", "ab") as file:
-        file.write(b"x")
+    path = copy / "step_2" / "rank_0.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert complete_steps(copy) == [1, 2]  # by names and sizes
     tiny.open_store(copy, world).resume(state, resume=True)
     assert state.version == 1
     assert complete_steps(copy) == [1]

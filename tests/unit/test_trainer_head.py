@@ -199,20 +199,6 @@ def test_a_rank_without_a_token_gives_gradients_of_zero():
     assert not any(gradient.any() for gradient in gradients.values())
 
 
-def test_choices_of_a_stretch_are_counted_from_its_start():
-    choices = Choices(torch.tensor([1, 2, 4, 7]), torch.tensor([1, 2, 3, 1]), torch.tensor([5, 3, 9, 0, 1, 2, 8]))
-    for (first, last), expected in {
-        (0, 3): ([1, 2], [1, 2], [5, 3, 9]),
-        (2, 5): ([0, 2], [2, 3], [3, 9, 0, 1, 2]),
-        (4, 7): ([0], [3], [0, 1, 2]),
-        (6, 8): ([1], [1], [8]),
-    }.items():
-        found = choices.within(first, last)
-        assert found is not None
-        assert (found.positions.tolist(), found.counts.tolist(), found.ids.tolist()) == expected
-    assert choices.within(0, 1) is None
-
-
 def test_a_sharded_model_scores_tokens_that_count_alike_whatever_the_chunk(tiny_model, world):
     row, found = one_row(random_samples([30, 22, 9])), []
     num_scored = int(row.tokens.loss_mask.sum())

@@ -21,14 +21,14 @@ from trireme.algo.loss.loss import build_loss, cross_entropy
 from trireme.algo.packing import Sample, empty_micro_batch, micro_batches_of_rank
 from trireme.config.losses import resolve_loss
 from trireme.config.run import Model, RunConfig
-from trireme.config.trainer import ActivationCheckpointing, Loss, Optimizer, Scheduler, TrainerConfig, TrainerModel
+from trireme.config.trainer import Loss, Optimizer, Scheduler, TrainerConfig, TrainerModel
 from trireme.journal.journal import Journal
 from trireme.journal.rank_shares import Shares
 from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.messages import COLUMNS, Kept, MicroBatch, build_tokens
 from trireme.tools.replay.replay import retrace
 from trireme.trainer.checkpoint.checkpoint import TrainerState
-from trireme.trainer.model.forward import choices_at, compute_columns
+from trireme.trainer.model.forward import compute_columns
 from trireme.trainer.model.model import load_model
 from trireme.trainer.model.reference import FixedLogprobs
 from trireme.trainer.optim.optimizer import build_optimizer, set_lr
@@ -262,15 +262,6 @@ def test_logprobs_are_those_among_what_the_sampler_could_choose_from(tiny_model,
         assert sorted(found.tolist()) == pytest.approx(sorted(values), abs=1e-5)
 
 
-def test_choices_by_hand():
-    kept = Kept(np.array([0, 2, 0, 3, 1], np.int32), np.array([4, 9, 1, 2, 3, 7], np.int32))
-    found = choices_at(kept, np.array([1, 2, 4]), torch.device("cpu"))
-    assert found is not None
-    assert (found.positions.tolist(), found.counts.tolist(), found.ids.tolist()) == ([0, 2], [2, 1], [4, 9, 7])
-    assert choices_at(kept, np.array([0, 2]), torch.device("cpu")) is None
-    assert choices_at(None, np.array([0, 2]), torch.device("cpu")) is None
-
-
 def test_a_replay_finds_the_same_bits_with_a_moving_reference_and_several_iterations(tmp_path, tiny_model, world):
     """From the journal: from the base model on, and from a checkpoint that holds a reference of two versions before."""
     loss = Loss(type="decoupled", beta=0.2, reference_update_every=2)
@@ -388,15 +379,6 @@ def test_losses_by_sample_and_of_entropies_have_the_gradients_of_samples_alone(t
     assert (
         tiny.largest_difference({name: parameter.grad for name, parameter in model.named_parameters()}, found[1]) < 1e-5
     )
-
-
-def test_the_gradient_depends_neither_on_how_the_batch_is_split_nor_on_what_activations_are_kept(tiny_model, world):
-    samples = tiny.random_samples(MIXED)
-    metrics, whole = gradients(tiny_model, world, samples, capacity=sum(MIXED))
-    for capacity, settings in ((40, {}), (64, {}), (80, {"ac": ActivationCheckpointing(freq=2)})):
-        other_metrics, split = gradients(tiny_model, world, samples, capacity=capacity, **settings)
-        assert tiny.largest_difference(whole, split) < 2e-6
-        assert other_metrics == pytest.approx(metrics, rel=1e-5)
 
 
 def test_the_first_token_of_a_sample_is_never_predicted_from_its_neighbour(tiny_model, world):
