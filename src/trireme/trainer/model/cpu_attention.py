@@ -30,10 +30,10 @@ def attend_on_cpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *
     Args:
         query: [S, H, L, D].
         key: [S, K, L, D], K a divisor of H: consecutive heads of queries share a head of keys.
-        value: as `key`.
+        value: as `key`, or with another size of a head, as in latent attention.
 
     Returns:
-        [S, L, H, D].
+        [S, L, H, D], D as of `value`.
     """
     samples, heads, length, size = query.shape
     shared = key.shape[1]
@@ -41,7 +41,7 @@ def attend_on_cpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *
     scores = (together @ key.transpose(-1, -2)).view(samples, heads, length, length)
     weights = (scores + _mask(length, query.dtype)).softmax(-1)
     found = weights.view(samples, shared, -1, length) @ value
-    return found.view(samples, heads, length, size).transpose(1, 2)
+    return found.view(samples, heads, length, -1).transpose(1, 2)
 
 
 @lru_cache(64)
