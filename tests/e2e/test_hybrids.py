@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from families import SERVED, build_config, save_family
 from posted_update import update, updated_by_hand, wait_until_sampling
-from real_run import REPOSITORY, open_engine, run_apart
+from real_run import REPOSITORY, open_engine, run_apart, run_command
 from tiny import logprobs_of
 
 TINY = REPOSITORY / "models/reverse-text-tiny"
@@ -65,3 +65,6 @@ def test_a_hybrid_is_updated_in_flight_and_trained(kind: str, tmp_path: Path) ->
         assert set(exported.keys()) == one.keys()
         kept = [name for name in one if name.startswith(("mtp.", "model.visual."))]
         assert all(np.array_equal(exported.get_tensor(name), one[name]) for name in kept)
+    if kept:
+        assert "version 3: " in (told := run_command("trireme", "replay", run.root))
+        assert "differ" not in told

@@ -104,6 +104,7 @@ ON_CPU = {"attn": "sdpa", "dtype": "float32"}
         ({"model_type": "nemotron_h", "layers_block_type": ["mamba", "moe"]}, "", "without experts", ON_CPU),
         ({"model_type": "qwen3_5", "vision_config": {}}, "", "", ON_CPU | {"dtype": "bfloat16"}),
         ({"model_type": "qwen3_5", "vision_config": {}}, "--trainer.model.from-scratch true", "also sees", None),
+        ({"model_type": "qwen3_5", "vision_config": {}}, "--inference.args.language-model-only false", "tower", None),
         ({"model_type": "olmo_hybrid"}, "--inference.model.dtype bfloat16", "does not serve olmo_hybrid", None),
         ({"model_type": "nemotron_h"}, "--trainer.model.lora.sync adapter", 'expected "merged"', ON_CPU),
     ],

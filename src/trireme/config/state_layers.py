@@ -73,6 +73,11 @@ def serving_problems(
     kind, text, mixers = str(config.get("model_type")), _text(config), mixers_of(config)
     if not mixers:
         return
+    if leaves_out_vision(config) and not arguments.get("language_model_only", True):
+        yield (
+            f"inference.args.language_model_only = false with {kind} - expected true: the vision tower is not trained, "
+            "so that engines could not confirm that they hold all weights. Remove the line."
+        )
     if kind.startswith("qwen3_5") and find_spec("torchvision") is None:
         yield (
             f"{table}: vLLM serves {kind} only with the package torchvision, which is not installed - expected "

@@ -25,6 +25,7 @@ from trireme.journal.rank_shares import Shares
 from trireme.journal.versions import Versions
 from trireme.monitor.metrics import latest_by_step, read_metrics
 from trireme.trainer.checkpoint.checkpoint import load_checkpoint
+from trireme.trainer.model.loading import untrained_of
 from trireme.trainer.model.lora import adapters_of
 from trireme.trainer.parallel.mesh import World, open_world
 from trireme.trainer.publish.served_weights import exported_tensors, served_tensors
@@ -81,7 +82,7 @@ class Retraced:
     version: int
     digests: Digests  # by tensor, in the precision in which weights are served; empty but on rank 0
     metrics: Mapping[str, float]  # of the step that made it
-    adapters: Digests  # by tensor, as they are exported; empty where there are none
+    exported: Digests  # by tensor, of all that an export holds
 
 
 def retrace(config: RunConfig, world: World, span: range) -> Iterator[Retraced]:
@@ -101,11 +102,12 @@ def retrace(config: RunConfig, world: World, span: range) -> Iterator[Retraced]:
 
     def retraced(metrics: Mapping[str, float]) -> Retraced:
         served = served_tensors(state.model, getattr(torch, config.served_dtype))
-        exported = exported_tensors(state.model) if adapters_of(state.model) is not None else ()
-        digests, adapters = (
-            {name: tensor_digest(tensor) for name, tensor in tensors if world.is_main} for tensors in (served, exported)
+        has_adapters = adapters_of(state.model) is not None
+        others = exported_tensors(state.model) if has_adapters else untrained_of(state.model).tensors()
+        digests, exported = (
+            {name: tensor_digest(tensor) for name, tensor in tensors if world.is_main} for tensors in (served, others)
         )
-        return Retraced(state.version, digests, metrics, adapters)
+        return Retraced(state.version, digests, metrics, exported if has_adapters else digests | exported)
 
     stepper = Stepper(config, state, world)
     shares = Shares(Journal(config.paths.journal), config)
@@ -165,7 +167,7 @@ class Evidence:
                 yield source, retraced.digests, confirmation.digests
         export = step_folder(self._paths.weights, retraced.version)
         if export.is_dir():
-            yield f"{export} holds", retraced.adapters or retraced.digests, digests_of_export(export)
+            yield f"{export} holds", retraced.exported, digests_of_export(export)
 
     def _other_metrics(self, retraced: Retraced) -> Iterator[str]:
         """Yield the first metric that differs from the trainer's line about the step that made the version."""
