@@ -15,6 +15,7 @@ from trireme.config.resolve import resolve_sft
 from trireme.config.rules import check_sft, launch_problems, problems
 from trireme.config.sft import SftConfig
 from trireme.config.trainer import TrainerModel
+from trireme.inference.server import server_arguments
 
 TABLE = "trainer.model"
 FLASH = {"attn": "flash_attention_2", "optimization_dtype": "bfloat16"}
@@ -124,6 +125,10 @@ def test_low_bit_weights_in_blocks_are_accepted_unless_the_user_says_how_engines
         assert refusals(f"--model.name {folder}", str(folder), at_launch=True) == []
         own = f"--model.name {folder} --inference.args.load-format dummy"
         assert len(refusals(own, "inference.args.load_format ... Remove the line", at_launch=True)) == 1
+    describe(folder, text_config={"quantization_config": {"quant_method": "mxfp4"}})
+    arguments = server_arguments(resolved(f"--model.name {folder}"))
+    plain = {"quantization_config": None}
+    assert json.loads(arguments[arguments.index("--hf-overrides") + 1]) == plain | {"text_config": plain}
 
 
 def test_what_the_user_allows_is_accepted(folder):
