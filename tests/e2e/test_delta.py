@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from scripted_kills import REAL, KilledRun, assert_audited, open_run
 
 FLAGS = ["--max-steps", "6", "--inference.model.dtype", "bfloat16", "--trainer.optim.lr", "1e-6"]
@@ -9,6 +11,7 @@ FLAGS += ["--weight-broadcast.delta", "true", "--supervisor.backoff-s", "0.2", "
 RECOVERY_S = 300.0  # vLLM takes most of a minute to come up beside others
 
 
+@pytest.mark.slow  # the quick tier sends changes to vLLM in test_synchronous_run.py, and kills beside a scripted engine
 def test_the_real_engine_computes_with_what_it_patched_also_after_it_was_killed(tmp_path: Path) -> None:
     """Each version is confirmed by digests of whole tensors, and by a probe of the engine's own logprobs. Of a server
     that is killed, no process is left at the end."""

@@ -4,6 +4,7 @@ import signal
 from pathlib import Path
 
 import httpx
+import pytest
 
 from real_run import SharedEngine, open_engine
 
@@ -16,6 +17,7 @@ def said(engine: SharedEngine) -> tuple[list[int], list[float]]:
     return choice["token_ids"], [each["logprob"] for each in choice["logprobs"]["content"]]
 
 
+@pytest.mark.slow  # its fork serves every test of the quick tier that asks vLLM
 def test_a_server_ends_with_its_engine_though_the_signal_was_not_meant_for_it(tmp_path: Path) -> None:
     """The server that is killed, and takes its engine along, is one of the kills of `test_delta`."""
     with open_engine(tmp_path) as opened:

@@ -97,7 +97,7 @@ def merged(base: Tensors, sent: Tensors) -> Tensors:
     return found
 
 
-@pytest.mark.parametrize("sync", ["adapter", "merged"])
+@pytest.mark.parametrize("sync", ["adapter", pytest.param("merged", marks=pytest.mark.slow)])
 def test_a_run_with_adapters_is_confirmed_audited_and_replayed_to_the_bit(sync, lora_engine, tmp_path):
     """The same engine serves adapters beside its base model, or the merged model as its base model; the checkpoints of
     both are adapters that PEFT loads."""
@@ -110,7 +110,7 @@ def test_a_run_with_adapters_is_confirmed_audited_and_replayed_to_the_bit(sync, 
     assert all(name.endswith("_proj.weight") or ".lora_" in name for name in names)
     assert any(".lora_" in name for name in digests[0]) is (sync == "adapter")
     for verb in ("audit", "replay"):
-        with started("trireme", verb, run.root, log=tmp_path / f"{verb}.log") as process:
+        with started("trireme", verb, run.root, log=tmp_path / f"{verb}.log", forked=True) as process:
             assert process.wait() == 0, process.tail()
     folder = run.weights(STEPS).parent
     assert not (folder / "model.safetensors").exists()

@@ -18,7 +18,7 @@ from trireme.monitor.metrics import read_metrics
 
 def run(folder: Path, program: str, *arguments: str) -> None:
     words = (*arguments, "--output-dir", str(folder), "--name", program, "--max-steps", "2")
-    with started(program, "@", *words, log=folder / f"{program}.log") as process:
+    with started(program, "@", *words, log=folder / f"{program}.log", forked=program != "rl") as process:
         assert process.wait() == 0, process.tail()
 
 
@@ -51,6 +51,7 @@ def sft(folder: Path, arguments: dict[str, Any]) -> None:
         assert training.wait() == 0, training.tail()
 
 
+@pytest.mark.slow  # one rank is stopped and resumed in tests/processes/test_sft.py
 def test_two_ranks_and_a_stop_change_nothing_but_rounding(tiny_model: Path, tmp_path: Path) -> None:
     """Four steps on one rank, beside two steps on two ranks that another process goes on from on one rank."""
     lines = [

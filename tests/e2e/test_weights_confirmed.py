@@ -1,19 +1,21 @@
-"""An engine that did not receive all of a model's weights says which layer it lacks: for every tensor that there is."""
+"""An engine without all weights says which layer it lacks, and its probe does not wait behind requests."""
 
+import asyncio
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from posted_update import Post, update, updated_by_hand
 from real_run import REPOSITORY, SharedEngine
-from tiny import logprobs_of
-from trireme.algo.weight_checks import probe_ids
-from trireme.trainer.publish.probe import PROBE_TOKENS
+from trireme.base.waiting import Waits
+from trireme.config.inference import InferenceConfig
+from trireme.orchestrator.engines.pool import InferencePool, open_inference_pool
 
+DEADLINE_S = 120
 MODEL = REPOSITORY / "models/reverse-text-tiny"
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
 FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
@@ -36,27 +38,34 @@ def test_whichever_tensor_is_left_out_its_layer_is_named(post: Post, tmp_path: P
     }
 
 
-def test_after_a_whole_update_the_engine_computes_with_it(post: Post, tmp_path: Path) -> None:
-    tensors = load_file(MODEL / "model.safetensors")
-    rng = np.random.default_rng(0)
-    moved = {name: t + rng.normal(0, 0.02, t.shape).astype(t.dtype) for name, t in tensors.items()}
-    ids = probe_ids(json.loads((MODEL / "config.json").read_text())["vocab_size"], PROBE_TOKENS)
-
-    def logprobs() -> np.ndarray:
-        """[T - 1] what the engine says about the fixed prompt."""
-        post("resume")
-        sampling = {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": 0}
-        entries = post("inference/v1/generate", token_ids=ids, sampling_params=sampling)["prompt_logprobs"][1:]
-        post("pause?mode=keep")
-        return np.array([entry[str(token)]["logprob"] for token, entry in zip(ids[1:], entries, strict=True)])
-
-    before = logprobs()
-    assert update(post, moved, tmp_path) == []
-    after = logprobs()
-    assert np.abs(after - logprobs_of(MODEL, moved, ids)).max() < 1e-4
-    assert np.abs(after - before).max() > 0.01
-
-
 def layer_of(tensor: str) -> str:
     *above, last = tensor.removesuffix(".weight").split(".")
     return ".".join([*above, FUSED.get(last, last)])
+
+
+@pytest.mark.slow
+def test_a_probe_is_answered_before_the_requests_that_wait_for_a_place(engine: SharedEngine) -> None:
+    """Twice as many as the engine has places for: the second half waits, and would all be ahead of the probe."""
+    places = InferenceConfig().max_num_seqs
+
+    async def answered_before_the_probe() -> int:
+        url = f"http://127.0.0.1:{engine.port}"
+        async with open_inference_pool(
+            [url], waits=Waits("test"), max_model_len=256, timeout_s=DEADLINE_S, max_concurrent=1
+        ) as pool:
+            asked = [asyncio.create_task(say(pool, number)) for number in range(2 * places)]
+            await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            assert len(await pool.prompt_logprobs(pool.engines[0], [5, 6, 7])) == 2
+            num_answered = sum(task.done() for task in asked)
+            await asyncio.gather(*asked)
+            return num_answered
+
+    assert asyncio.run(asyncio.wait_for(answered_before_the_probe(), DEADLINE_S)) < places
+
+
+async def say(pool: InferencePool, number: int) -> None:
+    """Of different lengths, so that places become free one after the other."""
+    sampling = {"max_tokens": random.Random(number).randint(20, 150), "ignore_eos": True, "logprobs": 0}
+    body = json.dumps({"token_ids": [5, 6, 7], "sampling_params": sampling}).encode()
+    status, _ = await pool.engines[0].request("inference/v1/generate", body)
+    assert status == 200

@@ -1,7 +1,5 @@
 """Agent programs play rollouts: unmodified, through the API that their SDK knows, and every token is the policy's."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

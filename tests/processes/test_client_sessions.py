@@ -1,7 +1,5 @@
 """A user's own harness plays rollouts: its clients open sessions, call the policy, and post rewards."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """`trireme env check`, by a script, a fake engine or a fake chat endpoint; and `env init`, `install` and `list`."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """The Python sandbox: real processes, confined in each of the ways that this machine allows."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import os

@@ -1,7 +1,5 @@
 """v1 environments of verifiers 0.4, unmodified, in a virtual environment of their own."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

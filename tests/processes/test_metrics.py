@@ -47,22 +47,6 @@ def steps_in(path: Path) -> list[int]:
     return [row["step"] for row in read_metrics(path)[0]]
 
 
-def test_lines_that_found_no_room_are_written_in_order_before_the_next(tmp_path, monkeypatch):
-    full = tmp_path / "full"
-    monkeypatch.setenv("TRIREME_FAULTS", f"disk_full={full}")
-    metrics = MetricsFile(tmp_path / "metrics.jsonl", "trainer")
-    metrics.append(0, {})
-    full.touch()
-    for step in (1, 2, 3):
-        metrics.append(step, {})
-    assert steps_in(metrics.path) == [0]
-    assert metrics.waiting == 3
-    full.unlink()
-    metrics.append(4, {})
-    assert steps_in(metrics.path) == [0, 1, 2, 3, 4]
-    assert (metrics.waiting, metrics.lost) == (0, 0)
-
-
 def test_wherever_a_line_is_cut_nobody_takes_the_half_for_a_line_and_none_is_missing(tmp_path):
     probe = MetricsFile(tmp_path / "probe.jsonl", "trainer")
     probe.append(1, {"loss": 0.5})

@@ -1,7 +1,5 @@
 """A rollout between a worker and an engine: what was said, how it ended, and that exactly what was sampled is kept."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -94,15 +94,6 @@ def test_the_longest_gap_that_two_bytes_hold_arrives_and_so_does_a_tensor_that_i
         assert same_bits(patched(before, made), after.contiguous())
 
 
-@given(st.lists(st.booleans(), max_size=70))
-def test_bits_unpack_to_what_was_packed(values: list[bool]) -> None:
-    mask = torch.tensor(values, dtype=torch.bool)
-    packed = patch.pack_bits(mask)
-    assert patch.unpack_bits(packed, len(values)).tolist() == values
-    by_hand = [sum(2**j for j, value in enumerate(values[i : i + 8]) if value) for i in range(0, len(values), 8)]
-    assert packed.tolist() == by_hand
-
-
 def digest_by_the_formula(tensor: torch.Tensor) -> str:
     """By numpy, whose unsigned integers wrap by themselves; the weights are splitmix64 of 0, 1, 2, …"""
     raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

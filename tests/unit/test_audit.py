@@ -1,7 +1,5 @@
 """The audit finds nothing in a correct run at any moment of it, and finds and names every fault that is planted."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Contradictions are refused before anything starts, with the values and what to type instead."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One rollout token by token: the trainer's logprobs are at their tokens, and text of a model is never markup."""
 
-from __future__ import annotations
-
 import dataclasses
 import html
 import math

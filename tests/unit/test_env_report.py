@@ -1,7 +1,5 @@
 """What a check says of its rollouts: figures worked by hand, and the advice at its bounds."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -139,27 +139,20 @@ def test_new_advantages_keep_what_a_cut_sampler_could_choose_from() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rewards", "steps", "fields", "words"),
+    ("rewards", "steps", "fields", "is_worth_it"),
     [
-        ([0.5, 0.5], None, {}, None),
-        ([0.5, 0.5], None, {"needs_signal": True}, "no signal: all rewards of the group are equal"),
-        ([0.3, 0.1 + 0.2], None, {"needs_signal": True}, "no signal: all rewards of the group are equal"),
-        ([0.5, 0.75], None, {"needs_signal": True}, None),
-        ([0.5, 0.5], [0.0, 1.0], {"needs_signal": True}, None),  # rewards of steps are a signal too
-        ([0.5, 0.5], [1.0, 1.0], {"needs_signal": True}, "no signal: all rewards of the group are equal"),
-        ([0.5], None, {"needs_signal": True}, "no signal: all rewards of the group are equal"),
-        ([0.0, 1.0], None, {"least_variance": 0.25}, None),
-        ([0.0, 0.9], None, {"least_variance": 0.25}, "little signal: the rewards of the group vary by 0.203"),
+        ([0.3, 0.1 + 0.2], None, {"needs_signal": True}, False),
+        ([0.5, 0.5], [0.0, 1.0], {"needs_signal": True}, True),  # rewards of steps are a signal too
+        ([0.5, 0.5], [1.0, 1.0], {"needs_signal": True}, False),
+        ([0.0, 1.0], None, {"least_variance": 0.25}, True),
     ],
 )
-def test_a_group_without_enough_signal_is_not_worth_it(rewards, steps, fields, words) -> None:
+def test_a_group_without_enough_signal_is_not_worth_it(rewards, steps, fields, is_worth_it) -> None:
     group = [rollout_of(reward, place=place) for place, reward in enumerate(rewards)]
     for rollout, step in zip(group, steps or (), strict=False):
         rollout.token_rewards = [np.array([NAN, NAN, step], dtype=np.float32)]
-    assert targets.why_not_worth_it(group, order_rules(**fields)) == words
-    outcome = targets.outcome_of(group)
-    assert (outcome.env, outcome.group, outcome.example) == ("a", 0, 7)
-    assert outcome.mean == np.mean(rewards)
+    assert (targets.why_not_worth_it(group, order_rules(**fields)) is None) is is_worth_it
+    assert targets.outcome_of(group).mean == np.mean(rewards)
 
 
 def test_flaws_are_read_off_each_turn_of_each_sample() -> None:

@@ -199,19 +199,6 @@ def test_a_conversation_with_other_tools_begins_a_sample_that_shows_them(tmp_pat
     assert "add" in talk.tokenizer.decode(question.ids)
 
 
-def test_what_a_cut_sampler_chose_from_stays_with_its_tokens(tmp_path):
-    talk = Talk(tmp_path)
-    question = talk.ask([ASK], None)
-    cut = Generation([10, END], [-0.1, -0.2], [0, 0], "stop", kept=[[9, 10, 11], [END]])
-    said = talk.tokenizer.decode([10])
-    talk.record(question, cut, ModelMessage(said))
-    longer = talk.answer([ASK, says(said), MORE], [12])
-    (sample,) = talk.samples()
-    before = len(question.ids)
-    assert sample.kept.counts.tolist() == [0] * before + [3, 1] + [0] * (len(longer) + 1 - before - 2)
-    assert sample.kept.ids.tolist() == [9, 10, 11, END]
-
-
 def test_rewards_of_turns_lie_on_the_tokens_of_those_turns_or_where_each_ends(tmp_path):
     talk = Talk(tmp_path / "branching", "branching")
     first = talk.answer([ASK], [10, 11, END])

@@ -1,7 +1,5 @@
 """The dashboard's table of rollouts: all of them, found as the viewer finds them, however the journal changes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

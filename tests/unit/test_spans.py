@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from stage import until
-from trireme.base.timing import Timer, age_s
+from trireme.base.timing import age_s
 from trireme.monitor.spans import (
     MOST_A_SECOND,
     SLOT_US,
@@ -115,22 +115,6 @@ def test_of_a_killed_process_all_that_was_written_stays_and_its_successor_adds_t
     assert offset < path.stat().st_size  # the torn line waits for its rest
 
 
-def test_a_full_disk_loses_no_span_and_ends_nothing(tmp_path, monkeypatch):
-    full, path = tmp_path / "full", tmp_path / "spans.jsonl"
-    full.touch()
-    monkeypatch.setenv("TRIREME_FAULTS", f"disk_full={full}")
-    file = SpansFile(path)
-    lane = file.lane("trainer")
-    for step in range(5):
-        with lane.doing("train", step=step):
-            time.sleep(0.0001)
-        file.flush()
-    assert read_spans(path)[0] == []
-    full.unlink()
-    file.close()
-    assert [span.step for span in read_spans(path)[0]] == list(range(5))
-
-
 def test_the_writer_of_its_own_writes_without_being_asked_and_at_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr("trireme.monitor.spans.FLUSH_S", 0.01)
     path = tmp_path / "spans.jsonl"
@@ -143,27 +127,6 @@ def test_the_writer_of_its_own_writes_without_being_asked_and_at_the_end(tmp_pat
         time.sleep(0.001)
     assert read_spans(path)[0][-1].what == "journal"
     assert not [thread for thread in threading.enumerate() if thread.name == "spans"]
-
-
-def test_many_threads_may_turn_one_lane(tmp_path):
-    file = SpansFile(tmp_path / "spans.jsonl")
-    lane = file.lane("engine 127.0.0.1:8000", what="start")
-    begun = time.time()
-
-    def turn(what: str) -> None:
-        for _ in range(300):
-            lane.enter(what)  # type: ignore[arg-type]
-
-    threads = [threading.Thread(target=turn, args=(what,)) for what in ("generate", "wait", "transfer")]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        file.flush()
-    file.close()
-    spans, _ = read_spans(tmp_path / "spans.jsonl")
-    assert overlaps(spans) == []
-    assert sum(span.seconds for span in spans) <= time.time() - begun + 0.1
-    assert sum(span.seconds for span in spans) == pytest.approx(sum(lane.take().values()), abs=2e-3)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -205,15 +168,3 @@ def test_a_clock_goes_on_from_where_the_one_before_came_to_and_a_process_knows_i
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert 0.05 <= float(said) <= time.monotonic() - began + 0.02  # the kernel counts in hundredths
     assert age_s() > 0
-
-
-def test_a_timer_enters_each_of_its_spans_in_a_lane_too():
-    clock = Hand()
-    lane = Lane("trainer", keeps=True, clock=clock)
-    timer = Timer(also=lambda name: lane.doing("train" if name == "forward_backward" else "save"))
-    with timer.span("forward_backward"):
-        clock.now_us = 10
-    with timer.span("checkpoint"):
-        clock.now_us = 30
-    assert [(piece.what, piece.end_us - piece.begin_us) for piece in lane.drain()] == [("train", 10), ("save", 20)]
-    assert timer.take().keys() == {"time/forward_backward", "time/checkpoint"}

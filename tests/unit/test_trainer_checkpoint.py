@@ -259,7 +259,7 @@ def test_an_export_replaces_the_last_and_its_configuration_describes_it(trained,
     assert [path.name for path in folder.parent.iterdir()] == ["step_1"]
     assert json.loads((folder / "generation_config.json").read_text())["temperature"] == 0.6
     config = json.loads((folder / "config.json").read_text())
-    assert (config["dtype"], config["use_cache"]) == ("bfloat16", True)
+    assert (config["dtype"], config["use_cache"], config["architectures"]) == ("bfloat16", True, ["Qwen3ForCausalLM"])
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     expected = {name: parameter.full_tensor().bfloat16() for name, parameter in trained.named_parameters()}

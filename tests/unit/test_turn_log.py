@@ -1,7 +1,5 @@
 """Turns of a rollout on disk: what was written whole is read again, whatever cut the file off."""
 
-from __future__ import annotations
-
 import errno
 import os
 import time
