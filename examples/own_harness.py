@@ -12,14 +12,21 @@ from pathlib import Path
 
 import httpx
 
-TOKEN = os.environ.get("TRIREME_TOKEN") or Path("outputs/own-harness/.token").read_text()
 patient = httpx.HTTPTransport(retries=7)  # for half a minute, while the orchestrator restarts
 http = httpx.Client(base_url="http://127.0.0.1:8090", timeout=600, transport=patient)
 
 
+def read_token() -> str:
+    """Return the run's token. The file has another one when `rl` is started again."""
+    return os.environ.get("TRIREME_TOKEN") or Path("outputs/own-harness/.token").read_text()
+
+
 def play() -> bool:
     """Play one rollout, and return whether the run goes on. An SDK can call the model at the session's `base_url`."""
-    opened = http.post("/sessions", json={"env": "shout"}, headers={"Authorization": f"Bearer {TOKEN}"})
+    token = read_token()
+    opened = http.post("/sessions", json={"env": "shout"}, headers={"Authorization": f"Bearer {token}"})
+    if opened.status_code == 401 and read_token() != token:  # the run was resumed meanwhile
+        return True
     if opened.status_code == 429:  # no rollout is wanted: the trainer is busy
         time.sleep(float(opened.headers["retry-after"]))
         return True
