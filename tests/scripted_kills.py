@@ -18,7 +18,6 @@ from real_run import REPOSITORY, Process, Run, wait_until
 from trireme.journal.versions import Versions
 
 SCRIPTED = ("python", "tests/scripted_rl.py", "@", "tests/e2e/scripted.toml")
-AGENT = ("python", "tests/scripted_rl.py", "@", "tests/e2e/agent.toml")
 REAL = ("rl", "@", "tests/e2e/synchronous.toml")
 DEADLINE_S = 120.0  # for a point to be reached, and for a run to recover
 END_S = 240.0
@@ -128,7 +127,7 @@ class KilledRun:
             *("--output-dir", str(self.run.root), "--trainer.num-ranks", str(self.ranks), *self.flags, *more),
             log=self.folder / f"launcher-{self.num_starts}.log",
             env=self.faults.env,
-            forked=self.command in (SCRIPTED, AGENT),
+            forked=self.command == SCRIPTED,
         )
 
     @property

@@ -8,16 +8,20 @@ vLLM.
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from threading import Event
+from typing import Any
 
+import httpx
 import pytest
 from filelock import FileLock
 
 from real_run import REPOSITORY, Run, run_apart
 from scripted_kills import (
-    AGENT,
     REAL,
     SCRIPTED,
     VICTIMS,
@@ -28,7 +32,9 @@ from scripted_kills import (
     open_run,
 )
 from trireme.base.faults import POINTS
+from trireme.base.processes import free_port
 from trireme.journal.turns import read_turns, turns_folder
+from trireme.orchestrator.environments.venv import environment_python, find_environment
 
 PHASES = {
     "sampling": "rollout.finished",
@@ -48,10 +54,12 @@ ON_THE_WAY_UP = {
 """Points that are reached only after the death of this process."""
 AT_THE_START = ("launcher.started",)
 AT_THE_END = ("trainer.finishing", "orchestrator.finishing")
-IN_A_SESSION = ("turn.sampled", "turn.written")
-"""Points that only agent programs come to."""
+IN_A_SESSION = ("turn.", "session.")
+"""Points that only agent programs and clients of a user's own harness come to begin so."""
 EVERY_FEW_STEPS = tuple(
-    point for point in POINTS if point not in {*ON_THE_WAY_UP, *AT_THE_START, *AT_THE_END, *IN_A_SESSION}
+    point
+    for point in POINTS
+    if point not in {*ON_THE_WAY_UP, *AT_THE_START, *AT_THE_END} and not point.startswith(IN_A_SESSION)
 )
 OF_ALL_RANKS = {"trainer.batch_received", "trainer.stepped", "trainer.sending", "trainer.sent", "trainer.published"}
 OF_ALL_RANKS |= {"trainer.confirmed", "checkpoint.begun", "checkpoint.written"}
@@ -179,24 +187,87 @@ def test_updates_that_send_less_than_all_weights_survive_kills(tiny_model, tmp_p
     assert_same_weights(run, whole, 24, f"{file}.safetensors")
 
 
+PORT = free_port()
+AGENT = ("--orchestrator.env.0.agent.command", "python3", str(REPOSITORY / "tests/e2e/talker.py"), "{prompt}")
+HARNESS = ("--orchestrator.env.0.agent.external", "true", "--orchestrator.env.0.agent.port", str(PORT))
+V1 = ("--orchestrator.env.0.id", "tests/environments/v1_echo", "--orchestrator.env.0.args", '{"numbers": 40}')
+IN_SESSIONS = {
+    "turn.sampled": ("orchestrator",),
+    "turn.written": ("orchestrator", "environment worker", "launcher"),
+    "turn.continued": ("orchestrator", "environment worker", "engine core", "trainer rank 0", "launcher"),
+    "session.taken": ("orchestrator", "engine core"),
+    "session.rewarded": ("orchestrator", "environment worker", "launcher"),
+    "environment.scored": ("orchestrator", "environment worker", "engine core"),
+    "journal.appended": ("orchestrator",),
+}
+
+
 @pytest.mark.slow
-def test_agent_programs_lose_no_turn_whatever_is_killed(tiny_model, tmp_path):
+@pytest.mark.parametrize(
+    ("environment", "points"),
+    [
+        (AGENT, {point for point in IN_SESSIONS if not point.startswith("session.")}),
+        (HARNESS, IN_SESSIONS.keys()),
+        (V1, {"turn.continued", "environment.scored"}),
+    ],
+    ids=["agent program", "own harness", "verifiers v1"],
+)
+def test_sessions_lose_no_turn_whatever_is_killed(environment, points, tiny_model, tmp_path):
     """The weights are those of the run in which nothing dies, and no turn was sampled twice."""
-    agent = ("--orchestrator.env.0.agent.command", "python3", str(REPOSITORY / "tests/e2e/talker.py"), "{prompt}")
-    flags = ("--max-steps", "24", *agent)
-    plain = KilledRun(tmp_path / "plain", [*flags, "--model.name", str(tiny_model)], command=AGENT, name="plain")
-    undisturbed = finish_undisturbed(plain)
-    with started(tmp_path / "killed", tiny_model, *flags, name="sessions", ranks=1, command=AGENT) as run:
-        run.start()
-        for point in (*IN_A_SESSION, "environment.scored", "journal.appended"):
-            for victim in ("orchestrator", "environment worker", "engine core", "launcher"):
+    environment_python(find_environment(V1[1]))  # a run would wait while it is installed
+    kills = [(victim, point) for point in IN_SESSIONS if point in points for victim in IN_SESSIONS[point]]
+    steps = len(kills) + 6
+    flags = ("--max-steps", str(steps), "--seq-len", "256", "--no-orchestrator.eval", *environment)
+    plain = KilledRun(tmp_path / "plain", [*flags, "--model.name", str(tiny_model)], name="plain")
+    with clients_of_a_harness(tmp_path) if environment is HARNESS else nullcontext(Counter()) as statuses:
+        undisturbed = finish_undisturbed(plain)
+        with started(tmp_path / "killed", tiny_model, *flags, name="sessions", ranks=1) as run:
+            run.start()
+            for victim, point in kills:
                 run.kill_at(victim, point)
-    assert_same_weights(run, undisturbed, 24)
+    assert_same_weights(run, undisturbed, steps)
+    assert statuses.keys() <= {200, 401, 403, 404, 429}, statuses
     files = list(turns_folder(run.run.paths.journal).glob("*.turns"))
-    assert len(files) >= 24 * 4
+    assert len(files) >= steps * 4
     for file in files:
         prompts = [turn.prompt for turn in read_turns(file)]
         assert len(set(prompts)) == len(prompts) <= 3, file
+
+
+@contextmanager
+def clients_of_a_harness(folder: Path) -> Iterator[Counter[int]]:
+    """Play what the newest run in a folder wants, four rollouts at once. A session that breaks is left alone."""
+    statuses: Counter[int] = Counter()
+    is_over = Event()
+
+    def post(http: httpx.Client, path: str, key: str, **body: Any) -> Any:
+        answer = http.post(path, json=body, headers={"Authorization": f"Bearer {key}"})
+        statuses[answer.status_code] += 1
+        return answer.raise_for_status().json()
+
+    def play(http: httpx.Client) -> None:
+        newest = max(folder.glob("*/run/.token"), key=os.path.getmtime)
+        session = post(http, "/sessions", newest.read_text(), env="say")
+        key, messages = session["api_key"], session["prompt"]
+        for _ in range(3):
+            said = post(http, "/v1/chat/completions", key, messages=messages)["choices"][0]["message"]
+            messages += [said, {"role": "user", "content": f"sure? {len(said['content'])}"}]
+        post(http, f"/sessions/{session['id']}/reward", key)  # the environment's
+
+    def play_on() -> None:
+        while not is_over.wait(0.02):
+            with suppress(httpx.HTTPError, OSError, ValueError):  # also while there is no token yet
+                with httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=60) as http:
+                    play(http)
+
+    with ThreadPoolExecutor(4) as pool:
+        playing = [pool.submit(play_on) for _ in range(4)]
+        try:
+            yield statuses
+        finally:
+            is_over.set()
+            for each in playing:
+                each.result()
 
 
 @pytest.mark.slow

@@ -14,6 +14,8 @@ class EchoData(vf.TaskData):
 class EchoTask(vf.Task[EchoData]):
     @vf.reward(weight=1.0)
     async def echoes(self, trace: vf.Trace) -> float:
+        if self.data.answer.isdigit():  # one for policies that say anything but their task
+            return sum(place * ord(letter) for place, letter in enumerate(trace.last_reply, start=1)) % 97 / 97
         if self.data.answer == "unjudgeable":
             raise ValueError("this cannot be judged")
         return float("nan") if self.data.answer == "nan" else float(trace.last_reply == self.data.answer)
@@ -30,6 +32,7 @@ class EchoTask(vf.Task[EchoData]):
 class EchoConfig(vf.TasksetConfig):
     system: str | None = None
     endless: bool = False
+    numbers: int = 0  # tasks that are played instead, of three turns each
 
 
 TASKS = [
@@ -51,7 +54,8 @@ class EchoTaskset(vf.Taskset[EchoTask, EchoConfig]):
         while self.config.endless:
             word = str(random.random())
             yield EchoTask(EchoData(prompt=f"say: {word}", answer=word), self.config.task)
-        for fields in TASKS:
+        numbers = [{"answer": str(number), "again": 2} for number in range(self.config.numbers)]
+        for fields in numbers or TASKS:
             data = EchoData(prompt=f"say: {fields['answer']}", system_prompt=self.config.system, **fields)
             yield EchoTask(data, self.config.task)
 

@@ -24,6 +24,7 @@ from fastapi import Request, Response
 from starlette.routing import Route, request_response
 
 from trireme.base.errors import ConfigError, DeadlineExceeded
+from trireme.base.faults import reach
 from trireme.base.network import is_loopback
 from trireme.base.token import TOKEN, token
 from trireme.base.waiting import Waits
@@ -217,6 +218,7 @@ class Sessions:
                 if self._open.pop(rollout.id, None) is not None:
                     self._offered.setdefault(rollout.example, deque()).appendleft(rollout)
                 raise Refused("ended", "The client has gone.")
+            reach("session.taken")
             address = str(request.base_url).rstrip("/")
             shown = {"id": rollout.id, "api_key": rollout.key, "base_url": f"{address}/v1", "gateway": address}
             split, index = rollout.example
@@ -264,6 +266,7 @@ class Sessions:
         if rollout.outcome.done():  # a second request came while this one was read
             raise Refused("ended", "The session has ended: its reward was posted.")
         rollout.outcome.set_result(outcome)
+        reach("session.rewarded")
         self.gateway.close(rollout.key, "its reward was posted")
         return as_json({"state": "ended"})
 

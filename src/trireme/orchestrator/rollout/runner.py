@@ -306,6 +306,8 @@ class _Conversation:
             message=message.to_message(),
         )
         reach("turn.sampled")
+        if number > 1:
+            reach("turn.continued")
         assert self._runner.waits is not None, "turns are kept, and a full disk has nowhere to be reported"
         write = partial(
             when_there_is_room,
