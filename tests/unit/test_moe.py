@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import families
 from moe import CONFIGS, NUM_EXPERTS, TOP_K, build_moe, random_routes, routed, routed_of, save_moe
-from tiny import backward, one_row, random_samples, take_gradients
+from tiny import are_equal, backward, one_row, random_samples, take_gradients
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import ActivationCheckpointing, Experts, TrainerModel
 from trireme.messages import Routed
@@ -209,3 +210,18 @@ def test_a_router_is_asked_how_it_weighs_without_a_trace_in_the_random_state_and
     assert torch.equal(found, torch.rand(3))
     with pytest.raises(ConfigError, match="how Strange weighs experts is not known"):
         find_weighing(Strange(model.config), model.config)
+
+
+def test_experts_are_trained_to_the_same_bits_by_several_threads(world):
+    """Gradients of tokens that share an expert are added up in one order, or no replay would be exact."""
+    config = families.build_config("qwen3_moe", **families._LARGE, num_experts_per_tok=4)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    torch.set_num_threads(2)
+    try:
+        found = []
+        for _ in range(3):
+            families.backward(model, *families.row(512))
+            found.append(take_gradients(model))
+    finally:
+        torch.set_num_threads(1)
+    assert all(are_equal(found[0], again) for again in found[1:])

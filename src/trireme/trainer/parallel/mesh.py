@@ -124,6 +124,10 @@ def open_world(
         torch.cuda.set_device(local)
     else:
         local = torch.device("cpu")
+        # Several threads add up the gradients of tokens that share an expert in any order, unless this is set. It
+        # made no step slower. Operations without such a form only warn.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
     _join(device, rank, size, timeout_s)
     try:
         world = build_world(rank, size, local, replicas=replicas, cp=cp)
