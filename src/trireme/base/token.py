@@ -45,11 +45,15 @@ def write_key(folder: Path, key: str | None) -> None:
         key: the token where it was made for this run alone; else `status_key`, which opens only the status.
     """
     file = folder / KEY_FILE
-    file.unlink(missing_ok=True)
-    if key is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as opened:
-            opened.write(key)
+    if key is None:
+        file.unlink(missing_ok=True)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f"{KEY_FILE}.{os.getpid()}")  # a client may read the key at any time
+    partial.unlink(missing_ok=True)
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as opened:
+        opened.write(key)
+    os.replace(partial, file)
 
 
 def read_key(folder: Path) -> str | None:
