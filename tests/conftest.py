@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -42,6 +42,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny import save_tiny_model
 
     return save_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def on(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    """Runs a function on an environment of a package; see `toy_environments.py`."""
+    from toy_environments import shared_packages
+
+    with shared_packages(tmp_path_factory) as run_on:
+        yield run_on
 
 
 @pytest.fixture(scope="module")

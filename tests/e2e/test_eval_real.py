@@ -64,6 +64,7 @@ def test_each_checkpoint_answers_with_its_own_weights_and_the_base_model_is_give
     assert serves() == "default"
 
 
+@pytest.mark.slow  # an endpoint that plays such a server is asked in tests/processes/test_eval_commands.py
 def test_a_server_is_asked_on_its_chat_route_like_any_other(engine, tmp_path):
     url = f"http://127.0.0.1:{engine.port}/v1"
     model = httpx.get(f"{url}/models", trust_env=False).json()["data"][0]["id"]

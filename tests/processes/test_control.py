@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -176,14 +176,3 @@ def test_a_peer_that_is_gone_for_thousands_of_questions_blocks_nobody_and_is_not
                 server.send_multipart([peer, number, encode(Live(version=3))])
     assert replies == [Live(version=3)]
     assert questions.isdisjoint({b"%d:0" % messages.WIRE_VERSION, b"%d:1" % messages.WIRE_VERSION})
-
-
-def test_an_orchestrator_that_comes_back_is_asked_again():
-    port = free_port()
-    replies: list[Reply] = []
-    with open_client(f"tcp://127.0.0.1:{port}", ask_again_s=SOON_S) as client, ExitStack() as successor:
-        with answering(lambda request: Live(version=1), port):
-            assert ask(client) == Live(version=1)
-        with in_a_thread(lambda: replies.append(ask(client))):
-            successor.enter_context(answering(lambda request: Live(version=2), port))
-    assert replies == [Live(version=2)]

@@ -12,12 +12,13 @@ import re
 import runpy
 from collections.abc import Awaitable, Callable
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from toy_environments import import_shipped, packages_folder, run_all, run_one, says, shared_packages, with_package
+from toy_environments import import_shipped, packages_folder, run_all, run_one, says, with_package
 from trireme.orchestrator.environments.wire import Ask, Reply, ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.turns import split_tool_calls
@@ -40,6 +41,7 @@ MARK = " // new name!"
         (game.choose_secrets, ANY | {"word_length": 6}, "expected 5, the only length"),
         (episodes.make_episodes, BOUNDS | {"num_turns": (3, 2)}, "expected 1 <= min_turns <= max_turns"),
         (problems.make_problems, {"seed": 0}, r"num_train=-1, .* there is no `all` of them"),
+        (maths.make_problems, {"difficulties": (0, 1), "seed": 0}, "expected one of 1 to 5"),
     ],
 )
 def test_arguments_that_allow_no_example_are_refused_with_advice(make, arguments, advice):
@@ -196,13 +198,14 @@ def test_numbers_are_exact_and_read_in_all_their_spellings():
     assert {(numbers.to_number(text), numbers.is_same_number(text, text)) for text in nonsense} == {(None, False)}
 
 
-def test_problems_differ_and_training_never_sees_what_is_evaluated_whatever_the_seed():
-    sets = [problems.make_problems(200, 40, seed=seed) for seed in range(3)]
+@pytest.mark.parametrize("make", [problems.make_problems, partial(maths.make_problems, difficulties=(1, 5))])
+def test_problems_differ_and_training_never_sees_what_is_evaluated_whatever_the_seed(make):
+    sets = [make(200, 40, seed=seed) for seed in range(3)]
     train, evaluation = ([{problem.question for problem in each[part]} for each in sets] for part in (0, 1))
     assert [len(questions) for questions in train] == [200] * 3
     assert [len(each[1]) for each in sets] == [40] * 3
     assert not set().union(*train) & set().union(*evaluation)
-    assert problems.make_problems(200, 40, seed=2) == sets[2]
+    assert make(200, 40, seed=2) == sets[2]
 
 
 @pytest.mark.parametrize(
@@ -261,12 +264,6 @@ def test_questions_differ_have_answers_on_the_pages_and_are_never_in_both_sets()
     assert [len(part) for part in wiki.build_questions(7, 3, seed=0)] == [7, 3]
     text = "\n".join(page.text for page in wiki.build_pages())
     assert [answer for answer in (train | evaluation).values() if answer not in text] == []
-
-
-@pytest.fixture(scope="module")
-def on(tmp_path_factory):
-    with shared_packages(tmp_path_factory) as on:
-        yield on
 
 
 def calls(tool: str, **arguments: str) -> Reply:
@@ -334,15 +331,6 @@ def test_answers_agree_with_another_way_to_compute_them(made, difficulty, patter
     assert len(found) > 10
     for match, answer in found[:10]:
         assert solve(*map(int, match.groups())) == answer, match.string
-
-
-def test_training_on_computations_never_sees_what_is_evaluated_whatever_the_seed():
-    sets = [maths.make_problems(300, 60, difficulties=(1, 5), seed=seed) for seed in range(3)]
-    assert [tuple(map(len, each)) for each in sets] == [(300, 60)] * 3
-    train, evaluation = ({problem.question for each in sets for problem in each[part]} for part in (0, 1))
-    assert not train & evaluation
-    with pytest.raises(ValueError, match="expected one of 1 to 5"):
-        maths.make_problems(1, 1, difficulties=(0, 1), seed=0)
 
 
 def call(code: str, name: str = "python") -> str:

@@ -5,17 +5,11 @@ import asyncio
 import pytest
 
 from fake_chat import FakeChat, completion
-from toy_environments import never, refuses, run_all, run_group, run_one, says, shared_packages
+from toy_environments import never, refuses, run_all, run_group, run_one, says
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask, ToolCall
 
 pytestmark = pytest.mark.xdist_group("verifiers")  # one process, so that tests share workers
-
-
-@pytest.fixture(scope="module")
-def on(tmp_path_factory):
-    with shared_packages(tmp_path_factory) as on:
-        yield on
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from toy_environments import never, open_package, packages_folder, refuses, run_all, run_one, says, shared_packages
+from toy_environments import never, open_package, packages_folder, refuses, run_all, run_one, says
 from trireme.algo.data.order import ENDLESS
 from trireme.base.errors import ConfigError
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
@@ -12,12 +12,6 @@ from trireme.orchestrator.environments.wire import Ask, Done, Reply
 
 pytestmark = pytest.mark.xdist_group("verifiers v1")
 WORD, LONGER, OFTEN, UNJUDGEABLE, NAN, TWICE = range(6)
-
-
-@pytest.fixture(scope="module")
-def on(tmp_path_factory):
-    with shared_packages(tmp_path_factory) as on:
-        yield on
 
 
 async def echo(question: Ask) -> Reply:

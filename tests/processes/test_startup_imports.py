@@ -60,10 +60,12 @@ def test_a_process_loads_what_it_needs_and_no_more(modules, tmp_path):
     [
         *(f'from trireme.cli.{name} import {name}; {name}(["--help"])' for name in ("rl", "trireme")),
         f'from trireme.cli.rl import rl; rl(["@", "{REPOSITORY}/configs/reverse-text/rl.toml", "--dry-run"])',
+        "import trireme.journal.provenance as of; of.collect_provenance(of.Devices(), {}, [])",
+        'from trireme.config.inference import parser_names; assert parser_names("reasoning_parser")',
     ],
-    ids=["rl --help", "trireme --help", "rl --dry-run"],
+    ids=["rl --help", "trireme --help", "rl --dry-run", "provenance", "parsers of vLLM"],
 )
-def test_a_command_that_starts_nothing_loads_none_of_them(call, tmp_path):
+def test_what_needs_no_model_loads_none_of_them(call, tmp_path):
     (tmp_path / "models").symlink_to(REPOSITORY / "models")
     assert loaded_by(call, tmp_path) == set()
 
