@@ -1,6 +1,5 @@
 """From rewards to one number per token, what becomes of a flawed rollout, and what ranks are handed of a batch."""
 
-import asyncio
 import json
 import math
 from itertools import product
@@ -27,7 +26,7 @@ from trireme.journal.journal import Journal
 from trireme.journal.rank_shares import Shares, cost_of_model, row_capacity, row_cost, share_of
 from trireme.journal.records import AgentRun, BatchRecord, Rollout, State
 from trireme.journal.targets import advantages_of, estimator_of
-from trireme.messages import BatchReply, Kept, Tokens, build_tokens, encode
+from trireme.messages import Kept, Tokens, build_tokens, encode
 from trireme.trainer.model.forward import places_of
 from written_run import build_rich_config
 
@@ -284,16 +283,3 @@ def test_a_row_costs_by_the_sizes_of_the_trained_model_and_has_its_capacity(tmp_
         assert cost_of_model(name, attention="sdpa") == LINEAR
     assert row_capacity(config(model={"cp": 4})) == 64  # shared by the ranks that share the row
     assert row_capacity(config(micro_batch_tokens=128)) == 128
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_shares_that_are_asked_for_at_once_are_the_same(journal: Journal, world: int) -> None:
-    shares, config = Shares(journal, RunConfig(seq_len=48)), RunConfig(seq_len=48)
-
-    async def ask() -> list[BatchReply]:
-        asked = [(step, rank) for step in (0, 1) for rank in range(world)]
-        return await asyncio.gather(*(shares.in_thread(step, rank=rank, world=world) for step, rank in asked))
-
-    found = asyncio.run(ask())
-    alone = [Shares(journal, config).of(step, rank=rank, world=world) for step in (0, 1) for rank in range(world)]
-    assert list(map(encode, found)) == list(map(encode, alone))
