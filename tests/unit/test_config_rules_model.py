@@ -108,6 +108,12 @@ ON_CPU = {"attn": "sdpa", "dtype": "float32"}
         ({"model_type": "qwen3_5", "vision_config": {}}, "--inference.args.language-model-only false", "tower", None),
         ({"model_type": "olmo_hybrid"}, "--inference.model.dtype bfloat16", "does not serve olmo_hybrid", None),
         ({"model_type": "nemotron_h"}, "--trainer.model.lora.sync adapter", 'expected "merged"', ON_CPU),
+        (
+            {"model_type": "mixtral", "num_local_experts": 4},
+            "--trainer.model.lora.sync adapter",
+            "with experts",
+            ON_CPU,
+        ),
     ],
 )
 def test_what_does_not_hold_for_layers_with_a_state_is_refused_before_launch(folder, described, flags, words, chosen):

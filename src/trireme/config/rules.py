@@ -27,6 +27,7 @@ from trireme.config.model_folder import (
     low_bit_problem,
     model_launch_problems,
     num_experts_in,
+    num_experts_of,
     read_config,
 )
 from trireme.config.orchestrator import nearest_divisors, orchestrator_problems, samplings
@@ -126,6 +127,11 @@ def served_model_problems(config: RunConfig, described: dict[str, Any] | None = 
         yield (
             f'`trainer.model.lora.sync = "adapter"` with {served} - expected "merged" for a model whose layers carry a '
             "state: their adapters were not tried in vLLM. Remove the line."
+        )
+    elif config.serves_adapters and config.device == "cpu" and num_experts_of(described):
+        yield (
+            f'`trainer.model.lora.sync = "adapter"` with {served} on a CPU - expected "merged" for a model with '
+            "experts: vLLM's engine dies, as adapters beside them need triton. Remove the line."
         )
 
 
