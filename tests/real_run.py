@@ -216,10 +216,12 @@ class SharedEngine:
 
 
 @contextmanager
-def open_engine(folder: Path, *flags: str | Path, config: str = SYNCHRONOUS) -> Iterator[SharedEngine]:
+def open_engine(
+    folder: Path, *flags: str | Path, config: str = SYNCHRONOUS, forked: bool = False
+) -> Iterator[SharedEngine]:
     (port,) = free_ports(1)
     arguments = ["@", config, "--output-dir", folder, "--server.port", str(port), *flags]
-    with started("inference", *arguments, log=folder / "inference.log") as process:
+    with started("inference", *arguments, log=folder / "inference.log", forked=forked) as process:
         engine = SharedEngine(process, port)
 
         def is_up() -> bool:

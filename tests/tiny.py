@@ -192,12 +192,19 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
     return max(float((one[name] - other[name]).abs().max() / one[name].abs().max().clamp(min=1e-12)) for name in one)
 
 
-def logprobs_of(model: Path, tensors: dict[str, np.ndarray], ids: list[int]) -> np.ndarray:
+def logprobs_of(
+    model: Path,
+    tensors: dict[str, np.ndarray],
+    ids: list[int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    attn: str | None = None,
+) -> np.ndarray:
     """[T - 1] of each token after those before it, by transformers, of the model with these tensors."""
     with TemporaryDirectory() as folder:
         shutil.copy(model / "config.json", folder)
         save_file(tensors, f"{folder}/model.safetensors", metadata={"format": "pt"})
-        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attn)
     with torch.no_grad():
-        found = loaded(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        found = loaded(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
     return found.gather(-1, torch.tensor(ids)[1:, None])[:, 0].numpy()

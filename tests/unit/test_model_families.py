@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,19 @@ def test_a_probe_admits_the_same_weights_in_bfloat16_and_no_others(
     for layer in half.model.layers if kind == "gemma2" else []:
         layer.self_attn.attn_logit_softcapping = 0.5
     assert (difference() > TIMES_NOISE * probe.noise) == (kind != "qwen3")
+
+
+def test_the_page_of_models_shows_what_was_measured_with_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every family has its row, and every model that a rule refuses; `benchmarks/models.py` measures and writes it."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    models = import_module("models")
+    stored, page = models.read_stored(), models.PAGE.read_text()
+    assert page.partition(f"{models.BEGIN}\n")[2].partition(models.END)[0] == models.page_of(stored)
+    measured = stored["families"]
+    assert measured.keys() == {*CONFIGS, *families.SERVED}
+    assert [kind for kind, result in measured.items() if result["versions"] != models.installed()] == []
+    assert stored["refused"] == models.refused_families()
+    assert {"mamba", "jamba", "nemotron_h with experts"} <= stored["refused"].keys()
 
 
 def test_a_decoder_within_a_model_that_sees_is_found_and_trained(tmp_path: Path, world: World) -> None:
