@@ -60,9 +60,10 @@ PROMPT_TOKENS, SAMPLED_TOKENS, FLIGHT_TOKENS = 70, 60, 400
 NOISE = 0.05  # of the second set of weights; with it, logprobs differ by nats
 KINDS = (*families.CONFIGS, "qwen3_5", "qwen3_5_moe")
 LARGE = families._LARGE | {"head_dim": 64}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 PUBLISHED = {
     "gpt_neox": {"num_key_value_heads": 2},  # has no groups of heads, but vLLM reads the key
-    "gpt_oss": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "truncate": False}},
+    "gpt_oss": {"rope_parameters": YARN},
 }
 LORA = ("--trainer.model.lora.rank", "4", "--trainer.model.lora.target-modules")
 TRIES = 8
