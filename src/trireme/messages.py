@@ -175,7 +175,7 @@ class Probe(msgspec.Struct, frozen=True):
 
     ids: Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 31)]], Meta(min_length=2)]  # [T]
     logprobs: list[float]  # [T - 1]: of ids[t + 1] after ids[:t + 1], at temperature 1
-    noise: Annotated[float, Meta(ge=0)] = 0.0  # largest change of a logprob by rounding; 0 in float32
+    noise: Annotated[float, Meta(ge=0)] = 0.0  # mean change of a logprob by rounding; 0 in float32
 
 
 # trainer -> orchestrator, and the answers

@@ -139,7 +139,7 @@ def test_a_probe_admits_the_same_weights_in_bfloat16_and_no_others(
     def difference() -> float:
         with torch.no_grad():
             logprobs = half(ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-        return float((logprobs.gather(-1, ids[0, 1:, None])[:, 0] - torch.tensor(probe.logprobs)).abs().max())
+        return float((logprobs.gather(-1, ids[0, 1:, None])[:, 0] - torch.tensor(probe.logprobs)).abs().mean())
 
     assert difference() <= TIMES_NOISE * probe.noise
     torch.manual_seed(0)

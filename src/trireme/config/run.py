@@ -51,7 +51,7 @@ class WeightBroadcast(Section):
     a copy of the model, as it is served, in host memory of all trainer ranks together, and one per engine worker."""
     probe_tolerance: PositiveFloat | None = None
     """Largest difference between the trainer's and an engine's logprobs on a fixed prompt after each update. If not
-    set, 1e-3 in float32; else 4 times what rounding changes in them, measured on the model at each update."""
+    set, 1e-3 in float32; else the mean difference may be four times what rounding makes, measured at each update."""
 
 
 class Ports(Section):

@@ -70,8 +70,8 @@ NO_TIME = {"time/update_weights": 0.0, "time/engines_paused": 0.0, "time/engines
 """Seconds of an update. All of it: from the trainer's announcement to the confirmation on disk. Paused: requests were
 frozen. Load: as a part of that, tensors arrived and vLLM processed them. The latter two are means over the engines."""
 
-EXACT, TIMES_NOISE = 1e-3, 4.0
-"""Largest difference on the probe, where none is configured: of float32, and as a multiple of the probe's noise."""
+TIMES_NOISE = 4.0
+"""Allowed mean difference on the probe where no largest one is configured, as a multiple of the probe's noise."""
 
 
 class WeightUpdates:
@@ -388,13 +388,17 @@ class Update:
         self._spent["time/engines_paused"] += paused_s / len(self._targets)
         self._pool.is_given(engine, message.version)
         theirs = await self._pool.prompt_logprobs(engine, message.probe.ids)
-        worst = float(np.abs(np.subtract(message.probe.logprobs, theirs)).max())  # NaN where any is
-        tolerance = self._config.probe_tolerance or max(EXACT, TIMES_NOISE * message.probe.noise)
-        if not worst <= tolerance:
+        differences = np.abs(np.subtract(message.probe.logprobs, theirs))
+        worst = float(differences.max())  # NaN where any is
+        if allowed := self._config.probe_tolerance:
+            found, measure = worst, "by up to"
+        else:
+            found, measure, allowed = float(differences.mean()), "in the mean by", TIMES_NOISE * message.probe.noise
+        if not found <= allowed:
             raise WeightsMismatch(
                 f"{engine.url} does not compute with version {message.version}: on a fixed prompt its logprobs "
-                f"differ from the trainer's by up to {worst:.3g}, allowed is {tolerance:g} "
-                f"(`weight_broadcast.probe_tolerance`, else {TIMES_NOISE:g} times the noise of rounding, "
-                f"{message.probe.noise:.2g}). Every tensor arrived as sent, so the engine uses one of them differently."
+                f"differ from the trainer's {measure} {found:.3g}, allowed is {allowed:.3g} "
+                f"(`weight_broadcast.probe_tolerance` for the largest, else {TIMES_NOISE:g} times what rounding makes)."
+                " Every tensor arrived as sent, so the engine uses one of them differently."
             )
         return worst
