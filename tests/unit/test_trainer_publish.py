@@ -326,7 +326,7 @@ def test_a_transfer_needs_the_memory_of_two_buckets_and_one_tensor(open_stand, t
         second_model = list(served_tensors(model, torch.bfloat16))
     assert all_held.peak >= stand.served_bytes > 10 * MIB
     assert second_model
-    assert live.peak < 2 * MIB + largest * (4 + 2) + MIB / 2
+    assert live.peak < 2 * MIB + largest * (4 + 2) + MIB  # the last one: what the probe computes, and small things
     assert metrics["weights/sent_bytes"] == (100 * (2 + 2) if delta else stand.served_bytes)
 
 
