@@ -55,7 +55,7 @@ from trireme.algo.advantage import group_mean
 from trireme.algo.columns import Columns, Totals
 from trireme.algo.loss.loss import policy_loss
 from trireme.config.losses import Loss, resolve_loss
-from trireme.inference.vllm_api import begin_reload, finish_reload, incomplete_layers, load_tied_head
+from trireme.inference.vllm_api import begin_reload, finish_reload, incomplete_layers, load_tensors
 from trireme.messages import Tokens, build_tokens
 
 REPOSITORY = Path(__file__).parents[1]
@@ -225,9 +225,7 @@ def load_weights(engine: LLM, model: PreTrainedModel) -> None:
     def load(worker: Any) -> list[str]:
         inner = worker.model_runner.model
         begin_reload(inner)
-        inner.load_weights(tensors.items())
-        if model.config.tie_word_embeddings:
-            load_tied_head(inner, tensors["model.embed_tokens.weight"])
+        load_tensors(inner, list(tensors.items()), tied=model.config.tie_word_embeddings)
         incomplete = incomplete_layers(inner)
         finish_reload(inner, worker.model_runner.model_config)
         return incomplete

@@ -62,9 +62,11 @@ def test_a_hybrid_is_updated_in_flight_and_trained(kind: str, tmp_path: Path) ->
     rows = run.rows("trainer")
     assert min(row["grad_norm"] for row in rows) > 0
     assert max(row["mismatch_kl"] for row in rows) < 1e-2
+    kept = [name for name in one if name.startswith(("mtp.", "model.visual."))]
+    if lora:  # whose export is adapters
+        return
     with safe_open(run.weights(3), framework="np") as exported:
         assert set(exported.keys()) == one.keys()
-        kept = [name for name in one if name.startswith(("mtp.", "model.visual."))]
         assert all(np.array_equal(exported.get_tensor(name), one[name]) for name in kept)
     if kept:
         assert "version 3: " in (told := run_command("trireme", "replay", run.root))
