@@ -127,10 +127,11 @@ def on_stage(
     num_engines: int = 1,
     is_live: bool = True,
     policy: dict[str, Any] | None = None,
+    tolerance: float | None = 1e-3,
     **knobs: Any,
 ) -> Any:
     """Plays once version 0 is live. `knobs` are those of engines."""
-    config = build_config(folder, weight_broadcast={"type": kind})
+    config = build_config(folder, weight_broadcast={"type": kind, "probe_tolerance": tolerance})
 
     async def main() -> Any:
         async with asyncio.timeout(60), AsyncExitStack() as stack:
@@ -285,6 +286,7 @@ async def test_a_question_that_is_asked_twice_gets_the_same_answer_and_does_noth
         ({"digest_error": "model.extra.weight"}, "model.extra.weight was not sent"),
         ({"incomplete": ("lm_head (0 of 8)",)}, r"not loaded whole.*lm_head \(0 of 8\) kept old weights"),
         ({"probe_error": 0.25}, "logprobs differ from the trainer's by up to 0.25, allowed is 0.001"),
+        ({"probe_error": 0.25, "tolerance": None}, "differ from the trainer's in the mean by 0.25, allowed is 0.001"),
     ],
 )
 def test_weights_that_are_not_the_trainers_are_refused_and_never_live(tmp_path, knobs, words):
@@ -297,6 +299,11 @@ def test_weights_that_are_not_the_trainers_are_refused_and_never_live(tmp_path, 
         return reply.error
 
     assert "127.0.0.1" in on_stage(tmp_path, play, is_live=False, **knobs)
+
+
+@staged(tolerance=None, probe_error=5e-4)
+async def test_a_probe_without_noise_admits_what_is_as_good_as_equal(stage):
+    assert stage.policy.version == 0
 
 
 def test_no_rollout_of_a_version_that_is_found_wrong_gets_into_the_journal(tmp_path):

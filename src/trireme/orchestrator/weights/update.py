@@ -70,8 +70,8 @@ NO_TIME = {"time/update_weights": 0.0, "time/engines_paused": 0.0, "time/engines
 """Seconds of an update. All of it: from the trainer's announcement to the confirmation on disk. Paused: requests were
 frozen. Load: as a part of that, tensors arrived and vLLM processed them. The latter two are means over the engines."""
 
-TIMES_NOISE = 4.0
-"""Allowed mean difference on the probe where no largest one is configured, as a multiple of the probe's noise."""
+EXACT, TIMES_NOISE = 1e-3, 4.0
+"""Allowed mean difference on the probe where no largest one is configured: at least, and in multiples of its noise."""
 
 
 class WeightUpdates:
@@ -393,12 +393,14 @@ class Update:
         if allowed := self._config.probe_tolerance:
             found, measure = worst, "by up to"
         else:
-            found, measure, allowed = float(differences.mean()), "in the mean by", TIMES_NOISE * message.probe.noise
+            found, measure = float(differences.mean()), "in the mean by"
+            allowed = max(EXACT, TIMES_NOISE * message.probe.noise)
         if not found <= allowed:
             raise WeightsMismatch(
                 f"{engine.url} does not compute with version {message.version}: on a fixed prompt its logprobs "
                 f"differ from the trainer's {measure} {found:.3g}, allowed is {allowed:.3g} "
                 f"(`weight_broadcast.probe_tolerance` for the largest, else {TIMES_NOISE:g} times what rounding makes)."
-                " Every tensor arrived as sent, so the engine uses one of them differently."
+                " Every tensor arrived as sent, so the engine uses one of them differently. See docs/models.md for the "
+                "model, and set the tolerance only where the engine is known to be right."
             )
         return worst
