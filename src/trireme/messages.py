@@ -22,7 +22,7 @@ import numpy as np
 from msgspec import Meta
 from pydantic import BaseModel
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 
 Count = Annotated[int, Meta(ge=0, le=1 << 31)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]
@@ -55,6 +55,23 @@ class Routed(msgspec.Struct, frozen=True):
     top_k: int
 
 
+class Picture(msgspec.Struct, frozen=True):
+    """A picture in a conversation: the image tokens that stand for it, `rows` times `columns` of them, row by row.
+
+    Example:
+        Picture(digest="9f…", place=5, rows=2, columns=3)  # tokens 5 to 10
+    """
+
+    digest: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]  # SHA-256 of the file, see `journal/pictures.py`
+    place: Count  # of its first token in the sample or row
+    rows: Annotated[int, Meta(ge=1, le=1 << 16)]
+    columns: Annotated[int, Meta(ge=1, le=1 << 16)]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.columns
+
+
 class Tokens(msgspec.Struct, frozen=True):
     """Per-token columns of one sample or of one packed row. A new per-token quantity is one line here.
 
@@ -69,6 +86,7 @@ class Tokens(msgspec.Struct, frozen=True):
     versions: np.ndarray  # [T] int32: the policy version that sampled it, -1 where the mask is 0
     kept: Kept | None = None  # where sampling was cut: the logprobs are those among what was kept
     routed: Routed | None = None  # where the trainer is to send tokens to the experts that the engine sent them to
+    pictures: list[Picture] = []  # by their places, ascending
 
     @property
     def length(self) -> int:
@@ -85,19 +103,29 @@ COLUMNS: dict[str, tuple[np.dtype, float]] = {
 """Type and padding value of each column of `Tokens`."""
 
 
-def build_tokens(*, kept: Kept | None = None, routed: Routed | None = None, **columns: Any) -> Tokens:
+def build_tokens(
+    *, kept: Kept | None = None, routed: Routed | None = None, pictures: list[Picture] | None = None, **columns: Any
+) -> Tokens:
     """Tokens from sequences of numbers, each column cast to its type."""
     arrays = {name: np.asarray(columns[name], dtype=dtype) for name, (dtype, _) in COLUMNS.items()}
     lengths = {name: len(array) for name, array in arrays.items()}
     assert len(set(lengths.values())) == 1, f"columns of different lengths: {lengths}"
     assert kept is None or len(kept.counts) == lengths["ids"], f"{len(kept.counts)} counts for {lengths['ids']} tokens"
     assert routed is None or len(routed.known) == lengths["ids"], f"routes of {len(routed.known)} tokens"
-    return Tokens(**arrays, kept=kept, routed=routed)
+    return Tokens(**arrays, kept=kept, routed=routed, pictures=pictures or [])
 
 
 def concat_tokens(parts: list[Tokens]) -> Tokens:
     columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS}
-    return Tokens(**columns, kept=_concat_kept(parts), routed=_concat_routed(parts))
+    return Tokens(**columns, kept=_concat_kept(parts), routed=_concat_routed(parts), pictures=_concat_pictures(parts))
+
+
+def _concat_pictures(parts: list[Tokens]) -> list[Picture]:
+    pictures, begin = [], 0
+    for part in parts:
+        pictures += [msgspec.structs.replace(each, place=begin + each.place) for each in part.pictures]
+        begin += part.length
+    return pictures
 
 
 def _concat_kept(parts: list[Tokens]) -> Kept | None:
@@ -221,6 +249,7 @@ class BatchReply(msgspec.Struct, frozen=True, tag=True):
     loss_tokens: int  # that count, in the whole batch; 1 where none does
     num_rollouts: int
     loss_samples: int = 0  # with at least one such token, in the whole batch; 1 where there is none
+    pictures: dict[str, bytes] = {}  # PNG files of this rank's rows, by their digests
 
 
 class Publish(msgspec.Struct, frozen=True, tag=True):

@@ -173,6 +173,7 @@ def _models(config: RunConfig) -> Values:
         "model.name": shared,
         "trainer.model.name": trained,
         "trainer.model.attn": _attention(config.trainer.model, trained),
+        "trainer.model.vlm": config.trainer.model.vlm or config.model.vlm,
         "trainer.tokenizer.name": config.trainer.tokenizer.name or trained,
         "inference.model.name": config.inference.model.name or shared,
     }

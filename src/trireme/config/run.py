@@ -14,7 +14,7 @@ from trireme.base.paths import RunPaths
 from trireme.config.inference import InferenceConfig
 from trireme.config.orchestrator import OrchestratorConfig, slots_for
 from trireme.config.section import Section
-from trireme.config.trainer import TrainerConfig
+from trireme.config.trainer import TrainerConfig, Vlm
 
 Broadcast = Literal["auto", "gloo", "nccl", "ipc", "filesystem"]
 
@@ -24,6 +24,8 @@ class Model(Section):
 
     name: str = "models/reverse-text-tiny"
     """Folder or hub name."""
+    vlm: Vlm | None = None
+    """Train a model that also sees with pictures; a table."""
 
 
 class Wandb(Section):

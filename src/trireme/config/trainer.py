@@ -64,6 +64,18 @@ class Experts(Section):
     """Send each token to the experts that the engine sent it to, so that both compute the same function."""
 
 
+class Vlm(Section):
+    """`[model.vlm]`: pictures in messages reach the engine and the trainer. Without this table only the text model of a
+    checkpoint is trained, and its vision encoder is kept as it is."""
+
+    freeze_vision_encoder: Literal[True] = True
+    """The vision encoder is not trained."""
+    vision_encoder_attr: str = "model.visual"
+    """Where the vision encoder is in the model; other places are refused."""
+    language_model_attr: str = "model.language_model"
+    """Where the language model is; other places are refused."""
+
+
 class TrainerModel(Section):
     """`[trainer.model]`: how the model is held and run while it is trained."""
 
@@ -85,6 +97,8 @@ class TrainerModel(Section):
     lora: Lora | None = None
     """Low-rank adapters; the whole model is trained if not set."""
     moe: Experts = Experts()
+    vlm: Vlm | None = None
+    """The run's `[model.vlm]` if not set."""
     dp_replicate: PositiveInt = 1
     """Copies of the sharded model (HSDP): ranks are split into this many groups, each of which shards a whole one."""
     cp: PositiveInt = 1

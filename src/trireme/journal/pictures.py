@@ -1,0 +1,94 @@
+"""The pictures of a run: one PNG file for each, named after its SHA-256, on disk before the first turn that shows it.
+
+A picture that an environment or an agent program sends is decoded and written again as RGB, so that the engine, the
+trainer and the dashboard read the same pixels, whatever form it had.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import warnings
+from pathlib import Path
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from trireme.base.errors import JournalCorrupt
+from trireme.base.paths import atomic_write
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+LARGEST_FILE = 32 << 20  # bytes that are decoded
+MOST_PIXELS = 64 << 20  # of a picture
+PREFIX = "picture:"
+"""Of the URL that stands for a picture in the journal's messages, before its digest."""
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def to_png(data: bytes) -> bytes:
+    """Decode a picture and return it as a PNG file: RGB, the right way up, the first of several frames, on white.
+
+    Raises:
+        ValueError: the bytes are no picture, or a larger one than is read.
+    """
+    if len(data) > LARGEST_FILE:
+        raise ValueError(f"a picture of {len(data)} bytes - expected at most {LARGEST_FILE}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+                if image.width * image.height > MOST_PIXELS:
+                    raise ValueError(f"a picture of {image.width} x {image.height} pixels - expected {MOST_PIXELS}")
+                whole = ImageOps.exif_transpose(image).convert("RGBA")
+    except (UnidentifiedImageError, Image.DecompressionBombError, Image.DecompressionBombWarning, OSError) as error:
+        raise ValueError(f"{len(data)} bytes that are no picture ({error}) - expected {', '.join(FORMATS)}") from error
+    flat = Image.new("RGB", whole.size, "white")
+    flat.paste(whole, mask=whole.getchannel("A"))
+    file = io.BytesIO()
+    flat.save(file, "PNG")
+    return file.getvalue()
+
+
+def size_of(png: bytes) -> tuple[int, int]:
+    """Return width and height in pixels."""
+    with Image.open(io.BytesIO(png), formats=("PNG",)) as image:
+        return image.size
+
+
+class PictureFiles:
+    """The pictures of one run, or of an evaluation."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def path(self, digest: str) -> Path:
+        """Raises: ValueError where this is no digest, and so might name another file."""
+        if not _DIGEST.fullmatch(digest):
+            raise ValueError(f"{digest[:80]!r} is no digest of a picture")
+        return self._folder / f"{digest}.png"
+
+    def add(self, png: bytes) -> str:
+        """Write a picture unless it is there, and return its digest when it is on disk.
+
+        Raises:
+            OSError: it could not be written (a full disk).
+        """
+        digest = hashlib.sha256(png).hexdigest()
+        path = self.path(digest)
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path) as file:
+                file.write(png)
+        return digest
+
+    def read(self, digest: str) -> bytes:
+        """Raises: JournalCorrupt where the file is missing or was changed."""
+        path = self.path(digest)
+        try:
+            png = path.read_bytes()
+        except FileNotFoundError as error:
+            raise JournalCorrupt(f"{path} is missing, a picture of this run's rollouts. Restore it.") from error
+        if hashlib.sha256(png).hexdigest() != digest:
+            raise JournalCorrupt(f"{path} holds another picture than the one that its name gives. Restore it.")
+        return png
