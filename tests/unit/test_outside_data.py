@@ -122,6 +122,8 @@ def nested(levels: int) -> list:
         ASK | {"messages": [USER | {"content": 5}]},
         ASK | {"messages": [USER | {"content": ["a"]}]},
         ASK | {"messages": [USER | {"content": {}}]},
+        ASK | {"messages": [USER | {"content": [{"type": "audio", "text": "x"}]}]},
+        ASK | {"messages": [USER | {"content": [{"type": "image_url", "image_url": "data:,"}]}]},
         ASK | {"messages": [{"content": "no role"}]},
         ASK | {"messages": [USER | {"tool_calls": "add(1)"}]},
         ASK | {"messages": [USER | {"tool_calls": [5]}]},

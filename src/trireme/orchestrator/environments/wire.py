@@ -166,7 +166,8 @@ class Ask(_Message, tag="ask", kw_only=True):
 
     task: str
     call: str
-    messages: list[dict[str, Any]]  # OpenAI chat messages, text only; tool calls nested, their arguments as JSON text
+    messages: list[dict[str, Any]]  # OpenAI chat messages; tool calls nested, their arguments as JSON text; pictures
+    # are parts `{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}` of a content
     tools: list[dict[str, Any]] | None = None  # OpenAI function tools
     sampling: dict[str, Any]  # one flat dict: what OpenAI clients put into `extra_body` is merged in
     calls_tools: bool = True  # false: what looks like a tool call stays text
@@ -295,10 +296,18 @@ def _check_chat_message(message: dict[str, Any]) -> None:
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
     if not isinstance(role, str) or not 0 < len(role) <= LONGEST_ROLE:
         raise ValueError(f"a message with the role {role!r:.80}, expected a word")
-    if not isinstance(content, str | None):
-        raise ValueError(f"a message whose content is {content!r:.80}, expected text or null")
+    if not isinstance(content, str | None) and not (isinstance(content, list) and all(map(_is_part, content))):
+        raise ValueError(f"a message whose content is {content!r:.80}, expected text, null, or a list of parts")
     if not isinstance(calls, list | None) or not all(_is_call(call) for call in calls or ()):
         raise ValueError(f"a message with the tool calls {calls!r:.80}, expected a list of functions with arguments")
+
+
+def _is_part(part: Any) -> bool:
+    if not isinstance(part, dict):
+        return False
+    if part.get("type") == "image_url":
+        return isinstance(part.get("image_url"), dict) and isinstance(part["image_url"].get("url"), str)
+    return part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _is_call(call: Any) -> bool:
