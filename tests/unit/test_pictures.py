@@ -1,7 +1,9 @@
 """Pictures: how many tokens stand for one, their positions, and the files that hold them."""
 
+import base64
 import hashlib
 import io
+import json
 
 import numpy as np
 import pytest
@@ -12,8 +14,8 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from trireme.algo.pictures import PictureRules, collapse, distinct_ids, expand, rotary_positions
-from trireme.base.errors import JournalCorrupt
-from trireme.journal.pictures import PictureFiles, size_of, to_png
+from trireme.base.errors import ConfigError, JournalCorrupt
+from trireme.journal.pictures import PictureFiles, from_data_uri, rules_of_model, size_of, to_png
 from trireme.messages import Picture, build_tokens, concat_tokens
 
 TOKEN = 9
@@ -109,6 +111,25 @@ def test_bytes_that_are_no_picture_and_files_that_were_changed_are_refused(tmp_p
     files.path(digest).unlink()
     with pytest.raises(JournalCorrupt, match="missing"):
         files.read(digest)
+
+
+def test_how_a_model_reads_pictures_is_in_its_files(tmp_path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl", "image_token_id": 9}')
+    with pytest.raises(ConfigError, match="preprocessor_config"):
+        rules_of_model(str(tmp_path))
+    sizes = {"patch_size": 14, "merge_size": 2, "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16}}
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": sizes}))
+    assert rules_of_model(str(tmp_path)) == RULES
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(ConfigError, match=r"of the kind qwen3 .*Remove `\[model.vlm\]`"):
+        rules_of_model(str(tmp_path))
+
+
+def test_a_data_uri_is_read_and_no_address_is_looked_up() -> None:
+    assert from_data_uri("data:image/png;base64," + base64.b64encode(_png()).decode()) == _png()
+    for url in ("http://host/a.png", "file:///a.png", "data:text/html;base64,AAAA", "data:image/png;base64,?"):
+        with pytest.raises(ValueError):  # noqa: PT011
+            from_data_uri(url)
 
 
 def _png() -> bytes:

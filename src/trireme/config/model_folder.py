@@ -82,6 +82,18 @@ def read_config(name: str | None) -> dict[str, Any]:
         return {}
 
 
+def read_image_processor(name: str) -> dict[str, Any]:
+    """Return how a model's pictures are prepared: its `preprocessor_config.json`, or that part of its
+    `processor_config.json`, which newer models have instead; empty where there is neither."""
+    try:
+        if file := config_file(name, "preprocessor_config.json"):
+            return json.loads(file.read_text())
+        file = config_file(name, "processor_config.json")
+        return json.loads(file.read_text()).get("image_processor", {}) if file else {}
+    except (ValueError, RecursionError):
+        return {}
+
+
 def caps_scores(config: Mapping[str, Any]) -> bool:
     """Return whether a model with this config.json caps its attention scores."""
     text = config.get("text_config") or config

@@ -6,6 +6,7 @@ trainer and the dashboard read the same pixels, whatever form it had.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import re
@@ -14,8 +15,10 @@ from pathlib import Path
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from trireme.base.errors import JournalCorrupt
+from trireme.algo.pictures import KINDS, PictureRules
+from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.base.paths import atomic_write
+from trireme.config.model_folder import read_config, read_image_processor
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 LARGEST_FILE = 32 << 20  # bytes that are decoded
@@ -24,6 +27,41 @@ PREFIX = "picture:"
 """Of the URL that stands for a picture in the journal's messages, before its digest."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def rules_of_model(name: str) -> PictureRules:
+    """Read from a model's files how it reads pictures.
+
+    Raises:
+        ConfigError: it is of no kind that is known, or its image processor's file is missing.
+    """
+    config = read_config(name)
+    if (kind := config.get("model_type")) not in KINDS:
+        raise ConfigError(
+            f"`[model.vlm]` is set, and {name} is of the kind {kind} - expected one of {', '.join(KINDS)}. Remove "
+            "`[model.vlm]` to train without pictures, or choose another model."
+        )
+    try:
+        return PictureRules.of(config, read_image_processor(name))
+    except KeyError as error:
+        raise ConfigError(
+            f"`[model.vlm]` is set, and the files of {name} do not say how it reads pictures ({error} is missing) - "
+            "expected config.json, and preprocessor_config.json or processor_config.json. Copy them from the model."
+        ) from error
+
+
+def from_data_uri(url: str) -> bytes:
+    """Return the bytes of a picture that stands in its URL, as `data:image/png;base64,iVBORw0K…`.
+
+    Raises:
+        ValueError: it is another URL, or no base64, or larger than pictures that are decoded.
+    """
+    head, comma, body = url.partition(",")
+    if not (comma and head.lower().startswith("data:image/") and head.lower().endswith(";base64")):
+        raise ValueError(f"a picture at {url[:80]!r} - expected data:image/…;base64,…, as no address is looked up")
+    if len(body) > LARGEST_FILE * 4 // 3 + 4:
+        raise ValueError(f"a picture of {len(body)} letters in base64 - expected at most {LARGEST_FILE} bytes")
+    return base64.b64decode(body, validate=True)
 
 
 def to_png(data: bytes) -> bytes:
