@@ -1,5 +1,7 @@
 """From conversations to batches: what is read, what counts, what is held out, and in which order samples come."""
 
+import base64
+import io
 import json
 import logging
 import random
@@ -10,6 +12,7 @@ from typing import Any
 import datasets
 import pyarrow
 import pytest
+from PIL import Image
 from pyarrow.parquet import write_table
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -19,7 +22,10 @@ from trireme.algo.packing import Sample
 from trireme.base.errors import ConfigError
 from trireme.base.waiting import Waits
 from trireme.config.sft import SftConfig, Source
-from trireme.config.trainer import TrainerModel
+from trireme.config.trainer import TrainerModel, Vlm
+from trireme.journal.pictures import PictureFiles, size_of
+from trireme.messages import Picture
+from trireme.trainer.parallel.mesh import World
 from trireme.trainer.sft.conversations import Completion, Conversation, read_conversations, to_conversation
 from trireme.trainer.sft.dataset import Epochs, Portion, SampleFiles, SampleWriter
 from trireme.trainer.sft.prepare_data import prepare_data, steps_of
@@ -433,3 +439,111 @@ def test_many_conversations_give_the_samples_of_each_in_order(tokenizer):
     many = [conversation(said("user", "a"), said("assistant", "b" * number)) for number in range(1, 70)]
     found = list(tokenized(Renderer(tokenizer), iter(many)))
     assert found == [Renderer(tokenizer).samples(one) for one in many]
+
+
+PAD = "<|image_pad|>"
+SEEING = """{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}
+{%- for part in message.content if message.content is not string %}
+    {{- '<|image_pad|>' if part.type == 'image' else part.text }}
+{%- endfor %}
+{{- (message.content if message.content is string else '') + '<|im_end|>\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+
+
+def png(width: int, height: int, shade: int = 0) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), (shade, 0, 0)).save(file, "PNG")
+    return file.getvalue()
+
+
+def uri(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def showing(*parts: object) -> dict[str, Any]:
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "yo"}]}
+    return {"messages": [{"role": "user", "content": list(parts)}, answer]}
+
+
+@pytest.fixture
+def seeing(tmp_path: Path) -> Path:
+    """A model that has one token for 28 x 28 pixels, and no weights."""
+    folder = write_tokenizer(tmp_path / "model", SEEING, extra_words=(PAD,))
+    token = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(PAD)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "image_token_id": token}))
+    sizes = {"patch_size": 14, "merge_size": 2, "min_pixels": 784, "max_pixels": 78400}
+    (folder / "preprocessor_config.json").write_text(json.dumps(sizes))
+    return folder
+
+
+def prepared(folder: Path, model: Path, data: Path, world: World, **changed: object) -> list[Sample]:
+    config = build_config(folder, model, data, **changed)
+    config = config.model_copy(update={"model": TrainerModel(name=str(model), vlm=Vlm())})
+    return prepare_data(config, world, Waits("sft")).train.batch(0)
+
+
+def test_pictures_become_their_tokens_which_are_not_learned(seeing, tmp_path, world):
+    """Given as a data URI, a file beside the data, and by a column of the data set, with its bytes."""
+    (tmp_path / "a.png").write_bytes(png(56, 28))
+    columns = showing({"type": "text", "text": "x"}, {"type": "image"}, {"type": "image"})
+    columns["images"] = [{"bytes": png(56, 28), "path": None}, {"bytes": png(28, 84, shade=9), "path": None}]
+    entries = [
+        showing({"type": "image_url", "image_url": {"url": uri(png(56, 28))}}),
+        showing({"type": "image", "image": "a.png"}),
+    ]
+    lines = write_lines(tmp_path / "data.jsonl", *entries)
+    table = write_parquet(tmp_path / "data.parquet", columns)
+    samples = [
+        sample.tokens
+        for data in (lines, table)
+        for sample in prepared(tmp_path / data.suffix, seeing, data, world, batch_size=2, loss_on=("user",))[:2]
+    ]
+    places = [[(p.place, p.rows, p.columns) for p in tokens.pictures] for tokens in samples]
+    first = samples[0].pictures[0]
+    start = first.place
+    assert places == [[(start, 1, 2)]] * 2 + [[(start + 1, 1, 2), (start + 3, 3, 1)]] * 2
+    assert samples[1].pictures == [first]
+    assert samples[2].pictures[0].digest == first.digest != samples[2].pictures[1].digest
+    token = samples[0].ids[start]
+    for tokens in samples:
+        assert sum(tokens.ids == token) == sum(picture.num_tokens for picture in tokens.pictures)
+        assert not tokens.loss_mask[tokens.ids == token].any()
+        assert tokens.loss_mask[1:start].all()
+    files = PictureFiles(tmp_path / ".jsonl" / "data" / "pictures")
+    assert size_of(files.read(first.digest)) == (56, 28)
+
+
+def test_a_sample_whose_picture_would_be_cut_is_left_out(tmp_path):
+    def sample(place: int) -> Tokenized:
+        return Tokenized(list(range(12)), [0, 1, *[0] * 10], (Picture("a" * 64, place, 1, 2),))
+
+    found, _ = write_samples(tmp_path / "a", sample(6), sample(7), sample(8))
+    assert (found.counts.samples, found.counts.parted) == (2, 1)
+    assert [[picture.place for picture in each.tokens.pictures] for each in found] == [[6], []]
+    other = Tokenized(list(range(12)), [0, 1, *[0] * 10], (Picture("b" * 64, 6, 1, 2),))
+    assert write_samples(tmp_path / "b", other, sample(8))[0].digest() != found.digest()
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"type": "image_url", "image_url": {"url": "http://host/a.png"}}, r"http://host/a.png.*no address"),
+        ({"type": "image", "image": "../outside.png"}, r"outside.png' is no file"),
+        ({"type": "image", "image": "data.jsonl"}, r"no picture"),
+        ({"type": "image"}, r"None in place of a picture"),
+        ({"type": "text", "text": PAD}, r"1 placeholders for 0 pictures"),
+    ],
+)
+def test_a_picture_that_cannot_be_shown_is_refused_with_its_place(seeing, tmp_path, world, part, words):
+    folder = tmp_path / "inside"
+    folder.mkdir()
+    (tmp_path / "outside.png").write_bytes(png(28, 28))
+    data = write_lines(folder / "data.jsonl", {"messages": GREETING}, showing(part))
+    with pytest.raises(ConfigError, match=rf"data.jsonl, line 2: .*{words}"):
+        prepared(tmp_path / "run", seeing, data, world)
+
+
+def test_a_picture_is_refused_where_the_model_is_to_see_none(tmp_path):
+    entry = showing({"type": "image_url", "image_url": {"url": uri(png(28, 28))}})
+    with pytest.raises(ConfigError, match=r"line 1 shows a picture .*`\[model.vlm\]`"):
+        read(write_lines(tmp_path / "data.jsonl", entry))

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import runpy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trireme.base.errors import ConfigError
 from trireme.config.sft import Source, data_files, is_on_a_hub
-
-Message = Mapping[str, Any]
+from trireme.trainer.sft.pictures import Grid, Message, PictureReader, refuse_pictures
 
 ASSISTANT = "assistant"
 MARKS = ("train", "weight")  # keys of a message that say whether it is learned; both are in use
@@ -47,6 +46,7 @@ class Conversation:
     tools: tuple[Any, ...] | None = None
     marks: tuple[bool | None, ...] = ()  # per message: whether it is learned; None: by its role
     where: str = ""
+    pictures: tuple[tuple[Grid, ...], ...] = ()  # per message, in order
 
     def is_learned(self, index: int, roles: tuple[str, ...]) -> bool:
         mark = self.marks[index] if self.marks else None
@@ -159,12 +159,17 @@ def _refused(where: str, problem: str) -> ConfigError:
 Entry = tuple[str, Any]  # its place, for error messages, and its content
 
 
-def read_conversations(source: Source) -> Iterator[Conversation | Completion]:
+def read_conversations(source: Source, pictures: PictureReader | None = None) -> Iterator[Conversation | Completion]:
     """Yield the conversations of a source, in order.
 
+    Args:
+        pictures: None in a run without `[model.vlm]`.
+
     Raises:
-        ConfigError: an entry is no conversation (names its file and line), or there is no entry.
+        ConfigError: an entry is no conversation (names its file and line), or shows a picture that cannot be read, or
+            there is no entry.
     """
+    folder = None
     if is_on_a_hub(source.data):
         entries = _from_hub(source)
     else:
@@ -172,11 +177,18 @@ def read_conversations(source: Source) -> Iterator[Conversation | Completion]:
         files = data_files(path) if path.is_dir() else [path]
         if not files or not path.exists():
             raise ConfigError(f"{path} does not exist, or holds no data - conversations were expected. Set `data`.")
+        folder = path if path.is_dir() else path.parent
         entries = (entry for file in files for entry in _READERS.get(file.suffix, _from_lines)(file))
     is_empty = True
     for where, entry in entries:
         is_empty = False
-        yield to_conversation(entry, where)
+        conversation = to_conversation(entry, where)
+        if isinstance(conversation, Conversation) and pictures:
+            read = pictures.read(conversation.messages, entry.get("images") or (), folder, where)
+            conversation = replace(conversation, messages=tuple(read[0]), pictures=tuple(read[1]))
+        elif isinstance(conversation, Conversation):
+            refuse_pictures(conversation.messages, where)
+        yield conversation
     if is_empty:
         raise ConfigError(f"{source.data} holds no conversation - at least one was expected. Set `data` to another.")
 

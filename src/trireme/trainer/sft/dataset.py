@@ -21,13 +21,14 @@ from trireme.algo.packing import Sample
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
 from trireme.base.paths import replace_folder
-from trireme.messages import build_tokens
+from trireme.messages import Picture, build_tokens
 from trireme.trainer.sft.conversations import Completion, Conversation
 from trireme.trainer.sft.rendering import Renderer, Tokenized, tokenized
 
 log = get_logger("data")
 
-_ARRAYS = ("ids", "mask", "starts")
+_ARRAYS = ("ids", "mask", "starts", "pictures")
+_PICTURE = np.dtype([("place", "i8"), ("rows", "i4"), ("columns", "i4"), ("digest", "S64")])  # places count all samples
 _COUNTS = "counts.json"
 _SAY_EVERY = 10_000  # conversations
 
@@ -43,6 +44,7 @@ class Counts:
     split: int = 0  # conversations of several samples, since the template rewrites earlier turns
     cut: int = 0  # samples, at the end
     dropped: int = 0  # samples, as too long
+    parted: int = 0  # samples, as one of their pictures would be cut
     empty: int = 0  # samples of which nothing that is learned was left
 
     def __str__(self) -> str:
@@ -52,6 +54,7 @@ class Counts:
             (self.split, "split, as the template rewrites earlier turns"),
             (self.cut, "cut to seq_len"),
             (self.dropped, "left out as longer than seq_len"),
+            (self.parted, "left out as seq_len ends within a picture"),
             (self.empty, "left out as nothing to learn was left in seq_len"),
         ]
         return "; ".join([totals, *(f"{number} {what}" for number, what in events if number)])
@@ -65,6 +68,7 @@ class SampleWriter:
         self._seq_len = seq_len
         self._drop = drop
         self._ids, self._mask, self._starts = array("i"), bytearray(), array("q", [0])
+        self._pictures: list[tuple[int, int, int, str]] = []  # see _PICTURE
 
     def add(self, samples: list[Tokenized]) -> None:
         """Add the samples of one conversation."""
@@ -75,6 +79,10 @@ class SampleWriter:
                 self.counts.dropped += 1
                 continue
             ids, mask = sample.ids[: self._seq_len], sample.mask[: self._seq_len]
+            pictures = [picture for picture in sample.pictures if picture.place < self._seq_len]
+            if pictures and pictures[-1].place + pictures[-1].num_tokens > self._seq_len:
+                self.counts.parted += 1
+                continue
             mask[:1] = [0]  # no token before the first one predicts it
             if not any(mask):
                 self.counts.empty += 1
@@ -83,6 +91,7 @@ class SampleWriter:
             self.counts.samples += 1
             self.counts.tokens += len(ids)
             self.counts.learned += sum(mask)
+            self._pictures += [(len(self._ids) + p.place, p.rows, p.columns, p.digest) for p in pictures]
             self._ids.extend(ids)
             self._mask.extend(mask)
             self._starts.append(len(self._ids))
@@ -104,6 +113,7 @@ class SampleWriter:
         np.save(partial / "ids.npy", np.frombuffer(self._ids, dtype=np.int32))
         np.save(partial / "mask.npy", np.frombuffer(self._mask, dtype=np.uint8))
         np.save(partial / "starts.npy", np.frombuffer(self._starts, dtype=np.int64))
+        np.save(partial / "pictures.npy", np.array(self._pictures, dtype=_PICTURE))
         (partial / _COUNTS).write_text(json.dumps(asdict(self.counts)) + "\n")
         replace_folder(partial, folder)
 
@@ -113,10 +123,11 @@ class SampleFiles:
 
     def __init__(self, folder: Path) -> None:
         self.counts = Counts(**json.loads((folder / _COUNTS).read_text()))
-        self._ids, self._mask, self._starts = (  # an empty array cannot be mapped
+        self._ids, self._mask, self._starts, self._pictures = (  # an empty array cannot be mapped
             np.load(path, mmap_mode="r" if path.stat().st_size > 4096 else None)
             for path in (folder / f"{name}.npy" for name in _ARRAYS)
         )
+        self._places = np.ascontiguousarray(self._pictures["place"])
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -125,8 +136,21 @@ class SampleFiles:
         if not 0 <= index < len(self):
             raise IndexError(index)
         part = slice(int(self._starts[index]), int(self._starts[index + 1]))
-        ids, mask, zeros = self._ids[part], self._mask[part], np.zeros(part.stop - part.start)
-        return Sample(build_tokens(ids=ids, loss_mask=mask, logprobs=zeros, advantages=zeros, versions=zeros - 1), 1.0)
+        zeros = np.zeros(part.stop - part.start)
+        tokens = build_tokens(
+            ids=self._ids[part],
+            loss_mask=self._mask[part],
+            logprobs=zeros,
+            advantages=zeros,
+            versions=zeros - 1,
+            pictures=self._pictures_in(part),
+        )
+        return Sample(tokens, 1.0)
+
+    def _pictures_in(self, part: slice) -> list[Picture]:
+        first, last = np.searchsorted(self._places, [part.start, part.stop])
+        rows = self._pictures[first:last].tolist()
+        return [Picture(digest.decode(), place - part.start, rows, columns) for place, rows, columns, digest in rows]
 
     def __iter__(self) -> Iterator[Sample]:
         return (self[index] for index in range(len(self)))
@@ -134,7 +158,7 @@ class SampleFiles:
     def digest(self) -> str:
         """Return a digest of all that the model sees and learns."""
         total = hashlib.sha256()
-        for values in (self._ids, self._mask, self._starts):
+        for values in (self._ids, self._mask, self._starts, self._pictures):
             total.update(np.ascontiguousarray(values).data)
         return total.hexdigest()
 

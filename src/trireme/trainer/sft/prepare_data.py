@@ -14,10 +14,12 @@ from trireme.base.log import get_logger
 from trireme.base.paths import atomic_write
 from trireme.base.waiting import Waits
 from trireme.config.sft import SftConfig, Source
+from trireme.journal.pictures import PictureFiles, rules_of_model
 from trireme.trainer.model.model import open_tokenizer
 from trireme.trainer.parallel.mesh import World
 from trireme.trainer.sft.conversations import read_conversations
 from trireme.trainer.sft.dataset import Epochs, Portion, SampleFiles, SampleWriter, require_samples, write_samples
+from trireme.trainer.sft.pictures import PictureReader
 from trireme.trainer.sft.rendering import Renderer
 
 log = get_logger("data")
@@ -42,6 +44,11 @@ def open_tokenizer_of(config: SftConfig) -> PreTrainedTokenizerBase:
     name = config.tokenizer.name or config.model.name
     assert name is not None, "rules ask for a model"
     return open_tokenizer(name, config.model.trust_remote_code, chat_template=config.chat_template)
+
+
+def picture_files(config: SftConfig) -> PictureFiles:
+    """Return the pictures of the run's data."""
+    return PictureFiles(config.paths.data / "pictures")
 
 
 def prepare_data(config: SftConfig, world: World, waits: Waits) -> SftData:
@@ -69,17 +76,23 @@ def prepare_data(config: SftConfig, world: World, waits: Waits) -> SftData:
 
 
 def _write_all(config: SftConfig, waits: Waits) -> None:
-    renderer = Renderer(open_tokenizer_of(config), config.loss_on, tuple(config.chat_template_kwargs.items()))
+    pictures = _picture_reader(config, waits)
+    renderer = Renderer(
+        open_tokenizer_of(config),
+        config.loss_on,
+        tuple(config.chat_template_kwargs.items()),
+        image_token=pictures.rules.token if pictures else None,
+    )
     writers = {f"train_{number}": _writer(config) for number in range(len(config.sources))}
     validation = _writer(config)
     for writer, source in zip(writers.values(), config.sources, strict=True):
-        conversations = read_conversations(source)
+        conversations = read_conversations(source, pictures)
         write_samples(conversations, renderer, writer, validation, held_out_fraction=config.validation_fraction)
         log.info("%s: %s", source.data, writer.counts)
         require_samples(writer, source.data)
     if config.validation:
         source = Source(data=config.validation, split=config.validation_split)
-        write_samples(read_conversations(source), renderer, validation)
+        write_samples(read_conversations(source, pictures), renderer, validation)
     if config.validation or config.validation_fraction:
         log.info("validation: %s", validation.counts)
         require_samples(validation, "validation")
@@ -92,6 +105,24 @@ def _write_all(config: SftConfig, waits: Waits) -> None:
 
     when_there_is_room(write, what="samples", folder=folder, waits=waits, deadline_s=config.disk_timeout_s)
     _compare_with_earlier(folder, list(writers), resumes=config.resume or config.ckpt.resume_step is not None)
+
+
+def _picture_reader(config: SftConfig, waits: Waits) -> PictureReader | None:
+    if config.model.vlm is None:
+        return None
+    assert config.model.name is not None, "`resolve_sft` fills it in"
+    files = picture_files(config)
+
+    def keep(png: bytes) -> str:
+        return when_there_is_room(
+            lambda: files.add(png),
+            what="a picture",
+            folder=config.paths.data,
+            waits=waits,
+            deadline_s=config.disk_timeout_s,
+        )
+
+    return PictureReader(keep, rules_of_model(config.model.name))
 
 
 def _writer(config: SftConfig) -> SampleWriter:

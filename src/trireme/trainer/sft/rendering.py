@@ -19,8 +19,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from trireme.algo.pictures import expand
 from trireme.base.errors import ConfigError
+from trireme.messages import Picture
 from trireme.trainer.sft.conversations import ASSISTANT, Completion, Conversation
+from trireme.trainer.sft.pictures import Grid
 
 _BATCH = 64  # texts that are tokenized in one call, which uses all threads
 
@@ -32,6 +35,8 @@ class Rendered:
     text: str
     spans: tuple[tuple[int, int], ...]  # of characters, ascending
     is_plain: bool = False  # rendered without a template, so without begin and end tokens
+    pictures: tuple[Grid, ...] = ()
+    where: str = ""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class Tokenized:
 
     ids: list[int]
     mask: list[int]  # 1 where it is learned
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,7 @@ class Renderer:
     tokenizer: PreTrainedTokenizerBase
     roles: tuple[str, ...] = (ASSISTANT,)
     template_kwargs: tuple[tuple[str, Any], ...] = ()
+    image_token: int | None = None  # the placeholder of a picture; None in a run without pictures
 
     def samples(self, conversation: Conversation | Completion) -> list[Tokenized]:
         return self.tokenize(self.render(conversation))
@@ -61,9 +68,10 @@ class Renderer:
         """
         if isinstance(conversation, Completion):
             text = conversation.prompt + conversation.completion
-            return [Rendered(text, ((len(conversation.prompt), len(text)),), is_plain=True)]
+            span = (len(conversation.prompt), len(text))
+            return [Rendered(text, (span,), is_plain=True, where=conversation.where)]
         samples: list[Rendered] = []
-        text = ""
+        text, seen = "", 0
         spans: tuple[tuple[int, int], ...] = ()
         for index, message in enumerate(conversation.messages):
             if not conversation.is_learned(index, self.roles):
@@ -74,10 +82,10 @@ class Renderer:
             if not after.startswith(before):
                 raise _contradiction(conversation, before, after)
             if spans and not before.startswith(text):  # the template rewrote earlier turns
-                samples.append(Rendered(text, spans))
+                samples.append(_rendered(conversation, text, spans, seen))
                 spans = ()
-            text, spans = after, (*spans, (len(before), len(after)))
-        return [*samples, Rendered(text, spans)] if spans else samples
+            text, spans, seen = after, (*spans, (len(before), len(after))), index + 1
+        return [*samples, _rendered(conversation, text, spans, seen)] if spans else samples
 
     def _apply(self, conversation: Conversation, num_messages: int, *, generate: bool = False) -> str:
         messages = list(conversation.messages[:num_messages])
@@ -137,10 +145,25 @@ class Renderer:
         return self._whole(rendered, ids, mask)
 
     def _whole(self, rendered: Rendered, ids: list[int], mask: list[int]) -> Tokenized:
-        if not rendered.is_plain:
-            return Tokenized(ids, mask)
-        end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
-        return Tokenized([*self._begin, *ids, *end], [*[0] * len(self._begin), *mask, *[1] * len(end)])
+        if rendered.is_plain:
+            end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+            ids, mask = [*self._begin, *ids, *end], [*[0] * len(self._begin), *mask, *[1] * len(end)]
+        return Tokenized(ids, mask) if self.image_token is None else self._with_pictures(rendered, ids, mask)
+
+    def _with_pictures(self, rendered: Rendered, ids: list[int], mask: list[int]) -> Tokenized:
+        assert self.image_token is not None
+        try:
+            whole, pictures = expand(ids, self.image_token, rendered.pictures)
+        except ValueError as error:
+            raise ConfigError(
+                f"{rendered.where}: the chat template writes {error}. Take a template that writes one for each part "
+                '{"type": "image"}, and texts without the placeholder.'
+            ) from error
+        learned: list[int] = []
+        unseen = iter(pictures)
+        for token, is_learned in zip(ids, mask, strict=True):
+            learned += [0] * next(unseen).num_tokens if token == self.image_token else [is_learned]
+        return Tokenized(whole, learned, tuple(pictures))
 
     @cached_property
     def _begin(self) -> list[int]:
@@ -170,6 +193,11 @@ def tokenized(renderer: Renderer, conversations: Iterator[Conversation | Complet
         samples = iter(renderer.tokenize([rendered for texts in batch for rendered in texts]))
         for texts in batch:
             yield [next(samples) for _ in texts]
+
+
+def _rendered(conversation: Conversation, text: str, spans: tuple[tuple[int, int], ...], num_messages: int) -> Rendered:
+    seen = conversation.pictures[:num_messages]
+    return Rendered(text, spans, pictures=tuple(each for one in seen for each in one), where=conversation.where)
 
 
 def _borders(rendered: Rendered) -> list[int]:
