@@ -15,7 +15,10 @@ from transformers import (
     Gemma3Config,
     PretrainedConfig,
     PreTrainedModel,
+    Qwen2VLImageProcessor,
 )
+
+from trireme.config.vision import KINDS
 
 VOCABULARY = 96
 
@@ -123,13 +126,22 @@ NOT_FOR_PACKED_ROWS: dict[str, dict[str, Any]] = {
 }
 
 
+IMAGE = 90
+"""The token that stands for a picture."""
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0, "mrope_section": [2, 1, 1]}
+_EYES = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+_EYES |= {"num_position_embeddings": 16, "window_size": 56, "fullatt_block_indexes": [1]}
+
+
 def build_config(kind: str, **changes: Any) -> PretrainedConfig:
-    if kind in ("qwen3_5", "qwen3_5_moe"):  # as they are published: a text model within one that sees
+    if kind in KINDS:  # as they are published: a text model within one that sees
         text = build_config(f"{kind}_text", **changes)
-        vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_position_embeddings": 16}
-        parts = {"text_config": text.to_dict(), "vision_config": vision | {"out_hidden_size": text.hidden_size}}
-        return AutoConfig.for_model(kind, **parts, tie_word_embeddings=text.tie_word_embeddings)
-    return AutoConfig.for_model(kind, **_SHAPE | (CONFIGS | NOT_FOR_PACKED_ROWS)[kind] | changes)
+        parts = {"text_config": text.to_dict(), "vision_config": _EYES | {"out_hidden_size": text.hidden_size}}
+        return AutoConfig.for_model(
+            kind, **parts, image_token_id=IMAGE, tie_word_embeddings=bool(getattr(text, "tie_word_embeddings", False))
+        )
+    special = (CONFIGS | NOT_FOR_PACKED_ROWS | {"qwen2_5_vl_text": {"rope_parameters": MROPE}})[kind]
+    return AutoConfig.for_model(kind, **_SHAPE | special | changes)
 
 
 def build_vision_config() -> PretrainedConfig:
@@ -148,6 +160,9 @@ def save_family(folder: Path, config: PretrainedConfig, **options: Any) -> Path:
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
     model.save_pretrained(folder, **options)
+    if config.model_type in KINDS:
+        sizes = {"shortest_edge": 32 * 32, "longest_edge": 256 * 256}
+        Qwen2VLImageProcessor(patch_size=config.vision_config.patch_size, size=sizes).save_pretrained(folder)
     if config.model_type in ("qwen3_5", "qwen3_5_moe"):
         publish(folder / "model.safetensors")
     return folder

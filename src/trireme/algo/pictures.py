@@ -16,10 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from trireme.config.vision import KINDS as KINDS
 from trireme.messages import Picture
-
-KINDS = ("qwen2_5_vl", "qwen3_5", "qwen3_5_moe")
-"""Architectures (`model_type`) whose pictures are read so."""
 
 LONGEST_RATIO = 200  # of the sides of a picture, which the image processor admits
 

@@ -64,15 +64,19 @@ class Experts(Section):
     """Send each token to the experts that the engine sent it to, so that both compute the same function."""
 
 
+TOWER = "model.visual"
+"""Where models that pictures are given to have their vision encoder."""
+
+
 class Vlm(Section):
     """`[model.vlm]`: pictures in messages reach the engine and the trainer. Without this table only the text model of a
     checkpoint is trained, and its vision encoder is kept as it is."""
 
     freeze_vision_encoder: Literal[True] = True
     """The vision encoder is not trained."""
-    vision_encoder_attr: str = "model.visual"
+    vision_encoder_attr: Literal["model.visual"] = "model.visual"
     """Where the vision encoder is in the model; other places are refused."""
-    language_model_attr: str = "model.language_model"
+    language_model_attr: Literal["model.language_model"] = "model.language_model"
     """Where the language model is; other places are refused."""
 
 

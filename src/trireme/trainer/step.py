@@ -30,6 +30,7 @@ from trireme.trainer.model.lora import dropout
 from trireme.trainer.model.model import load_model
 from trireme.trainer.model.moe import expert_metrics
 from trireme.trainer.model.reference import FixedLogprobs, load_reference
+from trireme.trainer.model.vision import give_pictures
 from trireme.trainer.optim.optimizer import build_optimizer, set_lr
 from trireme.trainer.parallel.mesh import World
 
@@ -97,6 +98,8 @@ class Stepper:
             state.optimizer, trainer.optim, trainer.scheduler, step=state.version, max_steps=self._config.max_steps
         )
         fixed = FixedLogprobs(recomputed=self._recipe.proximal == "recomputed", reference=state.reference)
+        for model in (state.model, *([state.reference.model] if state.reference else [])):
+            give_pictures(model, batch.pictures)
         if self._logprob_log:
             self._logprob_log.begin(batch)
         logs = [self._logprob_log, *[None] * (trainer.num_iterations - 1)]  # the first pass has the weights before it

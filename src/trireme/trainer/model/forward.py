@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from trireme.algo.columns import Columns
 from trireme.algo.loss.logprobs import Choices
-from trireme.algo.packing import positions, share_nothing, share_prefixes
+from trireme.algo.packing import SharedPrefixes, positions, share_nothing, share_prefixes
+from trireme.algo.pictures import distinct_ids
 from trireme.algo.weight_checks import probe_ids
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
@@ -35,6 +36,7 @@ from trireme.trainer.model.packed_attention import (
     use_packed_attention,
 )
 from trireme.trainer.model.sharding import reshard
+from trireme.trainer.model.vision import picture_inputs
 from trireme.trainer.parallel.context_parallel import SharedRow, Team, share_attention
 from trireme.trainer.parallel.mesh import World
 
@@ -131,27 +133,28 @@ class Scorer:
         position_ids = of_team.position_ids[:, part.first : part.first + part.size]
         inputs = {"input_ids": ids[None], "position_ids": position_ids, "attention_mask": None, "use_cache": False}
         context = {"shared_row": of_team} if self.team.size > 1 else {}
-        return inputs | context | routes_argument(self.model, row.tokens.routed, device, part.take)
+        routes = routes_argument(self.model, row.tokens.routed, device, part.take)
+        return inputs | context | routes | picture_inputs(self.model, row, np.arange(row.tokens.length), device)
 
     def _packed_inputs(
         self, row: MicroBatch, before: np.ndarray, device: torch.device
     ) -> tuple[dict[str, Any], torch.Tensor]:
         """Return the inputs for packed attention, and where the places in `before` are among the computed tokens."""
-        ids = row.tokens.ids.astype(np.int64)
-        computed = share_prefixes(ids, row.lengths) if self.shares_prefixes else share_nothing(len(ids))
+        computed = _shared(row) if self.shares_prefixes else share_nothing(row.tokens.length)
 
         def on_device(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array[computed.kept]).to(device)[None]
 
         inputs = {
-            "input_ids": on_device(ids),
+            "input_ids": on_device(row.tokens.ids.astype(np.int64)),
             "position_ids": on_device(positions(row.lengths)),
             "attention_mask": None,
             "use_cache": False,
             ARGUMENT: PackedRow(row.lengths, device, computed.places),
         }
         routes = routes_argument(self.model, row.tokens.routed, device, lambda column: column)
-        return inputs | routes, torch.from_numpy(computed.places[before]).to(device)
+        seen = picture_inputs(self.model, row, computed.kept, device)
+        return inputs | routes | seen, torch.from_numpy(computed.places[before]).to(device)
 
     def _run(self, inputs: dict[str, Any], keep: torch.Tensor, targets: Targets, entropy_gradient: bool) -> HeadOutput:
         head = self.head
@@ -214,8 +217,12 @@ def shared_frac(model: PreTrainedModel, rows: list[MicroBatch]) -> float:
     """Return the share of the rows' tokens that shared prefixes save."""
     if not vars(model)[_ATTRIBUTE].shares_prefixes:
         return 0.0
-    computed = sum(len(share_prefixes(row.tokens.ids, row.lengths).kept) for row in rows)
+    computed = sum(len(_shared(row).kept) for row in rows)
     return 1 - computed / max(1, sum(row.tokens.length for row in rows))
+
+
+def _shared(row: MicroBatch) -> SharedPrefixes:
+    return share_prefixes(distinct_ids(row.tokens.ids, row.tokens.pictures), row.lengths)
 
 
 def _try_shortcuts(scorer: Scorer, device: torch.device) -> Scorer:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -194,11 +195,16 @@ def _drawing_from(state: list[torch.Tensor] | None, device: torch.device) -> Ite
         yield
 
 
+@dataclass
+class _Echoed(MoeModelOutputWithPast):
+    rope_deltas: None = None  # models with pictures read it off their decoder
+
+
 class _Echo(nn.Module):
     """Takes the place of a decoder and returns the embeddings it is given as hidden states."""
 
-    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _Echoed:
+        return _Echoed(last_hidden_state=inputs_embeds)
 
 
 def _without_decoder(model: PreTrainedModel) -> PreTrainedModel:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from trireme.algo.weight_checks import PREFIX
 from trireme.base.errors import ConfigError
-from trireme.config.trainer import Dtype, Lora
+from trireme.config.trainer import TOWER, Dtype, Lora
 from trireme.trainer.parallel.shards import shard_of
 
 ADAPTER = "default"  # PEFT's name for the only one
@@ -71,7 +71,8 @@ def inject_adapters(model: PreTrainedModel, config: Lora, *, base_model: str, se
         _wrap(model, module, ParamWrapper, settings, parameter_name=parameter)
     model.requires_grad_(False)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_adapter(name) or any(name.startswith(f"{module}.") for module in adapters.whole))
+        is_whole = any(name.startswith(f"{module}.") for module in adapters.whole) and not _is_in_tower(name)
+        parameter.requires_grad_(is_adapter(name) or is_whole)
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(getattr(torch, frozen))
     model._adapters = adapters
@@ -106,9 +107,10 @@ def to_peft(adapters: Adapters) -> LoraConfig:
 
 def _find(model: PreTrainedModel, config: Lora, base_model: str, seed: int, frozen: Dtype) -> Adapters:
     linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    adaptable = [name for name in linear if not _is_in_tower(name)]
     head = [name for name in linear if model.get_submodule(name) is model.get_output_embeddings()]
     fused = [name for name, tensor in model.named_parameters() if ".experts." in name and tensor.ndim == 3]
-    modules, parameters = _find_targets(config, [name for name in linear if name not in head], head, fused)
+    modules, parameters = _find_targets(config, [name for name in adaptable if name not in head], head, fused)
     whole = _find_whole(model, config.modules_to_save)
     embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
     is_tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
@@ -178,7 +180,8 @@ def _find_targets(config: Lora, linear: list[str], head: list[str], fused: list[
 
 
 def _find_whole(model: PreTrainedModel, names: tuple[str, ...]) -> list[str]:
-    found = {name: [full for full, _ in model.named_modules() if name in _ends(full)] for name in names}
+    modules = [full for full, _ in model.named_modules() if not _is_in_tower(full)]
+    found = {name: [full for full in modules if name in _ends(full)] for name in names}
     unknown = [name for name, full in found.items() if not full]
     if unknown:
         has = sorted({_last(full) for full, module in model.named_modules() if [*module.parameters(recurse=False)]})
@@ -187,6 +190,11 @@ def _find_whole(model: PreTrainedModel, names: tuple[str, ...]) -> list[str]:
             f"{', '.join(has)}. Change `lora.modules_to_save`."
         )
     return [full for names in found.values() for full in names]
+
+
+def _is_in_tower(name: str) -> bool:
+    """Return whether a module or parameter belongs to the vision encoder, which is never trained."""
+    return f"{name}.".startswith(f"{TOWER}.")
 
 
 def _ends(name: str) -> set[str]:

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
@@ -28,7 +29,8 @@ from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
 from trireme.config.model_folder import SOFT_CAP, low_bit_problem, read_config
 from trireme.config.state_layers import WITHOUT_ATTENTION
-from trireme.config.trainer import TrainerModel
+from trireme.config.trainer import TOWER, TrainerModel
+from trireme.config.vision import vision_problems
 from trireme.trainer.model.activations import wrap_layers
 from trireme.trainer.model.forward import attach_scorer
 from trireme.trainer.model.hub_names import hub_names
@@ -37,6 +39,7 @@ from trireme.trainer.model.lora import fill_adapters, inject_adapters
 from trireme.trainer.model.moe import prepare_experts
 from trireme.trainer.model.packing_check import check_packing
 from trireme.trainer.model.sharding import class_name, decoder_layers, shard_model
+from trireme.trainer.model.vision import attach_vision
 from trireme.trainer.parallel.mesh import World
 
 log = get_logger("model")
@@ -52,6 +55,9 @@ def load_model(config: TrainerModel, name: str, world: World) -> PreTrainedModel
     layers = decoder_layers(model)
     tensors = ModelTensors(model)
     prepare_experts(model, config, layers)
+    if config.vlm:
+        model.get_submodule(TOWER).requires_grad_(False)
+        attach_vision(model, name, config.trust_remote_code)
     files = None if config.from_scratch else find_files(name)
     layouts = find_layouts(tensors, files, name) if files else {}
     hub_names(model)  # cached before adapters change the model's own names
@@ -81,10 +87,12 @@ def build_model(config: TrainerModel, name: str) -> PreTrainedModel:
         ConfigError: the model does not exist, or transformers does not have it or its attention implementation.
     """
     architecture = _architecture(config, name)
+    if problems := list(vision_problems("model", config, architecture.to_dict())):
+        raise ConfigError("\n".join(problems))
     probabilities = disable_randomness(architecture)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
+            model = (AutoModelForImageTextToText if config.vlm else AutoModelForCausalLM).from_config(
                 architecture,
                 dtype=torch.float32,
                 attn_implementation=_attention(config, name, architecture),

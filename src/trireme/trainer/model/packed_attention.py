@@ -140,13 +140,13 @@ def _attention() -> Callable[..., tuple[torch.Tensor, Any]]:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        mask: Any,
+        attention_mask: Any,
         *,
         packed_row: PackedRow | None = None,
         **options: Any,
     ) -> tuple[torch.Tensor, Any]:
         if packed_row is None or packed_row.is_one_sample:
-            return plain(module, query, key, value, mask, **options)
+            return plain(module, query, key, value, attention_mask, **options)
         found = []
         for bucket in packed_row.buckets:
             theirs = tuple(map(bucket.gather, (query, key, value)))

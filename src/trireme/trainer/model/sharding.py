@@ -9,7 +9,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import PreTrainedModel
 
 from trireme.base.errors import ConfigError
-from trireme.config.trainer import TrainerModel
+from trireme.config.trainer import TOWER, TrainerModel
 from trireme.trainer.model.moe import routers_in_float32
 from trireme.trainer.parallel.mesh import World
 
@@ -39,7 +39,8 @@ def shard_model(model: PreTrainedModel, config: TrainerModel, world: World) -> N
     """Replace the model's parameters by this rank's parts of them. Parameters on meta stay there.
 
     FSDP gathers one block at a time, the embedding unless it is also the head, and the rest for the whole forward and
-    backward pass. Routers with `router_dtype = "float32"` are gathered in float32.
+    backward pass. With `[model.vlm]` the vision encoder belongs to the rest: ranks whose rows have no picture do not
+    run it, so it must not have collectives of its own. Routers with `router_dtype = "float32"` are gathered in float32.
     """
     reduce_dtype, dtype = getattr(torch, config.reduce_dtype), getattr(torch, config.optimization_dtype)
     in_cpu_memory = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
@@ -49,8 +50,9 @@ def shard_model(model: PreTrainedModel, config: TrainerModel, world: World) -> N
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype),
         "offload_policy": in_cpu_memory if config.fsdp_cpu_offload else OffloadPolicy(),
     }
-    # Blocks of towers for images or sound are sharded too.
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    tower = set(model.get_submodule(TOWER).modules()) if config.vlm else set()
+    # Blocks of towers for images or sound that no row runs are sharded too.
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and module not in tower]
     kinds = model._no_split_modules or ()
     for block in [block for blocks in lists for block in blocks if class_name(block) in kinds]:
         for router in routers_in_float32(block, config.moe) if config.optimization_dtype != "float32" else ():
