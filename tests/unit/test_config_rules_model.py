@@ -88,6 +88,8 @@ def test_scores_that_a_model_caps_are_left_to_eager_unless_the_user_says_sdpa(
 
 
 ON_CPU = {"attn": "sdpa", "dtype": "float32"}
+SEES = {"model_type": "qwen3_5", "vision_config": {}}
+VLM = "--model.vlm.language-model-attr model.language_model"
 
 
 @pytest.mark.parametrize(
@@ -103,9 +105,16 @@ ON_CPU = {"attn": "sdpa", "dtype": "float32"}
         ({"model_type": "falcon_h1"}, "--inference.args.enable-prefix-caching true", "enable_prefix_caching", ON_CPU),
         ({"model_type": "falcon_h1", "mamba_rms_norm": True}, "", "mamba_norm_before_gate", ON_CPU),
         ({"model_type": "nemotron_h", "layers_block_type": ["mamba", "moe"]}, "", "without experts", ON_CPU),
-        ({"model_type": "qwen3_5", "vision_config": {}}, "", "", ON_CPU | {"dtype": "bfloat16"}),
-        ({"model_type": "qwen3_5", "vision_config": {}}, "--trainer.model.from-scratch true", "also sees", None),
-        ({"model_type": "qwen3_5", "vision_config": {}}, "--inference.args.language-model-only false", "tower", None),
+        (SEES, "", "", ON_CPU | {"dtype": "bfloat16"}),
+        (SEES, "--trainer.model.from-scratch true", "also sees", None),
+        (SEES, "--inference.args.language-model-only false", "tower", None),
+        (SEES | {"model_type": "qwen2_5_vl"}, VLM, "", ON_CPU),
+        (SEES | {"model_type": "qwen2_5_vl"}, "", "no text model ... [model.vlm]", ON_CPU),
+        (SEES | {"model_type": "qwen2_5_vl"}, f"{VLM} --trainer.model.cp 2", "cannot share its pictures", ON_CPU),
+        (SEES, f"{VLM} --trainer.model.cp 2", "carry a state", None),
+        (SEES, f"{VLM} --trainer.model.from-scratch true", "", None),
+        ({"model_type": "qwen3_5"}, VLM, "cannot give pictures", None),
+        (SEES | {"model_type": "gemma3"}, VLM, "cannot give pictures", None),
         ({"model_type": "olmo_hybrid"}, "--inference.model.dtype bfloat16", "does not serve olmo_hybrid", None),
         ({"model_type": "nemotron_h"}, "--trainer.model.lora.sync adapter", 'expected "merged"', ON_CPU),
         (
@@ -123,6 +132,20 @@ def test_what_does_not_hold_for_layers_with_a_state_is_refused_before_launch(fol
     if chosen:
         assert {"attn": run.trainer.model.attn, "dtype": run.inference.model.dtype} == chosen
     assert len(refusals(flags, words or str(folder), at_launch=True)) == bool(words)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--model.vlm.freeze-vision-encoder false", "not implemented"),
+        ("--inference.args.language-model-only true", "inference.args.language_model_only"),
+        ("--inference.args.mm-processor-kwargs 1", "inference.args.mm_processor_kwargs"),
+        ("--orchestrator.teacher.base-url http://127.0.0.1:1", "no teacher"),
+    ],
+)
+def test_a_run_with_pictures_refuses_what_would_read_them_otherwise_or_not_see_them(folder, flags, words):
+    describe(folder, **SEES)
+    assert len(refusals(f"--model.name {folder} {VLM} {flags}", words)) == 1
 
 
 def test_low_bit_weights_in_blocks_are_accepted_unless_the_user_says_how_engines_read_them(folder):

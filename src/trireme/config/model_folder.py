@@ -15,6 +15,7 @@ from typing import Any
 
 from trireme.config.state_layers import source_of, state_layer_problems
 from trireme.config.trainer import TrainerModel, divisors_of
+from trireme.config.vision import vision_problems
 
 PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 KERNELS = "kernels"  # with it, transformers fetches kernels from a hub
@@ -229,7 +230,7 @@ def architecture_problems(table: str, model: TrainerModel, config: dict[str, Any
             f'{table}.name = "{model.name}": the installed transformers has no architecture "{kind}" (model_type in its'
             " config.json) - expected one that it has. Check config.json, or choose another model."
         )
-    elif problems := list(state_layer_problems(table, model, config)):
+    elif problems := [*vision_problems(table, model, config), *state_layer_problems(table, model, config)]:
         yield from problems
     elif (switch := SWITCHES.get(model.attn)) and not _offers(source, switch):
         here = ("sdpa", "eager") if device == "cpu" else ("sdpa", "flex_attention", "eager")

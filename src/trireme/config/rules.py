@@ -42,6 +42,7 @@ from trireme.config.trainer import (
     optim_launch_problems,
     optim_problems,
 )
+from trireme.config.vision import OF_PICTURES, picture_run_problems
 
 
 def check(config: RunConfig, devices: Devices, *, section: ProcessName | None = None) -> None:
@@ -59,7 +60,7 @@ def check_launch(config: RunConfig, devices: Devices, *, section: ProcessName | 
 
 
 def problems(config: RunConfig, devices: Devices, *, section: ProcessName | None = None) -> list[str]:
-    found = [*_run_problems(config), *_host_problems(config)]
+    found = [*_run_problems(config), *_host_problems(config), *picture_run_problems(config)]
     trainer, orchestrates, trains = config.trainer, section in (None, "orchestrator"), section in (None, "trainer")
     if orchestrates:
         found += orchestrator_problems(config.orchestrator, longest=config.loss_length)
@@ -107,6 +108,9 @@ def served_model_problems(config: RunConfig, described: dict[str, Any] | None = 
     """Yield why engines cannot serve the model that this run trains, by its config.json (by default, as it is on this
     disk)."""
     arguments = {name.replace("-", "_"): value for name, value in config.inference.args.items()}
+    sees = config.trainer.model.vlm is not None
+    if sees:  # `picture_run_problems` refuses those of pictures
+        arguments = {name: value for name, value in arguments.items() if name not in OF_PICTURES}
     served, dtype = config.inference.model.name, config.inference.model.dtype
     described = read_config(served) if described is None else described
     taken = {"hf_overrides", "load_format", "quantization"} if has_low_bit_weights(described) else set()
@@ -117,7 +121,7 @@ def served_model_problems(config: RunConfig, described: dict[str, Any] | None = 
             "of its config.json."
         )
     yield from serving_problems(f'inference.model.name = "{served}"', described, arguments, config.device, dtype)
-    if config.trainer.model.from_scratch and leaves_out_vision(described):
+    if config.trainer.model.from_scratch and leaves_out_vision(described) and not sees:
         yield (
             f"`trainer.model.from_scratch = true` with {served}, which also sees - expected a text model: engines "
             "know the weights of its text model by the names in its checkpoint, which is not read. Remove the line, or "

@@ -72,8 +72,8 @@ class Vlm(Section):
     """`[model.vlm]`: pictures in messages reach the engine and the trainer. Without this table only the text model of a
     checkpoint is trained, and its vision encoder is kept as it is."""
 
-    freeze_vision_encoder: Literal[True] = True
-    """The vision encoder is not trained."""
+    freeze_vision_encoder: bool = True
+    """The vision encoder is not trained; only true as yet."""
     vision_encoder_attr: Literal["model.visual"] = "model.visual"
     """Where the vision encoder is in the model; other places are refused."""
     language_model_attr: Literal["model.language_model"] = "model.language_model"
@@ -230,6 +230,11 @@ def model_problems(table: str, model: TrainerModel, ranks: int) -> Iterator[str]
         yield (
             f'{table}.attn = "eager" with {table}.cp = {model.cp} - expected sdpa, flex_attention or flash attention, '
             f'with which ranks can share a row. Set `{table}.attn = "sdpa"`, or `cp = 1`.'
+        )
+    if model.vlm is not None and not model.vlm.freeze_vision_encoder:
+        yield (
+            "`model.vlm.freeze_vision_encoder = false` - expected true, as training the vision encoder is not "
+            "implemented. Remove the line."
         )
     if model.ep > 1:
         yield (

@@ -1,32 +1,63 @@
-"""Models that pictures are given to (`[model.vlm]`): which can be trained with them, read from `config.json`."""
+"""Models that pictures are given to (`[model.vlm]`): which can be trained and served, and with which other settings."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from trireme.config.run import RunConfig
+from trireme.config.state_layers import mixers_of
 from trireme.config.trainer import TrainerModel
 
 KINDS = ("qwen2_5_vl", "qwen3_5", "qwen3_5_moe")
 """Architectures (`model_type`) whose pictures are read as `algo/pictures.py` says."""
 
+WITHOUT_TEXT_MODEL = ("qwen2_5_vl",)
+"""Those of `KINDS` that transformers cannot hold as a text model."""
+
+OF_PICTURES = (
+    *("language_model_only", "limit_mm_per_prompt", "mm_processor_kwargs", "mm_processor_cache_gb", "media_io_kwargs"),
+    *("allowed_media_domains", "allowed_local_media_path"),
+)
+"""Arguments of vLLM that decide how it reads pictures, and whether it does."""
+
 
 def vision_problems(table: str, model: TrainerModel, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why a model with this config.json cannot be trained with pictures; nothing where none are asked for.
+    """Yield why the trainer cannot give pictures to a model with this config.json, or must be able to.
 
     Args:
         table: the name of the table as the user writes it, for messages.
     """
-    if model.vlm is None:
-        return
-    if config.get("model_type") not in KINDS or "vision_config" not in config:
-        name, kind = model.name or "this model", config.get("model_type")
+    kind, named = config.get("model_type"), f'{table}.name = "{model.name}"'
+    if model.vlm is not None and (kind not in KINDS or "vision_config" not in config):
         yield (
-            f"`[{table}.vlm]` with {name} ({kind}), to which Trireme cannot give pictures - expected a model_type of "
+            f"`[model.vlm]` with {named} ({kind}), to which Trireme cannot give pictures - expected a model_type of "
             f"{', '.join(KINDS)}, and a vision_config, in its config.json. Remove the table, or choose another model."
         )
-    if model.cp > 1:
+    elif model.vlm is None and kind in WITHOUT_TEXT_MODEL:
         yield (
-            f"{table}.cp = {model.cp} with `[{table}.vlm]` - expected 1, as ranks that share a row cannot share its "
-            f"pictures yet. Set `{table}.cp = 1`."
+            f"{named}: transformers has no text model of {kind} by itself - expected `[model.vlm]`, with which the "
+            "model that also sees is trained. Add the table, which may be empty."
+        )
+    elif model.vlm is not None and model.cp > 1 and not mixers_of(config):  # with such layers, cp is refused anyway
+        yield (
+            f"{table}.cp = {model.cp} with `[model.vlm]` - expected 1: ranks that share a row cannot share its "
+            f"pictures. Set `{table}.cp = 1`."
+        )
+
+
+def picture_run_problems(config: RunConfig) -> Iterator[str]:
+    """Yield settings of a run that contradict its `[model.vlm]`."""
+    if config.trainer.model.vlm is None:
+        return
+    for name in sorted(name for name in config.inference.args if name.replace("-", "_") in OF_PICTURES):
+        yield (
+            f"inference.args.{name} with `[model.vlm]` - expected none: the engine must read pictures as the trainer "
+            "does, and is given its own. Remove the line; how large pictures are read belongs in a copy of the model's "
+            "preprocessor_config.json."
+        )
+    if config.orchestrator.teacher is not None:
+        yield (
+            "`[orchestrator.teacher]` with `[model.vlm]` - expected no teacher, which is sent tokens and would not see "
+            "the pictures. Remove one of the two."
         )
