@@ -25,6 +25,7 @@ OWN_ROUTE_ONLY = (
     "enable-request-id-headers",
     "otlp-traces-endpoint",
 )
+PICTURES = {"image": 64, "video": 0}  # most of one request
 FORKED = "trireme.inference.cpu.forked_engine.ForkedExecutor"
 
 
@@ -107,7 +108,11 @@ def server_arguments(config: RunConfig) -> list[str]:
         plain: dict[str, Any] = {"quantization_config": None}
         plain |= {part: dict(plain) for part in ("text_config",) if "quantization_config" in described.get(part, {})}
         arguments |= {"load-format": "trireme", "hf-overrides": json.dumps(plain)}  # see `published_loader.py`
-    if leaves_out_vision(described):
+    if config.trainer.model.vlm is not None:
+        # vLLM forgets pictures at each weight update in the engine, but not in its server, which would then leave out
+        # what the engine no longer has. Without that cache each request carries its pictures.
+        arguments |= {"limit-mm-per-prompt": json.dumps(PICTURES), "mm-processor-cache-gb": 0}
+    elif leaves_out_vision(described):
         arguments["language-model-only"] = True
     if config.device == "cpu":
         arguments |= _cpu_arguments(config)

@@ -108,8 +108,8 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._is_reloading = True
             begin_reload(self.model)
         waiting: list[tuple[str, torch.Tensor]] = []
-        described, num_bytes = self.model_config, 0
-        tied = described.hf_config.tie_word_embeddings or described.hf_text_config.tie_word_embeddings
+        described, num_bytes = (self.model_config.hf_config, self.model_config.hf_text_config), 0
+        tied = any(getattr(config, "tie_word_embeddings", False) for config in described)
         for name, own, digest in arrived:
             self.digests[name] = digest
             if is_of_adapter(name):
