@@ -5,6 +5,8 @@ the version, so whatever would show with real weights (an old version, half an u
 """
 
 import asyncio
+import base64
+import hashlib
 import random
 import threading
 import uuid
@@ -16,9 +18,12 @@ from typing import Any
 from aiohttp import web
 
 from trireme import messages
+from trireme.algo.pictures import PictureRules, expand
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
+from trireme.journal.pictures import size_of
+from trireme.messages import Picture
 from trireme.transport.bearer import may_enter
 from trireme.transport.control import ControlClient
 
@@ -65,6 +70,7 @@ class Asked:
     version: int  # live in the engine when it arrived
     rng: random.Random
     end: int  # the end-of-turn token
+    pictures: tuple[Picture, ...] = ()  # in `ids`
 
 
 @dataclass
@@ -79,6 +85,7 @@ class FakeEngine:
     refuse: Callable[[Asked], int | None] = lambda asked: None  # an HTTP status instead of an answer
     mangle: Callable[[dict], dict] = lambda response: response
     routes: Callable[[Asked, list[int]], str] | None = None  # what it says of the experts that it used
+    rules: PictureRules | None = None  # where it takes pictures
     drop_next: int = 0  # so many requests for tokens end with a closed connection
     digest_error: str | None = None  # a tensor that it reports another digest for
     incomplete: tuple[str, ...] = ()
@@ -132,9 +139,9 @@ class FakeEngine:
         sampling = body["sampling_params"]
         if "prompt_logprobs" in sampling:
             return await self._probe(body["token_ids"])
-        number, ids = len(self.requests), body["token_ids"]
+        number, (ids, pictures) = len(self.requests), self._expand(body)
         rng = random.Random(str((sampling.get("seed", number), ids, self.version)))
-        asked = Asked(number, ids, sampling, self.version, rng, self.end)
+        asked = Asked(number, ids, sampling, self.version, rng, self.end, tuple(pictures))
         self.requests.append(asked)
         if self.drop_next > 0:
             self.drop_next -= 1
@@ -148,6 +155,15 @@ class FakeEngine:
             return web.json_response(self.mangle(await self._sample(asked)))
         finally:
             self._at_once -= 1
+
+    def _expand(self, body: dict[str, Any]) -> tuple[list[int], list[Picture]]:
+        """As vLLM: a token for each block of each picture."""
+        if not (parts := body.get("content_parts")):
+            return body["token_ids"], []
+        assert self.rules is not None, "pictures for a model that does not see"
+        files = [base64.b64decode(part["url"].removeprefix("data:image/png;base64,")) for part in parts]
+        grids = [(hashlib.sha256(file).hexdigest(), *self.rules.grid(*size_of(file))) for file in files]
+        return expand(body["token_ids"], self.rules.token, grids)
 
     async def _sample(self, asked: Asked) -> dict[str, Any]:
         if self.delay is not None:
@@ -172,7 +188,8 @@ class FakeEngine:
         }
         if self.routes is not None:
             choice["routed_experts"] = self.routes(asked, ids)
-        return {"request_id": str(asked.number), "choices": [choice], "prompt_logprobs": None}
+        answer = {"request_id": str(asked.number), "choices": [choice], "prompt_logprobs": None}
+        return answer | ({"prompt_token_ids": asked.ids} if asked.pictures else {})
 
     async def _probe(self, ids: list[int]) -> web.Response:
         await self.running.wait()

@@ -15,6 +15,15 @@ CHATML = """{%- for message in messages %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
 
+SEEING = """{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\n' }}
+{%- if message.content is string %}{{- message.content }}{%- else %}
+{%- for part in message.content %}{{- '<|see|>' if part.type == 'image' else part.text }}{%- endfor %}
+{%- endif %}{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+
 LLAMA_3 = """{{- bos_token }}
 {%- if messages[0]['role'] == 'system' %}
     {%- set system_message = messages[0]['content'] | trim %}
@@ -105,6 +114,17 @@ MARKED = """{%- macro header(role) %}{{ '<|im_start|>' ~ role ~ '\n' }}{%- endma
 {{- header('assistant') }}
 {% endif %}
 """
+
+
+def write_seeing_model(folder: Path) -> Path:
+    """Write the tokenizer and the files of a model that sees, without weights. A block of a picture is 8 x 8 pixels."""
+    write_tokenizer(folder, SEEING, extra_words=("<|see|>",))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    config = {"model_type": "qwen2_5_vl", "image_token_id": tokenizer.token_to_id("<|see|>"), "vision_config": {}}
+    (folder / "config.json").write_text(json.dumps(config))
+    sizes = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 64 * 64}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(sizes))
+    return folder
 
 
 def write_tokenizer(folder: Path, template: str = CHATML, *, extra_words: tuple[str, ...] = ()) -> Path:

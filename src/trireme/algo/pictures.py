@@ -19,6 +19,7 @@ import numpy as np
 from trireme.config.vision import KINDS as KINDS
 from trireme.messages import Picture
 
+MOST_PICTURES = 64  # of one conversation
 LONGEST_RATIO = 200  # of the sides of a picture, which the image processor admits
 
 

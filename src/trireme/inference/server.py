@@ -8,6 +8,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from trireme.algo.pictures import MOST_PICTURES
 from trireme.base.log import get_logger
 from trireme.base.processes import quick_imports
 from trireme.config.files import command_without_secrets
@@ -25,7 +26,7 @@ OWN_ROUTE_ONLY = (
     "enable-request-id-headers",
     "otlp-traces-endpoint",
 )
-PICTURES = {"image": 64, "video": 0}  # most of one request
+NOWHERE = "nowhere.invalid"  # the only host from which the engine would fetch a picture
 FORKED = "trireme.inference.cpu.forked_engine.ForkedExecutor"
 
 
@@ -111,7 +112,11 @@ def server_arguments(config: RunConfig) -> list[str]:
     if config.trainer.model.vlm is not None:
         # vLLM forgets pictures at each weight update in the engine, but not in its server, which would then leave out
         # what the engine no longer has. Without that cache each request carries its pictures.
-        arguments |= {"limit-mm-per-prompt": json.dumps(PICTURES), "mm-processor-cache-gb": 0}
+        arguments |= {
+            "limit-mm-per-prompt": json.dumps({"image": MOST_PICTURES, "video": 0}),
+            "mm-processor-cache-gb": 0,
+        }
+        arguments["allowed-media-domains"] = NOWHERE
     elif leaves_out_vision(described):
         arguments["language-model-only"] = True
     if config.device == "cpu":

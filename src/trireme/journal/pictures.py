@@ -10,6 +10,7 @@ import base64
 import hashlib
 import io
 import re
+import threading
 import warnings
 from pathlib import Path
 
@@ -94,11 +95,17 @@ def size_of(png: bytes) -> tuple[int, int]:
         return image.size
 
 
+def pictures_folder(journal: Path) -> Path:
+    """Return the folder of a run's pictures, in the journal's folder."""
+    return journal / "pictures"
+
+
 class PictureFiles:
     """The pictures of one run, or of an evaluation."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._writing = threading.Lock()
 
     def path(self, digest: str) -> Path:
         """Raises: ValueError where this is no digest, and so might name another file."""
@@ -107,17 +114,17 @@ class PictureFiles:
         return self._folder / f"{digest}.png"
 
     def add(self, png: bytes) -> str:
-        """Write a picture unless it is there, and return its digest when it is on disk.
+        """Write a picture unless it is there, and return its digest when it is on disk. Threads may call it at once.
 
         Raises:
             OSError: it could not be written (a full disk).
         """
         digest = hashlib.sha256(png).hexdigest()
         path = self.path(digest)
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(path) as file:
-                file.write(png)
+        with self._writing:  # `atomic_write` has one name for the unfinished file of a process
+            if not path.exists():
+                with atomic_write(path) as file:
+                    file.write(png)
         return digest
 
     def read(self, digest: str) -> bytes:

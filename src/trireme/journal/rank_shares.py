@@ -13,6 +13,7 @@ from trireme.algo.packing import Sample, deal, num_learned, rows_of
 from trireme.config.model_folder import config_file
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
+from trireme.journal.pictures import PictureFiles, pictures_folder
 from trireme.journal.records import BatchRecord, Rollout
 from trireme.messages import BatchReply
 
@@ -24,6 +25,7 @@ class Shares:
 
     def __init__(self, journal: Journal, config: RunConfig) -> None:
         self._journal = journal
+        self._pictures = PictureFiles(pictures_folder(config.paths.journal))
         self._capacity = row_capacity(config)
         self._cost = row_cost(config)
         self._dealing = asyncio.Lock()
@@ -32,9 +34,9 @@ class Shares:
     def of(self, step: int, *, rank: int, world: int) -> BatchReply:
         """Return what rank `rank` of `world` trains on; ranks that share rows (`cp`) count as one.
 
-        Raises: JournalCorrupt where the batch is not what was written.
+        Raises: JournalCorrupt where the batch, or a picture of it, is not what was written.
         """
-        return self._dealt(step, world).share(rank)
+        return self._dealt(step, world).share(rank, self._pictures)
 
     async def in_thread(self, step: int, *, rank: int, world: int) -> BatchReply:
         """Return the same from a thread: to balance many ranks takes long (half a second for 64)."""
@@ -59,17 +61,28 @@ class _Batch:
         self._step = record.step
         self._num_rollouts = len(record.rollouts)
 
-    def share(self, rank: int) -> BatchReply:
+    def share(self, rank: int, pictures: PictureFiles | None = None) -> BatchReply:
+        rows = rows_of(self._samples, self._dealt[rank])
+        digests = {picture.digest for row in rows for picture in row.tokens.pictures}
         return BatchReply(
             step=self._step,
-            micro_batches=rows_of(self._samples, self._dealt[rank]),
+            micro_batches=rows,
             loss_tokens=max(1, sum(self._counts)),
             num_rollouts=self._num_rollouts,
             loss_samples=max(1, sum(map(bool, self._counts))),
+            pictures={digest: pictures.read(digest) for digest in sorted(digests)} if pictures else {},
         )
 
 
-def share_of(record: BatchRecord, *, rank: int, world: int, capacity: int, cost: Cost = LINEAR) -> BatchReply:
+def share_of(
+    record: BatchRecord,
+    *,
+    rank: int,
+    world: int,
+    capacity: int,
+    cost: Cost = LINEAR,
+    pictures: PictureFiles | None = None,
+) -> BatchReply:
     """Return the micro-batches of rank `rank` of `world`.
 
     Where every rollout is masked, each rank gets one empty row, and the counts by which the loss is divided are 1.
@@ -77,8 +90,9 @@ def share_of(record: BatchRecord, *, rank: int, world: int, capacity: int, cost:
     Args:
         capacity: tokens of a row, see `row_capacity`.
         cost: function of a row, see `row_cost`.
+        pictures: of the run; the reply has none if not given.
     """
-    return _Batch(record, world=world, capacity=capacity, cost=cost).share(rank)
+    return _Batch(record, world=world, capacity=capacity, cost=cost).share(rank, pictures)
 
 
 def samples_of(rollouts: list[Rollout]) -> list[Sample]:

@@ -18,7 +18,7 @@ import threading
 import zlib
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ import numpy as np
 
 from trireme.base.log import get_logger
 from trireme.base.paths import sync_folder
-from trireme.messages import Tokens, decode_as, encode
+from trireme.messages import Picture, Tokens, decode_as, encode
 
 log = get_logger("journal")
 
@@ -44,7 +44,7 @@ class TurnRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
                    message={"role": "assistant", "content": "x"})
     """
 
-    prompt: str  # digest of the prompt's token ids
+    prompt: str  # `prompt_digest`
     ids: list[int]  # [C]
     logprobs: list[float]  # [C]
     versions: list[int]  # [C]
@@ -155,9 +155,16 @@ def turns_file(journal: Path, rollout: str, attempt: int) -> Path:
     return turns_folder(journal) / f"{UNSAFE.sub('_', rollout)}.{attempt}.turns"
 
 
-def prompt_digest(ids: list[int]) -> str:
-    """Return a digest of a prompt's token ids."""
-    return hashlib.sha256(array("q", ids).tobytes()).hexdigest()
+def prompt_digest(ids: list[int], pictures: Iterable[Picture] = ()) -> str:
+    """Return a digest of a prompt's token ids and pictures."""
+    return _with_pictures(hashlib.sha256(array("q", ids).tobytes()), pictures)
+
+
+def _with_pictures(ids: Any, pictures: Iterable[Picture]) -> str:
+    """Return the digest of a prompt from the hash of its ids."""
+    for picture in pictures:
+        ids.update(picture.digest.encode())
+    return ids.hexdigest()
 
 
 def read_turns(path: Path) -> list[TurnRecord]:
@@ -197,15 +204,16 @@ def compare_turns(
         while (place := int(np.searchsorted(sampled, end))) < len(sampled):
             digest.update(ids[begin : sampled[place]].tobytes())
             is_first, begin = end == 0, int(sampled[place])
+            prompt = _with_pictures(digest.copy(), [each for each in sample.pictures if each.place < begin])
             end = int(given[np.searchsorted(given, begin)])  # of the turn, or of several without a token between them
             differences: dict[str, TurnRecord] = {}
-            for record in answered[digest.hexdigest()]:
+            for record in answered[prompt]:
                 part = slice(begin, begin + len(record.ids))
                 wrong = [name for name in columns if not _is_column(getattr(record, name), getattr(sample, name)[part])]
                 differences.setdefault(wrong[0] if wrong else "", record)
             difference = min(differences, default=MISSING)
             if difference != MISSING:
-                answered[digest.hexdigest()].remove(record := differences[difference])
+                answered[prompt].remove(record := differences[difference])
                 end = min(end, begin + len(record.ids))
             compared.append(ComparedTurn(number, begin, is_first, difference))
     return compared, [record for left in answered.values() for record in left]

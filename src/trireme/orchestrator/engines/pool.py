@@ -16,7 +16,7 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -24,15 +24,18 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
+from trireme.algo.pictures import collapse
 from trireme.base.errors import DeadlineExceeded, PeerDied
 from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
+from trireme.messages import Picture
 from trireme.orchestrator.engines.engine import LARGEST_ANSWER, REQUEST_ERRORS, Engine, open_engine_session
 from trireme.orchestrator.engines.expert_routes import ExpertShape
 from trireme.orchestrator.engines.generation import Generation, Unconfirmed, largest_answer, read_turn
 from trireme.orchestrator.engines.responses import (
     Message,
     Response,
+    check_prompt,
     choice_of,
     prompt_logprobs_of,
     read_message,
@@ -82,10 +85,20 @@ class InferencePool:
 
     # requests
 
-    async def generate(self, ids: list[int], sampling: dict[str, Any], *, routes_from: int | None = None) -> Generation:
+    async def generate(
+        self,
+        ids: list[int],
+        sampling: dict[str, Any],
+        *,
+        pictures: Sequence[Picture] = (),
+        content_parts: Sequence[dict[str, str]] = (),
+        routes_from: int | None = None,
+    ) -> Generation:
         """Generate one turn with the live engine that has the fewest requests.
 
         Args:
+            pictures: in `ids`.
+            content_parts: the pictures themselves, in the same order, as vLLM's route takes them.
             routes_from: with router replay, the first token of the prompt whose experts the engine has to report;
                 it reports none where this is None.
 
@@ -102,6 +115,9 @@ class InferencePool:
         if self.experts is not None:
             params["routed_experts_prompt_start"] = len(ids) if routes_from is None else routes_from
         request: dict[str, Any] = {"token_ids": ids, "sampling_params": params} | self._model()
+        if pictures:
+            short = with_placeholders(ids, pictures)
+            request |= {"token_ids": short, "content_parts": content_parts, "return_token_ids": True}
         if not self.shares_prefixes:
             request["cache_salt"] = uuid.uuid4().hex
         body = _encode(request)
@@ -112,6 +128,8 @@ class InferencePool:
         async def ask(engine: Engine) -> Generation:
             life = engine.life
             response = await self.post_generate(engine, body, max_bytes=max_bytes)
+            if pictures:
+                check_prompt(response, ids)
             choice = choice_of(response, max_tokens=max_tokens, vocab_size=self.vocab_size)
             while engine.life == life and engine.state not in ("live", "starting"):
                 self.live.clear()  # an update is under way, whose weights may turn out to be wrong
@@ -285,6 +303,22 @@ async def open_inference_pool(
             request_timeout=aiohttp.ClientTimeout(total=request_timeout_s or timeout_s),
             **model,
         )
+
+
+def with_placeholders(ids: list[int], pictures: Sequence[Picture]) -> list[int]:
+    """Return a prompt with one token for each picture, as an engine takes it.
+
+    Raises:
+        ValueError: there is another such token, which the engine might take for a picture's. vLLM's server ends where
+            one is missing.
+    """
+    short, token = collapse(ids, pictures), ids[pictures[0].place]
+    if (found := short.count(token)) != len(pictures):
+        raise ValueError(
+            f"a prompt with {len(pictures)} pictures and {found} placeholders (token {token}) - expected as many. The "
+            "model sampled one, or a text contains it."
+        )
+    return short
 
 
 def _words(data: bytes) -> str:

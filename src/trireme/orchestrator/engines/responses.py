@@ -68,6 +68,7 @@ class Choice(msgspec.Struct):
 class Response(msgspec.Struct):
     choices: list[Choice]
     prompt_logprobs: list[dict[str, TokenLogprob] | None] | None = None
+    prompt_token_ids: list[int] | None = None  # where asked for: as the engine read the prompt
 
 
 class CalledFunction(msgspec.Struct):
@@ -224,6 +225,19 @@ def _candidates(entry: TokenLogprob) -> list[int]:
             "could choose from - 1 was expected. Lower `top_k`, or leave out what cuts."
         )
     return [candidate.token_id for candidate in possible]
+
+
+def check_prompt(response: Response, ids: list[int]) -> None:
+    """Check that the engine read a prompt with pictures as these tokens.
+
+    Raises: BadAnswer.
+    """
+    read = response.prompt_token_ids or []
+    if read != ids:
+        raise BadAnswer(
+            f"The engine made {len(read)} tokens of a prompt with pictures, and the orchestrator {len(ids)} - expected "
+            "the same. Compare preprocessor_config.json in the model that the engine serves with that of `model.name`."
+        )
 
 
 def prompt_logprobs_of(response: Response, ids: list[int]) -> list[float]:

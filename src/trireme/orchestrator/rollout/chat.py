@@ -23,6 +23,7 @@ from trireme.base.errors import ConfigError
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"]
+FILES += ["preprocessor_config.json", "processor_config.json"]  # of models that see
 
 
 KEPT_PROMPTS = 64
@@ -164,10 +165,12 @@ def _compile_template(text: str) -> jinja2.Template:
 
 
 def _for_template(message: dict[str, Any]) -> dict[str, Any]:
-    """Convert a message to what templates expect: text as content, and tool arguments as objects."""
+    """Convert a message to what templates expect: text or parts as content, and tool arguments as objects."""
     out = dict(message)
     if out.get("content") is None:
         out["content"] = ""
+    elif isinstance(out["content"], list):
+        out["content"] = [{"type": "image"} if part["type"] == "image_url" else part for part in out["content"]]
     if calls := out.get("tool_calls"):
         out["tool_calls"] = [_parsed_call(call) for call in calls]
     return out

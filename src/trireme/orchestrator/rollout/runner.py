@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
 
 import jinja2
+import msgspec
 
 from trireme.base.disk import when_there_is_room
 from trireme.base.errors import ConfigError, TriremeError
@@ -19,6 +22,7 @@ from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Sampling, sampling_notes
 from trireme.config.run import RunConfig
+from trireme.journal.pictures import PictureFiles, pictures_folder, rules_of_model
 from trireme.journal.records import Rollout
 from trireme.journal.turns import TurnLog, TurnRecord, prompt_digest, turns_file
 from trireme.orchestrator.engines.pool import Generation, InferencePool, OverlongPrompt
@@ -27,11 +31,14 @@ from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Done, FinishReason, Reply, RunTask, Split, ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.continuation import Rewritten, drops_thinking
+from trireme.orchestrator.rollout.pictures import ConversationPictures, read_messages, read_transcript
 from trireme.orchestrator.rollout.sampling import TurnSampling, sampling_arguments
 from trireme.orchestrator.rollout.trajectory import Question, Strategy, Trajectory
 from trireme.orchestrator.rollout.turns import ModelMessage, TurnReader
 
 log = get_logger("rollouts")
+
+T = TypeVar("T")
 
 PROMPT_TOO_LONG = "prompt_too_long"
 
@@ -86,12 +93,14 @@ class RolloutRunner:
         tokenizer: ChatTokenizer,
         *,
         journal: Path | None = None,
+        pictures: Path | None = None,
         waits: Waits | None = None,
     ) -> None:
         """
         Args:
             journal: where turns of agent programs are kept, for a rollout that is played again; nowhere if not given.
-            waits: for a full disk, where there is a journal.
+            pictures: folder of the pictures of conversations; in the journal, or a temporary folder, if not given.
+            waits: for a full disk, which is an error if not given.
         """
         self.pool = pool
         self.journal = journal
@@ -102,6 +111,7 @@ class RolloutRunner:
         self.reader = TurnReader(config.inference.model, tokenizer, pool)
         self.strategy = config.orchestrator.trajectory_strategy
         self.model = config.trainer.tokenizer.name or config.model.name
+        self.pictures = self._open_pictures(config, pictures) if config.trainer.model.vlm is not None else None
         self._arguments: dict[int, tuple[Sampling, dict[str, Any]]] = {}
         self._warned: set[tuple[str, ...]] = set()
         self._run_seed = config.seed if config.synchronous else None
@@ -114,6 +124,22 @@ class RolloutRunner:
                 'first one of several ends the run. Set `orchestrator.trajectory_strategy = "branching"` for those.',
                 self.model,
             )
+
+    def _open_pictures(self, config: RunConfig, folder: Path | None) -> ConversationPictures:
+        """Raises: ConfigError where the model is of no kind that sees."""
+        rules = rules_of_model(config.model.name)
+        if folder is None and self.journal is not None:
+            folder = pictures_folder(self.journal)
+        if folder is None:
+            self._temporary = TemporaryDirectory(prefix="trireme-pictures-")  # removed with this object
+            folder = Path(self._temporary.name)
+        return ConversationPictures(rules, PictureFiles(folder), write=partial(self.wait_for_room, "a picture", folder))
+
+    def wait_for_room(self, what: str, folder: Path, write: Callable[[], T]) -> T:
+        """Write something, and wait while the disk is full. Raises: DeadlineExceeded."""
+        if self.waits is None:
+            return write()
+        return when_there_is_room(write, what=what, folder=folder, waits=self.waits, deadline_s=self.disk_timeout_s)
 
     async def run(
         self, environment: Environment, spec: RolloutSpec, *, sampling: Sampling, trained: bool = True
@@ -146,6 +172,7 @@ class RolloutRunner:
         task = spec.task(environment, turns.own)
         try:
             done = await environment.run(task, conversation.answer, on_retry=conversation.restart)
+            done = await self._without_data(done)
         finally:
             conversation.close()
         distorting = (environment.name, *sorted(turns.distorted))
@@ -160,6 +187,17 @@ class RolloutRunner:
             )
         issued = {"env": environment.name, "example": spec.example, "attempt": spec.attempt}
         return conversation.finish(done, issued | {"temperature": sampling.temperature})
+
+    async def _without_data(self, done: Done) -> Done:
+        """Return a result whose messages name the digests of their pictures.
+
+        Raises: RolloutFailed where one cannot be read.
+        """
+        try:
+            prompt, completion = [await read_transcript(each, self.pictures) for each in (done.prompt, done.completion)]
+        except ValueError as error:
+            raise RolloutFailed("rollout", f"the conversation that the environment reports has {error}") from error
+        return msgspec.structs.replace(done, prompt=prompt, completion=completion)
 
 
 class _Conversation:
@@ -182,6 +220,7 @@ class _Conversation:
         self._log = log
         self._lost: dict[str, asyncio.Task[Any]] = {}  # turns whose player has died, by the prompt's digest
         self._is_over = False
+        self._asking = asyncio.Lock()
         self._agent, self._has_programs = environment.config.agent, environment.uses_gateway
         self._sampling = sampling
         self._trained = trained
@@ -194,7 +233,7 @@ class _Conversation:
             strategy = "tolerant"
         elif strategy == "interleaved" and not self._trained:
             strategy = "interleaved_or_new"
-        self.trajectory = Trajectory(self._runner.tokenizer, strategy)
+        self.trajectory = Trajectory(self._runner.tokenizer, strategy, self._runner.pictures)
         self._refused: str | None = None  # why the last turn was refused as too long, if it was
         self._cut: str | None = None  # what the last turn ran out of
         self._num_asked = 0
@@ -209,10 +248,13 @@ class _Conversation:
         number, runner = self._num_asked + 1, self._runner
         try:
             if question.only_counts:
-                return Reply(prompt_ids=self.trajectory.prompt_ids(question.messages, question.tools, question.trace))
+                messages = await read_messages(question.messages, runner.pictures)
+                return Reply(prompt_ids=self.trajectory.prompt_ids(messages, question.tools, question.trace))
             self._num_asked += 1
             arguments = self._sampling.of_turn(number, question.sampling)
-            asked = self.trajectory.ask(question.messages, question.tools, question.trace)
+            async with self._asking:  # pictures take their time, and turns are counted in the order of requests
+                messages = await self._read_messages(question)
+                asked = self.trajectory.ask(messages, question.tools, question.trace)
             tools = question.tools if question.calls_tools else None
             turn, message = await self._sample_once(asked, arguments, tools, number)
         except OverlongPrompt as error:
@@ -249,13 +291,20 @@ class _Conversation:
             logprobs=turn.logprobs,
         )
 
+    async def _read_messages(self, question: Ask) -> list[dict[str, Any]]:
+        try:
+            return await read_messages(question.messages, self._runner.pictures)
+        except ValueError:
+            self.trajectory.refuse()
+            raise
+
     async def _sample_once(
         self, asked: Question, arguments: dict[str, Any], tools: list[dict] | None, number: int
     ) -> tuple[Generation, ModelMessage]:
         """Sample a turn, and keep it where turns are kept. One that was sampled before a crash is not sampled again."""
         if self._log is None:
             return await self._sample(asked, arguments, tools, number)
-        prompt = prompt_digest(asked.ids)
+        prompt = prompt_digest(asked.ids, asked.pictures)
         if prompt in self._lost:
             await asyncio.wait({self._lost.pop(prompt)})
         if (record := self._log.replay(prompt)) is not None:
@@ -276,7 +325,10 @@ class _Conversation:
         self, asked: Question, arguments: dict[str, Any], tools: list[dict] | None, number: int
     ) -> tuple[Generation, ModelMessage]:
         routes_from = asked.routes_from if self._trained else None
-        turn = await self._runner.pool.generate(asked.ids, arguments, routes_from=routes_from)
+        shown: dict[str, Any] = {}
+        if asked.pictures and (pictures := self._runner.pictures):
+            shown = {"pictures": asked.pictures, "content_parts": await pictures.content_parts(asked.pictures)}
+        turn = await self._runner.pool.generate(asked.ids, arguments, routes_from=routes_from, **shown)
         keeps_stop = bool(arguments.get("include_stop_str_in_output"))
         return turn, await self._runner.reader.read(asked.ids, turn, tools, number=number, keeps_stop=keeps_stop)
 
@@ -308,15 +360,7 @@ class _Conversation:
         reach("turn.sampled")
         if number > 1:
             reach("turn.continued")
-        assert self._runner.waits is not None, "turns are kept, and a full disk has nowhere to be reported"
-        write = partial(
-            when_there_is_room,
-            partial(kept.write, record),
-            what="a model turn",
-            folder=kept.path.parent,
-            waits=self._runner.waits,
-            deadline_s=self._runner.disk_timeout_s,
-        )
+        write = partial(self._runner.wait_for_room, "a model turn", kept.path.parent, partial(kept.write, record))
         await asyncio.get_running_loop().run_in_executor(self._runner.writers, write)
         kept.add(record, life)
         reach("turn.written")

@@ -18,15 +18,18 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
+from trireme.algo.pictures import expand
 from trireme.journal.records import AgentRun, Branch
 from trireme.journal.turns import prompt_digest
-from trireme.messages import Kept, Tokens, build_tokens
+from trireme.messages import Kept, Picture, Tokens, build_tokens
 from trireme.orchestrator.engines.expert_routes import to_routed
 from trireme.orchestrator.engines.pool import Generation
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.continuation import Rewritten, text_after, text_after_any_turn
+from trireme.orchestrator.rollout.pictures import ConversationPictures, digests_in
 from trireme.orchestrator.rollout.turns import ModelMessage
 
 Strategy = Literal["interleaved", "interleaved_or_new", "branching", "tolerant"]
@@ -46,6 +49,7 @@ class _Sample:
     versions: list[int] = field(default_factory=list)
     kept: list[list[int]] = field(default_factory=list)  # of each token what it was chosen from; empty: everything
     routes: list[np.ndarray] = field(default_factory=list)  # of its beginning, turn by turn: [N, layers, experts]
+    pictures: list[Picture] = field(default_factory=list)  # by their places
     last: _Turn | None = None
     is_kept: bool = True  # trained on
 
@@ -81,6 +85,7 @@ class _Sample:
             versions=self.versions,
             kept=kept,
             routed=to_routed(self.routes, self.length),
+            pictures=self.pictures,
         )
 
 
@@ -125,11 +130,12 @@ class Question:
     """A turn that the engine is asked for. It becomes part of a sample only when there is an answer."""
 
     number: int  # of all turns that were asked for, from 0
-    ids: list[int]  # the whole prompt
+    ids: list[int]  # the whole prompt, with one token for each block of a picture
     messages: list[dict[str, Any]]
     tools: list[dict] | None
     trace: str
     turn: _Turn | None  # that it continues
+    pictures: tuple[Picture, ...] = ()  # of the whole prompt
     routes: tuple[np.ndarray, ...] = ()  # of the beginning of `ids`: reported by the engine in earlier turns
     is_rewritten: bool = False  # the chat template does not continue the turn that the conversation continues
 
@@ -142,9 +148,16 @@ class Question:
 class Trajectory:
     """All samples of one rollout."""
 
-    def __init__(self, tokenizer: ChatTokenizer, strategy: Strategy) -> None:
+    def __init__(
+        self, tokenizer: ChatTokenizer, strategy: Strategy, pictures: ConversationPictures | None = None
+    ) -> None:
+        """
+        Args:
+            pictures: of the run, where messages may have some.
+        """
         self._tokenizer = tokenizer
         self._strategy = strategy
+        self._pictures = pictures
         self._samples: list[_Sample] = []
         self._turns: dict[int, _Turn] = {}  # by the number of their question
         self._num_asked = 0
@@ -157,17 +170,23 @@ class Trajectory:
     def ask(self, messages: list[dict[str, Any]], tools: list[dict] | None, trace: str = "") -> Question:
         """Build the prompt of the next turn. Several turns may be asked for at once.
 
+        Args:
+            messages: as `read_messages` returns them.
+
         Raises:
             Rewritten: `interleaved`, and the chat template does not continue what it rendered before.
+            ValueError: the chat template has another number of placeholders than there are pictures.
         """
         number, self._num_asked, is_rewritten = self._num_asked, self._num_asked + 1, False
         turn, conversation = self._find_turn(messages, tools, trace)
         if turn is not None:
             try:
                 text = self._text_after(turn, conversation, tools or None)
-                ids = turn.sample.ids[: turn.end] + self._tokenizer.encode(text)
+                past = turn.sample.ids[: turn.end]
+                more, new = self._expand(self._tokenizer.encode(text), conversation[len(turn.messages) + 1 :], turn.end)
+                known = [picture for picture in turn.sample.pictures if picture.place < turn.end]
                 routes = tuple(turn.sample.routes) if turn is turn.sample.last else ()
-                return Question(number, ids, conversation, tools, trace, turn, routes)
+                return Question(number, past + more, conversation, tools, trace, turn, (*known, *new), routes)
             except Rewritten:
                 if self._strategy == "interleaved":
                     raise
@@ -176,7 +195,27 @@ class Trajectory:
             ids = self._tokenizer.prompt_ids(messages, tools=tools)
         else:
             ids = self._tokenizer.encode(self._tokenizer.render(messages, tools=tools, generate=True))
-        return Question(number, ids, messages, tools, trace, None, is_rewritten=is_rewritten)
+        ids, pictures = self._expand(ids, messages, 0)
+        return Question(number, ids, messages, tools, trace, None, tuple(pictures), is_rewritten=is_rewritten)
+
+    def _expand(self, ids: list[int], messages: list[dict[str, Any]], begin: int) -> tuple[list[int], list[Picture]]:
+        """Return a part of a prompt with all tokens of its pictures, and where in the prompt these are.
+
+        Args:
+            messages: whose pictures have a placeholder in `ids`.
+            begin: of the part in the prompt.
+        """
+        digests = digests_in(messages)
+        if not digests:
+            return ids, []
+        assert self._pictures is not None, f"{len(digests)} pictures in a run without pictures"
+        grids = [(digest, *self._pictures.grid(digest)) for digest in digests]
+        whole, pictures = expand(ids, self._pictures.rules.token, grids)
+        return whole, [msgspec.structs.replace(each, place=begin + each.place) for each in pictures]
+
+    def refuse(self) -> None:
+        """Count a turn that was asked for and has no prompt."""
+        self._num_asked += 1
 
     def _find_turn(
         self, messages: list[dict[str, Any]], tools: list[dict] | None, trace: str
@@ -214,6 +253,7 @@ class Trajectory:
             sample = _Sample(question.tools or None, self._begin_branch(question), question.trace)
             self._samples.append(sample)
             sample.add_given(question.ids)
+        sample.pictures = list(question.pictures)
         begin = sample.length
         sample.branch.num_turns += 1
         sample.add_sampled(turn)
@@ -270,7 +310,9 @@ class Trajectory:
         trained = {id(sample) for sample in self._trained()}
         found: dict[bool, list[str]] = {True: [], False: []}
         for turn in self._turns.values():
-            found[id(turn.sample) in trained].append(prompt_digest(turn.sample.ids[: turn.begin]))
+            sample = turn.sample
+            pictures = [picture for picture in sample.pictures if picture.place < turn.begin]
+            found[id(sample) in trained].append(prompt_digest(sample.ids[: turn.begin], pictures))
         return found
 
     def samples(self) -> list[Tokens]:

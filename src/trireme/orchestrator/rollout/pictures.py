@@ -1,0 +1,167 @@
+"""Pictures of conversations where they enter a run: a data URI becomes a file, and the message names its digest.
+
+{"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,…"}}    as a worker or an agent program asks
+{"type": "image_url", "image_url": {"url": "picture:9f…"}}                 in trajectories and in the journal
+{"type": "image"}                                                         as a chat template is given it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any
+
+from trireme.algo.pictures import MOST_PICTURES, PictureRules
+from trireme.journal.pictures import PREFIX, PictureFiles, from_data_uri, size_of, to_png
+from trireme.messages import Picture
+
+Message = dict[str, Any]
+
+LARGEST_SUM = 64 << 20  # bytes of one conversation's pictures, as PNG files
+DECODERS = 4
+"""Threads that decode pictures. Each may hold one of 64 million pixels, which takes half a gigabyte."""
+
+KEPT_URIS = 4096  # data URIs whose digests are known
+KEPT_FILES = 64  # pictures that are kept in the form in which engines are sent them: groups begin with the same
+
+
+class ConversationPictures:
+    """The pictures of all rollouts of a run, or of an evaluation."""
+
+    def __init__(
+        self, rules: PictureRules, files: PictureFiles, *, write: Callable[[Callable[[], str]], str] | None = None
+    ) -> None:
+        """
+        Args:
+            write: calls a function that writes a picture, and waits while the disk is full.
+        """
+        self.rules = rules
+        self._files = files
+        self._write = write or (lambda add: add())
+        self._threads = ThreadPoolExecutor(DECODERS, "pictures")
+        self._known: dict[bytes, asyncio.Future[str]] = {}  # digests of pictures by the hash of their data URI
+        self.grid = lru_cache(1 << 16)(self._grid)
+        self._encoded = lru_cache(KEPT_FILES)(self._encode)
+
+    async def read(self, messages: list[Message], urls: list[str]) -> list[Message]:
+        """Return messages that name the digests of these of their pictures, which are on disk by then.
+
+        Raises:
+            ValueError: one is no picture, or stands not in its URL, or there are too many or too large ones.
+            DeadlineExceeded: the disk was full for too long.
+        """
+        if len(urls) > MOST_PICTURES:
+            raise ValueError(f"a conversation with {len(urls)} pictures - expected at most {MOST_PICTURES}")
+        digests = {url: await self._digest_of(url) for url in urls}
+        if (size := sum(self._files.path(digest).stat().st_size for digest in digests.values())) > LARGEST_SUM:
+            raise ValueError(f"a conversation with pictures of {size} bytes - expected at most {LARGEST_SUM}")
+        return [_with_digests(message, digests) for message in messages]
+
+    async def _digest_of(self, url: str) -> str:
+        """Decode a picture and write it to disk, once for all rollouts that show it."""
+        key = hashlib.sha256(url.encode()).digest()
+        if key not in self._known:
+            if len(self._known) >= KEPT_URIS:
+                del self._known[next(iter(self._known))]
+            self._known[key] = asyncio.get_running_loop().run_in_executor(self._threads, self._keep, url)
+        try:
+            return await asyncio.shield(self._known[key])
+        except ValueError:
+            raise
+        except Exception:
+            self._known.pop(key, None)
+            raise
+
+    def _keep(self, url: str) -> str:
+        try:
+            png = to_png(from_data_uri(url))
+        except ValueError:
+            raise
+        except Exception as error:  # whatever bytes can make a decoder raise: SyntaxError, EOFError, struct.error, …
+            raise ValueError(f"a picture that cannot be decoded ({type(error).__name__}: {error})") from error
+        self.rules.grid(*size_of(png))
+        return self._write(lambda: self._files.add(png))
+
+    def _grid(self, digest: str) -> tuple[int, int]:
+        """Return rows and columns of a picture's image tokens."""
+        return self.rules.grid(*size_of(self._files.read(digest)))
+
+    async def content_parts(self, pictures: Sequence[Picture]) -> list[dict[str, str]]:
+        """Return the pictures of a prompt as an engine is sent them."""
+        run = asyncio.get_running_loop().run_in_executor
+        return [
+            {"type": "image_url", "url": await run(self._threads, self._encoded, picture.digest)}
+            for picture in pictures
+        ]
+
+    def _encode(self, digest: str) -> str:
+        return "data:image/png;base64," + base64.b64encode(self._files.read(digest)).decode()
+
+
+async def read_messages(messages: list[Message], pictures: ConversationPictures | None) -> list[Message]:
+    """Return messages with text for a content that has only text parts, and with digests for pictures.
+
+    Raises:
+        ValueError: as `ConversationPictures.read`, or the run has no pictures.
+    """
+    if not any(isinstance(message.get("content"), list) for message in messages):
+        return messages
+    messages = [_joined(message) for message in messages]
+    if not (urls := picture_urls(messages)):
+        return messages
+    if pictures is None:
+        raise ValueError(
+            f"a conversation with {len(urls)} pictures, and the model's vision encoder is not in use - expected text "
+            "alone. Set `[model.vlm]` for a model that sees, or leave the pictures out."
+        )
+    return await pictures.read(messages, urls)
+
+
+async def read_transcript(messages: list[Message], pictures: ConversationPictures | None) -> list[Message]:
+    """Return what an environment reports of a conversation, with digests for the pictures that stand in it.
+
+    Raises:
+        ValueError: as `ConversationPictures.read`.
+    """
+    urls = [url for url in picture_urls(messages) if url.startswith("data:")]
+    return await pictures.read(messages, urls) if urls and pictures is not None else messages
+
+
+def picture_urls(messages: Iterable[Message]) -> list[str]:
+    """Return the URLs of the pictures of messages, in order."""
+    contents = [content for message in messages if isinstance(content := message.get("content"), list)]
+    return [url for content in contents for part in content if (url := _url_of(part)) is not None]
+
+
+def digests_in(messages: Iterable[Message]) -> list[str]:
+    """Return the digests of the pictures of messages that were read."""
+    return [url.removeprefix(PREFIX) for url in picture_urls(messages)]
+
+
+def _url_of(part: Any) -> str | None:
+    image = part.get("image_url") if isinstance(part, dict) and part.get("type") == "image_url" else None
+    url = image.get("url") if isinstance(image, dict) else None
+    return url if isinstance(url, str) else None
+
+
+def _joined(message: Message) -> Message:
+    parts = message.get("content")
+    if not isinstance(parts, list) or any(part["type"] != "text" for part in parts):
+        return message
+    return message | {"content": "".join(part["text"] for part in parts)}
+
+
+def _with_digests(message: Message, digests: dict[str, str]) -> Message:
+    if not isinstance(parts := message.get("content"), list):
+        return message
+    named = [digests.get(_url_of(part) or "") for part in parts]
+    return message | {
+        "content": [
+            {"type": "image_url", "image_url": {"url": PREFIX + digest}} if digest else part
+            for part, digest in zip(parts, named, strict=True)
+        ]
+    }
