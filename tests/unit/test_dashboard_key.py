@@ -8,10 +8,15 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
+from tiny_pictures import picture_file
 from trireme.base.errors import ConfigError
 from trireme.base.token import TOKEN
 from trireme.cli.runs.dashboard import dashboard, listen, require_key
+from trireme.journal.pictures import PictureFiles
+from trireme.tools.dashboard.pictures import serve_pictures
+from trireme.tools.dashboard.runs import Library
 from trireme.transport.dashboard_key import KEY, RequireKey, address_of, key_of
 
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -22,11 +27,11 @@ async def hello(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"rollouts"})
 
 
-def ask(key: str | None, *steps: dict[str, Any]) -> list[httpx.Response]:
+def ask(key: str | None, *steps: dict[str, Any], app: Any = hello) -> list[httpx.Response]:
     """One browser, asking several times; it keeps its cookies."""
 
     async def go() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(app=RequireKey(hello, key))
+        transport = httpx.ASGITransport(app=RequireKey(app, key))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8050") as browser:
             return [await browser.get(step.pop("url", "/"), **step) for step in steps]
 
@@ -100,6 +105,20 @@ def test_every_page_says_what_it_may_talk_to_and_who_may_embed_it() -> None:
     assert "frame-ancestors 'self'" in answer.headers["content-security-policy"]
     assert "connect-src 'self'" in answer.headers["content-security-policy"]
     assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_pictures_are_served_by_their_digests_and_no_other_file(tmp_path: Path) -> None:
+    files = PictureFiles(tmp_path / "run" / "journal" / "pictures")
+    good, changed = (files.add(picture_file(4, 4, shade)) for shade in (0, 1))
+    files.path(changed).write_bytes(b"another picture")
+    app, library = FastAPI(), Library([tmp_path])
+    library.search()
+    serve_pictures(app, library)
+    addresses = [f"{good}?run=run", good, f"{good}?run=other", f"{changed}?run=run", f"..%2f{good}?run=run", "a" * 64]
+    first, *others = ask(None, *({"url": f"/pictures/{each}"} for each in addresses), app=app)
+    assert (first.status_code, first.headers["content-type"]) == (200, "image/png")
+    assert first.content == files.read(good)
+    assert {answer.status_code for answer in others} == {404}
 
 
 PROPS = {"label", "MOST_RUNS", "ROWS"}

@@ -168,8 +168,8 @@ def test_what_a_model_wrote_is_never_markup() -> None:
     branches = [Branch(why=EVIL), Branch(why=EVIL, parent=0, place=2, messages=said), Branch(why=EVIL, parent=9)]
     agents = Record(row=record.row, prompt=said, completion=said, info=played, branches=branches)
     page = (
-        conversation_html(record)
-        + conversation_html(agents)
+        conversation_html(record, "run")
+        + conversation_html(agents, EVIL)
         + components_html({EVIL: 1.0}, 0.5)
         + token_html(evil, "engine", range(5), step=5)
     )
@@ -193,7 +193,7 @@ def test_a_session_is_a_tree_of_conversations_that_branch_where_they_leave_each_
     info = {"exit_code": 3, "seconds": 1.5, "output": "bye", "files": {"a/b.txt": 7}}
     record = Record(Row(0, "1", 0, 1.0), say("one"), say("two", "three"), info=info, branches=branches)
     assert record.facts[2] == "4 branches"
-    texts = [text for text in Reader(conversation_html(record)).texts if text.strip() not in ("", "user")]
+    texts = [text for text in Reader(conversation_html(record, "run")).texts if text.strip() not in ("", "user")]
     assert [text.split(":")[0] for text in texts] == [
         *("Conversation 0", "one", "two", "Conversation 1", "left", "Conversation 2", "deeper", "so", "three"),
         *("Conversation 3", "title", "files written", "a/b.txt  (7 bytes)", "program", "bye"),

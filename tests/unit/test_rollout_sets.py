@@ -10,11 +10,19 @@ import pytest
 from jinja2 import Template
 from pyarrow import parquet
 
+from tiny_pictures import picture_file, shown
+from trireme.algo.pictures import PictureRules
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.cli.runs.rollouts import rollouts
+from trireme.config.files import read_run
+from trireme.config.run import RunConfig
+from trireme.config.sft import Source
 from trireme.journal.journal import Journal
+from trireme.journal.pictures import PictureFiles
 from trireme.journal.records import Rollout
 from trireme.tools.datasets import write
+from trireme.trainer.sft.conversations import read_conversations
+from trireme.trainer.sft.pictures import PictureReader
 from written_run import GROUP, rewrite_batch, write_whole_run
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -137,6 +145,30 @@ def test_messages_have_the_keys_that_some_message_of_the_run_has_and_no_others(r
     messages = load(run / "rollouts/verl/sft.parquet")[0]["messages"]
     template = "{% for m in messages %}{{ m.role }}{% if 'tool_calls' in m %}!{% endif %}: {{ m.content }}|{% endfor %}"
     assert Template(template).render(messages=messages) == "user: say it|assistant: it|"
+
+
+def test_pictures_are_in_the_files_and_are_read_again_for_fine_tuning(run, tmp_path):
+    digest = PictureFiles(run / "journal" / "pictures").add(png := picture_file(56, 28))
+
+    def show(batch):
+        parts = [shown(digest), {"type": "text", "text": "Which?"}]
+        for rollout in batch.rollouts:
+            rollout.prompt = [{"role": "user", "content": parts}]
+
+    config = read_run(RunConfig, run / "configs" / "run.json")
+    rewrite_batch(config.model_copy(update={"output_dir": run}), 1, show)
+    for kind in ("trl", "verl", "jsonl"):
+        rollouts([str(run), "--to", kind])
+    rows = load(run / "rollouts/trl/prompt_completion.parquet")
+    assert [image.size for row in rows for image in row["images"]] == [(56, 28)] * 6
+    reader = PictureReader(PictureFiles(tmp_path).add, PictureRules(9, 28, 784, 78400))
+    for file in ("trl/prompt_completion.parquet", "verl/sft.parquet", "jsonl/rollouts.jsonl"):
+        read = list(read_conversations(Source(data=str(run / "rollouts" / file)), reader))
+        assert len(read) == len(journal_of(run))
+        seeing = [one for one in read if one.pictures[0]]
+        assert {one.pictures[0] for one in seeing} == {((digest, 1, 2),)}
+        assert seeing[0].messages[0]["content"] == [{"type": "image"}, {"type": "text", "text": "Which?"}]
+    assert PictureFiles(tmp_path).read(digest) == png
 
 
 def test_steps_environment_and_reward_choose_together(run):

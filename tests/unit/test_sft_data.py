@@ -1,7 +1,5 @@
 """From conversations to batches: what is read, what counts, what is held out, and in which order samples come."""
 
-import base64
-import io
 import json
 import logging
 import random
@@ -12,18 +10,18 @@ from typing import Any
 import datasets
 import pyarrow
 import pytest
-from PIL import Image
 from pyarrow.parquet import write_table
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tiny import random_samples
+from tiny_pictures import picture_file
 from tiny_tokenizer import LLAMA_3, MARKED, QWEN_3, write_tokenizer
 from trireme.algo.packing import Sample
 from trireme.base.errors import ConfigError
 from trireme.base.waiting import Waits
 from trireme.config.sft import SftConfig, Source
 from trireme.config.trainer import TrainerModel, Vlm
-from trireme.journal.pictures import PictureFiles, size_of
+from trireme.journal.pictures import PictureFiles, size_of, to_data_uri
 from trireme.messages import Picture
 from trireme.trainer.parallel.mesh import World
 from trireme.trainer.sft.conversations import Completion, Conversation, read_conversations, to_conversation
@@ -450,16 +448,6 @@ SEEING = """{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
 
 
-def png(width: int, height: int, shade: int = 0) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (width, height), (shade, 0, 0)).save(file, "PNG")
-    return file.getvalue()
-
-
-def uri(data: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(data).decode()
-
-
 def showing(*parts: object) -> dict[str, Any]:
     answer = {"role": "assistant", "content": [{"type": "text", "text": "yo"}]}
     return {"messages": [{"role": "user", "content": list(parts)}, answer]}
@@ -484,11 +472,14 @@ def prepared(folder: Path, model: Path, data: Path, world: World, **changed: obj
 
 def test_pictures_become_their_tokens_which_are_not_learned(seeing, tmp_path, world):
     """Given as a data URI, a file beside the data, and by a column of the data set, with its bytes."""
-    (tmp_path / "a.png").write_bytes(png(56, 28))
+    (tmp_path / "a.png").write_bytes(picture_file(56, 28))
     columns = showing({"type": "text", "text": "x"}, {"type": "image"}, {"type": "image"})
-    columns["images"] = [{"bytes": png(56, 28), "path": None}, {"bytes": png(28, 84, shade=9), "path": None}]
+    columns["images"] = [
+        {"bytes": picture_file(56, 28), "path": None},
+        {"bytes": picture_file(28, 84, shade=9), "path": None},
+    ]
     entries = [
-        showing({"type": "image_url", "image_url": {"url": uri(png(56, 28))}}),
+        showing({"type": "image_url", "image_url": {"url": to_data_uri(picture_file(56, 28))}}),
         showing({"type": "image", "image": "a.png"}),
     ]
     lines = write_lines(tmp_path / "data.jsonl", *entries)
@@ -537,13 +528,13 @@ def test_a_sample_whose_picture_would_be_cut_is_left_out(tmp_path):
 def test_a_picture_that_cannot_be_shown_is_refused_with_its_place(seeing, tmp_path, world, part, words):
     folder = tmp_path / "inside"
     folder.mkdir()
-    (tmp_path / "outside.png").write_bytes(png(28, 28))
+    (tmp_path / "outside.png").write_bytes(picture_file(28, 28))
     data = write_lines(folder / "data.jsonl", {"messages": GREETING}, showing(part))
     with pytest.raises(ConfigError, match=rf"data.jsonl, line 2: .*{words}"):
         prepared(tmp_path / "run", seeing, data, world)
 
 
 def test_a_picture_is_refused_where_the_model_is_to_see_none(tmp_path):
-    entry = showing({"type": "image_url", "image_url": {"url": uri(png(28, 28))}})
+    entry = showing({"type": "image_url", "image_url": {"url": to_data_uri(picture_file(28, 28))}})
     with pytest.raises(ConfigError, match=r"line 1 shows a picture .*`\[model.vlm\]`"):
         read(write_lines(tmp_path / "data.jsonl", entry))

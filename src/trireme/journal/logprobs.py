@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from trireme.messages import MicroBatch, Tokens, decode_as, encode
+from trireme.messages import COLUMNS, MicroBatch, Tokens, decode_as, encode
 
 
 class Scored(msgspec.Struct, frozen=True):
@@ -54,12 +54,14 @@ def write_logprobs(folder: Path, step: int, rank: int, rows: Sequence[MicroBatch
 
 
 def _samples_of(row: MicroBatch) -> list[Tokens]:
-    ends = np.cumsum(row.lengths)
-    names = ("ids", "loss_mask", "logprobs", "advantages", "versions")
-    return [
-        Tokens(**{name: getattr(row.tokens, name)[end - length : end] for name in names})
-        for end, length in zip(ends, row.lengths, strict=True)
-    ]
+    samples, begin = [], 0
+    for length in row.lengths:
+        part = slice(begin, begin + length)
+        columns = {name: getattr(row.tokens, name)[part] for name in COLUMNS}
+        pictures = [picture for picture in row.tokens.pictures if part.start <= picture.place < part.stop]
+        samples.append(Tokens(**columns, pictures=pictures))
+        begin += length
+    return samples
 
 
 def read_logprobs(folder: Path, step: int) -> dict[bytes, np.ndarray]:
@@ -91,8 +93,10 @@ def counting(sample: Tokens) -> np.ndarray:
 
 
 def identity(sample: Tokens) -> bytes:
-    """Return a key of a sample made of its tokens and temperature: equal keys have equal logprobs."""
+    """Return a key of a sample made of its tokens, pictures and temperature: equal keys have equal logprobs."""
     digest = hashlib.blake2b(digest_size=8)
     for column in (sample.ids, sample.logprobs, sample.versions):
         digest.update(np.ascontiguousarray(column).data)
+    for picture in sample.pictures:
+        digest.update(picture.digest.encode())
     return digest.digest()

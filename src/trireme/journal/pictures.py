@@ -20,13 +20,11 @@ from trireme.algo.pictures import KINDS, PictureRules
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.base.paths import atomic_write
 from trireme.config.model_folder import read_config, read_image_processor
+from trireme.journal.message_text import PREFIX as PREFIX
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 LARGEST_FILE = 32 << 20  # bytes that are decoded
 MOST_PIXELS = 64 << 20  # of a picture
-PREFIX = "picture:"
-"""Of the URL that stands for a picture in the journal's messages, before its digest."""
-
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -63,6 +61,11 @@ def from_data_uri(url: str) -> bytes:
     if len(body) > LARGEST_FILE * 4 // 3 + 4:
         raise ValueError(f"a picture of {len(body)} letters in base64 - expected at most {LARGEST_FILE} bytes")
     return base64.b64decode(body, validate=True)
+
+
+def to_data_uri(png: bytes) -> str:
+    """Return the URL in which a PNG file stands itself."""
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def to_png(data: bytes) -> bytes:
@@ -126,6 +129,14 @@ class PictureFiles:
                 with atomic_write(path) as file:
                     file.write(png)
         return digest
+
+    def size(self, digest: str) -> tuple[int, int]:
+        """Return width and height in pixels, from the head of the file.
+
+        Raises: OSError where it cannot be read.
+        """
+        with Image.open(self.path(digest), formats=("PNG",)) as image:
+            return image.size
 
     def read(self, digest: str) -> bytes:
         """Raises: JournalCorrupt where the file is missing or was changed."""

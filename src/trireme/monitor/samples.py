@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trireme.base.errors import JournalCorrupt
 from trireme.base.paths import RunPaths
 from trireme.config.run import Console
+from trireme.journal.message_text import content_text
 
 if TYPE_CHECKING:
     from trireme.journal.records import BatchRecord, Rollout
@@ -90,13 +91,9 @@ def conversation_text(messages: Sequence[Message]) -> str:
 
 
 def message_text(message: Message) -> str:
-    """Return the text of a message, or of its text parts, and its tool calls."""
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    text = "" if content is None else str(content)
+    """Return the text of a message, with the names of its pictures, and its tool calls."""
     calls = [_call_text(call) for call in message.get("tool_calls") or ()]
-    return "\n".join(filter(None, [text, *calls]))
+    return "\n".join(filter(None, [content_text(message.get("content")), *calls]))
 
 
 def _call_text(call: Any) -> str:

@@ -12,6 +12,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+from trireme.journal.message_text import as_text, content_text, pictures_in
+
 BlockKind = Literal["text", "reasoning", "call", "result", "other"]
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 KNOWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", *REASONING_KEYS}
@@ -31,6 +33,7 @@ class Block(NamedTuple):
     role: str
     name: str  # of the tool; empty in blocks of text
     text: str
+    pictures: tuple[str, ...] = ()  # digests of those that the text names, in order
 
 
 class ToolCall(NamedTuple):
@@ -44,8 +47,8 @@ class ToolCall(NamedTuple):
         """Return the arguments as lines `name: value`, so that a program keeps its line breaks."""
         given = _parse_json(self.arguments) if isinstance(self.arguments, str) else self.arguments
         if not isinstance(given, dict):
-            return "" if self.arguments is None else _as_text(self.arguments)
-        texts = {str(name): _as_text(value) for name, value in given.items()}
+            return "" if self.arguments is None else as_text(self.arguments)
+        texts = {str(name): as_text(value) for name, value in given.items()}
         return "\n".join(f"{name}:\n{text}" if "\n" in text else f"{name}: {text}" for name, text in texts.items())
 
 
@@ -54,20 +57,7 @@ def messages_of(value: Any, role: str) -> list[Message]:
     if value is None or value == "":
         return []
     items = value if isinstance(value, list) else [value]
-    return [item if isinstance(item, dict) else {"role": role, "content": _as_text(item)} for item in items]
-
-
-def content_text(content: Any) -> str:
-    """Return the text of a message's `content`. Other parts, such as images, become their type: "[image]"."""
-    if content is None:
-        return ""
-    if not isinstance(content, list):
-        return _as_text(content)
-    texts = []
-    for part in content:
-        text = part.get("text") if isinstance(part, dict) else _as_text(part)
-        texts.append(text if isinstance(text, str) else f"[{part.get('type', 'part')}]")
-    return "\n".join(texts)
+    return [item if isinstance(item, dict) else {"role": role, "content": as_text(item)} for item in items]
 
 
 def tool_calls(message: Message) -> list[ToolCall]:
@@ -77,7 +67,7 @@ def tool_calls(message: Message) -> list[ToolCall]:
     for given in calls if isinstance(calls, list) else [calls] if calls else []:
         call = given if isinstance(given, dict) else _parse_json(given)
         if not isinstance(call, dict):
-            call = {"arguments": _as_text(given)}
+            call = {"arguments": as_text(given)}
         function = call["function"] if isinstance(call.get("function"), dict) else call
         found.append(ToolCall(str(call.get("id") or ""), str(function.get("name", "")), function.get("arguments")))
     return found
@@ -89,6 +79,7 @@ def blocks(messages: Sequence[Message]) -> list[Block]:
     found: list[Block] = []
     for message in messages:
         role, text, calls = str(message.get("role", "?")), content_text(message.get("content")), tool_calls(message)
+        pictures = tuple(pictures_in([message]))
         names |= {call.id: call.name for call in calls}
         thoughts = [content_text(message[key]) for key in REASONING_KEYS if message.get(key)]
         if role == "assistant" and (thought := THINK.match(text)):
@@ -97,13 +88,13 @@ def blocks(messages: Sequence[Message]) -> list[Block]:
         found += [Block("reasoning", role, "", thought) for thought in thoughts]
         if role in ("tool", "function"):
             name = message.get("name") or names.get(str(message.get("tool_call_id")), "")
-            found.append(Block("result", role, str(name), text))
+            found.append(Block("result", role, str(name), text, pictures))
         elif text or not (calls or thoughts):
-            found.append(Block("text", role, "", text))
+            found.append(Block("text", role, "", text, pictures))
         found += [Block("call", role, call.name or "?", call.lines()) for call in calls]
         rest = {key: value for key, value in message.items() if key not in KNOWN_KEYS and value not in (None, "", [])}
         if rest:
-            found.append(Block("other", role, "", _as_text(rest)))
+            found.append(Block("other", role, "", as_text(rest)))
     return found
 
 
@@ -120,12 +111,3 @@ def _parse_json(text: Any) -> Any:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError):
         return None
-
-
-def _as_text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    try:
-        return json.dumps(value, ensure_ascii=False, default=str)
-    except (TypeError, ValueError, RecursionError):
-        return repr(value)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import numpy as np
 from trireme.base.errors import JournalCorrupt
 from trireme.base.safe_text import one_line
 from trireme.journal.entry import read_entry
+from trireme.journal.message_text import picture_of
+from trireme.journal.pictures import PictureFiles
 from trireme.journal.records import BatchRecord, Branch, Rollout
 from trireme.messages import Tokens
 from trireme.tools.conversation import Message, blocks, content_text, last_message_text, messages_of
@@ -235,9 +238,24 @@ def read_batch(path: Path) -> tuple[BatchRecord | None, str]:
     """Return a batch of the journal and an empty text, or None and what is wrong with the file."""
     try:
         step = int(path.stem.removeprefix("batch_"))
-        return read_entry(path, step, BatchRecord, ways_out=REPAIR_HINT), ""
+        batch = read_entry(path, step, BatchRecord, ways_out=REPAIR_HINT)
     except (OSError, JournalCorrupt) as error:
         return None, str(error)
+    if (folder := path.parent / "pictures").is_dir():
+        for rollout in batch.rollouts:
+            branches = (message for branch in rollout.branches for message in branch.messages)
+            add_sizes([*rollout.prompt, *rollout.completion, *branches], PictureFiles(folder))
+    return batch, ""
+
+
+def add_sizes(messages: Iterable[Message], pictures: PictureFiles) -> None:
+    """Write the size of each picture beside its digest: `{"url": "picture:9f3a…", "size": "64x64"}`."""
+    contents = [message.get("content") for message in messages]
+    for part in (part for content in contents if isinstance(content, list) for part in content):
+        if digest := picture_of(part):
+            with suppress(OSError):
+                width, height = pictures.size(digest)
+                part["image_url"]["size"] = f"{width}x{height}"
 
 
 def identity_of(path: Path) -> tuple[int, int, int] | None:

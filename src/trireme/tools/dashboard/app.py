@@ -18,6 +18,7 @@ from nicegui.events import KeyEventArguments
 from trireme.base.log import get_logger
 from trireme.journal.journal import Journal
 from trireme.tools.dashboard import charts, fates, logs, overview, rollouts, theme, timeline, tokens
+from trireme.tools.dashboard.pictures import serve_pictures
 from trireme.tools.dashboard.runs import Library, RunSet
 from trireme.transport.dashboard_key import RequireKey
 
@@ -70,6 +71,7 @@ def open_dashboard(runs: list[Path], listener: socket.socket, secret: str | None
     """
     library = Library(runs)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    serve_pictures(app, library)
     ui.run_with(
         app,
         root=lambda: Browser(library).build(),

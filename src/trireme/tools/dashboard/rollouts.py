@@ -15,6 +15,7 @@ from trireme.base.errors import ConfigError
 from trireme.base.safe_text import clean, decimal
 from trireme.tools.conversation import Block, Message, blocks
 from trireme.tools.dashboard import theme
+from trireme.tools.dashboard.pictures import pictures_html
 from trireme.tools.dashboard.rollout_index import ROLLOUT_SORTS, Found, index_of
 from trireme.tools.dashboard.runs import RunSet
 from trireme.tools.dashboard.tokens import LoadedRollout, load_rollout, show_group
@@ -25,6 +26,7 @@ LOOK_S = 1.0  # between two looks at the index, while it grows
 LONGEST = 20_000  # characters of a message that are shown
 FOLDED = 1_000  # characters of instructions that are shown only when asked for
 MOST_BRANCHES = 100  # of a rollout that are shown
+MOST_PICTURES = 32  # of a message
 ROLES = {"system", "developer", "user", "assistant", "tool"}
 BLOCK_WORDS = {"reasoning": "reasoning", "call": "calls", "result": "returned", "other": "also"}
 EXAMPLES = ("reward<0.5", "is:truncated", "is:failed", "-is:failed", "example=12", "stop~length")
@@ -234,7 +236,7 @@ class RolloutsPage:
                 ui.html(components_html(record.metrics, row.reward), sanitize=False)
                 ui.label(f"Rewards of its group of {len(loaded.group)}").classes("tr-part")
                 show_group(loaded, lambda number: self._open({"id": f"{step}/{number}"}))
-                ui.html(conversation_html(record), sanitize=False)
+                ui.html(conversation_html(record, self._runs.main.name), sanitize=False)
             elif known and known["fate"] == DROPPED:
                 theme.heading(f"{known['env']} · example {known['example']} · rollout {known['rollout']}")
                 ui.label("Dropped: it is not trained on, and the journal keeps only why.").classes("tr-soft")
@@ -251,14 +253,18 @@ def whole_number(text: str | None) -> int | None:
 # HTML of a rollout. Text of a model or a tool is escaped, and never becomes markup.
 
 
-def conversation_html(record: Record) -> str:
+def conversation_html(record: Record, run: str) -> str:
+    """
+    Args:
+        run: the name of its run, for the addresses of pictures.
+    """
     if len(record.branches) > 1:
-        parts = [_tree_html(record)]
+        parts = [_tree_html(record, run)]
     else:
         parts = []
         for title, messages in (("Prompt", record.prompt), ("Completion", record.completion)):
             parts += [f'<h3 class="tr-part">{title}</h3>'] if messages else []
-            parts += map(_block_html, blocks(messages))
+            parts += [_block_html(block, run) for block in blocks(messages)]
     rest: dict[str, Any] = {
         "answer": record.answer,
         **(_program_texts(record.info) or {"info": record.info}),
@@ -271,7 +277,7 @@ def conversation_html(record: Record) -> str:
     return "".join(parts)
 
 
-def _tree_html(record: Record) -> str:
+def _tree_html(record: Record, run: str) -> str:
     """Return the conversations of an agent program, each where it leaves the one that it has most in common with."""
     branches = record.branches[:MOST_BRANCHES]
     wholes: list[list[Message]] = []
@@ -289,7 +295,7 @@ def _tree_html(record: Record) -> str:
         before = len(blocks(whole[:at]))
         for child in [*sorted(children.get(number, ()), key=lambda child: branches[child].place), None]:
             found = blocks(whole if child is None else whole[: branches[child].place])
-            parts += map(_block_html, found[before:])
+            parts += [_block_html(block, run) for block in found[before:]]
             before = max(before, len(found))
             parts += [branch_html(child)] if child is not None else []
         counts = {"turn": branch.num_turns, "tool": branch.num_tools}
@@ -316,19 +322,24 @@ def _program_texts(info: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _block_html(block: Block) -> str:
+def _block_html(block: Block, run: str) -> str:
     role = block.role if block.role in ROLES else "other"
     heading = _escaped(f"{block.role} {BLOCK_WORDS.get(block.kind, '')}")
-    shown = _message_html(f"{role} {block.kind}", f"{heading} <b>{_escaped(block.name)}</b>", block.text)
+    shown = _message_html(
+        f"{role} {block.kind}",
+        f"{heading} <b>{_escaped(block.name)}</b>",
+        block.text,
+        pictures_html(block.pictures[:MOST_PICTURES], run),
+    )
     if role in ("system", "developer") and len(block.text) > FOLDED:
         return f"<details><summary>{_escaped(block.role)}: {len(block.text):,} characters</summary>{shown}</details>"
     return shown
 
 
-def _message_html(classes: str, heading_html: str, text: str) -> str:
+def _message_html(classes: str, heading_html: str, text: str, below_html: str = "") -> str:
     return (
         f'<div class="tr-said {classes}"><div class="tr-who">{heading_html}</div>'
-        f'<div class="tr-words">{_escaped(text)}</div></div>'
+        f'<div class="tr-words">{_escaped(text)}</div>{below_html}</div>'
     )
 
 

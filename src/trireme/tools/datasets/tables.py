@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from trireme.journal.message_text import content_text, picture_of, pictures_in
+from trireme.journal.pictures import PictureFiles
 from trireme.journal.records import Rollout
 from trireme.journal.targets import by_group
-from trireme.tools.conversation import content_text, tool_calls
+from trireme.tools.conversation import tool_calls
 
 # messages
 
@@ -36,23 +38,29 @@ class MessageKeys:
 
     prompt: set[str]
     completion: set[str]
+    has_pictures: bool = False
 
     def add(self, rollout: Rollout) -> None:
+        self.has_pictures |= bool(pictures_in([*rollout.prompt, *rollout.completion]))
         self.prompt |= {key for message in rollout.prompt for key in OPTIONAL if message.get(key)}
         self.completion |= {key for message in rollout.completion for key in OPTIONAL if message.get(key)}
 
-    def type_of(self, kind: str) -> pa.DataType:
+    def type_of(self, kind: str, content: pa.DataType) -> pa.DataType:
         """Return the type of a list of messages: of a "prompt", a "completion" or "both"."""
         keys = {"prompt": self.prompt, "completion": self.completion, "both": self.prompt | self.completion}[kind]
-        fields = [("role", pa.string()), ("content", pa.string())]
+        fields = [("role", pa.string()), ("content", content)]
         return pa.list_(pa.struct(fields + [(key, kind) for key, kind in OPTIONAL.items() if key in keys]))
 
 
-def message_rows(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Convert messages to one type: text for content, and JSON as text for the arguments of tool calls."""
+def message_rows(messages: Sequence[dict[str, Any]], content: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    """Convert messages to one type, with JSON as text for the arguments of tool calls.
+
+    Args:
+        content: what the content of a message becomes.
+    """
     rows = []
     for message in messages:
-        row: dict[str, Any] = {"role": str(message.get("role", "")), "content": content_text(message.get("content"))}
+        row: dict[str, Any] = {"role": str(message.get("role", "")), "content": content(message.get("content"))}
         row |= {key: str(message[key]) for key in ("reasoning_content", "tool_call_id", "name") if message.get(key)}
         calls = []
         for call in tool_calls(message):
@@ -63,12 +71,31 @@ def message_rows(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+def parts_of(content: Any) -> list[dict[str, Any]]:
+    """Return content as TRL has it beside `images`: parts, of which `{"type": "image"}` takes the next picture."""
+    parts = content if isinstance(content, list) else [content]
+    texts = (None if picture_of(part) else content_text([part] if isinstance(part, dict) else part) for part in parts)
+    return [{"type": "image" if text is None else "text", "text": text} for text in texts]
+
+
+def tagged_text(content: Any) -> str:
+    """Return content as verl has it beside `images`: text, in which `<image>` takes the next picture."""
+    return "".join("<image>" if part["text"] is None else part["text"] for part in parts_of(content))
+
+
+PARTS = pa.list_(pa.struct([("type", pa.string()), ("text", pa.string())]))
+IMAGES = pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+IMAGE_FEATURES = {"info": {"features": {"images": {"feature": {"_type": "Image"}, "_type": "List"}}}}
+"""Metadata by which the library `datasets` decodes the pictures."""
+
+
 # rows
 
 
 class Options(NamedTuple):
     pass_threshold: float = 1.0  # a reward that is labelled as good
     tokens: bool = True  # whether `rollouts` has samples
+    pictures: PictureFiles | None = None  # where some rollout shows one
 
 
 class Item(NamedTuple):
@@ -106,27 +133,41 @@ def each_pair(step: int, rollouts: list[Rollout], options: Options) -> Iterator[
 
 
 Column = tuple[pa.DataType | str, Callable[[Item], Any]]
-"""A type, or a kind of `MessageKeys.type_of`, and the value of a row."""
+"""A type, or a kind of `MessageKeys.type_of` for messages of the journal, and the value of a row."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """One file of a data set."""
+    """One file of a data set. Where rollouts show pictures it has a column `images`, with those of a row in order."""
 
     name: str
     items: Callable[[int, list[Rollout], Options], Iterator[Item]]
     columns: dict[str, Column]
     once: tuple[str, ...] = ()  # columns by which later rows that are the same are left out
+    is_tagged: bool = False  # pictures are `<image>` in texts, rather than parts
 
     def schema(self, keys: MessageKeys) -> pa.Schema:
+        content = PARTS if keys.has_pictures and not self.is_tagged else TEXT
         kinds = {name: kind for name, (kind, _) in self.columns.items()}
-        return pa.schema(
-            [(name, keys.type_of(kind) if isinstance(kind, str) else kind) for name, kind in kinds.items()]
-        )
+        fields = [
+            (name, keys.type_of(kind, content) if isinstance(kind, str) else kind) for name, kind in kinds.items()
+        ]
+        if not keys.has_pictures:
+            return pa.schema(fields)
+        return pa.schema([*fields, ("images", IMAGES)], {"huggingface": json.dumps(IMAGE_FEATURES)})
 
     def rows(self, step: int, rollouts: list[Rollout], options: Options) -> Iterable[dict[str, Any]]:
+        shown = (tagged_text if self.is_tagged else parts_of) if options.pictures else content_text
         for item in self.items(step, rollouts, options):
-            yield {name: value(item) for name, (_, value) in self.columns.items()}
+            row = {name: value(item) for name, (_, value) in self.columns.items()}
+            messages = {name: row[name] for name, (kind, _) in self.columns.items() if isinstance(kind, str)}
+            row |= {name: message_rows(each, shown) for name, each in messages.items()}
+            if options.pictures:
+                digests = [digest for each in messages.values() for digest in pictures_in(each)]
+                if item.sample is not None:
+                    digests = [picture.digest for picture in item.sample.pictures]
+                row["images"] = [{"bytes": options.pictures.read(each), "path": f"{each}.png"} for each in digests]
+            yield row
 
 
 def of_rollout(name: str, kind: pa.DataType) -> Column:
@@ -142,8 +183,8 @@ def of_response(name: str, kind: pa.DataType) -> Column:
 
 
 INT, FLOAT, MASK, TEXT = pa.int32(), pa.float32(), pa.uint8(), pa.string()
-PROMPT: Column = ("prompt", lambda item: message_rows(item.rollout.prompt))
-COMPLETION: Column = ("completion", lambda item: message_rows(item.rollout.completion))
+PROMPT: Column = ("prompt", lambda item: item.rollout.prompt)
+COMPLETION: Column = ("completion", lambda item: item.rollout.completion)
 REWARD = of_rollout("reward", pa.float64())
 ANSWER = of_rollout("answer", TEXT)
 PLACE: dict[str, Column] = {
@@ -212,7 +253,7 @@ TRL = (
         {
             "prompt": PROMPT,
             "chosen": COMPLETION,
-            "rejected": ("completion", lambda item: message_rows(item.worst.completion)),
+            "rejected": ("completion", lambda item: item.worst.completion),
             "score_chosen": REWARD,
             "score_rejected": (pa.float64(), lambda item: item.worst.reward),
             "margin": (pa.float64(), lambda item: item.rollout.reward - item.worst.reward),
@@ -252,16 +293,18 @@ VERL = (
             ),
         },
         once=("data_source", "extra_info"),
+        is_tagged=True,
     ),
     Table(
         "sft",
         each_rollout,
         {
-            "messages": ("both", lambda item: message_rows([*item.rollout.prompt, *item.rollout.completion])),
+            "messages": ("both", lambda item: [*item.rollout.prompt, *item.rollout.completion]),
             "data_source": of_rollout("env", TEXT),
             "reward": REWARD,
             **PLACE,
         },
+        is_tagged=True,
     ),
     Table(
         "tokens",

@@ -18,6 +18,7 @@ from pyarrow import parquet
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths, replace_folder, sync_folder
 from trireme.journal.journal import Journal
+from trireme.journal.pictures import PictureFiles, to_data_uri
 from trireme.journal.records import Rollout
 from trireme.tools.datasets.tables import TABLES, MessageKeys, Options, Table
 
@@ -65,6 +66,8 @@ def write_sets(run: Path, kind: str, folder: Path, *, selection: Selection, opti
             keys.add(rollout)
     if not num_rollouts:
         raise ConfigError(f"No rollout of {run} matches {selection}. Expected one at least. Widen the conditions.")
+    if keys.has_pictures:
+        options = options._replace(pictures=PictureFiles(RunPaths(run).journal / "pictures"))
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -133,7 +136,7 @@ class Parquet:
 
 
 class JsonLines(Parquet):
-    """A file of JSON objects. Metrics are an object here, which columns cannot have."""
+    """A file of JSON objects. Metrics are an object here, which columns cannot have, and pictures are data URIs."""
 
     suffix = ".jsonl"
 
@@ -143,5 +146,7 @@ class JsonLines(Parquet):
 
     def write(self, rows: list[dict[str, Any]]) -> None:
         for row in rows:
-            metrics = {metric["name"]: metric["value"] for metric in row["metrics"]}
-            self._file.write(json.dumps(row | {"metrics": metrics}, default=np.ndarray.tolist) + "\n")
+            row["metrics"] = {metric["name"]: metric["value"] for metric in row["metrics"]}
+            if "images" in row:
+                row["images"] = [to_data_uri(image["bytes"]) for image in row["images"]]
+            self._file.write(json.dumps(row, default=np.ndarray.tolist) + "\n")

@@ -133,6 +133,12 @@ def _name(rollout: Rollout) -> str:
 def _compare_samples(step: int, where: str, a: Tokens, b: Tokens, decode: Decode | None) -> Difference | None:
     at = {name: first_place(getattr(a, name), getattr(b, name)) for name in GENERATED}
     first = min((place for place in at.values() if place is not None), default=None)
+    for one, other in zip(a.pictures, b.pictures, strict=False):
+        if one != other and (first is None or one.place < first):
+            name_a, name_b = (
+                f"picture {each.digest[:8]}…, {each.rows} x {each.columns} tokens" for each in (one, other)
+            )
+            return Difference("prompts", step, f"{where}, token {one.place} of {a.length}", name_a, name_b)
     if first is None and a.length != b.length:
         where, note = f"{where}, token {min(a.length, b.length)}", "the same up to there"
         return Difference("tokens", step, where, f"{a.length} tokens", f"{b.length} tokens", note, True)

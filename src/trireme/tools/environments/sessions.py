@@ -15,6 +15,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, cast
 
+from trireme.journal.message_text import content_text
 from trireme.journal.records import Branch
 from trireme.journal.turns import TurnRecord, compare_turns, prompt_digest
 from trireme.orchestrator.engines.pool import Generation
@@ -199,7 +200,7 @@ def _turn(question: Ask, reply: Reply, began: float) -> _Turn:
             finish_reason="",
             message={},
         )
-    system = [str(each.get("content") or "") for each in question.messages if each.get("role") in SYSTEM]
+    system = [content_text(each.get("content")) for each in question.messages if each.get("role") in SYSTEM]
     tools = question.tools or []
     return _Turn(
         len("".join(system)),

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from trireme.journal.message_text import content_text
 from trireme.orchestrator.evaluation.results import EvalResult
 from trireme.tools.conversation import tool_calls
 from trireme.tools.environments.check_report import difficulty_in_words, rewards_of
@@ -93,7 +94,7 @@ def conversation_of(result: EvalResult) -> str:
         return f"{title}\nfailed: {result.error}"
     lines = [title]
     for message in (*result.prompt, *result.completion):
-        text = str(message.get("content") or "")
+        text = content_text(message.get("content"))
         cut = " …" if len(text) > _MAX_CHARACTERS else ""
         lines.append(f"[{message.get('role')}] {text[:_MAX_CHARACTERS]}{cut}")
         lines += [f"  calls {call.name}({call.arguments})" for call in tool_calls(message)]

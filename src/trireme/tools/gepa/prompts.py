@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from trireme.base.errors import ConfigError
+from trireme.journal.message_text import content_text
 from trireme.orchestrator.environments.open_rollout import AskPolicy, RolloutFailed
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Done, Reply, RunTask
@@ -42,8 +43,7 @@ def system_of(messages: Messages) -> str:
     """Return the system message: the inverse of `with_system`."""
     if not messages or messages[0].get("role") not in SYSTEM:
         return ""
-    content = messages[0].get("content")
-    return content if isinstance(content, str) else ""
+    return content_text(messages[0].get("content"))
 
 
 class PromptedEnvironment:

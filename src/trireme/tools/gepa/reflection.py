@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from trireme.base.errors import ConfigError, Refused
 from trireme.config.orchestrator import Environment as EnvironmentConfig
+from trireme.journal.message_text import content_text
 from trireme.orchestrator.environments.open_rollout import AskPolicy, RolloutFailed
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Done, RunTask
@@ -160,7 +161,7 @@ def _conversation(messages: Sequence[dict[str, Any]]) -> str:
     shown = []
     for message in messages:
         if message.get("role") not in SYSTEM:
-            lines = [_text(message["content"])] if message.get("content") else []
+            lines = [content_text(message["content"])] if message.get("content") else []
             lines += [f"[calls {call.name}({call.arguments})]" for call in tool_calls(message)]
             shown.append(f"{message.get('role')}: " + "\n".join(lines))
     return "\n\n".join(shown)

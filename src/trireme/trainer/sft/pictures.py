@@ -19,6 +19,7 @@ Message = Mapping[str, Any]
 Grid = tuple[str, int, int]  # digest of a picture, and rows and columns of its tokens
 
 KINDS = ("image_url", "image")  # of parts that show a picture
+TAG = "<image>"  # in texts
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class PictureReader:
         """Return messages whose parts are as a template knows them, and the pictures of each.
 
         Args:
-            images: the column of a data set, of which each part `{"type": "image"}` without a picture takes the next.
+            images: the column of a data set. Each part `{"type": "image"}` without a picture takes the next one, and
+                each `<image>` in a text.
             folder: the only one whose files are read; None where the data are no files.
             where: the place of the conversation, for error messages.
 
@@ -45,7 +47,7 @@ class PictureReader:
         read, pictures = [], []
         try:
             for message in messages:
-                parts, grids = self._parts(message.get("content"), rest, folder)
+                parts, grids = self._parts(message.get("content"), rest, folder, has_images=bool(images))
                 read.append({**message, "content": parts} if grids else message)
                 pictures.append(tuple(grids))
             if left := len(list(rest)):
@@ -54,10 +56,14 @@ class PictureReader:
             raise ConfigError(f"{where}: {error}. Correct the conversation, or leave it out.") from error
         return read, pictures
 
-    def _parts(self, content: Any, rest: Iterator[Any], folder: Path | None) -> tuple[Any, list[Grid]]:
+    def _parts(
+        self, content: Any, rest: Iterator[Any], folder: Path | None, *, has_images: bool
+    ) -> tuple[list[Any], list[Grid]]:
         grids: list[Grid] = []
         parts: list[Any] = []
-        for part in content if isinstance(content, list) else []:
+        if isinstance(content, str):
+            content = _split(content) if has_images else []
+        for part in content or []:
             if is_picture(part):
                 given = next((part[kind] for kind in KINDS if part.get(kind)), None)
                 png = to_png(_read(next(rest, None) if given is None else given, folder))
@@ -65,6 +71,18 @@ class PictureReader:
                 part = {"type": "image"}
             parts.append(part)
         return parts, grids
+
+
+def _split(text: str) -> list[dict[str, str]]:
+    """
+    Example:
+        _split("<image>Which?")  # [{"type": "image"}, {"type": "text", "text": "Which?"}]
+    """
+    first, *rest = text.split(TAG)
+    parts = [{"type": "text", "text": first}]
+    for each in rest:
+        parts += [{"type": "image"}, {"type": "text", "text": each}]
+    return [part for part in parts if part.get("text") != ""]
 
 
 def is_picture(part: Any) -> bool:

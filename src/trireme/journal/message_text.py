@@ -1,0 +1,64 @@
+"""The content of a chat message as text: a text, or a list of parts of which some are pictures."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+PREFIX = "picture:"
+"""Of the URL that stands for a picture in the journal's messages, before its digest."""
+
+_URL = re.compile(rf"{PREFIX}([0-9a-f]{{64}})")
+_LETTERS = 8  # of a digest that are shown
+
+
+def content_text(content: Any) -> str:
+    """Return the text of a message's `content`. Parts that are no text become what they are: "[audio]".
+
+    Example:
+        content_text([{"type": "image_url", "image_url": {"url": "picture:9f3a…"}}, {"type": "text", "text": "Which?"}])
+        # "[picture 64x64 9f3a1c2b…]\\nWhich?" if `measure` has looked, else "[picture 9f3a1c2b…]\\nWhich?"
+    """
+    if content is None:
+        return ""
+    if not isinstance(content, list):
+        return as_text(content)
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) else as_text(part)
+        texts.append(text if isinstance(text, str) else _part_text(part))
+    return "\n".join(texts)
+
+
+def _part_text(part: Mapping[str, Any]) -> str:
+    if (digest := picture_of(part)) is None:
+        return f"[{part.get('type', 'part')}]"
+    size = part["image_url"].get("size")
+    return " ".join(filter(None, ("[picture", size, f"{digest[:_LETTERS]}…]")))
+
+
+def picture_of(part: Any) -> str | None:
+    """Return the digest of the picture that a part of the journal's messages shows; None for any other."""
+    image = part.get("image_url") if isinstance(part, Mapping) else None
+    url = image.get("url") if isinstance(image, Mapping) else None
+    found = _URL.fullmatch(url) if isinstance(url, str) else None
+    return found[1] if found else None
+
+
+def pictures_in(messages: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the digests of the pictures that messages of the journal show, in order."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [digest for part in parts if (digest := picture_of(part))]
+
+
+def as_text(value: Any) -> str:
+    """Return a text as it is, and anything else as JSON."""
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError):
+        return repr(value)
