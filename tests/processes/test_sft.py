@@ -9,14 +9,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from families import MROPE, save_family
+from families import build_config as family_config
 from tiny import VOCABULARY
+from tiny_pictures import picture_file
+from tiny_tokenizer import write_seeing_model
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
 from trireme.cli.sft import sft
 from trireme.config.run import Model, RunConfig
 from trireme.config.sft import SftConfig
-from trireme.config.trainer import Checkpoints, Lora, Optimizer, TrainerModel
+from trireme.config.trainer import Checkpoints, Lora, Optimizer, TrainerModel, Vlm
 from trireme.journal.manifest import complete_steps
+from trireme.journal.pictures import rules_of_model
 from trireme.launch.folder import hold_folder
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.spans import read_spans
@@ -127,6 +132,31 @@ def loss_of(folder: Path, entries: list[dict]) -> tuple[float, float]:
         right += sum(int(logprobs[place].argmax()) == token for place, token in enumerate(answer))
         count += len(answer)
     return total / count, right / count
+
+
+def test_what_a_picture_shows_is_learned_and_a_resumed_run_reads_it_again(tmp_path):
+    """No text says which letter is right. Blind, a letter of three and a sure end cost 0.55 nats each."""
+    model = write_seeing_model(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    shape = family_config("qwen2_5_vl", rope_parameters=MROPE, vocab_size=len(tokenizer))
+    shape.image_token_id = tokenizer.convert_tokens_to_ids("<|see|>")
+    save_family(model, shape)
+    rng = random.Random(0)
+    lines = []
+    for shade, letter in rng.choices([(0, "a"), (128, "b"), (255, "c")], k=100):
+        asked = [{"type": "image", "image": f"{letter}.png"}, {"type": "text", "text": "?"}]
+        (tmp_path / f"{letter}.png").write_bytes(picture_file(64, 64, shade))
+        lines.append({"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": letter}]})
+    data = write_lines(tmp_path / "data.jsonl", *lines)
+    sees = {"model": TrainerModel(name=str(model), vlm=Vlm())}
+    train_sft(build_config(tmp_path / "whole", model, data).model_copy(update=sees))
+    rows = metrics_of(tmp_path / "whole")
+    assert rows[-1]["validation/loss"] < 0.4
+    for steps, resume in ((10, False), (20, True)):
+        given = {"max_steps": steps, "resume": resume}
+        train_sft(build_config(tmp_path / "cut", model, data).model_copy(update=sees | given))
+    assert [row["loss"] for row in metrics_of(tmp_path / "cut")] == [row["loss"] for row in rows]
+    assert rules_of_model(str(tmp_path / "whole/weights/step_20")) == rules_of_model(str(model))
 
 
 def test_a_training_whose_tokenizer_is_missing_or_whose_folder_is_in_use_is_refused(letters, tiny_model, tmp_path):

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tiny import random_samples
 from tiny_pictures import picture_file
-from tiny_tokenizer import LLAMA_3, MARKED, QWEN_3, write_tokenizer
+from tiny_tokenizer import LLAMA_3, MARKED, QWEN_3, write_seeing_model, write_tokenizer
 from trireme.algo.packing import Sample
 from trireme.base.errors import ConfigError
 from trireme.base.waiting import Waits
@@ -439,15 +439,6 @@ def test_many_conversations_give_the_samples_of_each_in_order(tokenizer):
     assert found == [Renderer(tokenizer).samples(one) for one in many]
 
 
-PAD = "<|image_pad|>"
-SEEING = """{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}
-{%- for part in message.content if message.content is not string %}
-    {{- '<|image_pad|>' if part.type == 'image' else part.text }}
-{%- endfor %}
-{{- (message.content if message.content is string else '') + '<|im_end|>\n' }}{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
-
-
 def showing(*parts: object) -> dict[str, Any]:
     answer = {"role": "assistant", "content": [{"type": "text", "text": "yo"}]}
     return {"messages": [{"role": "user", "content": list(parts)}, answer]}
@@ -455,13 +446,7 @@ def showing(*parts: object) -> dict[str, Any]:
 
 @pytest.fixture
 def seeing(tmp_path: Path) -> Path:
-    """A model that has one token for 28 x 28 pixels, and no weights."""
-    folder = write_tokenizer(tmp_path / "model", SEEING, extra_words=(PAD,))
-    token = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(PAD)
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "image_token_id": token}))
-    sizes = {"patch_size": 14, "merge_size": 2, "min_pixels": 784, "max_pixels": 78400}
-    (folder / "preprocessor_config.json").write_text(json.dumps(sizes))
-    return folder
+    return write_seeing_model(tmp_path / "model")
 
 
 def prepared(folder: Path, model: Path, data: Path, world: World, **changed: object) -> list[Sample]:
@@ -472,14 +457,14 @@ def prepared(folder: Path, model: Path, data: Path, world: World, **changed: obj
 
 def test_pictures_become_their_tokens_which_are_not_learned(seeing, tmp_path, world):
     """Given as a data URI, a file beside the data, and by a column of the data set, with its bytes."""
-    (tmp_path / "a.png").write_bytes(picture_file(56, 28))
+    (tmp_path / "a.png").write_bytes(picture_file(16, 8))
     columns = showing({"type": "text", "text": "x"}, {"type": "image"}, {"type": "image"})
     columns["images"] = [
-        {"bytes": picture_file(56, 28), "path": None},
-        {"bytes": picture_file(28, 84, shade=9), "path": None},
+        {"bytes": picture_file(16, 8), "path": None},
+        {"bytes": picture_file(8, 24, shade=9), "path": None},
     ]
     entries = [
-        showing({"type": "image_url", "image_url": {"url": to_data_uri(picture_file(56, 28))}}),
+        showing({"type": "image_url", "image_url": {"url": to_data_uri(picture_file(16, 8))}}),
         showing({"type": "image", "image": "a.png"}),
     ]
     lines = write_lines(tmp_path / "data.jsonl", *entries)
@@ -501,7 +486,7 @@ def test_pictures_become_their_tokens_which_are_not_learned(seeing, tmp_path, wo
         assert not tokens.loss_mask[tokens.ids == token].any()
         assert tokens.loss_mask[1:start].all()
     files = PictureFiles(tmp_path / ".jsonl" / "data" / "pictures")
-    assert size_of(files.read(first.digest)) == (56, 28)
+    assert size_of(files.read(first.digest)) == (16, 8)
 
 
 def test_a_sample_whose_picture_would_be_cut_is_left_out(tmp_path):
@@ -522,19 +507,19 @@ def test_a_sample_whose_picture_would_be_cut_is_left_out(tmp_path):
         ({"type": "image", "image": "../outside.png"}, r"outside.png' is no file"),
         ({"type": "image", "image": "data.jsonl"}, r"no picture"),
         ({"type": "image"}, r"None in place of a picture"),
-        ({"type": "text", "text": PAD}, r"1 placeholders for 0 pictures"),
+        ({"type": "text", "text": "<|see|>"}, r"1 placeholders for 0 pictures"),
     ],
 )
 def test_a_picture_that_cannot_be_shown_is_refused_with_its_place(seeing, tmp_path, world, part, words):
     folder = tmp_path / "inside"
     folder.mkdir()
-    (tmp_path / "outside.png").write_bytes(picture_file(28, 28))
+    (tmp_path / "outside.png").write_bytes(picture_file(8, 8))
     data = write_lines(folder / "data.jsonl", {"messages": GREETING}, showing(part))
     with pytest.raises(ConfigError, match=rf"data.jsonl, line 2: .*{words}"):
         prepared(tmp_path / "run", seeing, data, world)
 
 
 def test_a_picture_is_refused_where_the_model_is_to_see_none(tmp_path):
-    entry = showing({"type": "image_url", "image_url": {"url": to_data_uri(picture_file(28, 28))}})
+    entry = showing({"type": "image_url", "image_url": {"url": to_data_uri(picture_file(8, 8))}})
     with pytest.raises(ConfigError, match=r"line 1 shows a picture .*`\[model.vlm\]`"):
         read(write_lines(tmp_path / "data.jsonl", entry))

@@ -28,11 +28,12 @@ from trireme.trainer.checkpoint.export import Exporter
 from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.model.forward import compute_columns, places_of
 from trireme.trainer.model.model import load_model
+from trireme.trainer.model.vision import give_pictures
 from trireme.trainer.optim.optimizer import build_optimizer, set_lr
 from trireme.trainer.parallel.mesh import World, open_world
 from trireme.trainer.perf import flops_per_token, packing_metrics, peak_memory, throughput
 from trireme.trainer.sft.dataset import SampleFiles
-from trireme.trainer.sft.prepare_data import SftData, open_tokenizer_of, prepare_data, steps_of
+from trireme.trainer.sft.prepare_data import SftData, open_tokenizer_of, picture_files, prepare_data, steps_of
 from trireme.trainer.step import forward_backward, optimizer_step
 
 log = get_logger("sft")
@@ -105,6 +106,7 @@ class Sft:
 
     def __post_init__(self) -> None:
         self.last_step = steps_of(self.config, self.data.train)
+        self._pictures = picture_files(self.config)
         self._capacity = self.config.micro_batch_tokens or self.config.seq_len
         model = self.config.model
         self._cost = cost_of_model(model.name, attention=model.attn, cp=model.cp)
@@ -116,14 +118,17 @@ class Sft:
         return self.data.train.passed(version)
 
     def _pack(self, samples: list[Sample]) -> list[MicroBatch]:
-        """Return this rank's rows, or those of its team."""
-        return micro_batches_of_rank(
+        """Return this rank's rows, or those of its team, and give the model their pictures."""
+        rows = micro_batches_of_rank(
             samples,
             capacity=self._capacity,
             rank=self.world.dp_rank,
             world=self.world.dp_size,
             cost=self._cost,
         )
+        digests = {picture.digest for row in rows for picture in row.tokens.pictures}
+        give_pictures(self.state.model, {digest: self._pictures.read(digest) for digest in digests})
+        return rows
 
     def step(self) -> dict[str, float]:
         """Take one optimizer step on the next batch."""
