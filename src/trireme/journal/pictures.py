@@ -14,7 +14,7 @@ import threading
 import warnings
 from pathlib import Path
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
 from trireme.algo.pictures import KINDS, PictureRules
 from trireme.base.errors import ConfigError, JournalCorrupt
@@ -83,7 +83,9 @@ def to_png(data: bytes) -> bytes:
                 if image.width * image.height > MOST_PIXELS:
                     raise ValueError(f"a picture of {image.width} x {image.height} pixels - expected {MOST_PIXELS}")
                 whole = ImageOps.exif_transpose(image).convert("RGBA")
-    except (UnidentifiedImageError, Image.DecompressionBombError, Image.DecompressionBombWarning, OSError) as error:
+    except ValueError:
+        raise
+    except Exception as error:  # whatever bytes can make a decoder raise: OSError, SyntaxError, struct.error, …
         raise ValueError(f"{len(data)} bytes that are no picture ({error}) - expected {', '.join(FORMATS)}") from error
     flat = Image.new("RGB", whole.size, "white")
     flat.paste(whole, mask=whole.getchannel("A"))

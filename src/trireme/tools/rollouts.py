@@ -21,7 +21,7 @@ from trireme.base.errors import JournalCorrupt
 from trireme.base.safe_text import one_line
 from trireme.journal.entry import read_entry
 from trireme.journal.message_text import picture_of
-from trireme.journal.pictures import PictureFiles
+from trireme.journal.pictures import PictureFiles, pictures_folder
 from trireme.journal.records import BatchRecord, Branch, Rollout
 from trireme.messages import Tokens
 from trireme.tools.conversation import Message, blocks, content_text, last_message_text, messages_of
@@ -241,7 +241,7 @@ def read_batch(path: Path) -> tuple[BatchRecord | None, str]:
         batch = read_entry(path, step, BatchRecord, ways_out=REPAIR_HINT)
     except (OSError, JournalCorrupt) as error:
         return None, str(error)
-    if (folder := path.parent / "pictures").is_dir():
+    if (folder := pictures_folder(path.parent)).is_dir():
         for rollout in batch.rollouts:
             branches = (message for branch in rollout.branches for message in branch.messages)
             add_sizes([*rollout.prompt, *rollout.completion, *branches], PictureFiles(folder))

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from trireme.algo.pictures import MOST_PICTURES, PictureRules
-from trireme.journal.pictures import PREFIX, PictureFiles, from_data_uri, size_of, to_png
+from trireme.journal.pictures import PREFIX, PictureFiles, from_data_uri, size_of, to_data_uri, to_png
 from trireme.messages import Picture
 
 Message = dict[str, Any]
@@ -77,12 +76,7 @@ class ConversationPictures:
             raise
 
     def _keep(self, url: str) -> str:
-        try:
-            png = to_png(from_data_uri(url))
-        except ValueError:
-            raise
-        except Exception as error:  # whatever bytes can make a decoder raise: SyntaxError, EOFError, struct.error, …
-            raise ValueError(f"a picture that cannot be decoded ({type(error).__name__}: {error})") from error
+        png = to_png(from_data_uri(url))
         self.rules.grid(*size_of(png))
         return self._write(lambda: self._files.add(png))
 
@@ -99,7 +93,7 @@ class ConversationPictures:
         ]
 
     def _encode(self, digest: str) -> str:
-        return "data:image/png;base64," + base64.b64encode(self._files.read(digest)).decode()
+        return to_data_uri(self._files.read(digest))
 
 
 async def read_messages(messages: list[Message], pictures: ConversationPictures | None) -> list[Message]:

@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 from fastapi import FastAPI, Response
 
 from trireme.base.errors import JournalCorrupt
-from trireme.journal.pictures import PictureFiles
+from trireme.journal.pictures import PictureFiles, pictures_folder
 from trireme.tools.dashboard.runs import Library
 
 PATH = "/pictures"
@@ -23,7 +23,7 @@ def serve_pictures(app: FastAPI, library: Library) -> None:
     def picture(digest: str, run: str = "") -> Response:
         found = library.named(run)
         try:
-            png = PictureFiles(found.paths.journal / "pictures").read(digest) if found else None
+            png = PictureFiles(pictures_folder(found.paths.journal)).read(digest) if found else None
         except (ValueError, OSError, JournalCorrupt):
             png = None
         return Response(status_code=404) if png is None else Response(png, media_type="image/png", headers=HEADERS)

@@ -18,7 +18,7 @@ from pyarrow import parquet
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths, replace_folder, sync_folder
 from trireme.journal.journal import Journal
-from trireme.journal.pictures import PictureFiles, to_data_uri
+from trireme.journal.pictures import PictureFiles, pictures_folder, to_data_uri
 from trireme.journal.records import Rollout
 from trireme.tools.datasets.tables import TABLES, MessageKeys, Options, Table
 
@@ -67,7 +67,7 @@ def write_sets(run: Path, kind: str, folder: Path, *, selection: Selection, opti
     if not num_rollouts:
         raise ConfigError(f"No rollout of {run} matches {selection}. Expected one at least. Widen the conditions.")
     if keys.has_pictures:
-        options = options._replace(pictures=PictureFiles(RunPaths(run).journal / "pictures"))
+        options = options._replace(pictures=PictureFiles(pictures_folder(RunPaths(run).journal)))
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
