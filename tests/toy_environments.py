@@ -163,6 +163,18 @@ async def run_one(environment: Environment, ask: Callable[[Ask], Awaitable[Reply
     return await environment.run(RunTask(**{"task": "r", "index": index} | task), ask)
 
 
+async def asked_and_done(environment: Environment) -> tuple[list[dict], Any]:
+    """The messages of a rollout's last turn, and its result."""
+    asked: list[Ask] = []
+
+    async def ask(question: Ask) -> Reply:
+        asked.append(question)
+        return await says("red")(question)
+
+    done = await run_one(environment, ask)
+    return asked[-1].messages, done
+
+
 async def run_group(environment: Environment, contents: list[str], *, index: int = 0, name: str = "") -> list[Any]:
     """One rollout for each of the answers, as a group. Without a name it gets one that no other has."""
     size, name = len(contents), name or f"group{next(GROUP_NUMBERS)}"

@@ -6,7 +6,19 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from toy_environments import ECHO, never, open_toy, refuses, run_all, run_one, running, says, shared_toys, write
+from toy_environments import (
+    ECHO,
+    asked_and_done,
+    never,
+    open_toy,
+    refuses,
+    run_all,
+    run_one,
+    running,
+    says,
+    shared_toys,
+    write,
+)
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.wire import Ask, Reply
 
@@ -49,6 +61,49 @@ def test_text_that_json_cannot_hold_arrives_all_the_same(on):
     done = on(OF_ANY_FORM, lambda e: run_one(e, says("\u2028 line \r\n separator"), 1), args={"bonus": 0.5})
     assert done.completion[0]["content"] == "\u2028 line \r\n separator"
     assert (done.answer, done.info["x"], done.reward) == ("é", "nan", 0.5)
+
+
+SHOWING = """
+    import pathlib
+
+    folder = pathlib.Path(__file__).parent
+
+    def dataset(url):
+        (folder / "in").mkdir(exist_ok=True)
+        for name in ("in/a.png", "notes.txt", "../outside.png"):
+            (folder / name).write_bytes(b"pixels")
+        if not (folder / "in/link.png").is_symlink():
+            (folder / "in/link.png").symlink_to("../../outside.png")
+        content = [{"type": "text", "text": "look"}, {"type": "image_url", "image_url": {"url": url}}]
+        return [{"prompt": [{"role": "user", "content": content}], "url": url}]
+
+    def respond(messages, example):
+        return None if len(messages) > 2 else [{"role": "user", "content": [{"type": "text", "text": "sure?"}]}]
+
+    def reward(messages, url):
+        return float(messages[0]["content"][1]["image_url"]["url"] == url)
+"""
+PIXELS = "data:image/png;base64,cGl4ZWxz"
+
+
+@pytest.mark.parametrize("url", [PIXELS, "in/a.png", "in/../in/a.png", "file:in/a.png"])
+def test_pictures_of_its_folder_are_shown_and_rewards_see_what_it_wrote(on, url):
+    asked, done = on(SHOWING, asked_and_done, args={"url": url})
+    assert asked[0]["content"] == [
+        {"type": "text", "text": "look"},
+        {"type": "image_url", "image_url": {"url": PIXELS}},
+    ]
+    assert (asked[2]["content"], done.reward, done.prompt) == ("sure?", 1.0, asked[:1])
+
+
+ELSEWHERE = ["../outside.png", "in/link.png", "/etc/x.png", "file:///etc/x.png", "file://host/in/a.png", "notes.txt"]
+
+
+@pytest.mark.parametrize("url", [*ELSEWHERE, "http://host/a.png", "data:text/html;base64,AAAA", "data:image/png,raw"])
+def test_a_picture_elsewhere_is_an_error_of_its_rollout_which_names_what_is_allowed(on, url):
+    with pytest.raises(RolloutFailed, match=r"^rollout: ValueError: .* expected data:image/...;base64") as failure:
+        on(SHOWING, asked_and_done, args={"url": url})
+    assert repr(url) in failure.value.error
 
 
 EVALUATING = """

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from fake_chat import FakeChat, completion
-from toy_environments import never, refuses, run_all, run_group, run_one, says
+from toy_environments import asked_and_done, never, refuses, run_all, run_group, run_one, says
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask, ToolCall
 
@@ -54,6 +54,14 @@ def test_a_multi_turn_environment_runs_unmodified_and_sees_tokens_and_logprobs(t
     assert [message["role"] for message in done.completion] == ["assistant", "user"] * 3
     assert done.reward == 10 + 20 + 30 - 3 * 0.75
     assert (done.metrics["num_turns"], done.stop, done.truncated) == (3.0, "has_final_env_response", False)
+
+
+def test_a_picture_of_a_data_set_is_shown(toys):
+    url = "data:image/png;base64,cGl4ZWxz"
+    asked, done = toys("pictures", asked_and_done, url=url)
+    picture, text = {"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what is it?"}
+    assert asked == done.prompt == [{"role": "user", "content": [picture, text]}]
+    assert done.reward == 1.0
 
 
 def test_the_runs_own_turn_limit_ends_and_scores_a_rollout(toys):

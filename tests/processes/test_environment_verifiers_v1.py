@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from toy_environments import never, open_package, packages_folder, refuses, run_all, run_one, says
+from toy_environments import asked_and_done, never, open_package, packages_folder, refuses, run_all, run_one, says
 from trireme.algo.data.order import ENDLESS
 from trireme.base.errors import ConfigError
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
@@ -72,6 +72,11 @@ def test_what_v1_asks_for_arrives_as_from_any_environment_and_so_does_how_it_end
     assert (limited.stop, limited.truncated, limited.metrics["num_turns"]) == ("max_turns", True, 3.0)
     assert (full.stop, full.truncated, full.reward, len(full.completion)) == ("prompt_too_long", True, 1.5, 1)
     assert (cut.truncated, cut.reward, cut.completion[0]["content"]) == (True, 0.5, "")
+
+
+def test_a_picture_outside_of_the_package_is_not_read(on):
+    with pytest.raises(RolloutFailed, match="expected data:image"):
+        on("v1-echo", asked_and_done, picture="../trireme_toys/shown.png")
 
 
 @pytest.mark.parametrize("dialect", ["responses", "messages"])

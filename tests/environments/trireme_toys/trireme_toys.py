@@ -164,3 +164,15 @@ def hasty():
         return 0.25
 
     return vf.SingleTurnEnv(dataset=rows(), rubric=vf.Rubric(funcs=[fixed]), timeout_seconds=0.3)
+
+
+def pictures(url):
+    """A picture and a text, as a data set's columns hold them."""
+
+    def same(prompt) -> float:
+        return float(url in str(prompt))
+
+    picture = {"type": "image_url", "image_url": {"url": url}, "text": None}
+    content = [picture, {"type": "text", "text": "what is it?", "image_url": None}]
+    prompt = [{"role": "user", "content": content}]
+    return vf.SingleTurnEnv(dataset=Dataset.from_list([{"prompt": prompt}]), rubric=vf.Rubric(funcs=[same]))

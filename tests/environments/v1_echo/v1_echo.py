@@ -32,6 +32,7 @@ class EchoTask(vf.Task[EchoData]):
 class EchoConfig(vf.TasksetConfig):
     system: str | None = None
     endless: bool = False
+    picture: str = ""  # a task is played instead that shows it
     numbers: int = 0  # tasks that are played instead, of three turns each
 
 
@@ -54,6 +55,9 @@ class EchoTaskset(vf.Taskset[EchoTask, EchoConfig]):
         while self.config.endless:
             word = str(random.random())
             yield EchoTask(EchoData(prompt=f"say: {word}", answer=word), self.config.task)
+        if self.config.picture:
+            shown = vf.UserMessage(content=[{"type": "image_url", "image_url": {"url": self.config.picture}}])
+            yield EchoTask(EchoData(prompt=[shown], answer="red"), self.config.task)
         numbers = [{"answer": str(number), "again": 2} for number in range(self.config.numbers)]
         for fields in numbers or TASKS:
             data = EchoData(prompt=f"say: {fields['answer']}", system_prompt=self.config.system, **fields)

@@ -91,6 +91,11 @@ class AgentAdapter(PlainAdapter):
         examples = self.eval if request["split"] == "eval" and self.eval else self.train
         example = copy.deepcopy(dict(examples[index]))
         prompt = to_messages(example["prompt"])
+        if any(isinstance(message["content"], list) for message in prompt):
+            raise ValueError(
+                "The prompt of this example shows pictures - expected text, which is what an agent program is started "
+                "with - put the pictures into `agent.workdir` for the program to send."
+            )
         # the same name when it is played again after a crash, as programs put it into their prompts
         parent = Path(self._agent["folders"], UNSAFE.sub("_", request["task"].rpartition(".")[0]))
         played = AgentPlayed(example, index, list(prompt), len(prompt), folder=parent / "work")

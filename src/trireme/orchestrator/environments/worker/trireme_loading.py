@@ -114,6 +114,14 @@ def _import(module: str) -> ModuleType:
     return loaded
 
 
+def folder_of(module: str) -> Path:
+    """Return the folder of a loaded environment: of its package or file, or its tasks."""
+    path = Path(module)
+    if path.is_dir():
+        return path
+    return path.parent if module.endswith(".py") else Path(sys.modules[module].__file__ or "").parent
+
+
 def _versions(*packages: str) -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for package in packages:

@@ -38,6 +38,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trireme_pictures import content_of
 from trireme_rollout import (
     Adapter,
     Ask,
@@ -242,9 +243,9 @@ def to_messages(said: str | Mapping | Sequence[Mapping]) -> list[dict]:
         return [{"role": "user", "content": said}]
     messages = [said] if isinstance(said, Mapping) else said
     for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str) or "role" not in message:
+        if not isinstance(message, Mapping) or message.get("content") is None or "role" not in message:
             raise ValueError(
-                f"A message of a prompt is {message!r:.120} - expected a dict with a `role` and text as `content` - "
-                "leave out images, sound and other parts that are not text."
+                f"A message of a prompt is {message!r:.120} - expected a dict with a `role` and a `content`, which "
+                "is text or a list of parts (text and pictures) - write it so."
             )
-    return [dict(message) for message in messages]
+    return [{**each, "content": content_of(each["content"], number=n)} for n, each in enumerate(messages)]

@@ -5,7 +5,10 @@ from abc import ABC, abstractmethod
 from asyncio import CancelledError
 from collections.abc import Awaitable, Mapping, Sequence, Sized
 from contextlib import AbstractAsyncContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol
+
+from trireme_pictures import content_of
 
 
 class Ask(Protocol):
@@ -27,6 +30,8 @@ class Adapter(ABC):
     uses_gateway = False
     """Its agents ask the policy through the gateway, not with `ask`."""
     name: str
+    folder = Path()
+    """Its own folder, whose pictures it may show."""
     versions: dict[str, str]
     train: Sized | None = None  # examples
     eval: Sized | None = None
@@ -152,19 +157,6 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
-def only_text(content: Any, *, number: int) -> str | None:
-    """Return the content of the `number`th message as text. Raises: ValueError where it has other parts."""
-    if content is None or isinstance(content, str):
-        return content
-    for part in content:
-        if not isinstance(part, str) and part.get("type") != "text":
-            raise ValueError(
-                f"Message {number} has a part of type {part.get('type')!r} - expected text only - use an environment "
-                "without images or sound: no model trained here reads them."
-            )
-    return "\n".join(part if isinstance(part, str) else part["text"] for part in content)
-
-
 def nested_call(call: dict) -> dict:
     """Return a tool call in OpenAI's form. The wire and verifiers hold calls flat; old data sets hold them nested."""
     function = call.get("function") or call
@@ -177,7 +169,7 @@ def nested_call(call: dict) -> dict:
 
 def chat_message(message: dict, number: int) -> dict:
     """Return the `number`th message of a conversation in OpenAI's form, without what is empty."""
-    chat = {"role": message["role"], "content": only_text(message.get("content"), number=number)}
+    chat = {"role": message["role"], "content": content_of(message.get("content"), number=number)}
     chat |= {name: message[name] for name in ("reasoning_content", "tool_call_id") if message.get(name)}
     return chat | ({"tool_calls": list(map(nested_call, message["tool_calls"]))} if message.get("tool_calls") else {})
 

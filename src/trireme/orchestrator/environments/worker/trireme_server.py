@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from trireme_groups import Groups
-from trireme_loading import load_adapter
+from trireme_loading import folder_of, load_adapter
+from trireme_pictures import with_pictures
 from trireme_rollout import Adapter, EngineError, OverlongPrompt, RewardError, TurnCancelled
 from trireme_wire import Message, Wire
 
@@ -46,6 +47,7 @@ class Server:
         try:
             args, agent = request.get("args") or {}, request.get("agent")
             adapter = load_adapter(request["module"], kind=request["kind"], args=args, agent=agent)
+            adapter.folder = folder_of(request["module"])
         except (Exception, SystemExit) as error:
             return None, _failed(error)
         return cls(adapter), {"type": "ready", **adapter.facts()}
@@ -97,7 +99,8 @@ class Server:
                 shown = columns_of(self._adapter, played, request.get("columns") or [])
             finally:
                 await self._adapter.dispose(played)
-            self._wire.send({"type": "done", "task": task, **result, **shown})
+            said = {name: with_pictures(result[name], self._adapter.folder) for name in ("prompt", "completion")}
+            self._wire.send({"type": "done", "task": task, **result, **said, **shown})
         except RewardError as error:
             self._report(request, "score", error.__cause__ or error)
         except (Exception, SystemExit) as error:  # an environment that calls `exit()` must not end the others
@@ -122,6 +125,7 @@ class Server:
     ) -> Message:
         self._num_calls += 1
         call = str(self._num_calls)
+        messages = with_pictures(messages, self._adapter.folder)
         answered = self._turns[call] = asyncio.get_running_loop().create_future()
         question = {"messages": messages, "tools": tools, "sampling": sampling, **more}
         self._wire.send({"type": "ask", "task": task, "call": call, **question})

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import verifiers as vf
+from trireme_pictures import text_of
 from trireme_rollout import (
     Adapter,
     Ask,
@@ -221,7 +222,9 @@ def _let_judge_read_messages(rubric: vf.JudgeRubric) -> None:
     judge = rubric.judge
 
     async def ask(prompt: Any, completion: Any, answer: str, state: vf.State | None = None) -> str:
-        return await judge(prompt if isinstance(prompt, str) else to_chat(prompt), completion, answer, state)
+        if not isinstance(prompt, str):  # the judge's own prompt is text
+            prompt = [{**message, "content": text_of(message["content"])} for message in to_chat(prompt)]
+        return await judge(prompt, completion, answer, state)
 
     ask._reads_messages = True  # type: ignore[attr-defined]
     rubric.judge = rubric.class_objects["judge"] = ask

@@ -19,6 +19,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import verifiers.v1 as vf
+from trireme_pictures import with_pictures
 from trireme_rollout import Adapter, Ask, RewardError, as_id, checked_number
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.dialects.chat import message_to_wire
@@ -62,9 +63,18 @@ class VerifiersV1Adapter(Adapter):
         url = f"{request['gateway']}/s/{request['api_key']}/v1"
         client = vf.EvalClientConfig(base_url=url, api_key_var="TRIREME_NO_KEY")
         context = vf.ModelContext(model="policy", client=client, sampling=vf.Sampling(**request["sampling"]))
-        task = self.train[request["index"]]
+        task = self._with_pictures(self.train[request["index"]])
         episode = await self._environment.run_episode(task, context)
         return _result(_policy_traces(episode, self._roles), task)
+
+    def _with_pictures(self, task: vf.Task) -> vf.Task:
+        """Return the task with the pictures of its prompt in it, for any harness."""
+        prompt = task.data.prompt
+        if not isinstance(prompt, list) or all(isinstance(message.content, str | None) for message in prompt):
+            return task
+        shown = with_pictures([message.model_dump() for message in prompt], self.folder)
+        messages = [type(old).model_validate(new) for old, new in zip(prompt, shown, strict=True)]
+        return task.with_data(prompt=messages)
 
     async def score(self, played: list[dict]) -> list[dict]:
         return played
