@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from families import build_config, logits, publish, row, save_family
 from tiny import are_equal, content_of, open_store, random_samples, save_run, train_step, weights_of
 from trireme.cli.runs.export import export
-from trireme.config.trainer import Lora, Optimizer, TrainerModel
+from trireme.config.trainer import Lora, Optimizer, TrainerModel, Vlm
 from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.model.model import load_model
 from trireme.trainer.optim.optimizer import build_optimizer
@@ -23,23 +23,31 @@ from trireme.trainer.publish.served_weights import served_specs
 
 
 @pytest.mark.parametrize("lora", [None, Lora(rank=2)], ids=["all", "lora"])
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("kind", "vlm"),
+    [
+        *(("qwen3_5", None), ("qwen3_5_moe", None), ("qwen3_next", None)),
+        *(("qwen3_5", Vlm()), ("qwen3_5_moe", Vlm()), ("qwen2_5_vl", Vlm())),
+    ],
+)
 def test_what_is_not_trained_of_a_published_checkpoint_is_exported_to_the_bit(
-    kind: str, lora: Lora | None, tiny_model: Path, tmp_path: Path, world: World
+    kind: str, vlm: Vlm | None, lora: Lora | None, tiny_model: Path, tmp_path: Path, world: World
 ) -> None:
+    """A vision encoder that is held (`vlm`) is served, and exported in the precision of the rest."""
     folder = save_family(tmp_path / "model", build_config(kind, vocab_size=128))
     for file in tiny_model.glob("*token*"):
         shutil.copy(file, folder)
     if kind == "qwen3_next":
         publish(folder / "model.safetensors")
-    (folder / "preprocessor_config.json").write_text("{}")
+        (folder / "preprocessor_config.json").write_text("{}")
     published = load_file(folder / "model.safetensors")
-    kept = {name for name in published if name.startswith(("mtp.", "model.visual."))}
-    published |= {name: published[name].bfloat16() for name in kept}
+    frozen = {name for name in published if name.startswith(("mtp.", "model.visual.", "visual."))}
+    kept = {name for name in frozen if vlm is None or name.startswith("mtp.")}
+    published |= {name: published[name].bfloat16() for name in frozen}
     save_file(published, folder / "model.safetensors", metadata={"format": "pt"})
 
     def open_state() -> TrainerState:
-        model = load_model(TrainerModel(lora=lora), str(folder), world)
+        model = load_model(TrainerModel(lora=lora, vlm=vlm), str(folder), world)
         return TrainerState(model=model, optimizer=build_optimizer(model, Optimizer(lr=1e-2)))
 
     state, resumed = open_state(), open_state()
@@ -55,8 +63,8 @@ def test_what_is_not_trained_of_a_published_checkpoint_is_exported_to_the_bit(
     )
     found = load_file(exported / "model.safetensors")
     assert {name: each.shape for name, each in found.items()} == {name: each.shape for name, each in published.items()}
-    assert are_equal({name: found[name] for name in kept}, {name: published[name] for name in kept})
-    assert {found[name].dtype for name in kept} == {torch.bfloat16}
+    assert all(torch.equal(found[name], published[name].to(found[name].dtype)) for name in frozen)
+    assert {found[name].dtype for name in kept} <= {torch.bfloat16}
     config, before = (json.loads((each / "config.json").read_text()) for each in (exported, folder))
     assert config == before
     assert (exported / "preprocessor_config.json").is_file()
@@ -69,6 +77,6 @@ def test_what_is_not_trained_of_a_published_checkpoint_is_exported_to_the_bit(
         trained = logits(state.model, ids, positions)
         torch.testing.assert_close(logits(model, ids, positions), trained, rtol=1e-4, atol=1e-4)
     assert not are_equal(
-        weights_of(load_model(TrainerModel(), str(exported), world)),
-        weights_of(load_model(TrainerModel(), str(folder), world)),
+        weights_of(load_model(TrainerModel(vlm=vlm), str(exported), world)),
+        weights_of(load_model(TrainerModel(vlm=vlm), str(folder), world)),
     )

@@ -7,25 +7,31 @@ import io
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor, AutoModelForImageTextToText
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, PreTrainedModel
 
-from families import IMAGE, MROPE, build_config, save_family
-from tiny import one_row, take_gradients
+from families import IMAGE, MROPE, VOCABULARY, build_config, save_family
+from rank_processes import run_rank, run_ranks
+from tiny import batch_reply, largest_difference, one_row, take_gradients, weights_of
 from trireme.algo.packing import Sample
 from trireme.algo.pictures import PictureRules, expand
-from trireme.config.trainer import ActivationCheckpointing, TrainerModel, Vlm
-from trireme.messages import build_tokens
+from trireme.base.errors import ConfigError
+from trireme.config.run import Model, RunConfig
+from trireme.config.trainer import ActivationCheckpointing, Lora, Loss, Optimizer, TrainerConfig, TrainerModel, Vlm
+from trireme.messages import Picture, build_tokens
 from trireme.trainer.model.forward import compute_columns, scorer_of, shared_frac
+from trireme.trainer.model.lora import is_adapter
 from trireme.trainer.model.model import load_model
 from trireme.trainer.model.vision import give_pictures
 from trireme.trainer.parallel.mesh import World
+from trireme.trainer.step import Stepper, base_state
 
 SAME = 92  # a token whose embedding and logits are those of the placeholder
-ANSWER = 6
+SEEING = ("qwen2_5_vl", "qwen3_5")
 
 
 def picture(width: int, height: int, seed: int = 0) -> bytes:
@@ -37,11 +43,10 @@ def picture(width: int, height: int, seed: int = 0) -> bytes:
 
 WIDE, TALL, OTHER = picture(150, 90), picture(60, 130), picture(150, 90, seed=1)
 PICTURES = {hashlib.sha256(png).hexdigest(): png for png in (WIDE, TALL, OTHER)}
-NAMES = {png: digest for digest, png in PICTURES.items()}
 
 
-def settings(**changes: object) -> TrainerModel:
-    return TrainerModel(vlm=Vlm()).model_copy(update=changes)
+def image(png: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(png))
 
 
 def save(kind: str, folder: Path) -> Path:
@@ -57,82 +62,141 @@ def save(kind: str, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("vision")
-    return {kind: save(kind, root / kind) for kind in ("qwen2_5_vl", "qwen3_5")}
+    return {kind: save(kind, root / kind) for kind in SEEING}
+
+
+def load(folder: Path, world: World, **changes: object) -> PreTrainedModel:
+    model = load_model(TrainerModel(vlm=Vlm()).model_copy(update=changes), str(folder), world)
+    give_pictures(model, PICTURES)
+    return model
 
 
 def sample(folder: Path, pngs: list[bytes], answer: list[int], prompt: int = 7) -> Sample:
     """A prompt that shows these pictures, with a token after each, and an answer."""
-    processor = AutoImageProcessor.from_pretrained(folder)
-    sizes = processor.to_dict()
-    rules = PictureRules.of({"image_token_id": IMAGE}, sizes)
-    grids = [(NAMES[png], *rules.grid(*Image.open(io.BytesIO(png)).size)) for png in pngs]
-    ids, pictures = expand([prompt, *[each for n in range(len(pngs)) for each in (IMAGE, 11 + n)], 20], IMAGE, grids)
-    mask = [0] * len(ids) + [1] * len(answer)
-    zeros = [0.0] * len(mask)
-    tokens = build_tokens(
-        ids=ids + answer, loss_mask=mask, logprobs=zeros, advantages=zeros, versions=zeros, pictures=pictures
-    )
-    return Sample(tokens, 1.0)
+    rules = PictureRules.of({"image_token_id": IMAGE}, AutoImageProcessor.from_pretrained(folder).to_dict())
+    grids = [(hashlib.sha256(png).hexdigest(), *rules.grid(*image(png).size)) for png in pngs]
+    shown = [token for number in range(len(pngs)) for token in (IMAGE, 11 + number)]
+    ids, pictures = expand([prompt, *shown, 20], IMAGE, grids)
+    mask = np.arange(len(ids) + len(answer)) >= len(ids)
+    columns = {"loss_mask": mask, "logprobs": -4.0 * mask, "advantages": 1.0 * mask, "versions": np.where(mask, 0, -1)}
+    return Sample(build_tokens(ids=ids + answer, pictures=pictures, **columns), 1.0)
 
 
-def alone(plain: torch.nn.Module, folder: Path, sample: Sample) -> torch.Tensor:
-    """The logprobs of a sample's answer, by transformers' own forward pass with its pixels."""
-    ids = torch.from_numpy(sample.tokens.ids.astype(np.int64))[None]
-    answer = int(sample.tokens.loss_mask.sum())
-    seen = {}
-    if sample.tokens.pictures:
-        images = [Image.open(io.BytesIO(PICTURES[each.digest])) for each in sample.tokens.pictures]
-        seen = dict(AutoImageProcessor.from_pretrained(folder)(images=images, return_tensors="pt"))
-        kinds = torch.zeros_like(ids, dtype=torch.int)
-        for each in sample.tokens.pictures:
-            kinds[0, each.place : each.place + each.num_tokens] = 1
-        seen["mm_token_type_ids"] = kinds
-        ids[0, -answer:][ids[0, -answer:] == IMAGE] = SAME
-    logprobs = plain(input_ids=ids, use_cache=False, **seen).logits[0, :-1].log_softmax(-1)
-    return logprobs.gather(-1, ids[0, 1:, None])[-answer:, 0]
-
-
-def packed(folder: Path) -> list[Sample]:
-    return [
+def samples_of(folder: Path) -> list[Sample]:
+    """Longest first. Two begin alike up to their answer, and one ends like another but for its picture."""
+    found = [
         sample(folder, [WIDE], [30, 31, 32, 33]),
-        sample(folder, [WIDE], [30, 31, 40, IMAGE, 41, 42]),
         sample(folder, [OTHER], [30, 31, 32, 33]),
-        sample(folder, [], [50, IMAGE, 51]),
+        sample(folder, [WIDE], [30, 31, 40, IMAGE, 41, 42]),
+        sample(folder, [], [50, 51, 52]),
         sample(folder, [TALL, WIDE], [60, 61, 62]),
         sample(folder, [TALL, OTHER], [60, 61, 62], prompt=8),
     ]
+    return sorted(found, key=lambda each: -each.tokens.length)
 
 
-@pytest.mark.parametrize("is_packed", [True, False])
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_5"])
-def test_a_packed_row_sees_what_each_sample_sees_alone(
+def alone(plain: PreTrainedModel, folder: Path, sample: Sample) -> torch.Tensor:
+    """The logprobs of a sample's answer, by transformers' own forward pass with its pixels."""
+    ids = torch.from_numpy(sample.tokens.ids.astype(np.int64))[None]
+    sampled = ids[0, -int(sample.tokens.loss_mask.sum()) :]
+    sampled[sampled == IMAGE] = SAME
+    seen = {}
+    if pictures := sample.tokens.pictures:
+        images = [image(PICTURES[each.digest]) for each in pictures]
+        seen = AutoImageProcessor.from_pretrained(folder)(images=images, return_tensors="pt")
+        seen |= {"mm_token_type_ids": (ids == IMAGE).int()}
+    logprobs = plain(input_ids=ids, use_cache=False, **seen).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(-1, ids[0, 1:, None])[-len(sampled) :, 0]
+
+
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "masked"])
+@pytest.mark.parametrize("kind", SEEING)
+def test_samples_of_a_row_see_what_they_see_alone(
     folders: dict[str, Path], kind: str, is_packed: bool, world: World
 ) -> None:
-    folder = folders[kind]
-    model = load_model(settings(ac=ActivationCheckpointing()), str(folder), world)
-    assert type(model).__name__.endswith("ForConditionalGeneration")
+    """A sampled token may be the placeholder."""
+    model, samples = load(folders[kind], world, ac=ActivationCheckpointing()), samples_of(folders[kind])
     scorer = scorer_of(model, world.device)
-    assert (scorer.head is not None, scorer.is_packed, scorer.shares_prefixes) == (True, True, True)
-    row = one_row(packed(folder))
-    if not is_packed:
-        vars(model)["trireme_scorer"] = replace(scorer, is_packed=False)
-    give_pictures(model, PICTURES)
-    found = compute_columns(model, row, world.device).logprobs
+    assert scorer.head is not None
+    assert (scorer.is_packed, scorer.shares_prefixes) == (True, True)
+    vars(model)["trireme_scorer"] = replace(scorer, is_packed=is_packed)
+    found = compute_columns(model, one_row(samples), world.device).logprobs
     weights = torch.linspace(-1, 2, len(found))
     (found * weights).sum().backward()
-    plain = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    plain = AutoModelForImageTextToText.from_pretrained(folders[kind], dtype=torch.float32)
     plain.model.visual.requires_grad_(False)
-    samples = sorted(packed(folder), key=lambda each: -each.tokens.length)
-    expected = torch.cat([alone(plain, folder, each) for each in samples])
-    (expected * weights).sum().backward()
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    theirs = take_gradients(plain)
-    assert shared_frac(model, [row]) > 0.1
-    ours = take_gradients(model)
-    assert ours.keys() == theirs.keys()
-    for name, gradient in ours.items():
-        if gradient.shape[0] == 96:
-            gradient[SAME] += gradient[IMAGE]
-            theirs[name][SAME] += theirs[name][IMAGE]
-            gradient[IMAGE] = theirs[name][IMAGE] = 0
-        assert (gradient - theirs[name]).abs().max() <= 1e-4 * max(1.0, float(theirs[name].abs().max())), name
+    expected = [alone(plain, folders[kind], each) for each in samples]
+    (torch.cat(expected) * weights).sum().backward()
+    torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-5)
+    ours, theirs = take_gradients(model), take_gradients(plain)
+    for gradients in (ours, theirs):
+        for gradient in gradients.values():
+            if len(gradient) == VOCABULARY:
+                gradient[SAME] += gradient[IMAGE]
+                gradient[IMAGE] = 0
+    assert largest_difference(ours, theirs) < 1e-4
+    texts = [each.tokens.ids.tolist() for each in samples]
+    one, other = (number for number, text in enumerate(texts) if text[-4:] == [30, 31, 32, 33])
+    assert texts[one] == texts[other]
+    assert (expected[one] - expected[other]).abs().max() > 1e-3
+    shared = shared_frac(model, [one_row([samples[one], samples[other]])])
+    assert 0 < shared < 0.05 < shared_frac(model, [one_row(samples)])
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=2), Lora(rank=2, target_modules=("all-linear",))])
+@pytest.mark.parametrize("kind", SEEING)
+def test_a_step_with_pictures_leaves_the_vision_encoder_as_it_is(
+    folders: dict[str, Path], kind: str, lora: Lora | None, world: World
+) -> None:
+    loss = Loss(beta=0.1)
+    trainer = TrainerConfig(model=TrainerModel(vlm=Vlm(), lora=lora), optim=Optimizer(lr=1e-2), loss=loss)
+    config = RunConfig(model=Model(name=str(folders[kind])), max_steps=2, trainer=trainer)
+    state = base_state(config, world)
+    before = weights_of(state.model)
+    reply = batch_reply(samples_of(folders[kind]), world, capacity=100, step=0)
+    metrics = Stepper(config, state, world).step(msgspec.structs.replace(reply, pictures=PICTURES))
+    assert metrics["reference_kl"] == 0.0
+    after = weights_of(state.model)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed
+    assert not any(".visual." in name for name in changed)
+    assert not any(".visual." in name for name in before if is_adapter(name))
+    assert lora is None or all(is_adapter(name) for name in changed)
+
+
+def test_pictures_that_the_model_reads_otherwise_or_cannot_see_are_refused(
+    folders: dict[str, Path], world: World
+) -> None:
+    model = load(folders["qwen3_5"], world)
+    (digest, *_), row = PICTURES, one_row([sample(folders["qwen3_5"], [WIDE], [30])])
+    row.tokens.pictures[:] = [Picture(digest, 1, 5, 3)]
+    with pytest.raises(ConfigError, match=r"5 x 3 tokens in a rollout(.|\n)*3 x 5"):
+        compute_columns(model, row, world.device)
+    text = load_model(TrainerModel(), str(folders["qwen3_5"]), world)
+    give_pictures(text, {})
+    with pytest.raises(ConfigError, match=r"model\.vlm"):
+        give_pictures(text, PICTURES)
+    with pytest.raises(ConfigError, match=r"model\.vlm"):
+        compute_columns(text, row, world.device)
+
+
+def gradients_on(folder: Path, _: Path, world: World) -> dict[str, torch.Tensor]:
+    """Of a row with pictures on the first rank, and of one without on the second; of both where there is one rank."""
+    model, samples = load(folder, world), samples_of(folder)
+    rows = [one_row(samples[:4]), one_row([sample(folder, [], [50, 51, 52])])]
+    for row in rows if world.size == 1 else [rows[world.rank]]:
+        (compute_columns(model, row, world.device).logprobs.sum() * world.size).backward()
+    return take_gradients(model)
+
+
+@pytest.mark.parametrize("kind", SEEING)
+def test_a_rank_without_pictures_keeps_in_step_with_one_that_has_some(
+    folders: dict[str, Path], kind: str, tmp_path: Path, world: World
+) -> None:
+    expected = gradients_on(folders[kind], tmp_path, world)
+    for found in run_ranks(__file__, folders[kind], tmp_path):
+        assert largest_difference(found, expected) < 1e-4
+
+
+if __name__ == "__main__":
+    run_rank(gradients_on)

@@ -11,6 +11,7 @@ from trireme.algo.model import flops
 from trireme.algo.model.architecture import ATTENDING
 from trireme.algo.model.chips import chip_called
 from trireme.algo.model.cost import Cost
+from trireme.config.trainer import TOWER
 from trireme.messages import MicroBatch
 from trireme.trainer.parallel.mesh import World
 
@@ -32,15 +33,15 @@ def flops_per_token(model: PreTrainedModel, mean_length: float) -> float:
 def matrix_parameters(model: PreTrainedModel) -> tuple[float, float]:
     """Return the number of parameters that a token is multiplied with, and how many of these are trained.
 
-    An embedding counts only if it is the head too. Of experts, held as [experts, in, out], those count that a token is
-    sent to.
+    An embedding counts only if it is the head too, and a vision encoder not at all, as tokens do not pass through it.
+    Of experts, held as [experts, in, out], those count that a token is sent to.
     """
     config = model.config.get_text_config()
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     total = trained = 0.0
     for name, parameter in model.named_parameters():
         is_lookup_only = parameter is embedding.weight and (head is None or parameter is not head.weight)
-        if parameter.ndim > 1 and not is_lookup_only:
+        if parameter.ndim > 1 and not is_lookup_only and not name.startswith(f"{TOWER}."):
             is_of_experts = parameter.ndim == 3 and ".experts." in name
             share = config.num_experts_per_tok / parameter.shape[0] if is_of_experts else 1.0
             total += parameter.numel() * share

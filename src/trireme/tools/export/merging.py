@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from trireme.base.errors import ConfigError
-from trireme.config.trainer import Lora, TrainerModel
+from trireme.config.trainer import Lora, TrainerModel, Vlm
 from trireme.messages import TensorSpec
 from trireme.tools.export.weights_folder import read_settings
 from trireme.trainer.checkpoint.export import (
@@ -89,7 +89,8 @@ class Merged:
             frozen: precision in which the base model was held.
         """
         self._frozen = frozen
-        self._model = build_model(TrainerModel(trust_remote_code=trust_remote_code), base_model)
+        vlm = Vlm() if settings.get("auto_mapping") else None  # see `Adapters`
+        self._model = build_model(TrainerModel(trust_remote_code=trust_remote_code, vlm=vlm), base_model)
         self._files = find_files(base_model)
         self._laid = find_layouts(ModelTensors(self._model), self._files, base_model)
         self._names = hub_names(self._model)

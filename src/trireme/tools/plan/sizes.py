@@ -19,7 +19,8 @@ from trireme.config.model_folder import config_file
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.config.state_layers import MIXERS
-from trireme.config.trainer import Lora, TrainerModel
+from trireme.config.trainer import Lora, TrainerModel, Vlm
+from trireme.config.vision import WITHOUT_TEXT_MODEL
 from trireme.tools.plan.machine import Machine
 from trireme.tools.plan.memory import Serving, Training
 
@@ -85,7 +86,8 @@ def count_sizes(config: dict[str, Any]) -> Architecture | None:
     try:
         with TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(config))
-            model = build_model(TrainerModel(attn="eager", from_scratch=True), folder)
+            vlm = Vlm() if config.get("model_type") in WITHOUT_TEXT_MODEL else None
+            model = build_model(TrainerModel(attn="eager", from_scratch=True, vlm=vlm), folder)
         blocks = decoder_layers(model)
     except (ConfigError, KeyError, TypeError, AttributeError):
         return None

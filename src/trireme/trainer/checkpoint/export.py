@@ -213,6 +213,8 @@ def correct_config(folder: Path, dtype: torch.dtype, architecture: str | None = 
         part["dtype"] = str(dtype).removeprefix("torch.")
         if "use_cache" in part:
             part["use_cache"] = True
+    if "dtype" in config.get("vision_config", {}):
+        config["vision_config"]["dtype"] = config["dtype"]
     if architecture:
         config["architectures"] = [architecture]  # a model built from its configuration alone may lack it
     path.write_text(json.dumps(config, indent=2) + "\n")

@@ -172,7 +172,7 @@ class ModelTensors:
 
 @dataclass(frozen=True)
 class Untrained:
-    """Parts of a checkpoint that its text model leaves out. Exports contain them to the bit."""
+    """Parts of a checkpoint that the model leaves out. Exports contain them to the bit."""
 
     files: PublishedFiles
     names: list[str]
@@ -192,8 +192,14 @@ class Untrained:
         return self.files.specs(self.names)
 
 
+def processor_files(name: str) -> list[Path]:
+    """Return the files of a model that describe how pictures are read."""
+    found = (cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in PROCESSORS)
+    return [Path(file) for file in found if file]
+
+
 def untrained_of(model: PreTrainedModel) -> Untrained:
-    """Return what `find_layouts` recorded; nothing for a model with random weights."""
+    """Return what `find_layouts` recorded; for a model with random weights, at most files of processors."""
     return getattr(model, "trireme_untrained", Untrained(PublishedFiles([]), [], []))
 
 
@@ -205,8 +211,7 @@ def find_layouts(places: ModelTensors, files: PublishedFiles, name: str) -> dict
     """
     model = places.model
     sources = sources_of(model, files.shapes)
-    described = (cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in PROCESSORS)
-    model.trireme_untrained = Untrained(files, sources.untrained, [Path(file) for file in described if file])
+    model.trireme_untrained = Untrained(files, sources.untrained, processor_files(name))
     layouts = dict(sources.layouts)
     for tied, other in places.tied.items():
         if other not in layouts and tied in layouts:

@@ -44,6 +44,7 @@ class Adapters:
     frozen: Dtype  # precision of what is not trained
     target_modules: tuple[str, ...]  # names of exactly the same modules, as short as possible
     target_parameters: tuple[str, ...]
+    auto_mapping: dict[str, str] | None = None  # the model's class as PEFT records it, if pictures are given to it
 
 
 def adapters_of(model: torch.nn.Module) -> Adapters | None:
@@ -101,6 +102,7 @@ def to_peft(adapters: Adapters) -> LoraConfig:
         modules_to_save=list(config.modules_to_save) or None,
         use_rslora=config.use_rslora,
         task_type="CAUSAL_LM",
+        auto_mapping=adapters.auto_mapping,
         base_model_name_or_path=adapters.base_model,
     )
 
@@ -113,7 +115,8 @@ def _find(model: PreTrainedModel, config: Lora, base_model: str, seed: int, froz
     modules, parameters = _find_targets(config, [name for name in adaptable if name not in head], head, fused)
     whole = _find_whole(model, config.modules_to_save)
     embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
-    is_tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    head_layer = model.get_output_embeddings()
+    is_tied = head_layer is not None and head_layer.weight is model.get_input_embeddings().weight
     if is_tied and (tied := [name for name in (*modules, *whole) if name in (*head, embedding)]):
         raise ConfigError(
             f"`lora` is to train {', '.join(tied)}, and this model has one tensor for its embedding and its head "
@@ -137,6 +140,7 @@ def _find(model: PreTrainedModel, config: Lora, base_model: str, seed: int, froz
             'layers only: engines cannot be handed these. Set `lora.sync = "merged"`, or leave the experts out of '
             "`lora.target_modules`."
         )
+    whole_class = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
     return Adapters(
         config,
         base_model,
@@ -147,6 +151,7 @@ def _find(model: PreTrainedModel, config: Lora, base_model: str, seed: int, froz
         frozen,
         target_modules=_in_short(modules, linear, _last),
         target_parameters=_in_short(parameters, fused, _in_layer),
+        auto_mapping=whole_class if adaptable != linear else None,
     )
 
 

@@ -29,7 +29,7 @@ from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
 from trireme.config.model_folder import SOFT_CAP, low_bit_problem, read_config
 from trireme.config.state_layers import WITHOUT_ATTENTION
-from trireme.config.trainer import TOWER, TrainerModel
+from trireme.config.trainer import TrainerModel
 from trireme.config.vision import vision_problems
 from trireme.trainer.model.activations import wrap_layers
 from trireme.trainer.model.forward import attach_scorer
@@ -56,7 +56,6 @@ def load_model(config: TrainerModel, name: str, world: World) -> PreTrainedModel
     tensors = ModelTensors(model)
     prepare_experts(model, config, layers)
     if config.vlm:
-        model.get_submodule(TOWER).requires_grad_(False)
         attach_vision(model, name, config.trust_remote_code)
     files = None if config.from_scratch else find_files(name)
     layouts = find_layouts(tensors, files, name) if files else {}
@@ -108,7 +107,8 @@ def build_model(config: TrainerModel, name: str) -> PreTrainedModel:
         with suppress(OSError):  # many models have none
             model.generation_config = GenerationConfig.from_pretrained(name)
     for part in (model.config, model.config.get_text_config()):
-        part.use_cache = False
+        if hasattr(part, "use_cache"):
+            part.use_cache = False
     for layer in model.modules():
         if isinstance(layer, nn.modules.dropout._DropoutNd):
             layer.p = 0.0  # a probability that is written in the model's code

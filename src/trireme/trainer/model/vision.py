@@ -24,8 +24,10 @@ from transformers import AutoImageProcessor, PreTrainedModel
 from trireme.algo.packing import positions
 from trireme.algo.pictures import rotary_positions
 from trireme.base.errors import ConfigError
+from trireme.config.trainer import TOWER
 from trireme.messages import MicroBatch, Picture
-from trireme.trainer.model.loading import cannot_be_loaded
+from trireme.trainer.model.loading import Untrained, cannot_be_loaded, processor_files
+from trireme.transport.weights.published_files import PublishedFiles
 
 CACHE_BYTES = 1 << 30  # of patches that are kept for the next rows with the same pictures
 
@@ -105,11 +107,13 @@ class Vision:
 
 
 def attach_vision(model: PreTrainedModel, name: str, trust_remote_code: bool) -> None:
-    """Let the model see: give it the image processor of its folder, or of its hub name.
+    """Let the model see: give it the image processor of its folder, or of its hub name. Freeze its vision encoder.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no image processor.
     """
+    model.get_submodule(TOWER).requires_grad_(False)
+    model.trireme_untrained = Untrained(PublishedFiles([]), [], processor_files(name))  # `find_layouts` knows more
     vars(model)[_ATTRIBUTE] = Vision(name, trust_remote_code)
     model.base_model.register_forward_pre_hook(_embed, with_kwargs=True)
 
