@@ -11,7 +11,6 @@ import hashlib
 import io
 import re
 import threading
-import warnings
 from pathlib import Path
 
 from PIL import Image, ImageOps
@@ -77,12 +76,11 @@ def to_png(data: bytes) -> bytes:
     if len(data) > LARGEST_FILE:
         raise ValueError(f"a picture of {len(data)} bytes - expected at most {LARGEST_FILE}")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                if image.width * image.height > MOST_PIXELS:
-                    raise ValueError(f"a picture of {image.width} x {image.height} pixels - expected {MOST_PIXELS}")
-                whole = ImageOps.exif_transpose(image).convert("RGBA")
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:  # reads its head alone
+            if image.width * image.height > MOST_PIXELS:
+                size = f"{image.width} x {image.height}"
+                raise ValueError(f"a picture of {size} pixels - expected at most {MOST_PIXELS} in all")
+            whole = ImageOps.exif_transpose(image).convert("RGBA")
     except ValueError:
         raise
     except Exception as error:  # whatever bytes can make a decoder raise: OSError, SyntaxError, struct.error, …
