@@ -486,11 +486,12 @@ def test_a_program_runs_in_a_container_that_is_removed_with_its_rollout(play, en
     assert "secret" not in str(engine())
 
 
-def test_tasks_that_need_an_image_run_in_containers(play, engine, task):
+def test_tasks_that_need_an_image_run_in_containers(play, engine, task, caplog, tmp_path):
     files = {
         "environment__Dockerfile": "FROM debian\nRUN apt-get install -y gcc\nWORKDIR /app\n",
         "tests__test_sh": 'cd "$(dirname "$0")" && cat ../app/answer.txt > ../logs/verifier/reward.txt',
-        "task_toml": "[agent]\nuser = 'ann'\n[environment]\ncpus = 2\nmemory_mb = 512\nenv = { ANSWER = '3' }\n",
+        "task_toml": "[agent]\nuser = 'ann'\n[environment]\ncpus = 2\nmemory_mb = 512\nenv = { ANSWER = '3' }\n"
+        "allow_internet = false\n",
     }
     shows = calls("bash", cmd="echo $ANSWER > answer.txt"), ENDS
     (rollout,), policy = play(agent(CHAT), *shows, id=task(**files), runtime="docker", network=True)
@@ -501,3 +502,9 @@ def test_tasks_that_need_an_image_run_in_containers(play, engine, task):
     assert {built[2], "--memory=512m", "--cpus=2"} <= set(started)
     users = [call[call.index("--user") + 1] for call in engine() if "--interactive" in call and "--user" in call]
     assert users == ["ann"]
+    assert "1 tasks of" in caplog.text
+    assert "`--network=...` in `agent.container_args`" in caplog.text
+    caplog.clear()
+    play(agent(CHAT), *shows, id=str(tmp_path / "tasks"), runtime="docker", container_args=("--network=inner",))
+    assert "--network=inner" in next(call for call in engine()[::-1] if "--detach" in call)
+    assert "no network" not in caplog.text

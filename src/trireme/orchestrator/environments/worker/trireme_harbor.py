@@ -28,7 +28,7 @@ import trireme_sandbox
 from trireme_agent import AgentAdapter, AgentPlayed, fill_in
 from trireme_plain import Played
 from trireme_rollout import RewardError, checked_scores
-from trireme_runtime import Container, Ended, Program
+from trireme_runtime import Container, Ended, Program, names_network
 
 DEFAULT_TIMEOUT_S = 600.0
 """Limit of the program, and of the tests, where task.toml gives none; Harbor's own default."""
@@ -87,10 +87,12 @@ class HarborAdapter(AgentAdapter):
                 "`args = { skip = true }`, or remove them."
             )
         warnings = [f"{len(refused)} tasks of {folder} are left out: {'; '.join(refused)}"] if refused else []
-        if self._has_images and (apart := [task.name for task in tasks if not task.has_network]):
+        apart = [task.name for task in tasks if not task.has_network]
+        if self._has_images and apart and not names_network(agent):
             warnings.append(
-                f"{len(apart)} tasks of {folder} ask for no network, such as {apart[0]}, and their containers have the "
-                "one by which the program reaches the policy"
+                f"{len(apart)} tasks of {folder} ask for no network, such as {apart[0]}, and their containers have "
+                "that of this machine, by which the program reaches the policy: to keep it from others, name a network "
+                "that leads to this machine alone with `--network=...` in `agent.container_args`, and set `agent.host`"
             )
         self.warning = "; ".join(warnings)
         self._tasks = {task.name: task for task in tasks}

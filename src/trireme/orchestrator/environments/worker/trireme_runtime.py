@@ -231,6 +231,11 @@ class Sandbox(Subprocess):
         ended.exit_code, ended.stop = said.get("exit"), said.get("stop", ended.stop)
 
 
+def names_network(agent: dict) -> bool:
+    """Return whether the user gives the containers of an agent a network."""
+    return any(word.startswith(("--network", "--net=")) for word in agent["container_args"])
+
+
 class Container(Subprocess):
     """Runs programs in containers, by the command line of Docker or Podman.
 
@@ -246,7 +251,7 @@ class Container(Subprocess):
                 f"The program {engine!r} was not found in PATH={os.environ.get('PATH', '')} - expected the container "
                 "engine that `agent.runtime` names - install it, or choose another runtime."
             )
-        if not (self._agent["network"] or self._names_network()):
+        if not (self._agent["network"] or names_network(self._agent)):
             raise ValueError(
                 f"`agent.runtime = {engine!r}` with `agent.network = false` - expected a network, by which the program "
                 "reaches the policy - set it to true (the machine's network), or name one with `--network=...` in "
@@ -256,9 +261,6 @@ class Container(Subprocess):
         if image and "{" not in program:
             await self.call("run", "--rm", "--entrypoint", "sh", image, "-c", 'command -v "$1"', "sh", program)
 
-    def _names_network(self) -> bool:
-        return any(word.startswith(("--network", "--net=")) for word in self._agent["container_args"])
-
     async def open(self, parent: Path, image: str | None, limits: dict[str, float]) -> None:
         await self.close(parent)  # of an attempt that was interrupted
         labels = {"trireme.rollout": str(parent), "trireme.environment": self._agent["label"]}
@@ -267,7 +269,7 @@ class Container(Subprocess):
         memory_mb = int(limits.get("memory_mb", self._agent["memory_gib"] * 1024))
         words += [f"--memory={memory_mb}m", f"--pids-limit={self._agent['num_processes']}"]
         words += [f"--cpus={limits['cpus']:g}"] if "cpus" in limits else []
-        words += [] if self._names_network() else ["--network=host"]
+        words += [] if names_network(self._agent) else ["--network=host"]
         await self.call(*words, *self._agent["container_args"], "--entrypoint", "sleep", image or "", "infinity")
 
     async def close(self, parent: Path) -> None:
