@@ -18,11 +18,17 @@ CHATML = """{%- for message in messages %}
 SEEING = """{%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\n' }}
 {%- if message.content is string %}{{- message.content }}{%- else %}
-{%- for part in message.content %}{{- '<|see|>' if part.type == 'image' else part.text }}{%- endfor %}
+{%- for part in message.content %}{{- PICTURE if part.type == 'image' else part.text }}{%- endfor %}
 {%- endif %}{{- '<|im_end|>\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
-"""
+""".replace("PICTURE", "'<|vision_start|><|image_pad|><|vision_end|>'")
+SEEING_WORDS = {
+    "vision_start_token_id": "<|vision_start|>",
+    "image_token_id": "<|image_pad|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "video_token_id": "<|video_pad|>",
+}
 
 LLAMA_3 = """{{- bos_token }}
 {%- if messages[0]['role'] == 'system' %}
@@ -118,13 +124,18 @@ MARKED = """{%- macro header(role) %}{{ '<|im_start|>' ~ role ~ '\n' }}{%- endma
 
 def write_seeing_model(folder: Path) -> Path:
     """Write the tokenizer and the files of a model that sees, without weights. A block of a picture is 8 x 8 pixels."""
-    write_tokenizer(folder, SEEING, extra_words=("<|see|>",))
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    config = {"model_type": "qwen2_5_vl", "image_token_id": tokenizer.token_to_id("<|see|>"), "vision_config": {}}
+    config = {"model_type": "qwen2_5_vl", "vision_config": {}} | write_seeing_tokenizer(folder)
     (folder / "config.json").write_text(json.dumps(config))
     sizes = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 64 * 64}}
     (folder / "preprocessor_config.json").write_text(json.dumps(sizes))
     return folder
+
+
+def write_seeing_tokenizer(folder: Path) -> dict[str, int]:
+    """Write the tokenizer of a model that sees. Returns the ids of its special tokens, as `config.json` has them."""
+    write_tokenizer(folder, SEEING, extra_words=tuple(SEEING_WORDS.values()))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return {name: tokenizer.token_to_id(word) for name, word in SEEING_WORDS.items()}
 
 
 def write_tokenizer(folder: Path, template: str = CHATML, *, extra_words: tuple[str, ...] = ()) -> Path:

@@ -132,7 +132,9 @@ def test_a_conversation_that_shows_more_pictures_stays_one_sample_with_each_at_i
     see = seeing.pictures.rules.token
     first = seeing.read(says("a", part(png(1)), "b"))
     prompt, (one,) = answer(talk, first)
-    assert collapse(prompt, [one]) == seeing.encode("<|im_start|>user\na<|see|>b<|im_end|>\n<|im_start|>assistant\n")
+    assert collapse(prompt, [one]) == seeing.encode(
+        "<|im_start|>user\na<|vision_start|><|image_pad|><|vision_end|>b<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert (one.rows, one.columns, prompt[one.place : one.place + 2]) == (1, 2, [see, see])
     assert talk.prompt_ids(first, None, "") == prompt
     more = [*first, OK, *seeing.read(says(part(png(2, 16, 16)), part(png(1))))]
@@ -182,4 +184,4 @@ def test_a_placeholder_that_is_no_pictures_never_reaches_an_engine(seeing: Seein
         with_placeholders([1, see, see, 2, see], pictures)
     talk = Trajectory(seeing.tokenizer, "interleaved", seeing.pictures)
     with pytest.raises(ValueError, match="2 placeholders for 1 pictures"):
-        talk.ask(seeing.read(says(part(png(1)), "<|see|>")), None)
+        talk.ask(seeing.read(says(part(png(1)), "<|image_pad|>")), None)
