@@ -337,13 +337,61 @@ def test_a_flood_costs_its_session_a_pause_and_a_giant_is_refused(monkeypatch):
         assert httpx.post(f"{url}/s/{KEY}/v1/messages", content=b"[" * 900).status_code == 400
 
 
+URL = "data:image/png;base64,AAAA"
+SHOWN = {"type": "image_url", "image_url": {"url": URL}}
+BYTES = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+AT_ADDRESS = {
+    "chat": {"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png", "detail": "low"}},
+    "responses": {"type": "input_image", "file_id": "file-1"},
+    "anthropic": {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/a.png"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "field", "kind", "picture"),
+    [
+        ("chat", "messages", "text", SHOWN),
+        ("responses", "input", "input_text", {"type": "input_image", "image_url": URL, "detail": "auto"}),
+        ("anthropic", "messages", "text", {"type": "image", "source": BYTES}),
+    ],
+)
+def test_pictures_of_all_dialects_are_the_same_parts_and_none_is_fetched(dialect, field, kind, picture):
+    text = {"type": kind, "text": "what?"}
+    (message,) = READS[dialect]({field: [{"role": "user", "content": [picture, text]}]}).messages
+    assert message == {"role": "user", "content": [SHOWN, {"type": "text", "text": "what?"}]}
+    for wrong in (AT_ADDRESS[dialect], picture | {"type": "audio"}):
+        with pytest.raises(Refused):
+            READS[dialect]({field: [{"role": "user", "content": [wrong]}]})
+
+
+def test_results_of_tools_may_show_pictures():
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image", "source": BYTES}]}
+    (read,) = READS["anthropic"]({"messages": [{"role": "user", "content": [result]}]}).messages
+    output = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": URL}]}
+    (other,) = READS["responses"]({"input": [output]}).messages
+    assert read == other == {"role": "tool", "tool_call_id": "c", "content": [SHOWN]}
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["", "user", "assistant", "text", "custom"]),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
             st.sampled_from(
-                ["role", "content", "type", "text", "tool_calls", "function", "name", "input", "id", "call_id"]
+                [
+                    "role",
+                    "content",
+                    "type",
+                    "text",
+                    "image_url",
+                    "source",
+                    "tool_calls",
+                    "function",
+                    "name",
+                    "input",
+                    "id",
+                    "call_id",
+                ]
             ),
             inner,
             max_size=4,
@@ -361,4 +409,5 @@ def test_any_json_is_read_or_refused(dialect, body):
         request = READS[dialect](body)
     except Refused:
         return
-    assert all(isinstance(message["role"], str) and isinstance(message["content"], str) for message in request.messages)
+    assert all(isinstance(message["role"], str) for message in request.messages)
+    assert all(isinstance(message["content"], str | list) for message in request.messages)

@@ -21,6 +21,8 @@ from trireme.orchestrator.gateway.dialects.turn import (
     choose_sampling,
     function,
     nested_call,
+    read_content,
+    read_picture,
     read_text,
 )
 
@@ -88,7 +90,7 @@ def _read_message(message: dict[str, Any], where: str) -> list[Message]:
         raise Refused("invalid", f"{where}: the role is {role!r}, expected 'user', 'assistant' or 'system'")
     if not isinstance(content, list):
         return [{"role": role, "content": read_text(content, kinds=(), where=where)}]
-    results, texts, calls, thoughts = [], [], [], []
+    results, shown, texts, calls, thoughts = [], [], [], [], []
     for block in as_objects(content, where=where):
         kind = block.get("type")
         if kind == "tool_result":
@@ -100,11 +102,16 @@ def _read_message(message: dict[str, Any], where: str) -> list[Message]:
             calls.append(nested_call(block.get("id"), block.get("name"), arguments, where=where))
         elif kind == "thinking" and isinstance(block.get("thinking"), str):
             thoughts.append(block["thinking"])
+        elif role == "user" and (picture := read_picture(block, where)) is not None:
+            shown.append(picture)
         elif kind != "redacted_thinking":
             texts.append(read_text([block], kinds=("text",), where=where))
-    if not texts and results:
+            shown.append({"type": "text", "text": texts[-1]})
+    if not shown and results:
         return results
     read: Message = {"role": role, "content": "".join(texts) if role == "assistant" else "\n\n".join(texts)}
+    if len(shown) > len(texts):
+        read["content"] = shown
     if any(thoughts):
         read["reasoning_content"] = "".join(thoughts)
     if calls:
@@ -119,7 +126,7 @@ def _read_result(block: dict[str, Any], where: str) -> Message:
     return {
         "role": "tool",
         "tool_call_id": call,
-        "content": read_text(block.get("content"), kinds=("text",), where=where),
+        "content": read_content(block.get("content"), kinds=("text",), where=where),
     }
 
 

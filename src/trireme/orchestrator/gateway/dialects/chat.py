@@ -22,6 +22,7 @@ from trireme.orchestrator.gateway.dialects.turn import (
     custom_input,
     function,
     nested_call,
+    read_content,
     read_text,
 )
 
@@ -71,7 +72,8 @@ def read_message(message: dict[str, Any], where: str) -> Message:
     if not isinstance(role, str) or not role:
         raise Refused("invalid", f"{where}: the role is {role!r}, expected text such as 'user'")
     read: Message = {"role": ROLES.get(role, role)}
-    read["content"] = read_text(message.get("content"), kinds=TEXT_PARTS, where=where)
+    read_parts = read_text if role == "assistant" else read_content
+    read["content"] = read_parts(message.get("content"), kinds=TEXT_PARTS, where=where)
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if isinstance(reasoning, str) and reasoning:
         read["reasoning_content"] = reasoning

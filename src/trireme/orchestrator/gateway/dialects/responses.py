@@ -22,6 +22,7 @@ from trireme.orchestrator.gateway.dialects.turn import (
     custom_input,
     function,
     nested_call,
+    read_content,
     read_text,
 )
 
@@ -145,12 +146,12 @@ def read_items(items: list[dict[str, Any]], declared: dict[str, Tool]) -> list[M
 def _read_given(item: dict[str, Any], kind: str, where: str) -> Message:
     """Read an item that the agent wrote."""
     if kind in OUTPUTS and isinstance(item.get("call_id"), str):
-        output = read_text(item.get("output"), kinds=TEXT_PARTS, where=where)
+        output = read_content(item.get("output"), kinds=TEXT_PARTS, where=where)
         return {"role": "tool", "tool_call_id": item["call_id"], "content": output}
     role = item.get("role")
     if kind != "message" or not isinstance(role, str):
         raise Refused("invalid", f"{where}: an item of the kind {kind!r} - this policy does not read it. Remove it.")
-    return {"role": ROLES.get(role, role), "content": read_text(item.get("content"), kinds=TEXT_PARTS, where=where)}
+    return {"role": ROLES.get(role, role), "content": read_content(item.get("content"), kinds=TEXT_PARTS, where=where)}
 
 
 def answer(turn: Turn, request: TurnRequest) -> dict[str, Any]:

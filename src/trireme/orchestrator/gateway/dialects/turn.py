@@ -64,7 +64,7 @@ class TurnRequest:
         TurnRequest([{"role": "user", "content": "Count to 3."}], None, {"max_tokens": 64}, streams=False)
     """
 
-    messages: list[Message]  # OpenAI chat messages, text only; tool calls nested
+    messages: list[Message]  # OpenAI chat messages; tool calls nested
     tools: list[dict[str, Any]] | None  # OpenAI function tools
     sampling: dict[str, Any]  # arguments that the client chose; the run decides which of them count
     streams: bool
@@ -134,9 +134,42 @@ def read_text(content: Any, *, kinds: Collection[Any], where: str) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind not in kinds or not isinstance(text := part.get("text", part.get("refusal")), str):
-            raise Refused("invalid", f"{where}: a part of the kind {kind!r} - this policy reads text alone. Remove it.")
+            raise Refused("invalid", f"{where}: a part of the kind {kind!r} - this policy does not read it. Remove it.")
         texts.append(text)
     return "".join(texts)
+
+
+def read_content(content: Any, *, kinds: Collection[Any], where: str) -> str | list[dict[str, Any]]:
+    """Return the content of a message that may show pictures: text, or a list of text and `image_url` parts.
+
+    Raises: Refused where a part is neither text nor a picture that stands in it.
+    """
+    pictures = [read_picture(part, where) for part in content] if isinstance(content, list) else []
+    if not any(pictures):
+        return read_text(content, kinds=kinds, where=where)
+    return [
+        picture or {"type": "text", "text": read_text([part], kinds=kinds, where=where)}
+        for part, picture in zip(content, pictures, strict=True)
+    ]
+
+
+def read_picture(part: Any, where: str) -> dict[str, Any] | None:
+    """Return a picture of any dialect (`image_url`, `input_image`, `image`) as chat has it; None for other parts.
+
+    Raises: Refused where it is at an address, which is not looked up.
+    """
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in ("image_url", "input_image", "image"):
+        return None
+    source = part.get("source" if kind == "image" else "image_url")
+    url = source if kind == "input_image" else source.get("url") if isinstance(source, dict) else None
+    if kind == "image" and isinstance(source, dict) and source.get("type") == "base64":
+        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    if not isinstance(url, str) or not url.startswith("data:"):
+        raise Refused(
+            "invalid", f"{where}: a picture at {url!r:.80} - this policy looks up no address. Send its bytes as base64."
+        )
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def function(name: str, description: Any, parameters: Any) -> dict[str, Any]:
