@@ -15,8 +15,14 @@ from playwright.sync_api import expect
 from chromium import Watched, find_chromium, open_chromium
 from dashboard_walk import VIEWS, colour, dashboard_of, fates, metrics, rollouts, search, tab, tokens
 from real_run import DEADLINE_S, REPOSITORY
+from tiny_pictures import picture_file, shown
 from trireme.base.paths import RunPaths
+from trireme.config.files import find_run_file, read_run
+from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
+from trireme.journal.pictures import PictureFiles, pictures_folder
+from trireme.journal.records import BatchRecord
+from written_run import rewrite_batch
 
 pytestmark = [
     pytest.mark.slow,
@@ -34,6 +40,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, *SCRIPTED, "--output-dir", str(folder)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stdout + done.stderr
+    digest = PictureFiles(pictures_folder(RunPaths(folder).journal)).add(picture_file(64, 48, 200))
+
+    def show(batch: BatchRecord) -> None:
+        batch.rollouts[0].prompt[-1]["content"] = [shown(digest), {"type": "text", "text": "Which colour?"}]
+
+    rewrite_batch(read_run(RunConfig, find_run_file(folder, "trainer")), 2, show)
     return folder
 
 
@@ -74,6 +86,12 @@ def test_rollouts_are_searched_sorted_and_read_as_the_journal_has_them(watched: 
     expect(reading).to_contain_text(str(chosen.prompt[-1]["content"]))
     for name in chosen.metrics:
         expect(reading.locator(".tr-components")).to_contain_text(name)
+
+    page.locator(".tr-list tbody tr").first.click()
+    expect(reading).to_contain_text(re.compile(r"\[picture 64x48 \w{8}…\]\s*Which colour\?"))
+    image = page.get_by_role("img", name="picture")
+    expect(image).to_be_visible()
+    page.wait_for_function("image => image.naturalWidth === 64", arg=image.element_handle())
 
     search(page, "-is:failed", says=f"{len(trained)} rollouts")
     for extreme in (min, max):

@@ -12,6 +12,7 @@ import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+from tiny_pictures import picture_file, shown
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
@@ -21,6 +22,7 @@ from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
+from trireme.journal.pictures import PictureFiles, pictures_folder
 from trireme.journal.provenance import write_provenance
 from trireme.monitor.metrics import MetricsFile
 from trireme.monitor.spans import Span
@@ -38,12 +40,14 @@ SHOWN = EVIL.replace("\u202e", "�")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run with evaluations, in which a model said something evil."""
+    """A finished run with evaluations, in which a model was shown a picture and said something evil."""
     config = write_whole_run(tmp_path_factory.mktemp("runs") / "a run")
     write_evaluations(config.paths.root)
+    digest = PictureFiles(pictures_folder(config.paths.journal)).add(picture_file(900, 90))
 
     def speak(record: Any) -> None:
         for rollout in record.rollouts:
+            rollout.prompt[-1]["content"] = [shown(digest)]
             rollout.completion = [{"role": "assistant", "content": EVIL}, {"role": '" onclick="x', "content": "so"}]
 
     rewrite_batch(config, 0, speak)
@@ -78,9 +82,11 @@ def test_html_loads_nothing_and_what_a_model_wrote_is_text(page: Report) -> None
         for name, value in attributes.items():
             assert not name.startswith("on"), (tag, name)
             if name in ("src", "href", "xlink:href", "data", "action"):
-                assert (value or "").startswith("#"), (tag, name, value)
+                assert (value or "").startswith("data:image/png;" if tag == "image" else "#"), (tag, name, value)
     assert set(re.findall(r"url\(([^)#]*)", as_html)) <= {""}
     assert "@import" not in as_html
+    pictures = [attributes for tag, attributes in reader.elements if tag == "image" and attributes["width"] == "320"]
+    assert [(each["width"], each["height"]) for each in pictures] == [("320", "32")] * 2
     policy = next(attributes for _, attributes in reader.elements if attributes.get("http-equiv"))
     assert (policy["content"] or "").startswith("default-src 'none';")
     assert sum(SHOWN in text for text in reader.texts) == 2
@@ -98,7 +104,7 @@ def test_markdown_holds_its_pictures_and_what_a_model_wrote_is_text(page: Report
     assert raw
     assert all(re.fullmatch(r"<details><summary>[\w ]+</summary>|</details>", line) for line in raw)
     images = [child for token in tokens for child in token.children or () if child.type == "image"]
-    assert len(images) == len(page.figures) > 3
+    assert len(images) - 1 == len(page.figures) > 3  # two rollouts show the same picture
     assert all(str(image.attrs["src"]).startswith("data:image/png;base64,") for image in images)
 
 

@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+from PIL import Image
 
+from trireme.journal.pictures import to_data_uri
 from trireme.monitor.timeline import in_words
 from trireme.tools.dashboard.colours import ACTIVITIES, RUNS
 from trireme.tools.dashboard.history import CURVE_POINTS, Values, extremes, smoothed
@@ -36,6 +38,7 @@ STYLE: Any = {
 }
 WIDE, NARROW = (9.0, 3.2), (4.4, 2.4)  # inches
 PNG_DPI = 110
+PICTURE_PIXELS = 320  # of the longer side of a rollout's picture
 NO_DATES: dict[Format, dict[str, Any]] = {"svg": {"Date": None}, "png": {"Software": None}}
 OUTSIDE = re.compile(r"^.*?(?=<svg)|<metadata>.*?</metadata>\s*|<style.*?</style>\s*|<!--.*?-->\s*", re.DOTALL)
 LEAST_SHARE = 0.005  # of the time, that is named
@@ -53,6 +56,25 @@ class Figure(NamedTuple):
     name: str  # of its file
     alt: str  # its title, and what it shows in words
     draw: Callable[[Format], bytes]  # one `<svg>` element, or a PNG file
+
+
+def picture_figure(digest: str, png: bytes) -> Figure:
+    """Return a picture that a rollout showed, made small enough for a page."""
+
+    def draw(form: Format) -> bytes:
+        with Image.open(io.BytesIO(png), formats=("PNG",)) as image:
+            image.thumbnail((PICTURE_PIXELS, PICTURE_PIXELS))
+            file = io.BytesIO()
+            image.save(file, "PNG")
+        if form == "png":
+            return file.getvalue()
+        size = f'width="{image.width}" height="{image.height}"'
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {image.width} {image.height}" {size}>'
+            f'<image href="{to_data_uri(file.getvalue())}" {size}/></svg>'
+        ).encode()
+
+    return Figure(f"picture-{digest[:16]}", f"picture {digest[:8]}…", draw)
 
 
 class Line(NamedTuple):

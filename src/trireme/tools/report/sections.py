@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trireme.base.errors import JournalCorrupt
 from trireme.base.paths import RunPaths, step_of
 from trireme.base.safe_text import clean
 from trireme.config.files import find_run_file, read_run, read_table, to_table, to_toml, without_secrets
@@ -18,6 +19,7 @@ from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.journal.journal import Journal
 from trireme.journal.manifest import complete_steps
+from trireme.journal.pictures import PictureFiles, pictures_folder
 from trireme.journal.provenance import read_provenance
 from trireme.monitor.collapse import Watch
 from trireme.monitor.metrics import read_metrics
@@ -28,7 +30,7 @@ from trireme.tools.audit.audit import audit_run
 from trireme.tools.audit.report import PROMISES
 from trireme.tools.conversation import blocks
 from trireme.tools.dashboard.history import Metrics, Spans, summarize
-from trireme.tools.report.plots import LEAST_SHARE, Figure, Line, line_figure, shares_figure
+from trireme.tools.report.plots import LEAST_SHARE, Figure, Line, line_figure, picture_figure, shares_figure
 from trireme.tools.report.writing import Report, code, fenced, folded, picture, plain, table
 from trireme.tools.rollouts import Record, ResultsFile, read_batch, record_of_rollout
 
@@ -39,6 +41,7 @@ OWN = (
 """Keys of this run alone: where it is, and where its processes meet."""
 MOST_CHARACTERS = 1500  # of a block of a conversation
 MOST_BLOCKS = 12
+MOST_PICTURES = 4  # of a conversation
 MOST_CONTRADICTIONS = 5
 MOST_NOTES = 3
 MOST_REASONS = 3
@@ -257,9 +260,9 @@ class Run:
             if len(versions) < 2 or not gains:
                 continue
             best, worst = max(gains, key=gains.__getitem__), min(gains, key=gains.__getitem__)
-            yield from _answers(env, best, f"gained the most ({gains[best]:+.3g})", versions)
+            yield from self._answers(env, best, f"gained the most ({gains[best]:+.3g})", versions)
             if worst != best and gains[worst] < 0:
-                yield from _answers(env, worst, f"lost the most ({gains[worst]:+.3g})", versions)
+                yield from self._answers(env, worst, f"lost the most ({gains[worst]:+.3g})", versions)
 
     def rollouts(self, count: int) -> Iterator[str]:
         """Show rollouts of the first, the middle and the last batch."""
@@ -276,7 +279,43 @@ class Run:
             for rollout in choose(batch.rollouts, count):
                 record = record_of_rollout(step, 0, rollout)
                 title = f"{named[step]}, step {step + 1}: example {rollout.example} of {rollout.env}"
-                yield from _conversation(f"{title}, reward {rollout.reward:.4g}", record)
+                yield from self._conversation(f"{title}, reward {rollout.reward:.4g}", record)
+
+    def _answers(self, env: str, example: str, why: str, versions: Mapping[int, Mapping[str, Record]]) -> Iterator[str]:
+        """Show the question once, then the answers of the first, a middle and the last version."""
+        have = [version for version in sorted(versions) if example in versions[version]]
+        yield f"Example {plain(example)} of {plain(env)}, which {why}:"
+        for version in sorted({have[0], have[len(have) // 2], have[-1]}):
+            record = versions[version][example]
+            if version != have[0]:
+                record = Record(record.row, completion=record.completion, answer=record.answer, metrics=record.metrics)
+            yield from self._conversation(f"version {version}: reward {_reward(record):.4g}", record)
+
+    def _conversation(self, title: str, record: Record) -> Iterator[str]:
+        def shortened(text: str) -> str:
+            left = len(text) - MOST_CHARACTERS
+            return clean(text if left <= 0 else f"{text[:MOST_CHARACTERS]} … ({left} more characters)")
+
+        found = blocks([*record.prompt, *record.completion])
+        texts = [f"[{clean(' '.join(filter(None, (each.role, each.name))))}]\n{shortened(each.text)}" for each in found]
+        if len(texts) > MOST_BLOCKS:
+            texts[MOST_BLOCKS:] = [f"… and {len(texts) - MOST_BLOCKS} more messages"]
+        facts = [f"{name} {value:.4g}" for name, value in record.metrics.items()]
+        facts += [f"answer {record.answer}"] if record.answer else []
+        yield f"**{plain(clean(title))}**"
+        yield fenced("\n\n".join(texts))
+        digests = dict.fromkeys(digest for each in found for digest in each.pictures)
+        pictures = [self._picture(shown) for each in list(digests)[:MOST_PICTURES] if (shown := self._shown(each))]
+        if pictures:
+            yield "\n".join(pictures)
+        yield plain(shortened(" · ".join([*facts, *record.facts])))
+
+    def _shown(self, digest: str) -> Figure | None:
+        """Return a picture of the run's rollouts; None where it cannot be read."""
+        try:
+            return picture_figure(digest, PictureFiles(pictures_folder(self.paths.journal)).read(digest))
+        except (OSError, ValueError, JournalCorrupt):
+            return None
 
     # audit, configuration, machine
 
@@ -323,33 +362,6 @@ class Run:
 
 def _reward(record: Record) -> float:
     return math.nan if record.row.reward is None else record.row.reward
-
-
-def _answers(env: str, example: str, why: str, versions: Mapping[int, Mapping[str, Record]]) -> Iterator[str]:
-    """Show the question once, then the answers of the first, a middle and the last version."""
-    have = [version for version in sorted(versions) if example in versions[version]]
-    yield f"Example {plain(example)} of {plain(env)}, which {why}:"
-    for version in sorted({have[0], have[len(have) // 2], have[-1]}):
-        record = versions[version][example]
-        if version != have[0]:
-            record = Record(record.row, completion=record.completion, answer=record.answer, metrics=record.metrics)
-        yield from _conversation(f"version {version}: reward {_reward(record):.4g}", record)
-
-
-def _conversation(title: str, record: Record) -> Iterator[str]:
-    def shortened(text: str) -> str:
-        left = len(text) - MOST_CHARACTERS
-        return clean(text if left <= 0 else f"{text[:MOST_CHARACTERS]} … ({left} more characters)")
-
-    found = blocks([*record.prompt, *record.completion])
-    texts = [f"[{clean(' '.join(filter(None, (each.role, each.name))))}]\n{shortened(each.text)}" for each in found]
-    if len(texts) > MOST_BLOCKS:
-        texts[MOST_BLOCKS:] = [f"… and {len(texts) - MOST_BLOCKS} more messages"]
-    facts = [f"{name} {value:.4g}" for name, value in record.metrics.items()]
-    facts += [f"answer {record.answer}"] if record.answer else []
-    yield f"**{plain(clean(title))}**"
-    yield fenced("\n\n".join(texts))
-    yield plain(shortened(" · ".join([*facts, *record.facts])))
 
 
 def choices_of(config: RunConfig | SftConfig) -> str:
