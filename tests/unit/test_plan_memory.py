@@ -1,18 +1,20 @@
 """The plan's parameters against transformers, and its memory against a published table and a real step."""
 
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from families import HYBRIDS, build_config
+from families import HYBRIDS, MROPE, build_config
 from model_configs import MODELS
 from trireme.algo.model.activations import Pass
 from trireme.algo.model.architecture import architecture_of, is_known
 from trireme.algo.model.chips import GIB
+from trireme.config.trainer import Vlm
 from trireme.tools.plan.estimate import CUDA_BYTES, GPU_SCATTERED, scattered_bytes
 from trireme.tools.plan.memory import Serving, Training, changed
 from trireme.tools.plan.sizes import count_sizes
@@ -183,6 +185,21 @@ def test_layers_with_a_state_are_counted_and_hold_no_keys_and_values(kind):
     assert serving.state_bytes == 2 * convolutions + recurrent_bytes * matrices
     assert serving.kv_bytes(100) - serving.state_bytes == 100 * 2 * 2 * 8 * 2 * attending
     assert Training(sizes, Pass(256, 4)).peak > 16 * sizes.num_parameters
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_5"])
+def test_a_vision_encoder_is_counted_and_held_but_not_trained(kind):
+    config = build_config(kind, rope_parameters=MROPE)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    tower = sum(parameter.numel() for parameter in model.model.visual.parameters())
+    sizes = count_sizes(config.to_dict(), Vlm())
+    assert (sizes.num_parameters, sizes.tower) == (sum(each.numel() for each in model.parameters()), tower)
+    training, blind = (Training(each, Pass(256, 4)) for each in (sizes, replace(sizes, tower=0)))
+    assert training.trained == blind.trained == sizes.num_parameters - tower
+    assert training.weight_bytes - blind.weight_bytes == 4 * tower
+    adapters = changed(training, targets=("q_proj",), rank=8, frozen_bytes=2)
+    assert adapters.frozen == sizes.num_parameters
 
 
 def test_of_a_mixture_of_experts_a_token_meets_those_it_is_sent_to():

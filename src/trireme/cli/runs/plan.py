@@ -67,7 +67,7 @@ def _plan_run(typed: list[str], options: Namespace, machine: Machine) -> Estimat
     raise_together(served_model_problems(config, described if config.inference.model.name in (None, name) else None))
     prompt, sampled = options.prompt_tokens, options.completion_tokens
     lengths = lengths_of(config, prompt=prompt, sampled=sampled, examples=options.examples, run=options.run)
-    sized = read_sizes(name, described)
+    sized = read_sizes(name, described, vlm=config.trainer.model.vlm)
     measured = rates_of(options.run) if options.run and machine.is_here else Rates()
     rates = Rates(options.trainer_tokens_per_s or measured.trainer, options.engine_tokens_per_s or measured.engine)
     return estimate_run(config, sized, machine, lengths, rates=rates, mfu=options.mfu)
@@ -79,7 +79,7 @@ def _plan_sft(typed: list[str], options: Namespace, machine: Machine) -> Estimat
         config = resolve_sft(config, machine.devices)
     check_sft(config, machine.devices)
     name = str(config.model.name)
-    sized = read_sizes(name, _described("model", config.model, name, config.device))
+    sized = read_sizes(name, _described("model", config.model, name, config.device), vlm=config.model.vlm)
     length = sum(number for number in (options.prompt_tokens, options.completion_tokens) if number)
     source = "as given" if length else "the longest that the configuration allows"
     lengths = Lengths(length or float(config.seq_len), 0.0, 0.0, source, examples=options.examples)

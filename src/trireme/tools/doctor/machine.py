@@ -130,7 +130,8 @@ def disk(case: Case) -> Iterator[Finding]:
 def bytes_left_by(config: RunConfig) -> float:
     """Return what a run leaves on disk at most; for a model of unknown size, without its checkpoints."""
     try:
-        parameters = read_sizes(config.trainer.model.name or config.model.name).architecture.num_parameters
+        name = config.trainer.model.name or config.model.name
+        parameters = read_sizes(name, vlm=config.trainer.model.vlm).architecture.num_parameters
     except ConfigError:
         return float(OTHER_BYTES)
     saves = max(1, config.max_steps // config.trainer.ckpt.interval) if config.trainer.ckpt.interval else 1

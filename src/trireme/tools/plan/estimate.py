@@ -236,7 +236,7 @@ def estimate_here(config: RunConfig, devices: Devices) -> Estimate | None:
     memory of its GPUs is not known."""
     try:
         machine = describe_machine(devices if config.device == "cuda" else Devices(cores=devices.cores))
-        sized = read_sizes(config.trainer.model.name or config.model.name)
+        sized = read_sizes(config.trainer.model.name or config.model.name, vlm=config.trainer.model.vlm)
     except ConfigError:
         return None
     return estimate_run(config, sized, machine, lengths_of(config))

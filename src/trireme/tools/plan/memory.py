@@ -153,16 +153,18 @@ class Training:
     def trained(self) -> int:
         """Return the number of parameters that are trained."""
         if self.row.targets is None:
-            return self.model.num_parameters
+            return self.model.num_parameters - self.model.tower
         return self.model.adapter_parameters(self.row.rank, self.row.targets) + self.trained_whole
 
     @property
     def frozen(self) -> int:
+        """Return the number of parameters that adapters leave as they are."""
         return 0 if self.row.targets is None else self.model.num_parameters - self.trained_whole
 
     @property
     def weight_bytes(self) -> float:
-        return (MASTER_BYTES * self.trained + self.frozen_bytes * self.frozen) / self.shards
+        tower = 0 if self.frozen else self.model.tower  # without adapters it is float32, as all that is trained
+        return (MASTER_BYTES * (self.trained + tower) + self.frozen_bytes * self.frozen) / self.shards
 
     @property
     def gradient_bytes(self) -> float:
@@ -237,8 +239,8 @@ def _moments(training: Training) -> dict[str, Parts]:
     down = max(layer.matrices, key=lambda matrix: (matrix.name == "down_proj", matrix.used * matrix.inputs))
     between = tokens * value_bytes * 2 * down.used * (down.inputs + model.hidden)
 
-    # the head is gathered all through a pass; an embedding of its own only while it is at work
-    root = value_bytes * (embedding + model.hidden)
+    # head and vision encoder are gathered all through a pass; an embedding of its own only while it is at work
+    root = value_bytes * (embedding + model.hidden + model.tower)
     gathered = root + _gathered(training, layer)
     head_gradient = reduction = 0.0
     if training.is_head_trained:  # it waits for the embedding's, with which it is reduced

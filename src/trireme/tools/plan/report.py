@@ -38,7 +38,7 @@ def show(estimate: Estimate, advice: Advice) -> RenderableType:
 def _facts(estimate: Estimate) -> Iterator[Text]:
     batch, model, training = estimate.batch, estimate.training.model, estimate.training
     machine, serving = estimate.machine, estimate.serving
-    trained = f"{_count(training.trained)} trained" if training.frozen else "all trained"
+    trained = f"{_count(training.trained)} trained" if training.trained != model.num_parameters else "all trained"
     active = f", {_count(model.active_parameters)} active" if model.num_parameters > 2 * model.active_parameters else ""
     yield _fact("model", f"{estimate.sized.name}: {_count(model.num_parameters)} parameters{active}, {trained}")
     if not estimate.sized.is_exact:

@@ -19,7 +19,7 @@ from trireme.config.model_folder import config_file
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.config.state_layers import MIXERS
-from trireme.config.trainer import Lora, TrainerModel, Vlm
+from trireme.config.trainer import TOWER, Lora, TrainerModel, Vlm
 from trireme.config.vision import WITHOUT_TEXT_MODEL
 from trireme.tools.plan.machine import Machine
 from trireme.tools.plan.memory import Serving, Training
@@ -55,16 +55,17 @@ def find_config(name: str, *, fetch: bool = False) -> dict[str, Any]:
     return config
 
 
-def read_sizes(name: str, config: dict[str, Any] | None = None) -> Sized:
+def read_sizes(name: str, config: dict[str, Any] | None = None, *, vlm: Vlm | None = None) -> Sized:
     """Work out the sizes of a family in the table, or count those of the model that transformers builds.
 
     Args:
         config: its config.json; by default, as it is on this disk.
+        vlm: with it the vision encoder is counted too, else the text model alone.
 
     Raises: ConfigError if there is none, or if it lacks a size.
     """
     config = find_config(name) if config is None else config
-    if not is_known(config) and (counted := count_sizes(config)):
+    if (vlm or not is_known(config)) and (counted := count_sizes(config, vlm)):
         return Sized(counted, name, is_exact=True)
     try:
         return Sized(architecture_of(config), name, is_known(config))
@@ -75,7 +76,7 @@ def read_sizes(name: str, config: dict[str, Any] | None = None) -> Sized:
         ) from error
 
 
-def count_sizes(config: dict[str, Any]) -> Architecture | None:
+def count_sizes(config: dict[str, Any], vlm: Vlm | None = None) -> Architecture | None:
     """Build a model without memory, as the trainer does, and count it. Return None if transformers cannot build it.
 
     Importing torch and transformers takes about 6 s on one core; building a model of 80B another half.
@@ -86,7 +87,7 @@ def count_sizes(config: dict[str, Any]) -> Architecture | None:
     try:
         with TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(config))
-            vlm = Vlm() if config.get("model_type") in WITHOUT_TEXT_MODEL else None
+            vlm = vlm or (Vlm() if config.get("model_type") in WITHOUT_TEXT_MODEL else None)
             model = build_model(TrainerModel(attn="eager", from_scratch=True, vlm=vlm), folder)
         blocks = decoder_layers(model)
     except (ConfigError, KeyError, TypeError, AttributeError):
@@ -96,6 +97,7 @@ def count_sizes(config: dict[str, Any]) -> Architecture | None:
     layers = tuple(_layer(block, text, number) for number, block in enumerate(blocks))
     hidden, vocabulary = described.hidden_size, model.get_input_embeddings().weight.shape[0]
     head = model.get_output_embeddings()
+    tower = sum(each.numel() for each in model.get_submodule(TOWER).parameters()) if vlm else 0
     heads = getattr(described, "num_attention_heads", None) or 1
     dtype = text.get("mamba_ssm_dtype") or text.get("mamba_ssm_cache_dtype")
     if dtype is None and described.model_type == "nemotron_h":  # vLLM's `NemotronHForCausalLMConfig`
@@ -113,7 +115,8 @@ def count_sizes(config: dict[str, Any]) -> Architecture | None:
         family=Family(),
         capped=bool(text.get("attn_logit_softcapping")),
         latent=latent,
-        outside=num_parameters(model) - sum(layer.num_parameters for layer in layers),
+        outside=num_parameters(model) - tower - sum(layer.num_parameters for layer in layers),
+        tower=tower,
         recurrent_bytes=BYTES.get(str(dtype)),
     )
 
