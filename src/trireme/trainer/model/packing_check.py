@@ -74,8 +74,6 @@ def _give_masks(model: PreTrainedModel, dtype: torch.dtype) -> None:
         positions = kwargs.get("position_ids")
         if positions is None or kwargs.get("attention_mask") is not None:
             return args, kwargs
-        if positions.ndim == 3:  # of a row with pictures, whose first positions are those that know of no picture
-            positions = positions[0]
         embedded = torch.empty((*positions.shape, 1), dtype=dtype, device=positions.device)  # only its shape is used
         options = {"config": config, "inputs_embeds": embedded, "position_ids": positions}
         options |= {"attention_mask": None, "past_key_values": None}

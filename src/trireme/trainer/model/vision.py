@@ -26,7 +26,7 @@ from trireme.algo.pictures import rotary_positions
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import TOWER
 from trireme.messages import MicroBatch, Picture
-from trireme.trainer.model.loading import Untrained, cannot_be_loaded, processor_files
+from trireme.trainer.model.loading import Untrained, processor_files
 from trireme.transport.weights.published_files import PublishedFiles
 
 CACHE_BYTES = 1 << 30  # of patches that are kept for the next rows with the same pictures
@@ -54,12 +54,16 @@ class Vision:
         try:
             self._processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, ImportError) as error:
-            raise cannot_be_loaded(name, error) from error
+            raise ConfigError(
+                f"The image processor of {name!r} cannot be loaded: {error}\nExpected a preprocessor_config.json "
+                "beside its config.json. Copy the one of the published model there, or remove `[model.vlm]`."
+            ) from error
         self.files: Mapping[str, bytes] = {}  # of the current batch
         self._cache: OrderedDict[str, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
 
     def place(self, row: MicroBatch, kept: np.ndarray, device: torch.device) -> PlacedPictures:
-        """
+        """Cut the pictures of a row into patches, and find where their features go.
+
         Args:
             kept: [P] int64: tokens of the row that are computed.
 
@@ -156,8 +160,13 @@ def picture_inputs(model: PreTrainedModel, row: MicroBatch, kept: np.ndarray, de
 
 
 def _embed(decoder: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Embed the tokens of a row with pictures. Image tokens are found by their places: a model may sample their id."""
+    """Embed the tokens of a row with pictures. Image tokens are found by their places: a model may sample their id.
+
+    A row of text gets positions of the same shape: Qwen2.5-VL sees the borders between samples in no others.
+    """
     placed: PlacedPictures | None = kwargs.pop(ARGUMENT, None)
+    if (position_ids := kwargs.get("position_ids")) is not None and position_ids.ndim == 2:
+        kwargs["position_ids"] = position_ids.expand(4, -1, -1)
     if placed is None:
         return args, kwargs
     embedded = decoder.get_input_embeddings()(kwargs.pop("input_ids"))
