@@ -12,25 +12,44 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
 from answering import answering
-from tiny import random_samples
+from families import IMAGE, MROPE, build_config, save_family
+from tiny import VOCABULARY, random_samples
+from tiny_pictures import picture_file
+from tiny_tokenizer import write_tokenizer
 from trireme.algo.digest import tensor_digest
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.cli.runs.replay import find_span, read_config
 from trireme.cli.runs.replay import replay as replay_command
 from trireme.config.files import write_run
+from trireme.config.resolve import resolve
 from trireme.config.run import Model, RunConfig
 from trireme.journal.entry import write_entry
 from trireme.journal.journal import Journal
+from trireme.journal.pictures import PictureFiles, pictures_folder
 from trireme.journal.rank_shares import Shares
 from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.journal.versions import Versions
-from trireme.messages import COLUMNS, GetBatch, GetNewest, Go, Live, Newest, Ok, PolicyReady, PolicySent, Reply, Request
+from trireme.messages import (
+    COLUMNS,
+    GetBatch,
+    GetNewest,
+    Go,
+    Live,
+    Newest,
+    Ok,
+    Picture,
+    PolicyReady,
+    PolicySent,
+    Reply,
+    Request,
+)
 from trireme.tools.replay.replay import replay as train_again
 from trireme.trainer.loop import train
 
@@ -89,9 +108,12 @@ class Recorded:
         return [f"version {version}: {tensors} tensors, bit-identical" for version in range(first, last + 1)]
 
 
-def batch(step: int) -> BatchRecord:
-    """Random samples, of which some rollouts have two."""
+def batch(step: int, shown: str | None = None) -> BatchRecord:
+    """Random samples, of which some rollouts have two; with a picture of two tokens in each, where there is one."""
     samples = random_samples(LENGTHS, seed=step)
+    for sample in samples if shown else ():
+        sample.tokens.ids[1:3] = IMAGE
+        sample.tokens = msgspec.structs.replace(sample.tokens, pictures=[Picture(str(shown), 1, 1, 2)])
     parts = [samples[:2], *([sample] for sample in samples[2:])]
     same = {"group": step, "attempt": 0, "env": "say", "example": 0, "reward": 0.5}
     rollouts = [
@@ -102,10 +124,13 @@ def batch(step: int) -> BatchRecord:
 
 
 @contextmanager
-def ready_to_train(folder: Path, model: Path, *, num_ranks: int = 1) -> Iterator[Recorded]:
+def ready_to_train(
+    folder: Path, model: Path, *, num_ranks: int = 1, picture: bytes | None = None
+) -> Iterator[Recorded]:
     """Its journal is full, and its orchestrator answers."""
+    files = PictureFiles(pictures_folder(folder / "journal"))
     for step in range(STEPS):
-        Journal(folder / "journal").append(batch(step))
+        Journal(folder / "journal").append(batch(step, files.add(picture) if picture else None))
     trainer = {
         "num_ranks": num_ranks,
         "threads": 1,
@@ -114,7 +139,8 @@ def ready_to_train(folder: Path, model: Path, *, num_ranks: int = 1) -> Iterator
         "ckpt": {"interval": SAVED_EVERY},
         "try_step": True,  # which leaves nothing behind: replays try none
     }
-    run = {"output_dir": folder, "device": "cpu", "max_steps": STEPS, "seq_len": 48, "model": {"name": str(model)}}
+    run = {"output_dir": folder, "device": "cpu", "max_steps": STEPS, "seq_len": 48}
+    run["model"] = {"name": str(model), "vlm": {} if picture else None}
     with answering(lambda request: recorded.answer(request)) as address:
         ports = {"batches": int(address.rpartition(":")[2]), "weights": 0}
         sections = {"weight_broadcast": {"type": "filesystem"}, "trainer": trainer, "ports": ports}
@@ -285,6 +311,20 @@ def test_two_ranks_replay_what_two_ranks_have_trained_until_a_batch_is_another(t
     assert first.endswith(", 2 ranks of 1 thread")
     assert versions[:STEPS] == run.identical(0, STEPS - 1)
     assert f"the first difference is at version {STEPS}." in versions[-1]
+
+
+def test_a_run_with_pictures_is_replayed_and_a_picture_that_is_gone_is_named(tmp_path, capsys):
+    shape = build_config("qwen2_5_vl", rope_parameters=MROPE, vocab_size=VOCABULARY)
+    model = save_family(write_tokenizer(tmp_path / "model"), shape)
+    with ready_to_train(tmp_path / "run", model, picture=picture_file(56, 28)) as run:
+        run = Recorded(resolve(run.config, Devices(cores=1)))
+        train(run.config)
+    assert run.replay() == 0
+    assert capsys.readouterr().out.count("bit-identical") == STEPS + 1
+    (picture,) = pictures_folder(run.config.paths.journal).iterdir()
+    picture.unlink()
+    with pytest.raises(JournalCorrupt, match=f"{picture.name} is missing"):
+        run.replay()
 
 
 def test_a_run_on_gpus_is_not_replayed_on_fewer(run):

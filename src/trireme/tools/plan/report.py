@@ -39,7 +39,11 @@ def _facts(estimate: Estimate) -> Iterator[Text]:
     batch, model, training = estimate.batch, estimate.training.model, estimate.training
     machine, serving = estimate.machine, estimate.serving
     trained = f"{_count(training.trained)} trained" if training.trained != model.num_parameters else "all trained"
-    active = f", {_count(model.active_parameters)} active" if model.num_parameters > 2 * model.active_parameters else ""
+    active = (
+        f", {_count(model.active_parameters)} active"
+        if model.num_parameters - model.tower > 2 * model.active_parameters
+        else ""
+    )
     yield _fact("model", f"{estimate.sized.name}: {_count(model.num_parameters)} parameters{active}, {trained}")
     if not estimate.sized.is_exact:
         yield Text(f"{'':9}its family ({model.model_type or 'unnamed'}) is not known: counted as Llama's", "yellow")
