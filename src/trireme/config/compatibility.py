@@ -118,6 +118,8 @@ NOT_A_KEY = {
     "deepspeed": "Remove it: parameters are sharded by FSDP2, without a file for it.",
     "dppo_mask_low": _NO_DPPO,
     "dppo_mask_high": _NO_DPPO,
+    "impl": "Remove it: every model is computed by its class in transformers, also those that see (`[model.vlm]`).",
+    "renderer": "Remove it: the tokenizer's own chat template renders conversations.",
     "adv_tau": "Remove it: advantages are taken as they are (1.0 there).",
 }
 
