@@ -25,11 +25,12 @@ from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.journal.entry import write_entry
 from trireme.journal.journal import Journal
+from trireme.journal.pictures import PictureFiles, pictures_folder
 from trireme.journal.records import BatchRecord, Branch, Dropped, OpenGroup, Rollout
 from trireme.journal.turns import TurnLog, TurnRecord, prompt_digest, read_turns, turns_file
 from trireme.journal.versions import Confirmation, Version, Versions
 from trireme.launch.resume import rewind
-from trireme.messages import Tokens
+from trireme.messages import Picture, Tokens
 from trireme.tools.audit.audit import audit_run
 from trireme.tools.audit.report import Report
 from written_run import WrittenRun, build_config, build_rich_config, digests_of, rewrite_batch, write_whole_run
@@ -190,6 +191,23 @@ def test_a_replay_runs_no_code_that_the_folder_names(config: RunConfig) -> None:
     write_run(updated(config, {"trainer.loss.path": "pydoc:pipepager"}), config.paths.run_config)
     with pytest.raises(ConfigError, match=r"names code that a replay runs .*pydoc:pipepager.*--run-code"):
         replay([str(config.paths.root)])
+
+
+def test_a_picture_that_is_missing_or_was_changed_is_found_once(config: RunConfig) -> None:
+    files = PictureFiles(pictures_folder(config.paths.journal))
+    digest = files.add(b"a picture")
+
+    def show(record: BatchRecord) -> None:
+        record.rollouts[0].samples[0].pictures.append(Picture(digest, 0, 1, 1))
+
+    for step in (1, 2):
+        rewrite_batch(config, step, show)
+    assert_holds(config.paths.root)
+    for damage in (lambda path: path.write_bytes(b"another"), Path.unlink):
+        damage(files.path(digest))
+        (found,) = audit_run(config.paths.root).findings.in_order()
+        assert (found.area, found.step) == ("journal", 1)
+        assert digest in found.found
 
 
 @pytest.fixture

@@ -27,11 +27,13 @@ from trireme.base.paths import RunPaths
 from trireme.config.files import find_run_file, read_run
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
+from trireme.journal.pictures import PictureFiles, pictures_folder
 from trireme.journal.records import BatchRecord, State
 from trireme.journal.versions import Versions
 from trireme.tools.audit.examples import OrderAudit, check_outcomes
 from trireme.tools.audit.fates import Fates
 from trireme.tools.audit.metrics import MetricsLines, compare_batch, compare_lines
+from trireme.tools.audit.pictures import PictureAudit
 from trireme.tools.audit.report import DAMAGED, Findings, Report, Summary
 from trireme.tools.audit.tokens import TargetAudit, TokenAudit, read_columns
 from trireme.tools.audit.turns import TurnAudit
@@ -78,6 +80,7 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
     fates = Fates(order, findings)
     tokens = TokenAudit(versions.is_confirmed, findings)
     targets = TargetAudit(findings, run_code)
+    pictures = PictureAudit(PictureFiles(pictures_folder(paths.journal)), findings)
     turns, state = TurnAudit(paths.journal, findings), State()
     run_rules, listed = rules_of(config), set(batches)
     expected, newest_batch = 0, max(batches, default=-1)
@@ -93,6 +96,7 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
         else:
             targets.skip(record)
         turns.take(record, after_gap=after_gap)
+        pictures.take(record)
         check_outcomes(record, rules, findings)
         compare_batch(
             record,
