@@ -153,7 +153,7 @@ class Trajectory:
     ) -> None:
         """
         Args:
-            pictures: of the run, where messages may have some.
+            pictures: of the run; if not given, pictures are no tokens.
         """
         self._tokenizer = tokenizer
         self._strategy = strategy
@@ -205,10 +205,8 @@ class Trajectory:
             messages: whose pictures have a placeholder in `ids`.
             begin: of the part in the prompt.
         """
-        digests = digests_in(messages)
-        if not digests:
+        if self._pictures is None or not (digests := digests_in(messages)):
             return ids, []
-        assert self._pictures is not None, f"{len(digests)} pictures in a run without pictures"
         grids = [(digest, *self._pictures.grid(digest)) for digest in digests]
         whole, pictures = expand(ids, self._pictures.rules.token, grids)
         return whole, [msgspec.structs.replace(each, place=begin + each.place) for each in pictures]

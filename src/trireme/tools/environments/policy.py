@@ -26,6 +26,8 @@ from trireme.config.orchestrator import Sampling
 from trireme.config.resolve import resolve, updated
 from trireme.config.rules import check_launch
 from trireme.config.run import RunConfig
+from trireme.config.trainer import Vlm
+from trireme.journal.pictures import rules_of_model
 from trireme.journal.records import Rollout
 from trireme.launch.standalone_engine import open_engine
 from trireme.orchestrator.engines.engine import LARGEST_ANSWER, Engine
@@ -75,6 +77,7 @@ class PolicyWanted:
     key: str | None = field(default=None, repr=False)
     scripted: bool = False
     trained: bool = True  # whether rollouts must be such that they could be trained on
+    pictures: Path | None = None  # folder for the pictures of conversations; a temporary one if not given
 
 
 def build_opener(
@@ -93,6 +96,8 @@ def build_opener(
     named = config.inference.model.name or (config.model.name if "model" in config.model_fields_set else None)
     if wanted.scripted or not (wanted.model or named):
         return lambda: nullcontext(ScriptedPolicy())
+    if not wanted.trained:
+        config = updated(config, vision_of(wanted.model or str(named)))
     config = engine_config(config, wanted.model, devices)
     tokenizer = open_chat_tokenizer(config.trainer.tokenizer.name or config.model.name)
     model = config.inference.model.name or config.model.name
@@ -103,7 +108,7 @@ def build_opener(
             with progress.stage(f"starting an engine for {model}", limit_s=config.inference.start_timeout_s):
                 url = await stack.enter_async_context(open_engine(config, devices, waits))
             name = f"{model} by an engine of this command"
-            opening = open_engine_policy(config, tokenizer, url, name=name, waits=waits, trained=wanted.trained)
+            opening = open_engine_policy(config, tokenizer, url, name=name, waits=waits, wanted=wanted)
             yield await stack.enter_async_context(opening)
 
     return opened
@@ -157,8 +162,20 @@ def _at_server(wanted: PolicyWanted, url: str, config: RunConfig, waits: Waits) 
     values["inference.model.max_model_len"] = server.max_model_len or config.inference.model.max_model_len
     holds = f" (weights {server.weights})" if server.weights != FRESH else ""
     name = f"{model} by the engine at {server.root}{holds}"
+    values["model.name"] = model
+    if config.model.vlm is not None or not wanted.trained:
+        values |= vision_of(model)
     config = updated(config, values)
-    return lambda: open_engine_policy(config, tokenizer, server.root, name=name, waits=waits, trained=wanted.trained)
+    return lambda: open_engine_policy(config, tokenizer, server.root, name=name, waits=waits, wanted=wanted)
+
+
+def vision_of(model: str) -> dict[str, Any]:
+    """Return the settings with which a model that sees is shown pictures; none for other models."""
+    try:
+        rules_of_model(model)
+    except ConfigError:
+        return {}
+    return {"model.vlm": Vlm(), "trainer.model.vlm": Vlm()}
 
 
 class WeightsReplaced(TriremeError):
@@ -214,17 +231,16 @@ class EnginePolicy:
 
 @asynccontextmanager
 async def open_engine_policy(
-    config: RunConfig, tokenizer: ChatTokenizer, url: str, *, name: str, waits: Waits, trained: bool = True
+    config: RunConfig, tokenizer: ChatTokenizer, url: str, *, name: str, waits: Waits, wanted: PolicyWanted
 ) -> AsyncIterator[EnginePolicy]:
     """Open a policy on the engine at `url`.
 
     Args:
         name: for the report; the sampling is appended to it.
-        trained: whether rollouts must be such that they could be trained on.
     """
     async with open_standing_pool(config, tokenizer, url, waits=waits) as pool:
-        runner = RolloutRunner(config, pool, tokenizer)
-        yield EnginePolicy(name, runner, config.orchestrator.sampling, trained=trained)
+        runner = RolloutRunner(config, pool, tokenizer, pictures=wanted.pictures, waits=waits)
+        yield EnginePolicy(name, runner, config.orchestrator.sampling, trained=wanted.trained)
 
 
 @asynccontextmanager

@@ -15,6 +15,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, cast
 
+import msgspec
+
 from trireme.journal.message_text import content_text
 from trireme.journal.records import Branch
 from trireme.journal.turns import TurnRecord, compare_turns, prompt_digest
@@ -157,7 +159,9 @@ class SessionWatch:
             turns += session.turns
             branches += outcome.rollout.branches or session.text.branches()
             records = [turn.answered for turn in session.turns if turn.answered is not None]
-            compared, _ = compare_turns(outcome.rollout.samples, records, ("ids", "logprobs"))
+            # replies do not say which pictures their prompts had
+            samples = [msgspec.structs.replace(sample, pictures=[]) for sample in outcome.rollout.samples]
+            compared, _ = compare_turns(samples, records, ("ids", "logprobs"))
             for before, turn in pairwise(compared):
                 if not turn.is_first:
                     continuing += 1

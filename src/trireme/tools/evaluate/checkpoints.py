@@ -33,7 +33,7 @@ from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.evaluation.results import description_path
 from trireme.orchestrator.rollout.chat import open_chat_tokenizer
 from trireme.orchestrator.rollout.runner import RolloutRunner
-from trireme.tools.environments.policy import EnginePolicy, open_standing_pool
+from trireme.tools.environments.policy import EnginePolicy, open_standing_pool, vision_of
 from trireme.tools.environments.policy_endpoint import Server, look_at
 from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.config import EvalConfig, inherit_from_run
@@ -220,7 +220,7 @@ class CheckpointEvaluation:
                 open_environments(config, output / "logs", waits, self._progress)
             )
             self._engine = engine
-            runner = RolloutRunner(run, pool, tokenizer)
+            runner = RolloutRunner(run, pool, tokenizer, pictures=output / "pictures", waits=waits)
             policy = EnginePolicy(f"the engine at {engine.url}", runner, run.orchestrator.sampling, trained=False)
             try:
                 evaluated = [
@@ -246,7 +246,7 @@ class CheckpointEvaluation:
             "seq_len": min(lengths, default=RunConfig().seq_len),
             "max_async_level": 1,
         }
-        return rollout_config(self._config, values)
+        return rollout_config(self._config, values | vision_of(values["model.name"]))
 
     async def _evaluate_model(
         self, step: int, environments: list[Environment], policy: EnginePolicy, engine: EvaluatedEngine

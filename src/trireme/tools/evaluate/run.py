@@ -11,7 +11,7 @@ import time
 import uuid
 from argparse import ArgumentParser, Namespace
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -145,7 +145,8 @@ class ModelEvaluation:
         home = self._home(str(config.env[0].name))
         waits = Waits("the evaluation", home / "logs")
         run = rollout_config(config, {"output_dir": home, "seed": config.seed})
-        open_policy = build_opener(self.wanted, run, detect_devices(), waits, progress)
+        pictures = (config.output_dir or OUTPUT) / "pictures" if self.saves else None
+        open_policy = build_opener(replace(self.wanted, pictures=pictures), run, detect_devices(), waits, progress)
         if dry_run:
             print(f"model        {self.model}\nenvironments {', '.join(str(each.name) for each in config.env)}")
             return 0
