@@ -21,6 +21,7 @@ from trireme.base.paths import atomic_write
 from trireme.config.model_folder import read_config, read_image_processor
 from trireme.journal.message_text import PREFIX as PREFIX
 
+PICTURES = "pictures"  # name of their folder
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 LARGEST_FILE = 32 << 20  # bytes that are decoded
 MOST_PIXELS = 64 << 20  # of a picture
@@ -100,7 +101,7 @@ def size_of(png: bytes) -> tuple[int, int]:
 
 def pictures_folder(journal: Path) -> Path:
     """Return the folder of a run's pictures, in the journal's folder."""
-    return journal / "pictures"
+    return journal / PICTURES
 
 
 class PictureFiles:

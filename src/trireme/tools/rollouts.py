@@ -21,7 +21,7 @@ from trireme.base.errors import JournalCorrupt
 from trireme.base.safe_text import one_line
 from trireme.journal.entry import read_entry
 from trireme.journal.message_text import picture_of
-from trireme.journal.pictures import PictureFiles, pictures_folder
+from trireme.journal.pictures import PICTURES, PictureFiles
 from trireme.journal.records import BatchRecord, Branch, Rollout
 from trireme.messages import Tokens
 from trireme.tools.conversation import Message, blocks, content_text, last_message_text, messages_of
@@ -241,11 +241,17 @@ def read_batch(path: Path) -> tuple[BatchRecord | None, str]:
         batch = read_entry(path, step, BatchRecord, ways_out=REPAIR_HINT)
     except (OSError, JournalCorrupt) as error:
         return None, str(error)
-    if (folder := pictures_folder(path.parent)).is_dir():
+    if pictures := pictures_of(path):
         for rollout in batch.rollouts:
             branches = (message for branch in rollout.branches for message in branch.messages)
-            add_sizes([*rollout.prompt, *rollout.completion, *branches], PictureFiles(folder))
+            add_sizes([*rollout.prompt, *rollout.completion, *branches], pictures)
     return batch, ""
+
+
+def pictures_of(file: Path) -> PictureFiles | None:
+    """Return the pictures that a batch, or a file of results, shows: beside it, above it, or in the run's journal."""
+    folders = (each for above in list(file.absolute().parents)[:4] for each in (above, above / "journal"))
+    return next((PictureFiles(each / PICTURES) for each in folders if (each / PICTURES).is_dir()), None)
 
 
 def add_sizes(messages: Iterable[Message], pictures: PictureFiles) -> None:
@@ -360,6 +366,8 @@ class ResultsFile:
             return Record(row, more={"gone": f"line at byte {row.offset} of {self.path} is not there any more"})
         record = record_of(value, number=row.number)
         record.row = row
+        if pictures := pictures_of(self.path):
+            add_sizes(record.prompt + record.completion, pictures)
         return record
 
 

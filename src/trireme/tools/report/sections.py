@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.journal.journal import Journal
 from trireme.journal.manifest import complete_steps
-from trireme.journal.pictures import PictureFiles, pictures_folder
+from trireme.journal.pictures import PICTURES, PictureFiles, pictures_folder
 from trireme.journal.provenance import read_provenance
 from trireme.monitor.collapse import Watch
 from trireme.monitor.metrics import read_metrics
@@ -312,10 +313,10 @@ class Run:
 
     def _shown(self, digest: str) -> Figure | None:
         """Return a picture of the run's rollouts; None where it cannot be read."""
-        try:
-            return picture_figure(digest, PictureFiles(pictures_folder(self.paths.journal)).read(digest))
-        except (OSError, ValueError, JournalCorrupt):
-            return None
+        for folder in (pictures_folder(self.paths.journal), self.paths.evals / PICTURES):  # the latter: of `eval`
+            with suppress(OSError, ValueError, JournalCorrupt):
+                return picture_figure(digest, PictureFiles(folder).read(digest))
+        return None
 
     # audit, configuration, machine
 
