@@ -69,8 +69,10 @@ TOWER = "model.visual"
 
 
 class Vlm(Section):
-    """`[model.vlm]`: pictures in messages reach the engine and the trainer. Without this table only the text model of a
-    checkpoint is trained, and its vision encoder is kept as it is."""
+    """`[model.vlm]`: pictures in messages reach the engine and the trainer.
+
+    Without this table only the text model of a checkpoint is trained, and its vision encoder is kept as it is.
+    """
 
     freeze_vision_encoder: bool = True
     """The vision encoder is not trained; only true as yet."""
