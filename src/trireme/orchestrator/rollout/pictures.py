@@ -26,6 +26,7 @@ DECODERS = 4
 
 KEPT_URIS = 4096  # data URIs whose digests are known
 KEPT_FILES = 64  # pictures that are kept in the form in which engines are sent them: groups begin with the same
+LARGEST_KEPT = 4 << 20  # bytes of such a picture
 
 
 class ConversationPictures:
@@ -88,9 +89,13 @@ class ConversationPictures:
         """Return the pictures of a prompt as an engine is sent them."""
         run = asyncio.get_running_loop().run_in_executor
         return [
-            {"type": "image_url", "url": await run(self._threads, self._encoded, picture.digest)}
+            {"type": "image_url", "url": await run(self._threads, self._data_uri, picture.digest)}
             for picture in pictures
         ]
+
+    def _data_uri(self, digest: str) -> str:
+        is_small = self._files.path(digest).stat().st_size <= LARGEST_KEPT
+        return self._encoded(digest) if is_small else self._encode(digest)
 
     def _encode(self, digest: str) -> str:
         return to_data_uri(self._files.read(digest))
