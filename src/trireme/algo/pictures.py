@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from trireme.config.vision import KINDS as KINDS
 from trireme.messages import Picture
 
 MOST_PICTURES = 64  # of one conversation

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from PIL import Image, ImageOps
 
-from trireme.algo.pictures import KINDS, PictureRules
+from trireme.algo.pictures import PictureRules
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.base.paths import atomic_write
 from trireme.config.model_folder import read_config, read_image_processor
+from trireme.config.vision import KINDS
 from trireme.journal.message_text import PREFIX as PREFIX
 
 PICTURES = "pictures"  # name of their folder
