@@ -63,6 +63,7 @@ LARGE = families._LARGE | {"head_dim": 64}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 PUBLISHED = {
     "gpt_neox": {"num_key_value_heads": 2},  # has no groups of heads, but vLLM reads the key
+    "deepseek_v3": {"num_key_value_heads": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "topk_group": 2},
     "gpt_oss": {"rope_parameters": YARN, "intermediate_size": 64},
 }
 LORA = ("--trainer.model.lora.rank", "4", "--trainer.model.lora.target-modules")

@@ -38,6 +38,9 @@ _SHAPE: dict[str, Any] = {
 _HEADS = {"head_dim": 8}
 _WINDOW = {"sliding_window": 5}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+_LATENT |= {"num_key_value_heads": 4, "n_group": 2, "topk_group": 1}
+_LATENT |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # published, and read by vLLM alone
 _LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 _GEMMA = _HEADS | _WINDOW | {"query_pre_attn_scalar": 8}
@@ -53,12 +56,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "phi3": {},
     "glm4": _HEADS,
     "granite": {},
+    "olmo2": {},
     "olmo3": _WINDOW | _LAYERS,
+    "smollm3": _HEADS | {"no_rope_layers": [1, 0]},
     "gpt_neox": {},
     "qwen3_moe": _HEADS | _EXPERTS | {"num_experts": 4, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": _HEADS | _WINDOW | _ROPE | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "glm4_moe": _HEADS | _EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    "deepseek_v3": _EXPERTS | _LATENT | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_shared_experts": 1},
 }
 """By `model_type`: what is special."""
 

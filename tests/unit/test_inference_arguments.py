@@ -73,12 +73,13 @@ def test_vllm_is_told_only_what_the_run_asks_for(flag: str, typed: str, on: Devi
     assert flag not in arguments("--trainer.model.lora.rank 9", on)
 
 
-def test_what_is_wrong_in_vllm_on_a_cpu_is_off_for_mamba_2_and_lfm2(tmp_path: Path) -> None:
+def test_what_is_wrong_in_vllm_on_a_cpu_is_off_for_the_models_where_it_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nemotron_h"}')
     flag, flags = "--no-enable-prefix-caching", f"--inference.model.name {tmp_path}"
     assert [flag in arguments(flags, on) for on in (CPU, GPUS)] == [True, False]
-    (tmp_path / "config.json").write_text('{"model_type": "lfm2"}')
-    assert value_of("--compilation-config", flags) == '{"custom_ops": ["-rotary_embedding"]}'
+    for described in ('{"model_type": "lfm2"}', '{"model_type": "deepseek_v3", "kv_lora_rank": 512}'):
+        (tmp_path / "config.json").write_text(described)
+        assert value_of("--compilation-config", flags) == '{"custom_ops": ["-rotary_embedding"]}'
 
 
 def test_variables_of_the_engine_follow_from_the_configuration() -> None:

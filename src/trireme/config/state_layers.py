@@ -28,6 +28,13 @@ SERVED_ON_CPU = (
 )
 """Architectures whose weight updates were compared with a fresh engine on a CPU, difference 0."""
 
+EXPERTS_WITHOUT_CPU_KERNEL = ("minimax_m2",)
+"""Architectures that score experts by a sigmoid, without groups of experts: vLLM's CPU engine dies when it starts. Not
+listed: Nemotron-H, whose config.json says whether it has experts."""
+
+LATENT_ON_CPU = 576
+"""Width of the latents of DeepSeek-V3 and its kin."""
+
 Config = Mapping[str, Any]  # a config.json
 
 
@@ -64,13 +71,24 @@ def state_layer_problems(table: str, model: TrainerModel, config: Config) -> Ite
 def serving_problems(
     table: str, config: Config, arguments: Mapping[str, Any], device: str, dtype: str
 ) -> Iterator[str]:
-    """Yield why the engine cannot serve a model, or would serve it wrongly, because of its layers with a state.
+    """Yield why the engine cannot serve a model, or would serve it wrongly, because of its layers.
 
     Args:
         arguments: `inference.args`, with underscores in their names.
         dtype: the precision of the engine.
     """
     kind, text, mixers = str(config.get("model_type")), _text(config), mixers_of(config)
+    if device == "cpu" and latent_width(config) not in (0, LATENT_ON_CPU):
+        yield (
+            f"{table}: kv_lora_rank + qk_rope_head_dim = {latent_width(config)} in its config.json - expected "
+            f"{LATENT_ON_CPU} on a CPU, the only width that vLLM has a kernel for there. Use GPUs, or another model."
+        )
+    of_nemotron = "moe" in (text.get("layers_block_type") or ()) or "E" in (text.get("hybrid_override_pattern") or "")
+    if device == "cpu" and (of_nemotron or kind in EXPERTS_WITHOUT_CPU_KERNEL):
+        yield (
+            f"{table}: vLLM has no kernel on a CPU for the experts of {kind} - expected a model without experts. "
+            "Use GPUs, or choose another model."
+        )
     if not mixers:
         return
     if leaves_out_vision(config) and not arguments.get("language_model_only", True):
@@ -93,11 +111,6 @@ def serving_problems(
     if kind not in SERVED_ON_CPU:
         yield (
             f"{table}: vLLM does not serve {kind} on a CPU - expected one of {', '.join(SERVED_ON_CPU)}. "
-            "Use GPUs, or choose another model."
-        )
-    if "moe" in (text.get("layers_block_type") or ()):
-        yield (
-            f"{table}: vLLM has no kernel on a CPU for the experts of {kind} - expected a model without experts. "
             "Use GPUs, or choose another model."
         )
     if mixers & {*DELTA} and dtype != "bfloat16":
@@ -143,9 +156,16 @@ def leaves_out_vision(config: Config) -> bool:
 def rotates_in_three_dimensions(config: Config) -> bool:
     """Return whether vLLM's kernel for rotary positions on a CPU is wrong for a model.
 
-    LFM2 hands it queries as [tokens, heads, size]; it then turns one head of each token alone.
+    LFM2, and models with latent attention (DeepSeek-V3), hand it queries as [tokens, heads, size]; it then turns one
+    head of each token alone.
     """
-    return bool(mixers_of(config) & {*CONV})
+    return bool(mixers_of(config) & {*CONV} or latent_width(config))
+
+
+def latent_width(config: Config) -> int:
+    """Return the values per token that stand for the keys and values of all heads, as in DeepSeek-V3; 0 elsewhere."""
+    text = _text(config)
+    return text["kv_lora_rank"] + text.get("qk_rope_head_dim", 0) if text.get("kv_lora_rank") else 0
 
 
 def _text(config: Config) -> Config:
