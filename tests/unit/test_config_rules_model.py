@@ -56,6 +56,7 @@ def test_known_families_are_accepted(folder, kind, attention):
         ({"model_type": "llama4_text"}, "attends within chunks"),
         ({"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "mine.Mine"}}, "trust_remote_code = true"),
         ({"model_type": "gpt_oss"}, "expected one of eager."),
+        ({"model_type": "mistral3"}, "no causal language model for mistral3"),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_refused(folder, config, words):
@@ -73,9 +74,10 @@ def test_a_model_that_cannot_be_trained_is_refused(folder, config, words):
         ({"model_type": "gemma2"}, "--trainer.model.attn sdpa", "sdpa", 'attn = "sdpa" ... attn_logit_softcapping'),
         ({"model_type": "gemma2"}, "--trainer.model.cp 2", "sdpa", "attn_logit_softcapping ... cp = 1"),
         ({"model_type": "gemma3_text", "attn_logit_softcapping": None}, "", "sdpa", ""),
+        ({"model_type": "gpt_oss"}, "", "eager", ""),
     ],
 )
-def test_scores_that_a_model_caps_are_left_to_eager_unless_the_user_says_sdpa(
+def test_what_sdpa_lacks_or_leaves_out_is_left_to_eager_unless_the_user_says_sdpa(
     folder, described, flags, attention, words
 ):
     describe(folder, **described)
@@ -105,6 +107,9 @@ VLM = "--model.vlm.language-model-attr model.language_model"
         ({"model_type": "falcon_h1"}, "--inference.args.enable-prefix-caching true", "enable_prefix_caching", ON_CPU),
         ({"model_type": "falcon_h1", "mamba_rms_norm": True}, "", "mamba_norm_before_gate", ON_CPU),
         ({"model_type": "nemotron_h", "layers_block_type": ["mamba", "moe"]}, "", "without experts", ON_CPU),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M*E"}, "", "without experts", ON_CPU),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64}, "", "", ON_CPU),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 64, "qk_rope_head_dim": 8}, "", "rope_head_dim = 72", ON_CPU),
         (SEES, "", "", ON_CPU | {"dtype": "bfloat16"}),
         (SEES, "--trainer.model.from-scratch true", "also sees", None),
         (SEES, "--inference.args.language-model-only false", "tower", None),

@@ -169,7 +169,7 @@ def write_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
-def test_a_launch_on_gpus_that_are_too_small_is_warned_and_one_on_cpu_never_asks(config_file, tmp_path, monkeypatch):
+def test_a_run_on_a_machine_that_is_too_small_is_warned(config_file, tmp_path, monkeypatch):
     write_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA H100 80GB HBM3, 81559'")
 
     def warned(model: str, *flags: str, devices: Devices) -> list[str]:
@@ -182,4 +182,6 @@ def test_a_launch_on_gpus_that_are_too_small_is_warned_and_one_on_cpu_never_asks
     assert "First that fits: " in warning
     assert warned("Qwen/Qwen3-0.6B", "--seq-len", "2048", devices=gpus) == []
     assert warned("somebody/unknown", devices=gpus) == []
-    assert warned("Qwen/Qwen2.5-7B", devices=Devices(cores=2)) == []
+    monkeypatch.setattr("trireme.tools.plan.machine.host_memory", lambda: 24.0 * 2**30)
+    (warning,) = warned("Qwen/Qwen2.5-7B", "--seq-len", "2048", devices=Devices(cores=2))
+    assert "0.0 GiB are there; the engine needs 3" in warning

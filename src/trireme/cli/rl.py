@@ -36,6 +36,8 @@ def rl(argv: list[str]) -> int:
 def dry_run(config: RunConfig, devices: Devices) -> int:
     """Write the resolved configuration without replacing a run's own. Return 2 where the run would not start."""
     problems = show(config, devices)
+    if not problems:
+        _print_fit_warnings(config, devices)
     for look in (check_folder, check_resume, find_environments):
         try:
             look(config)
@@ -72,10 +74,7 @@ def launch(config: RunConfig, devices: Devices) -> int:
     is_of_this_run = make_token()
     find_environments(config)
     if config.device == "cuda":  # on CPUs nothing is planned, and nothing is loaded for it
-        from trireme.tools.plan.advice import fit_warnings
-
-        for warning in fit_warnings(config, devices):
-            print(f"warning: {warning}", flush=True)
+        _print_fit_warnings(config, devices)
     with hold_folder(config.paths) as lock:
         move_old_run_aside(config.paths, resume=config.resume, resume_step=config.trainer.ckpt.resume_step)
         write_configs(config, config.paths.configs)
@@ -83,6 +82,13 @@ def launch(config: RunConfig, devices: Devices) -> int:
         note_provenance(config, devices)
         with run_dashboard(config):
             return supervise(plan(config, config.paths.run_config, devices), config, keep_open=(lock,))
+
+
+def _print_fit_warnings(config: RunConfig, devices: Devices) -> None:
+    from trireme.tools.plan.advice import fit_warnings
+
+    for warning in fit_warnings(config, devices):
+        print(f"warning: {warning}", flush=True)
 
 
 def find_environments(config: RunConfig) -> None:

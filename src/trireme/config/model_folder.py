@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,11 @@ def architecture_problems(table: str, model: TrainerModel, config: dict[str, Any
         )
     elif problems := [*vision_problems(table, model, config), *state_layer_problems(table, model, config)]:
         yield from problems
+    elif model.vlm is None and source and not is_causal(str(kind)):
+        yield (
+            f'{table}.name = "{model.name}": transformers has no causal language model for {kind} - expected a model '
+            "that AutoModelForCausalLM loads. Choose another one."
+        )
     elif (switch := SWITCHES.get(model.attn)) and not _offers(source, switch):
         here = ("sdpa", "eager") if device == "cpu" else ("sdpa", "flex_attention", "eager")
         has = [name for name in here if _offers(source, SWITCHES.get(name))]
@@ -247,6 +253,22 @@ def architecture_problems(table: str, model: TrainerModel, config: dict[str, Any
             f"transformers' sdpa leaves out and the engine does not - expected {kept}. "
             f'Set `{table}.attn = "eager"`{together}.'
         )
+
+
+def lacks_sdpa(config: Mapping[str, Any]) -> bool:
+    """Return whether transformers has no `sdpa` for a model with this config.json, as for gpt-oss with its sinks."""
+    kind = config.get("model_type")
+    return bool(kind) and not _offers(source_of(str(kind)) or "", SWITCHES["sdpa"])
+
+
+@cache
+def is_causal(model_type: str) -> bool:
+    """Return whether `AutoModelForCausalLM` has a class for an architecture that transformers has."""
+    transformers = find_spec("transformers")
+    assert transformers is not None, "asked of an architecture whose code was found in transformers"
+    auto = (Path(str(transformers.origin)).parent / "models/auto/modeling_auto.py").read_text(encoding="utf-8")
+    listed = auto.partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")[2].partition("\n)")[0]
+    return f'("{model_type}", ' in listed
 
 
 def _offers(source: str, switch: str | None) -> bool:

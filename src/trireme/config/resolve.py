@@ -17,7 +17,7 @@ from trireme.base.network import EVERYWHERE, listening_address
 from trireme.base.processes import free_port
 from trireme.config.files import ProcessName
 from trireme.config.losses import resolve_loss
-from trireme.config.model_folder import caps_scores, read_config
+from trireme.config.model_folder import caps_scores, lacks_sdpa, read_config
 from trireme.config.orchestrator import Environment, Evaluation
 from trireme.config.run import Model, RunConfig, place_of
 from trireme.config.section import AnySection
@@ -180,7 +180,7 @@ def _models(config: RunConfig) -> Values:
 
 
 def _attention(model: TrainerModel, name: str | None) -> str:
-    """Return the attention that was asked for, or `eager` if none was and the model caps its scores or has none.
+    """Return the attention that was asked for, or `eager` if none was and the model has no `sdpa` or a wrong one.
 
     The rules refuse such a model with ranks that share a row, which `eager` cannot do. A model that is still to be
     downloaded is left to the trainer.
@@ -188,7 +188,8 @@ def _attention(model: TrainerModel, name: str | None) -> str:
     if "attn" in model.model_fields_set or model.cp > 1:
         return model.attn
     config = read_config(name)
-    return "eager" if caps_scores(config) or config.get("model_type") in WITHOUT_ATTENTION else model.attn
+    is_eager = caps_scores(config) or lacks_sdpa(config) or config.get("model_type") in WITHOUT_ATTENTION
+    return "eager" if is_eager else model.attn
 
 
 def _precision_and_lengths(config: RunConfig) -> Values:

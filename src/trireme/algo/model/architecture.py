@@ -227,7 +227,8 @@ def text_config(config: Config) -> Config:
 
 
 def is_known(config: Config) -> bool:
-    return text_config(config).get("model_type") in FAMILIES
+    """Return whether its family is in the table, and it is a decoder alone: one that also sees is held whole."""
+    return "text_config" not in config and config.get("model_type") in FAMILIES
 
 
 def _layers(text: Config, family: Family) -> Iterator[Layer]:

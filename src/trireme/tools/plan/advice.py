@@ -151,11 +151,11 @@ def engine_advice(estimate: Estimate) -> Iterator[str]:
 
 
 def fit_warnings(config: RunConfig, devices: Devices) -> list[str]:
-    """Return a warning for a resolved run on GPUs that are too small. It never stops a run: the plan may be wrong.
+    """Return a warning for a resolved run on a machine that is too small. It never stops a run: the plan may be wrong.
 
     There is none where the model's sizes, or the GPU's memory, are not known on this machine.
     """
-    estimate = estimate_here(config, devices) if config.device == "cuda" else None
+    estimate = estimate_here(config, devices)
     if estimate is None or not (problems := list(estimate.problems())):
         return []
     together = advise(estimate).together

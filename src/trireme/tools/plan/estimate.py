@@ -110,9 +110,11 @@ class Estimate:
             devices = "ranks" if self.machine.is_on_cpu else "GPUs"
             yield (
                 f"the trainer needs {_gib(self.trainer_bytes)} on each of its {self.ranks} {devices}, "
-                f"{_gib(self.trainer_room)} are there"
+                f"{_gib(max(0.0, self.trainer_room))} are there"
             )
-        if self.serving is not None and not self.engine_fits:
+        if self.serving is not None and self.serving.fits and not self.engine_fits:
+            yield f"the engine needs {_gib(self.engine_bytes)}, {_gib(self.machine.memory)} are there"
+        elif self.serving is not None and not self.engine_fits:
             yield (
                 f"the engine has {_gib(max(0.0, self.serving.room))} for its KV cache, one request of "
                 f"{self.serving.max_model_len:,} tokens takes {_gib(self.serving.kv_bytes(self.serving.max_model_len))}"

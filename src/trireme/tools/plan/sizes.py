@@ -9,13 +9,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-import httpx
-
 from trireme.algo.model.activations import SHORT, Pass
 from trireme.algo.model.architecture import Architecture, Family, Layer, Matrix, architecture_of, is_known, window_of
 from trireme.algo.model.chips import GIB
 from trireme.base.errors import ConfigError
-from trireme.config.model_folder import config_file
+from trireme.config.model_folder import config_file, num_experts_of
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.config.state_layers import MIXERS
@@ -67,6 +65,11 @@ def read_sizes(name: str, config: dict[str, Any] | None = None, *, vlm: Vlm | No
     config = find_config(name) if config is None else config
     if (vlm or not is_known(config)) and (counted := count_sizes(config, vlm)):
         return Sized(counted, name, is_exact=True)
+    if not is_known(config) and num_experts_of(config):
+        raise ConfigError(
+            f"The experts of {name!r} (model_type {config.get('model_type')}) cannot be counted, as the installed "
+            "transformers does not build the model - expected one that it builds. Choose another model."
+        )
     try:
         return Sized(architecture_of(config), name, is_known(config))
     except (KeyError, TypeError) as error:
@@ -182,6 +185,7 @@ def _recurrence(mixer: Any) -> int:
 
 
 def _fetch_config(name: str, *, may_fetch: bool) -> dict[str, Any]:
+    import httpx  # a plan without a model on a hub needs neither
     from huggingface_hub import constants, hf_hub_url
     from huggingface_hub.utils import build_hf_headers
 

@@ -27,7 +27,7 @@ from transformers import (
 
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
-from trireme.config.model_folder import SOFT_CAP, low_bit_problem, read_config
+from trireme.config.model_folder import SOFT_CAP, lacks_sdpa, low_bit_problem, read_config
 from trireme.config.state_layers import WITHOUT_ATTENTION
 from trireme.config.trainer import TrainerModel
 from trireme.config.vision import vision_problems
@@ -119,11 +119,12 @@ def build_model(config: TrainerModel, name: str) -> PreTrainedModel:
 
 
 def _attention(config: TrainerModel, name: str, architecture: PretrainedConfig) -> str:
-    """Return the attention implementation: `eager` instead of `sdpa` for a model that caps its scores or has none.
+    """Return the attention implementation: `eager` instead of `sdpa` for a model that has none, or caps its scores.
 
     The launcher decides the same, but cannot do so for a model that is downloaded only now.
     """
-    if architecture.model_type in WITHOUT_ATTENTION:
+    is_refused = config.attn == "sdpa" and lacks_sdpa({"model_type": architecture.model_type})
+    if is_refused or architecture.model_type in WITHOUT_ATTENTION:
         return "eager"
     cap = getattr(architecture.get_text_config(), SOFT_CAP, None)
     if not cap or config.attn not in ("sdpa", "eager"):
