@@ -13,7 +13,7 @@ import re
 import threading
 from pathlib import Path
 
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from trireme.algo.pictures import PictureRules
 from trireme.base.errors import ConfigError, JournalCorrupt
@@ -86,7 +86,8 @@ def to_png(data: bytes) -> bytes:
     except ValueError:
         raise
     except Exception as error:  # whatever bytes can make a decoder raise: OSError, SyntaxError, struct.error, …
-        raise ValueError(f"{len(data)} bytes that are no picture ({error}) - expected {', '.join(FORMATS)}") from error
+        words = type(error).__name__ if isinstance(error, UnidentifiedImageError) else str(error)  # it names an object
+        raise ValueError(f"{len(data)} bytes that are no picture ({words}) - expected {', '.join(FORMATS)}") from error
     flat = Image.new("RGB", whole.size, "white")
     flat.paste(whole, mask=whole.getchannel("A"))
     file = io.BytesIO()
