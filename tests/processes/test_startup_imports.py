@@ -67,7 +67,8 @@ def test_a_process_loads_what_it_needs_and_no_more(modules, tmp_path):
 )
 def test_what_needs_no_model_loads_none_of_them(call, tmp_path):
     (tmp_path / "models").symlink_to(REPOSITORY / "models")
-    assert loaded_by(call, tmp_path) == set()
+    planning = {"numpy", "psutil"} if "--dry-run" in call else set()  # whether the run fits this machine
+    assert loaded_by(call, tmp_path) <= planning
 
 
 def test_after_quick_imports_garbage_is_collected_again_also_where_one_failed():

@@ -155,6 +155,13 @@ def test_a_model_that_a_run_would_refuse_is_refused_by_its_plan(config_file, des
     assert any(words in problem for problem in refused)
 
 
+def test_a_model_in_the_hubs_cache_is_refused_as_one_in_a_folder():
+    gpus = Devices(gpus=("0", "1"), cores=8)
+    argv = ["--model.name", "mistralai/Mistral-Small-3.2-24B-2506", "--orchestrator.env", '[{id = "a"}]']
+    (problem,) = launch_problems(resolve(load_run_config(argv, program="rl")[0], gpus), gpus)
+    assert "no causal language model for mistral3" in problem
+
+
 def test_the_chip_of_this_machine_is_that_of_the_drivers_name(tmp_path, monkeypatch):
     write_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA H200, 143771'")
     chip = find_chip()

@@ -185,7 +185,7 @@ def model_launch_problems(table: str, model: TrainerModel, device: str) -> Itera
             f'{table}.attn = "{model.attn}", and neither the package {package} nor {KERNELS} is installed - expected '
             f"one of them. Install it in Trireme's environment, or set `{table}.attn` to sdpa or flex_attention."
         )
-    if (file := _local_config(model.name)) is None:
+    if model.name is None or (file := config_file(model.name)) is None:
         return
     try:
         config = json.loads(file.read_text())
@@ -195,7 +195,7 @@ def model_launch_problems(table: str, model: TrainerModel, device: str) -> Itera
             "or download the model again."
         )
         return
-    if not model.from_scratch:
+    if not model.from_scratch and looks_local(model.name):
         yield from _check_weights(table, file.parent)
     yield from architecture_problems(table, model, config, device)
     heads = (config.get("text_config") or config).get("num_attention_heads")
