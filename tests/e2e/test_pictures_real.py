@@ -39,7 +39,12 @@ SIZES = {
         "max_position_embeddings": 512,
     }
 } | SERVED
-SIZES["qwen2_5_vl"] |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+SIZES["qwen2_5_vl"] |= {"rope_parameters": _ROPE | {"mrope_section": [4, 6, 6]}}
+# without sections, vLLM takes positions in the text alone, and transformers those that it has by default
+_INTERLEAVED = _ROPE | {"partial_rotary_factor": 0.25, "mrope_interleaved": True, "mrope_section": [3, 3, 2]}
+for _kind in ("qwen3_5", "qwen3_5_moe"):
+    SIZES[_kind] = SIZES[_kind] | {"rope_parameters": _INTERLEAVED}
 Prompt = tuple[list[int], tuple[Picture, ...]]
 Tensors = dict[str, np.ndarray]
 CLOSE = {"float32": 1e-3, "bfloat16": 0.08}  # mean difference; two models, or pictures, differ by more than twice that
@@ -79,18 +84,20 @@ class Sight:
     def difference(self, turn: Generation, prompt: Prompt, tensors: Tensors) -> float:
         return float(np.abs(turn.logprobs - self.logprobs(tensors, prompt, turn.ids)).mean())
 
-    def logprobs(self, tensors: Tensors, prompt: Prompt, sampled: list[int]) -> np.ndarray:
+    def logprobs(
+        self, tensors: Tensors, prompt: Prompt, sampled: list[int], *, dtype: torch.dtype = torch.float32
+    ) -> np.ndarray:
         """[C] by transformers, with pixels from its own image processor and its own positions."""
         ids = torch.tensor([prompt[0] + sampled])
         with TemporaryDirectory() as folder:
             shutil.copy(self.folder / "config.json", folder)
             save_file(dict(tensors), f"{folder}/model.safetensors", metadata={"format": "pt"})
-            model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+            model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype)
         files = [Image.open(self.files.path(each.digest)) for each in prompt[1]]
         seen = AutoImageProcessor.from_pretrained(self.folder)(images=files, return_tensors="pt")
         kinds = ids.eq(self.pictures.rules.token).int()
         with torch.no_grad():
-            logits = model(input_ids=ids, mm_token_type_ids=kinds, use_cache=False, **seen).logits
+            logits = model(input_ids=ids, mm_token_type_ids=kinds, use_cache=False, **seen).logits.float()
         logits[..., self.pictures.rules.token] -= 100
         return logits[0, -len(sampled) - 1 : -1].log_softmax(-1).gather(-1, ids[0, -len(sampled) :, None])[:, 0].numpy()
 
