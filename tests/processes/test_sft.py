@@ -13,7 +13,7 @@ from families import MROPE, save_family
 from families import build_config as family_config
 from tiny import VOCABULARY
 from tiny_pictures import picture_file
-from tiny_tokenizer import write_seeing_model
+from tiny_tokenizer import write_seeing_tokenizer
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
 from trireme.cli.sft import sft
@@ -136,10 +136,8 @@ def loss_of(folder: Path, entries: list[dict]) -> tuple[float, float]:
 
 def test_what_a_picture_shows_is_learned_and_a_resumed_run_reads_it_again(tmp_path):
     """No text says which letter is right. Blind, a letter of three and a sure end cost 0.55 nats each."""
-    model = write_seeing_model(tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    shape = family_config("qwen2_5_vl", rope_parameters=MROPE, vocab_size=len(tokenizer))
-    shape.image_token_id = tokenizer.convert_tokens_to_ids("<|see|>")
+    model, shape = tmp_path / "model", family_config("qwen2_5_vl", rope_parameters=MROPE, vocab_size=VOCABULARY)
+    shape.update(write_seeing_tokenizer(model))
     save_family(model, shape)
     rng = random.Random(0)
     lines = []

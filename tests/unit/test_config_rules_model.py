@@ -90,7 +90,7 @@ def test_what_sdpa_lacks_or_leaves_out_is_left_to_eager_unless_the_user_says_sdp
 
 
 ON_CPU = {"attn": "sdpa", "dtype": "float32"}
-SEES = {"model_type": "qwen3_5", "vision_config": {}}
+SEES = {"model_type": "qwen3_5", "vision_config": {}, "rope_scaling": {"mrope_section": [3, 3, 2]}}
 VLM = "--model.vlm.language-model-attr model.language_model"
 
 
@@ -119,6 +119,7 @@ VLM = "--model.vlm.language-model-attr model.language_model"
         (SEES, f"{VLM} --trainer.model.cp 2", "carry a state", None),
         (SEES, f"{VLM} --trainer.model.from-scratch true", "", None),
         ({"model_type": "qwen3_5"}, VLM, "cannot give pictures", None),
+        (SEES | {"rope_scaling": None}, VLM, "has no mrope_section", None),
         (SEES | {"model_type": "gemma3"}, VLM, "cannot give pictures", None),
         ({"model_type": "olmo_hybrid"}, "--inference.model.dtype bfloat16", "does not serve olmo_hybrid", None),
         ({"model_type": "nemotron_h"}, "--trainer.model.lora.sync adapter", 'expected "merged"', ON_CPU),

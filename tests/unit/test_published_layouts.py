@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from families import build_config, logits, publish, row, save_family
+from families import MROPE, build_config, logits, publish, row, save_family
 from tiny import are_equal, content_of, open_store, random_samples, save_run, train_step, weights_of
 from trireme.cli.runs.export import export
 from trireme.config.trainer import Lora, Optimizer, TrainerModel, Vlm
@@ -34,7 +34,8 @@ def test_what_is_not_trained_of_a_published_checkpoint_is_exported_to_the_bit(
     kind: str, vlm: Vlm | None, lora: Lora | None, tiny_model: Path, tmp_path: Path, world: World
 ) -> None:
     """A vision encoder that is held (`vlm`) is served, and exported in the precision of the rest."""
-    folder = save_family(tmp_path / "model", build_config(kind, vocab_size=128))
+    rope = {"rope_parameters": MROPE} if vlm else {}
+    folder = save_family(tmp_path / "model", build_config(kind, vocab_size=128, **rope))
     for file in tiny_model.glob("*token*"):
         shutil.copy(file, folder)
     if kind == "qwen3_next":

@@ -477,7 +477,7 @@ def test_pictures_become_their_tokens_which_are_not_learned(seeing, tmp_path, wo
     places = [[(p.place, p.rows, p.columns) for p in tokens.pictures] for tokens in samples]
     first = samples[0].pictures[0]
     start = first.place
-    assert places == [[(start, 1, 2)]] * 2 + [[(start + 1, 1, 2), (start + 3, 3, 1)]] * 2
+    assert places == [[(start, 1, 2)]] * 2 + [[(start + 1, 1, 2), (start + 5, 3, 1)]] * 2
     assert samples[1].pictures == [first]
     assert samples[2].pictures[0].digest == first.digest != samples[2].pictures[1].digest
     token = samples[0].ids[start]
@@ -507,7 +507,7 @@ def test_a_sample_whose_picture_would_be_cut_is_left_out(tmp_path):
         ({"type": "image", "image": "../outside.png"}, r"outside.png' is no file"),
         ({"type": "image", "image": "data.jsonl"}, r"no picture"),
         ({"type": "image"}, r"None in place of a picture"),
-        ({"type": "text", "text": "<|see|>"}, r"1 placeholders for 0 pictures"),
+        ({"type": "text", "text": "<|image_pad|>"}, r"1 placeholders for 0 pictures"),
     ],
 )
 def test_a_picture_that_cannot_be_shown_is_refused_with_its_place(seeing, tmp_path, world, part, words):

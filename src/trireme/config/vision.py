@@ -34,6 +34,12 @@ def vision_problems(table: str, model: TrainerModel, config: Mapping[str, Any]) 
             f"`[model.vlm]` with {named} ({kind}), to which Trireme cannot give pictures - expected a model_type of "
             f"{', '.join(KINDS)}, and a vision_config, in its config.json. Remove the table, or choose another model."
         )
+    elif model.vlm is not None and not _has_sections(config):
+        yield (
+            f"{named}: its config.json has no mrope_section in rope_parameters or rope_scaling - expected one, as "
+            "without it the engine gives image tokens the positions of text, and the trainer those of pictures. Copy "
+            "the config.json of the published model."
+        )
     elif model.vlm is None and kind in WITHOUT_TEXT_MODEL:
         yield (
             f"{named}: transformers has no text model of {kind} by itself - expected `[model.vlm]`, with which the "
@@ -44,6 +50,14 @@ def vision_problems(table: str, model: TrainerModel, config: Mapping[str, Any]) 
             f"{table}.cp = {model.cp} with `[model.vlm]` - expected 1: ranks that share a row cannot share its "
             f"pictures. Set `{table}.cp = 1`."
         )
+
+
+def _has_sections(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json says which parts of a head turn by time, height and width (M-RoPE)."""
+    parts = (config, config.get("text_config") or {})
+    return any(
+        "mrope_section" in (part.get(key) or {}) for part in parts for key in ("rope_parameters", "rope_scaling")
+    )
 
 
 def picture_run_problems(config: RunConfig) -> Iterator[str]:
