@@ -11,11 +11,12 @@ REPOSITORY = Path(__file__).parents[2]
 build_tokenizer = load_script("make_tiny_model").build_tokenizer
 
 
-@pytest.mark.parametrize("name", ["reverse-text", "alphabet-sort", "wordle"])
+@pytest.mark.parametrize("name", ["reverse-text", "alphabet-sort", "wordle", "color-squares"])
 def test_a_shipped_tokenizer_is_made_again_to_the_byte_and_gives_back_what_is_printable(name, tmp_path):
     path = REPOSITORY / f"configs/{name}/words.json"
     words = json.loads(path.read_text()) if name != "reverse-text" else []
-    tokenizer = build_tokenizer(words) if words else build_tokenizer()
+    template = "pictures" if name == "color-squares" else "plain"
+    tokenizer = build_tokenizer(words, template) if words else build_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     files = sorted(path.name for path in tmp_path.iterdir())
     assert files == ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]

@@ -4,6 +4,8 @@ import base64
 import hashlib
 import io
 import json
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -130,6 +132,20 @@ def test_a_data_uri_is_read_and_no_address_is_looked_up() -> None:
     for url in ("http://host/a.png", "file:///a.png", "data:text/html;base64,AAAA", "data:image/png;base64,?"):
         with pytest.raises(ValueError):  # noqa: PT011
             from_data_uri(url)
+
+
+def test_the_example_shows_other_pictures_when_it_evaluates_and_the_same_one_when_they_are_blank() -> None:
+    squares = runpy.run_path(str(Path(__file__).parents[2] / "environments/examples/color_squares.py"))
+
+    def urls(name: str, **args: bool) -> list[str]:
+        examples = squares[name](**args)
+        assert {each["answer"] for each in examples} == set(squares["COLORS"])
+        return [example["prompt"][0]["content"][0]["image_url"]["url"] for example in examples]
+
+    train, held_out = urls("dataset"), urls("eval_dataset")
+    assert not set(train) & set(held_out)
+    assert all(size_of(to_png(from_data_uri(url))) == (56, 56) for url in held_out)
+    assert len({*urls("dataset", blank=True), *urls("eval_dataset", blank=True)}) == 1
 
 
 def _png() -> bytes:
