@@ -27,7 +27,7 @@ from trireme.journal.journal import Journal
 from trireme.journal.logprobs import Scored, counting, identity, path_of, read_logprobs
 from trireme.journal.provenance import collect_provenance, write_provenance
 from trireme.journal.records import BatchRecord, Dropped
-from trireme.messages import Kept, Tokens, encode
+from trireme.messages import Kept, Picture, Tokens, encode
 from trireme.monitor.metrics import MetricsFile
 from trireme.tools.diff.aspects import ASPECTS, Difference
 from trireme.tools.diff.compare import compare_runs
@@ -217,6 +217,15 @@ def test_a_token_is_named_with_its_place_and_both_values(whole, copy):
     number, texts = int(sample.ids[place]), Tokenizer.from_file("models/reverse-text-tiny/tokenizer.json")
     assert [first.a, first.b] == [f"{texts.decode([each])!r} ({each})" for each in (number, number + 1)]
     assert first.note.endswith("in 1 of 6 rollouts")
+
+
+def test_a_prompt_with_another_picture_of_the_same_size_is_named(whole, tmp_path):
+    runs = [copied(whole, tmp_path / name) for name in "ab"]
+    for run, letter in zip(runs, "ab", strict=True):
+        shown = [Picture(letter * 64, 0, 1, 2)]
+        in_rollout("samples.0", lambda sample, shown=shown: msgspec.structs.replace(sample, pictures=shown))(STEP)(run)
+    first = first_difference(*(run.paths.root for run in runs))
+    assert (first.aspect, first.a) == ("prompts", "picture aaaaaaaa…, 1 x 2 tokens")
 
 
 CHANGE = st.tuples(st.integers(1, 3), st.sampled_from(ORDER))

@@ -13,9 +13,11 @@ from pathlib import Path
 from trireme.base.paths import RunPaths, step_of
 from trireme.base.safe_text import clean
 from trireme.config.model_folder import config_file
+from trireme.messages import Tokens
 
 WINDOW = 1500  # tokens that are shown at once
 PART = "▯"  # a token that is only the beginning of a character
+SQUARE = "▪"  # an image token
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -50,6 +52,16 @@ def _load(file: Path, changed_ns: int) -> Decode | None:
     except Exception:  # the library raises nothing narrower
         return None
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def sample_pieces(sample: Tokens, decode: Decode | None) -> list[str]:
+    """Return the text of each token of a sample. A picture's tokens are its name and squares."""
+    found = pieces(sample.ids.tolist(), decode)
+    for picture in sample.pictures:
+        squares = [SQUARE] * (picture.num_tokens - 1)
+        name = f"[picture {picture.digest[:8]}… {picture.rows}x{picture.columns} tokens]"
+        found[picture.place : picture.place + picture.num_tokens] = [name, *squares]
+    return found
 
 
 def pieces(ids: Sequence[int], decode: Decode | None) -> list[str]:

@@ -24,7 +24,7 @@ from trireme.tools.dashboard.colours import ACTIVITIES
 from trireme.tools.dashboard.history import Curve, Frame, Points
 from trireme.tools.dashboard.runs import RunSet
 from trireme.tools.rollouts import Record, Row, identity_of, read_batch, record_of_rollout
-from trireme.tools.tokenizer import WINDOW, find_decoder, pieces, visible, window_of
+from trireme.tools.tokenizer import WINDOW, find_decoder, sample_pieces, visible, window_of
 
 RARE = 0.007  # a probability that has the strongest colour, as all below it
 WIDE = math.log(2.0)  # the logarithm of a ratio that has the strongest colour, as all beyond it
@@ -91,8 +91,7 @@ def load_rollout(run: Path, step: int, number: int) -> LoadedRollout | str:
     decode = find_decoder(run)
     known = read_logprobs(paths.logprobs, step)
     samples = [
-        columns_of(rollout, place, pieces(sample.ids.tolist(), decode), known)
-        for place, sample in enumerate(rollout.samples)
+        columns_of(rollout, place, sample_pieces(sample, decode), known) for place, sample in enumerate(rollout.samples)
     ]
     records = [
         record_of_rollout(step, place, one) for place, one in enumerate(batch.rollouts) if one.group == rollout.group

@@ -20,7 +20,7 @@ from trireme.base.safe_text import clean, decimal
 from trireme.messages import Tokens
 from trireme.tools.conversation import Block, blocks
 from trireme.tools.rollouts import Record
-from trireme.tools.tokenizer import Decode, pieces, visible, window_of
+from trireme.tools.tokenizer import Decode, sample_pieces, visible, window_of
 from trireme.tools.viewer.table import reward_style
 
 LONGEST = 20_000  # characters of a block, unless all are asked for
@@ -145,7 +145,7 @@ class Reader(RichLog):
         yield Text(f"coloured by {self._colour} (c): {COLOURS[self._colour]}", style="bright_black")
         if self._decode is None:
             yield Text("The run's tokenizer is not on this machine: tokens are shown as numbers.", style="yellow")
-        self._texts = self._texts or [pieces(sample.ids.tolist(), self._decode) for sample in samples]
+        self._texts = self._texts or [sample_pieces(sample, self._decode) for sample in samples]
         cursor = self._cursor
         for number, (sample, texts) in enumerate(zip(samples, self._texts, strict=True), 1):
             window = window_of(cursor if 0 <= cursor < sample.length else 0, sample.length)
