@@ -23,6 +23,7 @@ from trireme.config.vision import KINDS
 from trireme.journal.message_text import PREFIX as PREFIX
 
 PICTURES = "pictures"  # name of their folder
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 LARGEST_FILE = 32 << 20  # bytes that are decoded
 MOST_PIXELS = 64 << 20  # of a picture
@@ -30,23 +31,38 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def rules_of_model(name: str) -> PictureRules:
-    """Read from a model's files how it reads pictures.
+    """Read from a model's files how it reads pictures. They are downloaded from the hub unless they are on this disk.
 
     Raises:
-        ConfigError: it is of no kind that is known, or its image processor's file is missing.
+        ConfigError: they cannot be read, or it is of no kind that is known, or its image processor's file is missing.
     """
-    config = read_config(name)
+    config = read_config(name) or read_config(_download(name))
     if (kind := config.get("model_type")) not in KINDS:
         raise ConfigError(
             f"`[model.vlm]` is set, and {name} is of the kind {kind} - expected one of {', '.join(KINDS)}. Remove "
             "`[model.vlm]` to train without pictures, or choose another model."
         )
     try:
-        return PictureRules.of(config, read_image_processor(name))
+        return PictureRules.of(config, read_image_processor(name) or read_image_processor(_download(name)))
     except KeyError as error:
         raise ConfigError(
             f"`[model.vlm]` is set, and the files of {name} do not say how it reads pictures ({error} is missing) - "
             "expected config.json, and preprocessor_config.json or processor_config.json. Copy them from the model."
+        ) from error
+
+
+def _download(name: str) -> str:
+    """Return a folder with the small files of a model: its own, or the one that they were downloaded to."""
+    from huggingface_hub import snapshot_download
+
+    if Path(name).is_dir():
+        return name
+    try:
+        return snapshot_download(name, allow_patterns=["config.json", *PROCESSORS])
+    except Exception as error:
+        raise ConfigError(
+            f"`[model.vlm]` is set, and the config.json of {name!r} could not be loaded ({type(error).__name__}: "
+            f"{error}) - expected a folder, or a hub name that this machine can reach. Set `model.name` to one."
         ) from error
 
 
