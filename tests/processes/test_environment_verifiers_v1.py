@@ -74,7 +74,10 @@ def test_what_v1_asks_for_arrives_as_from_any_environment_and_so_does_how_it_end
     assert (cut.truncated, cut.reward, cut.completion[0]["content"]) == (True, 0.5, "")
 
 
-def test_a_picture_outside_of_the_package_is_not_read(on):
+def test_a_picture_of_the_package_is_shown_and_one_outside_is_not_read(on):
+    asked, done = on("v1-echo", asked_and_done, picture="shown.png")
+    assert asked[0]["content"][0]["image_url"]["url"].startswith("data:image/png;base64,iVBOR")
+    assert (done.reward, done.prompt) == (1.5, asked)
     with pytest.raises(RolloutFailed, match="expected data:image"):
         on("v1-echo", asked_and_done, picture="../trireme_toys/shown.png")
 
