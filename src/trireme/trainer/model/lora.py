@@ -21,7 +21,9 @@ from transformers import PreTrainedModel
 
 from trireme.algo.weight_checks import PREFIX
 from trireme.base.errors import ConfigError
+from trireme.config.state_layers import MAMBA
 from trireme.config.trainer import TOWER, Dtype, Lora
+from trireme.trainer.model.sharding import class_name
 from trireme.trainer.parallel.shards import shard_of
 
 ADAPTER = "default"  # PEFT's name for the only one
@@ -70,6 +72,9 @@ def inject_adapters(model: PreTrainedModel, config: Lora, *, base_model: str, se
     for name in adapters.parameters:  # a module with several is wrapped several times, as in PEFT
         module, _, parameter = name.rpartition(".")
         _wrap(model, module, ParamWrapper, settings, parameter_name=parameter)
+    for mixer in model.modules():
+        if class_name(mixer).endswith(MAMBA) and isinstance(getattr(mixer, "out_proj", None), LoraLayer):
+            mixer.training = False  # or else its fused kernel takes the weight of `out_proj`, past the adapter
     model.requires_grad_(False)
     for name, parameter in model.named_parameters():
         is_whole = any(name.startswith(f"{module}.") for module in adapters.whole) and not _is_in_tower(name)
