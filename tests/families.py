@@ -157,9 +157,9 @@ def build_vision_config() -> PretrainedConfig:
     return Gemma3Config(text_config=_SHAPE | _GEMMA, vision_config=vision, mm_tokens_per_image=4)
 
 
-def save_family(folder: Path, config: PretrainedConfig, **options: Any) -> Path:
+def save_family(folder: Path, config: PretrainedConfig, *, seed: int = 0, **options: Any) -> Path:
     """With weights that differ in every tensor, norms and biases too."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     whole = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     model = whole.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():

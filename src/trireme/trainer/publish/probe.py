@@ -27,7 +27,8 @@ def compute_probe(model: PreTrainedModel, device: torch.device, dtypes: tuple[to
 
     The noise is the mean change of the logprobs when the outputs of all layers are off by random errors as large as
     those of rounding, in the copy of the prompt where it is largest: in mixtures of experts, few copies take other
-    experts. The mean change by bfloat16 was up to 1.5 times that for dense models, and up to 2.9 times for mixtures.
+    experts. The mean change by bfloat16 was up to 1.6 times that for dense models, and up to 2.9 times for mixtures
+    (`benchmarks/probe.py`).
 
     Args:
         dtypes: the precisions of the two sides that are compared.
