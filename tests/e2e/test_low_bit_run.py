@@ -21,10 +21,17 @@ YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast"
 YARN |= {"truncate": False, "original_max_position_embeddings": 64}
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+LATENT = {"hidden_size": 192, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 4}
+LATENT |= {"topk_group": 2, "num_experts_per_tok": 4}  # all, as rounding may choose others
+
+
+@pytest.mark.parametrize(
+    "kind", ["gpt_oss", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_moe", "deepseek_v3"))]
+)
 def test_low_bit_weights_are_served_and_trained_as_what_they_mean(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    sizes = LOW_BIT[kind] | {"vocab_size": json.loads((TINY / "config.json").read_text())["vocab_size"], "head_dim": 64}
+    vocabulary = json.loads((TINY / "config.json").read_text())["vocab_size"]
+    sizes = LOW_BIT.get(kind, LATENT) | {"vocab_size": vocabulary, "head_dim": 64}
     rope = {"rope_parameters": YARN, "max_position_embeddings": 2048} if kind == "gpt_oss" else {}
     meant = save_low_bit(folder, build_config(kind, **sizes, **rope), TINY)
     flags = ("--model.name", folder, "--max-steps", "3", "--trainer.model.attn", ATTENTION.get(kind, "sdpa"))
