@@ -28,8 +28,6 @@ def find_chromium() -> str | None:
 
 
 class Watched:
-    """A page, and what it did."""
-
     def __init__(self, page: Page) -> None:
         self.page = page
         self.troubles: list[str] = []  # errors of its scripts, and requests that failed
@@ -77,7 +75,6 @@ def open_chromium(*, size: tuple[int, int] = SIZE, dark: bool = False) -> Iterat
 
 
 def picture(page: Page, file: Path) -> Path:
-    """Of what is on the screen."""
     file.parent.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=file, animations="disabled")
     return file

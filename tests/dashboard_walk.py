@@ -69,14 +69,12 @@ def timeline(page: Page) -> None:
 
 
 def rollouts(page: Page) -> None:
-    """Reads one that has turns."""
     tab(page, "Rollouts")
     expect(page.locator(".tr-list tbody tr").first).to_be_visible()
     expect(page.locator(".tr-reading .tr-said").last).to_be_visible()
 
 
 def search(page: Page, line: str, *, says: str) -> None:
-    """Type a line and wait until the page shows the number of results."""
     page.locator(".tr-main input").first.fill(line)
     expect(page.locator(".tr-main [aria-live=polite]").first).to_have_text(re.compile(f"^{says}"))
 

@@ -40,8 +40,6 @@ def served(start: Callable[[], Any], leave: threading.Event | None = None) -> It
 
 
 class FakeChat:
-    """OpenAI's route, as far as a check uses it."""
-
     def __init__(self, port: int | None = None) -> None:
         self.leave = threading.Event()  # then nobody listens any more
         self.requests: list[dict[str, Any]] = []

@@ -41,7 +41,6 @@ def logprob_of(token: int, place: int, version: int) -> float:
 
 
 def answer_at_random(asked: "Asked") -> list[int]:
-    """One to six letters and the end of the turn."""
     return [asked.rng.randrange(20, 40) for _ in range(asked.rng.randrange(1, 7))] + [asked.end]
 
 
@@ -56,14 +55,11 @@ class WeightWire:
         return self._groups.setdefault(epoch, asyncio.Queue())
 
     def send(self, epoch: str, digests: dict[str, str]) -> None:
-        """From any thread."""
         self._loop.call_soon_threadsafe(lambda: self.group(epoch).put_nowait(digests))
 
 
 @dataclass
 class Asked:
-    """One request for tokens."""
-
     number: int
     ids: list[int]
     sampling: dict[str, Any]
@@ -247,8 +243,6 @@ class FakeEngine:
 
 
 def door_keeper(secret: str | None, shown: set[str]) -> Any:
-    """As the one in front of vLLM's routes."""
-
     @web.middleware
     async def keep(request: web.Request, handler: Any) -> web.StreamResponse:
         authorization = request.headers.get("Authorization", "")
@@ -261,7 +255,6 @@ def door_keeper(secret: str | None, shown: set[str]) -> Any:
 
 
 def build_app(engine: FakeEngine, *middlewares: Any) -> web.Application:
-    """With the routes of vLLM that a run uses."""
     app = web.Application(client_max_size=1 << 26, middlewares=middlewares)
     gets = {"health": engine.health, "get_world_size": engine.world_size, "weight_info": engine.weight_info}
     for path, handler in (gets | {"is_paused": engine.is_paused}).items():
@@ -338,7 +331,6 @@ class FakeTrainer:
                     self.publish()
 
     def connect(self) -> None:
-        """In the thread that asks."""
         address = f"tcp://{self._config.hosts.orchestrator}:{self._config.ports.batches}"
         self.control = ControlClient(address, self._waits)
 
@@ -360,12 +352,10 @@ class FakeTrainer:
                 self.control.tell(self.unconfirmed)
 
     def publish(self) -> None:
-        """To engines that lack the version."""
         self.send(everywhere=False)
         self.confirm(everywhere=False)
 
     def send(self, *, everywhere: bool = True) -> None:
-        """Until the engines are ready for it; they confirm it later."""
         while True:
             self.attempt += 1
             told = {"incarnation": self.incarnation, "everywhere": everywhere}

@@ -158,7 +158,6 @@ def build_vision_config() -> PretrainedConfig:
 
 
 def save_family(folder: Path, config: PretrainedConfig, *, seed: int = 0, **options: Any) -> Path:
-    """With weights that differ in every tensor, norms and biases too."""
     torch.manual_seed(seed)
     whole = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     model = whole.from_config(config, dtype=torch.float32, attn_implementation="eager")
@@ -191,7 +190,6 @@ def publish(file: Path) -> None:
 
 
 def row(*lengths: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """[1, T] tokens and positions of packed samples."""
     ids = torch.randint(0, VOCABULARY, (1, sum(lengths)), generator=torch.Generator().manual_seed(seed))
     return ids, torch.cat([torch.arange(length) for length in lengths])[None]
 
@@ -201,6 +199,5 @@ def logits(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor) -
 
 
 def backward(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor) -> None:
-    """Of the mean log-probability of each next token, across samples too."""
     found = logits(model, ids, positions).float().log_softmax(-1)
     found[:-1].gather(-1, ids[0, 1:, None]).mean().backward()

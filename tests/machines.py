@@ -36,8 +36,6 @@ def why_not() -> str | None:
 
 @dataclass
 class Machine:
-    """A network namespace."""
-
     number: int
     name: str
     switch: str
@@ -63,7 +61,6 @@ class Machine:
         return done.stdout
 
     def cut(self) -> None:
-        """As if the cable were pulled: no process is told, no connection is closed."""
         _ip("-n", self.switch, "link", "set", f"port{self.number}", "down")
 
     def mend(self) -> None:

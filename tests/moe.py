@@ -63,7 +63,6 @@ def build_moe(kind: str = "qwen3_moe", *, seed: int = 0, experts: str = "eager",
 
 
 def save_moe(folder: Path, kind: str = "qwen3_moe", **changes: Any) -> Path:
-    """As published: one tensor per expert."""
     tokenizer = load_script("make_tiny_model").build_tokenizer()
     config = {
         "vocab_size": -(-len(tokenizer) // 64) * 64,
@@ -83,13 +82,11 @@ def random_routes(count: int, layers: int = 2, seed: int = 0) -> np.ndarray:
 
 
 def routed_of(routes: np.ndarray, length: int) -> Routed:
-    """Of a sample whose first tokens these are."""
     known = (np.arange(length) < len(routes)).astype(np.uint8)
     return Routed(known, routes.astype(np.uint8).reshape(-1), *routes.shape[1:])
 
 
 def routed(samples: list[Sample]) -> list[Sample]:
-    """Send all tokens but the last of each sample anywhere."""
     found = []
     for seed, sample in enumerate(samples):
         columns = {name: getattr(sample.tokens, name) for name in COLUMNS}

@@ -53,8 +53,6 @@ def put(step: int, path: str, value: Any) -> Plant:
 
 
 def change_column(name: str, value: Any, *, masked: bool = True, step: int = 3) -> Plant:
-    """Change one token of one rollout, which is trained on or not."""
-
     def in_sample(sample: Tokens) -> Tokens:
         column = getattr(sample, name).copy()
         column[int(np.flatnonzero(sample.loss_mask == masked)[-1])] = value
@@ -110,8 +108,6 @@ def exchange_examples(record: BatchRecord) -> None:
 
 
 def change_dropped(reason: str, how: Callable[[list[Dropped], Dropped], Any]) -> Plant:
-    """Change the first entry that was dropped for a reason, in whichever batch."""
-
     def plant(config: RunConfig) -> None:
         journal = Journal(config.paths.journal)
         for step in journal.steps():
@@ -150,7 +146,6 @@ add_line = change_lines(lambda rows: rows.append(row_of(rows, "trainer", 2) | {"
 
 
 def confirm_otherwise(config: RunConfig) -> None:
-    """Confirm a version a second time, with one tensor that is another."""
     digests = digests_of(3) | {"model.norm.weight": "other"}
     Versions(config.paths.journal).record(3, ["http://127.0.0.1:8000"], digests, 0.0)
 

@@ -36,7 +36,6 @@ def updated_by_hand(port: int, *, epoch: str = "test") -> Iterator[Post]:
 
 
 def wait_until_sampling(port: int) -> None:
-    """Wait until the engine at this port has begun to answer one request."""
     begun = re.compile(r"^vllm:num_requests_running\{.*\} 1\.0$", re.MULTILINE)
     deadline = time.monotonic() + 60
     while not begun.search(httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text):

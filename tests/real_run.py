@@ -35,12 +35,10 @@ MARK = "TRIREME_TEST"  # environment variable that everything we start inherits
 
 
 def command(name: str) -> str:
-    """`rl`, `trainer`, …: the script that the installation made."""
     return str(Path(sys.executable).parent / name)
 
 
 def run_command(name: str, *arguments: str | Path) -> str:
-    """Its standard output. It must end well."""
     words = [command(name), *map(str, arguments)]
     done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -94,11 +92,9 @@ class Process:
         return self._popen.returncode
 
     def interrupt(self) -> None:
-        """Ctrl-C."""
         self._popen.send_signal(signal.SIGINT)
 
     def kill(self) -> None:
-        """`kill -9`, of this process alone."""
         self._popen.kill()
         self._popen.wait(END_S)
 
@@ -119,7 +115,6 @@ class Process:
             return False
 
     def end(self) -> None:
-        """Asks it to end, and ends what does not."""
         if self.poll() is None:
             self._popen.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -244,8 +239,6 @@ def _answers(url: str) -> bool:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left in its folder."""
-
     root: Path
 
     @property
@@ -253,7 +246,6 @@ class Run:
         return RunPaths(self.root)
 
     def rows(self, process: str) -> list[Row]:
-        """One per step, evaluations left out."""
         rows, _ = read_metrics(self.paths.metrics)
         own = {"trainer": "loss", "orchestrator": "reward/mean"}[process]
         return [row for row in rows if row["process"] == process and own in row]
@@ -311,7 +303,6 @@ class Pair:
         assert [process.left() for process in self.processes] == [[], []]
 
     def kill(self) -> None:
-        """`kill -9` of both; what they had started ends by itself."""
         for process in self.processes:
             process.kill()
         wait_until(lambda: not any(process.left() for process in self.processes), "their children to end", [])
@@ -344,14 +335,12 @@ def started_apart(engine: SharedEngine, root: Path, *flags: str | Path, config: 
 
 
 def run_apart(engine: SharedEngine, root: Path, *flags: str | Path, config: str = SYNCHRONOUS) -> Run:
-    """To its end, with nothing left over."""
     with started_apart(engine, root, *flags, config=config) as pair:
         pair.until_done()
     return pair.run
 
 
 def _fresh(log: Path) -> Path:
-    """A second leg in the same folder keeps the first one's log."""
     if log.exists():
         log.rename(log.with_suffix(f".{time.time_ns()}"))
     return log

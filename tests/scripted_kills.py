@@ -136,7 +136,6 @@ class KilledRun:
 
     @property
     def version(self) -> int:
-        """The newest that is confirmed."""
         return Versions(self.run.paths.journal).newest  # opened each time: it remembers what it found
 
     def say(self, words: object) -> None:
@@ -220,12 +219,10 @@ class KilledRun:
         self.start("--resume")
 
     def wait(self, deadline_s: float = END_S) -> None:
-        """To its end, which must be a good one."""
         assert self.process.wait(deadline_s=deadline_s) == 0, self.tell()
         assert self.process.left() == [], self.tell()
 
     def tell(self) -> str:
-        """What happened, and everybody's last words."""
         logs = sorted(self.run.paths.logs.glob("*.stdout")) if self.run.paths.logs.is_dir() else []
         told = [f"{self.name} in {self.folder}, version {self.version}; {len(self.kills)} kills, the last:"]
         told += [*(f"    {kill}" for kill in self.kills[-3:]), self.process.tail(25)]

@@ -45,7 +45,6 @@ class Cluster:
         return answer.stdout.strip()
 
     def on(self, number: int) -> list[str]:
-        """What starts a command on one of the machines."""
         if not self.machines:
             return []
         named = ["bash", "-c", f'mount --bind {self.folder}/hosts /etc/hosts && exec "$@"', "bash"]
@@ -57,7 +56,6 @@ class Cluster:
         return next((word.partition("=")[2] for word in shown if word.startswith("JobState=")), "")
 
     def waiting(self, job: str) -> str:
-        """Its state in the queue, which tells an end from what comes after it."""
         return self.ask("squeue", "--noheader", f"--jobs={job}", "--format=%T")
 
     def wait_until(self, job: str, *states: str, within_s: float = 60.0) -> str:

@@ -92,7 +92,6 @@ class Stage:
         return [pid for pid in self.pids() if (process := read_process(pid)) is not None and not process.zombie]
 
     def runs_of(self, name: str) -> list[int]:
-        """The pid of each time that it was started, in order."""
         return [int(file.read_text()) for file in sorted(self.folder.glob(f"run_*_of_{name}")) if file.read_text()]
 
     def launcher_said(self) -> str:

@@ -63,7 +63,6 @@ def random_samples(lengths: list[int], seed: int = 0) -> list[Sample]:
 
 
 def one_row(samples: list[Sample]) -> MicroBatch:
-    """All samples packed into one row."""
     (row,) = micro_batches_of_rank(samples, capacity=sum(sample.tokens.length for sample in samples), rank=0, world=1)
     return row
 
@@ -90,7 +89,6 @@ def backward(
     step: int = 0,
     loss: Loss | None = None,
 ) -> dict[str, float]:
-    """This rank's share of the gradients of the whole batch."""
     reply, loss = batch_reply(samples, world, capacity=capacity, step=step), loss or Loss(kl_tau=0.1)
     return forward_backward(
         model,
@@ -105,7 +103,6 @@ def backward(
 
 
 def batch_reply(samples: list[Sample], world: World, *, capacity: int, step: int) -> BatchReply:
-    """What the orchestrator hands this rank."""
     return BatchReply(
         step=step,
         micro_batches=micro_batches_of_rank(samples, capacity=capacity, rank=world.dp_rank, world=world.dp_size),
@@ -144,7 +141,6 @@ def content_of(state: TrainerState) -> dict[str, torch.Tensor]:
 
 
 def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """To the bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -180,7 +176,6 @@ def save_run(folder: Path, state: TrainerState, model: Path, world: World) -> No
 
 
 def take_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """By name; the model has none afterwards."""
     gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return gradients

@@ -16,7 +16,6 @@ NARROW, WIDE = (80, 24), (140, 40)
 
 
 def answer(example: int, reward: float | None, said: str = "so be it", **more: Any) -> dict[str, Any]:
-    """A line of results."""
     prompt = [{"role": "user", "content": f"question {example}"}]
     completion = [{"role": "assistant", "content": said}]
     head = {"example_id": example, "reward": reward, "prompt": prompt, "completion": completion, "answer": "right"}
@@ -60,8 +59,6 @@ class Reader(HTMLParser):
 
 
 class Viewer:
-    """What a test may do while the viewer runs."""
-
     def __init__(self, app: EvalView, pilot: Pilot[None]) -> None:
         self.app, self.pilot = app, pilot
 

@@ -47,8 +47,6 @@ def receive(receiver: Receiver, tensors: Tensors, payload: dict | None = None) -
 
 
 class Ends:
-    """Over gloo."""
-
     def __init__(self, num_receivers: int, *, timeout_s: float, delta: bool = False) -> None:
         port = free_port()
         options = {"host": "127.0.0.1", "port": port, "bucket_bytes": BUCKET_BYTES, "timeout_s": timeout_s}

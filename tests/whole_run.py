@@ -76,8 +76,6 @@ class Killed(Exception):
 
 @dataclass
 class WholeRun:
-    """A run that a test may look at, and disturb, while it goes on; and what is left of it at its end."""
-
     config: RunConfig
     engine: FakeEngine
     pool: dict[str, Any]  # attributes of the orchestrator's pool of engines, set whenever it starts
@@ -122,8 +120,6 @@ class WholeRun:
         self._training.start()
 
     async def kill_trainer(self, *, at: int) -> None:
-        """When it is about to train batch `at`."""
-
         def die(version: int) -> None:
             if version == at:
                 raise Killed
@@ -165,8 +161,6 @@ class WholeRun:
                 await asyncio.sleep(0.005)
 
     async def ask(self, questions: Callable[[FakeTrainer], Any]) -> Any:
-        """Puts questions over a connection of its own."""
-
         def put() -> Any:
             asker = FakeTrainer(self.config, self.engine.wire)
             asker.connect()
@@ -209,8 +203,6 @@ def run(
     meanwhile: Callable[[WholeRun], Awaitable[Any]] | None = None,
     stop_after_meanwhile: bool = False,
 ) -> WholeRun:
-    """Runs to the end, or to the error that ends it. `engine`, `trainer` and `pool` are knobs of theirs."""
-
     async def main() -> WholeRun:
         port = config.inference.server.port
         async with open_fake_engine(WeightWire(), port=port, end=END, **(engine or {})) as opened:

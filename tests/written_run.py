@@ -100,7 +100,6 @@ class WrittenRun:
         self._random = random.Random(config.seed)
 
     def write(self, batches: int) -> Iterator[str]:
-        """Says after each file what it was."""
         write_run(self.config, self.paths.run_config)
         yield "configuration"
         self._confirm(0)
@@ -167,8 +166,6 @@ class WrittenRun:
     def _decide(
         self, task: OpenGroup, step: int, trained: list[list[Rollout]], dropped: list[Dropped], outcomes: list[Outcome]
     ) -> None:
-        """One of the things that can happen to a group."""
-
         def drop(place: int, attempt: int, reason: str) -> None:
             dropped.append(Dropped(task.id, place, attempt, task.env, task.example, reason))
 
@@ -215,7 +212,6 @@ class WrittenRun:
         )
 
     def _per_token(self, samples: list[Tokens]) -> dict[str, list[np.ndarray]]:
-        """Rewards of steps and a teacher's logprobs, where the run has them."""
         if self.config.orchestrator.teacher is None:
             return {}
         given = [np.where(sample.loss_mask == 1, -self._random.random(), np.nan) for sample in samples]
@@ -228,7 +224,6 @@ class WrittenRun:
         }
 
     def _sample(self, oldest: int, newest: int) -> Tokens:
-        """A prompt and an answer; within it a later version takes over where there is one."""
         given, sampled = self._random.randrange(2, 4), self._random.randrange(2, 5)
         versions = sorted(self._random.randrange(oldest, newest + 1) for _ in range(sampled))
         if newest:  # a version that batches are trained by exists by now
@@ -272,7 +267,6 @@ def write_checkpoint(folder: Path, version: int) -> None:
 
 
 def rewrite_batch(config: RunConfig, step: int, change: Callable[[BatchRecord], Any]) -> None:
-    """With a right checksum: as if it had been written so."""
     journal = Journal(config.paths.journal)
     record = journal.read(step)
     change(record)

@@ -34,7 +34,6 @@ with run_dashboard(RunConfig(name="run", output_dir=Path(sys.argv[1]), dashboard
 
 
 def answer_of(url: str) -> httpx.Response:
-    """As soon as there is one."""
     give_up = time.monotonic() + DEADLINE_S
     while True:
         try:

@@ -38,7 +38,6 @@ def write_weights(weights: Path) -> None:
 
 
 def test_each_checkpoint_answers_with_its_own_weights_and_the_base_model_is_given_back(engine, tmp_path):
-    """Also where weights go over the wire, and several are asked at once."""
     url = f"http://127.0.0.1:{engine.port}"
 
     def said(folder: str, step: int) -> list[str]:

@@ -89,6 +89,5 @@ def test_a_client_that_hangs_up_ends_its_request_in_the_engine(engine):
 
 
 def num_finished(engine: SharedEngine) -> float:
-    """Requests that were answered to their end."""
     text = httpx.get(f"http://127.0.0.1:{engine.port}/metrics", timeout=60, trust_env=False).text
     return sum(map(float, re.findall(r"^vllm:request_success_total\{[^}]*\} (\S+)$", text, re.MULTILINE)))

@@ -77,7 +77,6 @@ def test_adapters_that_are_left_out_are_named(post, tmp_path):
 
 
 def adapters(seed: int) -> Tensors:
-    """Of all linear layers, as they travel."""
     rng, found = np.random.default_rng(seed), {}
     for name, tensor in load_file(MODEL / "model.safetensors").items():
         if name.endswith("_proj.weight"):

@@ -72,7 +72,6 @@ def test_a_stopped_run_goes_on_from_its_newest_checkpoint_to_the_end(stopped: St
 
 
 def test_the_quickstart_learns_from_tokens_of_the_weights_that_it_trains(stopped: Stopped, resumed: Process) -> None:
-    """And generation runs ahead, no further than allowed."""
     held_out = stopped.run.evaluations()
     assert sorted(held_out) == [0, STEPS]
     assert held_out[STEPS] - held_out[0] > 0.25

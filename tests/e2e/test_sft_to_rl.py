@@ -23,7 +23,6 @@ def run(folder: Path, program: str, *arguments: str) -> None:
 
 
 def test_a_model_goes_through_sft_and_rl_and_every_export_is_what_the_run_had_left(tmp_path: Path) -> None:
-    """That engine and trainer agree in logprobs is checked before a version is confirmed."""
     weights = tmp_path / "sft/weights/step_2"
     sft = ["--batch-size", "8", "--model.from-scratch", "false", "--validation-fraction", "0"]
     run(tmp_path, "sft", "configs/reverse-text/sft.toml", *sft, "--scheduler.warmup-steps", "0")

@@ -23,7 +23,6 @@ def test_the_engine_samples_from_the_very_weights_that_are_trained_and_every_ste
 
 
 def test_a_resumed_run_that_sends_only_changes_ends_with_the_same_bits(straight, engine, tmp_path):
-    """In float32, where nearly everything changes."""
     delta = ("--weight-broadcast.delta", "true")
     run_apart(engine, tmp_path / "run", *delta, "--max-steps", "3")
     resumed = run_apart(engine, tmp_path / "run", *delta, "--trainer.ckpt.resume-step", "3")
@@ -79,7 +78,6 @@ def assert_same_bits(run: Run, straight: Run) -> None:
 
 
 def tokens_of(run: Run) -> list[list[list[int]]]:
-    """Token ids of each sample of each batch."""
     return [
         [sample.ids.tolist() for rollout in batch.rollouts for sample in rollout.samples] for batch in run.batches()
     ]

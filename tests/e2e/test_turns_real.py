@@ -50,7 +50,6 @@ def with_pool(engine: SharedEngine, tokenizer: ChatTokenizer, use: Callable[[Inf
     ],
 )
 def test_what_a_cut_sampler_chose_from_is_what_the_whole_distribution_says(engine, tokenizer, sampling):
-    """And with the same seed it chooses the same again."""
     words = tokenizer.render([{"role": "user", "content": "Reverse: stone"}], tools=None, generate=True)
     prompt, size = tokenizer.encode(words), tokenizer.vocab_size
     turns = TurnSampling(sampling, run_seed=3, key="k", attempt=0, trained=True, vocab_size=size)

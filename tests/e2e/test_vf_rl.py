@@ -81,7 +81,6 @@ def test_a_run_that_is_interrupted_leaves_folders_and_goes_on(tmp_path: Path) ->
 
 
 def assert_whole(folder: Path, weights: Path) -> None:
-    """PEFT's two files, which are those of our weights, and the state with a row per step."""
     adapters = load_file(folder / "adapter_model.safetensors")
     assert any("lora_A" in name for name in adapters)
     assert (folder / "adapter_model.safetensors").samefile(weights / "adapter_model.safetensors")

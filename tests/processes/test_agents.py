@@ -252,7 +252,6 @@ def test_what_cannot_work_is_refused_before_any_rollout(play, tasks, command, wo
 
 
 def test_turns_that_were_sampled_before_a_crash_are_not_sampled_again(play, tmp_path):
-    """The run ends in the middle of a session, as if its orchestrator had died, and the rollout is played again."""
     journal = tmp_path / "journal"
     texts = (calls("bash", cmd="echo 4 > sum.txt"), WRITES, ENDS)
     _, undisturbed = play(agent(CHAT), *texts)

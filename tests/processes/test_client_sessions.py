@@ -23,8 +23,6 @@ DATASET = SAY.partition("    def reward")[0]
 
 
 class Client:
-    """What a harness does, on one connection."""
-
     def __init__(self, **headers: str) -> None:
         patient = httpx.AsyncHTTPTransport(verify=False, retries=6)
         self.http = httpx.AsyncClient(base_url=URL, timeout=30, headers=headers, transport=patient)
@@ -60,7 +58,6 @@ def run_with(folder: Path, code: str, meanwhile: Any, **more: Any) -> tuple[list
 
 
 async def play_on(whole: WholeRun, **outcome: Any) -> None:
-    """Play rollouts of two turns until the run is over."""
     client = Client()
     with suppress(httpx.HTTPError):
         while not whole.records:

@@ -103,7 +103,6 @@ class Machine:
         return [note["argv"] for note in self.notes(name)]
 
     def ended(self, name: str) -> str:
-        """Signals that a process was sent."""
         return "".join(file.read_text() for file in (self.folder / "notes").glob(f"{name}.jsonl.ended"))
 
 

@@ -79,8 +79,6 @@ def test_the_command_itself_ends_with_its_code(tmp_path):
 
 
 def test_the_run_itself_is_not_tried_where_a_problem_would_end_it(tmp_path):
-    """And a check that fails is a finding too."""
-
     def broken(_: Case) -> list[Finding]:
         raise RuntimeError("the driver is on fire")
 
@@ -117,7 +115,6 @@ def running() -> set[int]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_doctor_that_is_asked_to_end_leaves_nothing(tmp_path, number):
-    """In the midst of its rehearsal."""
     process = subprocess.Popen(COMMAND, stdout=subprocess.DEVNULL)
     until(lambda: [*tmp_path.glob("outputs/doctor-*/*")])
     process.send_signal(number)

@@ -298,7 +298,6 @@ def test_packages_can_be_left_out_and_one_that_lies_in_tmp_is_found(confinement,
 
 
 def test_where_nothing_confines_nothing_is_run(monkeypatch):
-    """The launcher's failure is told in its words."""
     monkeypatch.setattr(sandbox, "_known", {})
     report = {"failed": "clone: Operation not permitted"}
     launcher = f"import os, sys; sys.stdin.buffer.read(1); os.write(int(sys.argv[1]), {str(report).encode()!r})"

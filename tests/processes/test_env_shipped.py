@@ -309,7 +309,6 @@ def test_the_last_line_is_compared_word_by_word_and_a_list_of_everything_does_no
 
 @pytest.fixture(scope="module")
 def made() -> dict[int, list]:
-    """Problems of each difficulty."""
     return {level: maths.make_problems(150, 0, difficulties=(level, level), seed=3)[0] for level in range(1, 6)}
 
 
@@ -342,7 +341,6 @@ def test_code_runs_in_the_sandbox_and_its_output_comes_back_as_a_tool_message(tm
 
     async def use(environment):
         async def run(*turns: str):
-            """By a policy that says these texts, whose calls are found as in a run."""
             questions: list[Ask] = []
 
             async def ask(question: Ask) -> Reply:

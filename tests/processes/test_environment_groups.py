@@ -255,7 +255,6 @@ FIRST_OF_ITS_GROUP = """
 
 @pytest.mark.parametrize("max_async_level", [0, 1])
 def test_each_group_that_is_trained_on_was_compared_within_itself(tmp_path, max_async_level):
-    """One worker's death in the middle of a group's scoring included."""
     outcome = run(build_config(tmp_path, FIRST_OF_ITS_GROUP, max_steps=2, max_async_level=max_async_level))
     assert (tmp_path / "died").exists()
     assert outcome.error is None

@@ -295,7 +295,6 @@ def test_a_turn_that_raises_costs_its_rollout_and_is_counted_apart(on):
 
 
 def test_workers_share_as_many_rollouts_as_allowed_and_have_the_same_examples(tmp_path):
-    """Also examples that are drawn without a seed."""
     code = """
         import os, random
         def dataset(): return [{"prompt": "p", "answer": str(random.random())}] * 20

@@ -35,7 +35,6 @@ def root(tmp_path) -> Path:
 
 @pytest.fixture
 def build(root, tmp_path, monkeypatch):
-    """Builds it with a uv that runs `install`, and returns its interpreter."""
     uv = tmp_path / "uv"
     uv.write_text(FAKE_UV.format(calls=tmp_path / "calls", python=sys.executable))
     uv.chmod(0o755)

@@ -14,7 +14,6 @@ pytestmark = pytest.mark.xdist_group("verifiers")  # one process, so that tests 
 
 @pytest.fixture(scope="module")
 def toys(on):
-    """Runs `use` on one of the toy environments."""
     return lambda which, use, **args: on("trireme-toys", use, which=which, **args)
 
 

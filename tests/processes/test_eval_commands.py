@@ -51,7 +51,6 @@ def reward(completion, answer):
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A base model, three checkpoints, and two environments."""
     monkeypatch.chdir(tmp_path)
     for name in ("OPENAI_API_KEY", "MY_KEY"):
         monkeypatch.delenv(name, raising=False)
@@ -80,7 +79,6 @@ def lines(step: int, name: str = "toy") -> list[dict[str, Any]]:
 
 
 def means() -> list[float]:
-    """Of the rewards of each model."""
     found = [[line["reward"] for line in lines(step)] for step in (0, 10, 20, 100)]
     return [sum(rewards) / len(rewards) for rewards in found]
 

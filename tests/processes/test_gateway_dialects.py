@@ -38,8 +38,6 @@ ANTHROPIC_TOOLS = [{"name": name, "input_schema": SCHEMA} for name in ("bash", "
 
 
 class Policy:
-    """Answers requests with turns of a script, and keeps what it was asked."""
-
     def __init__(self, *turns: Turn | Refused, pause_s: float = 0.0) -> None:
         self.turns, self.pause_s = list(turns), pause_s
         self.requests: list[TurnRequest] = []

@@ -143,7 +143,6 @@ def test_environment_workers_import_nothing_that_their_interpreter_may_lack():
 
 
 def _can_do_without(found: Import) -> bool:
-    """Imported under `except ImportError`."""
     return any(
         node.lineno < found.line < node.handlers[0].lineno
         for node in ast.walk(parse(found.file.read_text()))

@@ -126,7 +126,6 @@ class WandbRun:
 def test_a_mirror_that_is_killed_goes_on_near_where_it_was_though_the_orchestrator_is_always_ahead(
     tmp_path, monkeypatch
 ):
-    """Every step is sent once with the numbers of both processes, and of many only the last few a second time."""
     runs: list[WandbRun] = []
     ids: list[str | None] = []
 

@@ -67,7 +67,6 @@ def versions_in(record: BatchRecord) -> np.ndarray:
 
 
 def lags_of(outcome: WholeRun) -> list[int]:
-    """Of each batch, the largest."""
     return [int((record.step - versions_in(record)).max()) for record in outcome.records]
 
 
@@ -220,7 +219,6 @@ STORM = {"delay": slow_now_and_then, "refuse": lambda asked: 400 if asked.number
 
 
 def stormy_config(folder: Path, level: int) -> RunConfig:
-    """Rewards that raise, and groups without signal."""
     how = {"max_off_policy_steps": level, "max_rollout_attempts": 2, "oversampling_factor": 2.0}
     return build_config(folder, STORMY, max_async_level=level, max_steps=8, orchestrator=FILTERED | how)
 
@@ -279,8 +277,6 @@ def test_every_sample_of_a_batch_reaches_exactly_one_rank_with_its_reward_minus_
 
 
 def test_a_model_turn_may_take_as_long_as_its_rollout_may_and_one_that_takes_longer_ends_that_alone(tmp_path):
-    """Engines are to answer everything else sooner."""
-
     async def slow(asked):
         await asyncio.sleep({0: 1.2, 1: 60.0}.get(asked.number, 0.0))
 
@@ -314,7 +310,6 @@ EVERYTHING: dict[str, Any] = {
 
 
 def with_second_environment(config: RunConfig, folder: Path, **more: Any) -> dict[str, Any]:
-    """The values of a configuration with the environment twice, the second one with `more`."""
     values = config.model_dump()
     first = values["orchestrator"]["env"][0]
     second = shutil.copy(folder / "toy.py", folder / "second.py")
@@ -437,7 +432,6 @@ def run_and_audit(config: RunConfig, *, until: int, engine: dict[str, Any], vers
 
 
 def test_a_stormy_run_that_is_stopped_resumed_and_rewound_holds_at_every_moment(tmp_path):
-    """Two environments, one with few examples."""
     few = {"name": "few", "weight": 0.5, "args": {"size": 3}}
     config = RunConfig.model_validate(with_second_environment(stormy_config(tmp_path, 2), tmp_path, **few))
     write_run(config, config.paths.run_config)

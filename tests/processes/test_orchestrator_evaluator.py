@@ -143,7 +143,6 @@ SPLITS = """
 
 
 def test_an_evaluation_environment_of_its_own_is_never_trained_on_and_what_its_row_says_is_what_its_file_says(tmp_path):
-    """A rollout that fails is counted, and left out of the means."""
     own = {"id": str(tmp_path / "toy.py"), "name": "held", "args": {"split": "validation"}}
     how = {"env": [own], "eval_base": False, "num_examples": 4, "rollouts_per_example": 4, "pass_threshold": 0.5}
     evaluation = how | {"sampling": {"temperature": 1.0}}

@@ -38,8 +38,6 @@ SHORT_S = 0.5  # to come up
 
 @dataclass
 class Stage:
-    """A policy with its pool, and the fake engines behind it; the last of them can be killed."""
-
     config: RunConfig
     wire: WeightWire
     engines: list[FakeEngine]
@@ -92,7 +90,6 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 def hold_probe(engine: FakeEngine) -> asyncio.Event:
-    """Its answer to a probe waits for this event."""
     release, probe = asyncio.Event(), engine._probe
 
     async def held(ids: list[int]) -> Any:
@@ -107,7 +104,6 @@ def hold_probe(engine: FakeEngine) -> asyncio.Event:
 async def open_policy(
     config: RunConfig, urls: list[str], *, offers: bool = False, start_timeout_s: float = 20, max_concurrent: int = 64
 ) -> AsyncIterator[tuple[InferencePool, Policy, WeightUpdates, asyncio.Task]]:
-    """As an orchestrator has it that has just been started."""
     waits = Waits("orchestrator")
     sizes = {"max_model_len": 64, "timeout_s": 20, "max_concurrent": max_concurrent}
     async with open_inference_pool(urls, waits=waits, **sizes) as pool:  # type: ignore[arg-type]
@@ -210,8 +206,6 @@ def test_before_a_version_is_confirmed_requests_wait_in_engines_or_in_synchronou
     [("pause", True, False), ("pause", False, False), ("update_weights", True, True), ("resume", True, True)],
 )
 def test_an_engine_that_fails_a_transfer_is_named_and_answers_after_the_next(tmp_path, route, has_room, is_paused):
-    """Nothing is loaded into one that does not pause."""
-
     async def play(stage):
         stage.engine.calls.clear()
         stage.engine.failing_route = route

@@ -84,7 +84,6 @@ async def lose_everything_but_the_disk(whole: WholeRun) -> None:
     ],
 )
 def test_a_run_goes_on_as_if_nothing_had_died(tmp_path, undisturbed, play):
-    """The same batches, and no version is published twice unasked."""
     whole = run(config_of(tmp_path, max_async_level=0), pool=QUICK, meanwhile=play)
     assert (whole.error, whole.trainer_error, whole.trainer.version) == (None, [], STEPS)
     assert journal_of(whole.config) == undisturbed
@@ -156,7 +155,6 @@ def test_going_back_to_an_older_step_sets_the_later_batches_aside(tmp_path):
 
 @pytest.fixture
 def one_batch(tmp_path: Path) -> RunConfig:
-    """All that its run was for."""
     config = build_config(tmp_path, max_steps=1)
     Journal(config.paths.journal).append(BatchRecord(step=0, rollouts=[], dropped=[], state=State(next_batch=1)))
     return config

@@ -46,7 +46,6 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 
 
 def spans_of(mask: np.ndarray) -> list[list[int]]:
-    """Where what was sampled begins and ends."""
     return np.flatnonzero(np.diff(mask.astype(int), prepend=0, append=0)).reshape(-1, 2).tolist()
 
 

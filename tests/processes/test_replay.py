@@ -89,7 +89,6 @@ class Recorded:
         return Ok()
 
     def replay(self, first: int = 0, last: int | None = None, *, keep_going: bool = False, **changes: Any) -> int:
-        """As the command does it, in this process."""
         config = self.config.model_copy(update=changes)
         return train_again(config, find_span(config.paths, first, last), keep_going=keep_going)
 
@@ -127,7 +126,6 @@ def batch(step: int, shown: str | None = None) -> BatchRecord:
 def ready_to_train(
     folder: Path, model: Path, *, num_ranks: int = 1, picture: bytes | None = None
 ) -> Iterator[Recorded]:
-    """Its journal is full, and its orchestrator answers."""
     files = PictureFiles(pictures_folder(folder / "journal"))
     for step in range(STEPS):
         Journal(folder / "journal").append(batch(step, files.add(picture) if picture else None))
@@ -159,7 +157,6 @@ def original(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Reco
 
 @pytest.fixture
 def run(original: Recorded, tmp_path: Path) -> Recorded:
-    """A copy of it elsewhere, to change."""
     folder = tmp_path / "moved" / "run"
     shutil.copytree(original.config.paths.root, folder)
     return Recorded(read_config(folder, folder / "configs/run.json", Devices()))

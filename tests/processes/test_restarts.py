@@ -30,7 +30,6 @@ FREEZE = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
 
 
 def test_who_dies_is_started_again_alone(stage, capsys, monkeypatch):
-    """And the launcher reaches its points, where a test may hold it."""
     faults = stage.folder / "faults"
     faults.mkdir()
     monkeypatch.setenv("TRIREME_FAULTS", f"folder={faults}")
@@ -253,7 +252,6 @@ FAMILY = "grandchild('import time; time.sleep(600)', start_new_session=True)\nal
 
 
 async def use_server(stage: Stage, body: str, deadline_s: float = 60, fail: BaseException | None = None) -> None:
-    """As `env check --model` does, for as long as it is needed."""
     waits = Waits("the check", stage.config.paths.logs)
     stage.health.setdefault("inference", "http://127.0.0.1:1/health")
     spec = stage.plan(inference=body).process("inference")

@@ -33,7 +33,6 @@ LOADS: dict[str, set[str]] = {
 
 
 def loaded_by(code: str, folder: Path) -> set[str]:
-    """Of the libraries above, what has been imported when `code` has run, or left, in an interpreter of its own."""
     watched = SERVERS | SCREENS | DATA | MODELS | REST
     tell = "import atexit, sys\n"
     tell += f"atexit.register(lambda: print('LOADED', *({watched!r} & sys.modules.keys())))\n{code}"

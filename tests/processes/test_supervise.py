@@ -104,7 +104,6 @@ def test_a_second_signal_does_not_wait(stage):
 
 
 def test_kill_9_of_the_launcher_leaves_nobody_and_the_folder_is_held_until_they_are_gone(stage):
-    """Even where nobody cooperates, and after a restart."""
     deaf = f"grandchild({STUBBORN!r}, start_new_session=True)\n{DEAF}"
     body = f"{deaf}\nall_are_here(4)\nif RUN == 0: sys.exit(1)\n{SLEEP}"
     launcher = launch(stage, GRACE_S, orchestrator=body)

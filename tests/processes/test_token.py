@@ -134,7 +134,6 @@ SOON_S = 0.2
 
 @contextmanager
 def hearing(port: int | None = None) -> Iterator[tuple[str, list[Request]]]:
-    """The address of an orchestrator with the token of now, and what it was asked."""
     asked: list[Request] = []
     with answering(lambda request: asked.append(request) or Ok(), port) as address:
         yield address, asked

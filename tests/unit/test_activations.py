@@ -52,7 +52,6 @@ def _small_tensors_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gradients(folder: Path, kind: str, world: World, **settings: object) -> dict[str, torch.Tensor]:
-    """Of the second of two micro-batches, whose activations must not be mistaken for those of the first."""
     config = TrainerModel(attn=ATTENTION.get(kind, "sdpa")).model_copy(update=settings)
     model = load_model(config, str(folder), world)
     backward(model, *row(5, 8, seed=1))

@@ -29,7 +29,6 @@ def scores_of(groups: list[list[float]]) -> list[GroupScores]:
 
 
 def by_definition(kind: str, groups: list[list[float]]) -> list[list[float]]:
-    """Each estimator's definition, one number after the other."""
     everything = [reward for group in groups for reward in group]
     centred = [reward - statistics.fmean(group) for group in groups for reward in group]
 

@@ -97,7 +97,6 @@ def test_the_choices_of_a_sampler_stay_with_their_token(lengths, seed):
 
 
 def slowest(dealt: list[list[list[int]]], lengths: list[int], cost: Cost) -> float:
-    """All ranks wait for the slowest in each round."""
     rounds = zip(*dealt, strict=True)
     return sum(max(cost.of_row([lengths[i] for i in row]) for row in rows) for rows in rounds)
 
@@ -122,7 +121,6 @@ def test_samples_are_dealt_once_in_as_few_rows_and_no_slower_than_in_turn(length
 @pytest.mark.parametrize("name", sorted(COSTS))
 @pytest.mark.parametrize("seed", range(4))
 def test_the_deal_comes_near_the_best_of_all(name, seed):
-    """All ways of dealing six samples into four rows are tried."""
     lengths = np.random.default_rng(seed).integers(12, 32, 6).tolist()
     cost = COSTS[name]
     dealt = deal(lengths, capacity=CAPACITY, ranks=2, cost=cost)

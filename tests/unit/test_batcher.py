@@ -63,8 +63,6 @@ def group_of(number: int, fate: str) -> Group:
 
 @dataclass
 class Queue:
-    """Hands out groups in the order given."""
-
     groups: list[Group]
     num_accepted: int = 0
     refused: list[str] = field(default_factory=list)
@@ -134,7 +132,6 @@ def test_a_running_mean_goes_on_from_where_the_journal_left_it() -> None:
 
 
 def sample(versions: list[int], *, advantage: float = 1.0) -> Tokens:
-    """Two tokens of a prompt, then one per version."""
     mask, all_versions = np.array([0, 0] + [1] * len(versions)), [-1, -1, *versions]
     return build_tokens(ids=mask, loss_mask=mask, logprobs=0 * mask, advantages=advantage * mask, versions=all_versions)
 

@@ -84,7 +84,6 @@ class Row(NamedTuple):
 
     @property
     def said(self) -> list[str]:
-        """What the third column says that a message has."""
         return [quoted for part in self.here.split("says")[1:] for quoted in quotes(part)]
 
     @property

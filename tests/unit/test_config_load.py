@@ -37,7 +37,6 @@ def refusal(flags: str, **options: Any) -> str:
 
 
 def test_later_files_win_and_flags_win_over_files():
-    """Tables merge, lists are replaced."""
     assert load() == RunConfig()
     tables = "trainer.optim = {lr = 0.1, weight_decay = 0.5}\norchestrator.env = [{id = 'x'}, {id = 'y'}]"
     write("a.toml", f"max_steps = 1\nseed = 1\nseq_len = 1\n{tables}")

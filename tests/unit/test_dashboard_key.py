@@ -28,8 +28,6 @@ async def hello(scope: Any, receive: Any, send: Any) -> None:
 
 
 def ask(key: str | None, *steps: dict[str, Any], app: Any = hello) -> list[httpx.Response]:
-    """One browser, asking several times; it keeps its cookies."""
-
     async def go() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app=RequireKey(app, key))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8050") as browser:

@@ -25,7 +25,6 @@ from viewing import Reader
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every `refresh` looks."""
     monkeypatch.setattr(module, "REFRESH_S", -1.0)
     monkeypatch.setattr(module, "SEARCH_S", -1.0)
 

@@ -99,7 +99,6 @@ def test_what_was_said_of_another_batch_or_is_torn_is_as_if_it_were_not_there(ru
 
 
 def columns(**changes: object) -> TokenColumns:
-    """Two tokens given, three sampled; by hand."""
     sample = build_tokens(
         ids=[5, 6, 7, 8, 9],
         loss_mask=[0, 0, 1, 1, 1],

@@ -57,8 +57,6 @@ histories = st.lists(st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), max_
 
 
 class Naive:
-    """The same order, from its description."""
-
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.next_group = 0

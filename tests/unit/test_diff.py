@@ -57,7 +57,6 @@ def next_float(value: np.float32) -> np.float32:
 
 
 def change_example(record: BatchRecord) -> None:
-    """Of a whole group, wherever it is named."""
     group = record.rollouts[3].group
     for fate in [*record.rollouts, *record.dropped]:
         fate.example += fate.group == group
@@ -68,7 +67,6 @@ def change_example(record: BatchRecord) -> None:
 
 
 def change_group(record: BatchRecord) -> None:
-    """Another group was finished first."""
     group = record.rollouts[3].group
     for rollout in record.rollouts:
         rollout.group += 100 * (rollout.group == group)
@@ -141,7 +139,6 @@ ORDER = [aspect for aspect in ASPECTS if aspect in CHANGES]
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run, whose trainer measured all that is compared."""
     config = write_whole_run(tmp_path_factory.mktemp("runs") / "a")
     change_lines(lambda rows: [row_of(rows, "trainer", n).update({"lr": 1e-3, "policy/kl": 0.01}) for n in range(5)])(
         config
@@ -155,7 +152,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(whole: Path, tmp_path: Path) -> RunConfig:
-    """A copy of that run, which may be changed."""
     return copied(whole, tmp_path / "b")
 
 

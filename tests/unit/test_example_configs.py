@@ -44,7 +44,6 @@ def file_of(kind: str, name: str) -> Path:
 
 
 def run_of(kind: str, name: str, size: Size, folder: Path) -> RunConfig:
-    """As its command would start it on such a machine: resolved and checked."""
     devices = Devices(gpus=tuple(map(str, range(GPUS[size]))), cores=16)
     file = folder / f"{kind}.toml"
     file.write_text(sized(file_of(kind, name).read_text(), size))
@@ -80,7 +79,6 @@ def test_every_example_is_a_run_on_the_machine_that_it_is_for(kind, name, size, 
 
 
 def parameters(name: str) -> set[str]:
-    """Of `load_environment`, without running it."""
     module = name.replace("-", "_")
     tree = ast.parse((ROOT / "environments" / module / f"{module}.py").read_text())
     function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "load_environment")

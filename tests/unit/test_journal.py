@@ -58,7 +58,6 @@ def journal(tmp_path: Path) -> Journal:
 
 
 def reopened(journal: Journal) -> Journal:
-    """As another process sees it."""
     return Journal(journal.path(0).parent)
 
 
@@ -204,7 +203,6 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def left(paths: RunPaths) -> dict[str, list[int]]:
-    """What counts, by kind."""
     kinds = {"checkpoints": paths.checkpoints, "weights": paths.weights, "evals": paths.evals}
     in_ledger = {"batches": Journal(paths.journal).steps(), "versions": Versions(paths.journal).known()}
     return in_ledger | {kind: steps_in(folder) for kind, folder in kinds.items()}

@@ -79,7 +79,6 @@ masks = st.lists(st.sampled_from([0, 1]), min_size=1, max_size=5)
 
 @st.composite
 def batches(draw) -> list[Rollout]:
-    """Groups with or without rewards of steps and a teacher."""
     rollouts = []
     for group in range(draw(st.integers(1, 3))):
         is_taught = draw(st.booleans())

@@ -43,7 +43,6 @@ def settings(kind: str, **changes: object) -> TrainerModel:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_it_is_the_model_that_transformers_loads(checkpoints: dict[str, Path], kind: str, world: World) -> None:
-    """Eager attention computes the same, with windows of 5 tokens in some layers."""
     options = {"dtype": torch.float32, "attn_implementation": ATTENTION.get(kind, "sdpa")}
     expected = AutoModelForCausalLM.from_pretrained(checkpoints[kind], **options).train()
     found = load_model(settings(kind), str(checkpoints[kind]), world)

@@ -32,7 +32,6 @@ CONVERSATIONS = {
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
-    """Ours and theirs, by template."""
     from transformers import PreTrainedTokenizerFast
 
     folders = {name: write_tokenizer(tmp_path_factory.mktemp("model") / name, text) for name, text in TEMPLATES.items()}

@@ -59,7 +59,6 @@ PACKED = st.binary(max_size=200) | RECORDS.map(in_msgpack) | TOO_DEEP
 
 @given(payload=PACKED, head=BYTES)
 def test_an_entry_of_the_journal_is_read_or_named_as_corrupt(payload, head, tmp_path_factory):
-    """Also where somebody has computed its checksum."""
     journal = Journal(tmp_path_factory.getbasetemp())
     header = msgspec.json.encode(Header(FORMAT, 7, len(payload), hashlib.sha256(payload).hexdigest()))
     for first in (header, head):

@@ -69,7 +69,6 @@ def words(page: Report, title: str) -> str:
 
 
 def parsed(markdown: str) -> list[Token]:
-    """By another parser than any of ours."""
     return MarkdownIt("commonmark").enable("table").parse(markdown)
 
 

@@ -17,7 +17,6 @@ from written_run import build_config
 
 
 def written(config: RunConfig | SftConfig, *steps: int) -> RunConfig | SftConfig:
-    """A run that has a checkpoint of each of `steps`, and is to be resumed."""
     write_run(config, config.paths.run_config)
     config.paths.metrics.touch()
     for step in steps:

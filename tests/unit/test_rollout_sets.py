@@ -35,7 +35,6 @@ TALK = [
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run whose first batch has calls of tools."""
     config = write_whole_run(tmp_path_factory.mktemp("whole") / "run", batches=3)
 
     def talk(batch):
@@ -57,7 +56,6 @@ def journal_of(run: Path) -> list[tuple[int, Rollout]]:
 
 
 def load(path: Path) -> list[dict]:
-    """As TRL and verl do."""
     from datasets import Dataset
 
     return list(Dataset.from_parquet(str(path), cache_dir=str(path.parent), keep_in_memory=True))

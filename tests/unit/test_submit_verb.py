@@ -31,7 +31,6 @@ FORMATS = {
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """Where commands are typed: files in each format, and a scheduler."""
     for name, text in FORMATS.items():
         (tmp_path / f"{name}.toml").write_text(text)
     (tmp_path / "environments").symlink_to(ROOT / "environments")

@@ -127,7 +127,6 @@ LANES = ("trainer", "orchestrator", "engine 127.0.0.1:8000", "engine 127.0.0.1:8
 
 
 def mixed(num: int) -> list[Span]:
-    """Lanes mixed as processes write them."""
     lanes = [random_lane(seed, lane, count=num) for seed, lane in enumerate(LANES)]
     return sorted((span for lane in lanes for span in lane), key=lambda span: span.end_s)
 

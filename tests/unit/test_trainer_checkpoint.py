@@ -40,7 +40,6 @@ def save_steps(
 
 @pytest.fixture(scope="module")
 def saved_1_and_2(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, world: World) -> Path:
-    """A folder with two real checkpoints; tests that break it copy it first."""
     folder = tmp_path_factory.mktemp("checkpoints")
     state = tiny.open_state(tiny_model, world)
     for version in (1, 2):

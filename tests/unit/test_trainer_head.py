@@ -85,7 +85,6 @@ def hidden_of(model: transformers.PreTrainedModel, count: int = K) -> torch.Tens
 
 
 def plain(model: transformers.PreTrainedModel, targets: Targets) -> HeadOutput:
-    """All logits at once, in the model's own forward pass; log-softmax; entropies by their definition."""
     scale = torch.where(targets.temperatures > 0, targets.temperatures, 1.0)
     logits = model(input_ids=torch.arange(K)[None] * 7 % V, use_cache=False).logits[0] / scale[:, None]
     if choices := targets.choices:

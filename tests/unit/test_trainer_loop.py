@@ -193,7 +193,6 @@ def test_a_run_leaves_what_was_served_and_a_row_of_metrics_per_step(straight, fo
 
 
 def spans_of(folder: Path) -> list[Any]:
-    """The spans of one lane, of which none overlaps the next."""
     spans = joined(read_spans(folder / "spans.jsonl")[0])
     assert {span.lane for span in spans} == {"trainer"}
     assert all(second.begin_s >= first.end_s - TOUCH_S for first, second in pairwise(spans))

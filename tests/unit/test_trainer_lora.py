@@ -279,7 +279,6 @@ def test_the_reference_is_the_base_model_without_a_second_copy(folder, world):
 
 
 def test_a_checkpoint_holds_adapters_only_and_training_goes_on_from_it_to_the_bit(folder, world, tmp_path):
-    """With a reference that moves, and dropout."""
     lora = LORA.model_copy(update={"dropout": 0.2})
     config = run_config(folder, lora, beta=0.5, reference_update_every=2)
     straight, resumed = base_state(config, world), base_state(config, world)

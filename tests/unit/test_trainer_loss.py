@@ -50,7 +50,6 @@ class Plain(NamedTuple):
 
 
 def plain_pass(folder: Path, samples: list[Sample], attn: str = "sdpa") -> tuple[torch.nn.Module, list[Plain]]:
-    """One sample after the other, nothing packed."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attn, dtype=torch.float32)
     rows = []
     for sample in samples:
@@ -137,7 +136,6 @@ def test_one_iteration_is_a_plain_step_to_the_bit(tiny_model, world, name):
 
 
 def test_later_iterations_are_against_the_weights_that_the_batch_began_with(tiny_model, world):
-    """Two iterations of the decoupled objective, beside the same with a forward pass of the first weights."""
     config = config_of(tiny_model, type="decoupled", num_iterations=2, lr=3e-3)
     state, _ = trained(config, world)
 
@@ -393,7 +391,6 @@ def test_the_first_token_of_a_sample_is_never_predicted_from_its_neighbour(tiny_
 
 @pytest.mark.parametrize("loss_function", [cross_entropy, POLICY], ids=["cross_entropy", "policy"])
 def test_an_empty_row_changes_nothing(tiny_model, world, loss_function):
-    """Alone, it leaves the weights finite."""
     samples, model = tiny.random_samples([20]), tiny.open_state(tiny_model, world).model
     rows = micro_batches_of_rank(samples, capacity=64, rank=0, world=1)
     expected, gradient = passed(model, samples, world, loss_function, rows=rows)

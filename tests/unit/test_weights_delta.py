@@ -134,7 +134,6 @@ def receive_ahead(ends: Ends, model: dict[str, torch.Tensor]) -> BackgroundRecei
 
 
 def test_transfers_received_ahead_and_others_may_follow_one_another_until_one_breaks():
-    """Then the receiver raises, and joins again."""
     ends = Ends(1, timeout_s=DEADLINE_S)
     outcome(ends.send(random_model(), epoch="a/1", receivers=ends.receivers))
     for seed in range(1, 5):
@@ -171,7 +170,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """By PEFT itself, with values that change something."""
     folder = tmp_path_factory.mktemp("adapters")
     settings = peft.LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), settings)

@@ -27,8 +27,6 @@ def returning(value):
 
 
 def shortest():
-    """A reward for a group beside one for each, and a metric of the group."""
-
     def shortest(completions) -> list[float]:
         lengths = [len(completion[-1].content) for completion in completions]
         return [float(length == min(lengths)) for length in lengths]
@@ -93,7 +91,6 @@ def judged(base_url):
 
 
 def mixed_group():
-    """One member compares the rollouts of a group, the other does not."""
     members = [shortest(), raising()]
     return vf.EnvGroup(envs=members, env_names=["compared", "alone"])
 
