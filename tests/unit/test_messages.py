@@ -28,12 +28,13 @@ SENT_TO = build_tokens(
     **{name: [0, 1] for name in COLUMNS},
     routed=Routed(np.array([1, 0], np.uint8), np.array([5, 2, 0, 7], np.uint8), layers=2, top_k=2),
 )
+SEEN = build_tokens(**{name: [0, 1] for name in COLUMNS}, pictures=[wire.Picture("a" * 64, place=0, rows=1, columns=2)])
 SENT = {"run_id": "run", "version": 7, "attempt": 2}
 SPECS = [wire.TensorSpec("model.norm.weight", "bfloat16", [64]), wire.TensorSpec("scale", "float32", [])]
 PROBE = wire.Probe(ids=[1, 2, 3], logprobs=[-0.5, -1.25])
 ROWS = [
     wire.MicroBatch(tokens=TOKENS, lengths=[2, 1], temperatures=[1.0, 0.7]),
-    *(wire.MicroBatch(tokens=tokens, lengths=[2], temperatures=[1.0]) for tokens in (CUT, SENT_TO)),
+    *(wire.MicroBatch(tokens=tokens, lengths=[2], temperatures=[1.0]) for tokens in (CUT, SENT_TO, SEEN)),
 ]
 REQUESTS: list[Request] = [
     wire.GetNewest(run_id="run"),
@@ -45,7 +46,9 @@ REQUESTS: list[Request] = [
 ]
 REPLIES: list[Reply] = [
     wire.Newest(version=7, digests={"model.norm.weight": "00ff"}),
-    wire.BatchReply(step=41, micro_batches=ROWS, loss_tokens=3, num_rollouts=3, loss_samples=3),
+    wire.BatchReply(
+        step=41, micro_batches=ROWS, loss_tokens=3, num_rollouts=3, loss_samples=3, pictures={"a" * 64: b"PNG"}
+    ),
     wire.Publish(reason="an engine came up without weights"),
     wire.Go(version=7, epoch="abc/3", world_size=3),
     wire.Again(reason="an engine died"),
