@@ -119,7 +119,10 @@ def folder_of(module: str) -> Path:
     path = Path(module)
     if path.is_dir():
         return path
-    return path.parent if module.endswith(".py") else Path(sys.modules[module].__file__ or "").parent
+    if module.endswith(".py"):
+        return path.parent
+    loaded = sys.modules[module]
+    return Path(loaded.__file__).parent if loaded.__file__ else Path(next(iter(loaded.__path__)))
 
 
 def _versions(*packages: str) -> dict[str, str]:
