@@ -96,7 +96,7 @@ def build_opener(
     named = config.inference.model.name or (config.model.name if "model" in config.model_fields_set else None)
     if wanted.scripted or not (wanted.model or named):
         return lambda: nullcontext(ScriptedPolicy())
-    if not wanted.trained:
+    if not (wanted.trained and named):  # else the run's own `[model.vlm]` decides
         config = updated(config, vision_of(wanted.model or str(named)))
     config = engine_config(config, wanted.model, devices)
     tokenizer = open_chat_tokenizer(config.trainer.tokenizer.name or config.model.name)
