@@ -59,8 +59,8 @@ class Sight:
         self.pictures = ConversationPictures(rules_of_model(str(folder)), self.files)
         self.sampling = {"ignore_eos": True, "logprobs": 0, "logit_bias": {str(self.pictures.rules.token): -100}}
 
-    def show(self, *pixels: np.ndarray) -> Prompt:
-        parts: list[dict[str, Any]] = [{"type": "text", "text": "what? "}]
+    def show(self, *pixels: np.ndarray, text: str = "what? ") -> Prompt:
+        parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
         for each in pixels:
             Image.fromarray(each).save(file := io.BytesIO(), "PNG")
             parts.append({"type": "image_url", "image_url": {"url": f"picture:{self.files.add(file.getvalue())}"}})
@@ -76,7 +76,7 @@ class Sight:
             url = f"http://127.0.0.1:{self.port}"
             async with open_standing_pool(config, self.tokenizer, url, waits=waits) as pool:
                 parts = await self.pictures.content_parts(pictures)
-                sampling = self.sampling | {"max_tokens": 12}
+                sampling = self.sampling | {"max_tokens": 40}
                 return await pool.generate(ids, sampling, pictures=pictures, content_parts=parts)
 
         return asyncio.run(go())
@@ -115,14 +115,26 @@ def test_an_engine_sees_as_transformers_does_also_with_other_weights(kind: str, 
     other = {name: tensor + rng.normal(0, spread[name], tensor.shape).astype("float32") for name, tensor in one.items()}
     tower = {name: other[name] if "visual." in name else tensor for name, tensor in one.items()}
     flags = ("--model.name", folder, "--model.vlm.vision-encoder-attr", "model.visual", "--seq-len", "512")
-    with open_engine(tmp_path / "engine", *flags, "--inference.model.dtype", dtype) as engine:
+    flags += ("--inference.model.dtype", dtype, "--max-async-level", "1")  # with a prefix cache
+    with open_engine(tmp_path / "engine", *flags) as engine:
         sight = Sight(folder, engine.port)
-        prompt = sight.show(*(rng.integers(0, 256, (*size, 3), np.uint8) for size in ((70, 100), (120, 60))))
+        shown = [rng.integers(0, 256, (*size, 3), np.uint8) for size in ((70, 100), (120, 60))]
+        prompt = sight.show(*shown)
+        other_prompt = sight.show(*shown, text="and? ")  # shares features, but no block of the prefix cache
         blank = sight.show(*(np.zeros((*size, 3), np.uint8) for size in ((70, 100), (120, 60))))
         assert prompt[0] == blank[0]
         turn = sight.ask(prompt)
         assert sight.difference(turn, prompt, one) < close < 2 * close < sight.difference(turn, blank, one)
         with updated_by_hand(engine.port) as post:
+            post("resume")
+            sight.ask(prompt)
+            post("pause?mode=keep&clear_cache=false")
+            assert update(post, tower, tmp_path) == []
+            post("resume")
+            stale = sight.ask(other_prompt)
+            assert sight.difference(stale, other_prompt, one) < close < 2 * close
+            assert sight.difference(stale, other_prompt, tower) > 2 * close  # so caches matter, and pauses empty them
+            post("pause?mode=keep")
             for version, (tensors, before) in enumerate([(tower, one), (other, tower), (one, other)]):
                 assert update(post, tensors, tmp_path, version=version) == []
                 post("resume")
@@ -138,13 +150,13 @@ def test_an_engine_sees_as_transformers_does_also_with_other_weights(kind: str, 
                 asked = thread.submit(post, "inference/v1/generate", **body, sampling_params=sampling)
                 wait_until_sampling(engine.port)
                 post("pause?mode=keep")
-                assert update(post, other, tmp_path, version=3) == []
+                assert update(post, tower, tmp_path, version=3) == []
                 post("resume")
                 answer = asked.result()
     (choice,) = answer["choices"]
     ids, told = choice["token_ids"], np.array([each["logprob"] for each in choice["logprobs"]["content"]])
     assert answer["prompt_token_ids"] == prompt[0]
     assert [span["version"] for span in choice["weight_versions"]] == ["2", "3"]
-    for span, tensors in zip(choice["weight_versions"], (one, other), strict=True):
+    for span, tensors in zip(choice["weight_versions"], (one, tower), strict=True):
         expected = sight.logprobs(tensors, prompt, ids)
         assert np.abs(told - expected)[span["start"] : span["end"]].mean() < close

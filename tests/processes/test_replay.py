@@ -138,7 +138,7 @@ def ready_to_train(
         "try_step": True,  # which leaves nothing behind: replays try none
     }
     run = {"output_dir": folder, "device": "cpu", "max_steps": STEPS, "seq_len": 48}
-    run["model"] = {"name": str(model), "vlm": {} if picture else None}
+    run["model"] = {"name": str(model), "vlm": {"freeze_vision_encoder": False} if picture else None}
     with answering(lambda request: recorded.answer(request)) as address:
         ports = {"batches": int(address.rpartition(":")[2]), "weights": 0}
         sections = {"weight_broadcast": {"type": "filesystem"}, "trainer": trainer, "ports": ports}

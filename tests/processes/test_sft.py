@@ -146,7 +146,7 @@ def test_what_a_picture_shows_is_learned_and_a_resumed_run_reads_it_again(tmp_pa
         (tmp_path / f"{letter}.png").write_bytes(picture_file(64, 64, shade))
         lines.append({"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": letter}]})
     data = write_lines(tmp_path / "data.jsonl", *lines)
-    sees = {"model": TrainerModel(name=str(model), vlm=Vlm())}
+    sees = {"model": TrainerModel(name=str(model), vlm=Vlm(freeze_vision_encoder=False))}
     train_sft(build_config(tmp_path / "whole", model, data).model_copy(update=sees))
     rows = metrics_of(tmp_path / "whole")
     assert rows[-1]["validation/loss"] < 0.4

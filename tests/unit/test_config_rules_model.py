@@ -143,7 +143,7 @@ def test_what_does_not_hold_for_layers_with_a_state_is_refused_before_launch(fol
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--model.vlm.freeze-vision-encoder false", "not implemented"),
+        ("--model.vlm.freeze-vision-encoder false --trainer.model.lora.rank 4", "vision encoder included"),
         ("--inference.args.language-model-only true", "inference.args.language_model_only"),
         ("--inference.args.mm-processor-kwargs 1", "inference.args.mm_processor_kwargs"),
         ("--orchestrator.teacher.base-url http://127.0.0.1:1", "no teacher"),

@@ -202,7 +202,7 @@ def test_layers_with_a_state_are_counted_and_hold_no_keys_and_values(kind):
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_5"])
-def test_a_vision_encoder_is_counted_and_held_but_not_trained(kind):
+def test_a_vision_encoder_is_counted_and_held_but_trained_only_if_asked(kind):
     config = build_config(kind, rope_parameters=MROPE)
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config)
@@ -212,6 +212,10 @@ def test_a_vision_encoder_is_counted_and_held_but_not_trained(kind):
     training, blind = (Training(each, Pass(256, 4)) for each in (sizes, replace(sizes, tower=0)))
     assert training.trained == blind.trained == sizes.num_parameters - tower
     assert training.weight_bytes - blind.weight_bytes == 4 * tower
+    whole = replace(training, trains_tower=True)
+    assert (whole.trained, whole.weight_bytes) == (sizes.num_parameters, training.weight_bytes)
+    held = [each.optimizer_bytes + each.gradient_bytes for each in (training, whole)]
+    assert held[1] - held[0] == 12 * tower
     adapters = changed(training, targets=("q_proj",), rank=8, frozen_bytes=2)
     assert adapters.frozen == sizes.num_parameters
 

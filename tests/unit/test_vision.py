@@ -32,6 +32,7 @@ from trireme.trainer.step import Stepper, base_state
 
 SAME = 92  # a token whose embedding and logits are those of the placeholder
 SEEING = ("qwen2_5_vl", "qwen3_5")
+TRAINED = Vlm(freeze_vision_encoder=False)
 
 
 def picture(width: int, height: int, seed: int = 0) -> bytes:
@@ -115,7 +116,8 @@ def test_samples_of_a_row_see_what_they_see_alone(
     folders: dict[str, Path], kind: str, is_packed: bool, world: World
 ) -> None:
     """A sampled token may be the placeholder."""
-    model, samples = load(folders[kind], world, ac=ActivationCheckpointing()), samples_of(folders[kind])
+    model = load(folders[kind], world, ac=ActivationCheckpointing(), vlm=TRAINED)
+    samples = samples_of(folders[kind])
     scorer = scorer_of(model, world.device)
     assert scorer.head is not None
     assert (scorer.is_packed, scorer.shares_prefixes) == (True, True)
@@ -124,7 +126,6 @@ def test_samples_of_a_row_see_what_they_see_alone(
     weights = torch.linspace(-1, 2, len(found))
     (found * weights).sum().backward()
     plain = AutoModelForImageTextToText.from_pretrained(folders[kind], dtype=torch.float32)
-    plain.model.visual.requires_grad_(False)
     expected = [alone(plain, folders[kind], each) for each in samples]
     (torch.cat(expected) * weights).sum().backward()
     torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-5)
@@ -143,13 +144,16 @@ def test_samples_of_a_row_see_what_they_see_alone(
     assert 0 < shared < 0.05 < shared_frac(model, [one_row(samples)])
 
 
-@pytest.mark.parametrize("lora", [None, Lora(rank=2), Lora(rank=2, target_modules=("all-linear",))])
+ALL_LINEAR = Lora(rank=2, target_modules=("all-linear",))
+
+
+@pytest.mark.parametrize(("vlm", "lora"), [(Vlm(), None), (TRAINED, None), (Vlm(), Lora(rank=2)), (Vlm(), ALL_LINEAR)])
 @pytest.mark.parametrize("kind", SEEING)
-def test_a_step_with_pictures_leaves_the_vision_encoder_as_it_is(
-    folders: dict[str, Path], kind: str, lora: Lora | None, world: World
+def test_a_step_with_pictures_changes_the_vision_encoder_only_if_asked(
+    folders: dict[str, Path], kind: str, vlm: Vlm, lora: Lora | None, world: World
 ) -> None:
     loss = Loss(beta=0.1)
-    trainer = TrainerConfig(model=TrainerModel(vlm=Vlm(), lora=lora), optim=Optimizer(lr=1e-2), loss=loss)
+    trainer = TrainerConfig(model=TrainerModel(vlm=vlm, lora=lora), optim=Optimizer(lr=1e-2), loss=loss)
     config = RunConfig(model=Model(name=str(folders[kind])), max_steps=2, trainer=trainer)
     state = base_state(config, world)
     before = weights_of(state.model)
@@ -159,6 +163,9 @@ def test_a_step_with_pictures_leaves_the_vision_encoder_as_it_is(
     after = weights_of(state.model)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed
+    if vlm is TRAINED:
+        assert changed == before.keys()
+        return
     assert not any(".visual." in name for name in changed)
     assert not any(".visual." in name for name in before if is_adapter(name))
     assert lora is None or all(is_adapter(name) for name in changed)
@@ -182,7 +189,7 @@ def test_pictures_that_the_model_reads_otherwise_or_cannot_see_are_refused(
 
 def gradients_on(folder: Path, _: Path, world: World) -> dict[str, torch.Tensor]:
     """Of a row with pictures on the first rank, and of one without on the second; of both where there is one rank."""
-    model, samples = load(folder, world), samples_of(folder)
+    model, samples = load(folder, world, vlm=TRAINED), samples_of(folder)
     rows = [one_row(samples[:4]), one_row([sample(folder, [], [50, 51, 52])])]
     for row in rows if world.size == 1 else [rows[world.rank]]:
         (compute_columns(model, row, world.device).logprobs.sum() * world.size).backward()

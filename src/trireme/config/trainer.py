@@ -75,7 +75,7 @@ class Vlm(Section):
     """
 
     freeze_vision_encoder: bool = True
-    """The vision encoder is not trained; only true as yet."""
+    """Leave the vision encoder as it is; false trains it with the whole model, not beside adapters."""
     vision_encoder_attr: Literal["model.visual"] = "model.visual"
     """Where the vision encoder is in the model; other places are refused."""
     language_model_attr: Literal["model.language_model"] = "model.language_model"
@@ -121,6 +121,10 @@ class TrainerModel(Section):
     """Compile each transformer block with torch.compile."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
+
+    @property
+    def trains_vision_encoder(self) -> bool:
+        return self.vlm is not None and not self.vlm.freeze_vision_encoder
 
 
 class Tokenizer(Section):
@@ -233,10 +237,10 @@ def model_problems(table: str, model: TrainerModel, ranks: int) -> Iterator[str]
             f'{table}.attn = "eager" with {table}.cp = {model.cp} - expected sdpa, flex_attention or flash attention, '
             f'with which ranks can share a row. Set `{table}.attn = "sdpa"`, or `cp = 1`.'
         )
-    if model.vlm is not None and not model.vlm.freeze_vision_encoder:
+    if model.trains_vision_encoder and model.lora is not None:
         yield (
-            "`model.vlm.freeze_vision_encoder = false` - expected true, as training the vision encoder is not "
-            "implemented. Remove the line."
+            f"`model.vlm.freeze_vision_encoder = false` with `[{table}.lora]` - expected true, as adapters leave all "
+            "else as it is, the vision encoder included. Remove the line, or train the whole model without the table."
         )
     if model.ep > 1:
         yield (

@@ -133,7 +133,7 @@ class Architecture:
     capped: bool = False  # attention scores go through a tanh, which `sdpa` leaves out
     latent: int = 0  # values per token and layer that stand for all keys and values (multi-head latent attention)
     outside: int | None = None  # parameters outside of the layers, where they were counted
-    tower: int = 0  # parameters of the vision encoder, which is never trained; 0 without `[model.vlm]`
+    tower: int = 0  # parameters of the vision encoder; 0 without `[model.vlm]`
     recurrent_bytes: int | None = None  # of a value of `recurrent_state`; as the engine computes where None
 
     def attends_apart(self, attention: str, cp: int = 1) -> bool:

@@ -139,6 +139,7 @@ class Training:
     frozen_bytes: int = 2  # of a parameter that is not trained: as it is computed with
     optimizer: Literal["adamw", "adamw_8bit", "muon", "sgd"] = "adamw"
     trained_whole: int = 0  # parameters of modules that are trained besides adapters
+    trains_tower: bool = False  # the vision encoder too, whose activations are not counted
     ac_freq: int | None = None
     ac_mode: Literal["full", "selective"] = "full"
     offload_activations: bool = False
@@ -153,7 +154,7 @@ class Training:
     def trained(self) -> int:
         """Return the number of parameters that are trained."""
         if self.row.targets is None:
-            return self.model.num_parameters - self.model.tower
+            return self.model.num_parameters - self.frozen_tower
         return self.model.adapter_parameters(self.row.rank, self.row.targets) + self.trained_whole
 
     @property
@@ -162,9 +163,14 @@ class Training:
         return 0 if self.row.targets is None else self.model.num_parameters - self.trained_whole
 
     @property
+    def frozen_tower(self) -> int:
+        """Return the number of parameters of a vision encoder that is left as it is though the rest is trained whole.
+        They are held in float32."""
+        return 0 if self.frozen or self.trains_tower else self.model.tower
+
+    @property
     def weight_bytes(self) -> float:
-        tower = 0 if self.frozen else self.model.tower  # without adapters it is float32, as all that is trained
-        return (MASTER_BYTES * (self.trained + tower) + self.frozen_bytes * self.frozen) / self.shards
+        return (MASTER_BYTES * (self.trained + self.frozen_tower) + self.frozen_bytes * self.frozen) / self.shards
 
     @property
     def gradient_bytes(self) -> float:
@@ -246,8 +252,9 @@ def _moments(training: Training) -> dict[str, Parts]:
     if training.is_head_trained:  # it waits for the embedding's, with which it is reduced
         head_gradient = value_bytes * embedding
         # laid out to be reduced, and this rank's part; where head and embedding are one, two add up
-        laid_out = value_bytes * (2 if model.tied else 1) + training.reduce_bytes * (1 + 1 / training.shards)
-        reduction = embedding * laid_out
+        laid_out = value_bytes + training.reduce_bytes * (1 + 1 / training.shards)
+        reduction = embedding * (laid_out + value_bytes * model.tied)
+        reduction += model.tower * laid_out * training.trains_tower
     # in the first row, this layer's gradient is not there yet
     others = gradients if training.rows > 1 else gradients * (len(model.layers) - 1) / len(model.layers)
 

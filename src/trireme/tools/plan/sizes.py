@@ -236,6 +236,7 @@ def training_of(config: RunConfig | SftConfig, model: Architecture, *, rows: int
         frozen_bytes=value_bytes,
         optimizer=trainer.optim.type,
         trained_whole=_trained_whole(lora, model) if lora else 0,
+        trains_tower=settings.trains_vision_encoder,
         ac_freq=settings.ac.freq if settings.ac else None,
         ac_mode=settings.ac.mode if settings.ac else "full",
         offload_activations=settings.activation_offload,

@@ -203,7 +203,7 @@ def _find_whole(model: PreTrainedModel, names: tuple[str, ...]) -> list[str]:
 
 
 def _is_in_tower(name: str) -> bool:
-    """Return whether a module or parameter belongs to the vision encoder, which is never trained."""
+    """Return whether a module or parameter belongs to the vision encoder, which adapters leave as it is."""
     return f"{name}.".startswith(f"{TOWER}.")
 
 

@@ -29,7 +29,7 @@ from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
 from trireme.config.model_folder import SOFT_CAP, lacks_sdpa, low_bit_problem, read_config
 from trireme.config.state_layers import WITHOUT_ATTENTION
-from trireme.config.trainer import TrainerModel
+from trireme.config.trainer import TOWER, TrainerModel
 from trireme.config.vision import vision_problems
 from trireme.trainer.model.activations import wrap_layers
 from trireme.trainer.model.forward import attach_scorer
@@ -56,7 +56,7 @@ def load_model(config: TrainerModel, name: str, world: World) -> PreTrainedModel
     tensors = ModelTensors(model)
     prepare_experts(model, config, layers)
     if config.vlm:
-        attach_vision(model, name, config.trust_remote_code)
+        attach_vision(model, name, config.trust_remote_code, frozen=config.vlm.freeze_vision_encoder)
     files = None if config.from_scratch else find_files(name)
     layouts = find_layouts(tensors, files, name) if files else {}
     hub_names(model)  # cached before adapters change the model's own names
@@ -74,6 +74,9 @@ def load_model(config: TrainerModel, name: str, world: World) -> PreTrainedModel
     tensors.require_values()
     check_packing(model, world.device, getattr(torch, config.optimization_dtype))
     wrap_layers(layers, config, world.device)
+    if config.trains_vision_encoder:  # not compiled: each number of patches would be compiled again
+        blocks = list(model.get_submodule(f"{TOWER}.blocks").children())
+        wrap_layers(blocks, config.model_copy(update={"compile": False}), world.device)
     attach_scorer(model, config, world)
     log.info("%s: %s parameters on %d ranks", name, f"{num_parameters(model):,}", world.size)
     return model

@@ -40,7 +40,8 @@ def shard_model(model: PreTrainedModel, config: TrainerModel, world: World) -> N
 
     FSDP gathers one block at a time, the embedding unless it is also the head, and the rest for the whole forward and
     backward pass. With `[model.vlm]` the vision encoder belongs to the rest: ranks whose rows have no picture do not
-    run it, so it must not have collectives of its own. Routers with `router_dtype = "float32"` are gathered in float32.
+    run it, so it must not have collectives of its own. Where it is trained, these ranks reduce zeros for it: FSDP would
+    leave parameters without a gradient out. Routers with `router_dtype = "float32"` are gathered in float32.
     """
     reduce_dtype, dtype = getattr(torch, config.reduce_dtype), getattr(torch, config.optimization_dtype)
     in_cpu_memory = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
@@ -62,6 +63,8 @@ def shard_model(model: PreTrainedModel, config: TrainerModel, world: World) -> N
     if embedding is not None and head is not None and embedding.weight is not head.weight:
         fully_shard(embedding, **options)
     fully_shard(model, **options)
+    if config.trains_vision_encoder:
+        model.set_reduce_scatter_unused_params(True, recurse=False)
 
 
 def reshard(model: torch.nn.Module) -> None:

@@ -1,9 +1,9 @@
 """Pictures in the trainer's rows: transformers' image processor cuts them into patches, and the vision encoder turns
 those into features that take the place of the image tokens' embeddings.
 
-The encoder is not trained, so it runs without gradients, once for each picture of a row. It is part of the root's FSDP
-unit (`sharding`), which is whole while a row is computed: a rank whose row has no picture skips the encoder, and all
-ranks still run the same collectives.
+The encoder runs once for each picture of a row. It is part of the root's FSDP unit (`sharding`), which is whole while a
+row is computed: a rank whose row has no picture skips the encoder, and all ranks still run the same collectives. Where
+it is trained (`freeze_vision_encoder = false`), that rank adds gradients of zero to the others'.
 
 Letters: T tokens of a row, P tokens of it that are computed (`share_prefixes`), N image tokens among these, M patches.
 """
@@ -110,13 +110,16 @@ class Vision:
         return patches, grid
 
 
-def attach_vision(model: PreTrainedModel, name: str, trust_remote_code: bool) -> None:
-    """Let the model see: give it the image processor of its folder, or of its hub name. Freeze its vision encoder.
+def attach_vision(model: PreTrainedModel, name: str, trust_remote_code: bool, *, frozen: bool) -> None:
+    """Let the model see: give it the image processor of its folder, or of its hub name.
+
+    Args:
+        frozen: the vision encoder is not trained.
 
     Raises:
         ConfigError: there is no image processor.
     """
-    model.get_submodule(TOWER).requires_grad_(False)
+    model.get_submodule(TOWER).requires_grad_(not frozen)
     model.trireme_untrained = Untrained(PublishedFiles([]), [], processor_files(name))  # `find_layouts` knows more
     vars(model)[_ATTRIBUTE] = Vision(name, trust_remote_code)
     model.base_model.register_forward_pre_hook(_embed, with_kwargs=True)
@@ -170,8 +173,7 @@ def _embed(decoder: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> tuple
     if placed is None:
         return args, kwargs
     embedded = decoder.get_input_embeddings()(kwargs.pop("input_ids"))
-    with torch.no_grad():
-        found = decoder.get_image_features(placed.patches, placed.grids, return_dict=True).pooler_output
+    found = decoder.get_image_features(placed.patches, placed.grids, return_dict=True).pooler_output
     features = torch.cat(tuple(found)).to(embedded.dtype)[placed.features]
     where = (torch.zeros_like(placed.places), placed.places)
     return args, kwargs | {"inputs_embeds": embedded.index_put(where, features)}
