@@ -18,7 +18,6 @@ import numpy as np
 
 from trireme.messages import Picture
 
-MOST_PICTURES = 64  # of one conversation
 LONGEST_RATIO = 200  # of the sides of a picture, which the image processor admits
 
 

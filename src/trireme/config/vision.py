@@ -15,6 +15,8 @@ KINDS = ("qwen2_5_vl", "qwen3_5", "qwen3_5_moe")
 WITHOUT_TEXT_MODEL = ("qwen2_5_vl",)
 """Those of `KINDS` that transformers cannot hold as a text model."""
 
+MOST_PICTURES = 64  # of one conversation
+
 OF_PICTURES = (
     *("language_model_only", "limit_mm_per_prompt", "mm_processor_kwargs", "mm_processor_cache_gb", "media_io_kwargs"),
     *("allowed_media_domains", "allowed_local_media_path"),

@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
-from trireme.algo.pictures import MOST_PICTURES, PictureRules
+from trireme.algo.pictures import PictureRules
+from trireme.config.vision import MOST_PICTURES
 from trireme.journal.pictures import PREFIX, PictureFiles, from_data_uri, size_of, to_data_uri, to_png
 from trireme.messages import Picture
 
