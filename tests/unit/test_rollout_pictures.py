@@ -12,7 +12,8 @@ from PIL import Image
 
 from tiny_pictures import picture_file
 from tiny_tokenizer import write_seeing_model
-from trireme.algo.pictures import MOST_PICTURES, collapse
+from trireme.algo.pictures import collapse
+from trireme.config.vision import MOST_PICTURES
 from trireme.journal.pictures import PREFIX, PictureFiles, rules_of_model, to_data_uri
 from trireme.journal.turns import TurnRecord, compare_turns, prompt_digest
 from trireme.messages import Picture
