@@ -85,7 +85,7 @@ def test_each_kind_of_examples_comes_when_it_is_asked_for(lab_folder):
     lab(["setup", "--vf-rl"])
     assert folders() == {"vf-rl"}
     lab(["setup", "--prime-rl"])
-    assert folders() == {"vf-rl", "prime-rl", "agent", *ENVIRONMENTS}
+    assert folders() == {"vf-rl", "prime-rl", "agent", "color-squares", *ENVIRONMENTS}
     lab(["setup"])
     assert folders() >= {"vf-rl", "prime-rl", "rl", *ENVIRONMENTS}
     with pytest.raises(SystemExit):
