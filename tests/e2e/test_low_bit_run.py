@@ -23,6 +23,13 @@ YARN |= {"truncate": False, "original_max_position_embeddings": 64}
 
 LATENT = {"hidden_size": 192, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 4}
 LATENT |= {"topk_group": 2, "num_experts_per_tok": 4}  # all, as rounding may choose others
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
 
 
 @pytest.mark.parametrize(
@@ -49,6 +56,32 @@ def test_low_bit_weights_are_served_and_trained_as_what_they_mean(kind: str, tmp
     assert "quantization_config" not in json.loads((export / "config.json").read_text())
     for found, tensors in zip(served, (one, other), strict=True):
         np.testing.assert_allclose(found, logprobs_of(export, tensors, IDS), atol=1e-4)
+
+
+@pytest.mark.slow
+def test_an_engine_in_few_bits_rounds_each_version_again_and_is_confirmed(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    vocabulary = json.loads((TINY / "config.json").read_text())["vocab_size"]
+    meant = save_low_bit(folder, build_config("qwen3", **WIDE, vocab_size=vocabulary), TINY)
+    one = {name: tensor.float().numpy() for name, tensor in meant.items()}
+    rng = np.random.default_rng(0)
+    other = {name: tensor + rng.normal(0, 0.05, tensor.shape).astype(np.float32) for name, tensor in one.items()}
+    flags = ("--model.name", folder, "--max-steps", "3", "--inference.model.dtype", "bfloat16")
+    flags += ("--inference.args.quantization", "fp8_per_channel")
+    with open_engine(tmp_path / "engine", *flags) as engine:
+        served = [logprobs_at(engine.port, folder)]
+        for tensors in (other, one):
+            with updated_by_hand(engine.port) as post:
+                assert update(post, tensors, tmp_path) == []
+            served.append(logprobs_at(engine.port, folder))
+        run = run_apart(engine, tmp_path / "run", *flags)
+    assert 1e-6 < max(row["mismatch_kl"] for row in run.rows("trainer")) < 0.05
+    (export,) = run.paths.weights.glob("step_3")
+    exact = [logprobs_of(export, tensors, IDS) for tensors in (one, other)]
+    assert served[2] == served[0]
+    for found, own, others in ((served[0], *exact), (served[1], *exact[::-1])):
+        assert 0.01 < np.abs(np.subtract(found, own)).mean() < 0.3
+        assert np.abs(np.subtract(found, others)).mean() > 1
 
 
 def logprobs_at(port: int, model: Path) -> list[float]:

@@ -158,6 +158,9 @@ def test_low_bit_weights_in_blocks_are_accepted_unless_the_user_says_how_engines
     for described in ({"quant_method": "fp8", "weight_block_size": [128, 128]}, {"quant_method": "mxfp4"}):
         describe(folder, quantization_config=described)
         assert refusals(f"--model.name {folder}", str(folder), at_launch=True) == []
+        low = f"--model.name {folder} --inference.args.quantization"
+        assert refusals(f"{low} fp8_per_block", str(folder), at_launch=True) == []
+        assert len(refusals(f"{low} awq", 'quantization = "awq" - expected one of fp8_', at_launch=True)) == 1
         own = f"--model.name {folder} --inference.args.load-format dummy"
         assert len(refusals(own, "inference.args.load_format ... Remove the line", at_launch=True)) == 1
     describe(folder, text_config={"quantization_config": {"quant_method": "mxfp4"}})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Iterator
 from difflib import get_close_matches
 from functools import cache
@@ -78,6 +79,16 @@ class InferenceConfig(Section):
     """More arguments of vLLM's server, by its own names."""
     start_timeout_s: PositiveFloat = 900.0
     """Longest time that the engine may take to start."""
+
+
+LOW_BIT = dict.fromkeys(("fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8"), 2.0**-4)
+"""Values of vLLM's argument `quantization` with which an engine rounds plain weights itself, at each update too, and
+the largest relative error of a value that is rounded so. The inputs of these layers are rounded in the same way."""
+
+
+def low_bit_error(inference: InferenceConfig) -> float:
+    """Return the largest relative error of a layer's output where the engine holds its weights in few bits, else 0."""
+    return math.sqrt(2) * LOW_BIT.get(str(inference.args.get("quantization")), 0.0)
 
 
 _REGISTERED = {

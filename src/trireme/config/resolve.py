@@ -16,6 +16,7 @@ from trireme.base.errors import ConfigError
 from trireme.base.network import EVERYWHERE, listening_address
 from trireme.base.processes import free_port
 from trireme.config.files import ProcessName
+from trireme.config.inference import low_bit_error
 from trireme.config.losses import resolve_loss
 from trireme.config.model_folder import caps_scores, lacks_sdpa, read_config
 from trireme.config.orchestrator import Environment, Evaluation
@@ -195,7 +196,7 @@ def _attention(model: TrainerModel, name: str | None) -> str:
 def _precision_and_lengths(config: RunConfig) -> Values:
     on_cpu = config.device == "cpu" and config.inference.model.dtype == "auto"
     dtype = dtype_on_cpu(read_config(config.inference.model.name)) if on_cpu else config.inference.model.dtype
-    exact = dtype == config.trainer.model.optimization_dtype == "float32"
+    exact = dtype == config.trainer.model.optimization_dtype == "float32" and not low_bit_error(config.inference)
     return {
         "inference.model.dtype": dtype,
         "weight_broadcast.probe_tolerance": config.weight_broadcast.probe_tolerance or (1e-3 if exact else None),

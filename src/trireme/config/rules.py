@@ -18,7 +18,7 @@ from trireme.base.network import is_here, is_loopback
 from trireme.base.processes import port_is_free
 from trireme.base.token import HOW, token, token_problem
 from trireme.config.files import ProcessName
-from trireme.config.inference import inference_problems
+from trireme.config.inference import LOW_BIT, inference_problems
 from trireme.config.losses import loss_problems
 from trireme.config.model_folder import (
     check_architecture_is_named,
@@ -113,7 +113,12 @@ def served_model_problems(config: RunConfig, described: dict[str, Any] | None = 
         arguments = {name: value for name, value in arguments.items() if name not in OF_PICTURES}
     served, dtype = config.inference.model.name, config.inference.model.dtype
     described = read_config(served) if described is None else described
-    taken = {"hf_overrides", "load_format", "quantization"} if has_low_bit_weights(described) else set()
+    if (method := arguments.get("quantization")) is not None and method not in LOW_BIT:
+        yield (
+            f'inference.args.quantization = "{method}" - expected one of {", ".join(LOW_BIT)}, with which the engine '
+            "rounds the trainer's weights itself at each update. Take one of these, or remove the line."
+        )
+    taken = {"hf_overrides", "load_format"} if has_low_bit_weights(described) else set()
     for name in sorted(taken & arguments.keys()):
         yield (
             f"inference.args.{name} with {served}, whose weights are quantized - expected none: the engine is given "

@@ -22,7 +22,9 @@ COPIES = 8  # of the prompt, each with other noise
 
 
 @torch.no_grad()
-def compute_probe(model: PreTrainedModel, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> Probe:
+def compute_probe(
+    model: PreTrainedModel, device: torch.device, dtypes: tuple[torch.dtype, ...], *, low_bit: float = 0.0
+) -> Probe:
     """Compute the trainer's logprobs of the fixed prompt, and their noise in the given precisions. A collective.
 
     The noise is the mean change of the logprobs when the outputs of all layers are off by random errors as large as
@@ -32,19 +34,24 @@ def compute_probe(model: PreTrainedModel, device: torch.device, dtypes: tuple[to
 
     Args:
         dtypes: the precisions of the two sides that are compared.
+        low_bit: largest relative error of the outputs of the decoder's matrices, where the engine holds them in few
+            bits.
     """
     ids = probe_ids(model.config.get_text_config().vocab_size, PROBE_TOKENS)
     scorer, error = scorer_of(model, device), _error_of_rounding(dtypes)
     places = np.arange(1, PROBE_TOKENS)
     found = scorer.score(_row(ids, 1), places, device).logprobs
-    if error == 0:
+    if error == low_bit == 0:
         return Probe(ids=ids, logprobs=found.tolist())
     # Copies share nothing, and the head runs as the module that noise is added to.
     scorer = replace(scorer, head=None, shares_prefixes=False)
     places = np.concatenate([places + copy * PROBE_TOKENS for copy in range(COPIES)])
     generator = torch.Generator(device).manual_seed(0)
-    layers = [*(module for module in model.modules() if not list(module.children())), *decoder_layers(model)]
-    hooks = [layer.register_forward_hook(_add_noise(error, generator)) for layer in layers]
+    blocks = decoder_layers(model)
+    matrices = {each for block in blocks for each in block.modules() if any(p.ndim > 1 for p in each.parameters(False))}
+    layers = [*(module for module in model.modules() if not list(module.children())), *blocks]
+    errors = {layer: math.hypot(error, low_bit if layer in matrices else 0.0) for layer in layers}
+    hooks = [layer.register_forward_hook(_add_noise(each, generator)) for layer, each in errors.items()]
     try:
         with torch.compiler.set_stance("force_eager"):
             noisy = scorer.score(_row(ids, COPIES), places, device).logprobs

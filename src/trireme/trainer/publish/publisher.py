@@ -21,6 +21,7 @@ from trireme.algo.weight_checks import first_difference, is_of_adapter
 from trireme.base.errors import PeerDied
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
+from trireme.config.inference import low_bit_error
 from trireme.config.run import RunConfig
 from trireme.messages import (
     Again,
@@ -205,7 +206,8 @@ class Publisher:
 
     def _probe(self) -> Probe:
         trained = getattr(torch, self._config.trainer.model.optimization_dtype)
-        return compute_probe(self._model, self._world.device, (trained, self._dtype))
+        low_bit = low_bit_error(self._config.inference)
+        return compute_probe(self._model, self._world.device, (trained, self._dtype), low_bit=low_bit)
 
     def _back_off(self, version: int) -> None:
         """Wait after a failed attempt.
