@@ -137,11 +137,6 @@ def picture_urls(messages: Iterable[Message]) -> list[str]:
     return [url for content in contents for part in content if (url := _url_of(part)) is not None]
 
 
-def digests_in(messages: Iterable[Message]) -> list[str]:
-    """Return the digests of the pictures of messages that were read."""
-    return [url.removeprefix(PREFIX) for url in picture_urls(messages)]
-
-
 def _url_of(part: Any) -> str | None:
     image = part.get("image_url") if isinstance(part, dict) and part.get("type") == "image_url" else None
     url = image.get("url") if isinstance(image, dict) else None

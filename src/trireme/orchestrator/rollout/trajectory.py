@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from trireme.algo.pictures import expand
+from trireme.journal.message_text import pictures_in
 from trireme.journal.records import AgentRun, Branch
 from trireme.journal.turns import prompt_digest
 from trireme.messages import Kept, Picture, Tokens, build_tokens
@@ -29,7 +30,7 @@ from trireme.orchestrator.engines.expert_routes import to_routed
 from trireme.orchestrator.engines.pool import Generation
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.continuation import Rewritten, text_after, text_after_any_turn
-from trireme.orchestrator.rollout.pictures import ConversationPictures, digests_in
+from trireme.orchestrator.rollout.pictures import ConversationPictures
 from trireme.orchestrator.rollout.turns import ModelMessage
 
 Strategy = Literal["interleaved", "interleaved_or_new", "branching", "tolerant"]
@@ -205,7 +206,7 @@ class Trajectory:
             messages: whose pictures have a placeholder in `ids`.
             begin: of the part in the prompt.
         """
-        if self._pictures is None or not (digests := digests_in(messages)):
+        if self._pictures is None or not (digests := pictures_in(messages)):
             return ids, []
         grids = [(digest, *self._pictures.grid(digest)) for digest in digests]
         whole, pictures = expand(ids, self._pictures.rules.token, grids)
