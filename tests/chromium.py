@@ -54,9 +54,7 @@ def open_chromium(*, size: tuple[int, int] = SIZE, dark: bool = False) -> Iterat
     """
     executable = find_chromium()
     if executable is None:
-        raise FileNotFoundError(
-            "chromium is not installed - expected `chromium` on the PATH. Install it: apt-get install chromium"
-        )
+        raise FileNotFoundError("chromium is not installed - install it: apt-get install chromium")
     with TemporaryDirectory(prefix="chromium-") as folder, sync_playwright() as playwright:
         context = playwright.chromium.launch_persistent_context(
             folder,

@@ -176,9 +176,7 @@ def save_family(folder: Path, config: PretrainedConfig, *, seed: int = 0, **opti
 def publish(file: Path) -> None:
     """Add a head for several next tokens, as it is published; join Qwen3.5's experts, but not those of that head."""
     tensors = load_file(file)
-    for start in {
-        name.split("0.gate_proj")[0] for name in tensors if re.search("language_model.*experts.0.gate", name)
-    }:
+    for start in {name.split("0.gate_proj")[0] for name in tensors if re.search("language_model.*experts.0.g", name)}:
         gate, up, down = (
             torch.stack([tensors.pop(f"{start}{expert}.{part}_proj.weight") for expert in range(4)])
             for part in ("gate", "up", "down")

@@ -164,9 +164,7 @@ def started(
         process.end()
 
 
-def wait_until(
-    condition: Callable[[], Any], what: str, processes: list[Process], *, deadline_s: float = DEADLINE_S
-) -> None:
+def wait_until(condition: Callable, what: str, processes: list[Process], *, deadline_s: float = DEADLINE_S) -> None:
     """Polls; where the time is up, says what the processes said last."""
     give_up = time.monotonic() + deadline_s
     while not condition():
@@ -211,9 +209,7 @@ class SharedEngine:
 
 
 @contextmanager
-def open_engine(
-    folder: Path, *flags: str | Path, config: str = SYNCHRONOUS, forked: bool = False
-) -> Iterator[SharedEngine]:
+def open_engine(folder: Path, *flags: str | Path, config=SYNCHRONOUS, forked: bool = False) -> Iterator[SharedEngine]:
     (port,) = free_ports(1)
     arguments = ["@", config, "--output-dir", folder, "--server.port", str(port), *flags]
     with started("inference", *arguments, log=folder / "inference.log", forked=forked) as process:

@@ -94,9 +94,7 @@ def shared_toys(folder: Path) -> Iterator[Callable[..., Any]]:
         yield run_on
 
 
-def open_toy(
-    folder: Path, id: str, *, load_timeout_s: float = 60, **config: Any
-) -> AbstractAsyncContextManager[Environment]:
+def open_toy(folder: Path, id: str, *, load_timeout_s=60.0, **config: Any) -> AbstractAsyncContextManager[Environment]:
     settings = EnvironmentConfig(id=id, **config)
     return open_environment(settings, logs=folder / "logs", load_timeout_s=load_timeout_s)
 

@@ -77,9 +77,7 @@ class Viewer:
         return text(self.app)
 
 
-def view(
-    folder: Path | Sequence[Path], script: Callable[[Viewer], Awaitable[Any]], *, size: tuple[int, int] = NARROW
-) -> Any:
+def view(folder: Path | Sequence[Path], script: Callable[..., Awaitable], *, size: tuple[int, int] = NARROW) -> Any:
     async def main() -> Any:
         app = EvalView([folder] if isinstance(folder, Path) else folder)
         async with app.run_test(size=size, notifications=True) as pilot:

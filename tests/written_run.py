@@ -163,9 +163,7 @@ class WrittenRun:
         metrics |= state_metrics(state, config=self.config)
         return BatchRecord(step, rollouts, dropped, state, metrics, rules, outcomes)
 
-    def _decide(
-        self, task: OpenGroup, step: int, trained: list[list[Rollout]], dropped: list[Dropped], outcomes: list[Outcome]
-    ) -> None:
+    def _decide(self, task: OpenGroup, step: int, trained: list, dropped: list, outcomes: list[Outcome]) -> None:
         def drop(place: int, attempt: int, reason: str) -> None:
             dropped.append(Dropped(task.id, place, attempt, task.env, task.example, reason))
 

@@ -56,9 +56,7 @@ def test_it_answers_beside_the_run_and_is_gone_afterwards(tmp_path, monkeypatch,
     key = address.partition("=")[2]
     written = [file.read_text(errors="replace") for file in config.paths.root.rglob("*") if file.is_file()]
     assert len(key) > 16
-    assert not [text for text in written if key in text or SECRET in text], (
-        "the address with its key is for the terminal"
-    )
+    assert not [text for text in written if key in text or SECRET in text], "the key is for the terminal"
     linked = re.findall(r"""(?:src|href|url\(|from|import)\s*[=(]?\s*["'](?:https?:)?//[^"']+""", page.text)
     assert linked == []
     with pytest.raises(httpx.ConnectError):

@@ -14,9 +14,7 @@ PROMPTS = [list(range(5, 25)), [7] * 40, [11, 12, 13]]
 GREEDY = {"max_tokens": 12, "temperature": 0.0, "logprobs": 0}
 
 
-def ask(
-    engine: SharedEngine, *, headers: dict[str, str] | None = None, timeout: float = 60, **body: Any
-) -> httpx.Response:
+def ask(engine: SharedEngine, *, headers: dict[str, str] | None = None, timeout=60, **body: Any) -> httpx.Response:
     url = f"http://127.0.0.1:{engine.port}/inference/v1/generate"
     return httpx.post(url, json=body, headers=headers, timeout=timeout, trust_env=False)
 

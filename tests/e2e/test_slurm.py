@@ -123,9 +123,7 @@ def test_what_is_only_shown_or_what_slurm_refuses_is_not_submitted(run_file, tmp
     assert not (tmp_path / "out").exists()
 
 
-def test_every_process_runs_on_its_machine_and_all_end_with_the_orchestrator(
-    run_file, tmp_path, cluster, monkeypatch, capsys
-):
+def test_every_process_runs_on_its_machine_and_all_end_together(run_file, tmp_path, cluster, monkeypatch, capsys):
     notes = tmp_path / "notes"
     notes.mkdir()
     monkeypatch.setenv("NOTES", str(notes))

@@ -78,9 +78,7 @@ def assert_same_bits(run: Run, straight: Run) -> None:
 
 
 def tokens_of(run: Run) -> list[list[list[int]]]:
-    return [
-        [sample.ids.tolist() for rollout in batch.rollouts for sample in rollout.samples] for batch in run.batches()
-    ]
+    return [[one.ids.tolist() for rollout in batch.rollouts for one in rollout.samples] for batch in run.batches()]
 
 
 def distance(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,9 +82,7 @@ def kept_by(probabilities: np.ndarray, sampling: Sampling) -> np.ndarray:
     return left > 0
 
 
-def test_trainer_and_engine_agree_on_tokens_of_a_cut_sampler_while_weights_travel_through_a_folder(
-    engine: SharedEngine, tmp_path: Path
-) -> None:
+def test_trainer_and_engine_agree_on_tokens_of_a_cut_sampler_with_weights_through_a_folder(engine, tmp_path) -> None:
     cut = ["--orchestrator.sampling.top-p", "0.8", "--orchestrator.sampling.temperature", "1.2"]
     cut += ["--weight-broadcast.type", "filesystem"]
     run = run_apart(engine, tmp_path / "run", "--max-steps", "2", "--no-orchestrator.eval", *cut)

@@ -120,9 +120,7 @@ def machine(tmp_path: Path) -> Machine:
         (["step", "step", "step", 2], 1, 2, 4),  # each step resets the count
     ],
 )
-def test_a_process_is_restarted_until_its_exit_code_is_final_or_it_makes_no_progress(
-    machine, plan, restarts, code, starts
-):
+def test_a_process_is_restarted_until_its_exit_is_final_or_it_makes_no_progress(machine, plan, restarts, code, starts):
     machine.job = replace(machine.job, restarts=restarts)
     assert machine.run(inference=plan)[0] == code
     assert len(machine.notes("inference")) == starts

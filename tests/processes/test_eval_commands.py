@@ -188,9 +188,7 @@ def test_an_engine_of_a_training_run_or_without_the_weights_that_it_was_given_is
     ("label", "is_frozen", "offset", "words"),
     [("40", False, 3, ["--take-over"]), ("eval-0a1b2c-base", True, 0, []), ("eval-0a1b2c-loading", True, 3, [])],
 )  # fmt: skip
-def test_an_engine_that_is_free_again_is_taken_and_gets_its_base_model_where_it_holds_another(
-    here, label, is_frozen, offset, words
-):
+def test_an_engine_that_is_free_again_is_taken_and_gets_its_base_model_again(here, label, is_frozen, offset, words):
     """Its run is over, or an evaluation left it paused, or in the middle of a transfer."""
     with engine(label=label, is_frozen=is_frozen) as found:
         found.loaded[LETTER] += offset
@@ -202,9 +200,7 @@ def test_an_engine_that_is_free_again_is_taken_and_gets_its_base_model_where_it_
     ("after", "label", "words", "kept"),
     [(8, "41", "answered with weights '41'", [6, 2]), (6, "0", "serves '0' now", [6, 0])],
 )  # fmt: skip
-def test_a_training_run_that_gives_the_engine_weights_meanwhile_ends_the_evaluation_and_is_left_alone(
-    here, after, label, words, kept
-):
+def test_a_run_that_gives_the_engine_weights_meanwhile_ends_the_evaluation_undisturbed(here, after, label, words, kept):
     with engine(label_after=(after, label)) as found:
         with pytest.raises(WeightsReplaced, match=words):
             run_eval(found, "--max-concurrent", 1)

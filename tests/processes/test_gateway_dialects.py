@@ -31,9 +31,7 @@ TURNS = {
 }
 SCHEMA = {"type": "object", "properties": {"cmd": {"type": "string"}}}
 CHAT_TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("bash", "add")]
-RESPONSES_TOOLS = [
-    {"type": "function", "name": name, "parameters": SCHEMA, "strict": False} for name in ("bash", "add")
-]
+RESPONSES_TOOLS = [{"type": "function", "name": it, "parameters": SCHEMA, "strict": False} for it in ("bash", "add")]
 ANTHROPIC_TOOLS = [{"name": name, "input_schema": SCHEMA} for name in ("bash", "add")]
 
 

@@ -109,9 +109,7 @@ def test_a_search_that_is_stopped_anywhere_ends_as_if_it_had_not_been(endpoint):
     assert [len(endpoint.asked(model)) for model in ("follower", "reflector")] == [2 * num for num in num_asked]
 
 
-def test_a_finished_search_is_shown_again_goes_on_with_a_larger_budget_and_is_not_mixed_with_other_settings(
-    endpoint, capsys
-):
+def test_a_finished_search_is_shown_again_goes_on_with_a_larger_budget_and_is_not_mixed_with_others(endpoint, capsys):
     for _ in range(2):
         search(endpoint, "--max-calls", "12")
     assert len(endpoint.asked("follower")) == 12

@@ -123,9 +123,7 @@ class WandbRun:
         self.rows.append(row)
 
 
-def test_a_mirror_that_is_killed_goes_on_near_where_it_was_though_the_orchestrator_is_always_ahead(
-    tmp_path, monkeypatch
-):
+def test_a_mirror_that_is_killed_goes_on_near_where_it_was_while_the_orchestrator_is_ahead(tmp_path, monkeypatch):
     runs: list[WandbRun] = []
     ids: list[str | None] = []
 

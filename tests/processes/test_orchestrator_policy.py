@@ -178,9 +178,7 @@ def test_a_version_is_live_once_it_is_sent_and_confirmed_and_not_before(tmp_path
 
 
 @pytest.mark.parametrize("offers", [True, False])
-def test_before_a_version_is_confirmed_requests_wait_in_engines_or_in_synchronous_runs_outside(
-    tmp_path, monkeypatch, offers
-):
+def test_until_a_version_is_confirmed_requests_wait_in_engines_or_if_synchronous_outside(tmp_path, monkeypatch, offers):
     async def play(stage):
         monkeypatch.setattr("trireme.transport.control.PATIENCE_S", 0.1)
         release = hold_probe(stage.engine)
@@ -382,9 +380,7 @@ async def test_what_an_orchestrator_that_is_no_more_had_begun_is_asked_for_again
 @staged()
 async def test_a_trainer_stays_while_an_engine_lacks_its_weights_and_that_of_another_run_is_refused(stage):
     journal, scheduler = Journal(stage.config.paths.journal), SimpleNamespace(next_batch=3)
-    answers = TrainerRequests(
-        stage.config, journal, stage.policy, stage.updates, scheduler, Peers(), Waits("orchestrator")
-    )
+    answers = TrainerRequests(stage.config, journal, stage.policy, stage.updates, scheduler, Peers(), Waits("test"))
     stage.engine.version = -1
     await until(lambda: stage.updates.needed(0))
     assert isinstance(await answers(Done(run_id=stage.config.run_id, version=0)), Publish)

@@ -123,9 +123,7 @@ def batch(step: int, shown: str | None = None) -> BatchRecord:
 
 
 @contextmanager
-def ready_to_train(
-    folder: Path, model: Path, *, num_ranks: int = 1, picture: bytes | None = None
-) -> Iterator[Recorded]:
+def ready_to_train(folder: Path, model, *, num_ranks: int = 1, picture: bytes | None = None) -> Iterator[Recorded]:
     files = PictureFiles(pictures_folder(folder / "journal"))
     for step in range(STEPS):
         Journal(folder / "journal").append(batch(step, files.add(picture) if picture else None))

@@ -230,9 +230,7 @@ def test_without_restarts_the_first_death_is_the_end_and_nobody_frozen_is_killed
 
 
 @pytest.mark.parametrize(("name", "inference"), [("t", []), ("t" * 70, ["inference_0", "inference_1"])])
-def test_what_engines_leave_where_temporary_files_are_goes_with_the_run_and_what_others_leave_stays(
-    stage, monkeypatch, name, inference
-):
+def test_temporary_files_of_engines_go_with_the_run_and_those_of_others_stay(stage, monkeypatch, name, inference):
     """Also what the first life of one has left. Where a folder of its own would make paths of sockets too long, an
     engine has the folder of all."""
     leave = "import tempfile; Path(tempfile.gettempdir(), f'{NAME}_{RUN}').touch(); all_are_here(3)\n"

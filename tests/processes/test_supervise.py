@@ -59,9 +59,7 @@ def test_who_dies_first_is_named_with_its_last_words_and_nobody_is_left(stage, c
         (False, "pass", 1, ["inference ended too early"]),
     ],
 )
-def test_what_would_only_be_repeated_or_may_not_be_restarted_ends_the_run_and_is_named(
-    stage, capsys, restart, body, code, told
-):
+def test_what_would_be_repeated_or_may_not_be_restarted_ends_the_run_by_name(stage, capsys, restart, body, code, told):
     stage.set(restart=restart)
     assert supervise(stage.plan(inference=body), stage.config, grace_s=GRACE_S) == code
     assert len(stage.runs_of("inference")) == 1

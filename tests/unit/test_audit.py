@@ -67,9 +67,7 @@ def rich_config(written: dict[bool, RunConfig], tmp_path: Path) -> RunConfig:
 
 @pytest.mark.parametrize("build", [build_config, build_rich_config])
 @pytest.mark.parametrize("level", [0, 1])
-def test_a_run_holds_whatever_file_was_written_last(
-    tmp_path: Path, build: Callable[..., RunConfig], level: int
-) -> None:
+def test_a_run_holds_whatever_file_was_written_last(tmp_path: Path, build: Callable, level: int) -> None:
     run = WrittenRun(build(tmp_path, max_async_level=level, seed=level))
     moments = [(moment, assert_holds(tmp_path)) for moment in run.write(6)]
     first, last = moments[0][1].summary, moments[-1][1].summary
@@ -216,9 +214,7 @@ def played(config: RunConfig) -> RunConfig:
 
     def as_played(record: BatchRecord) -> None:
         for one in (*record.rollouts, *record.dropped, *map(unscored, record.state.open_groups)):
-            turns = [
-                TurnRecord(prompt="aside", ids=[1], logprobs=[0.0], versions=[0], finish_reason="stop", message={})
-            ]
+            turns = [TurnRecord(prompt="aside", ids=[1], logprobs=[0.0], versions=[0], finish_reason="", message={})]
             if isinstance(one, Rollout):
                 one.branches, one.left_out = [Branch(why="first request")], {"not chosen": ["aside"]}
                 turns += [turn for sample in one.samples for turn in turns_of(sample)]
@@ -322,9 +318,7 @@ def assert_named_first(config: RunConfig, fault: Fault) -> None:
     assert all((first.expected, first.meaning))
 
 
-def test_one_fault_is_not_repeated_in_later_batches_and_thousands_are_only_counted(
-    tmp_path: Path, rich_config: RunConfig
-) -> None:
+def test_one_fault_is_not_repeated_in_later_batches_and_thousands_are_only_counted(tmp_path, rich_config) -> None:
     config = write_whole_run(tmp_path / "long", batches=30)
     in_batch = ["an open group is forgotten", "a counter is wrong", "the place in the data is another"]
     in_rich_batch = ["a score is another", "a running mean is another", "a step's reward is of no token"]

@@ -73,9 +73,7 @@ def test_secrets_are_in_the_secret_alone():
     assert [kind for kind, manifest in found.items() if "s3cret" in str(manifest)] == ["Secret"]
 
 
-@pytest.mark.parametrize(
-    "text", ["a\"b'c: {d} # e", "x\n  y\n\n", "  first\nsecond", "tab\t\x7f\x85\u2028é\U0001f600", "- no"]
-)
+@pytest.mark.parametrize("text", ["a\"b'c: {d} #", "x\n y\n\n", "  first\n2nd", "\t\x7f\x85\u2028é\U0001f600", "- no"])
 def test_every_text_reaches_the_cluster_as_it_is(monkeypatch, text):
     monkeypatch.setitem(SECRETS, "ODD", text)
     given = replace(job(1), run_toml=text)

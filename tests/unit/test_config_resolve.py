@@ -119,9 +119,7 @@ def test_rl_finds_free_ports_and_commands_alone_take_the_known_ones():
     assert len(set(ports)) == 3
     assert config.ports.batches == 7777
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    assert not [port for port in ports if first <= port <= last], (
-        "a connection could be given it before the run listens"
-    )
+    assert not [port for port in ports if first <= port <= last], "a connection could get it before the run listens"
     alone = resolved(section="trainer")
     known = (alone.inference.server.port, alone.orchestrator.server.port, alone.ports.batches, alone.ports.weights)
     assert known == (8000, 8001, 5555, 5556)

@@ -242,9 +242,7 @@ def test_names_of_parsers_are_left_to_the_engine_where_vllm_is_not_installed(mon
     ],
 )
 def test_sampling_that_biases_the_importance_ratio_gets_a_note(sampling, words):
-    notes = sampling_notes(
-        resolved(prefixed("orchestrator.sampling", sampling) if sampling else "").orchestrator.sampling
-    )
+    notes = sampling_notes(resolved(sampling and prefixed("orchestrator.sampling", sampling)).orchestrator.sampling)
     assert len(notes) == (words is not None)
     assert words is None or words in notes[0]
 

@@ -181,9 +181,7 @@ def test_rl_says_what_to_type_on_which_machine():
         (OTHERS, -1, "", "a number from 0 to 2"),
     ],
 )
-def test_a_machine_finds_itself_by_a_flag_the_environment_or_its_addresses(
-    addresses, flag, variable, found, monkeypatch
-):
+def test_a_machine_finds_itself_by_flag_environment_or_addresses(addresses, flag, variable, found, monkeypatch):
     monkeypatch.setenv(NODE, variable)
     if isinstance(found, int):
         assert find_node("hosts.trainer", addresses, flag) == found

@@ -77,9 +77,7 @@ def test_a_model_that_cannot_be_trained_is_refused(folder, config, words):
         ({"model_type": "gpt_oss"}, "", "eager", ""),
     ],
 )
-def test_what_sdpa_lacks_or_leaves_out_is_left_to_eager_unless_the_user_says_sdpa(
-    folder, described, flags, attention, words
-):
+def test_what_sdpa_lacks_or_leaves_out_is_left_to_eager_unless_sdpa_is_said(folder, described, flags, attention, words):
     describe(folder, **described)
     flags = f"--model.name {folder} {flags}"
     assert resolved(flags).trainer.model.attn == attention

@@ -140,9 +140,7 @@ ORDER = [aspect for aspect in ASPECTS if aspect in CHANGES]
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = write_whole_run(tmp_path_factory.mktemp("runs") / "a")
-    change_lines(lambda rows: [row_of(rows, "trainer", n).update({"lr": 1e-3, "policy/kl": 0.01}) for n in range(5)])(
-        config
-    )
+    change_lines(lambda it: [row_of(it, "trainer", n).update({"lr": 0.1, "policy/kl": 1}) for n in range(5)])(config)
     for step in range(5):
         rollouts = Journal(config.paths.journal).read(step).rollouts
         samples = [sample for rollout in rollouts for sample in rollout.samples]

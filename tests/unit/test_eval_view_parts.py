@@ -34,9 +34,7 @@ def test_what_an_evaluation_writes_is_what_the_list_shows(tmp_path):
         completion=[{"role": "assistant", "content": "because"}], metrics={"close": 0.25}, tokens=87, turns=2,
         truncated=True, stop="length",
     )  # fmt: skip
-    write_eval_results(
-        tmp_path / "say.jsonl", [written, EvalResult(example_id="x", reward=None, error="timeout: late")]
-    )
+    write_eval_results(tmp_path / "say.jsonl", [written, EvalResult(example_id="x", reward=None, error="timeout")])
     file = read_all(tmp_path / "say.jsonl")
     row, failed = file.rows
     assert (row.example, row.rollout, row.reward, row.tokens, row.turns) == ("3", 2, 0.5, 87, 2)

@@ -130,9 +130,7 @@ def test_new_advantages_keep_what_a_cut_sampler_could_choose_from() -> None:
     sample = msgspec.structs.replace(sample_of([0, 1]), kept=kept)
     assert targets.with_advantages(sample, np.array([0.0, 1.0], dtype=np.float32)).kept is kept
     assert targets.is_zero([np.zeros(3), np.zeros(2)])
-    assert targets.is_zero(
-        [np.zeros(0), np.array([0.0, -1e-16])]
-    )  # a running mean of equal rewards is off by so little
+    assert targets.is_zero([np.zeros(0), np.array([0.0, -1e-16])])  # a running mean of equal rewards is off by that
     assert not targets.is_zero([np.zeros(3), np.array([0.0, -1e-7])])
 
 

@@ -21,9 +21,7 @@ GOLDEN = Path(__file__).parents[1] / "data" / f"wire_v{wire.WIRE_VERSION}.json"
 TOKENS = build_tokens(
     ids=[5, 9, 70000], loss_mask=[0, 1, 1], logprobs=[0.0, -0.1, -2.5], advantages=[0.0, 0.5, -0.5], versions=[-1, 3, 4]
 )
-CUT = build_tokens(
-    **{name: [0, 1] for name in COLUMNS}, kept=Kept(counts=np.array([0, 2], np.int32), ids=np.array([4, 1], np.int32))
-)
+CUT = build_tokens(**{name: [0, 1] for name in COLUMNS}, kept=Kept(*np.array([[0, 2], [4, 1]], np.int32)))
 SENT_TO = build_tokens(
     **{name: [0, 1] for name in COLUMNS},
     routed=Routed(np.array([1, 0], np.uint8), np.array([5, 2, 0, 7], np.uint8), layers=2, top_k=2),

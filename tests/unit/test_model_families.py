@@ -93,9 +93,7 @@ def test_drawn_weights_are_those_of_transformers_and_published_names_lead_to_the
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)
-def test_samples_of_a_packed_row_begin_with_an_empty_state(
-    checkpoints: dict[str, Path], kind: str, world: World
-) -> None:
+def test_samples_of_a_packed_row_begin_with_an_empty_state(checkpoints, kind: str, world: World) -> None:
     """Logprobs and gradients are those of each sample alone, where layers are recomputed and prefixes shared."""
     model = load_model(settings(kind, ac=ActivationCheckpointing()), str(checkpoints[kind]), world)
     samples = random_samples([70, 9, 1, 14, 14])
@@ -126,9 +124,7 @@ def test_samples_of_a_packed_row_begin_with_an_empty_state(
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "qwen3_5_text", "lfm2_moe", "mamba2"])
-def test_a_probe_admits_the_same_weights_in_bfloat16_and_no_others(
-    checkpoints: dict[str, Path], kind: str, world: World
-) -> None:
+def test_a_probe_admits_the_same_weights_in_bfloat16_and_no_others(checkpoints, kind: str, world: World) -> None:
     """Others: another cap of attention scores, or a convolution that stayed as it was, both off by a little."""
     half = AutoModelForCausalLM.from_pretrained(checkpoints[kind], dtype=torch.bfloat16, attn_implementation="eager")
     folder = str(checkpoints[kind])

@@ -12,9 +12,7 @@ FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. G
 FULL_CPU = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
 
 
-def message_of(
-    error: Exception, config: TrainerConfig | SftConfig, table: str = "trainer.", device: str = "cuda"
-) -> str:
+def message_of(error, config: TrainerConfig | SftConfig, table: str = "trainer.", device: str = "cuda") -> str:
     with pytest.raises(type(error) if "shapes" in str(error) else ConfigError) as caught:
         with explain_out_of_memory(table, config, seq_len=4096, device=device):
             raise error

@@ -166,9 +166,7 @@ def test_every_family_is_counted_exactly_whatever_its_settings(variant):
     model, ours = built(config), architecture_of(config)
     assert is_known(config)
     assert ours.num_parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert architecture_of(model.config.to_dict()).num_parameters == ours.num_parameters, (
-        "a file that was written whole"
-    )
+    assert architecture_of(model.config.to_dict()).num_parameters == ours.num_parameters, "a file written whole"
     windowed = [kind == "sliding_attention" for kind in getattr(model.config, "layer_types", None) or []]
     if windowed:
         assert [layer.window is not None for layer in ours.layers] == windowed

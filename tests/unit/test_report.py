@@ -32,9 +32,7 @@ from trireme.tools.report.writing import Report, to_html, to_markdown
 from viewing import Reader, write_evaluations
 from written_run import rewrite_batch, write_whole_run
 
-EVIL = (
-    '<script>alert(1)</script> ``` </pre> </details> <img src="http://example.org/x"> \u202e ![x](http://example.org/y)'
-)
+EVIL = '<script>alert(1)</script> ``` </pre> </details> <img src="http://x.org/x"> \u202e ![x](http://example.org/y)'
 SHOWN = EVIL.replace("\u202e", "�")
 
 

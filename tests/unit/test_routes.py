@@ -142,9 +142,7 @@ def record(trajectory: Trajectory, tokenizer: ChatTokenizer, question: Question,
     """One turn of an engine that tells of the experts that were not known before."""
     ids = [*tokenizer.encode(text), END]
     new = routes([*question.ids, *ids][question.routes_from : -1])
-    trajectory.record(
-        question, Generation(ids, [-0.5] * len(ids), [0] * len(ids), "stop", routes=new), ModelMessage(text)
-    )
+    trajectory.record(question, Generation(ids, [-1] * len(ids), [0] * len(ids), "", routes=new), ModelMessage(text))
 
 
 def check_routed(sample: Tokens) -> None:

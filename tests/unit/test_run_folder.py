@@ -154,9 +154,7 @@ def test_a_line_of_metrics_is_on_disk_before_the_step_goes_on(tmp_path: Path, mo
 
 
 def test_secrets_among_arguments_are_for_the_owner_and_for_no_page(tmp_path: Path) -> None:
-    words = (
-        f"""--output-dir {tmp_path} --orchestrator.env '[{{id = "a", args = {{judge_api_key = "sk-1", size = 3}}}}]'"""
-    )
+    words = f"""--output-dir {tmp_path} --orchestrator.env '[{{id="a", args = {{judge_api_key="sk-1", size = 3}}}}]'"""
     for flags, mode in ((words, 0o600), (f"--output-dir {tmp_path}", 0o644)):
         config = resolved(flags)
         write_run(config, config.paths.run_config)

@@ -196,9 +196,7 @@ def test_a_team_fills_its_row_up_and_a_rank_by_itself_exchanges_nothing() -> Non
     assert Team().gather(tensor, [3]) is tensor
 
 
-@pytest.mark.parametrize(
-    ("attention", "team_size", "problem"), [("eager", 2, 'attn = "eager"'), ("sdpa", 3, "4 attention heads")]
-)
+@pytest.mark.parametrize(("attention", "team_size", "problem"), [("eager", 2, '"eager"'), ("sdpa", 3, "4 attention")])
 def test_attention_that_cannot_be_shared_is_refused(attention: str, team_size: int, problem: str) -> None:
     model = model_of(head_dim=8)
     model.set_attn_implementation(attention)

@@ -28,9 +28,7 @@ def train_until(state: TrainerState, world: World, *, until: int) -> TrainerStat
     return state
 
 
-def save_steps(
-    folder: Path, steps: list[int], model: Path, world: World, config: Checkpoints | None = None
-) -> TrainerState:
+def save_steps(folder: Path, steps: list[int], model, world: World, config: Checkpoints | None = None) -> TrainerState:
     state = tiny.open_state(model, world)
     for step in steps:
         state.version = step
@@ -147,9 +145,7 @@ def test_a_missing_part_of_a_tensor_is_noticed(tmp_path):
         (Checkpoints(resume_step=0), True, 0),
     ],
 )
-def test_a_run_resumes_the_newest_complete_step_or_the_one_it_names(
-    tmp_path, tiny_model, world, config, resume, expected
-):
+def test_a_run_resumes_the_newest_complete_step_or_the_named_one(tmp_path, tiny_model, world, config, resume, expected):
     if config.resume_step != 3:
         assert version_to_resume(tmp_path, config, resume=resume) == 0
     save_steps(tmp_path, [3, 9, 10], tiny_model, world)
@@ -224,9 +220,7 @@ def trained(tiny_model: Path, world: World) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def exported(
-    trained: PreTrainedModel, tiny_model: Path, world: World, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def exported(trained: PreTrainedModel, tiny_model: Path, world: World, tmp_path_factory) -> Path:
     return export(trained, tmp_path_factory.mktemp("exported"), world, tokenizer=tiny_model, dtype=torch.float32)
 
 

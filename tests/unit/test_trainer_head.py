@@ -96,9 +96,7 @@ def plain(model: transformers.PreTrainedModel, targets: Targets) -> HeadOutput:
     return HeadOutput(normalised.gather(-1, targets.ids[:, None]).squeeze(-1), -(normalised.exp() * normalised).sum(-1))
 
 
-def gradients_of(
-    model: transformers.PreTrainedModel, output: HeadOutput, *, of_entropies: bool
-) -> dict[str, torch.Tensor]:
+def gradients_of(model, output: HeadOutput, *, of_entropies: bool) -> dict[str, torch.Tensor]:
     weights = torch.linspace(-1, 1, K, dtype=torch.float64)
     loss = output.logprobs @ weights + output.logprobs.square().sum() / 9
     (loss + output.entropies.square() @ weights.flip(0) if of_entropies else loss).backward()

@@ -230,9 +230,7 @@ def test_what_a_checkpoint_leaves_is_loaded_by_peft_merged_and_evaluated_as_it_w
 
 @pytest.mark.parametrize("held", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_merged_has_the_bits_that_engines_had_whatever_the_base_was_held_in(
-    held, dtype, folder, world, tmp_path
-):
+def test_what_is_merged_has_the_bits_that_engines_had_however_the_base_was_held(held, dtype, folder, world, tmp_path):
     model = load_model(TrainerModel(lora=LORA, optimization_dtype=held), str(folder), world)
     dtypes = {(parameter.requires_grad, parameter.dtype) for parameter in model.parameters()}
     assert dtypes == {(True, torch.float32), (False, getattr(torch, held))}

@@ -205,9 +205,7 @@ def test_the_policy_becomes_the_reference_every_so_many_versions(tiny_model, wor
 
 
 @pytest.mark.parametrize("saved_at", [1, 2, 3])
-def test_a_run_with_a_moving_reference_goes_on_from_a_checkpoint_to_the_same_bits(
-    tmp_path, tiny_model, world, saved_at
-):
+def test_a_run_with_a_moving_reference_goes_on_from_a_checkpoint_to_the_bit(tmp_path, tiny_model, world, saved_at):
     """Saved before the first update, right after it, and in between."""
     terms = {"beta": 0.3, "kl_estimator": "k1", "reference_update_every": 2, "entropy_bonus": 0.01}
     config = config_of(tiny_model, type="tis", **terms, num_iterations=2)
@@ -269,9 +267,7 @@ def test_a_replay_finds_the_same_bits_with_a_moving_reference_and_several_iterat
     journal = Journal(config.paths.journal)
     for step in range(4):
         given = {"group": step, "attempt": 0, "env": "e", "example": 0, "reward": 0.0, "temperature": 1.0}
-        rollouts = [
-            Rollout(place=place, samples=[sample.tokens], **given) for place, sample in enumerate(samples_at(step))
-        ]
+        rollouts = [Rollout(place=n, samples=[sample.tokens], **given) for n, sample in enumerate(samples_at(step))]
         journal.append(BatchRecord(step=step, rollouts=rollouts, dropped=[], state=State(next_batch=step + 1)))
     original = list(retrace(config, world, range(4)))
 
@@ -285,9 +281,7 @@ def test_a_replay_finds_the_same_bits_with_a_moving_reference_and_several_iterat
     assert again[1].metrics == original[4].metrics
 
 
-def gradients(
-    folder: Path, world: World, samples: list[Sample], *, capacity: int = 80, **settings: Any
-) -> tuple[dict[str, float], Tensors]:
+def gradients(folder: Path, world: World, samples, *, capacity=80, **settings) -> tuple[dict[str, float], Tensors]:
     return passed(load_model(TrainerModel(**settings), str(folder), world), samples, world, POLICY, capacity=capacity)
 
 
@@ -374,15 +368,11 @@ def test_losses_by_sample_and_of_entropies_have_the_gradients_of_samples_alone(t
     found = passed(tiny.open_state(tiny_model, world).model, samples, world, policy_gradient(Loss(**loss)), **options)
     assert found[0]["loss"] == pytest.approx(expected.item(), rel=1e-4)
     assert found[0]["clip_frac/low"] + found[0]["clip_frac/high"] < 0.9
-    assert (
-        tiny.largest_difference({name: parameter.grad for name, parameter in model.named_parameters()}, found[1]) < 1e-5
-    )
+    assert tiny.largest_difference({name: each.grad for name, each in model.named_parameters()}, found[1]) < 1e-5
 
 
 def test_the_first_token_of_a_sample_is_never_predicted_from_its_neighbour(tiny_model, world):
-    tokens = build_tokens(
-        ids=[5, 6, 7, 8], loss_mask=[1, 1, 1, 1], logprobs=[0.0] * 4, advantages=[1.0] * 4, versions=[0] * 4
-    )
+    tokens = build_tokens(ids=[5, 6, 7, 8], loss_mask=[1] * 4, logprobs=[0] * 4, advantages=[1] * 4, versions=[0] * 4)
     model = tiny.open_state(tiny_model, world).model
     _, packed = passed(model, [Sample(tokens, 1.0)] * 2, world, cross_entropy)
     _, alone = passed(model, [Sample(tokens, 1.0)], world, cross_entropy, loss_tokens=8)

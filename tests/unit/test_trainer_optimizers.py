@@ -65,9 +65,7 @@ def test_moments_in_8_bits_and_in_32_go_on_from_each_other(before, after, model_
     one, other = tiny.weights_of(straight.model), tiny.weights_of(switched.model)
     moved = sum((one[name] - began[name]).square().sum() for name in one).sqrt()
     assert sum((one[name] - other[name]).square().sum() for name in one).sqrt() < 0.05 * moved
-    formats = [
-        {name: tensor.dtype for name, tensor in tiny.optimizer_state_of(each).items()} for each in (switched, held)
-    ]
+    formats = [{name: it.dtype for name, it in tiny.optimizer_state_of(each).items()} for each in (switched, held)]
     assert formats[0] == formats[1]
 
 

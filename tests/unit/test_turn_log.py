@@ -14,9 +14,7 @@ from trireme.journal.turns import TurnLog, TurnRecord, prompt_digest, read_turns
 
 def record(prompt: str, token: int, **more: object) -> TurnRecord:
     message = {"role": "assistant", "content": f"ä{token}"}
-    return TurnRecord(
-        prompt=prompt, ids=[token], logprobs=[-0.1], versions=[3], finish_reason="stop", message=message, **more
-    )
+    return TurnRecord(prompt=prompt, ids=[token], logprobs=[0], versions=[3], finish_reason="", message=message, **more)
 
 
 def keep(log: TurnLog, turn: TurnRecord) -> None:
