@@ -57,13 +57,9 @@ def open_chromium(*, size: tuple[int, int] = SIZE, dark: bool = False) -> Iterat
         raise FileNotFoundError("chromium is not installed - install it: apt-get install chromium")
     with TemporaryDirectory(prefix="chromium-") as folder, sync_playwright() as playwright:
         context = playwright.chromium.launch_persistent_context(
-            folder,
-            executable_path=executable,
-            headless=True,
-            args=list(FLAGS),
-            viewport={"width": size[0], "height": size[1]},
-            color_scheme="dark" if dark else "light",
-        )
+            folder, executable_path=executable, headless=True, args=list(FLAGS),
+            viewport={"width": size[0], "height": size[1]}, color_scheme="dark" if dark else "light",
+        )  # fmt: skip
         try:
             context.set_default_timeout(PATIENCE_MS)
             expect.set_options(timeout=PATIENCE_MS)

@@ -176,12 +176,9 @@ class FakeEngine:
             spans[-1]["end"] = place + 1
             logprobs.append({"logprob": logprob_of(token, place, self.version), "token": str(token)})
         choice = {
-            "index": 0,
-            "token_ids": ids,
-            "finish_reason": "stop" if ids and ids[-1] == self.end else "length",
-            "logprobs": {"content": logprobs},
-            "weight_versions": spans,
-        }
+            "index": 0, "token_ids": ids, "finish_reason": "stop" if ids and ids[-1] == self.end else "length",
+            "logprobs": {"content": logprobs}, "weight_versions": spans,
+        }  # fmt: skip
         if self.routes is not None:
             choice["routed_experts"] = self.routes(asked, ids)
         answer = {"request_id": str(asked.number), "choices": [choice], "prompt_logprobs": None}

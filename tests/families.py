@@ -23,18 +23,10 @@ from trireme.config.vision import KINDS
 VOCABULARY = 96
 
 _SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.1,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.1,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 _HEADS = {"head_dim": 8}
 _WINDOW = {"sliding_window": 5}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -46,38 +38,24 @@ _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 _GEMMA = _HEADS | _WINDOW | {"query_pre_attn_scalar": 8}
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen3": _HEADS | {"tie_word_embeddings": True},
-    "qwen2": {},
-    "llama": _HEADS,
-    "mistral": _HEADS | _WINDOW,
-    "gemma2": _GEMMA,
-    "vaultgemma": _GEMMA,
-    "gemma3_text": _GEMMA | _LAYERS,
-    "phi3": {},
-    "glm4": _HEADS,
-    "granite": {},
-    "olmo2": {},
-    "olmo3": _WINDOW | _LAYERS,
-    "smollm3": _HEADS | {"no_rope_layers": [1, 0]},
-    "gpt_neox": {},
+    "qwen3": _HEADS | {"tie_word_embeddings": True}, "qwen2": {}, "llama": _HEADS, "mistral": _HEADS | _WINDOW,
+    "gemma2": _GEMMA, "vaultgemma": _GEMMA, "gemma3_text": _GEMMA | _LAYERS, "phi3": {}, "glm4": _HEADS, "granite": {},
+    "olmo2": {}, "olmo3": _WINDOW | _LAYERS, "smollm3": _HEADS | {"no_rope_layers": [1, 0]}, "gpt_neox": {},
     "qwen3_moe": _HEADS | _EXPERTS | {"num_experts": 4, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": _HEADS | _WINDOW | _ROPE | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "glm4_moe": _HEADS | _EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_shared_experts": 1},
     "deepseek_v3": _EXPERTS | _LATENT | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_shared_experts": 1},
-}
+}  # fmt: skip
 """By `model_type`: what is special."""
 
 ATTENTION = {"gpt_oss": "eager", "gemma2": "eager", "vaultgemma": "eager", "mamba2": "eager"}
 """Where it is not sdpa: gpt-oss has sinks, two Gemmas cap their attention scores, Mamba-2 has no attention."""
 
 _DELTA = _HEADS | {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
 _DELTA_EXPERTS = _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2}
 
@@ -88,19 +66,14 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": _MAMBA
     | {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 0, "shared_intermediate_size": 48},
     "nemotron_h": {
-        "layers_block_type": ["mamba", "attention", "mlp"],
-        "num_hidden_layers": 3,
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 16,
-        "ssm_state_size": 8,
-        "n_groups": 1,
-        "head_dim": 8,
+        "layers_block_type": ["mamba", "attention", "mlp"], "num_hidden_layers": 3, "mamba_num_heads": 4,
+        "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "head_dim": 8,
     },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": _EXPERTS | {"layer_types": ["conv", "full_attention"], "num_experts": 4, "num_dense_layers": 1},
     "falcon_h1": _MAMBA | _HEADS | {"mamba_d_ssm": 64},
     "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
-}
+}  # fmt: skip
 """Some or all layers carry a state from token to token."""
 CONFIGS |= HYBRIDS
 
@@ -113,15 +86,12 @@ SERVED: dict[str, dict[str, Any]] = {
     "nemotron_h": _LARGE | {"mamba_head_dim": 64, "ssm_state_size": 16, "head_dim": 64},
     "granitemoehybrid": _LARGE_MAMBA | {"shared_intermediate_size": 128},
     "falcon_h1": _LARGE_MAMBA | {"mamba_d_ssm": 256, "head_dim": 64, "mamba_norm_before_gate": False},
-    "mamba2": _LARGE | {"intermediate_size": 256, "head_dim": 64, "state_size": 16},
-    "lfm2": _LARGE_CONV,
-    "lfm2_moe": _LARGE_CONV | _ALL_EXPERTS,
-    "qwen3_5_text": _LARGE_DELTA,
-    "qwen3_5_moe_text": _LARGE_DELTA | _ALL_EXPERTS,
-    "qwen3_next": _LARGE_DELTA | _ALL_EXPERTS,
+    "mamba2": _LARGE | {"intermediate_size": 256, "head_dim": 64, "state_size": 16}, "lfm2": _LARGE_CONV,
+    "lfm2_moe": _LARGE_CONV | _ALL_EXPERTS, "qwen3_5_text": _LARGE_DELTA,
+    "qwen3_5_moe_text": _LARGE_DELTA | _ALL_EXPERTS, "qwen3_next": _LARGE_DELTA | _ALL_EXPERTS,
     "qwen3_5": _LARGE_DELTA | {"tie_word_embeddings": True},
     "qwen3_5_moe": _LARGE_DELTA | _ALL_EXPERTS | {"moe_intermediate_size": 32},
-}
+}  # fmt: skip
 """Sizes that vLLM has kernels for on a CPU. Tokens are sent to all experts, as rounding may choose others."""
 
 NOT_FOR_PACKED_ROWS: dict[str, dict[str, Any]] = {

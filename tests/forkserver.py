@@ -354,13 +354,10 @@ class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
             subprocess_execute(self, *args, **kwargs)
             return
         self.pid = self.seeds[-1].fork(
-            argv,
-            (bound["p2cread"], bound["c2pwrite"], bound["errwrite"]),
-            bound["pass_fds"],
+            argv, (bound["p2cread"], bound["c2pwrite"], bound["errwrite"]), bound["pass_fds"],
             env=dict(os.environ if bound["env"] is None else bound["env"]),
-            cwd=None if bound["cwd"] is None else str(bound["cwd"]),
-            new_session=bool(bound["start_new_session"]),
-        )
+            cwd=None if bound["cwd"] is None else str(bound["cwd"]), new_session=bool(bound["start_new_session"]),
+        )  # fmt: skip
         self._child_created = True
         names = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(bound[name] for name in names))  # type: ignore[attr-defined]

@@ -15,18 +15,10 @@ NUM_EXPERTS = 8
 TOP_K = 2
 
 _SHAPE: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 4096,
-    "num_experts_per_tok": TOP_K,
-    "initializer_range": 0.05,
-    "bos_token_id": None,
-    "tie_word_embeddings": False,
-}
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 4096, "num_experts_per_tok": TOP_K,
+    "initializer_range": 0.05, "bos_token_id": None, "tie_word_embeddings": False,
+}  # fmt: skip
 _FEW = {"moe_intermediate_size": 64, "norm_topk_prob": True}
 _GROUPED = _FEW | {"n_routed_experts": NUM_EXPERTS, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}
 _SIZES = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}

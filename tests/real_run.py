@@ -66,15 +66,9 @@ class Process:
                 self._popen = forkserver.popen(argv, output=output.fileno(), env=environment, cwd=REPOSITORY)
                 return
             self._popen = subprocess.Popen(
-                argv,
-                cwd=REPOSITORY,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=_before_exec,
-            )
+                argv, cwd=REPOSITORY, env=environment, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_before_exec,
+            )  # fmt: skip
 
     @property
     def output(self) -> str:

@@ -24,14 +24,9 @@ END_S = 240.0
 POLL_S = 0.01
 
 VICTIMS = (
-    "launcher",
-    "orchestrator",
-    "trainer rank 0",
-    "trainer rank 1",
-    "inference server",
-    "engine core",
+    "launcher", "orchestrator", "trainer rank 0", "trainer rank 1", "inference server", "engine core",
     "environment worker",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -122,13 +117,10 @@ class KilledRun:
         self.num_starts += 1
         name, *arguments = self.command
         self.process = Process(
-            name,
-            *arguments,
+            name, *arguments,
             *("--output-dir", str(self.run.root), "--trainer.num-ranks", str(self.ranks), *self.flags, *more),
-            log=self.folder / f"launcher-{self.num_starts}.log",
-            env=self.faults.env,
-            forked=self.command == SCRIPTED,
-        )
+            log=self.folder / f"launcher-{self.num_starts}.log", env=self.faults.env, forked=self.command == SCRIPTED,
+        )  # fmt: skip
 
     @property
     def launcher(self) -> int:

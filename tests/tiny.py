@@ -91,15 +91,9 @@ def backward(
 ) -> dict[str, float]:
     reply, loss = batch_reply(samples, world, capacity=capacity, step=step), loss or Loss(kl_tau=0.1)
     return forward_backward(
-        model,
-        reply.micro_batches,
-        loss_tokens=reply.loss_tokens,
-        loss_samples=reply.loss_samples,
-        step=step,
-        loss_function=policy_gradient(loss),
-        world=world,
-        entropy_gradient=loss.entropy_bonus is not None,
-    )
+        model, reply.micro_batches, loss_tokens=reply.loss_tokens, loss_samples=reply.loss_samples, step=step,
+        loss_function=policy_gradient(loss), world=world, entropy_gradient=loss.entropy_bonus is not None,
+    )  # fmt: skip
 
 
 def batch_reply(samples: list[Sample], world: World, *, capacity: int, step: int) -> BatchReply:

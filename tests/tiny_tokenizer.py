@@ -150,12 +150,9 @@ def write_tokenizer(folder: Path, template: str = CHATML, *, extra_words: tuple[
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<|begin_of_text|>",
-        "eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "special": True},
-        "pad_token": "<|endoftext|>",
-        "clean_up_tokenization_spaces": False,
-        "chat_template": template,
-    }
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin_of_text|>",
+        "eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "special": True}, "pad_token": "<|endoftext|>",
+        "clean_up_tokenization_spaces": False, "chat_template": template,
+    }  # fmt: skip
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder

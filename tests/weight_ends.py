@@ -24,14 +24,11 @@ def random_model(seed: int = 0) -> Tensors:
     """Tensors of several types; one larger than a bucket, one of an odd size, one number, one without numbers."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        "embed": torch.randn(70, 33, generator=generator),
-        "bias": torch.randn(13, generator=generator),
-        "half": torch.randn(17, 3, generator=generator).bfloat16(),
-        "scale": torch.randn((), generator=generator),
-        "empty": torch.empty(0, 4),
-        "norm": torch.randn(16, generator=generator).bfloat16(),
+        "embed": torch.randn(70, 33, generator=generator), "bias": torch.randn(13, generator=generator),
+        "half": torch.randn(17, 3, generator=generator).bfloat16(), "scale": torch.randn((), generator=generator),
+        "empty": torch.empty(0, 4), "norm": torch.randn(16, generator=generator).bfloat16(),
         "counts": torch.randint(0, 100, (5,), generator=generator),
-    }
+    }  # fmt: skip
 
 
 def specs_of(tensors: Tensors) -> list[TensorSpec]:

@@ -45,15 +45,11 @@ def build_config(folder: Path, code: str = SAY, **sections: Any) -> RunConfig:
         "inference": {"server": {"port": free_port()}},
         "weight_broadcast": {"type": "gloo", "probe_tolerance": 1e-3},
         "orchestrator": {
-            "batch_size": 8,
-            "rollouts_per_example": 4,
-            "sampling": {"max_tokens": 8},
-            "env": [{"id": str(environment), "name": "say"}],
-            "server": {"port": free_port()},
-            "trainer_timeout_s": DEADLINE_S,
-            "engine_timeout_s": DEADLINE_S,
+            "batch_size": 8, "rollouts_per_example": 4, "sampling": {"max_tokens": 8},
+            "env": [{"id": str(environment), "name": "say"}], "server": {"port": free_port()},
+            "trainer_timeout_s": DEADLINE_S, "engine_timeout_s": DEADLINE_S,
         },
-    }
+    }  # fmt: skip
     return RunConfig.model_validate(_merged(values, sections))
 
 

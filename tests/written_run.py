@@ -51,13 +51,10 @@ def build_config(folder: Path, **sections: Any) -> RunConfig:
         "max_async_level": 1,
         "seed": 2,  # in its first five batches happens all that can happen to a group
         "orchestrator": {
-            "batch_size": BATCH,
-            "rollouts_per_example": GROUP,
-            "max_rollout_attempts": ATTEMPTS,
-            "max_off_policy_steps": 2,
-            "env": [{"id": "a", "weight": 2.0}, {"id": "b", "weight": 1.0}],
+            "batch_size": BATCH, "rollouts_per_example": GROUP, "max_rollout_attempts": ATTEMPTS,
+            "max_off_policy_steps": 2, "env": [{"id": "a", "weight": 2.0}, {"id": "b", "weight": 1.0}],
         },
-    }
+    }  # fmt: skip
     return RunConfig.model_validate(values | sections)
 
 
@@ -191,23 +188,13 @@ class WrittenRun:
         oldest = max(0, step - 2) if self.config.max_async_level else step
         samples = [self._sample(oldest, step) for _ in range(self._random.randrange(1, 3))]
         return Rollout(
-            group=task.id,
-            place=place,
-            attempt=attempt,
-            env=task.env,
-            example=task.example,
-            reward=self._random.randrange(10) / 10 + place,
-            samples=samples,
+            group=task.id, place=place, attempt=attempt, env=task.env, example=task.example,
+            reward=self._random.randrange(10) / 10 + place, samples=samples,
             temperature=self.config.orchestrator.sampling.temperature,
-            metrics={"num_turns": float(self._random.randrange(1, 4))},
-            prompt=[{"role": "user", "content": "say it"}],
-            completion=[{"role": "assistant", "content": "it"}],
-            answer="it",
-            truncated=place == 2,
-            stop="length" if place == 2 else None,
-            num_turns=len(samples),
-            **self._per_token(samples),
-        )
+            metrics={"num_turns": float(self._random.randrange(1, 4))}, prompt=[{"role": "user", "content": "say it"}],
+            completion=[{"role": "assistant", "content": "it"}], answer="it", truncated=place == 2,
+            stop="length" if place == 2 else None, num_turns=len(samples), **self._per_token(samples),
+        )  # fmt: skip
 
     def _per_token(self, samples: list[Tokens]) -> dict[str, list[np.ndarray]]:
         if self.config.orchestrator.teacher is None:

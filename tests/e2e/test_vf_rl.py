@@ -38,15 +38,9 @@ save_steps = 2
 vllm_server_port = {port}
 """
 IN_THIS_ORDER = (
-    "Loading model models/reverse-text-tiny...",
-    "Starting vLLM server on port ",
-    "vLLM server is ready",
-    "Loading environment tests/e2e/say.py...",
-    "{'loss': ",
-    "Step 1/300: reward=",
-    "=== Step 5 Sample ===",
-    "stopping",
-)
+    "Loading model models/reverse-text-tiny...", "Starting vLLM server on port ", "vLLM server is ready",
+    "Loading environment tests/e2e/say.py...", "{'loss': ", "Step 1/300: reward=", "=== Step 5 Sample ===", "stopping",
+)  # fmt: skip
 FLAGS = ("--one-terminal", "--weight-broadcast.probe-tolerance", "1e9", "--trainer.threads", "1")
 
 

@@ -82,13 +82,9 @@ class Machine:
         addresses = [f"h{node.index}" for node in self.job.plan.nodes]
         told = {"NOTES": str(self.folder / "notes"), "METRICS": str(self.job.run / "metrics.jsonl")}
         return subprocess.Popen(
-            ["bash", str(script), str(index), *addresses],
-            env=os.environ | told | {"PLAN": json.dumps(plan)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+            ["bash", str(script), str(index), *addresses], env=os.environ | told | {"PLAN": json.dumps(plan)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
 
     def run(self, index: int = 0, to_terminal: bool = False, **plan: list[Any]) -> tuple[int, str]:
         process = self.start(index, to_terminal, **plan)

@@ -130,23 +130,20 @@ EVALUATING = """
 """
 FAILURES = {
     "{}['no such thing']": ("score", "KeyError: 'no such thing'"),
-    "1 / 0": ("score", "ZeroDivisionError: division by zero"),
-    "sys.exit(3)": ("score", "SystemExit: 3"),
+    "1 / 0": ("score", "ZeroDivisionError: division by zero"), "sys.exit(3)": ("score", "SystemExit: 3"),
     "asyncio.sleep(60)": ("timeout", "not finished after 1 s (`rollout_timeout_s`)"),
     "float('nan')": ("score", "`reward` returned nan - expected a finite number"),
     "-float('inf')": ("score", "`reward` returned -inf - expected a finite number"),
     "None": ("score", "`reward` returned None, a NoneType - expected a finite number"),
-    "'1.0'": ("score", "`reward` returned '1.0', a str"),
-    "[1.0]": ("score", "`reward` returned [1.0], a list"),
-    "{'reward': 1, 'm': None}": ("score", "`m` returned None"),
-    "{'quality': 1.0}": ("score", "has no `reward`"),
+    "'1.0'": ("score", "`reward` returned '1.0', a str"), "[1.0]": ("score", "`reward` returned [1.0], a list"),
+    "{'reward': 1, 'm': None}": ("score", "`m` returned None"), "{'quality': 1.0}": ("score", "has no `reward`"),
     "dict(reward=1, turn_rewards=[1, 2, 3, 4])": ("score", "4 turns were given rewards, and the rollout had 3"),
     "dict(reward=1, turn_rewards=[1, [1, 2, 3]])": ("score", "Turn 1 was given 3 rewards and has 2 tokens"),
     "dict(reward=1, turn_rewards=0.5)": ("score", "returned 0.5 as `turn_rewards` - expected a list"),
     "dict(reward=1, turn_rewards=['0.5'])": ("score", "`reward, turn_rewards` returned '0.5', a str"),
     "dict(reward=1, turn_rewards=[[float('inf')]])": ("score", "`reward, turn_rewards` returned inf"),
     "dict(reward=1, turn_rewards=[1e31])": ("rollout", "a reward of 1e+31"),
-}
+}  # fmt: skip
 RIGHT, TURNWISE, NOTING = range(len(FAILURES), len(FAILURES) + 3)
 CODES = [*FAILURES, "completion == answer", "dict(reward=2, turn_rewards=[0.5, None, [0, 0, 1.5]])", "note_the_end()"]
 EVALUATED = {"args": {"codes": CODES}, "rollout_timeout_s": 1}

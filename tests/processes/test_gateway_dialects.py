@@ -141,12 +141,9 @@ def ask_anthropic(url: str, messages: list, *, streams: bool) -> tuple[dict, dic
     content = [block.model_dump(exclude_none=True, exclude={"parsed_output"}) for block in message.content]
     finish = {"end_turn": "stop", "max_tokens": "length", "tool_use": "tool_calls"}[message.stop_reason]
     return {"role": "assistant", "content": content}, {
-        "content": texts["text"],
-        "reasoning": texts["thinking"],
-        "calls": calls,
-        "finish": finish,
+        "content": texts["text"], "reasoning": texts["thinking"], "calls": calls, "finish": finish,
         "usage": (message.usage.input_tokens, message.usage.output_tokens),
-    }
+    }  # fmt: skip
 
 
 ASKS = {"chat": ask_chat, "responses": ask_responses, "anthropic": ask_anthropic}
@@ -375,18 +372,8 @@ JSON = st.recursive(
         | st.dictionaries(
             st.sampled_from(
                 [
-                    "role",
-                    "content",
-                    "type",
-                    "text",
-                    "image_url",
-                    "source",
-                    "tool_calls",
-                    "function",
-                    "name",
-                    "input",
-                    "id",
-                    "call_id",
+                    "role", "content", "type", "text", "image_url", "source", "tool_calls", "function", "name",
+                    "input", "id", "call_id",
                 ]
             ),
             inner,
@@ -394,7 +381,7 @@ JSON = st.recursive(
         )
     ),
     max_leaves=12,
-)
+)  # fmt: skip
 FIELDS = ("messages", "input", "tools", "system", "instructions", "tool_choice", "stream_options", "text", "n")
 
 

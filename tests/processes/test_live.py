@@ -267,14 +267,11 @@ def test_tmux_panes_follow_logs_that_do_not_exist_yet(tmp_path: Path) -> None:
 # `vf-rl`
 
 VF_RL: dict[str, Any] = {
-    "max_steps": 100,
-    "device": "cpu",
-    "console": {"style": "vf-rl", "samples_every": 5},
-    "model": {"name": "owner/model"},
-    "trainer": {"model": {"name": "owner/model"}},
+    "max_steps": 100, "device": "cpu", "console": {"style": "vf-rl", "samples_every": 5},
+    "model": {"name": "owner/model"}, "trainer": {"model": {"name": "owner/model"}},
     "inference": {"server": {"port": 8000}},
     "orchestrator": {"batch_size": 8, "rollouts_per_example": 4, "env": [{"id": "owner/reverse-text"}]},
-}
+}  # fmt: skip
 VF_NUMBERS = {"loss": 0.23412, "lr": 1e-05, "policy/entropy": 2.341, "importance_ratio": 1.0201}
 
 

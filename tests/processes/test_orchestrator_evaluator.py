@@ -161,18 +161,13 @@ def test_an_evaluation_environment_of_its_own_is_never_trained_on_and_what_its_r
     assert [(row["reward"], row["error"]) for row in rows[12:]] == [(None, "score: IndexError: out of range")] * 4
     rewards = np.array([row["reward"] for row in scored]).reshape(3, 4)
     measured = {
-        "reward": rewards.mean(),
-        "avg@4": rewards.mean(),
-        "std": rewards.std(),
-        "pass@1": (rewards >= 0.5).sum() / 16,
+        "reward": rewards.mean(), "avg@4": rewards.mean(), "std": rewards.std(), "pass@1": (rewards >= 0.5).sum() / 16,
         "pass@2": np.mean([1 - np.prod(1 - n / np.array([4, 3])) for n in [*(rewards >= 0.5).sum(axis=1), 0]]),
         "pass@4": (rewards >= 0.5).any(axis=1).sum() / 4,
         "length": np.mean([len(row["completion"][0]["content"]) for row in scored]),
-        "tokens_mean": np.mean([row["tokens"] for row in scored]),
-        "turns_mean": 1,
-        "error_rate": 4 / 16,
+        "tokens_mean": np.mean([row["tokens"] for row in scored]), "turns_mean": 1, "error_rate": 4 / 16,
         "truncated_frac": 0,
-    }
+    }  # fmt: skip
     row = eval_rows(config)[1]
     of_evaluation = {name: value for name, value in row.items() if name.startswith("eval/")}
     assert of_evaluation == pytest.approx({f"eval/held/{name}": value for name, value in measured.items()})
@@ -209,13 +204,9 @@ def test_an_evaluation_that_a_later_version_had_a_part_in_is_discarded(tmp_path,
             return Rollout(env="say", example=spec.example, temperature=1.0, reward=1.0, num_turns=1, samples=[sample])
 
     held_out = SimpleNamespace(
-        name="say",
-        config=SimpleNamespace(max_concurrent=8),
-        num_eval=5,
-        num_train=9,
-        group_rewards=False,
+        name="say", config=SimpleNamespace(max_concurrent=8), num_eval=5, num_train=9, group_rewards=False,
         check_group_size=lambda size: None,
-    )
+    )  # fmt: skip
     policy = SimpleNamespace(expect_evaluations=lambda due: None)
     metrics = SimpleNamespace(append=lambda version, row: None)
     evaluator = Evaluator(config, {"say": held_out}, policy, Runner(), metrics, Waits("orchestrator"))

@@ -37,14 +37,9 @@ def loaded_by(code: str, folder: Path) -> set[str]:
     tell = "import atexit, sys\n"
     tell += f"atexit.register(lambda: print('LOADED', *({watched!r} & sys.modules.keys())))\n{code}"
     done = subprocess.run(
-        [sys.executable, "-c", tell],
-        cwd=folder,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=True,
-    )
+        [sys.executable, "-c", tell], cwd=folder, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True,
+        text=True, timeout=DEADLINE_S, check=True,
+    )  # fmt: skip
     return set(done.stdout.rpartition("LOADED")[2].split())
 
 

@@ -24,30 +24,17 @@ def healthy(steps: int, seed: int = 0) -> Iterator[dict[str, Any]]:
         learned = step / max(1, steps - 1)
         when = {"step": step, "time_s": 1.7e9 + step}
         yield when | {
-            "process": "orchestrator",
-            "reward/mean": 0.2 + 0.6 * learned + rng.gauss(0, 0.05),
-            "reward/std": 0.3 + rng.gauss(0, 0.03),
-            "groups/signal_frac": 0.8 - 0.4 * learned,
-            "rollouts/error_rate": abs(rng.gauss(0, 0.02)),
-            "env/x/error_rate": abs(rng.gauss(0, 0.02)),
-            "truncated_frac": abs(rng.gauss(0.05, 0.05)),
-            "filters/repetition_frac": 0.01,
-            "filters/gibberish_frac": 0.0,
-            "lag/beyond_frac": 0.1,
-            "tokens/completion_mean": 100 + rng.gauss(0, 10),
-        }
+            "process": "orchestrator", "reward/mean": 0.2 + 0.6 * learned + rng.gauss(0, 0.05),
+            "reward/std": 0.3 + rng.gauss(0, 0.03), "groups/signal_frac": 0.8 - 0.4 * learned,
+            "rollouts/error_rate": abs(rng.gauss(0, 0.02)), "env/x/error_rate": abs(rng.gauss(0, 0.02)),
+            "truncated_frac": abs(rng.gauss(0.05, 0.05)), "filters/repetition_frac": 0.01,
+            "filters/gibberish_frac": 0.0, "lag/beyond_frac": 0.1, "tokens/completion_mean": 100 + rng.gauss(0, 10),
+        }  # fmt: skip
         yield when | {
-            "process": "trainer",
-            "loss": rng.gauss(0, 0.05),
-            "grad_norm": 1.0 * math.exp(rng.gauss(0, 0.5)),
-            "skipped_update": 0.0,
-            "policy/entropy": 1.0 - 0.5 * learned + rng.gauss(0, 0.05),
-            "policy/kl": 0.001,
-            "importance_ratio": 1 + rng.gauss(0, 0.01),
-            "mismatch_kl": 1e-4,
-            "masked_frac": 0.01,
-            "ess": 0.95,
-        }
+            "process": "trainer", "loss": rng.gauss(0, 0.05), "grad_norm": 1.0 * math.exp(rng.gauss(0, 0.5)),
+            "skipped_update": 0.0, "policy/entropy": 1.0 - 0.5 * learned + rng.gauss(0, 0.05), "policy/kl": 0.001,
+            "importance_ratio": 1 + rng.gauss(0, 0.01), "mismatch_kl": 1e-4, "masked_frac": 0.01, "ess": 0.95,
+        }  # fmt: skip
 
 
 def run_that_turns(process: str, *later: dict[str, Any]) -> Iterator[dict[str, Any]]:

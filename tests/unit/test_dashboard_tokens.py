@@ -100,12 +100,9 @@ def test_what_was_said_of_another_batch_or_is_torn_is_as_if_it_were_not_there(ru
 
 def columns(**changes: object) -> TokenColumns:
     sample = build_tokens(
-        ids=[5, 6, 7, 8, 9],
-        loss_mask=[0, 0, 1, 1, 1],
-        logprobs=[0, 0, math.log(0.5), math.log(0.25), 0.0],
-        advantages=[0, 0, 1.5, 1.5, -3.0],
-        versions=[-1, -1, 3, 4, 4],
-    )
+        ids=[5, 6, 7, 8, 9], loss_mask=[0, 0, 1, 1, 1], logprobs=[0, 0, math.log(0.5), math.log(0.25), 0.0],
+        advantages=[0, 0, 1.5, 1.5, -3.0], versions=[-1, -1, 3, 4, 4],
+    )  # fmt: skip
     rollout = Rollout(
         group=1, place=0, attempt=0, env="a", example=0, reward=1.0, samples=[sample], temperature=1.0, **changes
     )
@@ -125,14 +122,9 @@ def test_figures_and_ratios_of_a_sample_by_hand() -> None:
 
 def test_a_token_tells_all_that_is_known_of_it() -> None:
     assert list(lines_of(columns(), 2, step=5)) == [
-        "token 3 of 5: 'c', id 7",
-        "engine   p 0.5000 (logprob -0.6931)",
-        "trainer  p 0.2500 (logprob -1.3863)",
-        "ratio    0.5000",
-        "advantage +1.5000",
-        "version  3, lag 2",
-        "trained on",
-    ]
+        "token 3 of 5: 'c', id 7", "engine   p 0.5000 (logprob -0.6931)", "trainer  p 0.2500 (logprob -1.3863)",
+        "ratio    0.5000", "advantage +1.5000", "version  3, lag 2", "trained on",
+    ]  # fmt: skip
     assert list(lines_of(columns(), 0, step=5))[1:] == ["given to the model, not sampled"]
     masked = columns(masked="truncated")
     assert not masked.trained.any()

@@ -45,13 +45,9 @@ stages = st.lists(
     st.tuples(names, st.integers(1, 6), st.sampled_from([None, 0.25, 0.5]), st.integers(1, 4)), max_size=3
 ).map(build_stages)
 rules = st.builds(
-    order_rules,
-    st.just({"a": 1.0, "b": 1.0, "c": 0.5}),
-    seed=st.integers(0, 3),
-    shuffle=st.booleans(),
-    pools=st.none() | pools,
-    curriculum=stages,
-)
+    order_rules, st.just({"a": 1.0, "b": 1.0, "c": 0.5}), seed=st.integers(0, 3), shuffle=st.booleans(),
+    pools=st.none() | pools, curriculum=stages,
+)  # fmt: skip
 histories = st.lists(st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), max_size=6), min_size=1, max_size=8)
 """For each batch the mean rewards of so many groups, taken and ended within it."""
 

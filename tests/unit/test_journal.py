@@ -40,12 +40,9 @@ def record(step: int, *, size: int = 5) -> BatchRecord:
     rollout = Rollout(**place, attempt=1, reward=0.75, samples=[tokens], temperature=0.7)
     dropped = Dropped(**place, attempt=0, reason="score: ValueError: é")
     state = State(
-        next_batch=step + 1,
-        next_group=2 * step + 2,
-        cursors={"say": Cursor(epoch=1, position=step)},
-        open_groups=[OpenGroup(id=2 * step + 1, env="say", example=9)],
-        counters={"trained": step + 1},
-    )
+        next_batch=step + 1, next_group=2 * step + 2, cursors={"say": Cursor(epoch=1, position=step)},
+        open_groups=[OpenGroup(id=2 * step + 1, env="say", example=9)], counters={"trained": step + 1},
+    )  # fmt: skip
     return BatchRecord(step=step, rollouts=[rollout], dropped=[dropped], state=state, metrics={"reward/mean": 0.75})
 
 

@@ -35,12 +35,9 @@ NAN = math.nan
 
 def sample_of(mask: list[int], *, logprob: float = -0.5, ids: list[int] | None = None) -> Tokens:
     return build_tokens(
-        ids=ids or range(len(mask)),
-        loss_mask=mask,
-        logprobs=[logprob * one for one in mask],
-        advantages=[0.0] * len(mask),
-        versions=[one - 1 for one in mask],
-    )
+        ids=ids or range(len(mask)), loss_mask=mask, logprobs=[logprob * one for one in mask],
+        advantages=[0.0] * len(mask), versions=[one - 1 for one in mask],
+    )  # fmt: skip
 
 
 def rollout_of(reward: float, *masks: list[int], group: int = 0, place: int = 0, **more) -> Rollout:
@@ -218,16 +215,11 @@ SHAPE = {"model_type": "llama"} | SIZES
 def record_of(step: int) -> BatchRecord:
     rollouts = [
         Rollout(
-            group=step,
-            place=place,
-            env="env",
-            example=0,
-            reward=0.0,
-            samples=[sample.tokens],
+            group=step, place=place, env="env", example=0, reward=0.0, samples=[sample.tokens],
             temperature=sample.temperature,
         )
         for place, sample in enumerate(random_samples(LENGTHS, seed=step))
-    ]
+    ]  # fmt: skip
     return BatchRecord(step, rollouts, [], State(next_batch=step + 1))
 
 

@@ -54,20 +54,11 @@ def test_a_dense_model_is_counted_by_hand():
 
 
 CHANGES = [
-    {"shards": 2},
-    {"ac_freq": 1},
-    {"ac_freq": 1, "ac_mode": "selective"},
-    {"optimizer": "adamw_8bit"},
-    {"optimizer": "muon"},
-    {"optimizer": "sgd"},
-    {"value_bytes": 2},
-    {"offload_activations": True},
-    {"offload_parameters": True},
-    {"cp": 2},
-    {"tokens": 4096},
-    {"attention": "flash_attention_2"},
+    {"shards": 2}, {"ac_freq": 1}, {"ac_freq": 1, "ac_mode": "selective"}, {"optimizer": "adamw_8bit"},
+    {"optimizer": "muon"}, {"optimizer": "sgd"}, {"value_bytes": 2}, {"offload_activations": True},
+    {"offload_parameters": True}, {"cp": 2}, {"tokens": 4096}, {"attention": "flash_attention_2"},
     {"targets": LINEAR, "rank": 16, "frozen_bytes": 4},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: "-".join(map(str, change)))
@@ -110,15 +101,10 @@ def test_a_real_step_takes_the_tensors_that_were_planned(settings, world, tmp_pa
 
 
 PUBLISHED = {
-    "Qwen/Qwen3-8B": 8_190_735_360,
-    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
-    "Qwen/Qwen2.5-VL-7B": 8_292_166_656,
-    "google/gemma-3-1b": 999_885_952,
-    "google/gemma-3-4b": 4_300_079_472,
-    "openai/gpt-oss-120b": 116_829_156_672,
-    "microsoft/phi-4": 14_659_507_200,
-    "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
-}
+    "Qwen/Qwen3-8B": 8_190_735_360, "Qwen/Qwen3-30B-A3B": 30_532_122_624, "Qwen/Qwen2.5-VL-7B": 8_292_166_656,
+    "google/gemma-3-1b": 999_885_952, "google/gemma-3-4b": 4_300_079_472, "openai/gpt-oss-120b": 116_829_156_672,
+    "microsoft/phi-4": 14_659_507_200, "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
+}  # fmt: skip
 """What their makers' files hold."""
 
 SMALL = {"hidden_size": 96, "num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 2}

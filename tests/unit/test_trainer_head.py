@@ -20,16 +20,9 @@ from trireme.trainer.model.model import load_model
 
 K, V = 45, 97
 SIZES = {
-    "vocab_size": V,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+    "vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
 
 
 def qwen(lora: dict[str, Any] | None = None, **settings: Any) -> transformers.PreTrainedModel:

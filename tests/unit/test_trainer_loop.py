@@ -111,24 +111,15 @@ def run(
 ) -> FakeOrchestrator:
     orchestrator = orchestrator or FakeOrchestrator(**knobs)
     trainer = TrainerConfig(
-        threads=1,
-        optim=Optimizer(lr=1e-3),
-        ckpt=Checkpoints(interval=2),
-        loss=loss or Loss(),
+        threads=1, optim=Optimizer(lr=1e-3), ckpt=Checkpoints(interval=2), loss=loss or Loss(),
         try_step=loss is not None,
-    )
+    )  # fmt: skip
     with answering(orchestrator) as address, suppress(Refused):
         config = RunConfig(
-            output_dir=folder,
-            resume=resume,
-            device="cpu",
-            max_steps=STEPS,
-            max_async_level=2,
-            model=Model(name=str(model)),
-            ports=Ports(batches=int(address.rpartition(":")[2])),
-            weight_broadcast=WeightBroadcast(type="filesystem"),
-            trainer=trainer,
-        )
+            output_dir=folder, resume=resume, device="cpu", max_steps=STEPS, max_async_level=2,
+            model=Model(name=str(model)), ports=Ports(batches=int(address.rpartition(":")[2])),
+            weight_broadcast=WeightBroadcast(type="filesystem"), trainer=trainer,
+        )  # fmt: skip
         train(config)
     return orchestrator
 

@@ -82,14 +82,10 @@ def passed(
     **options: Any,
 ) -> tuple[dict[str, float], Tensors]:
     metrics = forward_backward(
-        model,
-        micro_batches_of_rank(samples, capacity=capacity, rank=0, world=1) if rows is None else rows,
-        loss_tokens=tiny.num_loss_tokens(samples) if loss_tokens is None else loss_tokens,
-        step=0,
-        loss_function=loss_function,
-        world=world,
-        **options,
-    )
+        model, micro_batches_of_rank(samples, capacity=capacity, rank=0, world=1) if rows is None else rows,
+        loss_tokens=tiny.num_loss_tokens(samples) if loss_tokens is None else loss_tokens, step=0,
+        loss_function=loss_function, world=world, **options,
+    )  # fmt: skip
     return metrics, tiny.take_gradients(model)
 
 
@@ -122,15 +118,10 @@ def test_one_iteration_is_a_plain_step_to_the_bit(tiny_model, world, name):
     plain.optimizer = torch.optim.AdamW(plain.model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
     fixed = FixedLogprobs(recomputed=resolve_loss(Loss(type=name), length=1).proximal == "recomputed")
     expected = forward_backward(
-        plain.model,
-        micro_batches_of_rank(samples_at(0), capacity=CAPACITY, rank=0, world=1),
-        loss_tokens=tiny.num_loss_tokens(samples_at(0)),
-        loss_samples=len(LENGTHS),
-        step=0,
-        loss_function=policy_gradient(Loss(type=name)),
-        world=world,
-        fixed=fixed,
-    ) | update(plain.model, plain.optimizer, 1.0)
+        plain.model, micro_batches_of_rank(samples_at(0), capacity=CAPACITY, rank=0, world=1),
+        loss_tokens=tiny.num_loss_tokens(samples_at(0)), loss_samples=len(LENGTHS), step=0,
+        loss_function=policy_gradient(Loss(type=name)), world=world, fixed=fixed,
+    ) | update(plain.model, plain.optimizer, 1.0)  # fmt: skip
     assert tiny.are_equal(tiny.weights_of(state.model), tiny.weights_of(plain.model))
     assert metrics == [expected | {"lr": 1e-3, "skipped_in_a_row": 0.0}]
 

@@ -103,13 +103,9 @@ class Orchestrator:
     def _join(self, ready: PolicyReady) -> None:
         self.close()
         self._receiver = open_receiver(
-            ready.kind,
-            host=ready.host,
-            port=ready.port,
-            bucket_bytes=self._config.weight_broadcast.bucket_mib << 20,
-            timeout_s=DEADLINE_S,
-            device=torch.device("cpu"),
-        )
+            ready.kind, host=ready.host, port=ready.port, bucket_bytes=self._config.weight_broadcast.bucket_mib << 20,
+            timeout_s=DEADLINE_S, device=torch.device("cpu"),
+        )  # fmt: skip
         self._receiver.join(str(self._num_epochs), 1, 2)
 
     def close(self) -> None:
@@ -152,13 +148,10 @@ def open_stand(tmp_path: Path, tiny_model: Path, world: World) -> Iterator[OpenS
             max_async_level: int = 1,
         ) -> Stand:
             config = RunConfig(
-                output_dir=tmp_path,
-                device="cpu",
-                max_async_level=max_async_level,
-                ports=Ports(weights=free_port()),
+                output_dir=tmp_path, device="cpu", max_async_level=max_async_level, ports=Ports(weights=free_port()),
                 weight_broadcast=WeightBroadcast(type=kind, timeout_s=timeout_s, delta=delta, bucket_mib=1),
                 inference=InferenceConfig(model=InferenceModel(dtype=dtype)),
-            )
+            )  # fmt: skip
             orchestrator = Orchestrator(config, intercept)
             control = ControlClient(stack.enter_context(answering(orchestrator)), Waits("trainer"))
             stack.callback(control.close)
