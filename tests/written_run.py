@@ -17,19 +17,11 @@ from trireme.algo.filters import flaw_with
 from trireme.algo.rules import Rules, rules_of
 from trireme.config.files import write_run
 from trireme.config.run import RunConfig
+from trireme.journal import targets
 from trireme.journal.entry import write_entry
 from trireme.journal.journal import Journal
 from trireme.journal.manifest import MANIFEST, Manifest, describe_file
 from trireme.journal.records import BatchRecord, Dropped, OpenGroup, Rollout, State
-from trireme.journal.targets import (
-    advantages_of,
-    estimator_of,
-    filters_of,
-    flaws_of,
-    is_zero,
-    outcome_of,
-    with_advantages,
-)
 from trireme.journal.versions import Versions
 from trireme.messages import Tokens, build_tokens
 from trireme.monitor.metrics import MetricsFile
@@ -146,7 +138,7 @@ class WrittenRun:
         trained.sort(key=lambda group: group[0].group)
         rollouts = [rollout for group in trained for rollout in group]
         baselines = give_advantages(rollouts, rules, before)
-        outcomes = sorted([*outcomes, *map(outcome_of, trained)], key=lambda outcome: outcome.group)
+        outcomes = sorted([*outcomes, *map(targets.outcome_of, trained)], key=lambda outcome: outcome.group)
         buffer.close_batch(outcomes, next_step=step + 1)
         decided = {"trained": rollouts, "dropped": dropped}
         state = State(
@@ -228,11 +220,13 @@ def take_fresh(buffer: Buffer) -> OpenGroup | None:
 
 def give_advantages(rollouts: list[Rollout], rules: Rules, before: State) -> dict[str, float]:
     """As a batcher does; returns the running means after the batch."""
-    per_rollout, baselines = advantages_of(rollouts, rules, before.baselines, custom=estimator_of(rules))
+    per_rollout, baselines = targets.advantages_of(
+        rollouts, rules, before.baselines, custom=targets.estimator_of(rules)
+    )
     for rollout, parts in zip(rollouts, per_rollout, strict=True):
-        rollout.samples = [with_advantages(*both) for both in zip(rollout.samples, parts, strict=True)]
-        rollout.flaws = flaws_of(rollout, rules) + (["zero_advantage"] if is_zero(parts) else [])
-        rollout.masked = flaw_with("mask", rollout.flaws, filters_of(rules))
+        rollout.samples = [targets.with_advantages(*both) for both in zip(rollout.samples, parts, strict=True)]
+        rollout.flaws = targets.flaws_of(rollout, rules) + (["zero_advantage"] if targets.is_zero(parts) else [])
+        rollout.masked = flaw_with("mask", rollout.flaws, targets.filters_of(rules))
     return baselines
 
 

@@ -22,6 +22,7 @@ from families import IMAGE, MROPE, build_config, save_family
 from tiny import VOCABULARY, random_samples
 from tiny_pictures import picture_file
 from tiny_tokenizer import write_tokenizer
+from trireme import messages as wire
 from trireme.algo.digest import tensor_digest
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError, JournalCorrupt
@@ -36,20 +37,6 @@ from trireme.journal.pictures import PictureFiles, pictures_folder
 from trireme.journal.rank_shares import Shares
 from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.journal.versions import Versions
-from trireme.messages import (
-    COLUMNS,
-    GetBatch,
-    GetNewest,
-    Go,
-    Live,
-    Newest,
-    Ok,
-    Picture,
-    PolicyReady,
-    PolicySent,
-    Reply,
-    Request,
-)
 from trireme.tools.replay.replay import replay as train_again
 from trireme.trainer.loop import train
 
@@ -73,20 +60,20 @@ class Recorded:
     def versions(self) -> Versions:
         return Versions(self.config.paths.journal)
 
-    def answer(self, request: Request) -> Reply:
+    def answer(self, request: wire.Request) -> wire.Reply:
         """An orchestrator's answers, whose engines confirm whatever they are sent."""
         match request:
-            case GetNewest():
-                return Newest(version=-1, digests={})
-            case GetBatch(step=step, rank=rank, world=world):
+            case wire.GetNewest():
+                return wire.Newest(version=-1, digests={})
+            case wire.GetBatch(step=step, rank=rank, world=world):
                 return Shares(self.journal, self.config).of(step, rank=rank, world=world)
-            case PolicyReady(version=version):
-                return Go(version=version, epoch="1", world_size=2)
-            case PolicySent(version=version, digests=digests):
+            case wire.PolicyReady(version=version):
+                return wire.Go(version=version, epoch="1", world_size=2)
+            case wire.PolicySent(version=version, digests=digests):
                 if version > self.versions.newest:
                     self.versions.record(version, ["http://engine"], digests, 0.0)
-                return Live(version=version)
-        return Ok()
+                return wire.Live(version=version)
+        return wire.Ok()
 
     def replay(self, first: int = 0, last: int | None = None, *, keep_going: bool = False, **changes: Any) -> int:
         config = self.config.model_copy(update=changes)
@@ -96,7 +83,7 @@ class Recorded:
         """One token of one sample, under a checksum that is right."""
         record = self.journal.read(step)
         samples = record.rollouts[2].samples
-        columns = {name: getattr(samples[0], name) for name in COLUMNS}
+        columns = {name: getattr(samples[0], name) for name in wire.COLUMNS}
         ids = np.array(columns.pop("ids"))
         ids[-1] = (ids[-1] + 1) % 128
         samples[0] = type(samples[0])(ids=ids, **columns)
@@ -112,7 +99,7 @@ def batch(step: int, shown: str | None = None) -> BatchRecord:
     samples = random_samples(LENGTHS, seed=step)
     for sample in samples if shown else ():
         sample.tokens.ids[1:3] = IMAGE
-        sample.tokens = msgspec.structs.replace(sample.tokens, pictures=[Picture(str(shown), 1, 1, 2)])
+        sample.tokens = msgspec.structs.replace(sample.tokens, pictures=[wire.Picture(str(shown), 1, 1, 2)])
     parts = [samples[:2], *([sample] for sample in samples[2:])]
     same = {"group": step, "attempt": 0, "env": "say", "example": 0, "reward": 0.5}
     rollouts = [

@@ -8,16 +8,8 @@ import torch
 
 from trireme.algo.digest import tensor_digest
 from trireme.messages import TensorSpec
+from trireme.transport.weights import buckets as packing
 from trireme.transport.weights.backends import Receiver, Sender, open_receiver, open_sender
-from trireme.transport.weights.buckets import (
-    BucketBuffers,
-    bucket_size,
-    num_bytes,
-    pack_bucket,
-    spec_of,
-    split_into_buckets,
-    unpack_bucket,
-)
 from weight_ends import BUCKET_BYTES, DEADLINE_S, SHORT_S, Ends, digests_of, outcome, random_model, receive, specs_of
 
 MODELS = [random_model(seed) for seed in range(4)]
@@ -60,7 +52,7 @@ def test_files_bring_every_tensor_to_the_bit_and_those_of_the_last_two_versions_
     folders = [Path(payload["folder"]) for payload in payloads]
     assert [folder.exists() for folder in folders] == [False, False, True, True]
     assert [receive(receiver, MODELS[n], payloads[n]) for n in (2, 3)] == [digests_of(MODELS[n]) for n in (2, 3)]
-    assert len(list(folders[3].iterdir())) == len(split_into_buckets(specs_of(MODEL), BUCKET_BYTES)) > 1
+    assert len(list(folders[3].iterdir())) == len(packing.split_into_buckets(specs_of(MODEL), BUCKET_BYTES)) > 1
 
 
 def test_a_restarted_sender_does_not_write_over_what_an_engine_may_be_reading(tmp_path):
@@ -73,19 +65,19 @@ def test_a_restarted_sender_does_not_write_over_what_an_engine_may_be_reading(tm
 def test_buckets_by_hand():
     sizes = {"a": 10, "b": 16, "c": 17, "d": 100, "e": 1}  # bytes; aligned to 16: 16, 16, 32, 112, 16
     specs = [TensorSpec(name=name, dtype="uint8", shape=[size]) for name, size in sizes.items()]
-    buckets = split_into_buckets(specs, 64)
+    buckets = packing.split_into_buckets(specs, 64)
     assert [[spec.name for spec in bucket] for bucket in buckets] == [["a", "b", "c"], ["d"], ["e"]]
-    assert [bucket_size(bucket) for bucket in buckets] == [64, 112, 16]
-    spec = spec_of("norm", torch.empty(3, 5, dtype=torch.bfloat16))
-    assert (spec, num_bytes(spec)) == (TensorSpec(name="norm", dtype="bfloat16", shape=[3, 5]), 30)
+    assert [packing.bucket_size(bucket) for bucket in buckets] == [64, 112, 16]
+    spec = packing.spec_of("norm", torch.empty(3, 5, dtype=torch.bfloat16))
+    assert (spec, packing.num_bytes(spec)) == (TensorSpec(name="norm", dtype="bfloat16", shape=[3, 5]), 30)
 
 
 def test_a_bucket_unpacks_to_what_was_packed_and_stays_as_it_is_while_the_next_one_is_filled():
-    buffers = BucketBuffers(torch.device("cpu"))
+    buffers = packing.BucketBuffers(torch.device("cpu"))
     specs = specs_of(MODEL)
-    flat = pack_bucket(specs, MODEL.values(), buffers)
+    flat = packing.pack_bucket(specs, MODEL.values(), buffers)
     following = buffers.take(20).fill_(2)
-    assert {name: tensor_digest(tensor) for name, tensor in unpack_bucket(specs, flat)} == digests_of(MODEL)
+    assert {name: tensor_digest(tensor) for name, tensor in packing.unpack_bucket(specs, flat)} == digests_of(MODEL)
     third = buffers.take(8).fill_(3)
     assert (following == 2).all()
     assert third.data_ptr() == flat.data_ptr()  # no new memory where there is enough

@@ -16,16 +16,9 @@ from trireme.algo.model.activations import Pass, kept_by_layer, kept_by_matrices
 from trireme.algo.model.architecture import architecture_of
 from trireme.config.trainer import ActivationCheckpointing, TrainerModel
 from trireme.tools.plan.sizes import count_sizes
-from trireme.trainer.model import activations
+from trireme.trainer.model import activations, packed_attention
 from trireme.trainer.model.activations import KEPT, Offload
 from trireme.trainer.model.model import load_model
-from trireme.trainer.model.packed_attention import (
-    ARGUMENT,
-    PackedRow,
-    row_given,
-    supports_packed_attention,
-    use_packed_attention,
-)
 from trireme.trainer.parallel.mesh import World
 
 KINDS = ("qwen3", "gpt_oss", "qwen3_moe")
@@ -131,9 +124,9 @@ def kept(config: dict[str, Any], attention: str, dtype: torch.dtype, *, packed: 
     model = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation=attention).train()
     lengths = [TOKENS // 2] * 2 if packed else [TOKENS]
     context = {}
-    if supports_packed_attention(model):
-        use_packed_attention(model)
-        context = {ARGUMENT: PackedRow(lengths, torch.device("cpu"))}
+    if packed_attention.supports_packed_attention(model):
+        packed_attention.use_packed_attention(model)
+        context = {packed_attention.ARGUMENT: packed_attention.PackedRow(lengths, torch.device("cpu"))}
     if frozen:
         model.requires_grad_(False)
         model.get_input_embeddings().requires_grad_(True)
@@ -149,7 +142,7 @@ def kept(config: dict[str, Any], attention: str, dtype: torch.dtype, *, packed: 
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     with (
         torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor),
-        row_given() if context else nullcontext(),
+        packed_attention.row_given() if context else nullcontext(),
     ):
         model.base_model(input_ids=ids, position_ids=positions, use_cache=False, **context)
     return sum(tensor.untyped_storage().nbytes() for tensor in found.values())

@@ -17,17 +17,8 @@ from trireme.journal.logprobs import counting, identity, logprobs_of, path_of, r
 from trireme.journal.rank_shares import Shares, samples_of
 from trireme.journal.records import BatchRecord, Branch, Rollout
 from trireme.messages import MicroBatch, Tokens, build_tokens
+from trireme.tools.dashboard import tokens as view
 from trireme.tools.dashboard.rollouts import components_html, conversation_html
-from trireme.tools.dashboard.tokens import (
-    LoadedRollout,
-    TokenColumns,
-    colours_of,
-    columns_of,
-    lines_of,
-    load_rollout,
-    summary,
-    token_html,
-)
 from trireme.tools.rollouts import Record, Row
 from viewing import Reader
 from written_run import rewrite_batch, write_whole_run
@@ -98,7 +89,7 @@ def test_what_was_said_of_another_batch_or_is_torn_is_as_if_it_were_not_there(ru
     assert [logprobs_of(sample.tokens, known) for sample in samples] == [None] * len(samples)
 
 
-def columns(**changes: object) -> TokenColumns:
+def columns(**changes: object) -> view.TokenColumns:
     sample = build_tokens(
         ids=[5, 6, 7, 8, 9], loss_mask=[0, 0, 1, 1, 1], logprobs=[0, 0, math.log(0.5), math.log(0.25), 0.0],
         advantages=[0, 0, 1.5, 1.5, -3.0], versions=[-1, -1, 3, 4, 4],
@@ -107,7 +98,7 @@ def columns(**changes: object) -> TokenColumns:
         group=1, place=0, attempt=0, env="a", example=0, reward=1.0, samples=[sample], temperature=1.0, **changes
     )
     said = np.log(np.array([0.25, 0.25, 0.5], np.float32))
-    return columns_of(rollout, 0, ["a", "b", "c", "d", "e"], {identity(sample): said})
+    return view.columns_of(rollout, 0, ["a", "b", "c", "d", "e"], {identity(sample): said})
 
 
 def test_figures_and_ratios_of_a_sample_by_hand() -> None:
@@ -115,31 +106,31 @@ def test_figures_and_ratios_of_a_sample_by_hand() -> None:
     shown = columns()
     assert shown.ratios[2:].tolist() == pytest.approx([0.5, 1.0, 0.5])
     assert np.isnan(shown.ratios[:2]).all()
-    assert summary(shown) == (
+    assert view.summary(shown) == (
         "5 tokens, 3 sampled by versions 3, 4 · mean p 0.500 · ratio 0.6667 on average, 0.5000 farthest from 1"
     )
 
 
 def test_a_token_tells_all_that_is_known_of_it() -> None:
-    assert list(lines_of(columns(), 2, step=5)) == [
+    assert list(view.lines_of(columns(), 2, step=5)) == [
         "token 3 of 5: 'c', id 7", "engine   p 0.5000 (logprob -0.6931)", "trainer  p 0.2500 (logprob -1.3863)",
         "ratio    0.5000", "advantage +1.5000", "version  3, lag 2", "trained on",
     ]  # fmt: skip
-    assert list(lines_of(columns(), 0, step=5))[1:] == ["given to the model, not sampled"]
+    assert list(view.lines_of(columns(), 0, step=5))[1:] == ["given to the model, not sampled"]
     masked = columns(masked="truncated")
     assert not masked.trained.any()
-    assert "masked: not trained on" in list(lines_of(masked, 2, step=5))
-    assert "trainer" not in colours_of([masked])
+    assert "masked: not trained on" in list(view.lines_of(masked, 2, step=5))
+    assert "trainer" not in view.colours_of([masked])
 
 
 def test_one_span_of_each_token_and_its_text_is_the_tokens(run: RunConfig) -> None:
     write_tokenizer(run.paths.weights / "step_2")
     train(run, 2, world=1)
-    loaded = load_rollout(run.paths.root, 2, 1)
-    assert isinstance(loaded, LoadedRollout)
+    loaded = view.load_rollout(run.paths.root, 2, 1)
+    assert isinstance(loaded, view.LoadedRollout)
     assert loaded.has_texts
     for sample, shown in zip(loaded.record.samples, loaded.samples, strict=True):
-        page = token_html(shown, "ratio", range(shown.length), step=2)
+        page = view.token_html(shown, "ratio", range(shown.length), step=2)
         texts = re.findall(r"<span [^>]*>(.*?)</span>", page, re.DOTALL)
         assert len(texts) == sample.length
         assert [html.unescape(text.replace("⏎<br>", "\n")) for text in texts] == [text or "▯" for text in shown.texts]
@@ -162,7 +153,7 @@ def test_what_a_model_wrote_is_never_markup() -> None:
         conversation_html(record, "run")
         + conversation_html(agents, EVIL)
         + components_html({EVIL: 1.0}, 0.5)
-        + token_html(evil, "engine", range(5), step=5)
+        + view.token_html(evil, "engine", range(5), step=5)
     )
     seen = Reader(page)
     assert seen.tags <= {"div", "span", "b", "h3", "i", "br", "details", "summary"}

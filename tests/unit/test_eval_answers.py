@@ -15,37 +15,31 @@ from hypothesis import strategies as st
 from limits import file_size_limit
 from trireme.algo.pass_at_k import mean_pass_at_k, pass_at_k, powers_of_two
 from trireme.base.errors import ConfigError
-from trireme.orchestrator.evaluation.results import (
-    EvalResult,
-    EvalResultsFile,
-    description_path,
-    is_runs_own,
-    move_aside,
-)
+from trireme.orchestrator.evaluation import results
 
 
-def answered(example: int) -> EvalResult:
+def answered(example: int) -> results.EvalResult:
     found = {"metrics": {"length": 3.0}, "info": {"a": {"b": 1}}}
-    return EvalResult(example_id=example, reward=0.5, example=example, rollout=0, **found)
+    return results.EvalResult(example_id=example, reward=0.5, example=example, rollout=0, **found)
 
 
 @given(cut=st.integers(min_value=0, max_value=400))
 def test_wherever_the_last_line_was_torn_the_others_count_and_what_comes_next_does_too(cut: int) -> None:
     """Also where what is left of it ends like a whole one."""
     with TemporaryDirectory() as folder:
-        file = EvalResultsFile(Path(folder) / "say.jsonl")
+        file = results.EvalResultsFile(Path(folder) / "say.jsonl")
         file.append(answered(0))
         whole = file.partial.stat().st_size
         file.append(answered(1))
         os.truncate(file.partial, min(file.partial.stat().st_size, whole + cut))
         survives = file.partial.read_bytes()[whole:].rstrip(b"\n").endswith(b'"error": null}')
-        next_one = EvalResultsFile(file.path)
+        next_one = results.EvalResultsFile(file.path)
         next_one.append(answered(2))
         assert next_one.read_partial().keys() == {(0, 0), (2, 0)} | ({(1, 0)} if survives else set())
 
 
 def test_a_full_disk_leaves_no_half_of_a_line_and_a_line_that_is_none_of_ours_is_named(tmp_path: Path) -> None:
-    file = EvalResultsFile(tmp_path / "say.jsonl")
+    file = results.EvalResultsFile(tmp_path / "say.jsonl")
     file.append(answered(0))
     before = file.partial.read_bytes()
     with file_size_limit(len(before) + 40), pytest.raises(OSError, match="File too large"):
@@ -61,14 +55,14 @@ def test_a_full_disk_leaves_no_half_of_a_line_and_a_line_that_is_none_of_ours_is
 
 def test_what_the_command_left_is_not_the_runs_own_and_makes_way_whole(tmp_path: Path) -> None:
     path = tmp_path / "say.v1.jsonl"
-    file = EvalResultsFile(path)
+    file = results.EvalResultsFile(path)
     file.finish([answered(0)])
-    assert is_runs_own(path)
-    move_aside(path)  # of its own results a run makes others in their place
-    assert is_runs_own(path)
-    description_path(path).write_text("{}")
-    assert not is_runs_own(path)
-    move_aside(path)
+    assert results.is_runs_own(path)
+    results.move_aside(path)  # of its own results a run makes others in their place
+    assert results.is_runs_own(path)
+    results.description_path(path).write_text("{}")
+    assert not results.is_runs_own(path)
+    results.move_aside(path)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["say.v1.command.json", "say.v1.command.jsonl"]
 
 

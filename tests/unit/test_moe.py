@@ -15,17 +15,9 @@ from tiny import are_equal, backward, one_row, random_samples, take_gradients
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import ActivationCheckpointing, Experts, TrainerModel
 from trireme.messages import Routed
+from trireme.trainer.model import moe as mixtures
 from trireme.trainer.model.forward import compute_columns
 from trireme.trainer.model.model import load_model
-from trireme.trainer.model.moe import (
-    Routes,
-    expert_metrics,
-    find_weighing,
-    mixtures_of,
-    prepare_experts,
-    router_of,
-    routes_argument,
-)
 from trireme.trainer.parallel.mesh import World
 
 CPU = torch.device("cpu")
@@ -38,7 +30,7 @@ IDS = torch.randint(0, 128, (1, T), generator=torch.Generator().manual_seed(3))
 
 def prepared(kind: str = "qwen3_moe", experts: Experts = REPLAY, **changes: Any) -> PreTrainedModel:
     model = build_moe(kind, **changes)
-    prepare_experts(model, TrainerModel(moe=experts), list(model.model.layers))
+    mixtures.prepare_experts(model, TrainerModel(moe=experts), list(model.model.layers))
     return model
 
 
@@ -83,13 +75,13 @@ def test_however_experts_are_computed_values_and_gradients_are_the_same(kind, im
 def test_every_token_goes_where_the_engine_sent_it_and_the_rest_where_the_router_does(kind):
     model, routes = prepared(kind), random_routes(T - 4)
     plain, own = chosen_in(model)
-    _, went = chosen_in(model, **routes_argument(model, routed_of(routes, T), CPU))
+    _, went = chosen_in(model, **mixtures.routes_argument(model, routed_of(routes, T), CPU))
     first = 1 if kind in ("glm4_moe", "deepseek_v3") else 0  # layers without experts
     assert went[: T - 4, first:].tolist() == routes[:, first:].tolist()
     assert went[T - 4 :, first].shape == own[T - 4 :, first].shape
     _, after = chosen_in(model)
     assert after.tolist() == own.tolist()  # what was sent somewhere once leaves no trace
-    anyway, _ = chosen_in(model, **routes_argument(model, routed_of(own, T), CPU))
+    anyway, _ = chosen_in(model, **mixtures.routes_argument(model, routed_of(own, T), CPU))
     torch.testing.assert_close(anyway, plain, rtol=1e-5, atol=1e-5)
 
 
@@ -97,7 +89,7 @@ def test_what_an_expert_counts_is_the_trainers_own_opinion_of_those_that_were_ch
     model, routes = prepared(num_hidden_layers=1), random_routes(T - 1, layers=1)
     block, seen = model.model.layers[0].mlp, {}
     block.register_forward_hook(lambda _, args, output: seen.update(given=args[0], made=output))
-    chosen_in(model, **routes_argument(model, routed_of(routes, T), CPU))
+    chosen_in(model, **mixtures.routes_argument(model, routed_of(routes, T), CPU))
     given = seen["given"].double().view(-1, 64)[: T - 1]
     opinion = (given @ block.gate.weight.double().T).exp()
     expected = torch.zeros_like(given)
@@ -112,7 +104,7 @@ def test_what_an_expert_counts_is_the_trainers_own_opinion_of_those_that_were_ch
 def test_a_rank_that_has_a_part_of_a_row_has_the_routes_of_its_tokens():
     routes = random_routes(5)
     routed = Routed(np.array([1, 1, 0, 1, 1, 1, 0], np.uint8), routes.astype(np.uint8).reshape(-1), 2, TOP_K)
-    part = Routes(routed, CPU, take=lambda column: np.pad(column[4:], (0, 2)))
+    part = mixtures.Routes(routed, CPU, take=lambda column: np.pad(column[4:], (0, 2)))
     assert part.known[:, 0].tolist() == [True, True, False, False, False]
     assert part.experts[:2].tolist() == routes[3:].tolist()
 
@@ -152,7 +144,7 @@ def test_routers_choose_in_float32_when_the_rest_is_in_bfloat16(folder, world, p
     config = TrainerModel(optimization_dtype="bfloat16", moe=Experts(router_dtype=precision))
     model = load_model(config, str(folder), world)
     seen: dict[str, torch.Tensor] = {}
-    router = router_of(model.model.layers[0].mlp)
+    router = mixtures.router_of(model.model.layers[0].mlp)
     router.register_forward_hook(lambda module, args, output: seen.update(given=args[0], logits=output[0]))
     model.model.layers[0].mlp.experts.register_forward_hook(lambda module, args, output: seen.update(made=output))
     gradients(model, world, is_routed=False)
@@ -170,23 +162,23 @@ def test_how_evenly_experts_are_used_and_tokens_that_the_router_sends_elsewhere_
     with torch.no_grad():
         model(input_ids=IDS[:, :3])  # a pass without training does not count
     model(input_ids=IDS[:, :12])
-    expert_metrics(model, world)
-    model(input_ids=IDS[:, :12], **routes_argument(model, routed_of(routes, 12), CPU))
-    metrics = expert_metrics(model, world)
+    mixtures.expert_metrics(model, world)
+    model(input_ids=IDS[:, :12], **mixtures.routes_argument(model, routed_of(routes, 12), CPU))
+    metrics = mixtures.expert_metrics(model, world)
     assert metrics["moe/busiest_expert"] == 12 / (24 / 8)  # expert 0 got all 12 tokens; 24 places in 8 experts
     assert metrics["moe/idle_experts_frac"] == 5 / 8
     model = prepared()
     _, went = chosen_in(model)
     went[:5, 1] = (went[:5, 1] + 1) % NUM_EXPERTS
-    model(input_ids=IDS, **routes_argument(model, routed_of(went, T), CPU))
-    assert expert_metrics(model, world)["moe/rerouted_frac"] * 2 * T == pytest.approx(5)
+    model(input_ids=IDS, **mixtures.routes_argument(model, routed_of(went, T), CPU))
+    assert mixtures.expert_metrics(model, world)["moe/rerouted_frac"] * 2 * T == pytest.approx(5)
 
 
 def test_a_model_without_experts_reports_none_and_cannot_replay_routes(tiny_model, world):
     model = load_model(TrainerModel(), str(tiny_model), world)
-    assert mixtures_of(model) == []
-    assert expert_metrics(model, world) == {}
-    assert routes_argument(model, routed_of(random_routes(3), 4), CPU) == {}
+    assert mixtures.mixtures_of(model) == []
+    assert mixtures.expert_metrics(model, world) == {}
+    assert mixtures.routes_argument(model, routed_of(random_routes(3), 4), CPU) == {}
     with pytest.raises(ConfigError, match="router_replay = true` with Qwen3ForCausalLM - a model with a mixture"):
         load_model(TrainerModel(moe=REPLAY), str(tiny_model), world)
 
@@ -204,12 +196,12 @@ def test_a_router_is_asked_how_it_weighs_without_a_trace_in_the_random_state_and
 
     model = build_moe()
     torch.manual_seed(5)
-    find_weighing(router_of(model.model.layers[0].mlp), model.config)
+    mixtures.find_weighing(mixtures.router_of(model.model.layers[0].mlp), model.config)
     found = torch.rand(3)
     torch.manual_seed(5)
     assert torch.equal(found, torch.rand(3))
     with pytest.raises(ConfigError, match="how Strange weighs experts is not known"):
-        find_weighing(Strange(model.config), model.config)
+        mixtures.find_weighing(Strange(model.config), model.config)
 
 
 def test_experts_are_trained_to_the_same_bits_by_several_threads(world):

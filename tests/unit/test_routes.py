@@ -19,13 +19,7 @@ from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.messages import COLUMNS, Routed, Tokens, build_tokens, concat_tokens, decode_as, encode
-from trireme.orchestrator.engines.expert_routes import (
-    ExpertShape,
-    expert_shape,
-    experts_to_replay,
-    routes_of,
-    to_routed,
-)
+from trireme.orchestrator.engines import expert_routes
 from trireme.orchestrator.engines.generation import Generation
 from trireme.orchestrator.engines.pool import open_inference_pool
 from trireme.orchestrator.engines.responses import BadAnswer, Choice, read_response
@@ -33,7 +27,7 @@ from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.trajectory import Question, Trajectory
 from trireme.orchestrator.rollout.turns import ModelMessage
 
-SHAPE = ExpertShape(layers=3, top_k=2, num_experts=8)
+SHAPE = expert_routes.ExpertShape(layers=3, top_k=2, num_experts=8)
 ASK = {"role": "user", "content": "2 + 2?"}
 LONGER = [ASK, {"role": "assistant", "content": "4"}, {"role": "user", "content": "sure?"}]
 HEAD = b"{'descr': '|u1', 'fortran_order': False, 'shape': (99999999999, 3, 2), }\n"
@@ -62,9 +56,9 @@ def test_experts_of_prompt_and_answer_are_read_but_for_the_last_token_in_one_byt
     many = np.array([[[511, 3]]], dtype=np.uint16)
     for num_tokens, num_prompt, given, shape in (
         (3, 2, routes([4, 5, 6, 7]), SHAPE),
-        (1, 1, many, ExpertShape(1, 2, 512)),
+        (1, 1, many, expert_routes.ExpertShape(1, 2, 512)),
     ):
-        found = routes_of(choice(num_tokens, written(given)), num_prompt=num_prompt, shape=shape)
+        found = expert_routes.routes_of(choice(num_tokens, written(given)), num_prompt=num_prompt, shape=shape)
         assert found.dtype == given.dtype
         assert found.tolist() == given.tolist()
 
@@ -87,7 +81,7 @@ def test_experts_of_prompt_and_answer_are_read_but_for_the_last_token_in_one_byt
 )
 def test_what_cannot_be_the_experts_of_these_tokens_is_not_believed(given: str | None, words: str) -> None:
     with pytest.raises(BadAnswer, match=words):
-        routes_of(choice(3, given), num_prompt=2, shape=SHAPE)
+        expert_routes.routes_of(choice(3, given), num_prompt=2, shape=SHAPE)
 
 
 @pytest.mark.parametrize(
@@ -105,13 +99,13 @@ def test_the_experts_to_replay_are_read_from_the_models_configuration(config, ex
         RunConfig.model_validate({"model": {"name": "dense"}, "trainer": {"model": {"moe": {"router_replay": it}}}})
         for it in (False, True)
     )
-    assert expert_shape(config) == expected
-    assert experts_to_replay(plain, config) is None
+    assert expert_routes.expert_shape(config) == expected
+    assert expert_routes.experts_to_replay(plain, config) is None
     if expected:
-        assert experts_to_replay(replaying, config) == expected
+        assert expert_routes.experts_to_replay(replaying, config) == expected
     else:
         with pytest.raises(ConfigError, match="with dense - a model with a mixture of experts was expected"):
-            experts_to_replay(replaying, config)
+            expert_routes.experts_to_replay(replaying, config)
 
 
 def test_a_request_asks_for_the_experts_from_the_token_on_from_which_they_are_not_known() -> None:
@@ -182,7 +176,7 @@ def test_where_a_turn_begins_a_sample_of_its_own_what_is_known_goes_along(tokeni
 
 def routed_sample(ids: list[int]) -> Tokens:
     columns = {name: [0] * len(ids) for name in COLUMNS} | {"ids": ids, "loss_mask": [0] + [1] * (len(ids) - 1)}
-    return build_tokens(**columns, routed=to_routed([routes(ids[:-1])], len(ids)))
+    return build_tokens(**columns, routed=expert_routes.to_routed([routes(ids[:-1])], len(ids)))
 
 
 def test_the_experts_stay_with_their_tokens_when_samples_of_one_model_are_packed() -> None:
@@ -191,7 +185,7 @@ def test_the_experts_stay_with_their_tokens_when_samples_of_one_model_are_packed
     assert row.routed.known.tolist() == [1, 1, 0, 0, 1, 0]
     assert row.routed.experts.tolist() == routes([4, 5, 7]).ravel().tolist()
     assert concat_tokens([plain, plain]).routed is None
-    assert to_routed([], 5) is None
+    assert expert_routes.to_routed([], 5) is None
     nothing = np.zeros(0, np.uint8)
     other = build_tokens(**{name: [0] for name in COLUMNS}, routed=Routed(np.zeros(1, np.uint8), nothing, 4, 2))
     with pytest.raises(AssertionError, match="of different models"):

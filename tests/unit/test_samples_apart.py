@@ -19,17 +19,10 @@ from trireme.algo.packing import buckets, positions, share_prefixes
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import TrainerModel
 from trireme.messages import MicroBatch, build_tokens
+from trireme.trainer.model import packed_attention
 from trireme.trainer.model.cpu_attention import SHORT, attend_on_cpu, is_faster_on_cpu
 from trireme.trainer.model.forward import Scorer, attach_scorer, scorer_of, shared_frac
 from trireme.trainer.model.head import Head
-from trireme.trainer.model.packed_attention import (
-    ARGUMENT,
-    PackedRow,
-    row_given,
-    supports_packed_attention,
-    use_masked_attention,
-    use_packed_attention,
-)
 from trireme.trainer.parallel.context_parallel import SharedRow, Team, share_attention
 from trireme.trainer.parallel.mesh import World
 
@@ -47,10 +40,13 @@ def model_of(kind: str = "qwen3", **settings: Any) -> PreTrainedModel:
 
 def passed(model: PreTrainedModel, lengths: list[int], *, apart: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits, and the gradient of the embedding under a loss that weighs every token otherwise."""
-    total, context = sum(lengths), {ARGUMENT: PackedRow(lengths, CPU)} if apart else {}
+    total, context = (
+        sum(lengths),
+        {packed_attention.ARGUMENT: packed_attention.PackedRow(lengths, CPU)} if apart else {},
+    )
     ids = torch.arange(total)[None] * 7 % SMALL["vocab_size"]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    with row_given() if context else nullcontext():
+    with packed_attention.row_given() if context else nullcontext():
         logits = model(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, **context).logits[0]
     (logits.logsumexp(-1) * torch.linspace(-1, 1, total)).sum().backward()
     return logits.detach(), take_gradients(model)["model.embed_tokens.weight"]
@@ -64,23 +60,23 @@ def test_logits_and_gradients_are_those_of_the_masked_row(kind: str, lengths: li
     more = {"qwen3_moe": experts, "mistral": {"sliding_window": None}, "gemma": {"head_dim": 8}}.get(kind, {})
     model = model_of(kind, **more)
     masked = passed(model, lengths)
-    assert supports_packed_attention(model)
-    use_packed_attention(model)
+    assert packed_attention.supports_packed_attention(model)
+    packed_attention.use_packed_attention(model)
     apart = passed(model, lengths, apart=True)
     for ours, theirs in zip(apart, masked, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
     without = passed(model, lengths)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     again = passed(model, lengths, apart=True)
-    use_masked_attention(model)
+    packed_attention.use_masked_attention(model)
     for ours, theirs in zip((*again, *without, *passed(model, lengths)), (*apart, *masked, *masked), strict=True):
         assert torch.equal(ours, theirs)
 
 
 def test_models_whose_layers_do_not_see_everything_keep_the_mask() -> None:
-    assert not supports_packed_attention(model_of("mistral", sliding_window=8))
-    assert not supports_packed_attention(model_of("gemma3_text", sliding_window=8, head_dim=8))
-    assert supports_packed_attention(model_of("qwen2", sliding_window=8, use_sliding_window=False))
+    assert not packed_attention.supports_packed_attention(model_of("mistral", sliding_window=8))
+    assert not packed_attention.supports_packed_attention(model_of("gemma3_text", sliding_window=8, head_dim=8))
+    assert packed_attention.supports_packed_attention(model_of("qwen2", sliding_window=8, use_sliding_window=False))
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=200))
@@ -114,7 +110,7 @@ def test_logprobs_and_gradients_of_samples_that_share_are_those_of_samples_that_
     found = []
     for shares in (False, True):
         model = model_of(head_dim=8).eval()
-        use_packed_attention(model)
+        packed_attention.use_packed_attention(model)
         options = {"head": Head(model), "is_packed": True, "shares_prefixes": shares, "is_tried": True}
         scorer = Scorer(model, Team(), chunk=1024, tolerance=1e-3, **options)
         starts = np.cumsum([0, *map(len, SAMPLES[:-1])])

@@ -14,18 +14,7 @@ import pytest
 
 from stage import until
 from trireme.base.timing import age_s
-from trireme.monitor.spans import (
-    MOST_A_SECOND,
-    SLOT_US,
-    Lane,
-    Piece,
-    Span,
-    SpansFile,
-    open_spans,
-    read_spans,
-    settled,
-    steady_clock,
-)
+from trireme.monitor import spans as timing
 
 
 class Hand:
@@ -37,8 +26,8 @@ class Hand:
         return self.now_us
 
 
-def overlaps(spans: Iterable[Span]) -> list[tuple[Span, Span]]:
-    lanes: dict[str, list[Span]] = defaultdict(list)
+def overlaps(spans: Iterable[timing.Span]) -> list[tuple[timing.Span, timing.Span]]:
+    lanes: dict[str, list[timing.Span]] = defaultdict(list)
     for span in spans:
         lanes[span.lane].append(span)
     pairs = (pair for lane in lanes.values() for pair in pairwise(sorted(lane, key=lambda span: span.begin_s)))
@@ -48,7 +37,7 @@ def overlaps(spans: Iterable[Span]) -> list[tuple[Span, Span]]:
 def test_one_thing_ends_where_the_next_begins_and_the_one_before_goes_on_afterwards():
     clock = Hand()
     clock.now_us = 100
-    lane = Lane("trainer", keeps=True, clock=clock)
+    lane = timing.Lane("trainer", keeps=True, clock=clock)
     lane.enter("wait", step=3, why="no batch yet")
     clock.now_us = 150
     with lane.doing("transfer", step=3):
@@ -59,16 +48,16 @@ def test_one_thing_ends_where_the_next_begins_and_the_one_before_goes_on_afterwa
     lane.enter("train", step=3)
     clock.now_us = 350
     assert lane.drain() == [
-        Piece("wait", 3, "no batch yet", 100, 150),
-        Piece("transfer", 3, "", 150, 170),
-        Piece("wait", 3, "no batch yet", 170, 200),
-        Piece("train", 3, "", 300, 350),
+        timing.Piece("wait", 3, "no batch yet", 100, 150),
+        timing.Piece("transfer", 3, "", 150, 170),
+        timing.Piece("wait", 3, "no batch yet", 170, 200),
+        timing.Piece("train", 3, "", 300, 350),
     ]
 
 
 def test_sums_and_what_has_no_name_are_all_the_time_that_passed_and_nothing_else_stays_in_memory():
     clock = Hand()
-    lane = Lane("engine", clock=clock)
+    lane = timing.Lane("engine", clock=clock)
     taken: dict[str, float] = defaultdict(float)
     for number, what in enumerate(["wait", None, "generate", "wait", "transfer", None, "generate"]):
         lane.enter(what)  # type: ignore[arg-type]
@@ -83,15 +72,15 @@ def test_sums_and_what_has_no_name_are_all_the_time_that_passed_and_nothing_else
 def test_a_process_that_goes_on_with_the_file_never_overlaps_the_one_before(tmp_path):
     """Also where the machine's clock was set back meanwhile."""
     path = tmp_path / "spans.jsonl"
-    ahead = Span("trainer", "train", time.time() + 3000, 600.0, 7)
+    ahead = timing.Span("trainer", "train", time.time() + 3000, 600.0, 7)
     path.write_bytes(msgspec.json.encode(ahead) + b"\n")
-    file = SpansFile(path)
+    file = timing.SpansFile(path)
     again, other = file.lane("trainer", what="start", ago_s=100.0), file.lane("orchestrator", what="start")
     again.enter("train", step=7)
     time.sleep(0.001)
     file.close()
     assert other.now == "start"
-    spans, _ = read_spans(path)
+    spans, _ = timing.read_spans(path)
     mine = [span for span in spans[1:] if span.lane == "trainer"]
     assert mine
     assert all(span.begin_s >= ahead.end_s - 1e-6 for span in mine)
@@ -102,14 +91,14 @@ def test_a_process_that_goes_on_with_the_file_never_overlaps_the_one_before(tmp_
 def test_of_a_killed_process_all_that_was_written_stays_and_its_successor_adds_to_it(tmp_path):
     path = tmp_path / "spans.jsonl"
     for step in (0, 1):
-        file = SpansFile(path)  # it is never closed
+        file = timing.SpansFile(path)  # it is never closed
         lane = file.lane("trainer", what="start", ago_s=0.5)
         lane.enter("train", step=step)
         file.flush()
         lane.enter("save", step=step)
         with open(path, "ab") as torn:
             torn.write(b'{"lane": "trainer", "what": "sa')
-    spans, offset = read_spans(path)
+    spans, offset = timing.read_spans(path)
     assert [(span.what, span.step) for span in spans] == [("start", -1), ("train", 0), ("start", -1), ("train", 1)]
     assert overlaps(spans) == []
     assert offset < path.stat().st_size  # the torn line waits for its rest
@@ -118,14 +107,14 @@ def test_of_a_killed_process_all_that_was_written_stays_and_its_successor_adds_t
 def test_the_writer_of_its_own_writes_without_being_asked_and_at_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr("trireme.monitor.spans.FLUSH_S", 0.01)
     path = tmp_path / "spans.jsonl"
-    with open_spans(path) as file:
+    with timing.open_spans(path) as file:
         lane = file.lane("orchestrator")
         lane.enter("wait", step=4)
-        until(lambda: read_spans(path)[0])
-        assert read_spans(path)[0][0].step == 4
+        until(lambda: timing.read_spans(path)[0])
+        assert timing.read_spans(path)[0][0].step == 4
         lane.enter("journal", step=4)
         time.sleep(0.001)
-    assert read_spans(path)[0][-1].what == "journal"
+    assert timing.read_spans(path)[0][-1].what == "journal"
     assert not [thread for thread in threading.enumerate() if thread.name == "spans"]
 
 
@@ -137,9 +126,9 @@ def test_what_alternates_faster_than_can_be_drawn_keeps_its_sums_and_its_place(s
         now_us += rng.choice([0, 0, 50, 400])
         length_us = rng.choice([30, 100, 700, 3000] * 50 + [400_000])
         what = rng.choice(["generate", "wait"])
-        pieces.append(Piece(what, 4, rng.choice(["", "environments are working"]), now_us, now_us + length_us))
+        pieces.append(timing.Piece(what, 4, rng.choice(["", "environments are working"]), now_us, now_us + length_us))
         now_us += length_us
-    kept = list(settled(pieces))
+    kept = list(timing.settled(pieces))
     assert len(kept) < len(pieces)
     assert all(second.begin_us >= first.end_us for first, second in pairwise(kept))
     assert _sums(kept) == _sums(pieces)
@@ -147,12 +136,12 @@ def test_what_alternates_faster_than_can_be_drawn_keeps_its_sums_and_its_place(s
     for piece in kept:
         seconds[piece.begin_us // 1_000_000] += 1
     kinds, across = 4, 1
-    assert max(seconds.values()) <= max(MOST_A_SECOND, (kinds + across) * 1_000_000 // SLOT_US) + across
-    slow = [Piece("generate", number, "", 30_000 * number, 30_000 * (number + 1)) for number in range(99)]
-    assert list(settled(slow)) == slow
+    assert max(seconds.values()) <= max(timing.MOST_A_SECOND, (kinds + across) * 1_000_000 // timing.SLOT_US) + across
+    slow = [timing.Piece("generate", number, "", 30_000 * number, 30_000 * (number + 1)) for number in range(99)]
+    assert list(timing.settled(slow)) == slow
 
 
-def _sums(pieces: Iterable[Piece]) -> dict[tuple[str, str], int]:
+def _sums(pieces: Iterable[timing.Piece]) -> dict[tuple[str, str], int]:
     sums: dict[tuple[str, str], int] = defaultdict(int)
     for piece in pieces:
         sums[piece.what, piece.why] += piece.end_us - piece.begin_us
@@ -161,8 +150,8 @@ def _sums(pieces: Iterable[Piece]) -> dict[tuple[str, str], int]:
 
 def test_a_clock_goes_on_from_where_the_one_before_came_to_and_a_process_knows_its_age():
     now_us = time.time_ns() // 1000
-    assert steady_clock()() >= now_us
-    assert now_us + 10**9 <= steady_clock(now_us + 10**9)() < now_us + 2 * 10**9
+    assert timing.steady_clock()() >= now_us
+    assert now_us + 10**9 <= timing.steady_clock(now_us + 10**9)() < now_us + 2 * 10**9
     code = "import time; time.sleep(0.05); from trireme.base.timing import age_s; print(age_s())"
     began = time.monotonic()
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

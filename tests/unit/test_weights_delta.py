@@ -18,13 +18,7 @@ from tiny import save_tiny_model
 from trireme.algo.digest import tensor_digest
 from trireme.algo.patch import Form, Patch, build_patch, changed, to_integers, whole_patch
 from trireme.base.errors import ConfigError
-from trireme.tools.export.weights_folder import (
-    CheckpointSender,
-    ModelFiles,
-    open_source,
-    require_readable,
-    shape_difference,
-)
+from trireme.tools.export import weights_folder
 from trireme.transport.weights.backends import BackgroundReceive, open_receiver, open_sender
 from trireme.transport.weights.deltas import HostCopy, pack_body, pack_head
 from weight_ends import BUCKET_BYTES, DEADLINE_S, SHORT_S, Ends, Tensors, digests_of, outcome, random_model, specs_of
@@ -185,7 +179,7 @@ def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_adapters_are_added_as_peft_adds_them(base, adapters, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     merged = peft.PeftModel.from_pretrained(model, adapters).merge_and_unload().state_dict()
-    source = open_source(adapters, base=None, dtype="float32")
+    source = weights_folder.open_source(adapters, base=None, dtype="float32")
     found = dict(source.tensors())
     assert [spec.name for spec in source.specs] == list(found)
     assert found.keys() == load_file(base / "model.safetensors").keys()
@@ -193,12 +187,12 @@ def test_adapters_are_added_as_peft_adds_them(base, adapters, tmp_path):
         torch.testing.assert_close(tensor, merged[name], rtol=0, atol=1e-6)
     changed = {name for name, tensor in load_file(base / "model.safetensors").items() if not tensor.equal(found[name])}
     assert {name.split(".")[-2] for name in changed} == {"q_proj", "down_proj"}
-    source = open_source(adapters, base=None, dtype="bfloat16")
+    source = weights_folder.open_source(adapters, base=None, dtype="bfloat16")
     assert {spec.dtype for spec in source.specs} == {"bfloat16"}
     assert {tensor.dtype for _, tensor in source.tensors()} == {torch.bfloat16}
     other = save_tiny_model(tmp_path / "other", hidden=128)
     with pytest.raises(ConfigError, match=r"does not fit .*other: .*has shape"):
-        open_source(adapters, base=str(other), dtype="float32")
+        weights_folder.open_source(adapters, base=str(other), dtype="float32")
 
 
 @pytest.mark.parametrize(
@@ -214,7 +208,7 @@ def test_damaged_adapters_are_named(adapters, tmp_path, file, content, words):
     path = shutil.copytree(adapters, tmp_path / "step_1") / file
     path.write_bytes(content) if content is not None else path.unlink()
     with pytest.raises(ConfigError, match=words):
-        require_readable(path.parent)
+        weights_folder.require_readable(path.parent)
 
 
 def test_a_model_in_several_files_is_the_same_model(base, tmp_path):
@@ -225,22 +219,22 @@ def test_a_model_in_several_files_is_the_same_model(base, tmp_path):
     for file in {*weight_map.values()}:
         save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    parted = ModelFiles(folder)
-    assert shape_difference(ModelFiles(base).shapes, parted.shapes) is None
+    parted = weights_folder.ModelFiles(folder)
+    assert weights_folder.shape_difference(weights_folder.ModelFiles(base).shapes, parted.shapes) is None
     assert all(tensor.equal(tensors[name]) for name, tensor in parted.tensors())
     (folder / "model-1.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"model-1\.safetensors is missing"):
-        require_readable(folder)
+        weights_folder.require_readable(folder)
 
 
 def test_a_receiver_reads_a_folder_itself_only_where_it_would_read_the_models_files_alone(base, tmp_path):
     folder = shutil.copytree(base, tmp_path / "model")
-    assert ModelFiles(folder).folder == folder.resolve()
+    assert weights_folder.ModelFiles(folder).folder == folder.resolve()
     save_file({"consolidated": torch.zeros(1)}, folder / "consolidated.safetensors")
-    assert ModelFiles(folder).folder is None
+    assert weights_folder.ModelFiles(folder).folder is None
     where = {"host": "127.0.0.1", "port": 0, "folder": tmp_path / "passing"}
-    sender = CheckpointSender("filesystem", **where, bucket_bytes=1 << 20, timeout_s=5)
-    payload, digests = sender.send(ModelFiles(folder), "e", 2)
+    sender = weights_folder.CheckpointSender("filesystem", **where, bucket_bytes=1 << 20, timeout_s=5)
+    payload, digests = sender.send(weights_folder.ModelFiles(folder), "e", 2)
     sent = [name for file in Path(payload["folder"]).glob("*") for name in load_file(file)]
     assert sorted(sent) == sorted(digests) == sorted(load_file(base / "model.safetensors"))
     sender.close()
@@ -249,7 +243,7 @@ def test_a_receiver_reads_a_folder_itself_only_where_it_would_read_the_models_fi
 
 def test_a_head_that_is_the_embedding_may_stand_in_one_of_two_files():
     body, head = {"model.norm.weight": (4,)}, {"lm_head.weight": (8, 4)}
-    assert shape_difference(body | head, body) is None
-    assert shape_difference(body, body | head) is None
-    assert shape_difference(body | head, body | {"lm_head.weight": (9, 4)}) is not None
-    assert shape_difference(body, body | {"extra": (1,)}) == "extra is no tensor of it"
+    assert weights_folder.shape_difference(body | head, body) is None
+    assert weights_folder.shape_difference(body, body | head) is None
+    assert weights_folder.shape_difference(body | head, body | {"lm_head.weight": (9, 4)}) is not None
+    assert weights_folder.shape_difference(body, body | {"extra": (1,)}) == "extra is no tensor of it"
