@@ -99,16 +99,13 @@ def test_editing_code_keeps_the_virtual_environment_and_editing_dependencies_mak
     assert build() != first
 
 
-@pytest.mark.parametrize(
-    ("dependencies", "code", "expected"),
-    [
-        ('["datasets"]', "import verifiers.v1 as vf", ["verifiers==0.4.0"]),
-        ('["verifiers[ta]"]', "from verifiers.v1.tasksets import x", ["verifiers==0.4.0"]),
-        ("[]", "import verifiers as vf", ["verifiers==0.2.0"]),
-        ('["verifiers>=0.1"]', "import verifiers.v1 as vf", []),
-        ("[]", "# import verifiers", []),
-    ],
-)
+@pytest.mark.parametrize(("dependencies", "code", "expected"), [
+    ('["datasets"]', "import verifiers.v1 as vf", ["verifiers==0.4.0"]),
+    ('["verifiers[ta]"]', "from verifiers.v1.tasksets import x", ["verifiers==0.4.0"]),
+    ("[]", "import verifiers as vf", ["verifiers==0.2.0"]),
+    ('["verifiers>=0.1"]', "import verifiers.v1 as vf", []),
+    ("[]", "# import verifiers", []),
+])  # fmt: skip
 def test_a_package_that_names_no_version_of_verifiers_gets_the_one_that_its_imports_ask_for(
     tmp_path, dependencies, code, expected
 ):

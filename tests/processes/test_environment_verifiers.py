@@ -77,14 +77,11 @@ def test_a_conversation_that_outgrows_the_context_is_truncated_and_scored(toys):
     assert (done.stop, done.truncated, done.reward, len(done.completion)) == ("prompt_too_long", True, 1.5, 1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "words", "args"),
-    [
-        ("engine", "rollout: ModelError: no answer", {}),
-        ("cancelled", "rollout: ", {}),
-        ("cancelled", "rollout: ", {"timeout_seconds": 30.0}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "words", "args"), [
+    ("engine", "rollout: ModelError: no answer", {}),
+    ("cancelled", "rollout: ", {}),
+    ("cancelled", "rollout: ", {"timeout_seconds": 30.0}),
+])  # fmt: skip
 def test_a_turn_without_an_answer_fails_the_rollout_unscored(toys, kind, words, args):
     with pytest.raises(RolloutFailed, match=words):
         toys("multi_turn", lambda environment: run_one(environment, refuses("no answer", kind)), **args)

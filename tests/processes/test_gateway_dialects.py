@@ -340,14 +340,11 @@ AT_ADDRESS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("dialect", "field", "kind", "picture"),
-    [
-        ("chat", "messages", "text", SHOWN),
-        ("responses", "input", "input_text", {"type": "input_image", "image_url": URL, "detail": "auto"}),
-        ("anthropic", "messages", "text", {"type": "image", "source": BYTES}),
-    ],
-)
+@pytest.mark.parametrize(("dialect", "field", "kind", "picture"), [
+    ("chat", "messages", "text", SHOWN),
+    ("responses", "input", "input_text", {"type": "input_image", "image_url": URL, "detail": "auto"}),
+    ("anthropic", "messages", "text", {"type": "image", "source": BYTES}),
+])  # fmt: skip
 def test_pictures_of_all_dialects_are_the_same_parts_and_none_is_fetched(dialect, field, kind, picture):
     text = {"type": kind, "text": "what?"}
     (message,) = READS[dialect]({field: [{"role": "user", "content": [picture, text]}]}).messages

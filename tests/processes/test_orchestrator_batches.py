@@ -152,13 +152,10 @@ def test_a_stale_group_never_reaches_a_batch(tmp_path):
     assert max(lags_of(outcome)) <= 1
 
 
-@pytest.mark.parametrize(
-    ("code", "how", "reasons", "parities", "attempts"),
-    [
-        (EVEN_ONES_SAY_NOTHING, FILTERED, ("no signal: all rewards of the group are equal",), {1}, {0}),
-        (EVEN_ONES_FAIL, {"max_rollout_attempts": 2}, ("score: ZeroDivisionError: ", "group given up: "), {1}, {0}),
-    ],
-)
+@pytest.mark.parametrize(("code", "how", "reasons", "parities", "attempts"), [
+    (EVEN_ONES_SAY_NOTHING, FILTERED, ("no signal: all rewards of the group are equal",), {1}, {0}),
+    (EVEN_ONES_FAIL, {"max_rollout_attempts": 2}, ("score: ZeroDivisionError: ", "group given up: "), {1}, {0}),
+])  # fmt: skip
 def test_a_group_without_signal_or_that_fails_is_dropped_and_replaced(tmp_path, code, how, reasons, parities, attempts):
     """A reward that raises costs that rollout only; one that raises each time costs its group."""
 
@@ -190,16 +187,13 @@ def without_its_last_logprob(response: dict) -> dict:
     return response
 
 
-@pytest.mark.parametrize(
-    ("code", "engine", "words"),
-    [
-        (ALL_FAIL, {}, ["All of the first ", "Traceback (most recent", "NameError: name 'wings_of_the_bird' is not"]),
-        (ALL_ALIKE, {"mangle": without_its_last_logprob}, ["All of the first ", "tokens but"]),
-        (ALL_ALIKE.replace('f"say {i}"', '"x" * 300'), {}, ["the model takes 256"]),
-        (SYSTEM_MESSAGE_LAST, {}, ["The chat template refuses this conversation: Only one system message"]),
-        (EVEN_ONES_SAY_NOTHING, {}, ["NameError: name 'wings' is not defined"]),
-    ],
-)
+@pytest.mark.parametrize(("code", "engine", "words"), [
+    (ALL_FAIL, {}, ["All of the first ", "Traceback (most recent", "NameError: name 'wings_of_the_bird' is not"]),
+    (ALL_ALIKE, {"mangle": without_its_last_logprob}, ["All of the first ", "tokens but"]),
+    (ALL_ALIKE.replace('f"say {i}"', '"x" * 300'), {}, ["the model takes 256"]),
+    (SYSTEM_MESSAGE_LAST, {}, ["The chat template refuses this conversation: Only one system message"]),
+    (EVEN_ONES_SAY_NOTHING, {}, ["NameError: name 'wings' is not defined"]),
+])  # fmt: skip
 def test_when_no_batch_can_become_full_the_run_ends_with_the_words_of_what_fails(tmp_path, code, engine, words):
     own = tmp_path / "mine.py"
     own.write_text("def best(groups):\n    return [wings for g in groups]\n")

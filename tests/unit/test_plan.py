@@ -103,14 +103,11 @@ def test_a_dry_run_writes_the_resolved_run_beside_a_run(here, monkeypatch, capsy
     assert RUN.read_text() == "precious"
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--resume"], "not ready: `--resume` was given, and there is no run in outputs"),
-        (["--orchestrator.env.0.id", "nowhere"], "not ready: Environment 'nowhere'"),
-        (["--model.name", "models/none"], 'not ready: trainer.model.name = "models/none"'),
-    ],
-)
+@pytest.mark.parametrize(("argv", "words"), [
+    (["--resume"], "not ready: `--resume` was given, and there is no run in outputs"),
+    (["--orchestrator.env.0.id", "nowhere"], "not ready: Environment 'nowhere'"),
+    (["--model.name", "models/none"], 'not ready: trainer.model.name = "models/none"'),
+])  # fmt: skip
 def test_a_dry_run_of_a_run_that_would_not_start_says_why_and_exits_with_2(argv, words, here, monkeypatch, capsys):
     for _ in range(2):  # the first dry run leaves nothing that the second one would take for a run
         example = str(DATA / "guide_example.toml")

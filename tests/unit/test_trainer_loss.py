@@ -343,14 +343,10 @@ def plain_entropy_bonus(rows: list[Plain]) -> torch.Tensor:
     return -gain.mean() - 0.7 * torch.cat([row.entropies for row in rows]).mean()
 
 
-@pytest.mark.parametrize(
-    ("loss", "plain"),
-    [
-        ({"type": "gspo", "clip_low": 0.5, "clip_high": 2.0}, plain_gspo),
-        ({"type": "reinforce", "entropy_bonus": 0.7}, plain_entropy_bonus),
-    ],
-    ids=["gspo", "entropy_bonus"],
-)
+@pytest.mark.parametrize(("loss", "plain"), [
+    ({"type": "gspo", "clip_low": 0.5, "clip_high": 2.0}, plain_gspo),
+    ({"type": "reinforce", "entropy_bonus": 0.7}, plain_entropy_bonus),
+], ids=["gspo", "entropy_bonus"])  # fmt: skip
 def test_losses_by_sample_and_of_entropies_have_the_gradients_of_samples_alone(tiny_model, world, loss, plain):
     samples = samples_at(0)
     model, rows = plain_pass(tiny_model, samples)
