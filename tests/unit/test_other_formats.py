@@ -77,11 +77,7 @@ def test_what_the_reference_gives_as_defaults_holds():
     (
         {"eval_strategy": "steps", "eval_steps": 20} | SAMPLING,
         {"orchestrator.eval.interval": 20}
-        | {
-            f"orchestrator.{table}.{key}": SAMPLING[key]
-            for table in ("sampling", "eval.sampling")
-            for key in SAMPLING
-        },
+        | {f"orchestrator.{table}.{key}": SAMPLING[key] for table in ("sampling", "eval.sampling") for key in SAMPLING},
     ),
     ({"resume_from_checkpoint": "outputs/x/checkpoint-50"}, {"trainer.ckpt.resume_step": 50}),
     ({"resume_from_checkpoint": "true"}, {"resume": True}),
@@ -168,10 +164,7 @@ def test_the_run_lies_where_its_name_says():
     (vf({"resume_from_checkpoint": "the last"}), "checkpoint-N"),
     # two names of one number must agree
     (vf({"rollouts_per_example": 16, "num_generations": 8}), "Remove one of the two"),
-    (
-        vf({"batch_size": 100, "micro_batch_size": 8, "gradient_accumulation_steps": 8}),
-        "gradient_accumulation_steps",
-    ),
+    (vf({"batch_size": 100, "micro_batch_size": 8, "gradient_accumulation_steps": 8}), "gradient_accumulation_steps"),
     (vf({"vllm_server_port": 8002}, engine={"port": 8001}), "8001"),
     ({"model": "m"}, "`inference`"),
 ])  # fmt: skip
