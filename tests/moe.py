@@ -27,12 +27,10 @@ _LATENT = _SIZES | {"num_key_value_heads": 2, "head_dim": 16}
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": _FEW | {"num_experts": NUM_EXPERTS},
     "qwen2_moe": _FEW | {"num_experts": NUM_EXPERTS, "shared_expert_intermediate_size": 64},
-    "olmoe": {"num_experts": NUM_EXPERTS, "norm_topk_prob": True},
-    "mixtral": {"num_local_experts": NUM_EXPERTS},
-    "gpt_oss": {"num_local_experts": NUM_EXPERTS},
-    "glm4_moe": _GROUPED | {"first_k_dense_replace": 1},
+    "olmoe": {"num_experts": NUM_EXPERTS, "norm_topk_prob": True}, "mixtral": {"num_local_experts": NUM_EXPERTS},
+    "gpt_oss": {"num_local_experts": NUM_EXPERTS}, "glm4_moe": _GROUPED | {"first_k_dense_replace": 1},
     "deepseek_v3": _GROUPED | _LATENT | {"first_k_dense_replace": 1},
-}
+}  # fmt: skip
 """By `model_type`: how it is made small."""
 
 

@@ -52,12 +52,10 @@ def random_samples(lengths: list[int], seed: int = 0) -> list[Sample]:
     for length in lengths:
         mask = np.arange(length) >= max(1, length // 3)
         tokens = build_tokens(
-            ids=rng.integers(0, VOCABULARY, length),
-            loss_mask=mask,
-            logprobs=np.where(mask, rng.normal(-4.9, 1.5, length), 0.0),
-            advantages=np.where(mask, rng.normal(), 0.0),
+            ids=rng.integers(0, VOCABULARY, length), loss_mask=mask,
+            logprobs=np.where(mask, rng.normal(-4.9, 1.5, length), 0.0), advantages=np.where(mask, rng.normal(), 0.0),
             versions=np.where(mask, rng.integers(0, 2, length), -1),
-        )
+        )  # fmt: skip
         samples.append(Sample(tokens, float(rng.choice([0.7, 1.0, 1.3]))))
     return samples
 
@@ -81,14 +79,9 @@ def open_state(folder: Path, world: World, *, attn: str = "sdpa", lr: float = 1e
 
 
 def backward(
-    model: PreTrainedModel,
-    samples: list[Sample],
-    world: World,
-    *,
-    capacity: int,
-    step: int = 0,
+    model: PreTrainedModel, samples: list[Sample], world: World, *, capacity: int, step: int = 0,
     loss: Loss | None = None,
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
     reply, loss = batch_reply(samples, world, capacity=capacity, step=step), loss or Loss(kl_tau=0.1)
     return forward_backward(
         model, reply.micro_batches, loss_tokens=reply.loss_tokens, loss_samples=reply.loss_samples, step=step,
@@ -100,10 +93,8 @@ def batch_reply(samples: list[Sample], world: World, *, capacity: int, step: int
     return BatchReply(
         step=step,
         micro_batches=micro_batches_of_rank(samples, capacity=capacity, rank=world.dp_rank, world=world.dp_size),
-        loss_tokens=num_loss_tokens(samples),
-        num_rollouts=len(samples),
-        loss_samples=num_loss_samples(samples),
-    )
+        loss_tokens=num_loss_tokens(samples), num_rollouts=len(samples), loss_samples=num_loss_samples(samples),
+    )  # fmt: skip
 
 
 def train_step(state: TrainerState, samples: list[Sample], world: World, *, capacity: int = 64) -> dict[str, float]:
@@ -139,13 +130,9 @@ def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
 
 
 def open_store(
-    folder: Path,
-    world: World,
-    config: Checkpoints | None = None,
-    *,
-    exporter: Exporter | None = None,
+    folder: Path, world: World, config: Checkpoints | None = None, *, exporter: Exporter | None = None,
     waits: Waits | None = None,
-) -> CheckpointStore:
+) -> CheckpointStore:  # fmt: skip
     waits = waits or Waits("trainer")
     return CheckpointStore(folder, config or Checkpoints(), world, waits=waits, disk_timeout_s=60, exporter=exporter)
 
@@ -182,13 +169,9 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
 
 
 def logprobs_of(
-    model: Path,
-    tensors: dict[str, np.ndarray],
-    ids: list[int],
-    *,
-    dtype: torch.dtype = torch.float32,
+    model: Path, tensors: dict[str, np.ndarray], ids: list[int], *, dtype: torch.dtype = torch.float32,
     attn: str | None = None,
-) -> np.ndarray:
+) -> np.ndarray:  # fmt: skip
     """[T - 1] of each token after those before it, by transformers, of the model with these tensors."""
     with TemporaryDirectory() as folder:
         shutil.copy(model / "config.json", folder)

@@ -24,11 +24,9 @@ SEEING = """{%- for message in messages %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """.replace("PICTURE", "'<|vision_start|><|image_pad|><|vision_end|>'")
 SEEING_WORDS = {
-    "vision_start_token_id": "<|vision_start|>",
-    "image_token_id": "<|image_pad|>",
-    "vision_end_token_id": "<|vision_end|>",
-    "video_token_id": "<|video_pad|>",
-}
+    "vision_start_token_id": "<|vision_start|>", "image_token_id": "<|image_pad|>",
+    "vision_end_token_id": "<|vision_end|>", "video_token_id": "<|video_pad|>",
+}  # fmt: skip
 
 LLAMA_3 = """{{- bos_token }}
 {%- if messages[0]['role'] == 'system' %}

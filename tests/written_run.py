@@ -142,12 +142,10 @@ class WrittenRun:
         buffer.close_batch(outcomes, next_step=step + 1)
         decided = {"trained": rollouts, "dropped": dropped}
         state = State(
-            next_batch=step + 1,
-            open_groups=open_groups,
+            next_batch=step + 1, open_groups=open_groups,
             counters={name: before.counters.get(name, 0) + len(some) for name, some in decided.items()},
-            baselines=baselines,
-            **buffer.state(),
-        )
+            baselines=baselines, **buffer.state(),
+        )  # fmt: skip
         metrics = batch_metrics(step, rollouts, dropped, config=self.config, outcomes=outcomes)
         metrics |= state_metrics(state, config=self.config)
         return BatchRecord(step, rollouts, dropped, state, metrics, rules, outcomes)
@@ -206,12 +204,10 @@ class WrittenRun:
         if newest:  # a version that batches are trained by exists by now
             versions = [min(version, newest - bool(self.config.max_async_level)) for version in versions]
         return build_tokens(
-            ids=[self._random.randrange(50) for _ in range(given + sampled)],
-            loss_mask=[0] * given + [1] * sampled,
+            ids=[self._random.randrange(50) for _ in range(given + sampled)], loss_mask=[0] * given + [1] * sampled,
             logprobs=[0.0] * given + [-self._random.random() for _ in range(sampled)],
-            advantages=[0.0] * (given + sampled),
-            versions=[-1] * given + versions,
-        )
+            advantages=[0.0] * (given + sampled), versions=[-1] * given + versions,
+        )  # fmt: skip
 
 
 def take_fresh(buffer: Buffer) -> OpenGroup | None:

@@ -24,13 +24,11 @@ LARGE = {"vocab_size": 4000, "hidden_size": 256, "intermediate_size": 700, "num_
 READ_BYTES = 1 << 18
 
 WAYS: dict[str, dict[str, Any]] = {
-    "kept whole between passes": {"reshard_after_forward": False},
-    "in CPU memory": {"fsdp_cpu_offload": True},
+    "kept whole between passes": {"reshard_after_forward": False}, "in CPU memory": {"fsdp_cpu_offload": True},
     "recomputed and offloaded": {"ac": ActivationCheckpointing(mode="selective"), "activation_offload": True},
-    "two copies": {"dp_replicate": 2},
-    "bfloat16": {"optimization_dtype": "bfloat16"},
+    "two copies": {"dp_replicate": 2}, "bfloat16": {"optimization_dtype": "bfloat16"},
     "bfloat16, summed in it": {"optimization_dtype": "bfloat16", "reduce_dtype": "bfloat16"},
-}
+}  # fmt: skip
 
 
 def run(folder: Path, world: World) -> dict[str, Any]:
@@ -54,11 +52,9 @@ def compute(folder: Path, world: World, **settings: Any) -> dict[str, Any]:
     backward(model, *row(9, 14))
     dtypes = {str(parameter.dtype) for parameter in model.parameters()}
     return {
-        "held": held / sum(parameter.numel() for parameter in model.parameters()),
-        "dtypes": sorted(dtypes),
-        "logits": found,
-        "gradients": take_gradients(model),
-    }
+        "held": held / sum(parameter.numel() for parameter in model.parameters()), "dtypes": sorted(dtypes),
+        "logits": found, "gradients": take_gradients(model),
+    }  # fmt: skip
 
 
 def load_large(folder: Path, world: World) -> dict[str, int]:

@@ -132,10 +132,8 @@ def test_a_program_gets_its_task_and_no_secret_of_the_run(play, tmp_path, monkey
     (rollout,), _ = play(
         SHOWS % str(tmp_path / "shown"),
         command=(sys.executable, str(tmp_path / "agent.py"), "{file}: {prompt}", '{"a": "{base_url}"}', "{unknown}"),
-        env={"MY_URL": "{gateway}/s/{api_key}"},
-        workdir=str(tmp_path / "start"),
-        stdin="Please: {prompt}",
-    )
+        env={"MY_URL": "{gateway}/s/{api_key}"}, workdir=str(tmp_path / "start"), stdin="Please: {prompt}",
+    )  # fmt: skip
     shown = json.loads((tmp_path / "shown").read_text())
     url, key = shown["env"]["OPENAI_BASE_URL"], shown["env"]["OPENAI_API_KEY"]
     assert shown["args"] == ["sum.txt: Write 5 into sum.txt.", f'{{"a": "{url}"}}', "{unknown}"]

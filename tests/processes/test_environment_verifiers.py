@@ -43,12 +43,10 @@ def test_a_multi_turn_environment_runs_unmodified_and_sees_tokens_and_logprobs(t
     done = toys("multi_turn", lambda environment: run_one(environment, ask, 2, sampling={"temperature": 0.7}))
     assert [len(question.messages) for question in questions] == [1, 3, 5]
     assert questions[2].messages == [
-        {"role": "user", "content": "q2"},
-        {"role": "assistant", "content": "turn 1"},
-        {"role": "user", "content": "again 1"},
-        {"role": "assistant", "content": "turn 2"},
+        {"role": "user", "content": "q2"}, {"role": "assistant", "content": "turn 1"},
+        {"role": "user", "content": "again 1"}, {"role": "assistant", "content": "turn 2"},
         {"role": "user", "content": "again 2"},
-    ]
+    ]  # fmt: skip
     assert {question.sampling["temperature"] for question in questions} == {0.7}
     assert [message["role"] for message in done.completion] == ["assistant", "user"] * 3
     assert done.reward == 10 + 20 + 30 - 3 * 0.75

@@ -13,12 +13,10 @@ from trireme.orchestrator.engines.responses import BadAnswer, Response, choice_o
 from whole_run import WholeRun, build_config, run
 
 CHOICE = {
-    "index": 0,
-    "token_ids": [7, 8, 2],
-    "finish_reason": "stop",
+    "index": 0, "token_ids": [7, 8, 2], "finish_reason": "stop",
     "logprobs": {"content": [{"logprob": -0.5}, {"logprob": -1.0}, {"logprob": 0.0}]},
     "weight_versions": [{"version": "0", "start": 0, "end": 1}, {"version": "1", "start": 1, "end": 3}],
-}
+}  # fmt: skip
 ANSWER = {"request_id": "1", "choices": [CHOICE], "prompt_logprobs": None}
 PROBED = ANSWER | {"prompt_logprobs": [None, {"4": {"logprob": -0.5}}, {"5": {"logprob": -0.25, "rank": 2}}]}
 ENCODED = [json.dumps(ANSWER).encode(), json.dumps(PROBED).encode()]

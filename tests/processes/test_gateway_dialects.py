@@ -92,12 +92,10 @@ def ask_chat(url: str, messages: list, *, streams: bool) -> tuple[dict, dict]:
     for call in dumped.get("tool_calls", []):
         call["function"].pop("parsed_arguments", None)
     return dumped, {
-        "content": message.content or "",
-        "reasoning": getattr(message, "reasoning_content", None) or "",
+        "content": message.content or "", "reasoning": getattr(message, "reasoning_content", None) or "",
         "calls": [(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or []],
-        "finish": choice.finish_reason,
-        "usage": (completion.usage.prompt_tokens, completion.usage.completion_tokens),
-    }
+        "finish": choice.finish_reason, "usage": (completion.usage.prompt_tokens, completion.usage.completion_tokens),
+    }  # fmt: skip
 
 
 def ask_responses(url: str, items: list, *, streams: bool) -> tuple[list, dict]:
@@ -115,12 +113,10 @@ def ask_responses(url: str, items: list, *, streams: bool) -> tuple[list, dict]:
     finish = {"completed": "tool_calls" if calls else "stop", "incomplete": "length"}[response.status]
     returned = [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in response.output]
     return returned, {
-        "content": response.output_text,
-        "reasoning": "".join(part.text for item in thoughts for part in item.content),
-        "calls": [(call.call_id, call.name, call.arguments) for call in calls],
-        "finish": finish,
+        "content": response.output_text, "reasoning": "".join(part.text for item in thoughts for part in item.content),
+        "calls": [(call.call_id, call.name, call.arguments) for call in calls], "finish": finish,
         "usage": (response.usage.input_tokens, response.usage.output_tokens),
-    }
+    }  # fmt: skip
 
 
 def ask_anthropic(url: str, messages: list, *, streams: bool) -> tuple[dict, dict]:

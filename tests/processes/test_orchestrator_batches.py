@@ -296,11 +296,9 @@ EASY_AND_HARD = """
 """
 EVERYTHING: dict[str, Any] = {
     "buffer": {"pools": {"easy_weight": 0.0, "memory": 0.25}, "online_difficulty_filtering": True},
-    "filters": {"truncated": "mask", "zero_advantage": "mask"},
-    "length_penalty": {"weight": 0.25},
-    "advantage": {"type": "ema", "clip": 2.0, "reward_clip": [0.0, 0.9]},
-    "oversampling_factor": 1.5,
-}
+    "filters": {"truncated": "mask", "zero_advantage": "mask"}, "length_penalty": {"weight": 0.25},
+    "advantage": {"type": "ema", "clip": 2.0, "reward_clip": [0.0, 0.9]}, "oversampling_factor": 1.5,
+}  # fmt: skip
 
 
 def with_second_environment(config: RunConfig, folder: Path, **more: Any) -> dict[str, Any]:

@@ -116,16 +116,9 @@ async def open_policy(
 
 
 def on_stage(
-    folder: Path,
-    play: Callable[[Stage], Awaitable[Any]],
-    *,
-    kind: str = "gloo",
-    num_engines: int = 1,
-    is_live: bool = True,
-    policy: dict[str, Any] | None = None,
-    tolerance: float | None = 1e-3,
-    **knobs: Any,
-) -> Any:
+    folder: Path, play: Callable[[Stage], Awaitable[Any]], *, kind: str = "gloo", num_engines: int = 1,
+    is_live: bool = True, policy: dict[str, Any] | None = None, tolerance: float | None = 1e-3, **knobs: Any,
+) -> Any:  # fmt: skip
     """Plays once version 0 is live. `knobs` are those of engines."""
     config = build_config(folder, weight_broadcast={"type": kind, "probe_tolerance": tolerance})
 

@@ -144,15 +144,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
 
 
 def read(
-    tokenizer: ChatTokenizer,
-    text: str,
-    *,
-    model: InferenceModel | None = None,
-    tools: list | None = None,
-    answers: Any = None,
-    stop: str | None = None,
-    keeps_stop: bool = False,
-) -> tuple[ModelMessage, list[dict]]:
+    tokenizer: ChatTokenizer, text: str, *, model: InferenceModel | None = None, tools: list | None = None,
+    answers: Any = None, stop: str | None = None, keeps_stop: bool = False,
+) -> tuple[ModelMessage, list[dict]]:  # fmt: skip
     """What is said in a turn, and what the engine was asked for it; `answers` is its answer, a status or a message."""
     asked: list[dict] = []
 
@@ -301,12 +295,10 @@ class RandomPolicy:
             sampled = [*sampled, self.tokenizer.encode("<|eot|>" if self.rng.random() < 0.2 else "<|im_end|>")[0]]
         first = len(self.given) * 1000
         turn = Generation(
-            ids=sampled,
-            logprobs=[-(first + place) / 1e6 for place in range(len(sampled))],
-            versions=sorted(self.rng.randrange(9) for _ in sampled),
-            finish_reason="length" if is_cut else "stop",
+            ids=sampled, logprobs=[-(first + place) / 1e6 for place in range(len(sampled))],
+            versions=sorted(self.rng.randrange(9) for _ in sampled), finish_reason="length" if is_cut else "stop",
             cut="max_tokens" if is_cut else None,
-        )
+        )  # fmt: skip
         self.given.append((ids, turn))
         return turn
 
@@ -476,13 +468,11 @@ def _what_happened(conversation: RandomConversation, policy: RandomPolicy, finis
     encode, texts = policy.tokenizer.encode, [policy.tokenizer.decode(turn.spoken) for turn in turns]
     return Counter(
         {
-            "several turns": len(turns) > 1,
-            "cut": any(turn.cut for turn in turns),
-            "refused": conversation.num_refused,
-            "not plain": not conversation.is_plain,
+            "several turns": len(turns) > 1, "cut": any(turn.cut for turn in turns),
+            "refused": conversation.num_refused, "not plain": not conversation.is_plain,
             "several calls": any(text.count("</tool_call>") > 1 for text in texts),
             "undecodable": any("\ufffd" in text for text in texts),
             "drifts": any(encode(text) != turn.spoken for text, turn in zip(texts, turns, strict=True)),
             "in one sample": len(turns) > 2 and len(finished.samples) == 1,
         }
-    )
+    )  # fmt: skip

@@ -283,11 +283,9 @@ def test_two_ranks_replay_what_two_ranks_have_trained_until_a_batch_is_another(t
     run.change_batch(STEPS - 1)
     done = subprocess.run(
         [sys.executable, "-m", "trireme.cli.trireme", "replay", str(run.config.paths.root)],
-        env={name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+        env={name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}, capture_output=True,
+        text=True, timeout=DEADLINE_S,
+    )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     first, *versions = done.stdout.splitlines()
     assert first.endswith(", 2 ranks of 1 thread")

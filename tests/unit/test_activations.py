@@ -24,13 +24,11 @@ from trireme.trainer.parallel.mesh import World
 KINDS = ("qwen3", "gpt_oss", "qwen3_moe")
 
 WAYS = {
-    "full": {"ac": ActivationCheckpointing()},
-    "every other": {"ac": ActivationCheckpointing(freq=2)},
-    "selective": {"ac": ActivationCheckpointing(mode="selective")},
-    "offload": {"activation_offload": True},
+    "full": {"ac": ActivationCheckpointing()}, "every other": {"ac": ActivationCheckpointing(freq=2)},
+    "selective": {"ac": ActivationCheckpointing(mode="selective")}, "offload": {"activation_offload": True},
     "offload of what full keeps": {"ac": ActivationCheckpointing(), "activation_offload": True},
     "offload of what selective keeps": {"ac": ActivationCheckpointing(mode="selective"), "activation_offload": True},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

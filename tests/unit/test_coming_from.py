@@ -40,12 +40,10 @@ PAGE = REPOSITORY / "docs" / "coming-from.md"
 EIGHT_GPUS = Devices(gpus=tuple("01234567"), cores=64)
 
 TITLES = {
-    "The tutorial of vf.RLTrainer": "tutorial",
-    "The guide to vf-rl": "vf-rl guide",
-    "The reference of RLTrainer": "RLTrainer",
-    "The guide to prime-rl and evaluation": "prime-rl guide",
+    "The tutorial of vf.RLTrainer": "tutorial", "The guide to vf-rl": "vf-rl guide",
+    "The reference of RLTrainer": "RLTrainer", "The guide to prime-rl and evaluation": "prime-rl guide",
     "The guide to hosted training, prime-rl and GEPA": "RL guide",
-}
+}  # fmt: skip
 DOCUMENTS: dict[str, Any] = json.loads((REPOSITORY / "tests" / "data" / "documents.json").read_text())
 """What stands in the documents: see `scripts/names_of_documents.py`."""
 
@@ -60,13 +58,11 @@ DRY = ("rl", "vf-rl", "prime-rl", "inference", "trireme submit", "trireme train 
 ENV = {"id": "reverse-text"}
 TINY = "models/reverse-text-tiny"
 SMALL: dict[str, dict[str, Any]] = {
-    "rl": {"orchestrator": {"env": [ENV]}},
-    "rl orchestrator": {},
+    "rl": {"orchestrator": {"env": [ENV]}}, "rl orchestrator": {},
     "vf-rl": {"model": TINY, "env": ENV, "inference": {"gpus": 1}, "trainer": {"gpus": 1}},
-    "prime-rl": {"model_name": TINY, "env": ENV},
-    "hosted": {"model": TINY, "env": [ENV]},
+    "prime-rl": {"model_name": TINY, "env": ENV}, "hosted": {"model": TINY, "env": [ENV]},
     "gepa": {"env_id": "reverse-text", "model": TINY},
-}
+}  # fmt: skip
 """The smallest file of each format: what a row's TOML is put into."""
 
 

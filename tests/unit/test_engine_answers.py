@@ -40,11 +40,9 @@ def entry(token: int, candidates: dict[int, float]) -> dict[str, Any]:
 def choice(entries: list[dict[str, Any]], **more: Any) -> Choice:
     ids = [each["token_id"] for each in entries]
     answer = {
-        "token_ids": ids,
-        "finish_reason": "stop",
-        "logprobs": {"content": entries},
+        "token_ids": ids, "finish_reason": "stop", "logprobs": {"content": entries},
         "weight_versions": [{"version": "0", "start": 0, "end": len(ids)}],
-    } | more
+    } | more  # fmt: skip
     return choice_of(read_response(json.dumps({"choices": [answer]}).encode()), max_tokens=8, vocab_size=VOCABULARY)
 
 

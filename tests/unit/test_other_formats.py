@@ -35,11 +35,9 @@ def check(translation: Translation, devices: Devices, expected: dict[str, Any]) 
 
 def vf(args: dict[str, Any], gpus: tuple[int, int] = (1, 1), engine: dict[str, Any] | None = None) -> dict[str, Any]:
     return {
-        "model": "owner/model",
-        "env": {"id": "owner/reverse-text"},
-        "inference": {"gpus": gpus[0], "args": engine or {}},
-        "trainer": {"gpus": gpus[1], "args": args},
-    }
+        "model": "owner/model", "env": {"id": "owner/reverse-text"},
+        "inference": {"gpus": gpus[0], "args": engine or {}}, "trainer": {"gpus": gpus[1], "args": args},
+    }  # fmt: skip
 
 
 SAMPLING = {"max_tokens": 99, "temperature": 0.8, "top_k": 50, "min_p": 0.05, "repetition_penalty": 1.1}

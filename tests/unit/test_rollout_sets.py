@@ -111,12 +111,10 @@ def test_verl_finds_its_columns_and_prompt_and_response_make_up_the_sample(run):
     prompts, written = load(run / "rollouts/verl/train.parquet"), journal_of(run)
     assert len(prompts) == len({(rollout.env, rollout.example) for _, rollout in written})
     assert prompts[0] == {
-        "data_source": written[0][1].env,
-        "prompt": [{"role": "user", "content": "say it"}],
-        "ability": written[0][1].env,
-        "reward_model": {"style": "rule", "ground_truth": "it"},
+        "data_source": written[0][1].env, "prompt": [{"role": "user", "content": "say it"}],
+        "ability": written[0][1].env, "reward_model": {"style": "rule", "ground_truth": "it"},
         "extra_info": {"split": "train", "index": written[0][1].example},
-    }
+    }  # fmt: skip
     samples = [sample for _, rollout in written if rollout.masked is None for sample in rollout.samples]
     for row, sample in zip(load(run / "rollouts/verl/tokens.parquet"), samples, strict=True):
         assert row["prompts"] + row["responses"] == sample.ids.tolist()

@@ -101,14 +101,9 @@ class FakeOrchestrator:
 
 
 def run(
-    folder: Path,
-    model: Path,
-    *,
-    resume: bool = False,
-    orchestrator: FakeOrchestrator | None = None,
-    loss: Loss | None = None,
-    **knobs: Any,
-) -> FakeOrchestrator:
+    folder: Path, model: Path, *, resume: bool = False, orchestrator: FakeOrchestrator | None = None,
+    loss: Loss | None = None, **knobs: Any,
+) -> FakeOrchestrator:  # fmt: skip
     orchestrator = orchestrator or FakeOrchestrator(**knobs)
     trainer = TrainerConfig(
         threads=1, optim=Optimizer(lr=1e-3), ckpt=Checkpoints(interval=2), loss=loss or Loss(),

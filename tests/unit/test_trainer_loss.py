@@ -71,16 +71,9 @@ def at_loss(samples: list[Sample], column: str) -> torch.Tensor:
 
 
 def passed(
-    model: PreTrainedModel,
-    samples: list[Sample],
-    world: World,
-    loss_function: LossFunction,
-    *,
-    capacity: int = 80,
-    rows: list[MicroBatch] | None = None,
-    loss_tokens: int | None = None,
-    **options: Any,
-) -> tuple[dict[str, float], Tensors]:
+    model: PreTrainedModel, samples: list[Sample], world: World, loss_function: LossFunction, *, capacity: int = 80,
+    rows: list[MicroBatch] | None = None, loss_tokens: int | None = None, **options: Any,
+) -> tuple[dict[str, float], Tensors]:  # fmt: skip
     metrics = forward_backward(
         model, micro_batches_of_rank(samples, capacity=capacity, rank=0, world=1) if rows is None else rows,
         loss_tokens=tiny.num_loss_tokens(samples) if loss_tokens is None else loss_tokens, step=0,
