@@ -155,11 +155,6 @@ def line(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode()
 
 
-@pytest.mark.parametrize("turn_rewards", [[], [[]], [[0.5], [], [1, 2, -3.5]], [[1e30], [-1e30]]])
-def test_rewards_of_turns_come_as_they_were_sent(turn_rewards):
-    assert wire.decode(line(DONE | {"turn_rewards": turn_rewards})).turn_rewards == turn_rewards
-
-
 def test_messages_of_workers_with_and_without_the_newer_fields_are_understood():
     ready = wire.decode(line({"type": "ready", "num_train": 1, "num_eval": 0, "name": "x", "versions": {}}))
     assert (wire.decode(line(DONE)).turn_rewards, ready.group_rewards) == ([], False)

@@ -39,7 +39,7 @@ def test_what_an_evaluation_writes_is_what_the_list_shows(tmp_path):
     row, failed = file.rows
     assert (row.example, row.rollout, row.reward, row.tokens, row.turns) == ("3", 2, 0.5, 87, 2)
     assert (row.truncated, row.stop, row.question, row.last_message) == (True, "length", "why?", "because")
-    assert (failed.example, failed.reward, failed.error) == ("x", None, "timeout: late")
+    assert (failed.example, failed.reward, failed.error) == ("x", None, "timeout")
     record = file.record(row)
     assert (record.answer, record.metrics, record.row, record.more) == ("so", {"close": 0.25}, row, {"version": 20})
 

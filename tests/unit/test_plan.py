@@ -87,6 +87,7 @@ def test_help_shows_every_key_and_a_configuration_error_is_one_message(program, 
     assert command(monkeypatch, program, "--max-stepz", "3") == 2
     expected = f"{program}: unknown flag `--max-stepz` - no such key exists. Did you mean `--max-steps`?\n"
     assert capsys.readouterr().err == expected
+    assert list(here.iterdir()) == []
 
 
 def test_a_dry_run_writes_the_resolved_run_beside_a_run(here, monkeypatch, capsys):
@@ -108,9 +109,12 @@ def test_a_dry_run_writes_the_resolved_run_beside_a_run(here, monkeypatch, capsy
     (["--orchestrator.env.0.id", "nowhere"], "not ready: Environment 'nowhere'"),
     (["--model.name", "models/none"], 'not ready: trainer.model.name = "models/none"'),
 ])  # fmt: skip
-def test_a_dry_run_of_a_run_that_would_not_start_says_why_and_exits_with_2(argv, words, here, monkeypatch, capsys):
+def test_a_run_that_cannot_start_says_why_with_code_2_and_so_does_its_dry_run(argv, words, here, monkeypatch, capsys):
+    example = str(DATA / "guide_example.toml")
+    assert command(monkeypatch, "rl", "@", example, "--device", "cpu", *argv) == 2
+    assert words.removeprefix("not ready: ") in capsys.readouterr().err
+    assert list(here.iterdir()) == [], "nothing was started"
     for _ in range(2):  # the first dry run leaves nothing that the second one would take for a run
-        example = str(DATA / "guide_example.toml")
         assert command(monkeypatch, "rl", "@", example, "--dry-run", "--device", "cpu", *argv) == 2
         assert words in capsys.readouterr().out
 

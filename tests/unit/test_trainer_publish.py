@@ -218,14 +218,6 @@ def test_the_trainer_repeats_a_transfer_that_an_engine_does_not_join(open_stand,
     assert list(dict.fromkeys(asked)) == [("PolicyReady", 1), ("PolicyReady", 2), ("PolicySent", 2)]
 
 
-@pytest.mark.parametrize("at", [PolicyReady, PolicySent])
-def test_the_trainer_repeats_an_attempt_that_the_orchestrator_gave_up(open_stand, at):
-    again = Again(reason="an engine died")
-    stand = open_stand(intercept=lambda request: again if isinstance(request, at) and request.attempt < 3 else None)
-    stand.publisher.publish(3)
-    assert stand.orchestrator.asked[-1].attempt == 3
-
-
 def test_the_trainer_gives_up_after_20_failed_attempts(open_stand):
     stand = open_stand(intercept=lambda _: Again(reason="an engine died"))
     with pytest.raises(PeerDied, match="Version 3 was sent 20 times"):
