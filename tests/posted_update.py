@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import msgspec
-import numpy as np
 from safetensors.numpy import save_file
 
 from trireme.messages import InitInfo, TensorSpec, UpdateInfo
@@ -42,9 +41,7 @@ def wait_until_sampling(port: int) -> None:
         assert time.monotonic() < deadline, "no request runs on the engine after 60 s"
 
 
-def update(
-    post: Post, tensors: Mapping[str, np.ndarray], folder: Path, *, version: int = 0, loads_adapter: bool = False
-) -> list[str]:
+def update(post: Post, tensors: Mapping, folder: Path, *, version: int = 0, loads_adapter: bool = False) -> list[str]:
     """Sends these tensors; returns the layers that the engine reports as incomplete."""
     save_file(dict(tensors), folder / "00000.safetensors")
     specs = [TensorSpec(name, "float32", list(tensor.shape)) for name, tensor in tensors.items()]

@@ -48,9 +48,7 @@ def run_command(name: str, *arguments: str | Path) -> str:
 class Process:
     """A command of ours, and everything that it starts."""
 
-    def __init__(
-        self, name: str, *arguments: str | Path, log: Path, env: Mapping[str, str] | None = None, forked: bool = False
-    ) -> None:
+    def __init__(self, name: str, *arguments: str | Path, log: Path, env: Mapping | None = None, forked=False) -> None:
         """`forked`: start it, and what it starts, from a process that has imported everything (see `forkserver`)."""
         self.name = name
         self.log = log
@@ -148,9 +146,7 @@ def _describe(process: psutil.Process) -> str:
 
 
 @contextmanager
-def started(
-    name: str, *arguments: str | Path, log: Path, env: Mapping[str, str] | None = None, forked: bool = False
-) -> Iterator[Process]:
+def started(name, *arguments: str | Path, log: Path, env: Mapping | None = None, forked=False) -> Iterator[Process]:
     process = Process(name, *arguments, log=log, env=env, forked=forked)
     try:
         yield process

@@ -106,9 +106,7 @@ def test_editing_code_keeps_the_virtual_environment_and_editing_dependencies_mak
     ('["verifiers>=0.1"]', "import verifiers.v1 as vf", []),
     ("[]", "# import verifiers", []),
 ])  # fmt: skip
-def test_a_package_that_names_no_version_of_verifiers_gets_the_one_that_its_imports_ask_for(
-    tmp_path, dependencies, code, expected
-):
+def test_a_package_without_version_of_verifiers_gets_the_one_its_imports_need(tmp_path, dependencies, code, expected):
     (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "a"\ndependencies = {dependencies}\n')
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "tasks.py").write_text(f"import re\n\n{code}\n")

@@ -74,11 +74,8 @@ async def lose_everything_but_the_disk(whole: WholeRun) -> None:
 
 
 @pytest.mark.parametrize("play", [
-    start_orchestrator_again_and_again,
-    kill_orchestrator_in_a_transfer,
-    lose_the_engine_again_and_again,
-    go_back_to_an_older_checkpoint,
-    lose_everything_but_the_disk,
+    start_orchestrator_again_and_again, kill_orchestrator_in_a_transfer, lose_the_engine_again_and_again,
+    go_back_to_an_older_checkpoint, lose_everything_but_the_disk,
 ])  # fmt: skip
 def test_a_run_goes_on_as_if_nothing_had_died(tmp_path, undisturbed, play):
     whole = run(config_of(tmp_path, max_async_level=0), pool=QUICK, meanwhile=play)

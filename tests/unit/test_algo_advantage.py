@@ -84,11 +84,8 @@ def test_a_running_mean_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("found", "words"), [
-    (None, "NoneType"),
-    ([["a", "b"]], "expected"),
-    ([[1.0]], r"\[\(1,\)\] - \[\(2,\)\]"),
-    ([[1.0, 2.0], [3.0, 4.0]], r"\[\(2,\), \(2,\)\]"),
-    ([[1.0, math.nan]], "not finite"),
+    (None, "NoneType"), ([["a", "b"]], "expected"), ([[1.0]], r"\[\(1,\)\] - \[\(2,\)\]"),
+    ([[1.0, 2.0], [3.0, 4.0]], r"\[\(2,\), \(2,\)\]"), ([[1.0, math.nan]], "not finite"),
 ])  # fmt: skip
 def test_a_custom_function_must_return_one_finite_number_per_rollout(found: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):

@@ -133,9 +133,7 @@ def test_flags_can_begin_an_array_add_to_it_and_change_one_item():
 def test_a_process_reads_its_own_file_or_the_whole_runs(flags, max_steps, run_model, trainer_model):
     """Without a whole file, its flags mean its own table first."""
     write("own.toml", 'max_steps = 3\n[model]\nname = "a/b"\n[optim]\nlr = 0.5')
-    write(
-        "run.toml", 'max_steps = 7\n[model]\nname = "a/b"\n[trainer.optim]\nlr = 0.5\n[orchestrator]\nbatch_size = 16'
-    )
+    write("run.toml", 'max_steps = 7\n[model]\nname = "a/b"\n[trainer.optim]\nlr = 0.5\n[orchestrator]\nbatch_size=16')
     config = load(f"{flags} --seq-len 9", section="trainer")
     assert (config.max_steps, config.seq_len) == (max_steps, 9)
     assert (config.model.name, config.trainer.model.name) == (run_model or RunConfig().model.name, trainer_model)

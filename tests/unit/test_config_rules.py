@@ -46,9 +46,7 @@ def rows(table: str, on: Devices, *cases: tuple[str, str, str]) -> list[Any]:
     return [row(*case) for case in cases]
 
 
-RUN = rows(
-    "",
-    CPU,
+RUN = rows("", CPU,
     ("--seq-len 64 --inference.model.max-model-len 65", "--seq-len 64 --inference.model.max-model-len 64", "= 65"),
     ("--trainer.micro-batch-tokens 2047", "--trainer.micro-batch-tokens 2048", "micro_batch_tokens = 2047, seq_len"),
     ("--name a/b", "--name ab", "plain name of a folder"),
@@ -67,10 +65,8 @@ RUN = rows(
     (f"{MASK} --orchestrator.sampling.top-k 20", "", "on GPUs only"),
     ("--orchestrator.sampling.seed 7", "+ --max-async-level 0", "orchestrator.sampling.seed = 7"),
     ("--orchestrator.eval.sampling.seed 7", "+ --max-async-level 0", "orchestrator.eval.sampling.seed = 7"),
-)
-PLACES = rows(
-    "",
-    GPUS,
+)  # fmt: skip
+PLACES = rows("", GPUS,
     ("--inference-gpus 6 --trainer-gpus 2", "--inference-gpus 2 --trainer-gpus 2", "[4, 5] do not exist - 4 GPUs"),
     ("--inference-gpus 4", "--inference-gpus 3", "no GPU is left for trainer"),
     ("--inference-gpu-ids 0 --inference-gpus 2", "--inference-gpu-ids 0 --inference-gpus 1", "gpus = 2 and "),
@@ -82,10 +78,8 @@ PLACES = rows(
     ("--trainer.num-ranks 3", "--trainer.num-ranks 2", "num_ranks = 3, and the trainer has 2 GPUs"),
     (MASK, f"{MASK} --orchestrator.sampling.top-k 20", "orchestrator.sampling at temperature 1 and top_k None"),
     (f"{MASK} --orchestrator.sampling.top-k 20 --orchestrator.eval.interval 5", "", "eval.sampling at temperature 0"),
-)
-TRAINER = rows(
-    "trainer",
-    CPU,
+)  # fmt: skip
+TRAINER = rows("trainer", CPU,
     (f"{WSD} 40 --scheduler.decay-steps 61", f"{WSD} 40 --scheduler.decay-steps 60", "steps = 40 ... take 101"),
     (f"{WSD} 91", f"{WSD} 90", "and decay_steps = 10 of max_steps = 100"),
     (f"{COSINE} --scheduler.decay-steps 5", COSINE, 'steps = 5 with type = "cosine"'),
@@ -97,10 +91,8 @@ TRAINER = rows(
     ("--num-ranks 8 --model.cp 3", "... 4", "cp = 3 with 8 ranks - expected a divisor of their number: 1, 2, 4, 8"),
     ("--model.attn flash_attention_2", "+ --model.optimization-dtype bfloat16", 'optimization_dtype = "bfloat16"'),
     ("--num-ranks 2 --model.attn eager --model.cp 2", "... 1", '`trainer.model.attn = "sdpa"`'),
-)
-ORCHESTRATOR = rows(
-    "orchestrator",
-    CPU,
+)  # fmt: skip
+ORCHESTRATOR = rows("orchestrator", CPU,
     ("--batch-size 100", "--batch-size 96", "100 % 16 = 4 ... to 96 or 112 ... one of 10, 20"),
     ("--batch-size 8", "--batch-size 16", "`orchestrator.batch_size` to 16, or"),
     ("--sampling.max-tokens 2048", "--sampling.max-tokens 2047", "orchestrator.sampling.max_tokens = 2048"),
@@ -140,11 +132,9 @@ ORCHESTRATOR = rows(
     ("--advantage.path m:f", "--advantage.type custom --advantage.path m:f", 'path = "m:f" with `type = "group_mean"`'),
     ("--advantage.reward-clip [1.0,1.0]", "--advantage.reward-clip [-1.0,1.0]", "reward_clip = [1.0, 1.0]"),
     ("--length-penalty {max_length=50,buffer=51}", "--length-penalty {max_length=50,buffer=50}", "buffer = 51"),
-)
+)  # fmt: skip
 
-LOSS = rows(
-    "trainer.loss",
-    CPU,
+LOSS = rows("trainer.loss", CPU,
     # a key that would change nothing
     ("--clip-high 0.3", "--type ppo --clip-high 0.3", 'loss.clip_high = ... surrogate = "clip"'),
     ("--type ppo --kl-tau 0.1", "", 'loss.kl_tau = ... surrogate = "importance"'),
@@ -163,10 +153,8 @@ LOSS = rows(
     ("--ratio-low 8", "... 7.9", "every token would be masked"),
     ("--type icepop --correction-high 0.4", "", "every token would be masked"),
     ("--type custom", "+ --path a.py:b", "without a path"),
-)
-MODEL = rows(
-    "trainer.model",
-    CPU,
+)  # fmt: skip
+MODEL = rows("trainer.model", CPU,
     ("--lora.modules-to-save lm_head --lora.sync adapter", "... merged", "modules_to_save = ['lm_head']"),
     ("--lora.target-modules all-linear --lora.sync adapter", "... merged", "all-linear in target_modules"),
     ("--lora.target-modules q_proj,lm_head --lora.sync adapter", "... merged", "lm_head in target_modules"),
@@ -175,13 +163,11 @@ MODEL = rows(
     ("--lora.target-modules []", "... all-linear", "all-linear"),
     ("--lora.rank 513 --lora.sync adapter", "--lora.rank 512 --lora.sync adapter", "rank = 513"),
     ("--ep 2", "--ep 1", "trainer.model.ep = 2 - expected 1"),
-)
-MODEL += rows(
-    "",
-    CPU,
+)  # fmt: skip
+MODEL += rows("", CPU,
     (f"{DELTA} --trainer.model.lora.sync adapter", DELTA, "weight_broadcast.delta"),
     (f"{REPLAY} --inference.args.enable-prefix-caching false", REPLAY, "prefix_caching"),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("refused", "accepted", "words", "on"), RUN + PLACES + TRAINER + ORCHESTRATOR + LOSS + MODEL)

@@ -52,13 +52,8 @@ def test_data_that_cannot_be_trained_on_is_refused(flags, words):
 
 
 @pytest.mark.parametrize("flags", [
-    "--data here.jsonl --validation here.jsonl --validation-interval 5",
-    "--data here.jsonl --validation-fraction 0.1",
-    "--data here.jsonl --num-epochs 2",
-    "--data folder",
-    "--data owner/name",
-    "--data.path here.jsonl",
-    "@ path.toml",
+    "--data here.jsonl --validation here.jsonl --validation-interval 5", "--data here.jsonl --validation-fraction 0.1",
+    "--data here.jsonl --num-epochs 2", "--data folder", "--data owner/name", "--data.path here.jsonl", "@ path.toml",
     "@ name.toml",
 ])  # fmt: skip
 def test_data_that_can_be_trained_on_is_accepted_also_in_the_table_that_others_have(flags):

@@ -94,9 +94,7 @@ def columns(**changes: object) -> view.TokenColumns:
         ids=[5, 6, 7, 8, 9], loss_mask=[0, 0, 1, 1, 1], logprobs=[0, 0, math.log(0.5), math.log(0.25), 0.0],
         advantages=[0, 0, 1.5, 1.5, -3.0], versions=[-1, -1, 3, 4, 4],
     )  # fmt: skip
-    rollout = Rollout(
-        group=1, place=0, attempt=0, env="a", example=0, reward=1.0, samples=[sample], temperature=1.0, **changes
-    )
+    rollout = Rollout(group=1, env="a", example=0, reward=1.0, samples=[sample], temperature=1.0, **changes)
     said = np.log(np.array([0.25, 0.25, 0.5], np.float32))
     return view.columns_of(rollout, 0, ["a", "b", "c", "d", "e"], {identity(sample): said})
 

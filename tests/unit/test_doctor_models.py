@@ -51,11 +51,8 @@ def test_parts_are_counted_together_and_what_the_index_names_and_is_missing_is_n
 
 
 @pytest.mark.parametrize("damage", [
-    lambda content: content[:-1],
-    lambda content: b"",
-    lambda content: content[:100],
-    lambda content: content[:8] + b"\xff" * 12 + content[20:],
-    lambda content: POINTER,
+    lambda content: content[:-1], lambda content: b"", lambda content: content[:100],
+    lambda content: content[:8] + b"\xff" * 12 + content[20:], lambda content: POINTER,
 ], ids=["one byte short", "empty", "100 bytes", "no header", "a pointer of git lfs"])  # fmt: skip
 def test_a_damaged_file_is_found_by_its_own_header(damage, folder):
     file = folder / "model.safetensors"

@@ -121,14 +121,9 @@ def test_a_seed_depends_on_the_rollout_its_attempt_and_its_turn():
 
 
 @pytest.mark.parametrize(("sampling", "theirs", "top_k"), [
-    (Sampling(top_k=5), {}, 5),
-    (Sampling(top_k=100), {}, 100),
-    (Sampling(top_p=0.9), {}, MOST_KEPT),
-    (Sampling(min_p=0.1), {}, MOST_KEPT),
-    (Sampling(top_k=5), {"top_k": 20}, 5),
-    (Sampling(), {"top_k": 20}, 20),
-    (Sampling(), {"top_p": 0.5}, MOST_KEPT),
-    (Sampling(), {"top_k": 100_000}, MOST_KEPT),
+    (Sampling(top_k=5), {}, 5), (Sampling(top_k=100), {}, 100), (Sampling(top_p=0.9), {}, MOST_KEPT),
+    (Sampling(min_p=0.1), {}, MOST_KEPT), (Sampling(top_k=5), {"top_k": 20}, 5), (Sampling(), {"top_k": 20}, 20),
+    (Sampling(), {"top_p": 0.5}, MOST_KEPT), (Sampling(), {"top_k": 100_000}, MOST_KEPT),
 ])  # fmt: skip
 def test_where_the_sampler_is_cut_all_that_it_may_keep_is_asked_for(sampling, theirs, top_k):
     arguments = of_turn(sampling, theirs)

@@ -52,20 +52,13 @@ def test_nothing_in_the_source_unpickles_or_evaluates() -> None:
 
 
 def test_this_test_would_see_it_and_lets_pass_what_runs_nothing() -> None:
-    for source in (
-        "import pickle",
-        "import torch.distributed.checkpoint as dcp",
-        "from torch.distributed import checkpoint",
-        "from torch.distributed.checkpoint import load",
-        "torch.load(path, weights_only=True)",
-        "np.load(path, allow_pickle=True)",
-        "dist.broadcast_object_list(objects)",
-        "hook = dist.all_gather_object",
-        "yaml.load(text)",
-        "eval(text)",
-        "run(line, shell=True)",
-        "AutoModel.from_pretrained(name)",
-    ):
+    seen = (
+        "import pickle", "import torch.distributed.checkpoint as dcp", "from torch.distributed import checkpoint",
+        "from torch.distributed.checkpoint import load", "torch.load(path, weights_only=True)",
+        "np.load(path, allow_pickle=True)", "dist.broadcast_object_list(objects)", "hook = dist.all_gather_object",
+        "yaml.load(text)", "eval(text)", "run(line, shell=True)", "AutoModel.from_pretrained(name)",
+    )  # fmt: skip
+    for source in seen:
         assert list(dangers(source)), source
     for source in ("json.load(file)", "np.load(path)", "safetensors.torch.load_file(path)", "model.eval()"):
         assert not list(dangers(source)), source

@@ -60,12 +60,8 @@ def test_flags_may_be_theirs_or_ours(vf_file):
 
 
 def test_the_printed_translation_is_a_file_of_rl(vf_file, capsys):
-    assert (
-        run_translated(
-            "vf-rl", ["@", vf_file, "--print-config", "--max-steps", "3", "--trainer.optim.nonfinite", "stop"]
-        )
-        == 0
-    )
+    flags = ["--print-config", "--max-steps", "3", "--trainer.optim.nonfinite", "stop"]
+    assert run_translated("vf-rl", ["@", vf_file, *flags]) == 0
     printed = capsys.readouterr().out
     config = read_as(RunConfig, tomllib.loads(printed), where="printed")
     assert (config.orchestrator.batch_size, config.max_steps, config.trainer.optim.nonfinite) == (64, 3, "stop")
@@ -88,10 +84,8 @@ def test_a_dry_run_starts_nothing_and_shows_the_plan(vf_file, tmp_path, capsys):
     assert "64 rollouts = 4 groups x 16" in shown
     assert "http 8000" in shown
     assert not (tmp_path / "reverse-text" / "logs").exists()
-    assert (
-        run_translated("prime-rl", ["@", "configs/reverse-text/rl.toml", "--dry-run", "--output-dir", str(tmp_path)])
-        == 0
-    )
+    ours = ["@", "configs/reverse-text/rl.toml", "--dry-run", "--output-dir", str(tmp_path)]
+    assert run_translated("prime-rl", ours) == 0
     assert "150 steps on cpu" in capsys.readouterr().out
 
 

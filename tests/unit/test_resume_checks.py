@@ -41,10 +41,7 @@ OTHER = {"model.name": "models/other"}
 
 
 @pytest.mark.parametrize("changes", [
-    {"max_steps": 3},
-    {"max_steps": 100},
-    {"trainer.optim.type": "adamw_8bit"},
-    MUON | {"trainer.ckpt.resume_step": 0},
+    {"max_steps": 3}, {"max_steps": 100}, {"trainer.optim.type": "adamw_8bit"}, MUON | {"trainer.ckpt.resume_step": 0},
     OTHER | {"max_steps": 1, "resume": False},
 ])  # fmt: skip
 def test_a_run_is_resumed_as_it_was_and_further(earlier, changes):

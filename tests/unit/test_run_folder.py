@@ -133,10 +133,7 @@ def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytes
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with (
-        pytest.raises(ConfigError, match=r"cannot lock files .* Choose another folder"),
-        hold_folder(RunPaths(tmp_path)),
-    ):
+    with pytest.raises(ConfigError, match=r"cannot lock files .* Choose another"), hold_folder(RunPaths(tmp_path)):
         pass
 
 

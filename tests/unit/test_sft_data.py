@@ -194,20 +194,14 @@ def test_a_program_can_make_the_conversations(tmp_path):
 
 
 @pytest.mark.parametrize("line", [
-    "{",
-    "[]",
-    '{"text": "hi"}',
-    '{"messages": []}',
-    '{"messages": "hi"}',
+    "{", "[]", '{"text": "hi"}', '{"messages": []}', '{"messages": "hi"}',
     '{"messages": [{"role": "user", "content": "hi"}]}',
     '{"messages": [{"role": "user"}, {"role": "assistant", "content": "yo"}]}',
     '{"messages": [{"content": "hi"}, {"role": "assistant", "content": "yo"}]}',
     '{"messages": [{"role": "assistant", "content": "yo"}, "hi"]}',
     '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo", "weight": 0.5}]}',
-    '{"prompt": "hi"}',
-    '{"prompt": "hi", "completion": ""}',
-    '{"prompt": [{"role": "user", "content": "hi"}], "completion": []}',
-    '{"prompt": 3, "completion": 4}',
+    '{"prompt": "hi"}', '{"prompt": "hi", "completion": ""}',
+    '{"prompt": [{"role": "user", "content": "hi"}], "completion": []}', '{"prompt": 3, "completion": 4}',
     '{"conversations": [{"from": "alien", "value": "hi"}]}',
     '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}], "tools": "{"}',
 ])  # fmt: skip
@@ -315,9 +309,7 @@ def shown(tokenizer: PreTrainedTokenizerBase, sample: Tokenized) -> list[tuple[s
     return list(zip(tokenizer.convert_ids_to_tokens(sample.ids), sample.mask, strict=True))
 
 
-def rendered(
-    tokenizer: PreTrainedTokenizerBase, *messages: dict[str, object], roles: tuple[str, ...] = ("assistant",)
-) -> list[tuple[str, int]]:
+def rendered(tokenizer, *messages: dict[str, object], roles=("assistant",)) -> list[tuple[str, int]]:
     (sample,) = Renderer(tokenizer, roles).samples(conversation(*messages))
     return shown(tokenizer, sample)
 

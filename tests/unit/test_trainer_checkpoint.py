@@ -136,11 +136,8 @@ def test_a_missing_part_of_a_tensor_is_noticed(tmp_path):
 
 
 @pytest.mark.parametrize(("config", "resume", "expected"), [
-    (Checkpoints(), True, 9),
-    (Checkpoints(resume_step=-1), False, 9),
-    (Checkpoints(resume_step=3), False, 3),
-    (Checkpoints(), False, 0),
-    (Checkpoints(resume_step=0), True, 0),
+    (Checkpoints(), True, 9), (Checkpoints(resume_step=-1), False, 9), (Checkpoints(resume_step=3), False, 3),
+    (Checkpoints(), False, 0), (Checkpoints(resume_step=0), True, 0),
 ])  # fmt: skip
 def test_a_run_resumes_the_newest_complete_step_or_the_named_one(tmp_path, tiny_model, world, config, resume, expected):
     if config.resume_step != 3:

@@ -44,7 +44,7 @@ class FakeOrchestrator:
     refuses: int | None = None
     newest: messages.Newest = field(default_factory=lambda: messages.Newest(version=-1, digests={}))
     engine_lost_at: set[int] = field(default_factory=set)  # steps before which an engine needs weights
-    transfer_lost_at: set[int] = field(default_factory=set)  # versions that engines lose when they are first sent
+    lost_at: set[int] = field(default_factory=set)  # versions that engines lose when they are first sent
     says_so: bool = False  # that one was lost, when it is asked for a batch
     asked: list[messages.Request] = field(default_factory=list)
 
@@ -59,9 +59,7 @@ class FakeOrchestrator:
                 return messages.Publish(reason="an engine came up without weights")
             case messages.GetBatch(step=step) if step == self.refuses:
                 return messages.Refusal(error="the end of this trainer")
-            case messages.GetBatch(step=step) if (
-                self.says_so and step in self.transfer_lost_at and self._attempts(step) == 1
-            ):
+            case messages.GetBatch(step=step) if self.says_so and step in self.lost_at and self._attempts(step) == 1:
                 return messages.Publish(reason=f"version {step} was not confirmed")
             case messages.GetBatch(step=step):
                 samples = random_samples([30, 20, 12, 40], seed=step)
@@ -72,9 +70,7 @@ class FakeOrchestrator:
                 return messages.Go(version=version, epoch="1", world_size=2)
             case messages.PolicySent(version=version) if version < STEPS and ("GetBatch", version) not in self.story():
                 return messages.NotYet(note="engines load")
-            case messages.PolicySent(version=version) if (
-                version in self.transfer_lost_at and self._attempts(version) == 1
-            ):
+            case messages.PolicySent(version=version) if version in self.lost_at and self._attempts(version) == 1:
                 return messages.Again(reason="an engine died")
             case messages.PolicySent(version=version):
                 return messages.Live(version=version)
@@ -144,7 +140,7 @@ def test_every_version_is_confirmed_before_the_next_is_made(straight):
 def test_a_version_that_engines_lose_while_gradients_are_made_is_sent_again_and_trained_on_as_it_was(
     straight, tiny_model, tmp_path, says_so
 ):
-    disturbed = run(tmp_path, tiny_model, transfer_lost_at={0, 2, STEPS}, says_so=says_so)
+    disturbed = run(tmp_path, tiny_model, lost_at={0, 2, STEPS}, says_so=says_so)
     story = disturbed.story()
     assert [story.count(("PolicyReady", version)) for version in range(STEPS + 1)] == [2, 1, 2, 1, 2]
     assert all(request.everywhere for request in disturbed.ready())

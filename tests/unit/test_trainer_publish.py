@@ -172,14 +172,12 @@ def test_engines_receive_the_trainers_weights_in_their_dtype(open_stand, kind, d
 
 
 def test_the_probe_has_the_logprobs_of_the_weights_and_is_computed_before_the_announcement(open_stand, tiny_model):
-    num_asked_before: list[int] = []
+    before: list[int] = []
     stand = open_stand("gloo")
-    hook = stand.model.get_input_embeddings().register_forward_hook(
-        lambda *_: num_asked_before.append(len(stand.orchestrator.asked))
-    )
+    hook = stand.model.model.embed_tokens.register_forward_hook(lambda *_: before.append(len(stand.orchestrator.asked)))
     stand.publisher.publish(0)
     hook.remove()
-    assert set(num_asked_before) == {0}
+    assert set(before) == {0}
     probe = stand.orchestrator.asked[-1].probe
     plain = AutoModelForCausalLM.from_pretrained(tiny_model)
     with torch.no_grad():
