@@ -17,7 +17,6 @@ END_S = 20.0
 
 @contextmanager
 def dashboard_of(runs: Sequence[Path], cache: Path) -> Iterator[str]:
-    """Its address, as it was printed."""
     command = [sys.executable, "-m", "trireme.cli.trireme", "dashboard", *map(str, runs), "--port", "0"]
     env = {name: value for name, value in os.environ.items() if name != "TRIREME_TOKEN"}
     env |= {"XDG_CACHE_HOME": str(cache), "COVERAGE_PROCESS_START": ""}
@@ -93,7 +92,6 @@ def colour(page: Page, name: str) -> None:
 
 
 def fates(page: Page) -> None:
-    """Audits, and reads what became of the first example of the list."""
     tab(page, "Fates")
     page.get_by_role("button", name="Audit this run").click()
     expect(page.get_by_text(re.compile("Nothing was lost|Contradictions"))).to_be_visible(timeout=60_000)

@@ -71,8 +71,6 @@ class Asked:
 
 @dataclass
 class FakeEngine:
-    """Its knobs may be turned while it runs."""
-
     wire: WeightWire
     end: int = 2
     answer: Callable[[Asked], list[int]] = answer_at_random

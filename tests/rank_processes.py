@@ -62,7 +62,6 @@ def require_success(ranks: Ranks) -> None:
 
 
 def results_of(folder: Path, count: int = 2) -> list[Any]:
-    """Return what each rank found, as `run_rank` left it."""
     return [torch.load(folder / f"result_{rank}.pt", weights_only=True) for rank in range(count)]
 
 

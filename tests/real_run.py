@@ -91,7 +91,6 @@ class Process:
         self._popen.wait(END_S)
 
     def left(self) -> list[str]:
-        """What is still alive of everything that it ever started."""
         if isinstance(self._popen, forkserver.Forked):
             with suppress(psutil.Error):
                 below = psutil.Process(self._popen.keeper_pid).children(recursive=True)
@@ -155,7 +154,6 @@ def started(name, *arguments: str | Path, log: Path, env: Mapping | None = None,
 
 
 def wait_until(condition: Callable, what: str, processes: list[Process], *, deadline_s: float = DEADLINE_S) -> None:
-    """Polls; where the time is up, says what the processes said last."""
     give_up = time.monotonic() + deadline_s
     while not condition():
         for process in processes:
@@ -179,7 +177,6 @@ def listening_sockets(processes: Iterable[Process]) -> set[tuple[str, int]]:
 
 
 def free_ports(count: int) -> list[int]:
-    """All different, because each is held until all are found."""
     with ExitStack() as held:
         probes = [held.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
@@ -192,8 +189,6 @@ def free_ports(count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class SharedEngine:
-    """A living `inference`, started by its own command."""
-
     process: Process
     port: int
 
@@ -237,7 +232,6 @@ class Run:
         return [row for row in rows if row["process"] == process and own in row]
 
     def evaluations(self) -> dict[int, float]:
-        """Mean reward by version."""
         rows, _ = read_metrics(self.paths.metrics)
         held_out = {name for row in rows for name in row if name.startswith("eval/") and name.endswith("/reward")}
         return {row["step"]: row[name] for row in rows for name in held_out & row.keys()}
@@ -256,8 +250,6 @@ class Run:
 
 @dataclass(frozen=True)
 class Pair:
-    """`orchestrator` and `trainer`, as commands of their own, beside an engine that is there already."""
-
     run: Run
     engine: SharedEngine
     orchestrator: Process
@@ -284,7 +276,6 @@ class Pair:
         wait_until(is_trained, f"step {steps}", [*self.processes, self.engine.process])
 
     def until_done(self) -> None:
-        """Both at their end, with nothing left over."""
         wait_until(self.is_done, "orchestrator and trainer to end", [*self.processes, self.engine.process])
         assert [process.left() for process in self.processes] == [[], []]
 

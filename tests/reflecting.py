@@ -51,8 +51,6 @@ def reflect(messages: list[dict[str, Any]]) -> str:
 
 
 class Endpoint(FakeChat):
-    """OpenAI's route with a mind for each model."""
-
     def __init__(self) -> None:
         super().__init__()
         self.answered: list[dict[str, Any]] = []

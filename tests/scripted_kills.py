@@ -31,8 +31,6 @@ VICTIMS = (
 
 @dataclass(frozen=True)
 class Faults:
-    """The folder in which points are armed."""
-
     folder: Path
 
     def __post_init__(self) -> None:
@@ -97,8 +95,6 @@ def _rank(process: psutil.Process, words: str) -> str | None:
 
 @dataclass
 class KilledRun:
-    """A run that is under way, and the means to disturb it."""
-
     folder: Path
     flags: list[str]
     command: tuple[str, ...] = SCRIPTED
@@ -246,7 +242,6 @@ def first_other_version(run: Run, undisturbed: Run) -> str | None:
 
 
 def finish_undisturbed(run: KilledRun) -> Run:
-    """Start a run of which nothing is killed, and wait for its good end."""
     with open_run(run):
         run.start()
         run.wait()

@@ -70,7 +70,6 @@ class Stage:
         self.set()
 
     def set(self, **supervisor: Any) -> None:
-        """Give the run this `[supervisor]`."""
         self.supervisor = {"backoff_s": 0.05} | supervisor
         values = {"output_dir": str(self.folder), "name": "demo", "orchestrator": {"server": {"port": 1}}}
         self.config = RunConfig.model_validate(values | {"supervisor": self.supervisor})

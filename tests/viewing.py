@@ -38,8 +38,6 @@ def write_evaluations(run: Path, *, versions: Sequence[int] = (0, 20), examples:
 
 
 class Reader(HTMLParser):
-    """What a browser reads of a page: elements with what they have, and text."""
-
     def __init__(self, text: str) -> None:
         super().__init__()
         self.elements: list[tuple[str, dict[str, str | None]]] = []
@@ -69,7 +67,6 @@ class Viewer:
         return self.screen()
 
     async def type(self, line: str) -> str:
-        """As fast as fingers are, then enter."""
         await press(self.pilot, *line, "enter")
         return self.screen()
 

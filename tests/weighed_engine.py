@@ -26,7 +26,6 @@ LETTER = "letter.weight"
 
 
 def write_weights(folder: Path, letter: str, *, rows: int = 2) -> Path:
-    """A model of two tensors, with its tokenizer."""
     write_tokenizer(folder)
     tensors = {LETTER: torch.full((rows, 3), float(ord(letter))), "norm.weight": torch.arange(4.0)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

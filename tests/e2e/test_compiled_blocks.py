@@ -20,7 +20,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_compiled_blocks_have_the_gradients_of_plain_ones(folder: Path, world: World) -> None:
-    """On rows of two lengths; recomputed inside, offloaded outside of what is compiled."""
     everything = {"compile": True, "activation_offload": True, "ac": ActivationCheckpointing(mode="selective")}
     plain = load_model(TrainerModel(), str(folder), world)
     compiled = load_model(TrainerModel().model_copy(update=everything), str(folder), world)

@@ -35,7 +35,6 @@ SCRIPTED = ("tests/scripted_rl.py", "@", "tests/e2e/scripted.toml")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of real processes with a scripted engine."""
     folder = tmp_path_factory.mktemp("run") / "watched"
     command = [sys.executable, *SCRIPTED, "--output-dir", str(folder)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S)

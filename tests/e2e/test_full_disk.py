@@ -29,7 +29,6 @@ def test_a_run_waits_for_room_and_loses_nothing(tmp_path: Path, tiny_model: Path
 
 
 def waits_for_room(run: KilledRun) -> list[str]:
-    """As the status server says, which needs no disk."""
     port = json.loads(run.run.paths.run_config.read_text())["orchestrator"]["server"]["port"]
     try:
         headers = bearer(read_key(run.run.root))

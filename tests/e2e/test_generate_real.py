@@ -67,7 +67,6 @@ def test_a_bad_request_is_refused_as_vllm_refuses_it(engine, body):
 
 
 def test_a_client_that_hangs_up_ends_its_request_in_the_engine(engine):
-    """The last one is as long as those before it, which would be finished by then."""
     before, errors = num_finished(engine), engine.process.output.count("Exception in ASGI application")
     body = {"token_ids": [5], "sampling_params": GREEDY | {"max_tokens": 120, "ignore_eos": True}}
     for _ in range(5):  # one may be answered before it is given up

@@ -51,8 +51,6 @@ CONTROL = ("pause", "resume", "init_weight_transfer_engine", "start_weight_updat
 
 @dataclass
 class SpreadRun:
-    """A run whose processes are started one by one, where they belong."""
-
     folder: Path
     engines: list[Machine]
     orchestrator: Machine
@@ -92,7 +90,6 @@ class SpreadRun:
         return Versions(self.run.paths.journal).newest
 
     def engines_of(self, version: int) -> set[str]:
-        """Engines that were sent it when it was new, and confirmed it."""
         first = Versions(self.run.paths.journal).read(version).confirmations[0]
         return {url.removeprefix("http://").partition(":")[0] for url in first.engines}
 

@@ -23,7 +23,6 @@ def run(*command: object, **options: object) -> str:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of modules, as pip would fill it from the wheel."""
     folder = tmp_path_factory.mktemp("package")
     run(UV, "build", "--wheel", "--out-dir", folder / "wheel", ROOT)
     (wheel,) = (folder / "wheel").glob("*.whl")

@@ -40,7 +40,6 @@ def post(moe_engine: SharedEngine) -> Iterator[Post]:
 
 
 def test_the_engine_says_of_every_token_where_it_sent_it(post, folder, tmp_path):
-    """Prompts with a beginning in common, which the engine computes once, many at a time; from some token on."""
     tensors = load_file(folder / "model.safetensors")
     assert update(post, tensors, tmp_path) == []
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -105,7 +104,6 @@ def test_a_run_trains_on_the_very_routes_that_were_sampled_and_publishes_every_e
 
 
 def test_answers_that_go_on_under_new_weights_keep_the_routes_of_their_tokens(moe_engine, folder, tmp_path):
-    """An update throws away what the engine had computed: all is computed again, and no token's route told twice."""
     flags = ["--model.name", folder, "--max-async-level", "2", "--orchestrator.sampling.max-tokens", "64"]
     ahead = run_apart(moe_engine, tmp_path / "run", *flags, "--max-steps", "4", config=CONFIG)
     assert_routed(ahead)
@@ -114,7 +112,6 @@ def test_answers_that_go_on_under_new_weights_keep_the_routes_of_their_tokens(mo
 
 
 def assert_routed(run: Run) -> int:
-    """The journal has the route of every token but the last, of so many samples."""
     samples = [sample for batch in run.batches() for rollout in batch.rollouts for sample in rollout.samples]
     for sample in samples:
         assert sample.routed is not None

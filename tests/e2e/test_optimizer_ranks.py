@@ -44,7 +44,6 @@ def config_of(kind: str, model: Path) -> RunConfig:
 
 
 def train(kind: str, model: Path, folder: Path, world: World) -> dict[str, Any]:
-    """Some steps from the base model, with a checkpoint on the way and the weights at the end."""
     config = config_of(kind, model)
     state = base_state(config, world)
     begun, metrics, saved = tiny.weights_of(state.model), [], {}

@@ -22,8 +22,6 @@ LENGTHS = [40, 30, 18, 33, 15, 44, 20, 9, 13]
 
 
 class Stage(NamedTuple):
-    """Ranks that go on from what others saved, for one step, and save that."""
-
     name: str
     ranks: int
     replicas: int

@@ -52,7 +52,6 @@ def sft(folder: Path, arguments: dict[str, Any]) -> None:
 
 @pytest.mark.slow  # one rank is stopped and resumed in tests/processes/test_sft.py
 def test_two_ranks_and_a_stop_change_nothing_but_rounding(tiny_model: Path, tmp_path: Path) -> None:
-    """Four steps on one rank, beside two steps on two ranks that another process goes on from on one rank."""
     lines = [
         {"messages": [{"role": "user", "content": letter}, {"role": "assistant", "content": letter * (number % 7 + 1)}]}
         for number, letter in enumerate("abcde" * 12)

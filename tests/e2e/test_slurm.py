@@ -151,7 +151,6 @@ def test_every_process_runs_on_its_machine_and_all_end_together(run_file, tmp_pa
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_a_run_on_two_machines_whose_time_is_up_goes_on_by_itself_and_loses_nothing(tmp_path):
-    """Real processes beside a scripted engine, over a real network. The signal is Slurm's ahead of a time limit."""
     program = write_program(
         tmp_path / "program",
         f"""

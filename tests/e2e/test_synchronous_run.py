@@ -12,7 +12,6 @@ STEPS = 6
 
 
 def test_the_engine_samples_from_the_very_weights_that_are_trained_and_every_step_is_on_disk(straight):
-    """Float32 and tied embeddings: nothing but rounding lies between the two forward passes."""
     trainer, orchestrator = straight.rows("trainer"), straight.rows("orchestrator")
     assert [(row["step"], row["mismatch_kl"] < 1e-6) for row in trainer] == [(step, True) for step in range(STEPS)]
     steps = [(row["step"], row["lag/mean"], row["lag/max"]) for row in orchestrator]

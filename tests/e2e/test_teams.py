@@ -50,7 +50,6 @@ EXPECTED = {"qwen3": Stage("alone"), "mistral": Stage("alone_with_windows", mode
 
 
 def save_models(folder: Path) -> None:
-    """Eight heads of two keys; the other model looks back 12 tokens only."""
     sizes = {"vocab_size": tiny.VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
     sizes |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
@@ -77,7 +76,6 @@ def batch(step: int) -> list[Sample]:
 
 
 def logprobs_of_an_empty_row(model: Any, world: World) -> list[bool]:
-    """Fewer tokens than ranks."""
     columns = compute_columns(model, empty_micro_batch(), world.device)
     columns.logprobs.sum().backward()
     model.zero_grad(set_to_none=True)
@@ -85,7 +83,6 @@ def logprobs_of_an_empty_row(model: Any, world: World) -> list[bool]:
 
 
 def train(model: TrainerModel, name: str, folder: Path, world: World) -> dict[str, Any]:
-    """Two steps of two iterations with a reference model, and what a checkpoint of them brings back."""
     loss = Loss(type="decoupled", correction="sequence_truncate", normalize="sequence", beta=0.2, kl_estimator="k2")
     optim = Optimizer(lr=1e-3)
     trainer = TrainerConfig(model=model, optim=optim, num_iterations=2, loss=loss)
@@ -105,7 +102,6 @@ def train(model: TrainerModel, name: str, folder: Path, world: World) -> dict[st
 
 
 def test_ranks_however_divided_train_as_one(tmp_path: Path, world: World) -> None:
-    """Their gradients and metrics for each loss; two steps of two iterations with a reference model; a checkpoint."""
     save_models(tmp_path)
     with started_ranks(__file__, tmp_path, tmp_path, count=4, num_ports=len(STAGES)) as processes:
         alone = {model: run(stage, tmp_path, tmp_path / "alone" / model, world) for model, stage in EXPECTED.items()}

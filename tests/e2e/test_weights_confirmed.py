@@ -64,7 +64,6 @@ def test_a_probe_is_answered_before_the_requests_that_wait_for_a_place(engine: S
 
 
 async def say(pool: InferencePool, number: int) -> None:
-    """Of different lengths, so that places become free one after the other."""
     sampling = {"max_tokens": random.Random(number).randint(20, 150), "ignore_eos": True, "logprobs": 0}
     body = json.dumps({"token_ids": [5, 6, 7], "sampling_params": sampling}).encode()
     status, _ = await pool.engines[0].request("inference/v1/generate", body)

@@ -47,7 +47,6 @@ def table(**more: Any) -> dict[str, Any]:
 
 
 def run_with(folder: Path, code: str, meanwhile: Any, **more: Any) -> tuple[list, list]:
-    """Return the rollouts of one batch, and why others were dropped."""
     env = [{"id": str(folder / "toy.py")} | table(**more)]
     config = build_config(folder, code, max_steps=1, max_async_level=0, resume=True, orchestrator={"env": env})
     outcome = run(config, meanwhile=meanwhile)

@@ -59,8 +59,6 @@ RECORDER = """
 
 
 class Machine:
-    """A job's folder, and what its processes noted."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "notes").mkdir()
@@ -128,7 +126,6 @@ def test_a_process_that_dies_is_restarted_alone_and_resumes(machine):
 
 
 def test_what_a_dead_process_leaves_behind_is_killed_before_its_successor_starts(machine):
-    """An engine's core would hold the GPUs that its successor needs."""
     assert machine.run(inference=["leave", 2])[0] == 2
     left = Path("/proc", (machine.folder / "notes" / "inference.jsonl.left").read_text(), "stat")
     assert not left.exists() or left.read_text().rpartition(")")[2].split()[0] == "Z"

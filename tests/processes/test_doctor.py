@@ -24,7 +24,6 @@ COMMAND = [sys.executable, "-m", "trireme.cli.trireme", "doctor"]
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path, monkeypatch):
-    """The doctor works where it stands, and tidies up."""
     monkeypatch.chdir(tmp_path)
     yield
     assert sorted(tmp_path.rglob("*doctor-*")) == []

@@ -51,7 +51,6 @@ def test_the_small_run_is_the_large_one_in_all_but_its_size(tmp_path):
 
 
 def test_a_run_of_shared_gpus_or_of_several_machines_is_rehearsed_on_this_one(tmp_path):
-    """A share of a GPU that the user did not set is derived as for the run."""
     case = build_case(tmp_path, "--device", "cuda", devices=Devices(gpus=("0",), cores=4))
     assert shrink(case).inference.gpu_memory_utilization == case.config.inference.gpu_memory_utilization == 0.4
     words = "--device cuda --hosts.inference 10.0.0.2 --hosts.orchestrator 10.0.0.3 --hosts.trainer 10.0.0.4 10.0.0.5"

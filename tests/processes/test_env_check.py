@@ -172,8 +172,6 @@ def test_an_engine_that_serves_no_version_answers_as_in_training(here, capsys):
 
 
 class OneTurn:
-    """An environment that asks once, and keeps the reply."""
-
     name = "toy"
 
     def __init__(self, **question: Any) -> None:

@@ -141,7 +141,6 @@ def test_episodes_keep_their_bounds_have_one_right_order_and_are_either_trained_
 
 
 def sorted_answer(question: Ask, *, marks: bool = True, combined: bool = True) -> str:
-    """Read from the conversation alone, as a policy must."""
     asked = [message["content"] for message in question.messages if message["role"] == "user"]
     names = [re.search(r": (.*)", content)[1].split(", ") for content in asked]
     part = -1 if "by last name" in asked[0] else 0

@@ -181,7 +181,6 @@ def test_in_a_group_of_environments_each_keeps_its_own_way_of_scoring(toys):
 
 
 def test_a_judge_at_an_openai_endpoint_gives_the_reward(toys):
-    """Where it does not answer, the rollout fails."""
     judge, asked = FakeChat(), []
 
     def verdict(number: int) -> tuple[int, dict]:

@@ -24,7 +24,6 @@ NUMBERS = (-1, 0, 1e300, -(10**18), 10**12, 2**63, None, "x", [], True)
 
 
 def changed(answer: Any, rng: random.Random) -> Any:
-    """Something in it is another value, missing, or there twice."""
     answer = copy.deepcopy(answer)
     place = answer
     while True:

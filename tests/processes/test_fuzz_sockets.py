@@ -84,7 +84,6 @@ def test_deep_nests_and_huge_promises_cost_nothing(opening, depth):
 
 @contextmanager
 def open_stranger(address: str) -> Iterator[zmq.Socket]:
-    """A peer that speaks ZeroMQ, and nothing else that we do."""
     stranger = zmq.Context.instance().socket(zmq.DEALER)
     stranger.linger, stranger.rcvtimeo, stranger.sndtimeo = 0, DEADLINE_S * 1000, DEADLINE_S * 1000
     stranger.connect(address)
@@ -253,7 +252,6 @@ ABSURD: list[tuple[Request, int, list[dict[str, Any]]]] = [  # with how many bat
 
 
 def problem_of(request: Request, num_batches: int) -> str | None:
-    """What an orchestrator answers it with, where it does not make sense."""
     try:
         return check_request(read_request([FIRST, encode(request)]), max_steps=10, num_batches=num_batches)
     except MalformedRequest as error:

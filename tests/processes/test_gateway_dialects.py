@@ -56,7 +56,6 @@ class Policy:
 
 @contextmanager
 def serving(policy: Policy):
-    """Serve one session; yield the gateway, the session, and its URL."""
     gateway, opened = Gateway(), Session("rollout", policy.ask, policy.count, list)
     gateway.open(KEY, opened)
     listener = socket.create_server(("127.0.0.1", 0))

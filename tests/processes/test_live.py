@@ -31,8 +31,6 @@ NUMBERS = {"loss": 0.0123, "grad_norm": 0.812, "mismatch_kl": 3e-7, "policy/entr
 
 
 class Stage:
-    """A run folder, a clock that is set by hand, and what the views of it printed."""
-
     def __init__(self, folder: Path, **values: Any) -> None:
         self.config = RunConfig.model_validate({"output_dir": str(folder), "name": "demo", "max_steps": 200} | values)
         self.config.paths.logs.mkdir(parents=True)
@@ -43,7 +41,6 @@ class Stage:
         self.processes = [ProcessState(name, "running", self.config.paths.log(name)) for name in names]
 
     def plain(self) -> View:
-        """One that has told what it found when it came."""
         view = View(self.config, self.poller, Console(file=self.out), clock=lambda: self.now)
         self.tick(view)
         return view
@@ -61,7 +58,6 @@ class Stage:
         self.report(step, "trainer", step * pace_s, **NUMBERS, **{"perf/tokens_per_s": 12345.0})
 
     def tick(self, view: View, *, after_s: float = 1.0, final: bool = False) -> str:
-        """What the view prints when it looks again."""
         self.now += after_s
         self.out.seek(0)
         self.out.truncate()

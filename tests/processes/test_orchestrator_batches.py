@@ -322,7 +322,6 @@ def curated_config(folder: Path, level: int, **orchestrator: Any) -> RunConfig:
 
 
 def sometimes_without_end(asked: Asked) -> list[int]:
-    """One answer in four goes on until it is cut off."""
     return answer_at_random(asked) if asked.rng.randrange(4) else [30] * 40
 
 

@@ -186,7 +186,6 @@ def test_a_rollout_that_failed_has_not_passed_and_has_no_part_in_the_mean_also_i
 
 @pytest.mark.parametrize(("newest", "is_kept"), [(4, True), (5, False)])
 def test_an_evaluation_that_a_later_version_had_a_part_in_is_discarded(tmp_path, newest, is_kept):
-    """The answers of its own version were on disk until then."""
     config = build_config(tmp_path, orchestrator={"eval": {"num_examples": 2}})
     partial = []
 

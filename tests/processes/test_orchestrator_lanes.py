@@ -28,7 +28,6 @@ TOUCH_S = 2e-6
 
 
 def by_lane(config: RunConfig) -> dict[str, list[Span]]:
-    """Those of the engine are under `engine`."""
     lanes: dict[str, list[Span]] = defaultdict(list)
     for span in joined(read_spans(config.paths.spans)[0]):
         lanes["engine" if span.lane == engine_lane(config.engine_urls[0]) else span.lane].append(span)

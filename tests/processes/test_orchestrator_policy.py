@@ -138,8 +138,6 @@ def on_stage(
 
 
 def staged(**how: Any) -> Callable[[Callable[[Stage], Awaitable[None]]], Callable[[Path], None]]:
-    """Makes a test of what is to happen on such a stage."""
-
     def made(play: Callable[[Stage], Awaitable[None]]) -> Callable[[Path], None]:
         return lambda tmp_path: on_stage(tmp_path, play, **how)
 
@@ -460,8 +458,6 @@ async def test_a_prompt_leaves_the_rest_of_the_context_and_it_is_known_what_a_tu
 
 @staged(drop_next=2, **SAYS_7)
 async def test_a_request_that_the_engine_drops_or_aborts_is_sent_again(stage):
-    """What it had sampled by then is no turn."""
-
     def abort_the_third(response: dict) -> dict:
         response["choices"][0]["finish_reason"] = "abort" if response["request_id"] == "2" else "stop"
         return response

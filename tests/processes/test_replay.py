@@ -48,8 +48,6 @@ DEADLINE_S = 240
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run that was trained by the real trainer, from batches that lay in its journal."""
-
     config: RunConfig
 
     @property
@@ -61,7 +59,6 @@ class Recorded:
         return Versions(self.config.paths.journal)
 
     def answer(self, request: wire.Request) -> wire.Reply:
-        """An orchestrator's answers, whose engines confirm whatever they are sent."""
         match request:
             case wire.GetNewest():
                 return wire.Newest(version=-1, digests={})

@@ -181,7 +181,6 @@ time.sleep(600)
 
 
 def server_of(stage: Stage) -> str:
-    """The body of an inference server that the launcher of the stage asks for its health."""
     port = free_port()
     stage.health["inference"] = f"http://127.0.0.1:{port}/health"
     return SERVER.replace("PORT", str(port))

@@ -27,8 +27,6 @@ SECRET = "a-token-for-tests-0123456789"
 
 
 def open_app() -> TestClient:
-    """As vLLM's server has it, where no token is set."""
-
     async def answer(request: Request) -> JSONResponse:
         return JSONResponse(await request.json() if await request.body() else {})
 

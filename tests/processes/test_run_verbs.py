@@ -33,7 +33,6 @@ PORT = free_port()
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Three of eight steps, as they are on disk."""
     monkeypatch.setattr(status_module, "POLL_S", 0.01)
     values: dict[str, Any] = {"output_dir": str(tmp_path), "name": "a run", "max_steps": 8, "device": "cpu"}
     values["orchestrator"] = {"server": {"port": PORT}, "env": [{"id": "say"}]}

@@ -39,7 +39,6 @@ def write_lines(path: Path, *lines: object) -> Path:
 
 @pytest.fixture(scope="module")
 def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A task that is learned in a few steps: say the letter again."""
     rng = random.Random(0)
     lines = [
         {"messages": [{"role": "user", "content": letter}, {"role": "assistant", "content": letter * 4}]}

@@ -11,7 +11,6 @@ PATIENCE_S = 6.0
 
 
 def test_ranks_wait_for_the_first_one_longer_than_their_timeout_where_it_tells_them_to(tmp_path: Path) -> None:
-    """As it does while the orchestrator evaluates, or waits for room on a disk."""
     with started_ranks(__file__, tmp_path) as processes:
         require_success(processes)
     assert [(tmp_path / f"said_{rank}").read_text() for rank in range(2)] == ["7", "7"]

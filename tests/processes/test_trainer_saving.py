@@ -108,7 +108,6 @@ def die_at_each_point(model: Path, folder: Path, *points: str) -> None:
 
 @pytest.fixture(scope="module")
 def killed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of trainers that were killed at each point, while version 2 was being saved."""
     folder = tmp_path_factory.mktemp("killed")
     argv = [sys.executable, rank_processes.__file__, __file__, str(tiny_model), str(folder), *POINTS]
     with open(folder / "log", "w") as log:

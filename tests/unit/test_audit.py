@@ -351,7 +351,6 @@ INSTEAD_OF_NONE = {"masked": "truncated", "stage_reward": 0.5, "num_sampled": 1_
 
 
 def leaves(value: Any, path: tuple = ()) -> Iterator[tuple]:
-    """Paths of all numbers, texts and lists inside."""
     if isinstance(value, msgspec.Struct):
         for name in value.__struct_fields__:
             if name not in LEFT_TO_OTHERS:

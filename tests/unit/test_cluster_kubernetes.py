@@ -26,7 +26,6 @@ def job(nodes: int, gpus_per_node: int = 8) -> Job:
 
 
 def rendered(given: Job, **options: Any) -> dict[str, dict[str, Any]]:
-    """Return the manifests by kind, as a cluster would read them."""
     given_options = SubmitOptions(**({"image": "registry/trireme:1", "storage": "500Gi"} | options))
     read = yaml.safe_load_all(manifests(given, given_options, SECRETS, Path("/runs")))
     return {manifest["kind"]: manifest for manifest in read}

@@ -316,7 +316,6 @@ def flags_in(quoted: str) -> list[str]:
 
 @rows("metrics")
 def test_metrics_of_the_row_are_written_by_runs(row):
-    """A test of its own holds the page of metrics against what runs write."""
     cells = re.findall(r"^\| (`[^|]*`) \|", (REPOSITORY / "docs" / "metrics.md").read_text(), re.MULTILINE)
     named = {quoted for quoted in quotes(row.here) if re.fullmatch(r"\w+(/\w+)*", quoted)}
     assert named

@@ -134,7 +134,6 @@ def test_runs_are_found_below_a_folder_told_apart_and_listed_without_reading_the
 
 
 def test_a_run_is_alive_while_a_launcher_holds_its_folder_or_its_own_orchestrator_answers(tmp_path: Path) -> None:
-    """The port of a run may be another run's by now."""
     run = write(tmp_path / "run", range(1))
     folder = RunFolder(run, "run")
     with hold_folder(RunPaths(run)):

@@ -37,7 +37,6 @@ def what_it_says(sample: Tokens) -> np.ndarray:
 
 
 def train(run: RunConfig, step: int, *, world: int) -> None:
-    """All ranks write what their rows would have got."""
     for rank in range(world):
         rows = share(run, step, rank=rank, world=world)
         said = [what_it_says(sample) for row in rows for sample in apart(row)]

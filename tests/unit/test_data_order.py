@@ -175,7 +175,6 @@ def test_groups_that_were_open_come_first_also_when_it_stops_once_more_among_the
 
 
 def test_a_run_does_not_go_on_with_other_examples() -> None:
-    """Positions in the data set would mean other examples, and nothing would show it."""
     state = saved(Buffer({"a": 7, "b": 4}, order_rules(), State()))
     changes = {"b had 4, now 5": {"b": 5}, "c had none, now 1": {"b": 4, "c": 1}, "b had 4, now none": {}}
     for words, others in changes.items():

@@ -80,8 +80,6 @@ def raise_metric(name: str) -> Change:
 
 
 def change_scores(step: int) -> Plant:
-    """Of one token of a rollout that nothing else changes."""
-
     def plant(config: RunConfig) -> None:
         of = identity(Journal(config.paths.journal).read(step).rollouts[0].samples[-1])
         scores = read_logprobs(config.paths.logprobs, step)

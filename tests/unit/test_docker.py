@@ -53,7 +53,6 @@ def test_the_linter_of_dockerfiles_finds_nothing():
 
 
 def test_compose_files_are_what_their_specification_says():
-    """By the specification's own schema, which check-jsonschema brings along."""
     schema = json.loads((files("check_jsonschema") / "builtin_schemas" / "vendor" / "compose-spec.json").read_text())
     validator = validator_for(schema)(schema)
     for content in (compose(TRIREME_TOKEN=SECRET), compose("compose.gpu.yaml")):

@@ -198,8 +198,6 @@ def rollout() -> Rollout:
 
 
 def score(tmp_path: Path, one: Rollout, *, failures: int = 0, shift: int = 0) -> list[dict[str, Any]]:
-    """Have a teacher judge a rollout; returns what it was asked."""
-
     asked: list[dict[str, Any]] = []
 
     async def go() -> None:

@@ -67,7 +67,6 @@ def test_what_the_command_left_is_not_the_runs_own_and_makes_way_whole(tmp_path:
 
 
 def test_it_is_the_share_of_all_choices_of_k_answers_that_hold_one_that_passed() -> None:
-    """The first c of n answers passed."""
     for n in range(1, 9):
         for c, k in product(range(n + 1), range(1, n + 1)):
             choices = list(combinations(range(n), k))

@@ -125,7 +125,6 @@ def test_files_of_the_most_allowed_size_hold_all_tensors_once(tmp_path):
 
 @pytest.fixture
 def adapted(tiny_model: Path, world: World, tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
-    """The folder of a run with adapters, and what an engine would have got of its only step."""
     base = shutil.copytree(tiny_model, tmp_path / "base")
     model = load_model(TrainerModel(lora=Lora(rank=2, alpha=8)), str(base), world)
     state = TrainerState(model, build_optimizer(model, Optimizer(lr=1e-2)))

@@ -85,7 +85,6 @@ def test_variables_of_the_engine_follow_from_the_configuration() -> None:
 
 
 def test_the_engine_checks_the_token_in_the_outermost_middleware(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last middleware is the outermost."""
     monkeypatch.setenv(TOKEN, "a-token-for-tests-0123456789")
     told = arguments()
     assert told[-2:] == ["--middleware", "trireme.transport.bearer.RequireToken"]

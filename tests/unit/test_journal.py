@@ -179,7 +179,6 @@ LAST = 6
 
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
-    """A run of six steps, with a checkpoint, weights and an evaluation of every second version."""
     paths = RunPaths(tmp_path / "run")
     journal, versions = Journal(paths.journal), Versions(paths.journal)
     for step in range(LAST):

@@ -28,14 +28,11 @@ TOLD = "\n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im
 
 
 class Talk(Trajectory):
-    """A rollout with its tokenizer at hand."""
-
     def __init__(self, folder, mode="interleaved", template=CHATML) -> None:
         self.tokenizer = ChatTokenizer(write_tokenizer(folder, template, extra_words=("hello", "hel")))
         super().__init__(self.tokenizer, mode)
 
     def answer(self, messages, sampled: str | list[int], *, version: int = 0) -> list[int]:
-        """One turn as the rollout runner takes it; returns the prompt."""
         question = self.ask(messages, None)
         ids = self.tokenizer.encode(sampled) if isinstance(sampled, str) else sampled
         self.record(question, turn(ids, version=version), ModelMessage(self.tokenizer.decode(ids)))

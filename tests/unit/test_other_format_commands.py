@@ -137,7 +137,6 @@ def test_environments_of_the_repository_need_no_fetching(monkeypatch, capsys):
 
 
 def test_a_file_can_be_served_by_one_command_and_trained_by_another(vf_file, tmp_path, monkeypatch):
-    """They meet at the port of the file; the second starts no engine."""
     served: list[list[str]] = []
     started: list[tuple[list[str], RunConfig]] = []
 
@@ -163,7 +162,6 @@ needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is no
 
 @pytest.fixture
 def tmux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A server of its own, which other tests and people do not see."""
     monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
     monkeypatch.delenv("TMUX", raising=False)
     yield

@@ -23,7 +23,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def config_of(translation: Translation, devices: Devices = CPU) -> RunConfig:
-    """Through the file that it would be printed as."""
     return resolve(read_as(RunConfig, tomllib.loads(as_toml(translation)), where="translated"), devices)
 
 

@@ -130,7 +130,6 @@ def earlier(tmp_path: Path) -> RunPaths:
 
 
 def test_resuming_needs_a_run_and_the_checkpoint(earlier, tmp_path):
-    """A run whose launcher was killed before its first batch can be resumed, too."""
     with pytest.raises(ConfigError, match=r"no complete checkpoint of that step - it has \[20\]"):
         prepare_folder(earlier, resume=False, resume_step=30)
     for resume, step in ((True, None), (False, 20), (False, -1), (False, 0)):

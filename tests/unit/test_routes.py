@@ -34,7 +34,6 @@ HEAD = b"{'descr': '|u1', 'fortran_order': False, 'shape': (99999999999, 3, 2), 
 
 
 def routes(ids: list[int]) -> np.ndarray:
-    """Where a scripted engine sends tokens: [T, layers, top_k]."""
     found = [[[(token + layer) % 8, (token + layer + 3) % 8] for layer in range(3)] for token in ids]
     return np.array(found, dtype=np.uint8).reshape(-1, 3, 2)
 
@@ -127,14 +126,12 @@ def tokenizer(tmp_path: Path) -> ChatTokenizer:
 
 
 def record(trajectory: Trajectory, tokenizer: ChatTokenizer, question: Question, text: str) -> None:
-    """One turn of an engine that tells of the experts that were not known before."""
     ids = [*tokenizer.encode(text), END]
     new = routes([*question.ids, *ids][question.routes_from : -1])
     trajectory.record(question, Generation(ids, [-1] * len(ids), [0] * len(ids), "", routes=new), ModelMessage(text))
 
 
 def check_routed(sample: Tokens) -> None:
-    """Check that all tokens but the last, and only they, have the experts of the scripted engine."""
     assert sample.routed.known.tolist() == [1] * (sample.length - 1) + [0]
     assert (sample.routed.layers, sample.routed.top_k) == (3, 2)
     assert sample.routed.experts.tolist() == routes(sample.ids[:-1]).ravel().tolist()
@@ -142,7 +139,6 @@ def check_routed(sample: Tokens) -> None:
 
 @pytest.mark.parametrize(("mode", "num_samples"), [("interleaved", 1), ("branching", 2)])
 def test_a_later_turn_tells_of_what_the_earlier_ones_could_not(tokenizer, mode: str, num_samples: int) -> None:
-    """The last token of the first turn was computed only in the second one, with the text in between."""
     trajectory = Trajectory(tokenizer, mode)
     first = trajectory.ask([ASK], None)
     assert first.routes_from == 0
@@ -157,7 +153,6 @@ def test_a_later_turn_tells_of_what_the_earlier_ones_could_not(tokenizer, mode: 
 
 
 def test_where_a_turn_begins_a_sample_of_its_own_what_is_known_goes_along(tokenizer: ChatTokenizer) -> None:
-    """Two answers to one question: the second begins a sample, whose beginning the engine had told of before."""
     trajectory = Trajectory(tokenizer, "interleaved")
     record(trajectory, tokenizer, trajectory.ask([ASK], None), "4")
     questions = [trajectory.ask(LONGER, None) for _ in range(2)]

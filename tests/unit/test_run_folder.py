@@ -91,7 +91,6 @@ def test_samples_of_supervised_training_replace_only_samples(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("process", ["launcher", "orchestrator", "trainer"])
 def test_a_launcher_does_not_move_a_run_that_is_alive(process: str, tmp_path: Path) -> None:
-    """Also where the orchestrator or the trainer was started alone."""
     paths = RunPaths(tmp_path)
     with hold(paths, process), pytest.raises(ConfigError, match=f"another {process} .process {os.getpid()}."):
         with hold_folder(paths, leave_s=0.0):

@@ -56,7 +56,6 @@ def build_config(folder: Path, model: Path, data: Path, **changed: object) -> Sf
 
 
 def write_samples(folder: Path, *samples: Tokenized, drop: bool = False) -> tuple[SampleFiles, list[list[int]]]:
-    """Return the samples as they are in files, and the ids of each."""
     writer = SampleWriter(seq_len=8, drop=drop)
     for sample in samples:
         writer.add([sample])
@@ -167,7 +166,6 @@ def messages(found: list[Conversation | Completion]) -> list[list[Any]]:
 
 
 def test_a_folders_conversations_come_in_the_order_of_their_files(tmp_path):
-    """With every character that JSON allows in a text."""
     text = "line\u2028separator, next\u0085line, form\x0cfeed, é, 漢, 🙂"
     turned, strange = {"messages": GREETING[::-1]}, {"messages": [GREETING[0], {"role": "assistant", "content": text}]}
     write_lines(tmp_path / "b.jsonl", {"messages": GREETING})

@@ -129,7 +129,6 @@ def test_a_dry_run_shows_everything_and_writes_nothing(folder, capsys, argv, par
 
 
 def test_secrets_are_their_owners_alone(folder):
-    """An env file is found next to the run's own, and each submission has a token of its own."""
     (folder / "configs").mkdir()
     keys = "# keys\nexport OPENAI_API_KEY=sk-1234 # mine\nB='x y'\n\nC=\"a$b\"\n"
     (folder / "configs" / "keys.env").write_text(keys)

@@ -65,7 +65,6 @@ def random_targets(count: int = K, vocabulary: int = V, *, cut: bool = False) ->
 
 
 def random_choices(ids: torch.Tensor, vocabulary: int) -> Choices:
-    """Two of three tokens were drawn from some."""
     cut = torch.tensor([k for k in range(len(ids)) if k % 3])
     among = [sorted({int(ids[k]), *((int(ids[k]) + 5 * j) % vocabulary for j in range(k % 5))}) for k in cut.tolist()]
     counts = torch.tensor([len(each) for each in among])

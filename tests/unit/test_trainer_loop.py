@@ -39,8 +39,6 @@ TOUCH_S = 1e-4  # between two clocks that are read one after the other
 
 @dataclass
 class FakeOrchestrator:
-    """Hands out the same batches to every trainer, until it is told to refuse one."""
-
     refuses: int | None = None
     newest: messages.Newest = field(default_factory=lambda: messages.Newest(version=-1, digests={}))
     engine_lost_at: set[int] = field(default_factory=set)  # steps before which an engine needs weights

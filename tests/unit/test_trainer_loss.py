@@ -208,7 +208,6 @@ def test_a_run_with_a_moving_reference_goes_on_from_a_checkpoint_to_the_bit(tmp_
 
 
 def kept_sample(seed: int = 0) -> tuple[Sample, list[list[int]]]:
-    """A sample whose tokens were drawn from a few, from one, and from all tokens, in turn."""
     rng = np.random.default_rng(seed)
     (sample,) = tiny.random_samples([18], seed=seed)
     choices: list[list[int]] = []
@@ -243,7 +242,6 @@ def test_logprobs_are_those_among_what_the_sampler_could_choose_from(tiny_model,
 
 
 def test_a_replay_finds_the_same_bits_with_a_moving_reference_and_several_iterations(tmp_path, tiny_model, world):
-    """From the journal: from the base model on, and from a checkpoint that holds a reference of two versions before."""
     loss = Loss(type="decoupled", beta=0.2, reference_update_every=2)
     trainer = TrainerConfig(optim=Optimizer(lr=1e-3), loss=loss, num_iterations=2, micro_batch_tokens=CAPACITY)
     model = Model(name=str(tiny_model))
@@ -301,7 +299,6 @@ def test_a_packed_batch_has_the_cross_entropy_of_samples_alone(tiny_model, world
 
 @pytest.mark.parametrize("kind", ["gemma2", "vaultgemma"])
 def test_attention_scores_that_a_model_caps_are_capped_in_training_too(kind, tmp_path, world, caplog, monkeypatch):
-    """The cap is low enough to matter."""
     changes = {"vocab_size": tiny.VOCABULARY, "attn_logit_softcapping": 2.0, "initializer_range": 0.5}
     folder = save_family(tmp_path, build_config(kind, **changes))
     samples = [Sample(sample.tokens, 1.0) for sample in tiny.random_samples(MIXED)]

@@ -171,7 +171,6 @@ def test_an_orthogonal_update_keeps_the_directions_and_has_all_singular_values_n
 
 
 def step_with(value: float, state: TrainerState, config: Optimizer) -> float:
-    """A step whose gradients are all this value: return how many steps in a row were skipped."""
     for parameter in state.model.parameters():
         parameter.grad = torch.full_like(parameter, value)
     return optimizer_step(state, config)["skipped_in_a_row"]

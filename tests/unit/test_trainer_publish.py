@@ -125,7 +125,6 @@ class Stand:
         return self.publisher.take_metrics()
 
     def negate(self, count: int) -> None:
-        """Change the signs of that many values of the first tensor."""
         with torch.no_grad():
             next(self.model.parameters()).to_local().view(-1)[:count].neg_()
 

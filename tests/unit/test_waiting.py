@@ -80,7 +80,6 @@ def no_room() -> OSError:
 
 
 def write_to_a_disk(*errors: OSError, waits: Waits, deadline_s: float = 60) -> list[str]:
-    """Write where attempts fail with the given errors; returns what the writer waited for at each attempt."""
     seen: list[str] = []
 
     def write() -> list[str]:

@@ -27,7 +27,6 @@ CPU = torch.device("cpu")
 
 
 def moved(model: Tensors, share: float, seed: int = 0) -> Tensors:
-    """Turn over one bit each in about that share of the values."""
     generator, found = torch.Generator().manual_seed(seed), {}
     for name, tensor in model.items():
         bits = to_integers(tensor)
