@@ -98,11 +98,10 @@ _lock = threading.Lock()
 def _server() -> socket.socket:
     ours, theirs = socket.socketpair()
     process = subprocess.Popen(
-        [sys.executable, __file__],
-        stdin=theirs,
+        [sys.executable, __file__], stdin=theirs,
         env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
         preexec_fn=_die_with_parent,
-    )
+    )  # fmt: skip
     theirs.close()
     atexit.register(process.kill)
     return ours

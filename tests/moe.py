@@ -55,10 +55,9 @@ def build_moe(kind: str = "qwen3_moe", *, seed: int = 0, experts: str = "eager",
 def save_moe(folder: Path, kind: str = "qwen3_moe", **changes: Any) -> Path:
     tokenizer = load_script("make_tiny_model").build_tokenizer()
     config = {
-        "vocab_size": -(-len(tokenizer) // 64) * 64,
-        "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        "vocab_size": -(-len(tokenizer) // 64) * 64, "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
         "pad_token_id": tokenizer.pad_token_id,
-    }
+    }  # fmt: skip
     build_moe(kind, **(config | changes)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

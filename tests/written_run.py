@@ -52,8 +52,7 @@ def build_config(folder: Path, **sections: Any) -> RunConfig:
 
 RICH: dict[str, Any] = {
     "curriculum": [
-        {"weights": {"a": 1.0}},
-        {"weights": {"a": 1.0, "b": 1.0}, "from_step": 2},
+        {"weights": {"a": 1.0}}, {"weights": {"a": 1.0, "b": 1.0}, "from_step": 2},
         {"weights": {"b": 1.0}, "from_reward": 1.4, "smoothing": 2},
     ],
     "buffer": {"pools": {"easy_threshold": 1.5, "hard_threshold": 1.2, "easy_weight": 0.0}},
@@ -61,7 +60,7 @@ RICH: dict[str, Any] = {
     "length_penalty": {"type": "linear", "max_length": 12, "weight": 0.5},
     "advantage": {"type": "ema", "clip": 1.25, "reward_clip": [0.0, 2.25]},
     "teacher": {"base_url": "http://127.0.0.1:9/v1", "weight": 0.25},
-}
+}  # fmt: skip
 """Of `[orchestrator]`: everything that a batch can go by, all at once."""
 
 

@@ -121,9 +121,8 @@ def test_opencode(play, node_clients, tmp_path):
     (tmp_path / "start").mkdir()
     (tmp_path / "start" / "opencode.json").write_text(json.dumps({"provider": {"t": provider}, "model": "t/policy"}))
     play(
-        "",
-        *runs("bash", "command", description="Write the sum"),
+        "", *runs("bash", "command", description="Write the sum"),
         command=(str(node_clients / "opencode"), "run", "--title", "t", "{prompt}"),
         env={"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"},
         workdir=str(tmp_path / "start"),
-    )
+    )  # fmt: skip

@@ -23,10 +23,9 @@ pytestmark = pytest.mark.slow
 CAPACITY = 50
 LENGTHS = [40, 30, 18, 33, 15, 44, 20, 9, 13]
 LOSSES = {
-    "importance": Loss(kl_tau=0.1),
-    "sequences": Loss(type="gspo", clip_low=0.5, clip_high=2.0, normalize="sequence"),
+    "importance": Loss(kl_tau=0.1), "sequences": Loss(type="gspo", clip_low=0.5, clip_high=2.0, normalize="sequence"),
     "entropy": Loss(type="ppo", normalize="sequence", entropy_bonus=0.1),
-}
+}  # fmt: skip
 
 
 class Stage(NamedTuple):

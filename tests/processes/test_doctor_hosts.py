@@ -41,9 +41,8 @@ def test_each_command_of_several_machines_listens_by_itself(tmp_path):
     assert found == {
         "10.0.0.2": [("inference", 8000), ("inference", 8003)],
         "10.0.0.3": [("orchestrator", 8001), ("orchestrator", 5555)],
-        "10.0.0.4": [("trainer", 7000), ("trainer", 5557)],
-        "10.0.0.5": [],
-    }
+        "10.0.0.4": [("trainer", 7000), ("trainer", 5557)], "10.0.0.5": [],
+    }  # fmt: skip
 
 
 def test_a_machine_that_is_not_started_is_no_problem_and_one_that_is_silent_or_unknown_is(monkeypatch):

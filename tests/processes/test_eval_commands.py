@@ -160,10 +160,9 @@ def test_more_examples_go_on_where_fewer_ended_and_fewer_or_others_are_refused(h
 
 
 OTHERS = {
-    "serves version 40 of a training run": {"label": "40"},
-    "answering 3 requests": {"num_busy": 3},
+    "serves version 40 of a training run": {"label": "40"}, "answering 3 requests": {"num_busy": 3},
     "is paused": {"is_frozen": True},
-}
+}  # fmt: skip
 FAILS = {
     f"step_10 did not arrive .*{LETTER} has digest 0": {"digest_error": LETTER},
     "step_10 was not loaded whole .*model.norm": {"incomplete": ("model.norm",)},

@@ -172,11 +172,10 @@ def test_results_of_tools_and_the_system_prompt_read_the_same_in_each_dialect():
     result = "a\nb"
     calls = [{"id": "c1", "type": "function", "function": {"name": "bash", "arguments": '{"cmd": "ls"}'}}]
     expected = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "List."},
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "List."},
         {"role": "assistant", "content": "", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "c1", "content": result},
-    ]
+    ]  # fmt: skip
     assert chat.read({"messages": [{**expected[0], "role": "developer"}, *expected[1:]]}).messages == expected
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "List."}]},

@@ -49,9 +49,8 @@ def is_documented(name: str) -> bool:
 def test_every_metric_that_a_run_writes_is_documented(tmp_path, tiny_model, world):
     sections = {
         "eval": {"rollouts_per_example": 2, "sampling": {"temperature": 1.0}},
-        "buffer": {"pools": {}, "online_difficulty_filtering": True},
-        "curriculum": [{"weights": {"say": 1.0}}],
-    }
+        "buffer": {"pools": {}, "online_difficulty_filtering": True}, "curriculum": [{"weights": {"say": 1.0}}],
+    }  # fmt: skip
     config = build_config(tmp_path, CODE, max_steps=2, orchestrator=sections)
     assert run(config).error is None
     written = {name for row in read_metrics(config.paths.metrics)[0] for name in row} - {"step", "process", "time_s"}

@@ -314,10 +314,9 @@ def curated_config(folder: Path, level: int, **orchestrator: Any) -> RunConfig:
     config = build_config(folder, EASY_AND_HARD, max_async_level=level, max_steps=6, orchestrator=orchestrator)
     values = with_second_environment(config, folder, name="later", args={"size": 5})
     values["orchestrator"]["curriculum"] = [
-        {"weights": {"say": 1.0}},
-        {"weights": {"say": 1.0, "later": 0.5}, "from_step": 2},
+        {"weights": {"say": 1.0}}, {"weights": {"say": 1.0, "later": 0.5}, "from_step": 2},
         {"weights": {"later": 1.0}, "from_reward": 0.95},
-    ]
+    ]  # fmt: skip
     return RunConfig.model_validate(values)
 
 

@@ -17,11 +17,10 @@ CAPACITY = 50
 batches = st.lists(st.integers(1, CAPACITY), max_size=40)  # lengths of samples
 
 COSTS = {
-    "tokens": LINEAR,
-    "flash": Cost(linear=1.0, attention=((None, 0.2),)),
+    "tokens": LINEAR, "flash": Cost(linear=1.0, attention=((None, 0.2),)),
     "window": Cost(linear=1.0, attention=((8, 0.4), (None, 0.1))),
     "masked": Cost(linear=1.0, attention=((None, 0.05),), is_by_row=True),
-}
+}  # fmt: skip
 
 
 def samples_of(lengths: list[int]) -> list[Sample]:

@@ -204,10 +204,9 @@ def test_hopeless_groups_count_where_they_were_dropped_too_and_no_advantage_is_n
 def test_epochs_difficulty_and_curriculum_by_hand() -> None:
     state = State(
         cursors={"a": Cursor(epoch=2, position=5)},
-        scores={"a": Scores(np.arange(5, dtype=np.int32), np.array([0.0, 0.05, 0.5, 0.9, 1.0]))},
-        stage=1,
+        scores={"a": Scores(np.arange(5, dtype=np.int32), np.array([0.0, 0.05, 0.5, 0.9, 1.0]))}, stage=1,
         stage_reward=0.5,
-    )
+    )  # fmt: skip
     plain = state_metrics(state, config=RunConfig())
     assert plain == {"data/a/epoch": 2}
     sections = {"buffer": {"pools": {}}, "curriculum": [{"weights": {"a": 1.0}}]}

@@ -60,10 +60,7 @@ def change_example(record: BatchRecord) -> None:
     group = record.rollouts[3].group
     for fate in [*record.rollouts, *record.dropped]:
         fate.example += fate.group == group
-    record.outcomes = [
-        msgspec.structs.replace(outcome, example=outcome.example + (outcome.group == group))
-        for outcome in record.outcomes
-    ]
+    record.outcomes = [msgspec.structs.replace(it, example=it.example + (it.group == group)) for it in record.outcomes]
 
 
 def change_group(record: BatchRecord) -> None:

@@ -29,10 +29,9 @@ GPUS: dict[Size, int] = {"cpu": 0, "one-gpu": 1, "eight-gpus": 8}
 
 # The models of the examples, and those whose sizes they have.
 KNOWN = {
-    "PrimeIntellect/Qwen3-0.6B-Reverse-Text-SFT": "Qwen/Qwen3-0.6B",
-    "Qwen/Qwen3-4B-Instruct-2507": "Qwen/Qwen3-4B",
+    "PrimeIntellect/Qwen3-0.6B-Reverse-Text-SFT": "Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B-Instruct-2507": "Qwen/Qwen3-4B",
     "Qwen/Qwen3-30B-A3B-Instruct-2507": "Qwen/Qwen3-30B-A3B",
-}
+}  # fmt: skip
 
 examples = pytest.mark.parametrize("name", ENVIRONMENTS)
 formats = pytest.mark.parametrize("kind", FORMATS)

@@ -23,11 +23,10 @@ CONVERSATIONS = {
         {"role": "user", "content": "Again,\n\n{{ please }} \t"},
     ],
     "tools": [
-        QUESTION,
-        {"role": "assistant", "content": "I add.", "tool_calls": [CALL]},
+        QUESTION, {"role": "assistant", "content": "I add.", "tool_calls": [CALL]},
         {"role": "tool", "content": "3", "tool_call_id": "c1"},
     ],
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +34,7 @@ def tokenizers(tmp_path_factory):
     from transformers import PreTrainedTokenizerFast
 
     folders = {name: write_tokenizer(tmp_path_factory.mktemp("model") / name, text) for name, text in TEMPLATES.items()}
-    return {
-        name: (ChatTokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder))
-        for name, folder in folders.items()
-    }
+    return {name: (ChatTokenizer(it), PreTrainedTokenizerFast.from_pretrained(it)) for name, it in folders.items()}
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

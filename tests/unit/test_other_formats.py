@@ -226,10 +226,9 @@ def test_a_hosted_file_arrives_whole():
     expected |= {"orchestrator.env.1.id": "owner/reverse-text", "orchestrator.env.1.weight": 0.5}
     expected |= {"orchestrator.env.1.args": {"num_train": 9}, "orchestrator.sampling.max_tokens": 512}
     check(
-        translate(HOSTED_FORMAT, HOSTED | keys, EIGHT),
-        EIGHT,
+        translate(HOSTED_FORMAT, HOSTED | keys, EIGHT), EIGHT,
         keys | expected | {"trainer.ckpt.interval": 50, "trainer.ckpt.keep_last": 10},
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("table", "command"), [

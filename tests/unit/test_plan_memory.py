@@ -161,10 +161,9 @@ def test_every_family_is_counted_exactly_whatever_its_settings(variant):
 STATES = {
     **dict.fromkeys(["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"], (1, 64 * 3, 4 * 8 * 8)),
     **dict.fromkeys(["granitemoehybrid", "nemotron_h"], (1, 80 * 3, 4 * 16 * 8)),
-    **dict.fromkeys(["lfm2", "lfm2_moe"], (1, 32 * 2, 0)),
-    "falcon_h1": (2, 2 * 80 * 3, 2 * 4 * 16 * 8),
+    **dict.fromkeys(["lfm2", "lfm2_moe"], (1, 32 * 2, 0)), "falcon_h1": (2, 2 * 80 * 3, 2 * 4 * 16 * 8),
     "mamba2": (0, 2 * 80 * 3, 2 * 4 * 16 * 8),
-}
+}  # fmt: skip
 """By hand: layers that attend, and the values that a request carries in convolutions (the channels of the inputs before
 the current one) and in matrices (heads, value size, key or state size)."""
 

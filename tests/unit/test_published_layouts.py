@@ -55,10 +55,8 @@ def test_what_is_not_trained_of_a_published_checkpoint_is_exported_to_the_bit(
     open_store(tmp_path / "run" / "checkpoints", world).resume(resumed, resume=True)
     assert are_equal(content_of(state), content_of(resumed))
     exported = tmp_path / "exported"
-    assert (
-        export([str(tmp_path / "run"), "--to", str(exported), *(("--merge", "--dtype", "float32") if lora else ())])
-        == 0
-    )
+    words = ("--merge", "--dtype", "float32") if lora else ()
+    assert export([str(tmp_path / "run"), "--to", str(exported), *words]) == 0
     found = load_file(exported / "model.safetensors")
     assert {name: each.shape for name, each in found.items()} == {name: each.shape for name, each in published.items()}
     assert all(torch.equal(found[name], published[name].to(found[name].dtype)) for name in frozen)
@@ -74,7 +72,5 @@ def test_what_is_not_trained_of_a_published_checkpoint_is_exported_to_the_bit(
     with torch.no_grad():
         trained = logits(state.model, ids, positions)
         torch.testing.assert_close(logits(model, ids, positions), trained, rtol=1e-4, atol=1e-4)
-    assert not are_equal(
-        weights_of(load_model(TrainerModel(vlm=vlm), str(exported), world)),
-        weights_of(load_model(TrainerModel(vlm=vlm), str(folder), world)),
-    )
+    loaded = (weights_of(load_model(TrainerModel(vlm=vlm), str(each), world)) for each in (exported, folder))
+    assert not are_equal(*loaded)

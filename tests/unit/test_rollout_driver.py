@@ -79,10 +79,9 @@ def test_a_rollout_keeps_its_slot_until_its_outcome_is_kept():
 def test_a_rollout_that_fails_for_good_costs_one_outcome_or_its_group(scored_together, failed):
     last = SPECS[5].name
     outcomes, told, _, _ = roll_out_all(
-        SPECS,
-        lambda spec: RolloutFailed("score", "no number") if spec.name == last else None,
+        SPECS, lambda spec: RolloutFailed("score", "no number") if spec.name == last else None,
         scored_together=scored_together,
-    )
+    )  # fmt: skip
     assert [index for index, outcome in enumerate(outcomes) if outcome.failure is not None] == failed
     assert str(outcomes[5].failure) == "score: no number"
     assert sorted(told, key=lambda outcome: outcome.spec.name) == outcomes
@@ -99,7 +98,6 @@ def test_what_has_a_result_is_not_made_again_unless_it_is_scored_with_one_that_i
 def test_an_error_that_every_rollout_would_meet_ends_all_of_them(scored_together):
     with pytest.raises(ConfigError, match="the key is wrong"):
         roll_out_all(
-            SPECS,
-            lambda spec: ConfigError("the key is wrong") if spec.example == 0 else RolloutFailed("score", "no"),
+            SPECS, lambda spec: ConfigError("the key is wrong") if spec.example == 0 else RolloutFailed("score", "no"),
             scored_together=scored_together,
-        )
+        )  # fmt: skip

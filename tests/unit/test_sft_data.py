@@ -231,10 +231,9 @@ def test_sharegpts_system_tools_and_calls_are_understood():
         "conversations": [
             {"from": "human", "value": "hi"},
             {"from": "function_call", "value": json.dumps({"name": "f", "arguments": {"x": 1}})},
-            {"from": "observation", "value": "2"},
-            {"from": "gpt", "value": "yo", "weight": 0},
+            {"from": "observation", "value": "2"}, {"from": "gpt", "value": "yo", "weight": 0},
         ],
-    }
+    }  # fmt: skip
     found = to_conversation(entry, "")
     assert isinstance(found, Conversation)
     assert [message["role"] for message in found.messages] == ["system", "user", "assistant", "tool", "assistant"]
@@ -446,10 +445,8 @@ def test_pictures_become_their_tokens_which_are_not_learned(seeing, tmp_path, wo
     """Given as a data URI, a file beside the data, and by a column of the data set, with its bytes."""
     (tmp_path / "a.png").write_bytes(picture_file(16, 8))
     columns = showing({"type": "text", "text": "x"}, {"type": "image"}, {"type": "image"})
-    columns["images"] = [
-        {"bytes": picture_file(16, 8), "path": None},
-        {"bytes": picture_file(8, 24, shade=9), "path": None},
-    ]
+    images = picture_file(16, 8), picture_file(8, 24, shade=9)
+    columns["images"] = [{"bytes": each, "path": None} for each in images]
     entries = [
         showing({"type": "image_url", "image_url": {"url": to_data_uri(picture_file(16, 8))}}),
         showing({"type": "image", "image": "a.png"}),

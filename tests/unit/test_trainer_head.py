@@ -207,10 +207,8 @@ def test_a_sharded_model_scores_tokens_that_count_alike_whatever_the_chunk(tiny_
 
 
 def test_temperatures_keep_their_precision_where_the_model_runs_in_less(tiny_model, world):
-    model, row = (
-        load_model(TrainerModel(optimization_dtype="bfloat16"), str(tiny_model), world),
-        one_row(random_samples([30])),
-    )
+    model = load_model(TrainerModel(optimization_dtype="bfloat16"), str(tiny_model), world)
+    row = one_row(random_samples([30]))
     found = []
     for temperature in (0.7, float(torch.tensor(0.7, dtype=torch.bfloat16))):
         other = MicroBatch(tokens=row.tokens, lengths=row.lengths, temperatures=[temperature])

@@ -85,10 +85,7 @@ class FakeOrchestrator:
         return len({request.attempt for request in sent if request.version == version})
 
     def story(self) -> list[tuple[str, int]]:
-        return [
-            (type(request).__name__, getattr(request, "version", None) or getattr(request, "step", 0))
-            for request in self.asked
-        ]
+        return [(type(it).__name__, getattr(it, "version", None) or getattr(it, "step", 0)) for it in self.asked]
 
     def digests(self) -> dict[int, dict[str, str]]:
         return {request.version: request.digests for request in self.asked if isinstance(request, messages.PolicySent)}
