@@ -95,8 +95,7 @@ class WrittenRun:
         yield from self.go_on(0, batches)
 
     def go_on(self, first: int, last: int) -> Iterator[str]:
-        """From batch `first` to before `last`. As early as allowed, each batch is written before the one before it was
-        trained."""
+        """From batch `first` to before `last`. Batches are written as early as allowed."""
         ahead = 1 if self.config.max_async_level else 0
         for step in range(first, last + ahead):
             if step < last:

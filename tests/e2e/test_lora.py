@@ -98,8 +98,7 @@ def merged(base: Tensors, sent: Tensors) -> Tensors:
 
 @pytest.mark.parametrize("sync", ["adapter", pytest.param("merged", marks=pytest.mark.slow)])
 def test_a_run_with_adapters_is_confirmed_audited_and_replayed_to_the_bit(sync, lora_engine, tmp_path):
-    """The same engine serves adapters beside its base model, or the merged model as its base model; the checkpoints of
-    both are adapters that PEFT loads."""
+    """One engine serves adapters beside its base model, or the merged model; checkpoints of both are adapters."""
     flags = (*LORA, "--trainer.model.lora.sync", sync, "--trainer.optim.lr", "5e-3", "--max-steps", str(STEPS))
     run = run_apart(lora_engine, tmp_path / "run", *flags)
     assert max(row["mismatch_kl"] for row in run.rows("trainer")) < 1e-6

@@ -33,8 +33,7 @@ def test_a_resumed_run_that_sends_only_changes_ends_with_the_same_bits(straight,
 
 @pytest.mark.slow  # the quick tier kills beside a scripted engine, and replays what vLLM sampled in test_lora.py
 def test_a_run_whose_processes_are_killed_ends_with_the_same_bits_and_is_replayed(straight, engine, tmp_path):
-    """An environment worker, whose rollouts are issued again with the same seeds; then all but the engine, before the
-    first checkpoint and after it. The engine lives on, with the requests that were in progress."""
+    """A worker, then all but the engine, before the first checkpoint and after it; its requests go on."""
     with started_apart(engine, tmp_path / "run") as pair:
         pair.until_trained(1)
         pair.kill_environment_worker()

@@ -69,7 +69,6 @@ def test_what_a_cut_sampler_chose_from_is_what_the_whole_distribution_says(engin
 
 
 def kept_by(probabilities: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """First min_p, then the likeliest `top_k`, then of those the fewest with `top_p` of their mass."""
     left = np.where(probabilities >= sampling.min_p * probabilities.max(), probabilities, 0.0)
     order = np.argsort(-left, kind="stable")
     left[order[sampling.top_k or 64 :]] = 0.0

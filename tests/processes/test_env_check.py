@@ -105,7 +105,6 @@ COMPARING = """
 
 
 def test_rewards_that_compare_a_group_are_given_whole_groups(here, capsys):
-    """It has nothing held out, so training examples are checked."""
     status, report = checked(capsys, write(here, COMPARING), "-r", 6, "--split", "eval")
     assert (status, report["num_done"], report["rewards"]["most"], report["split"]) == (0, 24, 1.0, "train")
 

@@ -150,7 +150,6 @@ EVALUATED = {"args": {"codes": CODES}, "rollout_timeout_s": 1}
 
 
 def says_in_turn(*contents: str) -> Callable[[Ask], Awaitable[Reply]]:
-    """Each turn has as many tokens as letters."""
     left = list(contents)
 
     async def ask(question: Ask) -> Reply:

@@ -163,8 +163,7 @@ def value_of(python: Path) -> str:
 
 @pytest.mark.usefixtures("offline")
 def test_an_environment_is_installed_apart_from_the_project_around_it_and_built_again_there(tmp_path, monkeypatch):
-    """uv takes constraints from the nearest [tool.uv] above the folder it runs in. It refuses to run in its own cache,
-    where ours lies on machines on which both follow XDG_CACHE_HOME."""
+    """uv takes constraints from the nearest [tool.uv] above its folder, and refuses to run in its own cache."""
     monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path))
     (tmp_path / "pyproject.toml").write_text('[tool.uv]\nconstraint-dependencies = ["box<0"]\n')
     write_package(tmp_path, "box", "value = 1\n")

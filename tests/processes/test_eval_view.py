@@ -32,7 +32,6 @@ def in_order(text: str, *parts: str) -> bool:
 
 
 def test_a_run_its_evaluations_and_a_conversation_are_each_an_enter_away(tmp_path):
-    """Brackets go to the same example at another step, even where a filter would hide it."""
     write_evaluations(tmp_path / "run", versions=(0, 10, 20))
 
     async def script(viewer):

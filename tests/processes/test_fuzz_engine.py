@@ -42,7 +42,6 @@ def changed(answer: Any, rng: random.Random) -> Any:
 
 
 def is_whole(response: Response, ids: list[int]) -> bool:
-    """What is let through: of each token its logprob and its version, in order."""
     choice = choice_of(response, max_tokens=8)
     tokens = len(choice.token_ids)
     covered = [place for span in choice.weight_versions for place in range(span.start, span.end)]

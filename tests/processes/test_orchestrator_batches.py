@@ -71,8 +71,7 @@ def lags_of(outcome: WholeRun) -> list[int]:
 
 
 def audited(outcome: WholeRun) -> WholeRun:
-    """A run that went well, every rollout of which had one fate, and every group as a whole. Nobody wrote the
-    configuration or the lines of the trainer: both are done by others."""
+    """Check that a run went well and every rollout had one fate. Others write its configuration and metrics."""
     assert (outcome.error, outcome.trainer_error) == (None, [])
     write_run(outcome.config, outcome.config.paths.run_config)
     report = audit_run(outcome.config.paths.root)

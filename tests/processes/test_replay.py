@@ -157,8 +157,7 @@ def change_metrics(run: Recorded, row: int, **values: float) -> dict[str, Any]:
 
 
 def test_the_journal_alone_gives_every_version_to_the_bit_and_nothing_is_changed(run, capsys):
-    """A line of metrics that is older than the confirmation does not count: the step was trained again after a rewind
-    and not noted again yet."""
+    """A line of metrics older than the confirmation does not count: after a rewind, the new one is not noted yet."""
     change_metrics(run, -1, grad_norm=0.5, time_s=run.versions.read(STEPS).confirmations[0].time - 60)
     before = contents(run.config.paths.root)
     assert run.replay() == 0

@@ -59,7 +59,6 @@ def test_several_that_die_together_or_leave_too_early_are_each_started_again(sta
 
 
 def test_a_process_that_cannot_stay_alive_is_given_up_and_its_last_words_are_told(stage, capsys):
-    """To train the same step again is no progress."""
     stage.set(max_restarts=3)
     plan = stage.plan(trainer="train(7)\nraise ValueError('boom')")
     assert supervise(plan, stage.config, grace_s=GRACE_S) == 1
@@ -230,8 +229,7 @@ def test_without_restarts_the_first_death_is_the_end_and_nobody_frozen_is_killed
 
 @pytest.mark.parametrize(("name", "inference"), [("t", []), ("t" * 70, ["inference_0", "inference_1"])])
 def test_temporary_files_of_engines_go_with_the_run_and_those_of_others_stay(stage, monkeypatch, name, inference):
-    """Also what the first life of one has left. Where a folder of its own would make paths of sockets too long, an
-    engine has the folder of all."""
+    """Also of a first life. Where a folder of its own makes paths of sockets too long, an engine has that of all."""
     leave = "import tempfile; Path(tempfile.gettempdir(), f'{NAME}_{RUN}').touch(); all_are_here(3)\n"
     engine = leave + "if RUN == 0: os.kill(os.getpid(), signal.SIGKILL)\n" + OVER + f"; {SLEEP}"
     with tempfile.TemporaryDirectory() as folder:

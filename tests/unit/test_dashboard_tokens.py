@@ -99,7 +99,6 @@ def columns(**changes: object) -> view.TokenColumns:
 
 
 def test_figures_and_ratios_of_a_sample_by_hand() -> None:
-    """A ratio is the trainer's probability over the engine's."""
     shown = columns()
     assert shown.ratios[2:].tolist() == pytest.approx([0.5, 1.0, 0.5])
     assert np.isnan(shown.ratios[:2]).all()

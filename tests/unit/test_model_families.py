@@ -169,7 +169,6 @@ def test_a_decoder_within_a_model_that_sees_is_found_and_trained(tmp_path: Path,
 
 
 def change(folder: Path, changes: dict[str, torch.Tensor | None]) -> str:
-    """Write the model's file with other tensors. None takes a tensor away."""
     tensors = load_file(folder / "model.safetensors") | changes
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})

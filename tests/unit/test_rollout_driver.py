@@ -18,7 +18,6 @@ def roll_out_all(
     specs: list[RolloutSpec], fails: Callable[[RolloutSpec], Exception | None] = lambda spec: None, *,
     scored_together: bool = False, max_attempts: int = 3, max_concurrent: int = 3,
 ) -> tuple[list[RolloutOutcome], list[RolloutOutcome], list[RolloutSpec], int]:  # fmt: skip
-    """Return the outcomes, those that were told, what was rolled out, and how many at most at once."""
     told, tried, running, most = [], [], 0, 0
 
     async def roll_out(spec: RolloutSpec) -> Rollout:

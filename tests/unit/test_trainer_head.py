@@ -217,8 +217,6 @@ def test_temperatures_keep_their_precision_where_the_model_runs_in_less(tiny_mod
 
 
 class Louder(transformers.Qwen3ForCausalLM):
-    """Its logits depend on more than hidden states."""
-
     def forward(self, input_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
         output = super().forward(input_ids=input_ids, **kwargs)
         output.logits = output.logits * (2.0 if input_ids is not None else 1.0)

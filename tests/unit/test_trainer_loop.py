@@ -132,9 +132,7 @@ def test_every_version_is_confirmed_before_the_next_is_made(straight):
 
 
 @pytest.mark.parametrize("says_so", [False, True])
-def test_a_version_that_engines_lose_while_gradients_are_made_is_sent_again_and_trained_on_as_it_was(
-    straight, tiny_model, tmp_path, says_so
-):
+def test_a_version_lost_meanwhile_is_sent_again_and_trained_on_as_it_was(straight, tiny_model, tmp_path, says_so):
     disturbed = run(tmp_path, tiny_model, lost_at={0, 2, STEPS}, says_so=says_so)
     story = disturbed.story()
     assert [story.count(("PolicyReady", version)) for version in range(STEPS + 1)] == [2, 1, 2, 1, 2]

@@ -125,9 +125,7 @@ def test_adapters_train_as_pefts_own_model_does(folder, world):
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "gemma2", "qwen2", "qwen3_moe", *HYBRIDS])
 def test_other_models_are_merged_too(kind, world, tmp_path, monkeypatch):
-    """Experts, also stored the other way round, norms around each part, biases; all layers of hybrids, whose fused
-    kernel takes a weight past its adapter.
-    """
+    """Experts, norms, biases; all layers of hybrids, whose fused kernel takes a weight past its adapter."""
     targets = {"target_modules": ("all-linear",)} if kind in HYBRIDS else {}
     if kind in HYBRIDS:
         save_family(tmp_path, build_config(kind, vocab_size=tiny.VOCABULARY))
@@ -205,9 +203,7 @@ def saved_weights(state: TrainerState, folder: Path, model: Path, world: World) 
     ],
     ids=["dropout", "all linear", "one layer", "another layer", "all layers", "head", "trained whole", "experts"],
 )
-def test_what_a_checkpoint_leaves_is_loaded_by_peft_merged_and_evaluated_as_it_was_trained(
-    base, lora, folder, world, tmp_path, request
-):
+def test_a_checkpoint_is_loaded_by_peft_merged_and_evaluated_as_trained(base, lora, folder, world, tmp_path, request):
     path = request.getfixturevalue(base)
     state = trained(path, world, lora)
     checkpoint, weights = saved_weights(state, tmp_path, folder, world)

@@ -52,8 +52,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_tried_step_changes_nothing_to_the_bit(tiny_model, tmp_path, world, way):
-    """Neither of a fresh run nor of one that has an optimizer's state, as after a restart. Nor do its tokens count as
-    loads of experts."""
+    """Neither of a fresh run nor of one with an optimizer's state; and its tokens are no loads of experts."""
     config = config_of(save_moe(tmp_path) if way == "experts" else tiny_model, **WAYS[way])
     metrics, content = trained(config, world, tried_at=[])
     tried_metrics, tried_content = trained(config, world, tried_at=[0, 2])

@@ -83,7 +83,6 @@ def corrupted(after: Tensors, before: Tensors, what: str) -> list[Patch]:
 
 
 def test_a_delta_that_cannot_be_applied_ends_the_transfer_on_both_sides_at_once(ends):
-    """A bit more is set than there are values."""
     before, after = random_model(), moved(random_model(), 0.3)
     send(ends, before, patches(before, None), "e/1", join=True)
     parts = corrupted(after, before, "where")
