@@ -157,5 +157,6 @@ def test_what_readers_expect_gets_through():
     messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, USER | {"tool_calls": None}]
     assert wire.decode(in_json(ASK | {"messages": messages})).messages == messages
     info, metrics = {"deep": nested(31)}, {"a/b@2:c+d-e f_g.h": 1.0} | {str(number): 1.0 for number in range(499)}
-    done = wire.decode(in_json(DONE | {"info": info, "metrics": metrics}))
-    assert (done.info, done.metrics) == (info, metrics)
+    turns = [[0.5], [], [1, 2, -3.5], [1e30], [-1e30]]
+    done = wire.decode(in_json(DONE | {"info": info, "metrics": metrics, "turn_rewards": turns}))
+    assert (done.info, done.metrics, done.turn_rewards) == (info, metrics, turns)
