@@ -69,10 +69,19 @@ def player(folder: Path) -> Callable[..., tuple[list[Rollout], ScriptedPolicy]]:
     tokenizer = ChatTokenizer(write_tokenizer(folder / "tokenizer", QWEN_3))
 
     def play(
-        program: str, *texts: str, tasks: str = TASKS, id: str | None = None, args: Any = None, count: int = 1,
-        command: Any = None, max_turns: int | None = None, journal: Path | None = None,
-        policy: ScriptedPolicy | None = None, watches: list[SessionWatch] | None = None, **agent: Any,
-    ) -> tuple[list[Rollout], ScriptedPolicy]:  # fmt: skip
+        program: str,
+        *texts: str,
+        tasks: str = TASKS,
+        id: str | None = None,
+        args: Any = None,
+        count: int = 1,
+        command: Any = None,
+        max_turns: int | None = None,
+        journal: Path | None = None,
+        policy: ScriptedPolicy | None = None,
+        watches: list[SessionWatch] | None = None,
+        **agent: Any,
+    ) -> tuple[list[Rollout], ScriptedPolicy]:
         file = write(folder, program, "agent.py")
         policy = policy or ScriptedPolicy(tokenizer, list(texts) or [ENDS])
         waits = Waits("orchestrator", folder / "logs")

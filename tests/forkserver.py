@@ -195,9 +195,14 @@ def _die_with_parent() -> None:
 
 
 def _become(
-    argv: Sequence[str], outputs: Sequence[int], *, env: Mapping[str, str], cwd: str | None, new_session: bool,
+    argv: Sequence[str],
+    outputs: Sequence[int],
+    *,
+    env: Mapping[str, str],
+    cwd: str | None,
+    new_session: bool,
     keep: Sequence[int] = (),
-) -> NoReturn:  # fmt: skip
+) -> NoReturn:
     """Turn this forked process into the program, as `exec` would, but for what is imported already."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)

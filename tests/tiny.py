@@ -79,9 +79,14 @@ def open_state(folder: Path, world: World, *, attn: str = "sdpa", lr: float = 1e
 
 
 def backward(
-    model: PreTrainedModel, samples: list[Sample], world: World, *, capacity: int, step: int = 0,
+    model: PreTrainedModel,
+    samples: list[Sample],
+    world: World,
+    *,
+    capacity: int,
+    step: int = 0,
     loss: Loss | None = None,
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     reply, loss = batch_reply(samples, world, capacity=capacity, step=step), loss or Loss(kl_tau=0.1)
     return forward_backward(
         model, reply.micro_batches, loss_tokens=reply.loss_tokens, loss_samples=reply.loss_samples, step=step,
@@ -130,9 +135,13 @@ def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
 
 
 def open_store(
-    folder: Path, world: World, config: Checkpoints | None = None, *, exporter: Exporter | None = None,
+    folder: Path,
+    world: World,
+    config: Checkpoints | None = None,
+    *,
+    exporter: Exporter | None = None,
     waits: Waits | None = None,
-) -> CheckpointStore:  # fmt: skip
+) -> CheckpointStore:
     waits = waits or Waits("trainer")
     return CheckpointStore(folder, config or Checkpoints(), world, waits=waits, disk_timeout_s=60, exporter=exporter)
 
@@ -169,9 +178,13 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
 
 
 def logprobs_of(
-    model: Path, tensors: dict[str, np.ndarray], ids: list[int], *, dtype: torch.dtype = torch.float32,
+    model: Path,
+    tensors: dict[str, np.ndarray],
+    ids: list[int],
+    *,
+    dtype: torch.dtype = torch.float32,
     attn: str | None = None,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """[T - 1] of each token after those before it, by transformers, of the model with these tensors."""
     with TemporaryDirectory() as folder:
         shutil.copy(model / "config.json", folder)

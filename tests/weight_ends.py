@@ -52,9 +52,14 @@ class Ends:
         self._pool = ThreadPoolExecutor(num_receivers + 1)
 
     def send(
-        self, tensors: Tensors, *, epoch: str, receivers: list[Receiver], join: bool = True,
+        self,
+        tensors: Tensors,
+        *,
+        epoch: str,
+        receivers: list[Receiver],
+        join: bool = True,
         parts: Iterable[torch.Tensor | Patch] | None = None,
-    ) -> list[Future]:  # fmt: skip
+    ) -> list[Future]:
         """Return the sender's future, then the receivers'. `parts` is what is sent of each tensor, where not all."""
         world_size = len(self.receivers) + 1
 

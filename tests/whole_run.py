@@ -191,10 +191,14 @@ class WholeRun:
 
 
 def run(
-    config: RunConfig, *, engine: dict[str, Any] | None = None, trainer: dict[str, Any] | None = None,
-    pool: dict[str, Any] | None = None, meanwhile: Callable[[WholeRun], Awaitable[Any]] | None = None,
+    config: RunConfig,
+    *,
+    engine: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
+    pool: dict[str, Any] | None = None,
+    meanwhile: Callable[[WholeRun], Awaitable[Any]] | None = None,
     stop_after_meanwhile: bool = False,
-) -> WholeRun:  # fmt: skip
+) -> WholeRun:
     async def main() -> WholeRun:
         port = config.inference.server.port
         async with open_fake_engine(WeightWire(), port=port, end=END, **(engine or {})) as opened:

@@ -51,14 +51,22 @@ def test_what_the_short_way_does_not_know_is_left_to_vllm(engine, sampling):
     assert not is_short(answer)
 
 
-@pytest.mark.parametrize("body", [
-    {"token_ids": [], "sampling_params": GREEDY}, {"token_ids": [-1], "sampling_params": GREEDY},
-    {"token_ids": [10**9], "sampling_params": GREEDY}, {"token_ids": [5] * 100_000, "sampling_params": GREEDY},
-    {"token_ids": [5], "sampling_params": GREEDY | {"temperature": -1.0}},
-    {"token_ids": [5], "sampling_params": GREEDY | {"max_tokens": "many"}}, {"token_ids": [5], "sampling_params": []},
-    {"token_ids": [5], "sampling_params": GREEDY, "model": "nobody"}, {"token_ids": "five", "sampling_params": GREEDY},
-    {},
-], ids=lambda body: str(body)[:60])  # fmt: skip
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"token_ids": [], "sampling_params": GREEDY},
+        {"token_ids": [-1], "sampling_params": GREEDY},
+        {"token_ids": [10**9], "sampling_params": GREEDY},
+        {"token_ids": [5] * 100_000, "sampling_params": GREEDY},
+        {"token_ids": [5], "sampling_params": GREEDY | {"temperature": -1.0}},
+        {"token_ids": [5], "sampling_params": GREEDY | {"max_tokens": "many"}},
+        {"token_ids": [5], "sampling_params": []},
+        {"token_ids": [5], "sampling_params": GREEDY, "model": "nobody"},
+        {"token_ids": "five", "sampling_params": GREEDY},
+        {},
+    ],
+    ids=lambda body: str(body)[:60],
+)
 def test_a_bad_request_is_refused_as_vllm_refuses_it(engine, body):
     short, own = (ask(engine, headers=way, **body) for way in WAYS)
     assert 400 <= short.status_code < 500

@@ -39,12 +39,15 @@ def with_pool(engine: SharedEngine, tokenizer: ChatTokenizer, use: Callable[[Inf
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize("sampling", [
-    Sampling(max_tokens=12, top_k=4),
-    Sampling(max_tokens=12, top_p=0.8, temperature=1.3),
-    Sampling(max_tokens=12, min_p=0.1),
-    Sampling(max_tokens=12, top_k=6, top_p=0.9, temperature=0.7),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(max_tokens=12, top_k=4),
+        Sampling(max_tokens=12, top_p=0.8, temperature=1.3),
+        Sampling(max_tokens=12, min_p=0.1),
+        Sampling(max_tokens=12, top_k=6, top_p=0.9, temperature=0.7),
+    ],
+)
 def test_what_a_cut_sampler_chose_from_is_what_the_whole_distribution_says(engine, tokenizer, sampling):
     words = tokenizer.render([{"role": "user", "content": "Reverse: stone"}], tools=None, generate=True)
     prompt, size = tokenizer.encode(words), tokenizer.vocab_size
@@ -109,13 +112,16 @@ CALLS = '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name"
 NOT_JSON = '<tool_call>{"name": add}</tool_call>'
 
 
-@pytest.mark.parametrize(("text", "content", "reasoning", "calls"), [
-    ("<think>hm</think>ok", "ok", "hm", []),
-    ("<think>hm", "", "hm", []),
-    ('hm</think>So <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "So ", "hm", ["add"]),
-    (f"h</think>{CALLS}", "", "h", ["f", "g"]),
-    (f"h</think>a {NOT_JSON}", f"a {NOT_JSON}", "h", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning", "calls"),
+    [
+        ("<think>hm</think>ok", "ok", "hm", []),
+        ("<think>hm", "", "hm", []),
+        ('hm</think>So <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "So ", "hm", ["add"]),
+        (f"h</think>{CALLS}", "", "h", ["f", "g"]),
+        (f"h</think>a {NOT_JSON}", f"a {NOT_JSON}", "h", []),
+    ],
+)
 def test_a_turn_is_read_as_the_openai_route_would(engine, tokenizer, text, content, reasoning, calls):
     ids = [*tokenizer.encode(text), *tokenizer.encode("<|im_end|>")]
     turn = Generation(ids, [-0.1] * len(ids), [0] * len(ids), "stop")

@@ -236,11 +236,14 @@ def test_a_program_that_never_asks_costs_its_rollout_alone(play):
         play("print('I know everything.')")
 
 
-@pytest.mark.parametrize(("tasks", "command", "words"), [
-    (TASKS, ("no-such-program",), "was not found"),
-    (TASKS + "\n    def respond(completion):\n        return None\n", ("true",), "`respond`"),
-    (TASKS.replace("exit_code, output", "exit_code, result"), ("true",), "asks for result"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tasks", "command", "words"),
+    [
+        (TASKS, ("no-such-program",), "was not found"),
+        (TASKS + "\n    def respond(completion):\n        return None\n", ("true",), "`respond`"),
+        (TASKS.replace("exit_code, output", "exit_code, result"), ("true",), "asks for result"),
+    ],
+)
 def test_what_cannot_work_is_refused_before_any_rollout(play, tasks, command, words):
     with pytest.raises(ConfigError, match=words):
         play("", tasks=tasks, command=command)
@@ -323,11 +326,14 @@ def test_a_program_in_the_sandbox_reaches_the_policy_and_its_own_folder_alone(sa
     assert_exact(rollout, policy, num_turns=2)
 
 
-@pytest.mark.parametrize(("grows", "stop", "limits"), [
-    ("kept = b'1' * (600 << 20)", "agent_memory", {"memory_gib": 0.5}),
-    ("for _ in range(40): os.fork() or time.sleep(60)", "agent_processes", {"num_processes": 32}),
-    ("", "agent_timeout", {"timeout_s": 8.0}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("grows", "stop", "limits"),
+    [
+        ("kept = b'1' * (600 << 20)", "agent_memory", {"memory_gib": 0.5}),
+        ("for _ in range(40): os.fork() or time.sleep(60)", "agent_processes", {"num_processes": 32}),
+        ("", "agent_timeout", {"timeout_s": 8.0}),
+    ],
+)
 def test_a_program_that_takes_too_much_is_ended_and_scored(sandboxed, grows, stop, limits):
     program = f"""
     import os, time, urllib.request  # it starts sooner than an SDK
@@ -383,29 +389,35 @@ def test_a_program_solves_a_task_folder_and_its_own_tests_give_the_reward(sandbo
     assert_exact(rollout, policy, num_turns=3)
 
 
-@pytest.mark.parametrize(("files", "words"), [
-    ({"environment__Dockerfile": "FROM debian\nRUN apt-get install -y gcc\n"}, "has 'RUN apt-get"),
-    ({"environment__Dockerfile": "FROM debian\nWORKDIR /app\nCOPY a.log /etc/\n"}, "copies to /etc/"),
-    ({"environment__Dockerfile": "FROM debian\nWORKDIR /tests\n"}, "working folder is /tests"),
-    ({"task_toml": "[[steps]]\nname = 'one'\n"}, "several steps"),
-    ({"task_toml": "[environment]\ngpus = 1\n"}, "gpus"),
-    ({"task_toml": "[environment]\nenv = { KEY = '${KEY}' }\n"}, "the variable KEY"),
-    ({"task_toml": "[verifier.environment]\ncpus = 1\n"}, "an environment of their own"),
-    ({"task_toml": "[agent]\nuser = 'ann'\n"}, "as the user ann"),
-    ({"task_toml": "[agent]\ntimeout_sec = 'long'\n"}, "cannot be read"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"environment__Dockerfile": "FROM debian\nRUN apt-get install -y gcc\n"}, "has 'RUN apt-get"),
+        ({"environment__Dockerfile": "FROM debian\nWORKDIR /app\nCOPY a.log /etc/\n"}, "copies to /etc/"),
+        ({"environment__Dockerfile": "FROM debian\nWORKDIR /tests\n"}, "working folder is /tests"),
+        ({"task_toml": "[[steps]]\nname = 'one'\n"}, "several steps"),
+        ({"task_toml": "[environment]\ngpus = 1\n"}, "gpus"),
+        ({"task_toml": "[environment]\nenv = { KEY = '${KEY}' }\n"}, "the variable KEY"),
+        ({"task_toml": "[verifier.environment]\ncpus = 1\n"}, "an environment of their own"),
+        ({"task_toml": "[agent]\nuser = 'ann'\n"}, "as the user ann"),
+        ({"task_toml": "[agent]\ntimeout_sec = 'long'\n"}, "cannot be read"),
+    ],
+)
 def test_a_task_that_cannot_be_run_is_named_with_the_reason(sandboxed, task, files, words):
     with pytest.raises(ConfigError, match=f"count-errors.*{words}"):
         sandboxed("", id=task(**files))
 
 
-@pytest.mark.parametrize(("files", "expected"), [
-    ({}, ""),
-    ({"solution__solve_sh": "true"}, "oracle: task count-errors: its own solution earned 0"),
-    ({"tests__test_sh": "echo 1 > /logs/verifier/reward.txt"}, "nothing: task count-errors: no solution"),
-    ({"tests__test_sh": "true"}, "oracle: example 0 (score: RewardError: tests/test.sh ended with code 0"),
-    ({"tests__test_sh": "sleep 60", "task_toml": "verifier = { timeout_sec = 1 }"}, "its own solution earned 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, ""),
+        ({"solution__solve_sh": "true"}, "oracle: task count-errors: its own solution earned 0"),
+        ({"tests__test_sh": "echo 1 > /logs/verifier/reward.txt"}, "nothing: task count-errors: no solution"),
+        ({"tests__test_sh": "true"}, "oracle: example 0 (score: RewardError: tests/test.sh ended with code 0"),
+        ({"tests__test_sh": "sleep 60", "task_toml": "verifier = { timeout_sec = 1 }"}, "its own solution earned 0"),
+    ],
+)
 def test_a_check_names_the_tasks_whose_tests_cannot_tell_a_solution_from_none(tmp_path, task, files, expected):
     async def check(environment):
         return await check_solutions(environment, Extent("train", [0], 1), Progress())

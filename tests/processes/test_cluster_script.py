@@ -105,12 +105,15 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-@pytest.mark.parametrize(("plan", "restarts", "code", "starts"), [
-    ([2], 2, 2, 1),
-    ([3], 2, 3, 1),
-    ([1], 2, 1, 3),
-    (["step", "step", "step", 2], 1, 2, 4),  # each step resets the count
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("plan", "restarts", "code", "starts"),
+    [
+        ([2], 2, 2, 1),
+        ([3], 2, 3, 1),
+        ([1], 2, 1, 3),
+        (["step", "step", "step", 2], 1, 2, 4),  # each step resets the count
+    ],
+)
 def test_a_process_is_restarted_until_its_exit_is_final_or_it_makes_no_progress(machine, plan, restarts, code, starts):
     machine.job = replace(machine.job, restarts=restarts)
     assert machine.run(inference=plan)[0] == code

@@ -85,15 +85,18 @@ def test_a_refusal_is_raised_with_its_words_and_the_server_goes_on():
 FIRST, SECOND = encode(Live(version=1)), encode(Live(version=2))
 
 
-@pytest.mark.parametrize(("sent", "replies"), [
-    ([[(0, b"\xc1")], [(1, SECOND)]], [2]),  # it cannot be read
-    ([[(0, b"\x91" * 10_000)], [(1, SECOND)]], [2]),
-    ([[(0,)], [(1, SECOND)]], [2]),
-    ([[(0, FIRST, b"more")], [(1, SECOND)]], [2]),
-    ([[], [], [(2, SECOND)]], [2]),  # it is lost, twice
-    ([[], [(0, FIRST), (1, SECOND)]], [2]),  # it is late
-    ([[(0, FIRST), (0, FIRST)], [(1, SECOND), (1, SECOND)], [(2, FIRST)]], [1, 2, 1]),  # it comes twice
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sent", "replies"),
+    [
+        ([[(0, b"\xc1")], [(1, SECOND)]], [2]),  # it cannot be read
+        ([[(0, b"\x91" * 10_000)], [(1, SECOND)]], [2]),
+        ([[(0,)], [(1, SECOND)]], [2]),
+        ([[(0, FIRST, b"more")], [(1, SECOND)]], [2]),
+        ([[], [], [(2, SECOND)]], [2]),  # it is lost, twice
+        ([[], [(0, FIRST), (1, SECOND)]], [2]),  # it is late
+        ([[(0, FIRST), (0, FIRST)], [(1, SECOND), (1, SECOND)], [(2, FIRST)]], [1, 2, 1]),  # it comes twice
+    ],
+)
 def test_only_a_readable_answer_to_the_newest_question_counts(sent, replies):
     """`sent` has for each question that arrives: which question is answered then, and with what frames."""
     with open_raw_server() as (server, address), open_client(address, ask_again_s=2 * SOON_S) as client:

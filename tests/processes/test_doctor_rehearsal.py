@@ -20,11 +20,15 @@ SCORES = 'return {"reward": float(completion == answer)}'
 LOADS = 'return [{"prompt": f"say {i}", "answer": str(i)} for i in range(40)]'
 
 
-@pytest.mark.parametrize(("what", "instead", "words"), [
-    (SCORES, SCORES, None),
-    (LOADS, 'raise FileNotFoundError("the word list has not been downloaded")', "the word list has not been down"),
-    (SCORES, 'raise ValueError("the judge has no key")', "the judge has no key"),
-], ids=["works", "does not load", "cannot score"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("what", "instead", "words"),
+    [
+        (SCORES, SCORES, None),
+        (LOADS, 'raise FileNotFoundError("the word list has not been downloaded")', "the word list has not been down"),
+        (SCORES, 'raise ValueError("the judge has no key")', "the judge has no key"),
+    ],
+    ids=["works", "does not load", "cannot score"],
+)
 def test_an_environment_is_tried_in_a_process_of_its_own_and_fails_in_its_own_words(what, instead, words, tmp_path):
     (tmp_path / "toy.py").write_text(TOY.replace(what, instead))
     case = build_case(tmp_path, "--orchestrator.env", f'[{{"id": "{tmp_path / "toy.py"}"}}]')

@@ -121,12 +121,15 @@ def test_a_plain_environment_of_the_template_works(here, capsys):
     assert (status, report["num_done"], report["loaded"]["num_train"]) == (0, 40, 200)
 
 
-@pytest.mark.parametrize(("words", "problem"), [
-    (["tyo.py"], "names a file that does not exist"),
-    (["toy.py", "--model", "models/gone"], "models/gone"),
-    (["toy.py", "--base-url", "http://127.0.0.1:9/v1"], "nothing answers at http://127.0.0.1:9/v1"),
-    (["toy.py", "--output", "run"], "run is a run's folder"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["tyo.py"], "names a file that does not exist"),
+        (["toy.py", "--model", "models/gone"], "models/gone"),
+        (["toy.py", "--base-url", "http://127.0.0.1:9/v1"], "nothing answers at http://127.0.0.1:9/v1"),
+        (["toy.py", "--output", "run"], "run is a run's folder"),
+    ],
+)
 def test_what_cannot_work_is_refused_before_anything_starts(here, words, problem):
     write(here, "raise SystemExit('it was loaded')\n")
     (here / "run" / "journal").mkdir(parents=True)
@@ -221,11 +224,14 @@ def test_tool_calls_and_thinking_of_an_endpoint_reach_the_environment():
     assert not {"n", "top_k"} & asked.keys()
 
 
-@pytest.mark.parametrize(("answers", "outcome"), [
-    ([(429, {}), (503, {}), (200, completion("", reason="length"))], ("", "length", None)),
-    ([(400, {"error": "This model's maximum context length is 8 tokens"})], (None, None, "overlong_prompt")),
-    ([(200, {"choices": []})], (None, None, "engine")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("answers", "outcome"),
+    [
+        ([(429, {}), (503, {}), (200, completion("", reason="length"))], ("", "length", None)),
+        ([(400, {"error": "This model's maximum context length is 8 tokens"})], (None, None, "overlong_prompt")),
+        ([(200, {"choices": []})], (None, None, "engine")),
+    ],
+)
 def test_an_endpoint_that_is_busy_is_asked_again_and_what_it_cannot_answer_costs_only_its_rollout(answers, outcome):
     chat = FakeChat()
     chat.answers = lambda number: answers[number]
@@ -234,10 +240,13 @@ def test_an_endpoint_that_is_busy_is_asked_again_and_what_it_cannot_answer_costs
     assert len(chat.requests) == len(answers)
 
 
-@pytest.mark.parametrize(("status", "error", "words"), [
-    (401, ConfigError, "answered 401 .*the key was refused.*what is wrong.*--api-key-var"),
-    (503, DeadlineExceeded, "waits .* for an answer from http.*503 .*what is wrong"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("status", "error", "words"),
+    [
+        (401, ConfigError, "answered 401 .*the key was refused.*what is wrong.*--api-key-var"),
+        (503, DeadlineExceeded, "waits .* for an answer from http.*503 .*what is wrong"),
+    ],
+)
 def test_an_endpoint_that_refuses_the_key_or_stays_busy_ends_the_check_with_its_words(status, error, words):
     chat = FakeChat()
     chat.answers = lambda number: (status, {"error": "what is wrong"})

@@ -92,15 +92,18 @@ def test_a_program_is_run_with_nothing_of_the_callers_and_its_outcome_told(confi
     assert lines[-1] == "ZeroDivisionError: division by zero"
 
 
-@pytest.mark.parametrize(("code", "reason", "exit_code", "limits"), [
-    ("exit(7)", "error", 7, {}),
-    ("x =", "error", 1, {}),
-    ("import ctypes; ctypes.string_at(0)", "killed", -signal.SIGSEGV, {}),
-    ("while True: pass", "cpu_time", None, {"timeout_s": 60, "cpu_s": 1}),
-    ("x = bytearray(300 << 20)", "memory", 1, {"memory_mib": 200}),
-    ("x = bytearray(100 << 20)", "done", 0, {"memory_mib": 200}),
-    ("import numpy", "done", 0, {"memory_mib": 2048}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "reason", "exit_code", "limits"),
+    [
+        ("exit(7)", "error", 7, {}),
+        ("x =", "error", 1, {}),
+        ("import ctypes; ctypes.string_at(0)", "killed", -signal.SIGSEGV, {}),
+        ("while True: pass", "cpu_time", None, {"timeout_s": 60, "cpu_s": 1}),
+        ("x = bytearray(300 << 20)", "memory", 1, {"memory_mib": 200}),
+        ("x = bytearray(100 << 20)", "done", 0, {"memory_mib": 200}),
+        ("import numpy", "done", 0, {"memory_mib": 2048}),
+    ],
+)
 def test_the_reason_tells_how_a_program_ended(confinement, code, reason, exit_code, limits):
     result = run(code, limits=Limits(**limits), confinement=confinement)
     assert (result.reason, result.exit_code if exit_code is not None else None) == (reason, exit_code)
@@ -351,14 +354,17 @@ ADDS = "def add(a, b):\n    return a + b if a < 10 else 0"
 PRINTS = "a, b = map(int, input().split())\nprint(a + b, ' ')\n"
 
 
-@pytest.mark.parametrize(("code", "tests", "score"), [
-    (ADDS, ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add(10, 1) == 11"], 2 / 3),
-    ("import sys; sys.exit(0)", ["assert False"], 0),
-    ("def add(a, b", ["assert True"], 0),
-    # what code prints is compared line by line
-    (PRINTS, [{"input": "1 2\n", "output": "3"}, {"input": "4 5\n", "output": "9\n\n"}], 1),
-    (PRINTS, [{"input": "1 1", "output": "3"}], 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "tests", "score"),
+    [
+        (ADDS, ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add(10, 1) == 11"], 2 / 3),
+        ("import sys; sys.exit(0)", ["assert False"], 0),
+        ("def add(a, b", ["assert True"], 0),
+        # what code prints is compared line by line
+        (PRINTS, [{"input": "1 2\n", "output": "3"}, {"input": "4 5\n", "output": "9\n\n"}], 1),
+        (PRINTS, [{"input": "1 1", "output": "3"}], 0),
+    ],
+)
 def test_the_score_of_code_is_the_fraction_of_tests_that_it_passes(code, tests, score):
     assert asyncio.run(sandbox.score_code(code, tests, timeout_s=5)) == pytest.approx(score)
 

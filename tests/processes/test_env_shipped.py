@@ -35,12 +35,15 @@ BOUNDS = {"num_turns": (1, 3), "names_per_turn": (1, 4), "items": "names", "sort
 MARK = " // new name!"
 
 
-@pytest.mark.parametrize(("make", "arguments", "advice"), [
-    (game.choose_secrets, ANY | {"word_length": 6}, "expected 5, the only length"),
-    (episodes.make_episodes, BOUNDS | {"num_turns": (3, 2)}, "expected 1 <= min_turns <= max_turns"),
-    (problems.make_problems, {"seed": 0}, r"num_train=-1, .* there is no `all` of them"),
-    (maths.make_problems, {"difficulties": (0, 1), "seed": 0}, "expected one of 1 to 5"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "arguments", "advice"),
+    [
+        (game.choose_secrets, ANY | {"word_length": 6}, "expected 5, the only length"),
+        (episodes.make_episodes, BOUNDS | {"num_turns": (3, 2)}, "expected 1 <= min_turns <= max_turns"),
+        (problems.make_problems, {"seed": 0}, r"num_train=-1, .* there is no `all` of them"),
+        (maths.make_problems, {"difficulties": (0, 1), "seed": 0}, "expected one of 1 to 5"),
+    ],
+)
 def test_arguments_that_allow_no_example_are_refused_with_advice(make, arguments, advice):
     with pytest.raises(ValueError, match=advice):
         make(-1 if make is problems.make_problems else 10, 1, **arguments)
@@ -111,12 +114,15 @@ def test_the_wordle_package_plays_whole_games_and_rewards_the_quicker_one(tmp_pa
 MARKED = [item for i in range(150) for item in (str(i), "// new name!")]
 
 
-@pytest.mark.parametrize(("given", "expected", "similarity"), [
-    (["a", "c", "b"], ["a", "b", "c"], 2 * 2 / 6),
-    (None, ["a"], 0),
-    # `SequenceMatcher` leaves out what it takes for junk in lists of 200 and more, unless it is told not to.
-    (MARKED, MARKED[:-1], 2 * 299 / 599),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "expected", "similarity"),
+    [
+        (["a", "c", "b"], ["a", "b", "c"], 2 * 2 / 6),
+        (None, ["a"], 0),
+        # `SequenceMatcher` leaves out what it takes for junk in lists of 200 and more, unless it is told not to.
+        (MARKED, MARKED[:-1], 2 * 299 / 599),
+    ],
+)
 def test_similarity_is_twice_the_items_in_common_blocks_over_all_items(given, expected, similarity):
     assert episodes.similarity(given, expected) == pytest.approx(similarity)
 
@@ -201,10 +207,13 @@ def test_problems_differ_and_training_never_sees_what_is_evaluated_whatever_the_
     assert make(200, 40, seed=2) == sets[2]
 
 
-@pytest.mark.parametrize(("pattern", "solve"), [
-    (r"buys (\d+) boxes with (\d+) .* gives (\d+) ", lambda a, b, c: a * b - c),
-    (r"(\d+) classes of (\d+) .* (\d+) teachers\. A bus has (\d+)", lambda n, p, t, s: -(-(n * p + t) // s)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pattern", "solve"),
+    [
+        (r"buys (\d+) boxes with (\d+) .* gives (\d+) ", lambda a, b, c: a * b - c),
+        (r"(\d+) classes of (\d+) .* (\d+) teachers\. A bus has (\d+)", lambda n, p, t, s: -(-(n * p + t) // s)),
+    ],
+)
 def test_answers_are_what_the_numbers_in_the_words_give(pattern, solve):
     made = problems.make_problems(2000, 0, seed=0)[0]
     match, answer = next((m, p.answer) for p in made if (m := re.search(pattern, p.question)))

@@ -116,10 +116,13 @@ def test_rollouts_without_a_worker_wait_by_one_name_and_with_a_deadline(tmp_path
     assert waits.now() == []
 
 
-@pytest.mark.parametrize(("second_load", "words"), [
-    ("time.sleep(30)", "orchestrator waits 0 s for a worker of environment"),
-    ("raise RuntimeError('no memory left')", "All 1 workers"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("second_load", "words"),
+    [
+        ("time.sleep(30)", "orchestrator waits 0 s for a worker of environment"),
+        ("raise RuntimeError('no memory left')", "All 1 workers"),
+    ],
+)
 def test_an_environment_whose_workers_never_come_back_says_so_to_all(tmp_path, monkeypatch, second_load, words):
     monkeypatch.setattr(pool, "MAX_RESTARTS", 1)
 
@@ -147,10 +150,13 @@ KILLS = """
 HOARDS = ("hoard.append(b'x' * (96 << 20))", {"max_memory_gib": 0.08})
 
 
-@pytest.mark.parametrize(("line", "config", "blame", "counts"), [
-    ("os._exit(7)", {}, "exited with code 7", {}),
-    (*HOARDS, "GiB of memory, 0.08 are allowed (`max_memory_gib`), and was killed", {"memory": 2}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "config", "blame", "counts"),
+    [
+        ("os._exit(7)", {}, "exited with code 7", {}),
+        (*HOARDS, "GiB of memory, 0.08 are allowed (`max_memory_gib`), and was killed", {"memory": 2}),
+    ],
+)
 def test_a_rollout_that_kills_its_worker_is_dropped_and_named(tmp_path, warnings, line, config, blame, counts):
     async def use(environment):
         (failure,) = await asyncio.gather(run_one(environment, says("x"), 3), return_exceptions=True)
@@ -172,10 +178,13 @@ def test_a_rollout_that_kills_its_worker_does_not_take_those_beside_it_along(tmp
     assert (type(outcomes[3]), outcomes[3].stage) == (RolloutFailed, "worker")
 
 
-@pytest.mark.parametrize(("line", "blame", "num_garbage"), [
-    ("time.sleep(60)", "has not answered anything for", 0),
-    ("os.write(int(sys.argv[1]), b'not a message\\n')", "not a message", 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "blame", "num_garbage"),
+    [
+        ("time.sleep(60)", "has not answered anything for", 0),
+        ("os.write(int(sys.argv[1]), b'not a message\\n')", "not a message", 1),
+    ],
+)
 def test_a_worker_that_is_blocked_or_sends_garbage_is_killed_and_named(tmp_path, warnings, line, blame, num_garbage):
     async def use(environment):
         (first,) = await asyncio.gather(run_one(environment, says("x"), 3), return_exceptions=True)

@@ -255,13 +255,16 @@ GUESSING = """
 """
 
 
-@pytest.mark.parametrize(("turns", "reward", "stop", "truncated", "num_guesses"), [
-    (["5", "9", "7"], 1.0, "ended_by_environment", False, 3),
-    (["7"], 1.0, "ended_by_environment", False, 1),  # notes in an example are the rollout's own
-    (["1", "2", "3", "4", "7"], 0.0, "max_turns_reached", False, 3),
-    (["5", ""], 0.0, "prompt_too_long", True, 1),
-    (["5", "6..."], 0.0, "length", True, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("turns", "reward", "stop", "truncated", "num_guesses"),
+    [
+        (["5", "9", "7"], 1.0, "ended_by_environment", False, 3),
+        (["7"], 1.0, "ended_by_environment", False, 1),  # notes in an example are the rollout's own
+        (["1", "2", "3", "4", "7"], 0.0, "max_turns_reached", False, 3),
+        (["5", ""], 0.0, "prompt_too_long", True, 1),
+        (["5", "6..."], 0.0, "length", True, 1),
+    ],
+)
 def test_a_plain_environment_may_take_turns(on, turns, reward, stop, truncated, num_guesses):
     questions: list[Ask] = []
     answer = says_in_turn(*turns)

@@ -99,13 +99,16 @@ def test_editing_code_keeps_the_virtual_environment_and_editing_dependencies_mak
     assert build() != first
 
 
-@pytest.mark.parametrize(("dependencies", "code", "expected"), [
-    ('["datasets"]', "import verifiers.v1 as vf", ["verifiers==0.4.0"]),
-    ('["verifiers[ta]"]', "from verifiers.v1.tasksets import x", ["verifiers==0.4.0"]),
-    ("[]", "import verifiers as vf", ["verifiers==0.2.0"]),
-    ('["verifiers>=0.1"]', "import verifiers.v1 as vf", []),
-    ("[]", "# import verifiers", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dependencies", "code", "expected"),
+    [
+        ('["datasets"]', "import verifiers.v1 as vf", ["verifiers==0.4.0"]),
+        ('["verifiers[ta]"]', "from verifiers.v1.tasksets import x", ["verifiers==0.4.0"]),
+        ("[]", "import verifiers as vf", ["verifiers==0.2.0"]),
+        ('["verifiers>=0.1"]', "import verifiers.v1 as vf", []),
+        ("[]", "# import verifiers", []),
+    ],
+)
 def test_a_package_without_version_of_verifiers_gets_the_one_its_imports_need(tmp_path, dependencies, code, expected):
     (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "a"\ndependencies = {dependencies}\n')
     (tmp_path / "a").mkdir()

@@ -43,10 +43,12 @@ def test_a_multi_turn_environment_runs_unmodified_and_sees_tokens_and_logprobs(t
     done = toys("multi_turn", lambda environment: run_one(environment, ask, 2, sampling={"temperature": 0.7}))
     assert [len(question.messages) for question in questions] == [1, 3, 5]
     assert questions[2].messages == [
-        {"role": "user", "content": "q2"}, {"role": "assistant", "content": "turn 1"},
-        {"role": "user", "content": "again 1"}, {"role": "assistant", "content": "turn 2"},
+        {"role": "user", "content": "q2"},
+        {"role": "assistant", "content": "turn 1"},
+        {"role": "user", "content": "again 1"},
+        {"role": "assistant", "content": "turn 2"},
         {"role": "user", "content": "again 2"},
-    ]  # fmt: skip
+    ]
     assert {question.sampling["temperature"] for question in questions} == {0.7}
     assert [message["role"] for message in done.completion] == ["assistant", "user"] * 3
     assert done.reward == 10 + 20 + 30 - 3 * 0.75
@@ -75,11 +77,14 @@ def test_a_conversation_that_outgrows_the_context_is_truncated_and_scored(toys):
     assert (done.stop, done.truncated, done.reward, len(done.completion)) == ("prompt_too_long", True, 1.5, 1)
 
 
-@pytest.mark.parametrize(("kind", "words", "args"), [
-    ("engine", "rollout: ModelError: no answer", {}),
-    ("cancelled", "rollout: ", {}),
-    ("cancelled", "rollout: ", {"timeout_seconds": 30.0}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "words", "args"),
+    [
+        ("engine", "rollout: ModelError: no answer", {}),
+        ("cancelled", "rollout: ", {}),
+        ("cancelled", "rollout: ", {"timeout_seconds": 30.0}),
+    ],
+)
 def test_a_turn_without_an_answer_fails_the_rollout_unscored(toys, kind, words, args):
     with pytest.raises(RolloutFailed, match=words):
         toys("multi_turn", lambda environment: run_one(environment, refuses("no answer", kind)), **args)

@@ -63,9 +63,11 @@ def test_what_v1_asks_for_arrives_as_from_any_environment_and_so_does_how_it_end
     full, cut, limited = on("v1-echo", use)
     assert [len(question.messages) for question in questions] == [1, 3, 5]
     assert questions[2].messages[1:] == [
-        {"role": "assistant", "content": "often"}, {"role": "user", "content": "again"},
-        {"role": "assistant", "content": "again"}, {"role": "user", "content": "again"},
-    ]  # fmt: skip
+        {"role": "assistant", "content": "often"},
+        {"role": "user", "content": "again"},
+        {"role": "assistant", "content": "again"},
+        {"role": "user", "content": "again"},
+    ]
     assert all(question.sampling == {"temperature": 0.5, "top_k": 3, "max_tokens": 7} for question in questions)
     assert (limited.stop, limited.truncated, limited.metrics["num_turns"]) == ("max_turns", True, 3.0)
     assert (full.stop, full.truncated, full.reward, len(full.completion)) == ("prompt_too_long", True, 1.5, 1)

@@ -172,10 +172,11 @@ def test_results_of_tools_and_the_system_prompt_read_the_same_in_each_dialect():
     result = "a\nb"
     calls = [{"id": "c1", "type": "function", "function": {"name": "bash", "arguments": '{"cmd": "ls"}'}}]
     expected = [
-        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "List."},
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "List."},
         {"role": "assistant", "content": "", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "c1", "content": result},
-    ]  # fmt: skip
+    ]
     assert chat.read({"messages": [{**expected[0], "role": "developer"}, *expected[1:]]}).messages == expected
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "List."}]},
@@ -334,11 +335,14 @@ AT_ADDRESS = {
 }
 
 
-@pytest.mark.parametrize(("dialect", "field", "kind", "picture"), [
-    ("chat", "messages", "text", SHOWN),
-    ("responses", "input", "input_text", {"type": "input_image", "image_url": URL, "detail": "auto"}),
-    ("anthropic", "messages", "text", {"type": "image", "source": BYTES}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dialect", "field", "kind", "picture"),
+    [
+        ("chat", "messages", "text", SHOWN),
+        ("responses", "input", "input_text", {"type": "input_image", "image_url": URL, "detail": "auto"}),
+        ("anthropic", "messages", "text", {"type": "image", "source": BYTES}),
+    ],
+)
 def test_pictures_of_all_dialects_are_the_same_parts_and_none_is_fetched(dialect, field, kind, picture):
     text = {"type": kind, "text": "what?"}
     (message,) = READS[dialect]({field: [{"role": "user", "content": [picture, text]}]}).messages

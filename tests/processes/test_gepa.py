@@ -181,12 +181,15 @@ def test_a_reflection_model_that_refuses_or_has_nothing_new_ends_the_search_with
 FOLLOWER = ["harbour.py", "-m", "follower", "-b", "URL"]
 
 
-@pytest.mark.parametrize(("words", "problem"), [
-    (["harbour.py", "-m", "follower"], "no server is named for 'follower'"),
-    ([*FOLLOWER, "-k", "NO_SUCH_KEY"], "NO_SUCH_KEY: this variable is not set"),
-    ([*FOLLOWER, "-n", "40", "-N", "9"], "48 to train on and 0 held out"),
-    ([*FOLLOWER, "-B", "30"], "too few for a single new prompt.*expected 38"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["harbour.py", "-m", "follower"], "no server is named for 'follower'"),
+        ([*FOLLOWER, "-k", "NO_SUCH_KEY"], "NO_SUCH_KEY: this variable is not set"),
+        ([*FOLLOWER, "-n", "40", "-N", "9"], "48 to train on and 0 held out"),
+        ([*FOLLOWER, "-B", "30"], "too few for a single new prompt.*expected 38"),
+    ],
+)
 def test_what_cannot_work_is_refused_before_any_model_is_asked(endpoint, words, problem):
     with pytest.raises(ConfigError, match=f"(?s){problem}"):
         gepa([endpoint.url if word == "URL" else word for word in words])

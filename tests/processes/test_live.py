@@ -303,9 +303,11 @@ def vf_rl(tmp_path: Path) -> VfRlStage:
 
 def test_the_start_is_told_in_the_order_in_which_it_happens(vf_rl):
     assert vf_rl.look().splitlines() == [
-        "Loading model owner/model...", "No GPU is used: inference and training share the CPU.",
-        "Starting vLLM server on port 8000...", "Waiting for vLLM server to be ready...",
-    ]  # fmt: skip
+        "Loading model owner/model...",
+        "No GPU is used: inference and training share the CPU.",
+        "Starting vLLM server on port 8000...",
+        "Waiting for vLLM server to be ready...",
+    ]
     assert vf_rl.look() == ""
     vf_rl.poller.latest = Status(state="starting", engines=(EngineStatus(url="u", state="live"),))
     assert vf_rl.look().splitlines() == ["vLLM server is ready", "Loading environment owner/reverse-text..."]

@@ -151,10 +151,13 @@ def test_a_stale_group_never_reaches_a_batch(tmp_path):
     assert max(lags_of(outcome)) <= 1
 
 
-@pytest.mark.parametrize(("code", "how", "reasons", "parities", "attempts"), [
-    (EVEN_ONES_SAY_NOTHING, FILTERED, ("no signal: all rewards of the group are equal",), {1}, {0}),
-    (EVEN_ONES_FAIL, {"max_rollout_attempts": 2}, ("score: ZeroDivisionError: ", "group given up: "), {1}, {0}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "how", "reasons", "parities", "attempts"),
+    [
+        (EVEN_ONES_SAY_NOTHING, FILTERED, ("no signal: all rewards of the group are equal",), {1}, {0}),
+        (EVEN_ONES_FAIL, {"max_rollout_attempts": 2}, ("score: ZeroDivisionError: ", "group given up: "), {1}, {0}),
+    ],
+)
 def test_a_group_without_signal_or_that_fails_is_dropped_and_replaced(tmp_path, code, how, reasons, parities, attempts):
     """A reward that raises costs that rollout only; one that raises each time costs its group."""
 
@@ -186,13 +189,16 @@ def without_its_last_logprob(response: dict) -> dict:
     return response
 
 
-@pytest.mark.parametrize(("code", "engine", "words"), [
-    (ALL_FAIL, {}, ["All of the first ", "Traceback (most recent", "NameError: name 'wings_of_the_bird' is not"]),
-    (ALL_ALIKE, {"mangle": without_its_last_logprob}, ["All of the first ", "tokens but"]),
-    (ALL_ALIKE.replace('f"say {i}"', '"x" * 300'), {}, ["the model takes 256"]),
-    (SYSTEM_MESSAGE_LAST, {}, ["The chat template refuses this conversation: Only one system message"]),
-    (EVEN_ONES_SAY_NOTHING, {}, ["NameError: name 'wings' is not defined"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "engine", "words"),
+    [
+        (ALL_FAIL, {}, ["All of the first ", "Traceback (most recent", "NameError: name 'wings_of_the_bird' is not"]),
+        (ALL_ALIKE, {"mangle": without_its_last_logprob}, ["All of the first ", "tokens but"]),
+        (ALL_ALIKE.replace('f"say {i}"', '"x" * 300'), {}, ["the model takes 256"]),
+        (SYSTEM_MESSAGE_LAST, {}, ["The chat template refuses this conversation: Only one system message"]),
+        (EVEN_ONES_SAY_NOTHING, {}, ["NameError: name 'wings' is not defined"]),
+    ],
+)
 def test_when_no_batch_can_become_full_the_run_ends_with_the_words_of_what_fails(tmp_path, code, engine, words):
     own = tmp_path / "mine.py"
     own.write_text("def best(groups):\n    return [wings for g in groups]\n")
@@ -313,9 +319,10 @@ def curated_config(folder: Path, level: int, **orchestrator: Any) -> RunConfig:
     config = build_config(folder, EASY_AND_HARD, max_async_level=level, max_steps=6, orchestrator=orchestrator)
     values = with_second_environment(config, folder, name="later", args={"size": 5})
     values["orchestrator"]["curriculum"] = [
-        {"weights": {"say": 1.0}}, {"weights": {"say": 1.0, "later": 0.5}, "from_step": 2},
+        {"weights": {"say": 1.0}},
+        {"weights": {"say": 1.0, "later": 0.5}, "from_step": 2},
         {"weights": {"later": 1.0}, "from_reward": 0.95},
-    ]  # fmt: skip
+    ]
     return RunConfig.model_validate(values)
 
 

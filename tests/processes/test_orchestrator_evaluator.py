@@ -75,10 +75,16 @@ def test_due_versions_are_evaluated_on_held_out_examples_only_and_stay_live_mean
     assert all(prompt.startswith("say") for prompt in trained)
 
 
-@pytest.mark.parametrize(("evaluation", "due"), [
-    ({}, [0, 6]), ({"interval": 3}, [0, 3, 6]), ({"interval": 4, "eval_base": False}, [4, 6]),
-    ({"eval_base": False}, [6]), (None, []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("evaluation", "due"),
+    [
+        ({}, [0, 6]),
+        ({"interval": 3}, [0, 3, 6]),
+        ({"interval": 4, "eval_base": False}, [4, 6]),
+        ({"eval_base": False}, [6]),
+        (None, []),
+    ],
+)
 def test_so_many_versions_are_due(tmp_path, evaluation, due):
     """Where nothing is evaluated, results of a version are those of the command `eval`."""
     expected = []

@@ -136,15 +136,18 @@ async def open_lanes(path: Path) -> AsyncIterator[tuple[Lanes, InferencePool]]:
         file.close()
 
 
-@pytest.mark.parametrize(("state", "busy", "own", "why"), [
-    ({}, False, ("wait", 5), "max_async_level 1: the trainer is at batch 3"),
-    ({"version": 4}, False, ("wait", 5), "the orchestrator: the next rollouts are about to begin"),
-    ({"num_under_way": 2}, False, ("generate", 5), "environments are working"),
-    ({"num_under_way": 2}, True, ("generate", 5), "few requests: other engines have 1"),
-    ({"evaluates": 2}, True, ("evaluate", 2), "evaluation: of version 2"),
-    ({"next_batch": 20, "version": 19}, False, ("idle", 20), "every batch is full: the trainer is at batch 19"),
-    ({"version": -1, "next_batch": 0}, False, ("wait", 0), "no weights yet: the trainer is to send them"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("state", "busy", "own", "why"),
+    [
+        ({}, False, ("wait", 5), "max_async_level 1: the trainer is at batch 3"),
+        ({"version": 4}, False, ("wait", 5), "the orchestrator: the next rollouts are about to begin"),
+        ({"num_under_way": 2}, False, ("generate", 5), "environments are working"),
+        ({"num_under_way": 2}, True, ("generate", 5), "few requests: other engines have 1"),
+        ({"evaluates": 2}, True, ("evaluate", 2), "evaluation: of version 2"),
+        ({"next_batch": 20, "version": 19}, False, ("idle", 20), "every batch is full: the trainer is at batch 19"),
+        ({"version": -1, "next_batch": 0}, False, ("wait", 0), "no weights yet: the trainer is to send them"),
+    ],
+)
 def test_what_holds_an_engine_that_has_no_request(tmp_path, state, busy, own, why):
     now = {"version": 3, "next_batch": 5, "num_under_way": 0, "evaluates": None} | state
 

@@ -116,9 +116,16 @@ async def open_policy(
 
 
 def on_stage(
-    folder: Path, play: Callable[[Stage], Awaitable[Any]], *, kind: str = "gloo", num_engines: int = 1,
-    is_live: bool = True, policy: dict[str, Any] | None = None, tolerance: float | None = 1e-3, **knobs: Any,
-) -> Any:  # fmt: skip
+    folder: Path,
+    play: Callable[[Stage], Awaitable[Any]],
+    *,
+    kind: str = "gloo",
+    num_engines: int = 1,
+    is_live: bool = True,
+    policy: dict[str, Any] | None = None,
+    tolerance: float | None = 1e-3,
+    **knobs: Any,
+) -> Any:
     """Plays once version 0 is live. `knobs` are those of engines."""
     config = build_config(folder, weight_broadcast={"type": kind, "probe_tolerance": tolerance})
 
@@ -262,13 +269,16 @@ async def test_a_question_that_is_asked_twice_gets_the_same_answer_and_does_noth
     assert Counter(stage.engine.calls) == expected
 
 
-@pytest.mark.parametrize(("knobs", "words"), [
-    ({"digest_error": "model.norm.weight"}, "model.norm.weight has digest another, expected model.norm.weight@0"),
-    ({"digest_error": "model.extra.weight"}, "model.extra.weight was not sent"),
-    ({"incomplete": ("lm_head (0 of 8)",)}, r"not loaded whole.*lm_head \(0 of 8\) kept old weights"),
-    ({"probe_error": 0.25}, "logprobs differ from the trainer's by up to 0.25, allowed is 0.001"),
-    ({"probe_error": 0.25, "tolerance": None}, "differ from the trainer's in the mean by 0.25, allowed is 0.001"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"digest_error": "model.norm.weight"}, "model.norm.weight has digest another, expected model.norm.weight@0"),
+        ({"digest_error": "model.extra.weight"}, "model.extra.weight was not sent"),
+        ({"incomplete": ("lm_head (0 of 8)",)}, r"not loaded whole.*lm_head \(0 of 8\) kept old weights"),
+        ({"probe_error": 0.25}, "logprobs differ from the trainer's by up to 0.25, allowed is 0.001"),
+        ({"probe_error": 0.25, "tolerance": None}, "differ from the trainer's in the mean by 0.25, allowed is 0.001"),
+    ],
+)
 def test_weights_that_are_not_the_trainers_are_refused_and_never_live(tmp_path, knobs, words):
     async def play(stage):
         reply = await stage.publish(0)

@@ -73,10 +73,16 @@ async def lose_everything_but_the_disk(whole: WholeRun) -> None:
     whole.start_trainer(version=2)
 
 
-@pytest.mark.parametrize("play", [
-    start_orchestrator_again_and_again, kill_orchestrator_in_a_transfer, lose_the_engine_again_and_again,
-    go_back_to_an_older_checkpoint, lose_everything_but_the_disk,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "play",
+    [
+        start_orchestrator_again_and_again,
+        kill_orchestrator_in_a_transfer,
+        lose_the_engine_again_and_again,
+        go_back_to_an_older_checkpoint,
+        lose_everything_but_the_disk,
+    ],
+)
 def test_a_run_goes_on_as_if_nothing_had_died(tmp_path, undisturbed, play):
     whole = run(config_of(tmp_path, max_async_level=0), pool=QUICK, meanwhile=play)
     assert (whole.error, whole.trainer_error, whole.trainer.version) == (None, [], STEPS)

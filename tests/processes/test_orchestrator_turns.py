@@ -70,11 +70,14 @@ def test_of_several_turns_in_real_workers_exactly_what_was_sampled_is_trained_on
     assert max(rollout.num_turns for rollout in rollouts) == 4
 
 
-@pytest.mark.parametrize(("code", "seq_len", "max_tokens", "ends"), [
-    (TALK, 64, 8, {(True, "prompt_too_long"), (True, "context_full")}),
-    (SAY, 256, 3, {(True, "max_tokens")}),
-    (SAY, 256, 8, {(False, "stop")}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "seq_len", "max_tokens", "ends"),
+    [
+        (TALK, 64, 8, {(True, "prompt_too_long"), (True, "context_full")}),
+        (SAY, 256, 3, {(True, "max_tokens")}),
+        (SAY, 256, 8, {(False, "stop")}),
+    ],
+)
 def test_how_a_rollout_ended_is_known_and_it_is_trained_on(tmp_path, code, seq_len, max_tokens, ends):
     sampling = {"sampling": {"max_tokens": max_tokens}}
     config = build_config(tmp_path, code, max_steps=1, seq_len=seq_len, orchestrator=sampling)
@@ -144,9 +147,15 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
 
 
 def read(
-    tokenizer: ChatTokenizer, text: str, *, model: InferenceModel | None = None, tools: list | None = None,
-    answers: Any = None, stop: str | None = None, keeps_stop: bool = False,
-) -> tuple[ModelMessage, list[dict]]:  # fmt: skip
+    tokenizer: ChatTokenizer,
+    text: str,
+    *,
+    model: InferenceModel | None = None,
+    tools: list | None = None,
+    answers: Any = None,
+    stop: str | None = None,
+    keeps_stop: bool = False,
+) -> tuple[ModelMessage, list[dict]]:
     """What is said in a turn, and what the engine was asked for it; `answers` is its answer, a status or a message."""
     asked: list[dict] = []
 
@@ -178,29 +187,32 @@ ADD = ToolCall(id="call00300", name="add", arguments='{"a": 1}')
 SURROGATE = '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'  # JSON can write half of one, and no wire
 
 
-@pytest.mark.parametrize(("text", "how", "said", "is_asked"), [
-    (f"<think>hm</think>So {CALL}", {}, ModelMessage(f"<think>hm</think>So {CALL}"), False),
-    (f"<think>hm</think>So {CALL}", {"tools": TOOLS}, ModelMessage("<think>hm</think>So", None, (ADD,)), False),
-    (SURROGATE, {"tools": TOOLS}, ModelMessage(SURROGATE), False),
-    ("hi", {"model": READS_CALLS}, ModelMessage("hi"), False),
-    ("hi", {"model": READS_CALLS, "tools": TOOLS, "answers": {"content": "ho"}}, ModelMessage("ho"), True),
-    (
-        "hi",
-        {"model": READS_THINKING, "tools": TOOLS, "answers": {"content": f"So {CALL}", "reasoning": "hm"}},
-        ModelMessage("So", "hm", (ADD,)),
-        True,
-    ),
-    ("<tool_call>{", {"model": READS_BOTH, "tools": TOOLS, "answers": 400}, ModelMessage("<tool_call>{"), True),
-    ("<tool_call>{", {"model": READS_BOTH, "tools": TOOLS, "answers": 500}, ModelMessage("<tool_call>{"), True),
-    ("yes</a>", {"stop": "</a>"}, ModelMessage("yes"), False),
-    ("yes</a>", {"stop": "</a>", "keeps_stop": True}, ModelMessage("yes</a>"), False),
-    (
-        "hi",
-        {"stop": "</a>", "model": READS_BOTH, "answers": {"content": None, "reasoning": "so</a>"}},
-        ModelMessage("", "so"),
-        True,
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "how", "said", "is_asked"),
+    [
+        (f"<think>hm</think>So {CALL}", {}, ModelMessage(f"<think>hm</think>So {CALL}"), False),
+        (f"<think>hm</think>So {CALL}", {"tools": TOOLS}, ModelMessage("<think>hm</think>So", None, (ADD,)), False),
+        (SURROGATE, {"tools": TOOLS}, ModelMessage(SURROGATE), False),
+        ("hi", {"model": READS_CALLS}, ModelMessage("hi"), False),
+        ("hi", {"model": READS_CALLS, "tools": TOOLS, "answers": {"content": "ho"}}, ModelMessage("ho"), True),
+        (
+            "hi",
+            {"model": READS_THINKING, "tools": TOOLS, "answers": {"content": f"So {CALL}", "reasoning": "hm"}},
+            ModelMessage("So", "hm", (ADD,)),
+            True,
+        ),
+        ("<tool_call>{", {"model": READS_BOTH, "tools": TOOLS, "answers": 400}, ModelMessage("<tool_call>{"), True),
+        ("<tool_call>{", {"model": READS_BOTH, "tools": TOOLS, "answers": 500}, ModelMessage("<tool_call>{"), True),
+        ("yes</a>", {"stop": "</a>"}, ModelMessage("yes"), False),
+        ("yes</a>", {"stop": "</a>", "keeps_stop": True}, ModelMessage("yes</a>"), False),
+        (
+            "hi",
+            {"stop": "</a>", "model": READS_BOTH, "answers": {"content": None, "reasoning": "so</a>"}},
+            ModelMessage("", "so"),
+            True,
+        ),
+    ],
+)
 def test_a_turn_is_read_by_the_engines_parsers_or_stays_text_where_they_cannot(tokenizer, text, how, said, is_asked):
     found, asked = read(tokenizer, text, **how)
     assert (found, len(asked)) == (said, int(is_asked))  # it is not asked again: the answer would be the same
@@ -222,13 +234,16 @@ def test_half_a_surrogate_pair_is_no_text(tokenizer):
     assert tokenizer.encode("a\ud800b") == tokenizer.encode("a\ufffdb")
 
 
-@pytest.mark.parametrize(("message", "same"), [
-    ({"content": "So", "reasoning_content": "hm"}, True),
-    ({"content": "So", "reasoning": "hm"}, True),
-    ({"content": "So"}, False),
-    ({"content": "so", "reasoning_content": "hm"}, False),
-    ({"content": "So", "reasoning_content": "hm", "role": "user"}, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("message", "same"),
+    [
+        ({"content": "So", "reasoning_content": "hm"}, True),
+        ({"content": "So", "reasoning": "hm"}, True),
+        ({"content": "So"}, False),
+        ({"content": "so", "reasoning_content": "hm"}, False),
+        ({"content": "So", "reasoning_content": "hm", "role": "user"}, False),
+    ],
+)
 def test_a_message_is_the_turn_only_if_nothing_in_it_was_changed(message, same):
     given = {"id": "other", "function": {"name": "add", "arguments": '{"a":1}'}}
     said = ModelMessage("So", "hm", (ADD,))

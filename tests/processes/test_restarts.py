@@ -263,10 +263,13 @@ def test_a_server_is_there_while_it_is_needed_and_no_longer(stage, fail):
     assert (len(stage.pids()), stage.alive()) == (2, [])
 
 
-@pytest.mark.parametrize(("body", "error", "told"), [
-    ("print('no such model'); sys.exit(3)", PeerDied, r"exit code 3.*no such model.*inference.stdout"),
-    (SLEEP, DeadlineExceeded, r"the check waits .* for it to become healthy from inference, .*inference.stdout"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "error", "told"),
+    [
+        ("print('no such model'); sys.exit(3)", PeerDied, r"exit code 3.*no such model.*inference.stdout"),
+        (SLEEP, DeadlineExceeded, r"the check waits .* for it to become healthy from inference, .*inference.stdout"),
+    ],
+)
 def test_a_server_that_does_not_come_up_is_named_with_its_log_and_ended(stage, body, error, told):
     with pytest.raises(error, match=f"(?s){told}"):
         asyncio.run(use_server(stage, body, deadline_s=1.0 if body == SLEEP else 60))

@@ -36,11 +36,17 @@ def open_app() -> TestClient:
     return TestClient(app, base_url="http://127.0.0.1:8000")
 
 
-@pytest.mark.parametrize("headers", [
-    {"Host": "evil.example"}, {"Host": "127.0.0.1.evil.example:8000"},
-    {"Origin": "https://evil.example", "Content-Type": "text/plain"}, {"Origin": "null"},
-    {"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "evil.example"},
+        {"Host": "127.0.0.1.evil.example:8000"},
+        {"Origin": "https://evil.example", "Content-Type": "text/plain"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+    ],
+)
 def test_a_page_in_a_browser_of_this_machine_reaches_no_route(headers) -> None:
     client = open_app()
     for path in ("/pause", "/weight_info", "/collective_rpc"):
@@ -49,15 +55,18 @@ def test_a_page_in_a_browser_of_this_machine_reaches_no_route(headers) -> None:
     assert client.get("/weight_info", headers={"Host": "localhost:8000"}).status_code == 200
 
 
-@pytest.mark.parametrize(("body", "code"), [
-    (b'{"method": "trireme_weight_report"}', 200),
-    (b'{"method": "reset_weights"}', 403),
-    (b'{"method": "__setattr__", "args": ["trireme_x", "y"]}', 403),
-    (b'{"method": ["trireme_weight_report"]}', 403),
-    (b'{"method": "reset_weights", "method": "trireme_x"}', 200),  # the last one counts, as it does for vLLM
-    (b"[" * 100_000, 403),
-    (b"", 403),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b'{"method": "trireme_weight_report"}', 200),
+        (b'{"method": "reset_weights"}', 403),
+        (b'{"method": "__setattr__", "args": ["trireme_x", "y"]}', 403),
+        (b'{"method": ["trireme_weight_report"]}', 403),
+        (b'{"method": "reset_weights", "method": "trireme_x"}', 200),  # the last one counts, as it does for vLLM
+        (b"[" * 100_000, 403),
+        (b"", 403),
+    ],
+)
 def test_of_the_methods_of_a_worker_only_ours_can_be_called(body: bytes, code: int) -> None:
     answer = open_app().post("/collective_rpc", content=body)
     assert answer.status_code == code

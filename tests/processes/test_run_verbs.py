@@ -181,12 +181,15 @@ def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("answers", "state"), [
-    ({"squeue": "RUNNING|n[1-2]"}, "RUNNING on n[1-2]"),
-    ({"scontrol": "JobId=7 JobState=TIMEOUT Reason=None"}, "TIMEOUT"),
-    ({"sacct": "  COMPLETED \n"}, "COMPLETED"),
-    ({}, "ended with exit code 3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("answers", "state"),
+    [
+        ({"squeue": "RUNNING|n[1-2]"}, "RUNNING on n[1-2]"),
+        ({"scontrol": "JobId=7 JobState=TIMEOUT Reason=None"}, "TIMEOUT"),
+        ({"sacct": "  COMPLETED \n"}, "COMPLETED"),
+        ({}, "ended with exit code 3"),
+    ],
+)
 def test_slurm_is_asked_where_it_still_knows_the_job(run, scheduler, capsys, answers, state):
     (record(run) / "ended").write_text("3\n")
     for name, text in answers.items():

@@ -49,12 +49,16 @@ def test_a_process_loads_what_it_needs_and_no_more(modules, tmp_path):
     assert found <= LOADS[modules]
 
 
-@pytest.mark.parametrize("call", [
-    *(f'from trireme.cli.{name} import {name}; {name}(["--help"])' for name in ("rl", "trireme")),
-    f'from trireme.cli.rl import rl; rl(["@", "{REPOSITORY}/configs/reverse-text/rl.toml", "--dry-run"])',
-    "import trireme.journal.provenance as of; of.collect_provenance(of.Devices(), {}, [])",
-    'from trireme.config.inference import parser_names; assert parser_names("reasoning_parser")',
-], ids=["rl --help", "trireme --help", "rl --dry-run", "provenance", "parsers of vLLM"])  # fmt: skip
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(f'from trireme.cli.{name} import {name}; {name}(["--help"])' for name in ("rl", "trireme")),
+        f'from trireme.cli.rl import rl; rl(["@", "{REPOSITORY}/configs/reverse-text/rl.toml", "--dry-run"])',
+        "import trireme.journal.provenance as of; of.collect_provenance(of.Devices(), {}, [])",
+        'from trireme.config.inference import parser_names; assert parser_names("reasoning_parser")',
+    ],
+    ids=["rl --help", "trireme --help", "rl --dry-run", "provenance", "parsers of vLLM"],
+)
 def test_what_needs_no_model_loads_none_of_them(call, tmp_path):
     (tmp_path / "models").symlink_to(REPOSITORY / "models")
     planning = {"numpy", "psutil"} if "--dry-run" in call else set()  # whether the run fits this machine

@@ -50,12 +50,15 @@ def test_who_dies_first_is_named_with_its_last_words_and_nobody_is_left(stage, c
         assert words not in out
 
 
-@pytest.mark.parametrize(("restart", "body", "code", "told"), [
-    (True, "print('error: no such model'); sys.exit(2)", 2, ["error: no such model"]),  # a refused configuration
-    (True, "sys.exit(3)", 3, ["exit code 3"]),  # weights that are wrong, a journal that is damaged
-    (False, "os.kill(os.getpid(), signal.SIGKILL)", 1, ["inference died", "killed by SIGKILL"]),
-    (False, "pass", 1, ["inference ended too early"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("restart", "body", "code", "told"),
+    [
+        (True, "print('error: no such model'); sys.exit(2)", 2, ["error: no such model"]),  # a refused configuration
+        (True, "sys.exit(3)", 3, ["exit code 3"]),  # weights that are wrong, a journal that is damaged
+        (False, "os.kill(os.getpid(), signal.SIGKILL)", 1, ["inference died", "killed by SIGKILL"]),
+        (False, "pass", 1, ["inference ended too early"]),
+    ],
+)
 def test_what_would_be_repeated_or_may_not_be_restarted_ends_the_run_by_name(stage, capsys, restart, body, code, told):
     stage.set(restart=restart)
     assert supervise(stage.plan(inference=body), stage.config, grace_s=GRACE_S) == code
@@ -160,13 +163,16 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("wish", "end", "code", "told"), [
-    ("refuse", None, 2, ""),
-    ("leave", None, 0, ""),
-    ("", lambda group, ranks: os.kill(ranks[1], signal.SIGKILL), 1, "stopped. Exit codes: rank 1: -9"),
-    ("", lambda group, ranks: group.terminate(), 128 + signal.SIGTERM, ""),
-    ("", lambda group, ranks: group.kill(), -signal.SIGKILL, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wish", "end", "code", "told"),
+    [
+        ("refuse", None, 2, ""),
+        ("leave", None, 0, ""),
+        ("", lambda group, ranks: os.kill(ranks[1], signal.SIGKILL), 1, "stopped. Exit codes: rank 1: -9"),
+        ("", lambda group, ranks: group.terminate(), 128 + signal.SIGTERM, ""),
+        ("", lambda group, ranks: group.kill(), -signal.SIGKILL, ""),
+    ],
+)
 def test_how_ranks_fail_is_how_their_group_fails_and_none_is_left_without_it(tmp_path, wish, end, code, told):
     (tmp_path / "door.py").write_text(RANKS)
     (tmp_path / (wish or "sleep")).touch()

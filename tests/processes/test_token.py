@@ -36,10 +36,14 @@ SECRET = "a-token-for-tests-0123456789"
 OTHER = "another-token-for-tests-01234"
 HEADER = {"Authorization": f"Bearer {SECRET}"}
 WRONG = [
-    {}, {"Authorization": f"Bearer {OTHER}"}, {"Authorization": f"Basic {SECRET}"},
-    {"Authorization": f"Bearer {SECRET} "}, {"Authorization": SECRET},
-    {"Authorization": "Bearer \xff".encode("latin-1")}, [*HEADER.items(), ("Authorization", "Bearer other")],
-]  # fmt: skip
+    {},
+    {"Authorization": f"Bearer {OTHER}"},
+    {"Authorization": f"Basic {SECRET}"},
+    {"Authorization": f"Bearer {SECRET} "},
+    {"Authorization": SECRET},
+    {"Authorization": "Bearer \xff".encode("latin-1")},
+    [*HEADER.items(), ("Authorization", "Bearer other")],
+]
 
 
 @pytest.fixture(autouse=True)

@@ -83,25 +83,34 @@ def test_a_running_mean_by_hand() -> None:
     assert before == {"a": 0.25, "absent": 5.0}
 
 
-@pytest.mark.parametrize(("found", "words"), [
-    (None, "NoneType"), ([["a", "b"]], "expected"), ([[1.0]], r"\[\(1,\)\] - \[\(2,\)\]"),
-    ([[1.0, 2.0], [3.0, 4.0]], r"\[\(2,\), \(2,\)\]"), ([[1.0, math.nan]], "not finite"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (None, "NoneType"),
+        ([["a", "b"]], "expected"),
+        ([[1.0]], r"\[\(1,\)\] - \[\(2,\)\]"),
+        ([[1.0, 2.0], [3.0, 4.0]], r"\[\(2,\), \(2,\)\]"),
+        ([[1.0, math.nan]], "not finite"),
+    ],
+)
 def test_a_custom_function_must_return_one_finite_number_per_rollout(found: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         check_custom(found, scores_of([[0.0, 1.0]]))
 
 
-@pytest.mark.parametrize(("kind", "lengths", "rewards", "expected"), [
-    # L_max 100, L_cache 20: nothing up to 80, half way down at 90, all of it at 100 and beyond
-    ("soft_overlong", [0, 80, 85, 90, 100, 130], [0.0] * 6, [0.0, 0.0, -0.125, -0.25, -0.5, -0.5]),
-    # shortest 10, longest 30: shares 0.5, 0, -0.5; a wrong answer never gains by being short, 0.5 is a right one
-    ("relative", [10, 20, 30, 10, 30, 15], [1, 0.5, 1, 0, 0, 0.4], [1.25, 0.5, 0.75, 0.0, -0.25, 0.4]),
-    ("relative", [10, 30], [0.5, 1.0], [0.75, 0.75]),
-    ("relative", [7, 7], [1.0, 0.0], [1.0, 0.0]),
-    ("linear", [25, 100, 125], [1.0, 1.0, 1.0], [0.875, 0.5, 0.5]),
-    (None, [25, 100], [1.0, 1.0], [1.0, 1.0]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "lengths", "rewards", "expected"),
+    [
+        # L_max 100, L_cache 20: nothing up to 80, half way down at 90, all of it at 100 and beyond
+        ("soft_overlong", [0, 80, 85, 90, 100, 130], [0.0] * 6, [0.0, 0.0, -0.125, -0.25, -0.5, -0.5]),
+        # shortest 10, longest 30: shares 0.5, 0, -0.5; a wrong answer never gains by being short, 0.5 is a right one
+        ("relative", [10, 20, 30, 10, 30, 15], [1, 0.5, 1, 0, 0, 0.4], [1.25, 0.5, 0.75, 0.0, -0.25, 0.4]),
+        ("relative", [10, 30], [0.5, 1.0], [0.75, 0.75]),
+        ("relative", [7, 7], [1.0, 0.0], [1.0, 0.0]),
+        ("linear", [25, 100, 125], [1.0, 1.0, 1.0], [0.875, 0.5, 0.5]),
+        (None, [25, 100], [1.0, 1.0], [1.0, 1.0]),
+    ],
+)
 def test_a_reward_loses_the_weighted_penalty(kind, lengths, rewards, expected) -> None:
     rules = LengthPenalty(type=kind, max_length=100, buffer=20, weight=0.5) if kind else None
     assert with_length_penalty(np.array(rewards), np.array(lengths), rules).tolist() == expected

@@ -64,15 +64,18 @@ def test_a_nan_that_stayed_is_unchanged_and_one_with_another_payload_is_not() ->
     assert same_bits(patched(before, build_patch(after, changed(after, before))), after)
 
 
-@pytest.mark.parametrize(("num_values", "places", "form", "num_bytes"), [
-    (1000, [], Form.GAPS, 0),
-    (1000, [3, 7], Form.GAPS, 2 * (2 + 2)),
-    (100_000, [99_999], Form.PLACES, 4 + 2),  # farther than two bytes can say
-    (800, [*range(0, 800, 10)], Form.BITS, 100 + 2 * 80),
-    (800, [*range(800)], Form.WHOLE, 1600),
-    (800, [*range(750)], Form.WHOLE, 1600),  # bits and values: 100 + 1500, which is no less
-    (800, [*range(749)], Form.BITS, 100 + 1498),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("num_values", "places", "form", "num_bytes"),
+    [
+        (1000, [], Form.GAPS, 0),
+        (1000, [3, 7], Form.GAPS, 2 * (2 + 2)),
+        (100_000, [99_999], Form.PLACES, 4 + 2),  # farther than two bytes can say
+        (800, [*range(0, 800, 10)], Form.BITS, 100 + 2 * 80),
+        (800, [*range(800)], Form.WHOLE, 1600),
+        (800, [*range(750)], Form.WHOLE, 1600),  # bits and values: 100 + 1500, which is no less
+        (800, [*range(749)], Form.BITS, 100 + 1498),
+    ],
+)
 def test_the_form_with_the_fewest_bytes_is_taken(num_values, places, form, num_bytes) -> None:
     mask = torch.zeros(num_values, dtype=torch.bool)
     mask[places] = True

@@ -177,11 +177,14 @@ def test_a_recipe_has_the_value_and_the_gradient_of_its_formula(name: str, seed:
     check(recipe(name), OBJECTIVES[name], behaving(name, batch_of(seed=seed, drift=0.8)))
 
 
-@pytest.mark.parametrize(("kind", "low", "high", "weight"), [
-    ("sequence_truncate", 0.0, 2.0, lambda product, length: min(product, 2.0)),
-    ("sequence_mask", 0.5, 2.0, lambda product, length: banded(product, 0.5, 2.0)),
-    ("geometric_mask", 0.8, 1.25, lambda product, length: 0.8 <= product ** (1 / length) <= 1.25),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "low", "high", "weight"),
+    [
+        ("sequence_truncate", 0.0, 2.0, lambda product, length: min(product, 2.0)),
+        ("sequence_mask", 0.5, 2.0, lambda product, length: banded(product, 0.5, 2.0)),
+        ("geometric_mask", 0.8, 1.25, lambda product, length: 0.8 <= product ** (1 / length) <= 1.25),
+    ],
+)
 def test_a_correction_by_sequence_has_the_value_and_the_gradient_of_its_formula(kind, low, high, weight) -> None:
     b = batch_of(drift=0.5)
     objective = over_tokens(weighted(lambda b, t: weight(*sample_ratio(b.prox, b.mu, b, t))))

@@ -260,17 +260,20 @@ def of_last_turn(**changed: Any) -> Callable[[Path], None]:
     return change
 
 
-@pytest.mark.parametrize(("plant", "words"), [
-    (flip_a_byte, "that is missing on disk"),
-    (lambda file: write_turns(file, read_turns(file)[:-1]), "that is missing on disk"),
-    (lambda file: write_turns(file, read_turns(file)[1:]), "left out 1 turns that are missing on disk"),
-    (lambda file: write_turns(file, read_turns(file)[:1] + read_turns(file)), "answered 1 turns that are in no"),
-    (of_last_turn(ids=[7, 7]), "whose ids differ on disk"),
-    (of_last_turn(versions=[99]), "whose versions differ on disk"),
-    (of_last_turn(prompt="another"), "that is missing on disk"),
-    (Path.unlink, "its file of turns is missing"),
-    (lambda file: shutil.copy(file, file.with_name("0-9.0.turns")), "turns of an unknown rollout"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("plant", "words"),
+    [
+        (flip_a_byte, "that is missing on disk"),
+        (lambda file: write_turns(file, read_turns(file)[:-1]), "that is missing on disk"),
+        (lambda file: write_turns(file, read_turns(file)[1:]), "left out 1 turns that are missing on disk"),
+        (lambda file: write_turns(file, read_turns(file)[:1] + read_turns(file)), "answered 1 turns that are in no"),
+        (of_last_turn(ids=[7, 7]), "whose ids differ on disk"),
+        (of_last_turn(versions=[99]), "whose versions differ on disk"),
+        (of_last_turn(prompt="another"), "that is missing on disk"),
+        (Path.unlink, "its file of turns is missing"),
+        (lambda file: shutil.copy(file, file.with_name("0-9.0.turns")), "turns of an unknown rollout"),
+    ],
+)
 def test_a_turn_that_is_lost_or_changed_is_found(played: RunConfig, plant: Callable, words: str) -> None:
     summary = assert_holds(played.paths.root).summary
     assert summary.turns["not chosen"] == 30

@@ -14,29 +14,35 @@ ALL = tuple(range(8))
 TWO = {"nodes": 2, "gpus_per_node": 8}
 
 
-@pytest.mark.parametrize(("asked", "expected"), [
-    (TWO, [[("inference", 0, ALL)], [("orchestrator", 0, ()), ("trainer", 0, ALL)]]),
-    (
-        TWO | {"inference_gpus": 12, "trainer_gpus": 4},  # a machine may hold both kinds
-        [[("inference", 0, ALL)], [("orchestrator", 0, ()), ("trainer", 0, ALL[4:]), ("inference", 1, ALL[:4])]],
-    ),
-    # the trainer begins on a machine of its own where its shares would differ otherwise
-    (
-        TWO | {"inference_gpus": 6, "trainer_gpus": 8},
-        [[("inference", 0, ALL[:6])], [("orchestrator", 0, ()), ("trainer", 0, ALL)]],
-    ),
-    (TWO | {"gpus_per_node": 0}, [[("inference", 0, ())], [("orchestrator", 0, ()), ("trainer", 0, ())]]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (TWO, [[("inference", 0, ALL)], [("orchestrator", 0, ()), ("trainer", 0, ALL)]]),
+        (
+            TWO | {"inference_gpus": 12, "trainer_gpus": 4},  # a machine may hold both kinds
+            [[("inference", 0, ALL)], [("orchestrator", 0, ()), ("trainer", 0, ALL[4:]), ("inference", 1, ALL[:4])]],
+        ),
+        # the trainer begins on a machine of its own where its shares would differ otherwise
+        (
+            TWO | {"inference_gpus": 6, "trainer_gpus": 8},
+            [[("inference", 0, ALL[:6])], [("orchestrator", 0, ()), ("trainer", 0, ALL)]],
+        ),
+        (TWO | {"gpus_per_node": 0}, [[("inference", 0, ())], [("orchestrator", 0, ()), ("trainer", 0, ())]]),
+    ],
+)
 def test_gpus_are_dealt_out_engines_first_in_equal_shares_of_the_trainer(asked, expected):
     nodes = plan_nodes(Wanted(**asked)).nodes
     assert [[(process.kind, process.place, process.gpus) for process in node.processes] for node in nodes] == expected
 
 
-@pytest.mark.parametrize(("asked", "expected"), [
-    ({"nodes": 3}, {"inference.0": 0, "inference.1": 1, "orchestrator": 2, "trainer": 2}),
-    ({"nodes": 3, "inference_nodes": 1}, {"inference": 0, "orchestrator": 1, "trainer.0": 1, "trainer.1": 2}),
-    ({"nodes": 1}, {"rl": 0}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"nodes": 3}, {"inference.0": 0, "inference.1": 1, "orchestrator": 2, "trainer": 2}),
+        ({"nodes": 3, "inference_nodes": 1}, {"inference": 0, "orchestrator": 1, "trainer.0": 1, "trainer.1": 2}),
+        ({"nodes": 1}, {"rl": 0}),
+    ],
+)
 def test_an_odd_machine_is_an_engines_and_processes_of_a_kind_are_numbered(asked, expected):
     plan = plan_nodes(Wanted(gpus_per_node=8, **asked))
     assert plan.by_name == expected
@@ -44,14 +50,17 @@ def test_an_odd_machine_is_an_engines_and_processes_of_a_kind_are_numbered(asked
     assert plan.is_single == (asked["nodes"] == 1)
 
 
-@pytest.mark.parametrize(("asked", "said"), [
-    (TWO | {"inference_gpus": 8, "trainer_gpus": 12}, "at most 16 together"),
-    (TWO | {"inference_gpus": 16}, "at least one each"),
-    (TWO | {"inference_nodes": 2}, "at most 1"),
-    (TWO | {"nodes": 3, "inference_gpus": 8, "trainer_gpus": 8}, "Write `--nodes 2`"),
-    (TWO | {"inference_gpus": 4, "trainer_gpus": 12}, r"4 \+ 8"),
-    (TWO | {"inference_gpus": 6, "trainer_gpus": 8, "tp": 4}, "machine 0 has 6 GPUs"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (TWO | {"inference_gpus": 8, "trainer_gpus": 12}, "at most 16 together"),
+        (TWO | {"inference_gpus": 16}, "at least one each"),
+        (TWO | {"inference_nodes": 2}, "at most 1"),
+        (TWO | {"nodes": 3, "inference_gpus": 8, "trainer_gpus": 8}, "Write `--nodes 2`"),
+        (TWO | {"inference_gpus": 4, "trainer_gpus": 12}, r"4 \+ 8"),
+        (TWO | {"inference_gpus": 6, "trainer_gpus": 8, "tp": 4}, "machine 0 has 6 GPUs"),
+    ],
+)
 def test_gpus_that_do_not_divide_are_refused_with_a_way_out(asked, said):
     with pytest.raises(ConfigError, match=said):
         plan_nodes(Wanted(**asked))

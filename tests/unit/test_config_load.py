@@ -81,34 +81,37 @@ def test_each_process_may_have_its_file_and_any_table():
     assert "a file can fill a table" in refusal("--max-steps @ lora.toml")
 
 
-@pytest.mark.parametrize(("flags", "key", "value"), [
-    ("--resume", "resume", True),
-    ("--resume true", "resume", True),
-    ("--resume false", "resume", False),
-    ("--no-resume", "resume", False),
-    ("--no-restart", "supervisor.restart", False),
-    ("--restart off", "supervisor.restart", False),
-    ("--trainer.model.compile --trainer.model.no-compile", "trainer.model.compile", False),
-    ("--trainer-gpu-ids 0 1", "trainer_gpu_ids", [0, 1]),
-    ("--trainer-gpu-ids 0,1", "trainer_gpu_ids", [0, 1]),
-    ("--trainer-gpu-ids '[0, 1]'", "trainer_gpu_ids", [0, 1]),
-    ("--trainer.ckpt.resume-step 50", "trainer.ckpt.resume_step", 50),
-    ("--trainer.ckpt.resume_step=-1", "trainer.ckpt.resume_step", -1),
-    ("--trainer.ckpt.resume-step -1", "trainer.ckpt.resume_step", -1),
-    # tables that are off by default
-    ("--wandb.project P --wandb.name N", "wandb.name", "N"),
-    ("--trainer.model.lora.rank 8", "trainer.model.lora.alpha", 16),
-    ("--trainer.model.ac", "trainer.model.ac.freq", 1),
-    ("--wandb.project P --no-wandb", "wandb", None),
-    ("--wandb.project P --wandb none", "wandb", None),
-    ("--wandb.project P --wandb.name none", "wandb.name", None),
-    ("--trainer.loss.correction none", "trainer.loss.correction", "none"),
-    # tables as JSON or TOML
-    ("""--orchestrator.env '[{"id": "x", "args": {"level": 3}}]'""", "orchestrator.env.0.args", {"level": 3}),
-    ("""--orchestrator.env '[{id = "x", args = {level = 3}}]'""", "orchestrator.env.0.args", {"level": 3}),
-    ("""--orchestrator.env '{"id": "x", "args": {"level": 3}}'""", "orchestrator.env.0.args", {"level": 3}),
-    ("--inference.args.max-num-seqs 4 --inference.args.fast", "inference.args", {"max_num_seqs": 4, "fast": True}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "key", "value"),
+    [
+        ("--resume", "resume", True),
+        ("--resume true", "resume", True),
+        ("--resume false", "resume", False),
+        ("--no-resume", "resume", False),
+        ("--no-restart", "supervisor.restart", False),
+        ("--restart off", "supervisor.restart", False),
+        ("--trainer.model.compile --trainer.model.no-compile", "trainer.model.compile", False),
+        ("--trainer-gpu-ids 0 1", "trainer_gpu_ids", [0, 1]),
+        ("--trainer-gpu-ids 0,1", "trainer_gpu_ids", [0, 1]),
+        ("--trainer-gpu-ids '[0, 1]'", "trainer_gpu_ids", [0, 1]),
+        ("--trainer.ckpt.resume-step 50", "trainer.ckpt.resume_step", 50),
+        ("--trainer.ckpt.resume_step=-1", "trainer.ckpt.resume_step", -1),
+        ("--trainer.ckpt.resume-step -1", "trainer.ckpt.resume_step", -1),
+        # tables that are off by default
+        ("--wandb.project P --wandb.name N", "wandb.name", "N"),
+        ("--trainer.model.lora.rank 8", "trainer.model.lora.alpha", 16),
+        ("--trainer.model.ac", "trainer.model.ac.freq", 1),
+        ("--wandb.project P --no-wandb", "wandb", None),
+        ("--wandb.project P --wandb none", "wandb", None),
+        ("--wandb.project P --wandb.name none", "wandb.name", None),
+        ("--trainer.loss.correction none", "trainer.loss.correction", "none"),
+        # tables as JSON or TOML
+        ("""--orchestrator.env '[{"id": "x", "args": {"level": 3}}]'""", "orchestrator.env.0.args", {"level": 3}),
+        ("""--orchestrator.env '[{id = "x", args = {level = 3}}]'""", "orchestrator.env.0.args", {"level": 3}),
+        ("""--orchestrator.env '{"id": "x", "args": {"level": 3}}'""", "orchestrator.env.0.args", {"level": 3}),
+        ("--inference.args.max-num-seqs 4 --inference.args.fast", "inference.args", {"max_num_seqs": 4, "fast": True}),
+    ],
+)
 def test_a_value_can_be_typed_in_every_usual_way(flags, key, value):
     assert value_at(load(flags), key) == value
 
@@ -125,11 +128,14 @@ def test_flags_can_begin_an_array_add_to_it_and_change_one_item():
     assert "--orchestrator.env.0.weight" in refusal(f"@ a.toml {env}.weight 3")
 
 
-@pytest.mark.parametrize(("flags", "max_steps", "run_model", "trainer_model"), [
-    ("@ own.toml --optim.eps 0.1", 3, None, "a/b"),
-    ("@ run.toml --model.name c/d --optim.eps 0.1", 7, "c/d", None),
-    ("--model.name c/d --trainer.optim.lr 0.5 --optim.eps 0.1", 100, None, "c/d"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "max_steps", "run_model", "trainer_model"),
+    [
+        ("@ own.toml --optim.eps 0.1", 3, None, "a/b"),
+        ("@ run.toml --model.name c/d --optim.eps 0.1", 7, "c/d", None),
+        ("--model.name c/d --trainer.optim.lr 0.5 --optim.eps 0.1", 100, None, "c/d"),
+    ],
+)
 def test_a_process_reads_its_own_file_or_the_whole_runs(flags, max_steps, run_model, trainer_model):
     """Without a whole file, its flags mean its own table first."""
     write("own.toml", 'max_steps = 3\n[model]\nname = "a/b"\n[optim]\nlr = 0.5')
@@ -155,61 +161,67 @@ def test_a_name_from_elsewhere_leads_to_a_key_that_exists():
     assert not (ALIASES | SHORT_FLAGS).keys() & known
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    ("restart = false", "unknown key `restart` ... Did you mean `supervisor.restart`?"),
-    ("[trainer.optim]\nlearning = 3", "a.toml: unknown key `trainer.optim.learning`"),
-    ("[sampling]\ntop_p = 1.0\n[trainer.optim]\nlr = 0.1", "`orchestrator.sampling`"),
-    ('[trainer.optim]\nlr = "fast"', 'a.toml: `trainer.optim.lr = "fast"` - expected number > 0'),
-    ("max_steps = true", "expected integer > 0"),
-    ('max_steps = "many"', 'a.toml: `max_steps = "many"` - expected integer > 0'),
-    ("max_steps = 0", "a.toml: `max_steps = 0` - expected integer > 0 ... `max_steps = 100`"),
-    ("resume = 2", "`resume = 2` - expected true or false"),
-    ("[inference]\ngpu_memory_utilization = 1.5", "utilization = 1.5` - expected number > 0 <= 1"),
-    ("[[orchestrator.env]]\nargs = {}", "a.toml: `orchestrator.env[0].id` is missing - expected text"),
-    ('[trainer.model]\nac = "full"', 'ac = "full"` - expected table ...     [trainer.model.ac]\n    freq = 1'),
-    ('model = "Qwen/Qwen3-0.6B"', '    [model]\n    name = "Qwen/Qwen3-0.6B"'),
-    ('[trainer.loss]\ntype = "default"', 'expected importance ... Leave it out ... `type = "custom"`'),
-    ("[trainer.loss]\ndppo_mask_low = 0.2", '`type = "custom"` ... `ratio_low`'),
-    ("[trainer.loss]\nadv_tau = 1.0", "Remove it: advantages"),
-    ('[model]\nimpl = "custom"\n[model.vlm]\nvision_encoder_attr = "model.visual"', "by its class in transformers"),
-    ("max_steps = 1\n\n[model]\nname = tiny\n", "a.toml, line 4 ... `name = tiny` ... Text needs quotes"),
-    pytest.param("max_steps = " + "[" * 80 + "]" * 80, "levels deep", id="deep list"),
-    pytest.param("[inference.args]\n" + ".".join("a" * 1_000) + " = 1", "levels deep", id="deep table"),
-    pytest.param("\n".join(f"k{i} = 1" for i in range(300)), "300 problems ... and 270 more", id="many problems"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("restart = false", "unknown key `restart` ... Did you mean `supervisor.restart`?"),
+        ("[trainer.optim]\nlearning = 3", "a.toml: unknown key `trainer.optim.learning`"),
+        ("[sampling]\ntop_p = 1.0\n[trainer.optim]\nlr = 0.1", "`orchestrator.sampling`"),
+        ('[trainer.optim]\nlr = "fast"', 'a.toml: `trainer.optim.lr = "fast"` - expected number > 0'),
+        ("max_steps = true", "expected integer > 0"),
+        ('max_steps = "many"', 'a.toml: `max_steps = "many"` - expected integer > 0'),
+        ("max_steps = 0", "a.toml: `max_steps = 0` - expected integer > 0 ... `max_steps = 100`"),
+        ("resume = 2", "`resume = 2` - expected true or false"),
+        ("[inference]\ngpu_memory_utilization = 1.5", "utilization = 1.5` - expected number > 0 <= 1"),
+        ("[[orchestrator.env]]\nargs = {}", "a.toml: `orchestrator.env[0].id` is missing - expected text"),
+        ('[trainer.model]\nac = "full"', 'ac = "full"` - expected table ...     [trainer.model.ac]\n    freq = 1'),
+        ('model = "Qwen/Qwen3-0.6B"', '    [model]\n    name = "Qwen/Qwen3-0.6B"'),
+        ('[trainer.loss]\ntype = "default"', 'expected importance ... Leave it out ... `type = "custom"`'),
+        ("[trainer.loss]\ndppo_mask_low = 0.2", '`type = "custom"` ... `ratio_low`'),
+        ("[trainer.loss]\nadv_tau = 1.0", "Remove it: advantages"),
+        ('[model]\nimpl = "custom"\n[model.vlm]\nvision_encoder_attr = "model.visual"', "by its class in transformers"),
+        ("max_steps = 1\n\n[model]\nname = tiny\n", "a.toml, line 4 ... `name = tiny` ... Text needs quotes"),
+        pytest.param("max_steps = " + "[" * 80 + "]" * 80, "levels deep", id="deep list"),
+        pytest.param("[inference.args]\n" + ".".join("a" * 1_000) + " = 1", "levels deep", id="deep table"),
+        pytest.param("\n".join(f"k{i} = 1" for i in range(300)), "300 problems ... and 270 more", id="many problems"),
+    ],
+)
 def test_a_mistake_in_a_file_is_named_with_the_file_and_the_remedy(text, words):
     write("a.toml", text)
     message = refusal("@ a.toml")
     assert [part for part in words.split(" ... ") if part not in message] == [], message
 
 
-@pytest.mark.parametrize(("flags", "words"), [
-    ("a.toml", "write `@ a.toml`"),
-    ("-s session", "flags begin with two dashes"),
-    ("@", "expected a file after it"),
-    ("--max-steps", "came without a value - expected integer > 0"),
-    ("--max-steps 1 2", "`--max-steps 1 2` - expected integer > 0"),
-    ("--no-max-steps", "takes integer > 0"),
-    ("--seed --resume", "`--seed` came without a value"),
-    ("--trainer.optim.betas 0.9", "`--trainer.optim.betas 0.9` - expected list of 2 x number"),
-    ("--device cud", "expected auto | cpu | cuda. Did you mean `cuda`?"),
-    ("--trainer.model.ac full", "--trainer.model.ac.freq"),
-    ("--disk-timeout-s -1", "`--disk-timeout-s -1` - expected number > 0"),
-    ("@ revers-text.toml", "revers-text.toml does not exist ... Near it: reverse-text.toml"),
-    ("--trainer @ reverse-text.toml", "Did you mean `optim.lr`?"),
-    ("--run run.json --max-steps 3", "expected nothing else"),
-    ("--run none.json", "none.json does not exist"),
-    ("--inference.args.a 2 --inference.args.a.b 3", "`inference.args.a` is 2 - expected a table"),
-    ("--run run.json", "run.json is not a resolved configuration of this version"),
-    ("@ list.json", "expected an object"),
-    ("@ odd.toml --trainer.optim.lr 1", "`trainer = [1]` - expected table"),
-    ("--trainer.optim.learning-rate 1", "unknown flag `--trainer.optim.learning-rate` ... `--trainer.optim.lr`?"),
-    ("--trainer.lr 1", "Did you mean `--trainer.optim.lr`"),
-    ("--tokenizer.name x", "Did you mean `--trainer.tokenizer.name`"),
-    ("--no-resumee", "Did you mean `--resume`"),
-    ("--orchestrator.env.0.idd x", "Did you mean `--orchestrator.env.id`"),
-    ("--beta 1", "Did you mean `--trainer.loss.beta`"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("a.toml", "write `@ a.toml`"),
+        ("-s session", "flags begin with two dashes"),
+        ("@", "expected a file after it"),
+        ("--max-steps", "came without a value - expected integer > 0"),
+        ("--max-steps 1 2", "`--max-steps 1 2` - expected integer > 0"),
+        ("--no-max-steps", "takes integer > 0"),
+        ("--seed --resume", "`--seed` came without a value"),
+        ("--trainer.optim.betas 0.9", "`--trainer.optim.betas 0.9` - expected list of 2 x number"),
+        ("--device cud", "expected auto | cpu | cuda. Did you mean `cuda`?"),
+        ("--trainer.model.ac full", "--trainer.model.ac.freq"),
+        ("--disk-timeout-s -1", "`--disk-timeout-s -1` - expected number > 0"),
+        ("@ revers-text.toml", "revers-text.toml does not exist ... Near it: reverse-text.toml"),
+        ("--trainer @ reverse-text.toml", "Did you mean `optim.lr`?"),
+        ("--run run.json --max-steps 3", "expected nothing else"),
+        ("--run none.json", "none.json does not exist"),
+        ("--inference.args.a 2 --inference.args.a.b 3", "`inference.args.a` is 2 - expected a table"),
+        ("--run run.json", "run.json is not a resolved configuration of this version"),
+        ("@ list.json", "expected an object"),
+        ("@ odd.toml --trainer.optim.lr 1", "`trainer = [1]` - expected table"),
+        ("--trainer.optim.learning-rate 1", "unknown flag `--trainer.optim.learning-rate` ... `--trainer.optim.lr`?"),
+        ("--trainer.lr 1", "Did you mean `--trainer.optim.lr`"),
+        ("--tokenizer.name x", "Did you mean `--trainer.tokenizer.name`"),
+        ("--no-resumee", "Did you mean `--resume`"),
+        ("--orchestrator.env.0.idd x", "Did you mean `--orchestrator.env.id`"),
+        ("--beta 1", "Did you mean `--trainer.loss.beta`"),
+    ],
+)
 def test_a_slip_of_the_keyboard_is_answered_with_what_to_type(flags, words):
     write("list.json", "[1]")
     write("odd.toml", "trainer = [1]")

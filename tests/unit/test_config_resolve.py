@@ -31,62 +31,68 @@ def test_a_machine_without_gpus_runs_on_cpu_in_full_precision():
     assert {key: value_at(config, key) for key in expected} == expected
 
 
-@pytest.mark.parametrize(("flags", "on", "key", "value"), [
-    # with half precision anywhere, the trainer measures it
-    ("--trainer.model.optimization-dtype bfloat16", CPU, TOLERANCE, None),
-    ("--inference.model.dtype bfloat16", CPU, TOLERANCE, None),
-    ("", gpus(2), TOLERANCE, None),
-    ("--weight-broadcast.probe-tolerance 0.1", CPU, TOLERANCE, 0.1),
-    # one GPU is shared and leaves room for the trainer
-    ("", gpus(1), "weight_broadcast.type", "ipc"),
-    ("", gpus(2), "weight_broadcast.type", "nccl"),
-    ("", gpus(1), "inference.gpu_memory_utilization", 0.4),
-    ("--inference.gpu-memory-utilization 0.7", gpus(1), "inference.gpu_memory_utilization", 0.7),
-    # GPUs that are asked for are never replaced by the CPU without a word
-    ("--trainer-gpus 1", CPU, "device", "cuda"),
-    ("--trainer-gpus 1 --device cpu", CPU, "device", "cpu"),
-    # one model's name is every process's
-    ("--model.name a/b", CPU, "trainer.model.name", "a/b"),
-    ("--model.name a/b", CPU, "trainer.tokenizer.name", "a/b"),
-    ("--model.name a/b", CPU, "inference.model.name", "a/b"),
-    ("--trainer.model.name a/b", CPU, "inference.model.name", "a/b"),
-    ("--model.name a/b --trainer.tokenizer.name c/d", CPU, "trainer.tokenizer.name", "c/d"),
-    # engine and trainer share the cores unless they take turns, and ranks share the trainer's
-    ("--max-async-level 0", EIGHT_CORES, "trainer.threads", 8),
-    ("--max-async-level 0", EIGHT_CORES, "inference.cpu.threads", 8),
-    ("--trainer.num-ranks 2", EIGHT_CORES, "trainer.threads", 2),
-    ("--trainer.num-ranks 3 --max-async-level 0", EIGHT_CORES, "trainer.threads", 2),
-    ("--trainer.num-ranks 99", EIGHT_CORES, "trainer.threads", 1),
-    ("--trainer.threads 5", EIGHT_CORES, "trainer.threads", 5),
-    # a step is tried where it disturbs no engine
-    ("", CPU, "trainer.try_step", False),
-    ("", gpus(1), "trainer.try_step", False),
-    ("", gpus(2), "trainer.try_step", True),
-    ("--trainer.try-step true", CPU, "trainer.try_step", True),
-    ("--trainer.try-step false", gpus(2), "trainer.try_step", False),
-    # lengths follow from the run's, and an evaluation is greedy unless its temperature is given
-    ("--seq-len 64", CPU, "inference.model.max_model_len", 64),
-    ("--seq-len 64", CPU, "trainer.micro_batch_tokens", 64),
-    ("--orchestrator.eval.interval 5 --orchestrator.sampling.max-tokens 8", CPU, "orchestrator.eval.sampling", 8),
-    ("--orchestrator.eval.sampling.max-tokens 16", CPU, "orchestrator.eval.sampling.temperature", 0),
-    ("--orchestrator.eval.sampling.temperature 0.5", CPU, "orchestrator.eval.sampling.temperature", 0.5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "on", "key", "value"),
+    [
+        # with half precision anywhere, the trainer measures it
+        ("--trainer.model.optimization-dtype bfloat16", CPU, TOLERANCE, None),
+        ("--inference.model.dtype bfloat16", CPU, TOLERANCE, None),
+        ("", gpus(2), TOLERANCE, None),
+        ("--weight-broadcast.probe-tolerance 0.1", CPU, TOLERANCE, 0.1),
+        # one GPU is shared and leaves room for the trainer
+        ("", gpus(1), "weight_broadcast.type", "ipc"),
+        ("", gpus(2), "weight_broadcast.type", "nccl"),
+        ("", gpus(1), "inference.gpu_memory_utilization", 0.4),
+        ("--inference.gpu-memory-utilization 0.7", gpus(1), "inference.gpu_memory_utilization", 0.7),
+        # GPUs that are asked for are never replaced by the CPU without a word
+        ("--trainer-gpus 1", CPU, "device", "cuda"),
+        ("--trainer-gpus 1 --device cpu", CPU, "device", "cpu"),
+        # one model's name is every process's
+        ("--model.name a/b", CPU, "trainer.model.name", "a/b"),
+        ("--model.name a/b", CPU, "trainer.tokenizer.name", "a/b"),
+        ("--model.name a/b", CPU, "inference.model.name", "a/b"),
+        ("--trainer.model.name a/b", CPU, "inference.model.name", "a/b"),
+        ("--model.name a/b --trainer.tokenizer.name c/d", CPU, "trainer.tokenizer.name", "c/d"),
+        # engine and trainer share the cores unless they take turns, and ranks share the trainer's
+        ("--max-async-level 0", EIGHT_CORES, "trainer.threads", 8),
+        ("--max-async-level 0", EIGHT_CORES, "inference.cpu.threads", 8),
+        ("--trainer.num-ranks 2", EIGHT_CORES, "trainer.threads", 2),
+        ("--trainer.num-ranks 3 --max-async-level 0", EIGHT_CORES, "trainer.threads", 2),
+        ("--trainer.num-ranks 99", EIGHT_CORES, "trainer.threads", 1),
+        ("--trainer.threads 5", EIGHT_CORES, "trainer.threads", 5),
+        # a step is tried where it disturbs no engine
+        ("", CPU, "trainer.try_step", False),
+        ("", gpus(1), "trainer.try_step", False),
+        ("", gpus(2), "trainer.try_step", True),
+        ("--trainer.try-step true", CPU, "trainer.try_step", True),
+        ("--trainer.try-step false", gpus(2), "trainer.try_step", False),
+        # lengths follow from the run's, and an evaluation is greedy unless its temperature is given
+        ("--seq-len 64", CPU, "inference.model.max_model_len", 64),
+        ("--seq-len 64", CPU, "trainer.micro_batch_tokens", 64),
+        ("--orchestrator.eval.interval 5 --orchestrator.sampling.max-tokens 8", CPU, "orchestrator.eval.sampling", 8),
+        ("--orchestrator.eval.sampling.max-tokens 16", CPU, "orchestrator.eval.sampling.temperature", 0),
+        ("--orchestrator.eval.sampling.temperature 0.5", CPU, "orchestrator.eval.sampling.temperature", 0.5),
+    ],
+)
 def test_a_value_that_is_left_open_follows_from_the_machine_and_the_rest(flags, on, key, value):
     found = value_at(resolved(flags, on=on), key)
     assert (found["max_tokens"] if isinstance(found, dict) else found) == value
 
 
-@pytest.mark.parametrize(("flags", "count", "engines", "trainer"), [
-    ("--inference-gpus 6 --trainer-gpus 2", 8, (0, 1, 2, 3, 4, 5), (6, 7)),
-    ("", 8, (0, 1, 2, 3), (4, 5, 6, 7)),
-    ("", 3, (0, 1), (2,)),
-    ("", 1, (0,), (0,)),
-    ("--trainer-gpus 2", 8, (0, 1, 2, 3, 4, 5), (6, 7)),
-    ("--inference-gpus 1", 4, (0,), (1, 2, 3)),
-    ("--trainer-gpu-ids 0", 4, (1, 2, 3), (0,)),
-    ("--inference-gpu-ids 3 --trainer-gpus 2", 4, (3,), (0, 1)),
-    ("--inference-gpus 6 --trainer-gpus 2", 4, (0, 1, 2, 3, 4, 5), (6, 7)),  # for the rules to refuse
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "count", "engines", "trainer"),
+    [
+        ("--inference-gpus 6 --trainer-gpus 2", 8, (0, 1, 2, 3, 4, 5), (6, 7)),
+        ("", 8, (0, 1, 2, 3), (4, 5, 6, 7)),
+        ("", 3, (0, 1), (2,)),
+        ("", 1, (0,), (0,)),
+        ("--trainer-gpus 2", 8, (0, 1, 2, 3, 4, 5), (6, 7)),
+        ("--inference-gpus 1", 4, (0,), (1, 2, 3)),
+        ("--trainer-gpu-ids 0", 4, (1, 2, 3), (0,)),
+        ("--inference-gpu-ids 3 --trainer-gpus 2", 4, (3,), (0, 1)),
+        ("--inference-gpus 6 --trainer-gpus 2", 4, (0, 1, 2, 3, 4, 5), (6, 7)),  # for the rules to refuse
+    ],
+)
 def test_gpus_are_contiguous_engines_first(flags, count, engines, trainer):
     config = resolved(flags, on=gpus(count))
     assert (config.inference_gpu_ids, config.trainer_gpu_ids) == (engines, trainer)
@@ -156,15 +162,18 @@ def test_toml_is_written_as_it_is_read():
     assert tomllib.loads(to_toml(process_table(RunConfig(), "trainer")))["optim"]["lr"] == 1e-6
 
 
-@pytest.mark.parametrize(("visible", "found"), [
-    (None, ("0", "1")),
-    ("", ()),
-    ("-1", ()),
-    ("1", ("1",)),
-    ("1,0", ("1", "0")),
-    ("0,7,1", ("0",)),  # CUDA stops at the first entry that names no GPU
-    ("GPU-1234", ("GPU-1234",)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [
+        (None, ("0", "1")),
+        ("", ()),
+        ("-1", ()),
+        ("1", ("1",)),
+        ("1,0", ("1", "0")),
+        ("0,7,1", ("0",)),  # CUDA stops at the first entry that names no GPU
+        ("GPU-1234", ("GPU-1234",)),
+    ],
+)
 def test_visible_gpus_are_what_cuda_would_see(tmp_path, visible, found):
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert detect_devices(environ, tmp_path).gpus == (), "a variable does not make GPUs"

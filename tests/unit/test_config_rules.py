@@ -176,17 +176,20 @@ def test_a_rule_refuses_what_is_wrong_and_accepts_what_is_next_to_it(refused, ac
     assert refusals(accepted, on=on) == []
 
 
-@pytest.mark.parametrize(("flags", "on"), [
-    ("", GPUS),
-    ("", Devices(gpus=("0",), cores=4)),
-    (f"@ {ROOT / 'configs/reverse-text/lora.toml'}", CPU),
-    ("--orchestrator.sampling.seed 7", GPUS),
-    ("--weight-broadcast.delta", CPU),
-    (f"--inference-gpu-ids 0,1 --trainer-gpu-ids 2,3 --device cpu {prefixed('trainer', WSD)} 40", CPU),
-    ("--trainer.optim.type muon --trainer.scheduler.type linear --trainer.scheduler.warmup-steps 10", CPU),
-    ("--orchestrator.env.0.rollout-timeout-s 3599", CPU),
-    (prefixed("orchestrator", f"--eval.interval 100 --eval.rollouts-per-example 8 {SAMPLED}"), CPU),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "on"),
+    [
+        ("", GPUS),
+        ("", Devices(gpus=("0",), cores=4)),
+        (f"@ {ROOT / 'configs/reverse-text/lora.toml'}", CPU),
+        ("--orchestrator.sampling.seed 7", GPUS),
+        ("--weight-broadcast.delta", CPU),
+        (f"--inference-gpu-ids 0,1 --trainer-gpu-ids 2,3 --device cpu {prefixed('trainer', WSD)} 40", CPU),
+        ("--trainer.optim.type muon --trainer.scheduler.type linear --trainer.scheduler.warmup-steps 10", CPU),
+        ("--orchestrator.env.0.rollout-timeout-s 3599", CPU),
+        (prefixed("orchestrator", f"--eval.interval 100 --eval.rollouts-per-example 8 {SAMPLED}"), CPU),
+    ],
+)
 def test_a_run_without_contradictions_is_accepted(flags, on):
     assert refusals(flags, on=on) == []
 
@@ -214,13 +217,16 @@ def test_names_of_parsers_are_left_to_the_engine_where_vllm_is_not_installed(mon
         inference.parser_names.cache_clear()
 
 
-@pytest.mark.parametrize(("sampling", "words"), [
-    ("", None),
-    ("--presence-penalty 0.5", "presence_penalty"),
-    ("--min-tokens 3", "min_tokens"),
-    ("--min-tokens 3 --top-k 9", None),  # what it forbids is not among what was kept
-    ("--top-p 0.9", "the 64 likeliest tokens"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sampling", "words"),
+    [
+        ("", None),
+        ("--presence-penalty 0.5", "presence_penalty"),
+        ("--min-tokens 3", "min_tokens"),
+        ("--min-tokens 3 --top-k 9", None),  # what it forbids is not among what was kept
+        ("--top-p 0.9", "the 64 likeliest tokens"),
+    ],
+)
 def test_sampling_that_biases_the_importance_ratio_gets_a_note(sampling, words):
     notes = sampling_notes(resolved(sampling and prefixed("orchestrator.sampling", sampling)).orchestrator.sampling)
     assert len(notes) == (words is not None)
@@ -270,11 +276,14 @@ def test_names_on_a_hub_are_told_from_folders():
     assert [name for name in ("Qwen/Qwen3-0.6B", "gpt2", "hear/tiny", *local) if looks_local(name)] == local
 
 
-@pytest.mark.parametrize(("flags", "file"), [
-    ("--orchestrator.env.0.id ./mine.py", "mine.py"),
-    ("--orchestrator.advantage.type custom --orchestrator.advantage.path mine.py:f", "mine.py"),
-    ("--trainer.loss.type custom --trainer.loss.path mine.py:f", "mine.py"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "file"),
+    [
+        ("--orchestrator.env.0.id ./mine.py", "mine.py"),
+        ("--orchestrator.advantage.type custom --orchestrator.advantage.path mine.py:f", "mine.py"),
+        ("--trainer.loss.type custom --trainer.loss.path mine.py:f", "mine.py"),
+    ],
+)
 def test_a_file_of_the_users_must_exist_when_the_run_starts(flags, file):
     typed = f"--model.name a/b {flags}"
     assert refusals(typed) == []

@@ -90,19 +90,22 @@ def test_all_machines_call_the_run_the_same_wherever_it_lies_and_have_the_same_d
         resolved(ALL.replace("--device cpu", ""))
 
 
-@pytest.mark.parametrize(("flags", "section", "words"), [
-    ("--hosts.inference http://203.0.113.1:8000", None, "expected an address or a name, and maybe a port"),
-    ("--hosts.inference 203.0.113.1:port", None, "expected an address or a name, and maybe a port"),
-    ("--hosts.inference 0.0.0.0", None, "cannot reach that"),
-    ("--hosts.inference fe80::1", None, "expected an IPv4 address or a name"),
-    ("--hosts.trainer 203.0.113.1:5556", None, "expected no port"),
-    ("--hosts.orchestrator 203.0.113.1:5555", None, "expected no port"),
-    ("--hosts.inference 127.0.0.1 127.0.0.1:8000", "inference", "names 127.0.0.1:8000 2 times"),
-    ("--ports.host 127.0.0.2 --hosts.orchestrator 127.0.0.1", None, "two names of one key"),
-    (SPREAD, None, "127.0.0.1 in hosts.trainer"),
-    (f"{ALL} --weight-broadcast.type ipc", None, "ipc works between processes of one machine"),
-    (f"{RANKS} --trainer.num-ranks 5", "trainer", "equally many ranks on each. Set `trainer.num_ranks` to 4 or 6"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "section", "words"),
+    [
+        ("--hosts.inference http://203.0.113.1:8000", None, "expected an address or a name, and maybe a port"),
+        ("--hosts.inference 203.0.113.1:port", None, "expected an address or a name, and maybe a port"),
+        ("--hosts.inference 0.0.0.0", None, "cannot reach that"),
+        ("--hosts.inference fe80::1", None, "expected an IPv4 address or a name"),
+        ("--hosts.trainer 203.0.113.1:5556", None, "expected no port"),
+        ("--hosts.orchestrator 203.0.113.1:5555", None, "expected no port"),
+        ("--hosts.inference 127.0.0.1 127.0.0.1:8000", "inference", "names 127.0.0.1:8000 2 times"),
+        ("--ports.host 127.0.0.2 --hosts.orchestrator 127.0.0.1", None, "two names of one key"),
+        (SPREAD, None, "127.0.0.1 in hosts.trainer"),
+        (f"{ALL} --weight-broadcast.type ipc", None, "ipc works between processes of one machine"),
+        (f"{RANKS} --trainer.num-ranks 5", "trainer", "equally many ranks on each. Set `trainer.num_ranks` to 4 or 6"),
+    ],
+)
 def test_hosts_that_cannot_be_meant_are_refused(flags, section, words):
     device = "" if "--device" in flags else "--device cpu "
     assert words in refusal(device + flags, section)
@@ -117,10 +120,13 @@ def test_addresses_are_read_with_and_without_a_port():
             place_of(wrong)
 
 
-@pytest.mark.parametrize(("flags", "section", "words"), [
-    *((ALL, section, "there is no token") for section in (None, "inference", "orchestrator", "trainer")),
-    ("--inference.server.host 0.0.0.0", None, "inference.server.host = 0.0.0.0 can be reached"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "section", "words"),
+    [
+        *((ALL, section, "there is no token") for section in (None, "inference", "orchestrator", "trainer")),
+        ("--inference.server.host 0.0.0.0", None, "inference.server.host = 0.0.0.0 can be reached"),
+    ],
+)
 def test_a_process_that_strangers_can_reach_needs_a_token(flags, section, words, monkeypatch):
     assert words in not_ready(flags, section)
     monkeypatch.setenv(TOKEN, SECRET)
@@ -160,18 +166,21 @@ def test_rl_says_what_to_type_on_which_machine():
     assert "rl` starts" not in not_ready(ALL, "orchestrator")
 
 
-@pytest.mark.parametrize(("addresses", "flag", "variable", "found"), [
-    (("203.0.113.1", "127.0.0.1:8001", "203.0.113.3"), None, "", 1),
-    (("203.0.113.1",), None, "", 0),  # there is no other that it could be
-    (OTHERS, 2, "", 2),
-    (OTHERS, None, "1", 1),
-    (OTHERS, 0, "1", 0),
-    (OTHERS, None, "first", f"{NODE} = 'first'"),
-    (OTHERS, None, "", "none of them is this machine"),
-    (("127.0.0.1:1", "127.0.0.1:2"), None, "", "2 of them are this machine"),
-    (OTHERS, 3, "", "a number from 0 to 2"),
-    (OTHERS, -1, "", "a number from 0 to 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("addresses", "flag", "variable", "found"),
+    [
+        (("203.0.113.1", "127.0.0.1:8001", "203.0.113.3"), None, "", 1),
+        (("203.0.113.1",), None, "", 0),  # there is no other that it could be
+        (OTHERS, 2, "", 2),
+        (OTHERS, None, "1", 1),
+        (OTHERS, 0, "1", 0),
+        (OTHERS, None, "first", f"{NODE} = 'first'"),
+        (OTHERS, None, "", "none of them is this machine"),
+        (("127.0.0.1:1", "127.0.0.1:2"), None, "", "2 of them are this machine"),
+        (OTHERS, 3, "", "a number from 0 to 2"),
+        (OTHERS, -1, "", "a number from 0 to 2"),
+    ],
+)
 def test_a_machine_finds_itself_by_flag_environment_or_addresses(addresses, flag, variable, found, monkeypatch):
     monkeypatch.setenv(NODE, variable)
     if isinstance(found, int):

@@ -46,31 +46,37 @@ def test_known_families_are_accepted(folder, kind, attention):
     assert found(folder, attn=attention, device="cuda") == ""
 
 
-@pytest.mark.parametrize(("config", "words"), [
-    ({"quantization_config": {"quant_method": "awq"}}, "quantized (awq)"),
-    ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "(fp8, weight_block_size = None)"),
-    ({"model_type": "qwen33"}, 'no architecture "qwen33"'),
-    *(({"model_type": kind}, "would see each other") for kind in ("mamba", "jamba", "rwkv", "minimax")),
-    ({"model_type": "llama4_text"}, "attends within chunks"),
-    ({"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "mine.Mine"}}, "trust_remote_code = true"),
-    ({"model_type": "gpt_oss"}, "expected one of eager."),
-    ({"model_type": "mistral3"}, "no causal language model for mistral3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"quantization_config": {"quant_method": "awq"}}, "quantized (awq)"),
+        ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "(fp8, weight_block_size = None)"),
+        ({"model_type": "qwen33"}, 'no architecture "qwen33"'),
+        *(({"model_type": kind}, "would see each other") for kind in ("mamba", "jamba", "rwkv", "minimax")),
+        ({"model_type": "llama4_text"}, "attends within chunks"),
+        ({"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "mine.Mine"}}, "trust_remote_code = true"),
+        ({"model_type": "gpt_oss"}, "expected one of eager."),
+        ({"model_type": "mistral3"}, "no causal language model for mistral3"),
+    ],
+)
 def test_a_model_that_cannot_be_trained_is_refused(folder, config, words):
     describe(folder, **config)
     assert words in found(folder)
 
 
-@pytest.mark.parametrize(("described", "flags", "attention", "words"), [
-    ({"model_type": "gemma2"}, "", "eager", ""),
-    ({"model_type": "vaultgemma", "attn_logit_softcapping": 30.0}, "", "eager", ""),
-    ({"model_type": "gemma2", "attn_logit_softcapping": None}, "", "sdpa", ""),
-    ({"model_type": "gemma2"}, "--trainer.model.attn eager", "eager", ""),
-    ({"model_type": "gemma2"}, "--trainer.model.attn sdpa", "sdpa", 'attn = "sdpa" ... attn_logit_softcapping'),
-    ({"model_type": "gemma2"}, "--trainer.model.cp 2", "sdpa", "attn_logit_softcapping ... cp = 1"),
-    ({"model_type": "gemma3_text", "attn_logit_softcapping": None}, "", "sdpa", ""),
-    ({"model_type": "gpt_oss"}, "", "eager", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("described", "flags", "attention", "words"),
+    [
+        ({"model_type": "gemma2"}, "", "eager", ""),
+        ({"model_type": "vaultgemma", "attn_logit_softcapping": 30.0}, "", "eager", ""),
+        ({"model_type": "gemma2", "attn_logit_softcapping": None}, "", "sdpa", ""),
+        ({"model_type": "gemma2"}, "--trainer.model.attn eager", "eager", ""),
+        ({"model_type": "gemma2"}, "--trainer.model.attn sdpa", "sdpa", 'attn = "sdpa" ... attn_logit_softcapping'),
+        ({"model_type": "gemma2"}, "--trainer.model.cp 2", "sdpa", "attn_logit_softcapping ... cp = 1"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": None}, "", "sdpa", ""),
+        ({"model_type": "gpt_oss"}, "", "eager", ""),
+    ],
+)
 def test_what_sdpa_lacks_or_leaves_out_is_left_to_eager_unless_sdpa_is_said(folder, described, flags, attention, words):
     describe(folder, **described)
     flags = f"--model.name {folder} {flags}"
@@ -86,35 +92,43 @@ SEES = {"model_type": "qwen3_5", "vision_config": {}, "rope_scaling": {"mrope_se
 VLM = "--model.vlm.language-model-attr model.language_model"
 
 
-@pytest.mark.parametrize(("described", "flags", "words", "chosen"), [
-    ({"model_type": "nemotron_h"}, "", "", ON_CPU),
-    ({"model_type": "mamba2"}, "", "", ON_CPU | {"attn": "eager"}),
-    ({"model_type": "qwen3_next"}, "", "", ON_CPU | {"dtype": "bfloat16"}),
-    ({"model_type": "qwen3_next"}, "--inference.model.dtype float32", "expected bfloat16", ON_CPU),
-    ({"model_type": "lfm2"}, "--trainer.model.cp 2", "model.cp = 2 with lfm2", ON_CPU),
-    ({"model_type": "lfm2"}, "--inference.args.enable-prefix-caching true", "", ON_CPU),
-    ({"model_type": "lfm2_moe", "num_experts": 4}, "--trainer.model.moe.router-replay true", "replay", ON_CPU),
-    ({"model_type": "falcon_h1"}, "--inference.args.enable-prefix-caching true", "enable_prefix_caching", ON_CPU),
-    ({"model_type": "falcon_h1", "mamba_rms_norm": True}, "", "mamba_norm_before_gate", ON_CPU),
-    ({"model_type": "nemotron_h", "layers_block_type": ["mamba", "moe"]}, "", "without experts", ON_CPU),
-    ({"model_type": "nemotron_h", "hybrid_override_pattern": "M*E"}, "", "without experts", ON_CPU),
-    ({"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64}, "", "", ON_CPU),
-    ({"model_type": "deepseek_v3", "kv_lora_rank": 64, "qk_rope_head_dim": 8}, "", "rope_head_dim = 72", ON_CPU),
-    (SEES, "", "", ON_CPU | {"dtype": "bfloat16"}),
-    (SEES, "--trainer.model.from-scratch true", "also sees", None),
-    (SEES, "--inference.args.language-model-only false", "tower", None),
-    (SEES | {"model_type": "qwen2_5_vl"}, VLM, "", ON_CPU),
-    (SEES | {"model_type": "qwen2_5_vl"}, "", "no text model ... [model.vlm]", ON_CPU),
-    (SEES | {"model_type": "qwen2_5_vl"}, f"{VLM} --trainer.model.cp 2", "cannot share its pictures", ON_CPU),
-    (SEES, f"{VLM} --trainer.model.cp 2", "carry a state", None),
-    (SEES, f"{VLM} --trainer.model.from-scratch true", "", None),
-    ({"model_type": "qwen3_5"}, VLM, "cannot give pictures", None),
-    (SEES | {"rope_scaling": None}, VLM, "has no mrope_section", None),
-    (SEES | {"model_type": "gemma3"}, VLM, "cannot give pictures", None),
-    ({"model_type": "olmo_hybrid"}, "--inference.model.dtype bfloat16", "does not serve olmo_hybrid", None),
-    ({"model_type": "nemotron_h"}, "--trainer.model.lora.sync adapter", 'expected "merged"', ON_CPU),
-    ({"model_type": "mixtral", "num_local_experts": 4}, "--trainer.model.lora.sync adapter", "with experts", ON_CPU),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("described", "flags", "words", "chosen"),
+    [
+        ({"model_type": "nemotron_h"}, "", "", ON_CPU),
+        ({"model_type": "mamba2"}, "", "", ON_CPU | {"attn": "eager"}),
+        ({"model_type": "qwen3_next"}, "", "", ON_CPU | {"dtype": "bfloat16"}),
+        ({"model_type": "qwen3_next"}, "--inference.model.dtype float32", "expected bfloat16", ON_CPU),
+        ({"model_type": "lfm2"}, "--trainer.model.cp 2", "model.cp = 2 with lfm2", ON_CPU),
+        ({"model_type": "lfm2"}, "--inference.args.enable-prefix-caching true", "", ON_CPU),
+        ({"model_type": "lfm2_moe", "num_experts": 4}, "--trainer.model.moe.router-replay true", "replay", ON_CPU),
+        ({"model_type": "falcon_h1"}, "--inference.args.enable-prefix-caching true", "enable_prefix_caching", ON_CPU),
+        ({"model_type": "falcon_h1", "mamba_rms_norm": True}, "", "mamba_norm_before_gate", ON_CPU),
+        ({"model_type": "nemotron_h", "layers_block_type": ["mamba", "moe"]}, "", "without experts", ON_CPU),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M*E"}, "", "without experts", ON_CPU),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64}, "", "", ON_CPU),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 64, "qk_rope_head_dim": 8}, "", "rope_head_dim = 72", ON_CPU),
+        (SEES, "", "", ON_CPU | {"dtype": "bfloat16"}),
+        (SEES, "--trainer.model.from-scratch true", "also sees", None),
+        (SEES, "--inference.args.language-model-only false", "tower", None),
+        (SEES | {"model_type": "qwen2_5_vl"}, VLM, "", ON_CPU),
+        (SEES | {"model_type": "qwen2_5_vl"}, "", "no text model ... [model.vlm]", ON_CPU),
+        (SEES | {"model_type": "qwen2_5_vl"}, f"{VLM} --trainer.model.cp 2", "cannot share its pictures", ON_CPU),
+        (SEES, f"{VLM} --trainer.model.cp 2", "carry a state", None),
+        (SEES, f"{VLM} --trainer.model.from-scratch true", "", None),
+        ({"model_type": "qwen3_5"}, VLM, "cannot give pictures", None),
+        (SEES | {"rope_scaling": None}, VLM, "has no mrope_section", None),
+        (SEES | {"model_type": "gemma3"}, VLM, "cannot give pictures", None),
+        ({"model_type": "olmo_hybrid"}, "--inference.model.dtype bfloat16", "does not serve olmo_hybrid", None),
+        ({"model_type": "nemotron_h"}, "--trainer.model.lora.sync adapter", 'expected "merged"', ON_CPU),
+        (
+            {"model_type": "mixtral", "num_local_experts": 4},
+            "--trainer.model.lora.sync adapter",
+            "with experts",
+            ON_CPU,
+        ),
+    ],
+)
 def test_what_does_not_hold_for_layers_with_a_state_is_refused_before_launch(folder, described, flags, words, chosen):
     describe(folder, **described)
     flags = f"--model.name {folder} {flags}"
@@ -124,12 +138,15 @@ def test_what_does_not_hold_for_layers_with_a_state_is_refused_before_launch(fol
     assert len(refusals(flags, words or str(folder), at_launch=True)) == bool(words)
 
 
-@pytest.mark.parametrize(("flags", "words"), [
-    ("--model.vlm.freeze-vision-encoder false --trainer.model.lora.rank 4", "vision encoder included"),
-    ("--inference.args.language-model-only true", "inference.args.language_model_only"),
-    ("--inference.args.mm-processor-kwargs 1", "inference.args.mm_processor_kwargs"),
-    ("--orchestrator.teacher.base-url http://127.0.0.1:1", "no teacher"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--model.vlm.freeze-vision-encoder false --trainer.model.lora.rank 4", "vision encoder included"),
+        ("--inference.args.language-model-only true", "inference.args.language_model_only"),
+        ("--inference.args.mm-processor-kwargs 1", "inference.args.mm_processor_kwargs"),
+        ("--orchestrator.teacher.base-url http://127.0.0.1:1", "no teacher"),
+    ],
+)
 def test_a_run_with_pictures_refuses_what_would_read_them_otherwise_or_not_see_them(folder, flags, words):
     describe(folder, **SEES)
     assert len(refusals(f"--model.name {folder} {VLM} {flags}", words)) == 1

@@ -27,22 +27,25 @@ def load(flags: str, devices: Devices = CPU) -> SftConfig:
     return config
 
 
-@pytest.mark.parametrize(("flags", "words"), [
-    ("", "no data is given"),
-    ("--data heer.jsonl", "Near it: here.jsonl."),
-    ("--data empty", "a folder without data"),
-    ("--data data.csv", "expected one of .jsonl, .json, .parquet, .py"),
-    ("--data here.jsonl --validation none.jsonl", 'validation = "none.jsonl" does not exist'),
-    ("--data here.jsonl --validation here.jsonl --validation-fraction 0.1", "one of the two"),
-    ("--data here.jsonl --validation-interval 5", "nothing to measure on"),
-    ("--data here.jsonl --num-epochs 2 --max-steps 7", "max_steps = 7 and num_epochs = 2"),
-    ("--data here.jsonl --loss-on []", "loss_on = []"),
-    ("--data here.jsonl --chat-template none.jinja", 'chat_template = "none.jinja" is no file'),
-    ("--data here.jsonl --micro-batch-tokens 8", "as the longest sample"),
-    ("""--source '[{data = "none.json"}]'""", 'source[0].data = "none.json" does not exist'),
-    ("--learning-rate 1", "Did you mean `--optim.lr`?"),
-    ("--gradient-checkpointing 1", "Did you mean `--model.ac.freq`?"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("", "no data is given"),
+        ("--data heer.jsonl", "Near it: here.jsonl."),
+        ("--data empty", "a folder without data"),
+        ("--data data.csv", "expected one of .jsonl, .json, .parquet, .py"),
+        ("--data here.jsonl --validation none.jsonl", 'validation = "none.jsonl" does not exist'),
+        ("--data here.jsonl --validation here.jsonl --validation-fraction 0.1", "one of the two"),
+        ("--data here.jsonl --validation-interval 5", "nothing to measure on"),
+        ("--data here.jsonl --num-epochs 2 --max-steps 7", "max_steps = 7 and num_epochs = 2"),
+        ("--data here.jsonl --loss-on []", "loss_on = []"),
+        ("--data here.jsonl --chat-template none.jinja", 'chat_template = "none.jinja" is no file'),
+        ("--data here.jsonl --micro-batch-tokens 8", "as the longest sample"),
+        ("""--source '[{data = "none.json"}]'""", 'source[0].data = "none.json" does not exist'),
+        ("--learning-rate 1", "Did you mean `--optim.lr`?"),
+        ("--gradient-checkpointing 1", "Did you mean `--model.ac.freq`?"),
+    ],
+)
 def test_data_that_cannot_be_trained_on_is_refused(flags, words):
     Path("data.csv").touch()
     Path("empty").mkdir()
@@ -51,11 +54,19 @@ def test_data_that_cannot_be_trained_on_is_refused(flags, words):
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("flags", [
-    "--data here.jsonl --validation here.jsonl --validation-interval 5", "--data here.jsonl --validation-fraction 0.1",
-    "--data here.jsonl --num-epochs 2", "--data folder", "--data owner/name", "--data.path here.jsonl", "@ path.toml",
-    "@ name.toml",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--data here.jsonl --validation here.jsonl --validation-interval 5",
+        "--data here.jsonl --validation-fraction 0.1",
+        "--data here.jsonl --num-epochs 2",
+        "--data folder",
+        "--data owner/name",
+        "--data.path here.jsonl",
+        "@ path.toml",
+        "@ name.toml",
+    ],
+)
 def test_data_that_can_be_trained_on_is_accepted_also_in_the_table_that_others_have(flags):
     for name in ("b.jsonl", "a.parquet", "c.json", "notes.md", "make.py"):
         Path("folder").mkdir(exist_ok=True)

@@ -52,26 +52,29 @@ def test_what_it_returns_is_normalized_like_any_other(tmp_path):
         assert columns.logprobs.grad.tolist() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("code", "what"), [
-    ("def loss(columns):\n    return 0.5\n", "returned a float"),
-    ("def loss(columns):\n    return columns.logprobs.mean()\n", "shape [] for 3 tokens"),
-    ("def loss(columns):\n    return (columns.logprobs > 0)\n", "torch.bool"),
-    ("def loss(columns):\n    return columns.advantages * 2\n", "without a gradient"),
-    ("def loss(columns):\n    return columns.logprobs / 0\n", "inf"),
-    ("def loss(columns):\n    return columns.logprobs.sqrt()\n", "nan"),
-    ("def loss(columns):\n    return columns.rewards\n", "raised AttributeError"),
-    ("def loss(columns, needed):\n    return columns.logprobs\n", "missing a required argument: 'needed'"),
-    ("def other(columns):\n    return columns.logprobs\n", "mine.py has no `loss`"),
-    ("loss = 3\n", "no function is called `loss`"),
-    ("def loss(columns:\n", "line 1"),
-    ("raise RuntimeError('no')\ndef loss(columns): ...\n", "raised RuntimeError: no"),
-    (None, "without a path"),
-    ("mine.py", "names no function"),
-    ("mine:", "names no function"),
-    ("no_such_file.py:loss", "no_such_file.py does not exist"),
-    ("no_such_module_anywhere:loss", "there is no module no_such_module_anywhere"),
-    ("math:no_such_thing", "math has no `no_such_thing`"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "what"),
+    [
+        ("def loss(columns):\n    return 0.5\n", "returned a float"),
+        ("def loss(columns):\n    return columns.logprobs.mean()\n", "shape [] for 3 tokens"),
+        ("def loss(columns):\n    return (columns.logprobs > 0)\n", "torch.bool"),
+        ("def loss(columns):\n    return columns.advantages * 2\n", "without a gradient"),
+        ("def loss(columns):\n    return columns.logprobs / 0\n", "inf"),
+        ("def loss(columns):\n    return columns.logprobs.sqrt()\n", "nan"),
+        ("def loss(columns):\n    return columns.rewards\n", "raised AttributeError"),
+        ("def loss(columns, needed):\n    return columns.logprobs\n", "missing a required argument: 'needed'"),
+        ("def other(columns):\n    return columns.logprobs\n", "mine.py has no `loss`"),
+        ("loss = 3\n", "no function is called `loss`"),
+        ("def loss(columns:\n", "line 1"),
+        ("raise RuntimeError('no')\ndef loss(columns): ...\n", "raised RuntimeError: no"),
+        (None, "without a path"),
+        ("mine.py", "names no function"),
+        ("mine:", "names no function"),
+        ("no_such_file.py:loss", "no_such_file.py does not exist"),
+        ("no_such_module_anywhere:loss", "there is no module no_such_module_anywhere"),
+        ("math:no_such_thing", "math has no `no_such_thing`"),
+    ],
+)
 def test_what_is_wrong_with_a_function_is_said_before_anything_is_trained(tmp_path, code, what):
     """Either a path, or the code of a file."""
     with pytest.raises(ConfigError) as error:

@@ -36,14 +36,17 @@ def ask(key: str | None, *steps: dict[str, Any], app: Any = hello) -> list[httpx
     return asyncio.run(go())
 
 
-@pytest.mark.parametrize(("headers", "status"), [
-    ({}, 200),
-    ({"host": "localhost:8050"}, 200),
-    ({"host": "evil.example:8050"}, 401),  # a name that was made to stand for this machine
-    ({"origin": "http://127.0.0.1:8050"}, 200),
-    ({"origin": "http://evil.example"}, 401),
-    ({"origin": "null"}, 401),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"host": "localhost:8050"}, 200),
+        ({"host": "evil.example:8050"}, 401),  # a name that was made to stand for this machine
+        ({"origin": "http://127.0.0.1:8050"}, 200),
+        ({"origin": "http://evil.example"}, 401),
+        ({"origin": "null"}, 401),
+    ],
+)
 def test_on_loopback_only_this_machines_own_pages_are_answered(headers, status):
     (answer,) = ask(None, {"headers": headers})
     assert answer.status_code == status

@@ -109,9 +109,14 @@ def test_figures_and_ratios_of_a_sample_by_hand() -> None:
 
 def test_a_token_tells_all_that_is_known_of_it() -> None:
     assert list(view.lines_of(columns(), 2, step=5)) == [
-        "token 3 of 5: 'c', id 7", "engine   p 0.5000 (logprob -0.6931)", "trainer  p 0.2500 (logprob -1.3863)",
-        "ratio    0.5000", "advantage +1.5000", "version  3, lag 2", "trained on",
-    ]  # fmt: skip
+        "token 3 of 5: 'c', id 7",
+        "engine   p 0.5000 (logprob -0.6931)",
+        "trainer  p 0.2500 (logprob -1.3863)",
+        "ratio    0.5000",
+        "advantage +1.5000",
+        "version  3, lag 2",
+        "trained on",
+    ]
     assert list(view.lines_of(columns(), 0, step=5))[1:] == ["given to the model, not sampled"]
     masked = columns(masked="truncated")
     assert not masked.trained.any()

@@ -110,13 +110,16 @@ def heard(**s_ago: float) -> dict[str, Any]:
     return {"processes": {name.replace("_", "."): {"heard_s_ago": ago} for name, ago in s_ago.items()}}
 
 
-@pytest.mark.parametrize(("path", "body", "process", "token", "why"), [
-    ("/health", {}, None, SECRET, None),
-    ("/health", {}, None, "another", "401"),
-    ("/status", heard(orchestrator=99.0, trainer=0.4), "trainer", SECRET, None),
-    ("/status", heard(trainer=0.4, trainer_1=90.0), "trainer", SECRET, "not been heard of for 90 s"),
-    ("/status", heard(), "trainer", SECRET, "trainer has not been heard of yet"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "body", "process", "token", "why"),
+    [
+        ("/health", {}, None, SECRET, None),
+        ("/health", {}, None, "another", "401"),
+        ("/status", heard(orchestrator=99.0, trainer=0.4), "trainer", SECRET, None),
+        ("/status", heard(trainer=0.4, trainer_1=90.0), "trainer", SECRET, "not been heard of for 90 s"),
+        ("/status", heard(), "trainer", SECRET, "trainer has not been heard of yet"),
+    ],
+)
 def test_a_health_check_tells_by_its_exit_code_and_needs_nothing_installed(path, body, process, token, why):
     def ask(url: str) -> tuple[int, str]:
         command = [sys.executable, "-I", "-S", str(DOCKER / "healthy.py"), url, *([process] if process else [])]

@@ -17,12 +17,15 @@ from trireme.tools.doctor.rehearsal import check_gpus, check_torch
 GIB = 1 << 30
 
 
-@pytest.mark.parametrize(("words", "files", "verdict"), [
-    ((), 768, "ok"),  # 256 + 2 x 128 x 2
-    ((), 767, "problem"),
-    (("--orchestrator.batch-size", "512", "--max-async-level", "0"), 1280, "ok"),
-    (("--orchestrator.batch-size", "512", "--max-async-level", "0"), 1279, "problem"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "files", "verdict"),
+    [
+        ((), 768, "ok"),  # 256 + 2 x 128 x 2
+        ((), 767, "problem"),
+        (("--orchestrator.batch-size", "512", "--max-async-level", "0"), 1280, "ok"),
+        (("--orchestrator.batch-size", "512", "--max-async-level", "0"), 1279, "problem"),
+    ],
+)
 def test_open_files_are_counted_by_the_rollouts_in_flight(words, files, verdict, tmp_path):
     with limited(resource.RLIMIT_NOFILE, files):
         finding = the_one(limits(build_case(tmp_path, *words)))
@@ -97,13 +100,16 @@ def test_a_torch_that_does_not_load_is_reported_in_its_own_words(tmp_path, monke
 GPU = {"name": "H100", "capability": "9.0", "memory": 80 * GIB, "free": 79 * GIB, "computes": True}
 
 
-@pytest.mark.parametrize(("gpus", "device", "verdicts"), [
-    ([GPU, GPU | {"free": 72 * GIB}], "cuda", ["ok", "ok"]),
-    ([GPU | {"free": 60 * GIB}, GPU | {"computes": False}], "cuda", ["warning", "problem"]),
-    ([GPU, GPU | {"capability": "7.5"}], "cuda", ["ok", "warning"]),
-    ([GPU], "cuda", ["problem", "ok"]),  # torch cannot see one
-    ([], "cpu", ["warning"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("gpus", "device", "verdicts"),
+    [
+        ([GPU, GPU | {"free": 72 * GIB}], "cuda", ["ok", "ok"]),
+        ([GPU | {"free": 60 * GIB}, GPU | {"computes": False}], "cuda", ["warning", "problem"]),
+        ([GPU, GPU | {"capability": "7.5"}], "cuda", ["ok", "warning"]),
+        ([GPU], "cuda", ["problem", "ok"]),  # torch cannot see one
+        ([], "cpu", ["warning"]),
+    ],
+)
 def test_each_gpu_has_a_verdict(gpus, device, verdicts, tmp_path):
     devices = Devices(gpus=("0", "1"), cores=4)
     case = build_case(tmp_path, "--device", device, devices=devices)

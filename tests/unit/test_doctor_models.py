@@ -50,10 +50,17 @@ def test_parts_are_counted_together_and_what_the_index_names_and_is_missing_is_n
     assert names[1] in refused(tmp_path)
 
 
-@pytest.mark.parametrize("damage", [
-    lambda content: content[:-1], lambda content: b"", lambda content: content[:100],
-    lambda content: content[:8] + b"\xff" * 12 + content[20:], lambda content: POINTER,
-], ids=["one byte short", "empty", "100 bytes", "no header", "a pointer of git lfs"])  # fmt: skip
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[:-1],
+        lambda content: b"",
+        lambda content: content[:100],
+        lambda content: content[:8] + b"\xff" * 12 + content[20:],
+        lambda content: POINTER,
+    ],
+    ids=["one byte short", "empty", "100 bytes", "no header", "a pointer of git lfs"],
+)
 def test_a_damaged_file_is_found_by_its_own_header(damage, folder):
     file = folder / "model.safetensors"
     file.write_bytes(damage(file.read_bytes()))

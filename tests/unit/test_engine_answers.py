@@ -40,9 +40,11 @@ def entry(token: int, candidates: dict[int, float]) -> dict[str, Any]:
 def choice(entries: list[dict[str, Any]], **more: Any) -> Choice:
     ids = [each["token_id"] for each in entries]
     answer = {
-        "token_ids": ids, "finish_reason": "stop", "logprobs": {"content": entries},
+        "token_ids": ids,
+        "finish_reason": "stop",
+        "logprobs": {"content": entries},
         "weight_versions": [{"version": "0", "start": 0, "end": len(ids)}],
-    } | more  # fmt: skip
+    } | more
     return choice_of(read_response(json.dumps({"choices": [answer]}).encode()), max_tokens=8, vocab_size=VOCABULARY)
 
 
@@ -52,19 +54,22 @@ def test_those_with_a_probability_or_in_the_engines_mask_were_kept():
     assert kept_of(choice([entry(4, {})], sampling_mask=[[9, 4, 0]]), vocab_size=VOCABULARY) == [[0, 4, 9]]
 
 
-@pytest.mark.parametrize(("entries", "more", "words"), [
-    ([entry(4, {9: 0.5, 2: 0.5})], {}, "sampled token 4 from"),
-    ([entry(4, {4: 0.5, 2: 0.25})], {}, "of probability 0.750 in all"),
-    ([entry(4, {})], {}, "of probability 0.000 in all"),
-    ([entry(4, {4: 0.5, 10: 0.5})], {}, "token 10 - ids from 0 to 9"),
-    ([entry(4, {4: 1.0})], {"sampling_mask": [[4, 4]]}, "each once"),
-    ([entry(4, {4: 1.0})], {"sampling_mask": []}, "1 tokens, and what 0 were chosen from"),
-    ([entry(4, {4: 1.0})], {"sampling_mask": [[4, -1]]}, "token -1"),
-    ([entry(-1, {})], {}, "token -1 - ids from 0 to 9"),
-    ([entry(VOCABULARY, {})], {}, "token 10 - ids from 0 to 9"),
-    ([entry(2**31, {})], {}, f"token {2**31} - ids from 0 to 9"),
-    ([entry(5, {})], {"token_ids": [4]}, "logprob of token 5 where it sampled 4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("entries", "more", "words"),
+    [
+        ([entry(4, {9: 0.5, 2: 0.5})], {}, "sampled token 4 from"),
+        ([entry(4, {4: 0.5, 2: 0.25})], {}, "of probability 0.750 in all"),
+        ([entry(4, {})], {}, "of probability 0.000 in all"),
+        ([entry(4, {4: 0.5, 10: 0.5})], {}, "token 10 - ids from 0 to 9"),
+        ([entry(4, {4: 1.0})], {"sampling_mask": [[4, 4]]}, "each once"),
+        ([entry(4, {4: 1.0})], {"sampling_mask": []}, "1 tokens, and what 0 were chosen from"),
+        ([entry(4, {4: 1.0})], {"sampling_mask": [[4, -1]]}, "token -1"),
+        ([entry(-1, {})], {}, "token -1 - ids from 0 to 9"),
+        ([entry(VOCABULARY, {})], {}, "token 10 - ids from 0 to 9"),
+        ([entry(2**31, {})], {}, f"token {2**31} - ids from 0 to 9"),
+        ([entry(5, {})], {"token_ids": [4]}, "logprob of token 5 where it sampled 4"),
+    ],
+)
 def test_what_cannot_be_all_that_was_kept_is_not_believed(entries, more, words):
     with pytest.raises(BadAnswer, match=words):
         kept_of(choice(entries, **more), vocab_size=VOCABULARY)
@@ -98,14 +103,17 @@ def test_the_runs_sampling_wins_over_the_environments():
     assert of_turn(Sampling(), {"max_completion_tokens": 5})["max_tokens"] == 5  # OpenAI's newer name
 
 
-@pytest.mark.parametrize(("sampling", "theirs", "names"), [
-    (Sampling(), {"temperature": 0.5, "top_p": 0.9, "stop": ["x"]}, set()),
-    (Sampling(), {"repetition_penalty": 1.0, "presence_penalty": 0.0, "logit_bias": {}, "min_tokens": 0}, set()),
-    (Sampling(), {"repetition_penalty": 1.1, "logit_bias": {"7": 2.0}}, {"repetition_penalty", "logit_bias"}),
-    (Sampling(), {"min_tokens": 3, "bad_words": ["x"]}, {"min_tokens", "bad_words"}),
-    (Sampling(top_k=9), {"min_tokens": 3}, set()),  # what it forbids is not among what was kept
-    (Sampling(presence_penalty=0.5), {"presence_penalty": 0.2}, set()),  # the run's, which a note is given for
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sampling", "theirs", "names"),
+    [
+        (Sampling(), {"temperature": 0.5, "top_p": 0.9, "stop": ["x"]}, set()),
+        (Sampling(), {"repetition_penalty": 1.0, "presence_penalty": 0.0, "logit_bias": {}, "min_tokens": 0}, set()),
+        (Sampling(), {"repetition_penalty": 1.1, "logit_bias": {"7": 2.0}}, {"repetition_penalty", "logit_bias"}),
+        (Sampling(), {"min_tokens": 3, "bad_words": ["x"]}, {"min_tokens", "bad_words"}),
+        (Sampling(top_k=9), {"min_tokens": 3}, set()),  # what it forbids is not among what was kept
+        (Sampling(presence_penalty=0.5), {"presence_penalty": 0.2}, set()),  # the run's, which a note is given for
+    ],
+)
 def test_what_of_an_environments_sampling_the_trainer_cannot_compute_is_known(sampling, theirs, names):
     turns = TurnSampling(sampling, run_seed=None, key="3-1", attempt=0, trained=True, vocab_size=1000)
     for number in (1, 2):
@@ -120,11 +128,19 @@ def test_a_seed_depends_on_the_rollout_its_attempt_and_its_turn():
     assert "seed" not in of_turn(Sampling(temperature=0.0), run_seed=7)
 
 
-@pytest.mark.parametrize(("sampling", "theirs", "top_k"), [
-    (Sampling(top_k=5), {}, 5), (Sampling(top_k=100), {}, 100), (Sampling(top_p=0.9), {}, MOST_KEPT),
-    (Sampling(min_p=0.1), {}, MOST_KEPT), (Sampling(top_k=5), {"top_k": 20}, 5), (Sampling(), {"top_k": 20}, 20),
-    (Sampling(), {"top_p": 0.5}, MOST_KEPT), (Sampling(), {"top_k": 100_000}, MOST_KEPT),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sampling", "theirs", "top_k"),
+    [
+        (Sampling(top_k=5), {}, 5),
+        (Sampling(top_k=100), {}, 100),
+        (Sampling(top_p=0.9), {}, MOST_KEPT),
+        (Sampling(min_p=0.1), {}, MOST_KEPT),
+        (Sampling(top_k=5), {"top_k": 20}, 5),
+        (Sampling(), {"top_k": 20}, 20),
+        (Sampling(), {"top_p": 0.5}, MOST_KEPT),
+        (Sampling(), {"top_k": 100_000}, MOST_KEPT),
+    ],
+)
 def test_where_the_sampler_is_cut_all_that_it_may_keep_is_asked_for(sampling, theirs, top_k):
     arguments = of_turn(sampling, theirs)
     config = RunConfig.model_validate({"orchestrator": {"sampling": sampling.model_dump()}})
@@ -132,13 +148,16 @@ def test_where_the_sampler_is_cut_all_that_it_may_keep_is_asked_for(sampling, th
     assert top_k < arguments["logprobs"] == slots_for(top_k) <= config.max_logprobs
 
 
-@pytest.mark.parametrize(("sampling", "more", "expected"), [
-    (Sampling(top_k=90), {"vocab_size": 100}, 100),  # no more than there are
-    (Sampling(), {}, None),
-    (Sampling(top_k=-1), {}, None),
-    (Sampling(temperature=0.0, top_k=5), {}, None),
-    (Sampling(top_p=0.5), {"trained": False}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sampling", "more", "expected"),
+    [
+        (Sampling(top_k=90), {"vocab_size": 100}, 100),  # no more than there are
+        (Sampling(), {}, None),
+        (Sampling(top_k=-1), {}, None),
+        (Sampling(temperature=0.0, top_k=5), {}, None),
+        (Sampling(top_p=0.5), {"trained": False}, None),
+    ],
+)
 def test_logprobs_are_asked_for_only_where_they_are_needed(sampling, more, expected):
     assert of_turn(sampling, **more).get("logprobs") == expected
 

@@ -140,14 +140,17 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("line", "expected"), [
-    *[("", [0, 1, 2]), ("reward=0.3", [0]), ("reward<1", [0]), ("reward!=1 reward>=0", [0]), ("-reward<1", [1, 2])],
-    *[("example=10", [1]), ("example>9", [1]), ("example<=9", [0]), ("example=x=1", [2]), ("tokens>=10", [0])],
-    *[("turns>2 advantage<0", [2]), ("stop~LENG", [0]), ("error~timeout", [1]), ("env:b -is:failed", [2])],
-    *[("is:truncated", [0]), ("is:flawed", [2]), ("capital france", [0, 1, 2]), ('"capital of"', [0, 1, 2])],
-    *[('"of capital"', []), ("-capital", []), ("-berlin", [0, 1, 2]), ("it's", [0, 1, 2]), ('"reward<1', [0])],
-    ("https://no", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        *[("", [0, 1, 2]), ("reward=0.3", [0]), ("reward<1", [0]), ("reward!=1 reward>=0", [0]), ("-reward<1", [1, 2])],
+        *[("example=10", [1]), ("example>9", [1]), ("example<=9", [0]), ("example=x=1", [2]), ("tokens>=10", [0])],
+        *[("turns>2 advantage<0", [2]), ("stop~LENG", [0]), ("error~timeout", [1]), ("env:b -is:failed", [2])],
+        *[("is:truncated", [0]), ("is:flawed", [2]), ("capital france", [0, 1, 2]), ('"capital of"', [0, 1, 2])],
+        *[('"of capital"', []), ("-capital", []), ("-berlin", [0, 1, 2]), ("it's", [0, 1, 2]), ('"reward<1', [0])],
+        ("https://no", []),
+    ],
+)
 def test_a_filter_means_what_it_says(line, expected):
     chosen, text = parse_filter(line), "It's The Capital of reward<1 France"
     assert [row.number for row in ROWS if chosen.matches(row, lambda row: Record(row, answer=text))] == expected

@@ -53,13 +53,16 @@ def test_what_is_exported_is_what_the_run_had_exported_to_the_bit(run, tmp_path)
     assert content(deleted / "weights" / "step_2") == content(tmp_path / "newest")
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["RUN", "--to", "FULL"], r"is not empty - expected a folder that is.*Set `--to`"),
-    (["RUN", "--to", "NEW", "--step", "7"], r"step 7 in .*it has \[1, 2\]"),
-    (["FULL", "--to", "NEW"], "holds no complete checkpoint -"),
-    (["CUT", "--to", "NEW"], r"no complete checkpoint \(without a readable manifest.json: step_7\)"),
-    (["RUN", "--to", "NEW", "--merge"], r"no adapters - expected some, to merge them\. Leave `--merge` out"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["RUN", "--to", "FULL"], r"is not empty - expected a folder that is.*Set `--to`"),
+        (["RUN", "--to", "NEW", "--step", "7"], r"step 7 in .*it has \[1, 2\]"),
+        (["FULL", "--to", "NEW"], "holds no complete checkpoint -"),
+        (["CUT", "--to", "NEW"], r"no complete checkpoint \(without a readable manifest.json: step_7\)"),
+        (["RUN", "--to", "NEW", "--merge"], r"no adapters - expected some, to merge them\. Leave `--merge` out"),
+    ],
+)
 def test_what_cannot_be_exported_is_refused_and_nothing_is_written(run, tmp_path, words, said):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").touch()

@@ -47,10 +47,16 @@ def test_an_environment_is_asked_with_the_candidate_as_if_it_had_been_loaded_wit
     with_environment(tmp_path, "harbour.py", use, args={"system_prompt": "Be quiet."})
 
 
-@pytest.mark.parametrize(("given", "num_train", "num_eval", "sizes"), [
-    ({}, 2000, 100, (100, 50, 0)), ({}, 48, 0, (32, 16, 0)), ({}, 0, 60, (40, 20, 0)),
-    ({"num_val": 10}, 14, 0, (4, 10, 0)), ({"num_test": 6}, 24, 0, (12, 6, 6)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "num_train", "num_eval", "sizes"),
+    [
+        ({}, 2000, 100, (100, 50, 0)),
+        ({}, 48, 0, (32, 16, 0)),
+        ({}, 0, 60, (40, 20, 0)),
+        ({"num_val": 10}, 14, 0, (4, 10, 0)),
+        ({"num_test": 6}, 24, 0, (12, 6, 6)),
+    ],
+)
 def test_defaults_shrink_to_what_there_is_and_no_example_is_drawn_twice(given, num_train, num_eval, sizes):
     drawn = draw_examples(GepaConfig(env_id="e", model="m", **given), num_train=num_train, num_eval=num_eval)
     parts = (drawn.train, drawn.validation, drawn.test)

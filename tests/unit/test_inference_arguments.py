@@ -33,35 +33,41 @@ def value_of(flag: str, flags: str = "", on: Devices = CPU) -> str | None:
     return dict(pairwise(arguments(flags, on))).get(flag)
 
 
-@pytest.mark.parametrize(("flag", "typed", "on", "expected"), [
-    ("--block-size", "", CPU, "32"),
-    ("--block-size", "--inference.args.block-size 64", CPU, "64"),
-    ("--block-size", "--inference.args.kv-cache-dtype fp8", CPU, "32"),
-    ("--block-size", "", GPUS, None),
-    (EXECUTOR, "", CPU, FORKED),
-    (EXECUTOR, "", GPUS, None),
-    (EXECUTOR, "--inference.args.tensor-parallel-size 2", CPU, None),
-    (EXECUTOR, f"--inference.args.{EXECUTOR[2:]} mp", CPU, "mp"),
-    ("--max-logprobs", "", CPU, "88"),
-    ("--max-logprobs", "--orchestrator.sampling.top-k 200", CPU, "258"),
-    ("--max-lora-rank", ADAPTER, CPU, "16"),
-    ("--lora-target-modules", ADAPTER, CPU, "q_proj"),
-    # the engine knows last names alone
-    ("--lora-target-modules", f"{ADAPTER} --trainer.model.lora.target-modules layers.1.a.o_proj", CPU, "o_proj"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flag", "typed", "on", "expected"),
+    [
+        ("--block-size", "", CPU, "32"),
+        ("--block-size", "--inference.args.block-size 64", CPU, "64"),
+        ("--block-size", "--inference.args.kv-cache-dtype fp8", CPU, "32"),
+        ("--block-size", "", GPUS, None),
+        (EXECUTOR, "", CPU, FORKED),
+        (EXECUTOR, "", GPUS, None),
+        (EXECUTOR, "--inference.args.tensor-parallel-size 2", CPU, None),
+        (EXECUTOR, f"--inference.args.{EXECUTOR[2:]} mp", CPU, "mp"),
+        ("--max-logprobs", "", CPU, "88"),
+        ("--max-logprobs", "--orchestrator.sampling.top-k 200", CPU, "258"),
+        ("--max-lora-rank", ADAPTER, CPU, "16"),
+        ("--lora-target-modules", ADAPTER, CPU, "q_proj"),
+        # the engine knows last names alone
+        ("--lora-target-modules", f"{ADAPTER} --trainer.model.lora.target-modules layers.1.a.o_proj", CPU, "o_proj"),
+    ],
+)
 def test_a_flag_of_vllm_follows_from_the_configuration(flag: str, typed: str, on: Devices, expected: str) -> None:
     assert value_of(flag, typed, on) == expected
 
 
-@pytest.mark.parametrize(("flag", "typed", "on"), [
-    ("--enable-auto-tool-choice", "--inference.model.tool-call-parser hermes", CPU),
-    ("--enable-lora", ADAPTER, CPU),
-    ("--enable-return-routed-experts", REPLAY, GPUS),
-    ("trireme.inference.cpu.expert_routes.RoutingWorker", REPLAY, CPU),
-    ("trireme.inference.cpu.expert_routes.RoutingScheduler", REPLAY, CPU),
-    ("--no-enable-prefix-caching", SYNCHRONOUS, CPU),
-    ("--enable-prefix-caching", f"{SYNCHRONOUS} {REPLAY}", CPU),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flag", "typed", "on"),
+    [
+        ("--enable-auto-tool-choice", "--inference.model.tool-call-parser hermes", CPU),
+        ("--enable-lora", ADAPTER, CPU),
+        ("--enable-return-routed-experts", REPLAY, GPUS),
+        ("trireme.inference.cpu.expert_routes.RoutingWorker", REPLAY, CPU),
+        ("trireme.inference.cpu.expert_routes.RoutingScheduler", REPLAY, CPU),
+        ("--no-enable-prefix-caching", SYNCHRONOUS, CPU),
+        ("--enable-prefix-caching", f"{SYNCHRONOUS} {REPLAY}", CPU),
+    ],
+)
 def test_vllm_is_told_only_what_the_run_asks_for(flag: str, typed: str, on: Devices) -> None:
     assert flag in arguments(typed, on)
     assert flag not in arguments("--trainer.model.lora.rank 9", on)

@@ -131,12 +131,15 @@ def test_new_advantages_keep_what_a_cut_sampler_could_choose_from() -> None:
     assert not targets.is_zero([np.zeros(3), np.array([0.0, -1e-7])])
 
 
-@pytest.mark.parametrize(("rewards", "steps", "fields", "is_worth_it"), [
-    ([0.3, 0.1 + 0.2], None, {"needs_signal": True}, False),
-    ([0.5, 0.5], [0.0, 1.0], {"needs_signal": True}, True),  # rewards of steps are a signal too
-    ([0.5, 0.5], [1.0, 1.0], {"needs_signal": True}, False),
-    ([0.0, 1.0], None, {"least_variance": 0.25}, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rewards", "steps", "fields", "is_worth_it"),
+    [
+        ([0.3, 0.1 + 0.2], None, {"needs_signal": True}, False),
+        ([0.5, 0.5], [0.0, 1.0], {"needs_signal": True}, True),  # rewards of steps are a signal too
+        ([0.5, 0.5], [1.0, 1.0], {"needs_signal": True}, False),
+        ([0.0, 1.0], None, {"least_variance": 0.25}, True),
+    ],
+)
 def test_a_group_without_enough_signal_is_not_worth_it(rewards, steps, fields, is_worth_it) -> None:
     group = [rollout_of(reward, place=place) for place, reward in enumerate(rewards)]
     for rollout, step in zip(group, steps or (), strict=False):
@@ -212,11 +215,16 @@ SHAPE = {"model_type": "llama"} | SIZES
 def record_of(step: int) -> BatchRecord:
     rollouts = [
         Rollout(
-            group=step, place=place, env="env", example=0, reward=0.0, samples=[sample.tokens],
+            group=step,
+            place=place,
+            env="env",
+            example=0,
+            reward=0.0,
+            samples=[sample.tokens],
             temperature=sample.temperature,
         )
         for place, sample in enumerate(random_samples(LENGTHS, seed=step))
-    ]  # fmt: skip
+    ]
     return BatchRecord(step, rollouts, [], State(next_batch=step + 1))
 
 

@@ -16,12 +16,15 @@ from trireme.config.files import read_run, write_run
 from trireme.config.run import RunConfig
 
 
-@pytest.mark.parametrize(("codes", "trained", "restart", "num_started"), [
-    ([1, 1, 0], None, True, 3),
-    ([1, 1, 1, 1, 1, 1], 2, True, 5),  # two restarts, then a step, then two more
-    ([1], None, False, 1),
-    *(([code], None, True, 1) for code in (2, 3, 130, 143)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("codes", "trained", "restart", "num_started"),
+    [
+        ([1, 1, 0], None, True, 3),
+        ([1, 1, 1, 1, 1, 1], 2, True, 5),  # two restarts, then a step, then two more
+        ([1], None, False, 1),
+        *(([code], None, True, 1) for code in (2, 3, 130, 143)),
+    ],
+)
 def test_ranks_that_others_ended_start_again_within_limits_and_resume_unless_their_end_is_final(
     codes: list[int], trained: int | None, restart: bool, num_started: int, tmp_path: Path, monkeypatch: Any
 ) -> None:

@@ -70,10 +70,13 @@ def test_any_region_is_that_of_the_whole_and_scales_may_be_exponents(tmp_path: P
         assert torch.equal(files.read("w", region), whole[region].bfloat16())
 
 
-@pytest.mark.parametrize(("tensors", "words"), [
-    ({"a.weight": (200, 64)}, r"a.weight as F8_E4M3 without scales .*Take such a copy"),
-    ({"a.weight": (200, 64), "a.weight_scale_inv": (1, 1)}, r"a.weight_scale_inv \[1, 1\] .*expected \[2, 1\]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"a.weight": (200, 64)}, r"a.weight as F8_E4M3 without scales .*Take such a copy"),
+        ({"a.weight": (200, 64), "a.weight_scale_inv": (1, 1)}, r"a.weight_scale_inv \[1, 1\] .*expected \[2, 1\]"),
+    ],
+)
 def test_values_without_their_scales_are_refused_by_name(tensors: dict, words: str, tmp_path: Path) -> None:
     types = {name: torch.float32 if name.endswith("inv") else torch.float8_e4m3fn for name in tensors}
     save_file({name: torch.ones(shape).to(types[name]) for name, shape in tensors.items()}, tmp_path / "m.safetensors")

@@ -175,12 +175,20 @@ def change(folder: Path, changes: dict[str, torch.Tensor | None]) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(("kind", "name", "tensor", "words"), [
-    ("llama", "norm.weight", None, "1 missing: model.norm.weight"),
-    ("llama", "extra.weight", (1,), "1 without a place in the model: model.extra.weight"),
-    ("llama", "layers.0.mlp.up_proj.weight", (3, 32), "1 of another shape: model.layers.0.mlp.up_proj.weight"),
-    ("qwen3_moe", "layers.1.mlp.experts.3.down_proj.weight", None, "experts.down_proj ([3, 32, 16] for [4, 32, 16]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "name", "tensor", "words"),
+    [
+        ("llama", "norm.weight", None, "1 missing: model.norm.weight"),
+        ("llama", "extra.weight", (1,), "1 without a place in the model: model.extra.weight"),
+        ("llama", "layers.0.mlp.up_proj.weight", (3, 32), "1 of another shape: model.layers.0.mlp.up_proj.weight"),
+        (
+            "qwen3_moe",
+            "layers.1.mlp.experts.3.down_proj.weight",
+            None,
+            "experts.down_proj ([3, 32, 16] for [4, 32, 16]",
+        ),
+    ],
+)
 def test_weights_of_another_model_are_refused_by_name(
     kind: str, name: str, tensor: tuple[int, ...] | None, words: str, tmp_path: Path, world: World
 ) -> None:

@@ -51,14 +51,17 @@ def trained(talk: Talk) -> list[int]:
     return [int(sample.loss_mask.sum()) for sample in talk.samples()]
 
 
-@pytest.mark.parametrize(("template", "sampled", "said", "following", "glue"), [
-    # cut by length: the template gives the end of the turn
-    (CHATML, ["4 becau"], "4 becau", MORE, f"<|im_end|>{SURE}"),
-    (LLAMA_3, ["4  "], "4  ", MORE, f"<|eot|>{LLAMA_SURE}"),
-    (LLAMA_3, ["4  <|eot|>"], "4  ", MORE, LLAMA_SURE),  # the template would trim
-    (CHATML, ["hel", "l", "o", "<|im_end|>"], "hello", MORE, SURE),  # the text would be encoded as one token
-    (QWEN_3, [f"{THINKING}<|im_end|>"], THINKING, TOOL, TOLD),  # thinking is kept between tool calls
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("template", "sampled", "said", "following", "glue"),
+    [
+        # cut by length: the template gives the end of the turn
+        (CHATML, ["4 becau"], "4 becau", MORE, f"<|im_end|>{SURE}"),
+        (LLAMA_3, ["4  "], "4  ", MORE, f"<|eot|>{LLAMA_SURE}"),
+        (LLAMA_3, ["4  <|eot|>"], "4  ", MORE, LLAMA_SURE),  # the template would trim
+        (CHATML, ["hel", "l", "o", "<|im_end|>"], "hello", MORE, SURE),  # the text would be encoded as one token
+        (QWEN_3, [f"{THINKING}<|im_end|>"], THINKING, TOOL, TOLD),  # thinking is kept between tool calls
+    ],
+)
 def test_a_later_turn_goes_on_from_the_ids_that_were_sampled(tmp_path, template, sampled, said, following, glue):
     talk = Talk(tmp_path, template=template)
     ids = [token for piece in sampled for token in talk.tokenizer.encode(piece)]
@@ -71,12 +74,15 @@ CALL = ToolCall(id="call00100", name="add", arguments='{"a":  2}')
 CALLED = {"id": CALL.id, "type": "function", "function": {"name": "add", "arguments": CALL.arguments}}
 
 
-@pytest.mark.parametrize(("reply", "returned"), [
-    (ModelMessage(" 4\n"), says("4")),  # the program strips whitespace
-    (ModelMessage("4", "hm"), says("4")),  # it drops reasoning
-    (ModelMessage("", None, (CALL,)), says("", tool_calls=[CALLED | {"function": {"name": "add"}}])),
-    (ModelMessage("", None, (CALL,)), says("", tool_calls=[CALLED | {"id": "its own"}])),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("reply", "returned"),
+    [
+        (ModelMessage(" 4\n"), says("4")),  # the program strips whitespace
+        (ModelMessage("4", "hm"), says("4")),  # it drops reasoning
+        (ModelMessage("", None, (CALL,)), says("", tool_calls=[CALLED | {"function": {"name": "add"}}])),
+        (ModelMessage("", None, (CALL,)), says("", tool_calls=[CALLED | {"id": "its own"}])),
+    ],
+)
 @pytest.mark.parametrize("template", [CHATML, QWEN_3])
 def test_a_turn_that_an_agent_program_changed_keeps_its_tokens(tmp_path, reply, returned, template):
     talk = Talk(tmp_path, "tolerant", template)
@@ -106,18 +112,21 @@ def test_a_conversation_that_leaves_an_earlier_one_begins_a_sample_with_its_toke
     assert trained(talk) == [6, 6]
 
 
-@pytest.mark.parametrize(("messages", "tools", "why", "parent", "place"), [
-    ([says("hi")], None, "new conversation", -1, 0),
-    ([ASK, says("4"), MORE], TOOLS, "other tools", 0, 3),
-    ([ASK], None, "same request again", 0, 1),
-    ([ASK, says("4"), TOOL], None, "earlier turn continued", 0, 2),
-    ([ASK, says("4"), TOOL, says("yes"), MORE], None, "history edited", 0, 2),
-    ([ASK, says("5"), MORE], None, "turn edited", 0, 1),
-    ([ASK, says("4", tool_calls=[CALLED]), MORE], None, "turn edited", 0, 1),
-    ([ASK, {"role": "user", "content": "4"}, MORE], None, "turn dropped", 0, 1),
-    ([MORE, says("4"), MORE], None, "new conversation", -1, 0),
-    ([ASK, MORE], None, "turn dropped", 0, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("messages", "tools", "why", "parent", "place"),
+    [
+        ([says("hi")], None, "new conversation", -1, 0),
+        ([ASK, says("4"), MORE], TOOLS, "other tools", 0, 3),
+        ([ASK], None, "same request again", 0, 1),
+        ([ASK, says("4"), TOOL], None, "earlier turn continued", 0, 2),
+        ([ASK, says("4"), TOOL, says("yes"), MORE], None, "history edited", 0, 2),
+        ([ASK, says("5"), MORE], None, "turn edited", 0, 1),
+        ([ASK, says("4", tool_calls=[CALLED]), MORE], None, "turn edited", 0, 1),
+        ([ASK, {"role": "user", "content": "4"}, MORE], None, "turn dropped", 0, 1),
+        ([MORE, says("4"), MORE], None, "new conversation", -1, 0),
+        ([ASK, MORE], None, "turn dropped", 0, 1),
+    ],
+)
 def test_a_branch_says_why_a_request_does_not_continue_what_was_before(tmp_path, messages, tools, why, parent, place):
     talk = Talk(tmp_path, "tolerant")
     talk.answer([ASK], "4<|im_end|>")
@@ -131,12 +140,15 @@ def test_a_branch_says_why_a_request_does_not_continue_what_was_before(tmp_path,
     assert branch.messages == [*messages[place:], says("so")]
 
 
-@pytest.mark.parametrize(("template", "mode", "sampled", "said", "sizes"), [
-    (CHATML, "interleaved", "four", "five", [5, 1]),  # the environment changed what was said
-    (CHATML, "branching", "4", "4", [2, 1]),
-    (QWEN_3, "branching", THINKING, THINKING, [len(THINKING) + 1, 1]),  # the template drops earlier thinking
-    (QWEN_3, "interleaved_or_new", THINKING, THINKING, [len(THINKING) + 1, 1]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("template", "mode", "sampled", "said", "sizes"),
+    [
+        (CHATML, "interleaved", "four", "five", [5, 1]),  # the environment changed what was said
+        (CHATML, "branching", "4", "4", [2, 1]),
+        (QWEN_3, "branching", THINKING, THINKING, [len(THINKING) + 1, 1]),  # the template drops earlier thinking
+        (QWEN_3, "interleaved_or_new", THINKING, THINKING, [len(THINKING) + 1, 1]),
+    ],
+)
 def test_a_turn_that_does_not_go_on_from_the_last_begins_a_sample(tmp_path, template, mode, sampled, said, sizes):
     talk = Talk(tmp_path, mode, template)
     talk.answer([ASK], f"{sampled}<|im_end|>")

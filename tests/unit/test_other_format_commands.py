@@ -89,11 +89,14 @@ def test_a_dry_run_starts_nothing_and_shows_the_plan(vf_file, tmp_path, capsys):
     assert "150 steps on cpu" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("flags", "words"), [
-    (["--trainer.args.temprature", "0.9"], "--trainer.args.temperature"),
-    (["--trainer.args.batch-size", "100"], "`orchestrator.batch_size` is `trainer.args.batch_size` in FILE"),
-    (["--inference.args.dtype", "fp3"], "`inference.model.dtype` is `inference.args.dtype`"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--trainer.args.temprature", "0.9"], "--trainer.args.temperature"),
+        (["--trainer.args.batch-size", "100"], "`orchestrator.batch_size` is `trainer.args.batch_size` in FILE"),
+        (["--inference.args.dtype", "fp3"], "`inference.model.dtype` is `inference.args.dtype`"),
+    ],
+)
 def test_what_is_wrong_is_said_in_the_words_of_the_file(flags, words, vf_file):
     with pytest.raises(ConfigError) as caught:
         read(["@", vf_file, *flags])

@@ -56,29 +56,37 @@ def test_what_the_reference_gives_as_defaults_holds():
     assert set(value_at(config_of(translate(VF_RL, vf({}), CPU)), "trainer.model.lora.target_modules")) == modules
 
 
-@pytest.mark.parametrize(("args", "expected"), [
-    ({"weight_decay": 0.01}, {"trainer.optim.weight_decay": 0.01}),
-    ({"mask_truncated_completions": True}, {"orchestrator.filters.truncated": "mask"}),
-    ({"num_batches_ahead": 0, "seed": 7}, {"max_async_level": 0, "seed": 7}),
-    ({"max_concurrent": 64}, {"orchestrator.max_concurrent": 64, "orchestrator.env.0.max_concurrent": 64}),
-    (
-        {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 100},
-        {"trainer.loss.beta": 0.1, "trainer.loss.reference_update_every": 100},
-    ),
-    # attention costs by the square of a row on a CPU: 512 tokens, or the longest sample where that is longer
-    ({"max_seq_len": 16, "micro_batch_size": 16}, {"trainer.micro_batch_tokens": 256}),
-    ({"vllm_server_timeout": 999.0}, {"inference.start_timeout_s": 999.0, "orchestrator.engine_timeout_s": 999.0}),
-    ({"max_seq_len": 128, "micro_batch_size": 16}, {"trainer.micro_batch_tokens": 512}),
-    ({"wandb": {"project": "p"}}, {"wandb.project": "p"}),
-    ({"eval_strategy": "no", "eval_steps": 10}, {"orchestrator.eval": None}),
-    (
-        {"eval_strategy": "steps", "eval_steps": 20} | SAMPLING,
-        {"orchestrator.eval.interval": 20}
-        | {f"orchestrator.{table}.{key}": SAMPLING[key] for table in ("sampling", "eval.sampling") for key in SAMPLING},
-    ),
-    ({"resume_from_checkpoint": "outputs/x/checkpoint-50"}, {"trainer.ckpt.resume_step": 50}),
-    ({"resume_from_checkpoint": "true"}, {"resume": True}),
-], ids=lambda value: " ".join(value))  # fmt: skip
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ({"weight_decay": 0.01}, {"trainer.optim.weight_decay": 0.01}),
+        ({"mask_truncated_completions": True}, {"orchestrator.filters.truncated": "mask"}),
+        ({"num_batches_ahead": 0, "seed": 7}, {"max_async_level": 0, "seed": 7}),
+        ({"max_concurrent": 64}, {"orchestrator.max_concurrent": 64, "orchestrator.env.0.max_concurrent": 64}),
+        (
+            {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 100},
+            {"trainer.loss.beta": 0.1, "trainer.loss.reference_update_every": 100},
+        ),
+        # attention costs by the square of a row on a CPU: 512 tokens, or the longest sample where that is longer
+        ({"max_seq_len": 16, "micro_batch_size": 16}, {"trainer.micro_batch_tokens": 256}),
+        ({"vllm_server_timeout": 999.0}, {"inference.start_timeout_s": 999.0, "orchestrator.engine_timeout_s": 999.0}),
+        ({"max_seq_len": 128, "micro_batch_size": 16}, {"trainer.micro_batch_tokens": 512}),
+        ({"wandb": {"project": "p"}}, {"wandb.project": "p"}),
+        ({"eval_strategy": "no", "eval_steps": 10}, {"orchestrator.eval": None}),
+        (
+            {"eval_strategy": "steps", "eval_steps": 20} | SAMPLING,
+            {"orchestrator.eval.interval": 20}
+            | {
+                f"orchestrator.{table}.{key}": SAMPLING[key]
+                for table in ("sampling", "eval.sampling")
+                for key in SAMPLING
+            },
+        ),
+        ({"resume_from_checkpoint": "outputs/x/checkpoint-50"}, {"trainer.ckpt.resume_step": 50}),
+        ({"resume_from_checkpoint": "true"}, {"resume": True}),
+    ],
+    ids=lambda value: " ".join(value),
+)
 def test_a_key_of_the_trainers_arguments_arrives(args, expected):
     check(translate(VF_RL, vf(args), CPU), CPU, expected)
 
@@ -87,30 +95,33 @@ VLLM = {"enforce-eager": True, "tensor_parallel_size": 2, "max-model-len": 1024,
 OLD = {"num_generations": 8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
 
 
-@pytest.mark.parametrize(("table", "devices", "expected"), [
-    # 4 rollouts at once on each of 2 GPUs, 8 times: a batch of 64
-    (
-        vf(OLD, (1, 2)),
-        EIGHT,
-        {"orchestrator.batch_size": 64, "orchestrator.rollouts_per_example": 8}
-        | {"trainer.micro_batch_tokens": 4 * 2048},
-    ),
-    (
-        vf({}, (3, 2)),
-        EIGHT,
-        {"inference_gpu_ids": [0, 1, 2], "trainer_gpu_ids": [3, 4], "trainer.num_ranks": 2}
-        | {"trainer.model.optimization_dtype": "bfloat16"},
-    ),
-    (vf({}), ONE, {"inference_gpu_ids": [0], "trainer_gpu_ids": [0], "weight_broadcast.type": "ipc"}),
-    (vf({}, (3, 5), {"port": 8001}), CPU, {"device": "cpu", "inference.server.port": 8001}),
-    # flags of vLLM that have keys of their own, and one that is passed through
-    (
-        vf({}, (2, 1), VLLM),
-        EIGHT,
-        {"inference.model.enforce_eager": True, "inference.parallel.tp": 2, "inference.parallel.dp": 1}
-        | {"inference.model.max_model_len": 1024, "inference.args": {"max_num_batched_tokens": 4096}},
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("table", "devices", "expected"),
+    [
+        # 4 rollouts at once on each of 2 GPUs, 8 times: a batch of 64
+        (
+            vf(OLD, (1, 2)),
+            EIGHT,
+            {"orchestrator.batch_size": 64, "orchestrator.rollouts_per_example": 8}
+            | {"trainer.micro_batch_tokens": 4 * 2048},
+        ),
+        (
+            vf({}, (3, 2)),
+            EIGHT,
+            {"inference_gpu_ids": [0, 1, 2], "trainer_gpu_ids": [3, 4], "trainer.num_ranks": 2}
+            | {"trainer.model.optimization_dtype": "bfloat16"},
+        ),
+        (vf({}), ONE, {"inference_gpu_ids": [0], "trainer_gpu_ids": [0], "weight_broadcast.type": "ipc"}),
+        (vf({}, (3, 5), {"port": 8001}), CPU, {"device": "cpu", "inference.server.port": 8001}),
+        # flags of vLLM that have keys of their own, and one that is passed through
+        (
+            vf({}, (2, 1), VLLM),
+            EIGHT,
+            {"inference.model.enforce_eager": True, "inference.parallel.tp": 2, "inference.parallel.dp": 1}
+            | {"inference.model.max_model_len": 1024, "inference.args": {"max_num_batched_tokens": 4096}},
+        ),
+    ],
+)
 def test_batches_gpus_and_flags_of_the_engine_arrive(table, devices, expected):
     check(translate(VF_RL, table, devices), devices, expected)
 
@@ -151,20 +162,26 @@ def test_the_run_lies_where_its_name_says():
     assert roots == ["outputs/alphabet", "outputs/reverse-text", "elsewhere/mine"]
 
 
-@pytest.mark.parametrize(("table", "words"), [
-    (vf({"lora_rnk": 8}), "lora_rank"),
-    (vf({"eval_strategy": "epoch"}), '"steps"'),
-    (vf({"mask_env_responses": False}), "never trained on"),
-    (vf({"sync_ref_model": True}), "ref_model_sync_steps"),
-    (vf({"ref_model_sync_steps": 9}), "beta"),
-    (vf({"save_strategy": "epoch"}), '"steps"'),
-    (vf({"resume_from_checkpoint": "the last"}), "checkpoint-N"),
-    # two names of one number must agree
-    (vf({"rollouts_per_example": 16, "num_generations": 8}), "Remove one of the two"),
-    (vf({"batch_size": 100, "micro_batch_size": 8, "gradient_accumulation_steps": 8}), "gradient_accumulation_steps"),
-    (vf({"vllm_server_port": 8002}, engine={"port": 8001}), "8001"),
-    ({"model": "m"}, "`inference`"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        (vf({"lora_rnk": 8}), "lora_rank"),
+        (vf({"eval_strategy": "epoch"}), '"steps"'),
+        (vf({"mask_env_responses": False}), "never trained on"),
+        (vf({"sync_ref_model": True}), "ref_model_sync_steps"),
+        (vf({"ref_model_sync_steps": 9}), "beta"),
+        (vf({"save_strategy": "epoch"}), '"steps"'),
+        (vf({"resume_from_checkpoint": "the last"}), "checkpoint-N"),
+        # two names of one number must agree
+        (vf({"rollouts_per_example": 16, "num_generations": 8}), "Remove one of the two"),
+        (
+            vf({"batch_size": 100, "micro_batch_size": 8, "gradient_accumulation_steps": 8}),
+            "gradient_accumulation_steps",
+        ),
+        (vf({"vllm_server_port": 8002}, engine={"port": 8001}), "8001"),
+        ({"model": "m"}, "`inference`"),
+    ],
+)
 def test_what_cannot_be_is_refused_with_what_to_write(table, words):
     with pytest.raises(ConfigError) as caught:
         translate(VF_RL, table, CPU, where="mine.toml")
@@ -181,40 +198,46 @@ HOSTED |= {"sampling": {"max_tokens": 512}, "env_file": ["secrets.env"]}
 HOSTED |= {"checkpointing": {"save_every_n_steps": 50, "keep_n_checkpoints": 10}}
 
 
-@pytest.mark.parametrize(("keys", "devices", "expected"), [
-    (
-        {},
-        EIGHT,
-        {"trainer.model.name": "owner/model", "inference.model.name": "owner/model", "max_steps": 1000}
-        | {"orchestrator.batch_size": 512, "orchestrator.rollouts_per_example": 16, "trainer.optim.lr": 1e-5}
-        | {"orchestrator.env.0.id": "wiki-search", "orchestrator.env.0.args": {"max_turns": 10}}
-        | {"orchestrator.sampling.max_tokens": 1024, "orchestrator.sampling.top_p": 0.9, "seq_len": 4 * 1024}
-        | {"wandb.project": "wiki-search", "wandb.name": "first"}
-        | {"inference_gpu_ids": [0, 1, 2, 3], "trainer_gpu_ids": [4, 5, 6, 7]}
-        | {"inference.parallel.tp": 4, "inference.parallel.dp": 1},
-    ),
-    ({"num_gpus": 1, "tensor_parallel_size": 1}, ONE, {"inference_gpu_ids": [0], "trainer_gpu_ids": [0]}),
-    ({"learning_rate": None, "use_lora": False}, CPU, {"trainer.optim.lr": 1e-6}),
-    # a sample has room for some turns
-    ({"sampling": {"max_tokens": 100}}, EIGHT, {"seq_len": 2048}),
-    # keys of the run may stand where the guide shows them: below `[sampling]`
-    (
-        {"num_gpus": None, "tensor_parallel_size": None}
-        | {"sampling": {"max_tokens": 64, "num_gpus": 4, "tensor_parallel_size": 2}},
-        EIGHT,
-        {"inference_gpu_ids": [0, 1], "trainer_gpu_ids": [2, 3], "orchestrator.sampling.max_tokens": 64},
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("keys", "devices", "expected"),
+    [
+        (
+            {},
+            EIGHT,
+            {"trainer.model.name": "owner/model", "inference.model.name": "owner/model", "max_steps": 1000}
+            | {"orchestrator.batch_size": 512, "orchestrator.rollouts_per_example": 16, "trainer.optim.lr": 1e-5}
+            | {"orchestrator.env.0.id": "wiki-search", "orchestrator.env.0.args": {"max_turns": 10}}
+            | {"orchestrator.sampling.max_tokens": 1024, "orchestrator.sampling.top_p": 0.9, "seq_len": 4 * 1024}
+            | {"wandb.project": "wiki-search", "wandb.name": "first"}
+            | {"inference_gpu_ids": [0, 1, 2, 3], "trainer_gpu_ids": [4, 5, 6, 7]}
+            | {"inference.parallel.tp": 4, "inference.parallel.dp": 1},
+        ),
+        ({"num_gpus": 1, "tensor_parallel_size": 1}, ONE, {"inference_gpu_ids": [0], "trainer_gpu_ids": [0]}),
+        ({"learning_rate": None, "use_lora": False}, CPU, {"trainer.optim.lr": 1e-6}),
+        # a sample has room for some turns
+        ({"sampling": {"max_tokens": 100}}, EIGHT, {"seq_len": 2048}),
+        # keys of the run may stand where the guide shows them: below `[sampling]`
+        (
+            {"num_gpus": None, "tensor_parallel_size": None}
+            | {"sampling": {"max_tokens": 64, "num_gpus": 4, "tensor_parallel_size": 2}},
+            EIGHT,
+            {"inference_gpu_ids": [0, 1], "trainer_gpu_ids": [2, 3], "orchestrator.sampling.max_tokens": 64},
+        ),
+    ],
+)
 def test_a_flat_file_arrives_whole(keys, devices, expected):
     table = {key: value for key, value in (FLAT | keys).items() if value is not None}
     check(translate(FLAT_FORMAT, table, devices), devices, expected)
 
 
-@pytest.mark.parametrize(("keys", "words"), [
-    ({"pipeline_parallel_size": 2}, "tensor_parallel_size"),
-    ({"lora_rank": 8}, "use_lora"),
-    ({"difficulty_threshold": 0.3}, "use_difficulty_filtering"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"pipeline_parallel_size": 2}, "tensor_parallel_size"),
+        ({"lora_rank": 8}, "use_lora"),
+        ({"difficulty_threshold": 0.3}, "use_difficulty_filtering"),
+    ],
+)
 def test_a_flat_file_that_cannot_be_is_refused_with_what_to_write(keys, words):
     with pytest.raises(ConfigError, match=words):
         translate(FLAT_FORMAT, FLAT | keys, EIGHT)
@@ -231,12 +254,15 @@ def test_a_hosted_file_arrives_whole():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("table", "command"), [
-    (FLAT, "prime-rl {}"),
-    (HOSTED, "trireme submit {}"),
-    ({"trainer": {"args": {}}}, "vf-rl @ {}"),
-    ({"env_id": "e"}, "trireme gepa {}"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("table", "command"),
+    [
+        (FLAT, "prime-rl {}"),
+        (HOSTED, "trireme submit {}"),
+        ({"trainer": {"args": {}}}, "vf-rl @ {}"),
+        ({"env_id": "e"}, "trireme gepa {}"),
+    ],
+)
 def test_rl_answers_a_foreign_file_with_the_command_to_type(table, command, tmp_path):
     file = tmp_path / "theirs.toml"
     file.write_text(as_toml(Translation(table)))

@@ -112,35 +112,39 @@ def nested(levels: int) -> list:
     return [nested(levels - 1)] if levels > 1 else []
 
 
-@pytest.mark.parametrize("odd", [
-    ASK | {"messages": [USER | {"role": 0}]},
-    ASK | {"messages": [USER | {"role": ""}]},
-    ASK | {"messages": [USER | {"role": "x" * 65}]},
-    ASK | {"messages": [USER | {"content": 5}]},
-    ASK | {"messages": [USER | {"content": ["a"]}]},
-    ASK | {"messages": [USER | {"content": {}}]},
-    ASK | {"messages": [USER | {"content": [{"type": "audio", "text": "x"}]}]},
-    ASK | {"messages": [USER | {"content": [{"type": "image_url", "image_url": "data:,"}]}]},
-    ASK | {"messages": [{"content": "no role"}]},
-    ASK | {"messages": [USER | {"tool_calls": "add(1)"}]},
-    ASK | {"messages": [USER | {"tool_calls": [5]}]},
-    ASK | {"messages": [USER | {"tool_calls": [{"function": None}]}]},
-    ASK | {"messages": [USER | {"tool_calls": [{"function": {"name": 5}}]}]},
-    ASK | {"tools": [{"a": nested(32)}]},
-    DONE | {"info": {"deep": nested(32)}},
-    DONE | {"completion": [{"role": "user", "content": nested(31)}]},
-    DONE | {"metrics": {'a" :data-x="alert()" b="': 1.0}},
-    DONE | {"metrics": {"": 1.0}},
-    DONE | {"metrics": {"x" * 201: 1.0}},
-    DONE | {"metrics": {str(number): 1.0 for number in range(501)}},
-    *(DONE | {"turn_rewards": rewards} for rewards in (None, 0.5, [0.5], [None], [[None]], [["1"]], {"0": [1]})),
-    *(DONE | {"turn_rewards": rewards} for rewards in ([[1e31]], [[0.5], [-1e31]], [[[0.5]]])),
-    *(DONE | {"reward": reward} for reward in (1e31, None)),
-    ASK | {"sampling": None},
-    # in JSON that Python does not write
-    *(in_json(DONE).replace(b"{}", b'{"x": ' + number + b"}") for number in (b"1e999", b"9" * 5000)),
-    in_json(DONE | {"info": {"x": "deep"}}).replace(b'"deep"', b"[" * 100_000 + b"]" * 100_000),
-], ids=lambda odd: repr(odd)[:60])  # fmt: skip
+@pytest.mark.parametrize(
+    "odd",
+    [
+        ASK | {"messages": [USER | {"role": 0}]},
+        ASK | {"messages": [USER | {"role": ""}]},
+        ASK | {"messages": [USER | {"role": "x" * 65}]},
+        ASK | {"messages": [USER | {"content": 5}]},
+        ASK | {"messages": [USER | {"content": ["a"]}]},
+        ASK | {"messages": [USER | {"content": {}}]},
+        ASK | {"messages": [USER | {"content": [{"type": "audio", "text": "x"}]}]},
+        ASK | {"messages": [USER | {"content": [{"type": "image_url", "image_url": "data:,"}]}]},
+        ASK | {"messages": [{"content": "no role"}]},
+        ASK | {"messages": [USER | {"tool_calls": "add(1)"}]},
+        ASK | {"messages": [USER | {"tool_calls": [5]}]},
+        ASK | {"messages": [USER | {"tool_calls": [{"function": None}]}]},
+        ASK | {"messages": [USER | {"tool_calls": [{"function": {"name": 5}}]}]},
+        ASK | {"tools": [{"a": nested(32)}]},
+        DONE | {"info": {"deep": nested(32)}},
+        DONE | {"completion": [{"role": "user", "content": nested(31)}]},
+        DONE | {"metrics": {'a" :data-x="alert()" b="': 1.0}},
+        DONE | {"metrics": {"": 1.0}},
+        DONE | {"metrics": {"x" * 201: 1.0}},
+        DONE | {"metrics": {str(number): 1.0 for number in range(501)}},
+        *(DONE | {"turn_rewards": rewards} for rewards in (None, 0.5, [0.5], [None], [[None]], [["1"]], {"0": [1]})),
+        *(DONE | {"turn_rewards": rewards} for rewards in ([[1e31]], [[0.5], [-1e31]], [[[0.5]]])),
+        *(DONE | {"reward": reward} for reward in (1e31, None)),
+        ASK | {"sampling": None},
+        # in JSON that Python does not write
+        *(in_json(DONE).replace(b"{}", b'{"x": ' + number + b"}") for number in (b"1e999", b"9" * 5000)),
+        in_json(DONE | {"info": {"x": "deep"}}).replace(b'"deep"', b"[" * 100_000 + b"]" * 100_000),
+    ],
+    ids=lambda odd: repr(odd)[:60],
+)
 def test_a_message_that_no_reader_expects_costs_its_rollout(odd):
     error = wire.decode(odd if isinstance(odd, bytes) else in_json(odd))
     assert (type(error), error.task, error.stage) == (wire.Error, "r1.0", "rollout")

@@ -104,11 +104,14 @@ def test_a_dry_run_writes_the_resolved_run_beside_a_run(here, monkeypatch, capsy
     assert RUN.read_text() == "precious"
 
 
-@pytest.mark.parametrize(("argv", "words"), [
-    (["--resume"], "not ready: `--resume` was given, and there is no run in outputs"),
-    (["--orchestrator.env.0.id", "nowhere"], "not ready: Environment 'nowhere'"),
-    (["--model.name", "models/none"], 'not ready: trainer.model.name = "models/none"'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--resume"], "not ready: `--resume` was given, and there is no run in outputs"),
+        (["--orchestrator.env.0.id", "nowhere"], "not ready: Environment 'nowhere'"),
+        (["--model.name", "models/none"], 'not ready: trainer.model.name = "models/none"'),
+    ],
+)
 def test_a_run_that_cannot_start_says_why_with_code_2_and_so_does_its_dry_run(argv, words, here, monkeypatch, capsys):
     example = str(DATA / "guide_example.toml")
     assert command(monkeypatch, "rl", "@", example, "--device", "cpu", *argv) == 2

@@ -54,11 +54,20 @@ def test_a_dense_model_is_counted_by_hand():
 
 
 CHANGES = [
-    {"shards": 2}, {"ac_freq": 1}, {"ac_freq": 1, "ac_mode": "selective"}, {"optimizer": "adamw_8bit"},
-    {"optimizer": "muon"}, {"optimizer": "sgd"}, {"value_bytes": 2}, {"offload_activations": True},
-    {"offload_parameters": True}, {"cp": 2}, {"tokens": 4096}, {"attention": "flash_attention_2"},
+    {"shards": 2},
+    {"ac_freq": 1},
+    {"ac_freq": 1, "ac_mode": "selective"},
+    {"optimizer": "adamw_8bit"},
+    {"optimizer": "muon"},
+    {"optimizer": "sgd"},
+    {"value_bytes": 2},
+    {"offload_activations": True},
+    {"offload_parameters": True},
+    {"cp": 2},
+    {"tokens": 4096},
+    {"attention": "flash_attention_2"},
     {"targets": LINEAR, "rank": 16, "frozen_bytes": 4},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: "-".join(map(str, change)))

@@ -122,22 +122,28 @@ def test_rates_that_are_given_take_the_place_of_assumed_ones(config_file, capsys
     assert step["step_s"] == pytest.approx(step["training_s"] + step["update_s"])
 
 
-@pytest.mark.parametrize(("flags", "words"), [
-    (["--model.name", "some/model", "--gpu", "h100"], r"'some/model' is no folder .* is not in the hub's cache"),
-    (["--gpu", "mi300"], r"--gpu mi300 is not in the table - expected one of .*h100.*--memory-gib"),
-    (["--orchestrator.batch-size", "10", "--gpu", "h100"], "batch_size must be divisible by rollouts_per_example"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model.name", "some/model", "--gpu", "h100"], r"'some/model' is no folder .* is not in the hub's cache"),
+        (["--gpu", "mi300"], r"--gpu mi300 is not in the table - expected one of .*h100.*--memory-gib"),
+        (["--orchestrator.batch-size", "10", "--gpu", "h100"], "batch_size must be divisible by rollouts_per_example"),
+    ],
+)
 def test_a_plan_of_something_unknown_or_wrong_is_refused(config_file, flags, words):
     with pytest.raises(ConfigError, match=words):
         plan(["@", str(config_file), *flags])
 
 
-@pytest.mark.parametrize(("described", "words"), [
-    ({"model_type": "jamba"}, "in layers that Trireme does not know"),
-    ({"model_type": "qwen3_0"}, 'transformers has no architecture "qwen3_0"'),
-    ({"model_type": "falcon_h1", "mamba_rms_norm": True}, "mamba_norm_before_gate = true, which vLLM ignores"),
-    ({"model_type": "nemotron_h", "layers_block_type": ["mamba", "moe"]}, "no kernel on a CPU for the experts"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("described", "words"),
+    [
+        ({"model_type": "jamba"}, "in layers that Trireme does not know"),
+        ({"model_type": "qwen3_0"}, 'transformers has no architecture "qwen3_0"'),
+        ({"model_type": "falcon_h1", "mamba_rms_norm": True}, "mamba_norm_before_gate = true, which vLLM ignores"),
+        ({"model_type": "nemotron_h", "layers_block_type": ["mamba", "moe"]}, "no kernel on a CPU for the experts"),
+    ],
+)
 def test_a_model_that_a_run_would_refuse_is_refused_by_its_plan(config_file, described, words):
     (config_file.parent / "model").mkdir()
     (config_file.parent / "model/config.json").write_text(json.dumps(described))

@@ -23,10 +23,13 @@ from trireme.trainer.publish.served_weights import served_specs
 
 
 @pytest.mark.parametrize("lora", [None, Lora(rank=2)], ids=["all", "lora"])
-@pytest.mark.parametrize(("kind", "vlm"), [
-    *(("qwen3_5", None), ("qwen3_5_moe", None), ("qwen3_next", None)),
-    *(("qwen3_5", Vlm()), ("qwen3_5_moe", Vlm()), ("qwen2_5_vl", Vlm())),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "vlm"),
+    [
+        *(("qwen3_5", None), ("qwen3_5_moe", None), ("qwen3_next", None)),
+        *(("qwen3_5", Vlm()), ("qwen3_5_moe", Vlm()), ("qwen2_5_vl", Vlm())),
+    ],
+)
 def test_what_is_not_trained_of_a_published_checkpoint_is_exported_to_the_bit(
     kind: str, vlm: Vlm | None, lora: Lora | None, tiny_model: Path, tmp_path: Path, world: World
 ) -> None:

@@ -40,10 +40,16 @@ MUON = {"trainer.optim.type": "muon"}
 OTHER = {"model.name": "models/other"}
 
 
-@pytest.mark.parametrize("changes", [
-    {"max_steps": 3}, {"max_steps": 100}, {"trainer.optim.type": "adamw_8bit"}, MUON | {"trainer.ckpt.resume_step": 0},
-    OTHER | {"max_steps": 1, "resume": False},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_steps": 3},
+        {"max_steps": 100},
+        {"trainer.optim.type": "adamw_8bit"},
+        MUON | {"trainer.ckpt.resume_step": 0},
+        OTHER | {"max_steps": 1, "resume": False},
+    ],
+)
 def test_a_run_is_resumed_as_it_was_and_further(earlier, changes):
     check_resume(updated(earlier, changes))
 
@@ -60,14 +66,17 @@ def test_a_model_that_was_moved_is_the_same(earlier):
     check_resume(updated(earlier, {"model.name": f"/moved/{Path(earlier.model.name).name}"}))
 
 
-@pytest.mark.parametrize(("run", "changes", "said"), [
-    ("earlier", {"max_steps": 2}, r"step 3, .*`max_steps` is 2 - expected 3 or more"),
-    ("earlier", OTHER, "`model.name` is .models.other"),
-    ("earlier", MUON, r"adamw.*`trainer.optim.type` is .muon"),
-    ("fine_tuned", {"max_steps": 2}, r"step 3, .* `max_steps` is 2 .*`--ckpt.resume-step N`"),
-    ("fine_tuned", OTHER, r"models.a.*`model.name` is .models.other"),
-    ("fine_tuned", {"optim.type": "sgd"}, r"adamw.*`optim.type` is .sgd"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("run", "changes", "said"),
+    [
+        ("earlier", {"max_steps": 2}, r"step 3, .*`max_steps` is 2 - expected 3 or more"),
+        ("earlier", OTHER, "`model.name` is .models.other"),
+        ("earlier", MUON, r"adamw.*`trainer.optim.type` is .muon"),
+        ("fine_tuned", {"max_steps": 2}, r"step 3, .* `max_steps` is 2 .*`--ckpt.resume-step N`"),
+        ("fine_tuned", OTHER, r"models.a.*`model.name` is .models.other"),
+        ("fine_tuned", {"optim.type": "sgd"}, r"adamw.*`optim.type` is .sgd"),
+    ],
+)
 def test_fewer_steps_another_model_and_another_optimizer_are_refused_with_both_values(run, changes, said, request):
     config = request.getfixturevalue(run)
     check_resume(config)

@@ -15,9 +15,13 @@ SPECS = Extent("eval", (0, 1), 3).specs("eval-say")
 
 
 def roll_out_all(
-    specs: list[RolloutSpec], fails: Callable[[RolloutSpec], Exception | None] = lambda spec: None, *,
-    scored_together: bool = False, max_attempts: int = 3, max_concurrent: int = 3,
-) -> tuple[list[RolloutOutcome], list[RolloutOutcome], list[RolloutSpec], int]:  # fmt: skip
+    specs: list[RolloutSpec],
+    fails: Callable[[RolloutSpec], Exception | None] = lambda spec: None,
+    *,
+    scored_together: bool = False,
+    max_attempts: int = 3,
+    max_concurrent: int = 3,
+) -> tuple[list[RolloutOutcome], list[RolloutOutcome], list[RolloutSpec], int]:
     told, tried, running, most = [], [], 0, 0
 
     async def roll_out(spec: RolloutSpec) -> Rollout:

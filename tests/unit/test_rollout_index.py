@@ -56,14 +56,17 @@ def found_by_the_viewer(run: RunConfig, line: str) -> list[tuple[int, int]]:
     return sorted(kept)
 
 
-@pytest.mark.parametrize("line", [
-    *("", "it", "-it", "größe", '"100% it\'s"', "_x_", "IT größe", "'; DROP TABLE rollouts; --", "%"),
-    *("reward<1", "reward>=1.3", "-reward<1", "advantage>0", "-advantage>0", "tokens=4", "turns!=1", "rollout=2"),
-    *("example=3", "example!=3", "example~1", "example>=4", "-example=3", "env=a", "env~B", "-env=a"),
-    *("stop=length", "stop~en", "-stop~en", "stop!=done", "error~timeout", "-error~timeout", "flaws~trunc"),
-    *("is:truncated", "-is:truncated", "is:failed", "-is:failed", "is:flawed", "-is:flawed"),
-    *("reward<=1.3 rollout>1", "reward<2 env=a is:truncated", "größe -is:truncated reward>0.5"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("", "it", "-it", "größe", '"100% it\'s"', "_x_", "IT größe", "'; DROP TABLE rollouts; --", "%"),
+        *("reward<1", "reward>=1.3", "-reward<1", "advantage>0", "-advantage>0", "tokens=4", "turns!=1", "rollout=2"),
+        *("example=3", "example!=3", "example~1", "example>=4", "-example=3", "env=a", "env~B", "-env=a"),
+        *("stop=length", "stop~en", "-stop~en", "stop!=done", "error~timeout", "-error~timeout", "flaws~trunc"),
+        *("is:truncated", "-is:truncated", "is:failed", "-is:failed", "is:flawed", "-is:flawed"),
+        *("reward<=1.3 rollout>1", "reward<2 env=a is:truncated", "größe -is:truncated reward>0.5"),
+    ],
+)
 def test_a_search_finds_what_the_viewer_finds(run: RunConfig, table: RolloutIndex, line: str) -> None:
     assert found(table, line) == found_by_the_viewer(run, line)
 

@@ -62,31 +62,37 @@ def test_experts_of_prompt_and_answer_are_read_but_for_the_last_token_in_one_byt
         assert found.tolist() == given.tolist()
 
 
-@pytest.mark.parametrize(("given", "words"), [
-    (None, "did not say which experts"),
-    ("%%%", "cannot be read"),
-    (base64.b64encode(b"\x93NUMPY\x01\x00").decode(), "cannot be read"),
-    (written(np.zeros((3, 3, 2), np.uint8))[:-4], "cannot be read"),
-    (written(np.array([{}] * 3, dtype=object)), "cannot be read"),
-    # a header that promises more than there is costs no memory
-    (base64.b64encode(b"\x93NUMPY\x01\x00" + len(HEAD).to_bytes(2, "little") + HEAD).decode(), "cannot be read"),
-    (written(np.zeros((3, 3, 2), np.uint8)), r"\(3, 3, 2\), as uint8 - \(4, 3, 2\) were expected"),
-    (written(np.zeros((4, 2, 2), np.uint8)), r"\(4, 2, 2\)"),
-    (written(np.zeros((4, 3, 2), np.float32)), "as float32"),
-    (written(np.full((4, 3, 2), 8, np.uint8)), "expert 8 - the model has 8, from 0 on"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (None, "did not say which experts"),
+        ("%%%", "cannot be read"),
+        (base64.b64encode(b"\x93NUMPY\x01\x00").decode(), "cannot be read"),
+        (written(np.zeros((3, 3, 2), np.uint8))[:-4], "cannot be read"),
+        (written(np.array([{}] * 3, dtype=object)), "cannot be read"),
+        # a header that promises more than there is costs no memory
+        (base64.b64encode(b"\x93NUMPY\x01\x00" + len(HEAD).to_bytes(2, "little") + HEAD).decode(), "cannot be read"),
+        (written(np.zeros((3, 3, 2), np.uint8)), r"\(3, 3, 2\), as uint8 - \(4, 3, 2\) were expected"),
+        (written(np.zeros((4, 2, 2), np.uint8)), r"\(4, 2, 2\)"),
+        (written(np.zeros((4, 3, 2), np.float32)), "as float32"),
+        (written(np.full((4, 3, 2), 8, np.uint8)), "expert 8 - the model has 8, from 0 on"),
+    ],
+)
 def test_what_cannot_be_the_experts_of_these_tokens_is_not_believed(given: str | None, words: str) -> None:
     with pytest.raises(BadAnswer, match=words):
         expert_routes.routes_of(choice(3, given), num_prompt=2, shape=SHAPE)
 
 
-@pytest.mark.parametrize(("config", "expected"), [
-    ({"num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 2}, SHAPE),
-    ({"text_config": {"num_hidden_layers": 3, "num_local_experts": 8, "num_experts_per_tok": 2}}, SHAPE),
-    ({"num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 2}, SHAPE),
-    ({"num_hidden_layers": 3}, None),
-    ({"num_hidden_layers": 3, "num_experts": 0, "num_experts_per_tok": 2}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 2}, SHAPE),
+        ({"text_config": {"num_hidden_layers": 3, "num_local_experts": 8, "num_experts_per_tok": 2}}, SHAPE),
+        ({"num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 2}, SHAPE),
+        ({"num_hidden_layers": 3}, None),
+        ({"num_hidden_layers": 3, "num_experts": 0, "num_experts_per_tok": 2}, None),
+    ],
+)
 def test_the_experts_to_replay_are_read_from_the_models_configuration(config, expected) -> None:
     plain, replaying = (
         RunConfig.model_validate({"model": {"name": "dense"}, "trainer": {"model": {"moe": {"router_replay": it}}}})

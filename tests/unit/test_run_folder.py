@@ -166,12 +166,15 @@ def test_secrets_among_arguments_are_for_the_owner_and_for_no_page(tmp_path: Pat
         assert "size" in text
 
 
-@pytest.mark.parametrize(("words", "shown"), [
-    (["--inference.args.hf-token", "s", "--name", "a"], ["--inference.args.hf-token", "…", "--name", "a"]),
-    (["--dtype", "auto", "--hf-token", "s"], ["--dtype", "auto", "--hf-token", "…"]),
-    (["--orchestrator.env.0.args.api_key=s"], ['--orchestrator.env.0.args.api_key="…"']),
-    (['[{args = {judge_api_key = "s\\"s", size = 3}}]'], ['[{args = {judge_api_key = "…", size = 3}}]']),
-    (["--model.name", "token", "{key='s'}"], ["--model.name", "token", '{key="…"}']),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--inference.args.hf-token", "s", "--name", "a"], ["--inference.args.hf-token", "…", "--name", "a"]),
+        (["--dtype", "auto", "--hf-token", "s"], ["--dtype", "auto", "--hf-token", "…"]),
+        (["--orchestrator.env.0.args.api_key=s"], ['--orchestrator.env.0.args.api_key="…"']),
+        (['[{args = {judge_api_key = "s\\"s", size = 3}}]'], ['[{args = {judge_api_key = "…", size = 3}}]']),
+        (["--model.name", "token", "{key='s'}"], ["--model.name", "token", '{key="…"}']),
+    ],
+)
 def test_a_noted_command_line_shows_no_secret(words: list[str], shown: list[str]) -> None:
     assert command_without_secrets(words) == shown

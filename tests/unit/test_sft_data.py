@@ -191,18 +191,27 @@ def test_a_program_can_make_the_conversations(tmp_path):
         read(program)
 
 
-@pytest.mark.parametrize("line", [
-    "{", "[]", '{"text": "hi"}', '{"messages": []}', '{"messages": "hi"}',
-    '{"messages": [{"role": "user", "content": "hi"}]}',
-    '{"messages": [{"role": "user"}, {"role": "assistant", "content": "yo"}]}',
-    '{"messages": [{"content": "hi"}, {"role": "assistant", "content": "yo"}]}',
-    '{"messages": [{"role": "assistant", "content": "yo"}, "hi"]}',
-    '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo", "weight": 0.5}]}',
-    '{"prompt": "hi"}', '{"prompt": "hi", "completion": ""}',
-    '{"prompt": [{"role": "user", "content": "hi"}], "completion": []}', '{"prompt": 3, "completion": 4}',
-    '{"conversations": [{"from": "alien", "value": "hi"}]}',
-    '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}], "tools": "{"}',
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        '{"text": "hi"}',
+        '{"messages": []}',
+        '{"messages": "hi"}',
+        '{"messages": [{"role": "user", "content": "hi"}]}',
+        '{"messages": [{"role": "user"}, {"role": "assistant", "content": "yo"}]}',
+        '{"messages": [{"content": "hi"}, {"role": "assistant", "content": "yo"}]}',
+        '{"messages": [{"role": "assistant", "content": "yo"}, "hi"]}',
+        '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo", "weight": 0.5}]}',
+        '{"prompt": "hi"}',
+        '{"prompt": "hi", "completion": ""}',
+        '{"prompt": [{"role": "user", "content": "hi"}], "completion": []}',
+        '{"prompt": 3, "completion": 4}',
+        '{"conversations": [{"from": "alien", "value": "hi"}]}',
+        '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}], "tools": "{"}',
+    ],
+)
 def test_a_line_that_is_no_conversation_is_named(tmp_path, line):
     path = write_lines(tmp_path / "data.jsonl", {"messages": GREETING}, "", line)
     with pytest.raises(ConfigError, match=r"data.jsonl, line 3 .*expected \{\"messages\"") as caught:
@@ -484,13 +493,16 @@ def test_a_sample_whose_picture_would_be_cut_is_left_out(tmp_path):
     assert write_samples(tmp_path / "b", other, sample(8))[0].digest() != found.digest()
 
 
-@pytest.mark.parametrize(("part", "words"), [
-    ({"type": "image_url", "image_url": {"url": "http://host/a.png"}}, r"http://host/a.png.*no address"),
-    ({"type": "image", "image": "../outside.png"}, r"outside.png' is no file"),
-    ({"type": "image", "image": "data.jsonl"}, r"no picture"),
-    ({"type": "image"}, r"None in place of a picture"),
-    ({"type": "text", "text": "<|image_pad|>"}, r"1 placeholders for 0 pictures"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"type": "image_url", "image_url": {"url": "http://host/a.png"}}, r"http://host/a.png.*no address"),
+        ({"type": "image", "image": "../outside.png"}, r"outside.png' is no file"),
+        ({"type": "image", "image": "data.jsonl"}, r"no picture"),
+        ({"type": "image"}, r"None in place of a picture"),
+        ({"type": "text", "text": "<|image_pad|>"}, r"1 placeholders for 0 pictures"),
+    ],
+)
 def test_a_picture_that_cannot_be_shown_is_refused_with_its_place(seeing, tmp_path, world, part, words):
     folder = tmp_path / "inside"
     folder.mkdir()

@@ -156,17 +156,20 @@ def test_a_line_that_is_no_variable_is_named_without_what_it_says(tmp_path):
     assert "s3cret" not in str(refused.value)
 
 
-@pytest.mark.parametrize(("argv", "words"), [
-    (["ours.toml"], "`--gpus-per-node 8`, or 0"),
-    (["ours.toml", "--time", "4h", *SPREAD], "4h"),
-    (["ours.toml", "--cpus-per-node", "4", *SPREAD], "want the same ports"),
-    (["flat.toml", "--nodes", "1", "--gpus-per-node", "8"], "Write `--nodes 2`"),
-    (["ours.toml", "--inference-gpu-ids", "0", *SPREAD], "dealt out by number"),
-    (["ours.toml", "--on", "kubernetes", "--storage", "1Gi", *SPREAD], "no image was named"),
-    (["ours.toml", "--orchestrator.batch-size", "17", *SPREAD], "batch_size must be divisible"),
-    (["ours.toml", "--model.name", "models/none", *SPREAD], "does not exist"),
-    (["ours.toml", "--name", "there", *SPREAD], "Add --resume"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["ours.toml"], "`--gpus-per-node 8`, or 0"),
+        (["ours.toml", "--time", "4h", *SPREAD], "4h"),
+        (["ours.toml", "--cpus-per-node", "4", *SPREAD], "want the same ports"),
+        (["flat.toml", "--nodes", "1", "--gpus-per-node", "8"], "Write `--nodes 2`"),
+        (["ours.toml", "--inference-gpu-ids", "0", *SPREAD], "dealt out by number"),
+        (["ours.toml", "--on", "kubernetes", "--storage", "1Gi", *SPREAD], "no image was named"),
+        (["ours.toml", "--orchestrator.batch-size", "17", *SPREAD], "batch_size must be divisible"),
+        (["ours.toml", "--model.name", "models/none", *SPREAD], "does not exist"),
+        (["ours.toml", "--name", "there", *SPREAD], "Add --resume"),
+    ],
+)
 def test_what_cannot_be_submitted_says_what_to_type(folder, argv, words):
     (folder / "outputs/there").mkdir(parents=True)
     (folder / "outputs/there/metrics.jsonl").touch()

@@ -79,19 +79,22 @@ def test_shares_and_their_means_add_up_to_one_to_the_bit_and_are_what_exact_arit
     assert sum(mean_shares(shares(lane, "engine a:1", *ends) for lane in others).values()) == 1.0
 
 
-@pytest.mark.parametrize(("trainer", "engines", "more", "says"), [
-    ({"train": 0.3, "wait": 0.61, OTHER: 0.09}, {"generate": 0.97, "wait": 0.03}, {}, "waits 61%.*busy 97%"),
-    ({"train": 0.98, "wait": 0.02}, {"generate": 0.4, "wait": 0.6}, {}, "give more GPUs to the trainer"),
-    ({"train": 0.96, "wait": 0.04}, {"generate": 0.97, "wait": 0.03}, {}, "balanced"),
-    ({"train": 0.5, "wait": 0.5}, {"generate": 0.5, "wait": 0.5}, {}, "wait for each other"),
-    ({"train": 0.6, "transfer": 0.35, "wait": 0.05}, {"generate": 0.6, "transfer": 0.3, "wait": 0.1}, {}, "moving"),
-    ({OTHER: 1.0}, {"generate": 1.0}, {}, "too little is known"),
-    ({"train": 0.5, "wait": 0.5}, {"generate": 1.0}, {"few": 0.4}, "more GPUs would not help|oversampling_factor"),
-    ({"train": 0.5, "wait": 0.5}, {"generate": 1.0}, {"few": 0.1}, "give more GPUs to inference"),
-    ({"train": 0.5, "wait": 0.5}, {"generate": 0.4, "wait": 0.6}, {"environments": 0.4}, "for environments: more"),
-    ({"train": 0.5, "wait": 0.5}, {"generate": 0.4, "wait": 0.6}, {"environments": 0.1}, "wait for each other"),
-    ({"train": 0.98, "wait": 0.02}, {"generate": 0.4, "wait": 0.6}, {"environments": 0.6}, "GPUs to the trainer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("trainer", "engines", "more", "says"),
+    [
+        ({"train": 0.3, "wait": 0.61, OTHER: 0.09}, {"generate": 0.97, "wait": 0.03}, {}, "waits 61%.*busy 97%"),
+        ({"train": 0.98, "wait": 0.02}, {"generate": 0.4, "wait": 0.6}, {}, "give more GPUs to the trainer"),
+        ({"train": 0.96, "wait": 0.04}, {"generate": 0.97, "wait": 0.03}, {}, "balanced"),
+        ({"train": 0.5, "wait": 0.5}, {"generate": 0.5, "wait": 0.5}, {}, "wait for each other"),
+        ({"train": 0.6, "transfer": 0.35, "wait": 0.05}, {"generate": 0.6, "transfer": 0.3, "wait": 0.1}, {}, "moving"),
+        ({OTHER: 1.0}, {"generate": 1.0}, {}, "too little is known"),
+        ({"train": 0.5, "wait": 0.5}, {"generate": 1.0}, {"few": 0.4}, "more GPUs would not help|oversampling_factor"),
+        ({"train": 0.5, "wait": 0.5}, {"generate": 1.0}, {"few": 0.1}, "give more GPUs to inference"),
+        ({"train": 0.5, "wait": 0.5}, {"generate": 0.4, "wait": 0.6}, {"environments": 0.4}, "for environments: more"),
+        ({"train": 0.5, "wait": 0.5}, {"generate": 0.4, "wait": 0.6}, {"environments": 0.1}, "wait for each other"),
+        ({"train": 0.98, "wait": 0.02}, {"generate": 0.4, "wait": 0.6}, {"environments": 0.6}, "GPUs to the trainer"),
+    ],
+)
 def test_the_side_that_is_waited_for_gets_more_gpus_unless_requests_or_environments_are(trainer, engines, more, says):
     assert re.search(says, advice(trainer, engines, **more))
 

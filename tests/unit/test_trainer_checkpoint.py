@@ -135,10 +135,16 @@ def test_a_missing_part_of_a_tensor_is_noticed(tmp_path):
         stored.read_into("model.x", torch.zeros(8, 3))
 
 
-@pytest.mark.parametrize(("config", "resume", "expected"), [
-    (Checkpoints(), True, 9), (Checkpoints(resume_step=-1), False, 9), (Checkpoints(resume_step=3), False, 3),
-    (Checkpoints(), False, 0), (Checkpoints(resume_step=0), True, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "resume", "expected"),
+    [
+        (Checkpoints(), True, 9),
+        (Checkpoints(resume_step=-1), False, 9),
+        (Checkpoints(resume_step=3), False, 3),
+        (Checkpoints(), False, 0),
+        (Checkpoints(resume_step=0), True, 0),
+    ],
+)
 def test_a_run_resumes_the_newest_complete_step_or_the_named_one(tmp_path, tiny_model, world, config, resume, expected):
     if config.resume_step != 3:
         assert version_to_resume(tmp_path, config, resume=resume) == 0
@@ -168,11 +174,15 @@ def test_after_going_back_checkpoints_of_later_steps_are_never_chosen(tmp_path, 
     assert len(list(weights.glob("set_aside_*/*"))) == len(complete_steps(aside))
 
 
-@pytest.mark.parametrize(("config", "saved", "kept"), [
-    (Checkpoints(keep_last=2, keep_interval=4), [1, 2, 3, 4, 5, 6, 7], [4, 6, 7]),
-    (Checkpoints(keep_last=1), [5, 3], [3, 5]),  # the one just saved stays
-    (Checkpoints(), [1, 2, 3], [1, 2, 3]),
-], ids=["last and interval", "older number", "all"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "saved", "kept"),
+    [
+        (Checkpoints(keep_last=2, keep_interval=4), [1, 2, 3, 4, 5, 6, 7], [4, 6, 7]),
+        (Checkpoints(keep_last=1), [5, 3], [3, 5]),  # the one just saved stays
+        (Checkpoints(), [1, 2, 3], [1, 2, 3]),
+    ],
+    ids=["last and interval", "older number", "all"],
+)
 def test_the_newest_checkpoints_and_those_of_the_interval_are_kept(tmp_path, tiny_model, world, config, saved, kept):
     save_steps(tmp_path, saved, tiny_model, world, config)
     assert complete_steps(tmp_path) == kept

@@ -92,9 +92,14 @@ class FakeOrchestrator:
 
 
 def run(
-    folder: Path, model: Path, *, resume: bool = False, orchestrator: FakeOrchestrator | None = None,
-    loss: Loss | None = None, **knobs: Any,
-) -> FakeOrchestrator:  # fmt: skip
+    folder: Path,
+    model: Path,
+    *,
+    resume: bool = False,
+    orchestrator: FakeOrchestrator | None = None,
+    loss: Loss | None = None,
+    **knobs: Any,
+) -> FakeOrchestrator:
     orchestrator = orchestrator or FakeOrchestrator(**knobs)
     trainer = TrainerConfig(
         threads=1, optim=Optimizer(lr=1e-3), ckpt=Checkpoints(interval=2), loss=loss or Loss(),

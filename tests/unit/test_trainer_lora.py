@@ -240,14 +240,17 @@ def test_what_is_merged_has_the_bits_that_engines_had_however_the_base_was_held(
     assert not (tmp_path / "merged/trained_with.json").exists()
 
 
-@pytest.mark.parametrize(("base", "lora", "words"), [
-    ("folder", Lora(target_modules=("q_proj", "qproj")), ["qproj", "down_proj, gate_proj, k_proj", "all-linear"]),
-    ("folder", Lora(modules_to_save=("head",)), ["modules_to_save", "head", "embed_tokens"]),
-    ("folder", Lora(modules_to_save=("lm_head",)), ["lm_head", "tie_word_embeddings"]),
-    ("folder", Lora(target_modules=("lm_head",)), ["lm_head", "tie_word_embeddings"]),
-    ("untied", Lora(target_modules=("lm_head",), dropout=0.1), ["lora.dropout = 0.1"]),
-    ("experts", Lora(dropout=0.1), ["lora.dropout = 0.1"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("base", "lora", "words"),
+    [
+        ("folder", Lora(target_modules=("q_proj", "qproj")), ["qproj", "down_proj, gate_proj, k_proj", "all-linear"]),
+        ("folder", Lora(modules_to_save=("head",)), ["modules_to_save", "head", "embed_tokens"]),
+        ("folder", Lora(modules_to_save=("lm_head",)), ["lm_head", "tie_word_embeddings"]),
+        ("folder", Lora(target_modules=("lm_head",)), ["lm_head", "tie_word_embeddings"]),
+        ("untied", Lora(target_modules=("lm_head",), dropout=0.1), ["lora.dropout = 0.1"]),
+        ("experts", Lora(dropout=0.1), ["lora.dropout = 0.1"]),
+    ],
+)
 def test_adapters_that_the_model_cannot_have_are_refused_with_what_it_has(base, lora, words, world, request):
     with pytest.raises(ConfigError) as refusal:
         opened(request.getfixturevalue(base), world, lora)

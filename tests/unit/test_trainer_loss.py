@@ -71,9 +71,16 @@ def at_loss(samples: list[Sample], column: str) -> torch.Tensor:
 
 
 def passed(
-    model: PreTrainedModel, samples: list[Sample], world: World, loss_function: LossFunction, *, capacity: int = 80,
-    rows: list[MicroBatch] | None = None, loss_tokens: int | None = None, **options: Any,
-) -> tuple[dict[str, float], Tensors]:  # fmt: skip
+    model: PreTrainedModel,
+    samples: list[Sample],
+    world: World,
+    loss_function: LossFunction,
+    *,
+    capacity: int = 80,
+    rows: list[MicroBatch] | None = None,
+    loss_tokens: int | None = None,
+    **options: Any,
+) -> tuple[dict[str, float], Tensors]:
     metrics = forward_backward(
         model, micro_batches_of_rank(samples, capacity=capacity, rank=0, world=1) if rows is None else rows,
         loss_tokens=tiny.num_loss_tokens(samples) if loss_tokens is None else loss_tokens, step=0,
@@ -111,10 +118,15 @@ def test_one_iteration_is_a_plain_step_to_the_bit(tiny_model, world, name):
     plain.optimizer = torch.optim.AdamW(plain.model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
     fixed = FixedLogprobs(recomputed=resolve_loss(Loss(type=name), length=1).proximal == "recomputed")
     expected = forward_backward(
-        plain.model, micro_batches_of_rank(samples_at(0), capacity=CAPACITY, rank=0, world=1),
-        loss_tokens=tiny.num_loss_tokens(samples_at(0)), loss_samples=len(LENGTHS), step=0,
-        loss_function=policy_gradient(Loss(type=name)), world=world, fixed=fixed,
-    ) | update(plain.model, plain.optimizer, 1.0)  # fmt: skip
+        plain.model,
+        micro_batches_of_rank(samples_at(0), capacity=CAPACITY, rank=0, world=1),
+        loss_tokens=tiny.num_loss_tokens(samples_at(0)),
+        loss_samples=len(LENGTHS),
+        step=0,
+        loss_function=policy_gradient(Loss(type=name)),
+        world=world,
+        fixed=fixed,
+    ) | update(plain.model, plain.optimizer, 1.0)
     assert tiny.are_equal(tiny.weights_of(state.model), tiny.weights_of(plain.model))
     assert metrics == [expected | {"lr": 1e-3, "skipped_in_a_row": 0.0}]
 
@@ -333,10 +345,14 @@ def plain_entropy_bonus(rows: list[Plain]) -> torch.Tensor:
     return -gain.mean() - 0.7 * torch.cat([row.entropies for row in rows]).mean()
 
 
-@pytest.mark.parametrize(("loss", "plain"), [
-    ({"type": "gspo", "clip_low": 0.5, "clip_high": 2.0}, plain_gspo),
-    ({"type": "reinforce", "entropy_bonus": 0.7}, plain_entropy_bonus),
-], ids=["gspo", "entropy_bonus"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("loss", "plain"),
+    [
+        ({"type": "gspo", "clip_low": 0.5, "clip_high": 2.0}, plain_gspo),
+        ({"type": "reinforce", "entropy_bonus": 0.7}, plain_entropy_bonus),
+    ],
+    ids=["gspo", "entropy_bonus"],
+)
 def test_losses_by_sample_and_of_entropies_have_the_gradients_of_samples_alone(tiny_model, world, loss, plain):
     samples = samples_at(0)
     model, rows = plain_pass(tiny_model, samples)

@@ -253,17 +253,20 @@ def test_broken_steps_before_a_stop_count_after_it(model_folder, world, tmp_path
 HALF = sqrt(0.5)
 
 
-@pytest.mark.parametrize(("kind", "settings", "expected"), [
-    ("constant", {"warmup_steps": 4, "floor": 0.5}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0]),
-    ("linear", {}, [1.0, 0.75, 0.5, 0.25, 0.0]),
-    ("linear", {"warmup_steps": 2, "floor": 0.5}, [0.5, 1.0, 1.0, 0.75, 0.5]),
-    ("cosine", {}, [1.0, (1 + HALF) / 2, 0.5, (1 - HALF) / 2, 0.0]),
-    ("cosine", {"floor": 0.2}, [1.0, 0.6, 0.2]),
-    ("cosine", {"warmup_steps": 3}, [1 / 3, 2 / 3, 1.0, 1.0]),  # all warm-up: nothing is divided by 0
-    ("wsd", {"warmup_steps": 2, "floor": 0.2, "decay_steps": 4}, [0.5, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2]),
-    ("wsd", {"warmup_steps": 2, "decay_steps": 4}, [0.5, 1.0, 1.0, 0.5, 0.0]),
-    ("wsd", {}, [1.0, 1.0, 1.0, 0.0]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "settings", "expected"),
+    [
+        ("constant", {"warmup_steps": 4, "floor": 0.5}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", {}, [1.0, 0.75, 0.5, 0.25, 0.0]),
+        ("linear", {"warmup_steps": 2, "floor": 0.5}, [0.5, 1.0, 1.0, 0.75, 0.5]),
+        ("cosine", {}, [1.0, (1 + HALF) / 2, 0.5, (1 - HALF) / 2, 0.0]),
+        ("cosine", {"floor": 0.2}, [1.0, 0.6, 0.2]),
+        ("cosine", {"warmup_steps": 3}, [1 / 3, 2 / 3, 1.0, 1.0]),  # all warm-up: nothing is divided by 0
+        ("wsd", {"warmup_steps": 2, "floor": 0.2, "decay_steps": 4}, [0.5, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2]),
+        ("wsd", {"warmup_steps": 2, "decay_steps": 4}, [0.5, 1.0, 1.0, 0.5, 0.0]),
+        ("wsd", {}, [1.0, 1.0, 1.0, 0.0]),
+    ],
+)
 def test_schedules_by_hand(kind: str, settings: dict[str, float], expected: list[float]) -> None:
     last = len(expected) - 1
     options = {"warmup_steps": 0, "floor": 0.0} | settings

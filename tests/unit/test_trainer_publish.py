@@ -137,10 +137,15 @@ def open_stand(tmp_path: Path, tiny_model: Path, world: World) -> Iterator[OpenS
     with ExitStack() as stack:
 
         def opened(
-            kind: Any = "filesystem", *, model: PreTrainedModel | None = None,
-            intercept: Callable[[Request], Reply | None] = lambda _: None, dtype: str = "auto", delta: bool = False,
-            timeout_s: float = DEADLINE_S, max_async_level: int = 1,
-        ) -> Stand:  # fmt: skip
+            kind: Any = "filesystem",
+            *,
+            model: PreTrainedModel | None = None,
+            intercept: Callable[[Request], Reply | None] = lambda _: None,
+            dtype: str = "auto",
+            delta: bool = False,
+            timeout_s: float = DEADLINE_S,
+            max_async_level: int = 1,
+        ) -> Stand:
             config = RunConfig(
                 output_dir=tmp_path, device="cpu", max_async_level=max_async_level, ports=Ports(weights=free_port()),
                 weight_broadcast=WeightBroadcast(type=kind, timeout_s=timeout_s, delta=delta, bucket_mib=1),

@@ -90,9 +90,14 @@ LENGTHS = [30, 20, 12, 40]
 
 
 def weights_after(
-    model: Path, folder: Path, world: World, logprob_log: LogprobLog | None, *, lengths: list[int] = LENGTHS,
+    model: Path,
+    folder: Path,
+    world: World,
+    logprob_log: LogprobLog | None,
+    *,
+    lengths: list[int] = LENGTHS,
     iterations: int = 1,
-) -> dict[str, torch.Tensor]:  # fmt: skip
+) -> dict[str, torch.Tensor]:
     trainer = TrainerConfig(threads=1, optim=Optimizer(lr=1e-2), num_iterations=iterations)
     config = RunConfig(output_dir=folder, device="cpu", model=Model(name=str(model)), trainer=trainer)
     state = open_state(model, world, lr=1e-2)

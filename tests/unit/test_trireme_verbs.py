@@ -89,10 +89,17 @@ def test_settings_that_a_resumed_run_did_not_have_are_told_and_the_earlier_ones_
     assert secret.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize(("read", "taken", "refused"), [
-    (positive_int, "3", "0"), (count, "0", "-1"), (positive, "0.5", "nan"), (not_negative, "0", "-0.1"),
-    (share, "1", "1.01"), (json_table('{"a": 1}'), '{"a": [1]}', "[1]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("read", "taken", "refused"),
+    [
+        (positive_int, "3", "0"),
+        (count, "0", "-1"),
+        (positive, "0.5", "nan"),
+        (not_negative, "0", "-0.1"),
+        (share, "1", "1.01"),
+        (json_table('{"a": 1}'), '{"a": [1]}', "[1]"),
+    ],
+)
 def test_a_value_of_a_flag_is_taken_where_it_makes_sense_and_else_repeated(read, taken, refused):
     assert read(taken) == json.loads(taken)
     with pytest.raises(ArgumentTypeError, match=re.escape(repr(refused))):

@@ -193,12 +193,15 @@ def test_adapters_are_added_as_peft_adds_them(base, adapters, tmp_path):
         weights_folder.open_source(adapters, base=str(other), dtype="float32")
 
 
-@pytest.mark.parametrize(("file", "content", "words"), [
-    ("adapter_config.json", b"{", r"adapter_config\.json is damaged"),
-    ("adapter_config.json", b'{"r": 4}', "does not say lora_alpha"),
-    ("adapter_model.safetensors", b"x", r"model\.safetensors is damaged"),
-    ("adapter_model.safetensors", None, r"adapter_model\.safetensors is missing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("adapter_config.json", b"{", r"adapter_config\.json is damaged"),
+        ("adapter_config.json", b'{"r": 4}', "does not say lora_alpha"),
+        ("adapter_model.safetensors", b"x", r"model\.safetensors is damaged"),
+        ("adapter_model.safetensors", None, r"adapter_model\.safetensors is missing"),
+    ],
+)
 def test_damaged_adapters_are_named(adapters, tmp_path, file, content, words):
     path = shutil.copytree(adapters, tmp_path / "step_1") / file
     path.write_bytes(content) if content is not None else path.unlink()

@@ -45,12 +45,16 @@ def test_the_folder_of_the_tutorial(lab_folder, capsys):
     assert "#|" not in text
 
 
-@pytest.mark.parametrize(("kind", "folders", "command"), [
-    (["--vf-rl"], ("vf-rl",), partial(run_translated, "vf-rl")),
-    (["--prime-rl"], ("prime-rl",), partial(run_translated, "prime-rl")),
-    (["--prime-rl"], ENVIRONMENTS, rl),
-    ([], ("rl",), partial(run_translated, "prime-rl")),
-], ids=["vf-rl", "prime-rl", "ours", "hosted"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "folders", "command"),
+    [
+        (["--vf-rl"], ("vf-rl",), partial(run_translated, "vf-rl")),
+        (["--prime-rl"], ("prime-rl",), partial(run_translated, "prime-rl")),
+        (["--prime-rl"], ENVIRONMENTS, rl),
+        ([], ("rl",), partial(run_translated, "prime-rl")),
+    ],
+    ids=["vf-rl", "prime-rl", "ours", "hosted"],
+)
 def test_every_example_that_was_set_up_is_ready_to_run_from_there(kind, folders, command, lab_folder, capsys):
     lab(["setup", *kind, "--size", "cpu"])
     files = [file for folder in folders for file in Path("configs", folder).glob("*.toml")]
