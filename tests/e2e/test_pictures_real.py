@@ -36,7 +36,6 @@ SIZES = {
         "hidden_size": 64,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
-        "max_position_embeddings": 512,
     }
 } | SERVED
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
@@ -108,13 +107,13 @@ class Sight:
 def test_an_engine_sees_as_transformers_does_also_with_other_weights(kind: str, dtype: str, tmp_path: Path) -> None:
     folder, close, rng = tmp_path / "model", CLOSE[dtype], np.random.default_rng(0)
     tokens = write_seeing_tokenizer(folder)
-    config = build_config(kind, **SIZES[kind], vocab_size=128)
+    config = build_config(kind, **SIZES[kind] | {"max_position_embeddings": 2048}, vocab_size=128)
     config.update(tokens)
     one = load_file(save_family(folder, config) / "model.safetensors")
     spread = {name: 0.3 if "visual." in name else 0.05 for name in one}
     other = {name: tensor + rng.normal(0, spread[name], tensor.shape).astype("float32") for name, tensor in one.items()}
     tower = {name: other[name] if "visual." in name else tensor for name, tensor in one.items()}
-    flags = ("--model.name", folder, "--model.vlm.vision-encoder-attr", "model.visual", "--seq-len", "512")
+    flags = ("--model.name", folder, "--model.vlm.vision-encoder-attr", "model.visual", "--seq-len", "2048")
     flags += ("--inference.model.dtype", dtype, "--max-async-level", "1")  # with a prefix cache
     with open_engine(tmp_path / "engine", *flags) as engine:
         sight = Sight(folder, engine.port)
@@ -146,7 +145,7 @@ def test_an_engine_sees_as_transformers_does_also_with_other_weights(kind: str, 
             body = {"token_ids": with_placeholders(*prompt), "content_parts": parts, "return_token_ids": True}
             post("resume")
             with ThreadPoolExecutor(1) as thread:
-                sampling = sight.sampling | {"max_tokens": 300}
+                sampling = sight.sampling | {"max_tokens": 1500}  # seconds, so that it is seen while it runs
                 asked = thread.submit(post, "inference/v1/generate", **body, sampling_params=sampling)
                 wait_until_sampling(engine.port)
                 post("pause?mode=keep")
