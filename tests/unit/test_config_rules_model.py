@@ -95,6 +95,9 @@ VLM = "--model.vlm.language-model-attr model.language_model"
 @pytest.mark.parametrize(
     ("described", "flags", "words", "chosen"),
     [
+        ({"max_position_embeddings": 512}, "--seq-len 512", "", ON_CPU),
+        ({"max_position_embeddings": 512}, "--seq-len 513", "positions end at 512", ON_CPU),
+        ({"max_position_embeddings": 512, "rope_scaling": {"factor": 4.0}}, "--seq-len 513", "", ON_CPU),
         ({"model_type": "nemotron_h"}, "", "", ON_CPU),
         ({"model_type": "mamba2"}, "", "", ON_CPU | {"attn": "eager"}),
         ({"model_type": "qwen3_next"}, "", "", ON_CPU | {"dtype": "bfloat16"}),

@@ -127,6 +127,15 @@ def has_low_bit_weights(config: Mapping[str, Any]) -> bool:
     return bool(quantization_of(config)) and not low_bit_problem(config)
 
 
+def longest_context(config: Mapping[str, Any]) -> int | None:
+    """Return the tokens that a model with this config.json has positions for; None where positions are scaled, or it
+    does not say."""
+    text = config.get("text_config") or config
+    longest = text.get("max_position_embeddings")
+    is_scaled = any('"factor"' in json.dumps(text.get(key)) for key in ("rope_scaling", "rope_parameters"))
+    return longest if isinstance(longest, int) and longest > 0 and not is_scaled else None
+
+
 def num_experts_of(config: Mapping[str, Any]) -> int:
     """Return the experts of each layer of a model with this config.json; 0 for a dense model."""
     text = config.get("text_config") or config

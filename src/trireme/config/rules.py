@@ -24,6 +24,7 @@ from trireme.config.model_folder import (
     check_architecture_is_named,
     check_model,
     has_low_bit_weights,
+    longest_context,
     low_bit_problem,
     model_launch_problems,
     num_experts_in,
@@ -117,6 +118,13 @@ def served_model_problems(config: RunConfig, described: dict[str, Any] | None = 
         yield (
             f'inference.args.quantization = "{method}" - expected one of {", ".join(LOW_BIT)}, with which the engine '
             "rounds the trainer's weights itself at each update. Take one of these, or remove the line."
+        )
+    longest, room = longest_context(described), config.inference.model.max_model_len or config.seq_len
+    if longest and room > longest and not {"hf_overrides", "hf_config_path"} & arguments.keys():
+        yield (
+            f"seq_len = {config.seq_len} lets {served} read {room} tokens, and its positions end at {longest} "
+            f"(max_position_embeddings in its config.json) - expected at most as many. Set `seq_len = {longest}` or "
+            "less, or take a model for longer texts."
         )
     taken = {"hf_overrides", "load_format"} if has_low_bit_weights(described) else set()
     for name in sorted(taken & arguments.keys()):
