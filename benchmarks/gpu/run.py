@@ -433,35 +433,51 @@ def experts_of_a_mixture(device: str) -> dict[str, Any]:
 
 def quickstart_on_this_device(device: str) -> dict[str, Any]:
     """`rl` as a user types it, a few steps: on a single GPU, trainer and engine share it and weights go by CUDA IPC."""
+    found, run = run_rl(device, "configs/reverse-text/rl.toml", "--max-steps", "30")
+    return found | {"audit": _last_line("audit", run), "replay": _last_line("replay", run, "--until", "10")}
+
+
+def pictures_on_this_device(device: str) -> dict[str, Any]:
+    """A few steps of the task that cannot be solved without looking."""
+    found, run = run_rl(device, "configs/color-squares/rl.toml", "--max-steps", "6")
+    return found | {"replay": _last_line("replay", run)}
+
+
+def an_engine_in_8_bits(device: str) -> dict[str, Any]:
+    """The engine rounds each version of the weights again."""
+    flags = ("--inference.model.dtype", "bfloat16", "--inference.args.quantization", "fp8_per_channel")
+    return run_rl(device, "configs/reverse-text/rl.toml", "--max-steps", "6", *flags)[0]
+
+
+def run_rl(device: str, config: str, *flags: str) -> tuple[dict[str, Any], Path]:
+    """Return what a run measured, and its folder."""
     try:
         import vllm  # noqa: F401
     except ImportError as error:
         raise Skipped(f"vLLM cannot be imported: {error}") from error
-    folder = ROOT / "outputs" / "gpu-benchmark"
-    flags = ["--device", device, "--max-steps", "30", "--output-dir", str(folder), "--name", f"{int(time.time())}"]
-    command = [str(Path(sys.executable).parent / "rl"), "@", "configs/reverse-text/rl.toml", *flags]
+    folder, name = ROOT / "outputs" / "gpu-benchmark", f"{Path(config).parent.name}-{int(time.time())}"
+    placed = ["--device", device, "--output-dir", str(folder), "--name", name]
+    command = [str(Path(sys.executable).parent / "rl"), "@", config, *placed, *flags]
     began = time.perf_counter()
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert output.returncode == 0, output.stdout[-3000:] + output.stderr[-1000:]
-    run = folder / flags[-1]
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["process"] == "trainer"]
     mismatches = [row["mismatch_kl"] for row in steps if row.get("mismatch_kl") is not None]
-    return {
+    found = {
         "seconds": time.perf_counter() - began,
         "step_s": sorted(row["time/step"] for row in steps)[len(steps) // 2],
         "publish_s": sorted(row["time/publish"] for row in steps)[len(steps) // 2],
         "max_mismatch_kl": max(mismatches, default=None),
-        "audit": _last_line("audit", run),
-        "replay": _last_line("replay", run, "--until", "10"),
     }
+    return found, folder / name
 
 
 def checkpoints_into_an_engine(device: str) -> dict[str, Any]:
     """`eval` as a user types it: what the quickstart wrote goes into a running engine, confirmed by its digest."""
     from trireme.base.processes import free_port
 
-    runs = sorted((ROOT / "outputs" / "gpu-benchmark").glob("*/weights"))
+    runs = sorted((ROOT / "outputs" / "gpu-benchmark").glob("reverse-text-*/weights"))
     if not runs:
         raise Skipped("no weights of quickstart_on_this_device")
     programs = Path(sys.executable).parent
@@ -553,6 +569,8 @@ SECTIONS: dict[str, tuple[Callable[[str], dict[str, Any]], int]] = {
     "a_tried_step": (a_tried_step, 60),
     "quickstart_on_this_device": (quickstart_on_this_device, 250),
     "checkpoints_into_an_engine": (checkpoints_into_an_engine, 150),
+    "pictures_on_this_device": (pictures_on_this_device, 120),
+    "an_engine_in_8_bits": (an_engine_in_8_bits, 120),
     "head_in_chunks": (head_in_chunks, 120),
     "experts_of_a_mixture": (experts_of_a_mixture, 90),
     "optimizers": (optimizers, 120),
