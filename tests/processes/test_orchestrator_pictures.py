@@ -10,7 +10,8 @@ from tiny_tokenizer import write_seeing_model
 from trireme.algo.pictures import PictureRules
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
-from trireme.journal.pictures import PREFIX, PictureFiles, pictures_folder, rules_of_model
+from trireme.journal.message_text import PREFIX
+from trireme.journal.pictures import PictureFiles, pictures_folder, rules_of_model
 from trireme.messages import Picture, Tokens
 from whole_run import WholeRun, build_config, run
 

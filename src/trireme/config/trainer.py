@@ -65,7 +65,7 @@ class Experts(Section):
 
 
 TOWER = "model.visual"
-"""Where models that pictures are given to have their vision encoder."""
+"""The name of the vision encoder in models that pictures are given to."""
 
 
 class Vlm(Section):
@@ -77,9 +77,9 @@ class Vlm(Section):
     freeze_vision_encoder: bool = True
     """Leave the vision encoder as it is; false trains it with the whole model, not beside adapters."""
     vision_encoder_attr: Literal["model.visual"] = "model.visual"
-    """Where the vision encoder is in the model; other places are refused."""
+    """The name of the vision encoder in the model; others are refused."""
     language_model_attr: Literal["model.language_model"] = "model.language_model"
-    """Where the language model is; other places are refused."""
+    """The name of the language model in the model; others are refused."""
 
 
 class TrainerModel(Section):

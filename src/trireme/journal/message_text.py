@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 PREFIX = "picture:"
-"""Of the URL that stands for a picture in the journal's messages, before its digest."""
+"""The beginning of a URL that stands for a picture in the journal's messages; its digest follows."""
 
 _URL = re.compile(rf"{PREFIX}([0-9a-f]{{64}})")
 _LETTERS = 8  # of a digest that are shown
@@ -19,7 +19,7 @@ def content_text(content: Any) -> str:
 
     Example:
         content_text([{"type": "image_url", "image_url": {"url": "picture:9f3a…"}}, {"type": "text", "text": "Which?"}])
-        # "[picture 64x64 9f3a1c2b…]\\nWhich?" if `measure` has looked, else "[picture 9f3a1c2b…]\\nWhich?"
+        # "[picture 64x64 9f3a1c2b…]\\nWhich?" if the part has its `size`, else "[picture 9f3a1c2b…]\\nWhich?"
     """
     if content is None:
         return ""

@@ -20,7 +20,6 @@ from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.base.paths import atomic_write
 from trireme.config.model_folder import read_config, read_image_processor
 from trireme.config.vision import KINDS
-from trireme.journal.message_text import PREFIX as PREFIX
 
 PICTURES = "pictures"  # name of their folder
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
@@ -76,7 +75,9 @@ def from_data_uri(url: str) -> bytes:
     if not (comma and head.lower().startswith("data:image/") and head.lower().endswith(";base64")):
         raise ValueError(f"a picture at {url[:80]!r} - expected data:image/…;base64,…, as no address is looked up")
     if len(body) > LARGEST_FILE * 4 // 3 + 4:
-        raise ValueError(f"a picture of {len(body)} letters in base64 - expected at most {LARGEST_FILE} bytes")
+        raise ValueError(
+            f"a picture of {len(body)} letters in base64 - expected at most {LARGEST_FILE} bytes. Scale it down."
+        )
     return base64.b64decode(body, validate=True)
 
 
@@ -92,12 +93,12 @@ def to_png(data: bytes) -> bytes:
         ValueError: the bytes are no picture, or a larger one than is read.
     """
     if len(data) > LARGEST_FILE:
-        raise ValueError(f"a picture of {len(data)} bytes - expected at most {LARGEST_FILE}")
+        raise ValueError(f"a picture of {len(data)} bytes - expected at most {LARGEST_FILE}. Scale it down.")
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:  # reads its head alone
             if image.width * image.height > MOST_PIXELS:
                 size = f"{image.width} x {image.height}"
-                raise ValueError(f"a picture of {size} pixels - expected at most {MOST_PIXELS} in all")
+                raise ValueError(f"a picture of {size} pixels - expected at most {MOST_PIXELS} in all. Scale it down.")
             whole = ImageOps.exif_transpose(image).convert("RGBA")
     except ValueError:
         raise

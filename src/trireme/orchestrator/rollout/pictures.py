@@ -16,7 +16,8 @@ from typing import Any
 
 from trireme.algo.pictures import PictureRules
 from trireme.config.vision import MOST_PICTURES
-from trireme.journal.pictures import PREFIX, PictureFiles, from_data_uri, size_of, to_data_uri, to_png
+from trireme.journal.message_text import PREFIX
+from trireme.journal.pictures import PictureFiles, from_data_uri, size_of, to_data_uri, to_png
 from trireme.messages import Picture
 
 Message = dict[str, Any]
@@ -56,10 +57,14 @@ class ConversationPictures:
             DeadlineExceeded: the disk was full for too long.
         """
         if len(urls) > MOST_PICTURES:
-            raise ValueError(f"a conversation with {len(urls)} pictures - expected at most {MOST_PICTURES}")
+            raise ValueError(
+                f"a conversation with {len(urls)} pictures - expected at most {MOST_PICTURES}. Show fewer."
+            )
         digests = {url: await self._digest_of(url) for url in urls}
         if (size := sum(self._files.path(digest).stat().st_size for digest in digests.values())) > LARGEST_SUM:
-            raise ValueError(f"a conversation with pictures of {size} bytes - expected at most {LARGEST_SUM}")
+            raise ValueError(
+                f"a conversation with pictures of {size} bytes - expected at most {LARGEST_SUM}. Scale them down."
+            )
         return [_with_digests(message, digests) for message in messages]
 
     async def _digest_of(self, url: str) -> str:
@@ -147,7 +152,7 @@ def _joined(message: Message) -> Message:
     parts = message.get("content")
     if not isinstance(parts, list) or any(part["type"] != "text" for part in parts):
         return message
-    return message | {"content": "".join(part["text"] for part in parts)}
+    return message | {"content": "\n".join(part["text"] for part in parts)}
 
 
 def _with_digests(message: Message, digests: dict[str, str]) -> Message:

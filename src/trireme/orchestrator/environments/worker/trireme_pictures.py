@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 TYPES = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".gif": "gif", ".bmp": "bmp"}
-"""Of files that are read, by the ends of their names."""
+"""The type of each picture file that is read, by the end of its name."""
 
 LARGEST = 32 << 20  # bytes of the pictures of one conversation: they travel in one line
 ALLOWED = "expected data:image/...;base64,..., or the path of a picture in the environment's folder"
