@@ -28,14 +28,12 @@ def main() -> None:
 def _with_scripted_engine(plan: Any) -> Any:
     def scripted(*args: Any, **kwargs: Any) -> Plan:
         real = plan(*args, **kwargs)
-        return replace(real, processes=tuple(map(_scripted, real.processes)))
+        return real | {"inference": _scripted(real["inference"])}
 
     return scripted
 
 
 def _scripted(spec: ProcessSpec) -> ProcessSpec:
-    if spec.name != "inference":
-        return spec
     return replace(spec, argv=(sys.executable, str(ENGINE), *spec.argv[3:]))
 
 

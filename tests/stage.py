@@ -76,7 +76,7 @@ class Stage:
 
     def plan(self, **bodies: str) -> Plan:
         roles = {"inference": SLEEP, "orchestrator": SLEEP, "trainer": SLEEP} | bodies
-        return Plan(self.folder / "run.json", tuple(self._spec(name, body) for name, body in roles.items()))
+        return {name: self._spec(name, body) for name, body in roles.items()}  # type: ignore[misc]
 
     def _spec(self, name: str, body: str) -> ProcessSpec:
         script = self.folder / f"{name}.py"

@@ -18,7 +18,7 @@ from trireme.config.run import Supervisor
 from trireme.launch.children import open_children
 from trireme.launch.health import FrozenWatch, HealthWatch
 from trireme.launch.process_tree import read_processes
-from trireme.launch.restarts import LEAVE_S, Done, Restarts
+from trireme.launch.restarts import LEAVE_S, Ending, Restarts
 from trireme.launch.standalone_engine import open_server
 from trireme.launch.supervise import supervise
 from trireme.monitor.metrics import read_metrics
@@ -91,9 +91,9 @@ def test_a_trainer_that_does_not_leave_after_the_end_is_waited_for_and_then_stop
     said: list[str] = []
     now = [0.0]
     policy = Restarts(stage.config.supervisor, stage.config.paths.metrics, said.append, clock=lambda: now[0])
-    with open_children(stage.plan(orchestrator="pass").processes, lambda: False, GRACE_S) as crew:
+    with open_children(stage.plan(orchestrator="pass").values(), lambda: False, GRACE_S) as crew:
         until(lambda: looked(crew) and child_of(crew, "orchestrator").exit is not None)
-        for now[0], ending in ((0, None), (LEAVE_S - 1, None), (LEAVE_S, Done())):
+        for now[0], ending in ((0, None), (LEAVE_S - 1, None), (LEAVE_S, Ending())):
             assert policy.judge(crew.children) == ending
     assert "trainer was stopped: it did not leave within 60 s" in said[0]
     assert stage.alive() == []
@@ -103,7 +103,7 @@ def test_each_restart_in_a_row_waits_twice_as_long_and_the_others_are_looked_aft
     now = [0.0]
     config = Supervisor(backoff_s=10, longest_backoff_s=30)
     policy = Restarts(config, stage.config.paths.metrics, lambda _: None, clock=lambda: now[0])
-    with open_children(stage.plan(trainer="sys.exit(1)").processes, lambda: False, GRACE_S) as crew:
+    with open_children(stage.plan(trainer="sys.exit(1)").values(), lambda: False, GRACE_S) as crew:
         trainer = child_of(crew, "trainer")
         waits = []
         for _ in range(5):
@@ -148,7 +148,7 @@ def test_a_frozen_process_is_killed_and_started_again_and_a_frozen_child_is_kill
 def test_only_time_in_which_it_is_stopped_and_the_launcher_itself_awake_counts(stage):
     now = [0.0]
     watch = FrozenWatch(5, clock=lambda: now[0])
-    with open_children(stage.plan().processes, lambda: False, GRACE_S) as crew:
+    with open_children(stage.plan().values(), lambda: False, GRACE_S) as crew:
         until(lambda: stage.runs_of("trainer"))
         (pid,) = stage.runs_of("trainer")
         stopped = [(0, 0), (2, 2), (2, 4)]  # seconds that pass, seconds that count
@@ -197,7 +197,7 @@ def test_a_server_that_fell_silent_is_killed_and_started_again(stage, capsys):
 def test_a_server_is_silent_once_it_was_well_and_one_that_listens_no_more_is_not_given_the_time_of_a_slow_one(stage):
     sick, asked = stage.folder / "sick", stage.folder / "asked"
     sick.touch()
-    with open_children(stage.plan(inference=server_of(stage)).processes, lambda: False, GRACE_S) as crew:
+    with open_children(stage.plan(inference=server_of(stage)).values(), lambda: False, GRACE_S) as crew:
         with closing(HealthWatch(crew.children, 3600, every_s=0.05, refused_for_s=0.2)) as watch:
             for _ in range(3):  # it has not come up yet
                 asked.unlink(missing_ok=True)
@@ -249,7 +249,7 @@ FAMILY = "grandchild('import time; time.sleep(600)', start_new_session=True)\nal
 async def use_server(stage: Stage, body: str, deadline_s: float = 60, fail: BaseException | None = None) -> None:
     waits = Waits("the check", stage.config.paths.logs)
     stage.health.setdefault("inference", "http://127.0.0.1:1/health")
-    spec = stage.plan(inference=body).process("inference")
+    spec = stage.plan(inference=body)["inference"]
     async with open_server(spec, waits, deadline_s=deadline_s, grace_s=0.2) as url:
         assert (f"{url}/health", len(stage.alive())) == (spec.health, 2)
         if fail:

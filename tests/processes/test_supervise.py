@@ -12,7 +12,7 @@ import pytest
 from stage import COOPERATE, DEADLINE_S, GRACE_S, KIN, SLEEP, STUBBORN, launch, until, write_checkpoint
 from trireme.base.errors import TriremeError
 from trireme.launch.folder import hold_folder
-from trireme.launch.plan import Plan, ProcessSpec
+from trireme.launch.plan import ProcessSpec
 from trireme.launch.process_tree import read_process, read_processes
 from trireme.launch.supervise import supervise
 
@@ -71,7 +71,7 @@ def test_a_program_that_does_not_exist_is_named_and_nobody_is_left(stage):
     plan = stage.plan()
     missing = ProcessSpec(name="trainer", argv=("/no/such",), env={}, log=stage.folder / "log", gpus=(), ports={})
     with pytest.raises(TriremeError, match="trainer could not be started"):
-        supervise(Plan(plan.run_file, (*plan.processes[:2], missing)), stage.config)
+        supervise(plan | {"trainer": missing}, stage.config)
     assert stage.alive() == []
 
 

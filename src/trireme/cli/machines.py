@@ -97,9 +97,8 @@ def keep_ranks(config: RunConfig, run_file: Path) -> int:
             print(f"the ranks were restarted {in_a_row} times in a row without progress: giving up", flush=True)
             return code
         # In the meantime other machines notice: new ranks must not meet ranks that are ending.
-        doubled_s = config.supervisor.backoff_s * 2.0 ** min(in_a_row, 60)
-        delay_s = min(config.supervisor.longest_backoff_s, doubled_s)
         in_a_row += 1
+        delay_s = config.supervisor.delay_s(in_a_row)
         print(f"this machine's ranks ended with code {code}: restart in {delay_s:g} s", flush=True)
         time.sleep(delay_s)
         write_run(resuming(config), run_file)

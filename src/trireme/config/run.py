@@ -123,6 +123,10 @@ class Supervisor(Section):
     """A server that answered `/health` before and has not done so for this long is killed, and so started again; one
     whose port is closed is not waited for longer than 10 s."""
 
+    def delay_s(self, number: int) -> float:
+        """The wait before the restart of this number in a row, counted from the first that waits."""
+        return min(self.longest_backoff_s, self.backoff_s * 2.0 ** min(number - 1, 60))
+
 
 class Console(Section):
     """`[console]`: what the terminal shows. Nothing of it changes what is trained."""

@@ -8,14 +8,13 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from trireme.base.errors import TriremeError
 from trireme.launch.process_tree import (
-    GRACE_S,
     MARKER,
     MEMBER,
     Descendants,
@@ -181,20 +180,10 @@ def _environment(spec: ProcessSpec, temporary: Path) -> dict[str, str]:
 class Children:
     """All child processes of a run."""
 
-    def __init__(self, specs: Sequence[ProcessSpec], grace_s: float = GRACE_S, keep_open: Sequence[int] = ()) -> None:
-        """
-        Args:
-            keep_open: file descriptors that stay open until no process is left, even where the launcher is killed.
-        """
-        self.guard = Guard(grace_s, keep_open)
-        self._temporary = tempfile.TemporaryDirectory(prefix="trireme-", ignore_cleanup_errors=True)
-        self.children = [Child(spec, self.guard, temporary=Path(self._temporary.name)) for spec in specs]
-        self._grace_s = grace_s
+    def __init__(self, children: list[Child], guard: Guard) -> None:
+        self.children = children
+        self._guard = guard
         self._scanned = 0.0
-
-    def start(self) -> None:
-        for child in self.children:
-            child.start()
 
     def look(self) -> dict[int, Process] | None:
         """Record exits; once a second also descendants. Return the machine's process table in that case."""
@@ -205,19 +194,8 @@ class Children:
         self._scanned = time.monotonic()
         table = read_processes()
         for child in self.children:
-            self.guard.watch(child.family.scan(table))
+            self._guard.watch(child.family.scan(table))
         return table
-
-    def end(self, hurry: Callable[[], bool] = lambda: False) -> None:
-        """Send SIGTERM, wait (until `hurry` is true, or for the grace period), then send SIGKILL."""
-        family = Descendants()
-        for child in self.children:
-            family.absorb(child.family)
-        end_all(family, marks=mark_of(os.getpid()), grace_s=self._grace_s, hurry=hurry)
-        for child in self.children:
-            child.reap()
-        self._temporary.cleanup()
-        self.guard.dismiss()
 
     def states(self) -> list[ProcessState]:
         return [child.state() for child in self.children]
@@ -225,12 +203,27 @@ class Children:
 
 @contextmanager
 def open_children(
-    specs: Sequence[ProcessSpec], hurry: Callable[[], bool], grace_s: float, keep_open: Sequence[int] = ()
+    specs: Iterable[ProcessSpec], hurry: Callable[[], bool], grace_s: float, keep_open: Sequence[int] = ()
 ) -> Iterator[Children]:
-    """Yield the started processes. Afterwards none of them and none of their descendants is alive, on any way out."""
-    children = Children(specs, grace_s, keep_open)
+    """Yield the started processes. Afterwards none of them and none of their descendants is alive, on any way out.
+
+    Args:
+        hurry: whether the wait of at most `grace_s` between SIGTERM and SIGKILL ends now.
+        keep_open: file descriptors that stay open until no process is left, even where the launcher is killed.
+    """
+    guard = Guard(grace_s, keep_open)
+    temporary = tempfile.TemporaryDirectory(prefix="trireme-", ignore_cleanup_errors=True)
+    children = [Child(spec, guard, temporary=Path(temporary.name)) for spec in specs]
     try:
-        children.start()
-        yield children
+        for child in children:
+            child.start()
+        yield Children(children, guard)
     finally:
-        children.end(hurry)
+        family = Descendants()
+        for child in children:
+            family.absorb(child.family)
+        end_all(family, marks=mark_of(os.getpid()), grace_s=grace_s, hurry=hurry)
+        for child in children:
+            child.reap()
+        temporary.cleanup()
+        guard.dismiss()

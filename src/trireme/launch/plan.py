@@ -33,15 +33,8 @@ class ProcessSpec:
     health: str | None = None  # URL that answers with 200 while the server is healthy
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The processes of a run, in the order in which they are started. They wait for each other, so any order works."""
-
-    run_file: Path
-    processes: tuple[ProcessSpec, ...]
-
-    def process(self, name: ProcessName) -> ProcessSpec:
-        return next(process for process in self.processes if process.name == name)
+Plan = dict[ProcessName, ProcessSpec]
+"""The processes of a run, in the order in which they are started. They wait for each other, so any order works."""
 
 
 def plan(config: RunConfig, run_file: Path, devices: Devices | None = None) -> Plan:
@@ -73,7 +66,7 @@ def plan(config: RunConfig, run_file: Path, devices: Devices | None = None) -> P
     gpus, ranks = config.trainer_gpu_ids or (), config.trainer.num_ranks or 1
     environment = _environment(_visible(gpus, names), config.trainer.threads)
     trainer = _spec("trainer", config, run_file, environment, gpus, {"weights": config.ports.weights}, ranks)
-    return Plan(run_file, (inference, orchestrator, trainer))
+    return {spec.name: spec for spec in (inference, orchestrator, trainer)}
 
 
 def _spec(
@@ -122,7 +115,7 @@ def _visible(gpus: tuple[int, ...], names: tuple[str, ...]) -> str:
 def describe(plan: Plan, config: RunConfig, *, only: ProcessName | None = None) -> str:
     """Return the text of `--dry-run`."""
     blocks = ["\n".join(_facts(config))]
-    for process in plan.processes:
+    for process in plan.values():
         if only in (None, process.name):
             gpus = f"GPU {','.join(map(str, process.gpus))}" if process.gpus else "CPU"
             ports = ", ".join(f"{purpose} {port}" for purpose, port in process.ports.items())

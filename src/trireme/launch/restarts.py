@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,48 +24,29 @@ WORD_LENGTH = 160  # of a last word that is quoted
 
 
 @dataclass(frozen=True)
-class Done:
-    """The orchestrator has left with exit code 0: nothing is left to do."""
+class Ending:
+    """The end of a run: by default, the orchestrator has left with exit code 0 and nothing is left to do."""
 
-    exit_code: int = 0
-
-
-@dataclass(frozen=True)
-class Interrupted:
-    """A signal asked the launcher to stop."""
-
-    signal_number: int
-
-    @property
-    def exit_code(self) -> int:
-        return 128 + self.signal_number
-
-    def lines(self) -> list[str]:
-        return [f"stopped by {signal.Signals(self.signal_number).name}"]
-
-
-@dataclass(frozen=True)
-class Died:
-    """A process died and is not restarted. The first of `dead` is the likely cause."""
-
-    dead: tuple[Child, ...]
+    signal_number: int = 0  # of the signal that asked the launcher to stop
+    dead: tuple[Child, ...] = ()  # processes that died and are not restarted; the first is the likely cause
     why_final: str = ""  # why it is not restarted, in a sentence
 
     @property
     def exit_code(self) -> int:
+        if not self.dead:
+            return 128 + self.signal_number if self.signal_number else 0
         first = self.dead[0].exit
         return first.code if first is not None and first.code in FINAL_EXIT_CODES else 1
 
     def lines(self) -> list[str]:
+        if not self.dead:
+            return [f"stopped by {signal.Signals(self.signal_number).name}"]
         first, *others = self.dead
         final = f" {self.why_final}" if self.why_final else ""
         lines = [f"{_describe_exit(first)}{final} All other processes were stopped. The end of its log:"]
         lines += [f"    {line}" for line in failure_lines(first.spec.log, first.log_start) or ["(empty)"]]
         lines.append(f"The whole log: {first.spec.log}")
         return lines + [f"{_describe_exit(child)} Its log: {child.spec.log}" for child in others]
-
-
-Ending = Done | Interrupted | Died
 
 
 def _describe_exit(child: Child) -> str:
@@ -136,7 +118,7 @@ class Restarts:
         self._say = say
         self._leave_s = leave_s
         self._clock = clock
-        self._backoffs: dict[str, _Backoff] = {}
+        self._backoffs: dict[str, _Backoff] = defaultdict(_Backoff)
         self._finished_at: float | None = None
 
     def judge(self, children: Sequence[Child]) -> Ending | None:
@@ -145,13 +127,13 @@ class Restarts:
         Return how the run ends; None while it continues. Call it often, from the main thread.
         """
         if self._is_over(children):
-            return Done()
+            return Ending()
         dead = [child for child in children if child.exit is not None and not _may_have_left(child)]
         final = [(child, why) for child in dead if (why := self._why_final(child)) is not None]
         if final:
             first, why = min(final, key=lambda found: by_suspicion(found[0]))
             others = sorted((child for child in dead if child is not first), key=by_suspicion)
-            return Died((first, *others), why)
+            return Ending(dead=(first, *others), why_final=why)
         if self._finished_at is None:
             for child in dead:
                 self._look_after(child, children)
@@ -186,8 +168,14 @@ class Restarts:
             return None
         if not self._config.restart or child.exit.code in FINAL_EXIT_CODES:
             return ""
-        backoff = self._of(child)
-        if backoff.due is not None or self._count(child) < self._config.max_restarts:
+        backoff = self._backoffs[child.name]
+        if backoff.due is not None:
+            return None
+        newest = self._trained.newest()
+        if newest > backoff.trained:
+            backoff.in_a_row = 0
+        backoff.trained = newest
+        if backoff.in_a_row < self._config.max_restarts:
             return None
         if not self._config.max_restarts:
             return "supervisor.max_restarts is 0."
@@ -196,22 +184,12 @@ class Restarts:
             "(the limit is supervisor.max_restarts)."
         )
 
-    def _count(self, child: Child) -> int:
-        """Return how often it was restarted in a row before this death."""
-        backoff = self._of(child)
-        newest = self._trained.newest()
-        if newest > backoff.trained:
-            backoff.in_a_row = 0
-        backoff.trained = newest
-        return backoff.in_a_row
-
     def _look_after(self, child: Child, children: Sequence[Child]) -> None:
         """Take the next step of a restart: SIGTERM to its remaining descendants, SIGKILL, then the start."""
-        backoff = self._of(child)
+        backoff = self._backoffs[child.name]
         now = self._clock()
         if backoff.due is None:
-            doubled_s = self._config.backoff_s * 2.0 ** min(backoff.in_a_row - 1, 60)
-            child.restarts_in_s = min(self._config.longest_backoff_s, doubled_s) if backoff.in_a_row else 0.0
+            child.restarts_in_s = self._config.delay_s(backoff.in_a_row) if backoff.in_a_row else 0.0
             backoff.due, backoff.clear_by = now + child.restarts_in_s, now + CLEAR_S
             child.ask_family_to_end()
         elif now >= backoff.due and (now >= backoff.clear_by or not child.family.alive()):
@@ -225,9 +203,6 @@ class Restarts:
             total = sum(each.num_restarts for each in children)
             counts = {f"restarts/{child.name}": child.num_restarts, "restarts/total": total}
             self._metrics.append(max(0, self._trained.last), counts)
-
-    def _of(self, child: Child) -> _Backoff:
-        return self._backoffs.setdefault(child.name, _Backoff())
 
 
 def _may_have_left(child: Child) -> bool:

@@ -27,7 +27,7 @@ async def open_engine(config: RunConfig, devices: Devices, waits: Waits) -> Asyn
     """Start the engine of a resolved run and yield its URL. Raises as `open_server`."""
     run_file = config.paths.run_config
     write_run(config, run_file)
-    spec = plan(config, run_file, devices).process("inference")
+    spec = plan(config, run_file, devices)["inference"]
     async with open_server(spec, waits, deadline_s=config.inference.start_timeout_s) as url:
         yield url
 

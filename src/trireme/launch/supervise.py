@@ -18,7 +18,7 @@ from trireme.journal.manifest import complete_steps
 from trireme.launch.children import Children, open_children
 from trireme.launch.health import FrozenWatch, HealthWatch
 from trireme.launch.process_tree import GRACE_S
-from trireme.launch.restarts import Done, Ending, Interrupted, Restarts
+from trireme.launch.restarts import Ending, Restarts
 from trireme.monitor.run_text import restarts_lines, summary, warning_lines
 from trireme.monitor.view import View, open_view
 from trireme.monitor.wandb_mirror import open_wandb_mirror
@@ -44,14 +44,14 @@ def supervise(plan: Plan, config: RunConfig, *, grace_s: float = GRACE_S, keep_o
     started = time.monotonic()
     with open_wandb_mirror(config):
         with catch_signals() as signals, open_view(config) as view:
-            with open_children(plan.processes, lambda: len(signals) > 1, grace_s, keep_open) as children:
+            with open_children(plan.values(), lambda: len(signals) > 1, grace_s, keep_open) as children:
                 reach("launcher.started")
                 ending = _watch(children, config, view, signals)
-                if isinstance(ending, Interrupted):
+                if ending.signal_number:
                     view.say("stopping (again to kill)")
             view.tick(children.states(), final=True)
         restarts = {child.name: child.num_restarts for child in children.children}
-        if isinstance(ending, Done):
+        if ending == Ending():
             view.say(summary(view.progress, config, time.monotonic() - started, restarts))
         else:
             words = [*ending.lines(), *warning_lines(view.progress.warnings), *restarts_lines(restarts)]
@@ -68,7 +68,7 @@ def _watch(children: Children, config: RunConfig, view: View, signals: Sequence[
         while True:
             table = children.look()
             if signals:
-                return Interrupted(signals[0])
+                return Ending(signal_number=signals[0])
             if (ending := policy.judge(children.children)) is not None:
                 return ending
             for line in [*frozen.kill_frozen(watched, table), *health.kill_silent()]:

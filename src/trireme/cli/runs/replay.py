@@ -53,7 +53,7 @@ def replay(argv: list[str]) -> int:
         end_with_parent()
     else:
         os.environ[ARGUMENTS] = json.dumps(argv)
-        set_environment(plan(config, run_file, detect_devices()).process("trainer").env)
+        set_environment(plan(config, run_file, detect_devices())["trainer"].env)
     stay_on_loopback()
     become_ranks(config.trainer.num_ranks or 1, "trireme.cli.runs.replay", run_file)
     start_logging("replay", "warning")
