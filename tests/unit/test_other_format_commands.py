@@ -144,7 +144,7 @@ def test_a_file_can_be_served_by_one_command_and_trained_by_another(vf_file, tmp
     started: list[tuple[list[str], RunConfig]] = []
 
     def supervise(plan: Plan, config: RunConfig, **_: object) -> int:
-        started.append(([process.name for process in plan.processes], config))
+        started.append((list(plan), config))
         return 0
 
     monkeypatch.setattr("trireme.cli.inference.inference", served.append)
@@ -153,7 +153,7 @@ def test_a_file_can_be_served_by_one_command_and_trained_by_another(vf_file, tmp
     vf_commands.serve(argv)
     engine, _ = load_run_config(served[0], section="inference", program="inference")
     with socket.create_server(("127.0.0.1", int(argv[3]))):  # as the first would hold it
-        assert vf_commands.train(argv) == 0
+        assert run_translated("vf-train", argv) == 0
     names, config = started[0]
     assert names == ["orchestrator", "trainer"]
     assert engine.inference.server.port == config.inference.server.port == int(argv[3])

@@ -31,14 +31,14 @@ def planned(*argv: str, on: Devices) -> tuple[Plan, RunConfig]:
 
 def test_each_process_loads_the_same_run_and_sees_its_own_gpus_by_the_machines_names():
     the_plan, config = planned("@", str(DATA / "guide_example.toml"), on=GPUS)
-    assert [process.name for process in the_plan.processes] == ["inference", "orchestrator", "trainer"]
-    for process in the_plan.processes:
+    assert [process.name for process in the_plan.values()] == ["inference", "orchestrator", "trainer"]
+    for process in the_plan.values():
         assert process.argv == (sys.executable, "-m", f"trireme.cli.{process.name}", "--run", str(RUN))
         assert process.log == Path(f"outputs/logs/{process.name}.stdout")
         assert process.env["PYTHONUNBUFFERED"] == "1"
-    visible = {process.name: process.env["CUDA_VISIBLE_DEVICES"] for process in the_plan.processes}
+    visible = {process.name: process.env["CUDA_VISIBLE_DEVICES"] for process in the_plan.values()}
     assert visible == {"inference": "4,5,6", "orchestrator": "", "trainer": "7"}
-    assert the_plan.process("inference").gpus == (0, 1, 2)
+    assert the_plan["inference"].gpus == (0, 1, 2)
     shown = describe(the_plan, config)
     told = ("32 rollouts = 2 groups x 16", "at most 1 step(s) ahead", f"http {config.inference.server.port}")
     assert [words for words in told if words not in shown] == []
@@ -46,19 +46,19 @@ def test_each_process_loads_the_same_run_and_sees_its_own_gpus_by_the_machines_n
 
 def test_on_cpu_no_gpu_is_visible_and_the_engine_is_told_its_memory():
     the_plan, config = planned("--inference.cpu.kv-cache-gib", "3", on=Devices(cores=2))
-    assert {process.env["CUDA_VISIBLE_DEVICES"] for process in the_plan.processes} == {""}
-    inference = the_plan.process("inference").env
+    assert {process.env["CUDA_VISIBLE_DEVICES"] for process in the_plan.values()} == {""}
+    inference = the_plan["inference"].env
     expected = {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_SERVER_DEV_MODE": "1"}
     assert inference.items() >= (expected | {"VLLM_PLUGINS": "trireme", "OMP_NUM_THREADS": "1"}).items()
-    assert the_plan.process("trainer").ports == {"weights": config.ports.weights}
+    assert the_plan["trainer"].ports == {"weights": config.ports.weights}
 
 
 def test_health_checks_use_an_address_that_this_machine_reaches():
     the_plan, config = planned("--inference.server.host", "0.0.0.0", "--orchestrator.server.host", "::1", on=GPUS)
     ports = config.inference.server.port, config.orchestrator.server.port
-    assert the_plan.process("inference").health == f"http://127.0.0.1:{ports[0]}/health"
-    assert the_plan.process("orchestrator").health == f"http://[::1]:{ports[1]}/health"
-    assert the_plan.process("trainer").health is None
+    assert the_plan["inference"].health == f"http://127.0.0.1:{ports[0]}/health"
+    assert the_plan["orchestrator"].health == f"http://[::1]:{ports[1]}/health"
+    assert the_plan["trainer"].health is None
 
 
 @pytest.fixture
@@ -107,6 +107,7 @@ def test_a_dry_run_writes_the_resolved_run_beside_a_run(here, monkeypatch, capsy
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
+        (["--orchestrator.rollouts-per-example", "7"], "batch_size must be divisible by rollouts_per_example: 32 % 7"),
         (["--resume"], "not ready: `--resume` was given, and there is no run in outputs"),
         (["--orchestrator.env.0.id", "nowhere"], "not ready: Environment 'nowhere'"),
         (["--model.name", "models/none"], 'not ready: trainer.model.name = "models/none"'),
@@ -119,7 +120,8 @@ def test_a_run_that_cannot_start_says_why_with_code_2_and_so_does_its_dry_run(ar
     assert list(here.iterdir()) == [], "nothing was started"
     for _ in range(2):  # the first dry run leaves nothing that the second one would take for a run
         assert command(monkeypatch, "rl", "@", example, "--dry-run", "--device", "cpu", *argv) == 2
-        assert words in capsys.readouterr().out
+        said = capsys.readouterr()
+        assert words in (said.out if words.startswith("not ready") else said.err)
 
 
 @pytest.fixture

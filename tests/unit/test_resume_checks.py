@@ -7,6 +7,7 @@ import pytest
 from stage import write_checkpoint
 from trireme.base.errors import ConfigError
 from trireme.cli.command import open_process
+from trireme.cli.rl import rl
 from trireme.config.files import write_run
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
@@ -48,22 +49,19 @@ OTHER = {"model.name": "models/other"}
         {"trainer.optim.type": "adamw_8bit"},
         MUON | {"trainer.ckpt.resume_step": 0},
         OTHER | {"max_steps": 1, "resume": False},
+        {"model.name": f"/moved/{build_config(Path()).model.name}"},
     ],
 )
 def test_a_run_is_resumed_as_it_was_and_further(earlier, changes):
     check_resume(updated(earlier, changes))
 
 
-@pytest.mark.parametrize("process", ["orchestrator", "trainer"])
-def test_a_process_that_is_started_alone_refuses_to_resume_with_another_model(earlier, process, capsys):
+@pytest.mark.parametrize("process", ["run", "orchestrator", "trainer"])
+def test_a_run_and_a_process_that_is_started_alone_refuse_to_resume_with_another_model(earlier, process):
     earlier.paths.run_config.rename(earlier.paths.configs / f"{process}.json")
     argv = ["--output-dir", str(earlier.paths.root), "--resume", "--model.name", "models/wordle-tiny", *ENV]
-    with pytest.raises(ConfigError, match="models/wordle-tiny"):
-        open_process(process, argv)
-
-
-def test_a_model_that_was_moved_is_the_same(earlier):
-    check_resume(updated(earlier, {"model.name": f"/moved/{Path(earlier.model.name).name}"}))
+    with pytest.raises(ConfigError, match=r"trains the model .*`model.name` is 'models/wordle-tiny'"):
+        rl(argv) if process == "run" else open_process(process, argv)
 
 
 @pytest.mark.parametrize(

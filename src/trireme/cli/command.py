@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
@@ -102,6 +103,27 @@ def _flush_output(program: str, code: int) -> int:
     return code
 
 
+def choose_verb(program: str, lines: Mapping[str, str], argv: list[str], advice: str = "") -> str:
+    """Return the verb that was typed. With `--help`, or without any, print the list of verbs and end.
+
+    Args:
+        lines: what each verb does.
+        advice: for a word that is like none of them.
+
+    Raises: ConfigError where there is no such verb.
+    """
+    if not argv or argv[0] in HELP:
+        width = max(map(len, lines))
+        shown = [f"  {name:{width}}  {line}" for name, line in lines.items()]
+        print(f"usage: {program} VERB ...", "", *shown, "", f"`{program} VERB --help` describes each.", sep="\n")
+        raise SystemExit(0 if argv else ConfigError.exit_code)
+    if argv[0] in lines:
+        return argv[0]
+    near = get_close_matches(argv[0], lines, n=1)
+    hint = f"Did you mean `{program} {near[0]}`?" if near else advice or f"See `{program} --help`."
+    raise ConfigError(f"there is no `{program} {argv[0]}` - expected one of {', '.join(lines)}. {hint}")
+
+
 def open_process(name: ProcessName, argv: list[str]) -> tuple[RunConfig, Path] | None:
     """Return the configuration of a process, started by `rl` or alone, and the file from which another process can load
     exactly the same; None for a dry run.
@@ -135,7 +157,7 @@ def open_process(name: ProcessName, argv: list[str]) -> tuple[RunConfig, Path] |
         note_provenance(config, devices)
     if not node:
         write_process_files(config, config.paths.configs, (name,))
-    set_environment(plan(config, run_file, devices).process(name).env)
+    set_environment(plan(config, run_file, devices)[name].env)
     return config, run_file
 
 

@@ -1,4 +1,4 @@
-"""`vf-rl` and `prime-rl`: translate a run file of another format, then show the run, or start it in panes or here."""
+"""`vf-rl`, `vf-train`, `prime-rl`: translate a run file of another format, then show the run, or start it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,18 @@ from trireme.base.paths import RunPaths
 from trireme.cli.command import run_command
 from trireme.cli.rl import dry_run, launch
 from trireme.config.compatibility import Kind
+from trireme.config.files import ProcessName
 from trireme.config.rules import check_launch
 from trireme.tools.formats.run_file import read_run_file, resolve_run, their_keys_named
 from trireme.tools.formats.translation import as_toml
 
-KINDS: dict[str, tuple[Kind, ...]] = {"vf-rl": ("vf-rl",), "prime-rl": ("flat", "hosted", "run")}
+KINDS: dict[str, tuple[Kind, ...]] = {
+    "vf-rl": ("vf-rl",),
+    "vf-train": ("vf-rl",),
+    "prime-rl": ("flat", "hosted", "run"),
+}
+STARTED: dict[str, tuple[ProcessName, ...]] = {"vf-train": ("orchestrator", "trainer")}
+"""Processes that a command starts, where it does not start all. `vf-vllm` serves the policy of `vf-train`."""
 PANES = {"vf-rl": ("inference",), "prime-rl": ("inference", "orchestrator")}
 """Processes whose logs have a pane of their own, above the run itself."""
 RUN = "run"  # title of the pane that the run is in
@@ -46,12 +53,13 @@ def run_translated(program: str, argv: list[str]) -> int:
     if command.dry_run:
         return dry_run(config, devices)
     with their_keys_named(typed.file, typed.translation):
-        check_launch(config, devices)
-    if not command.one_terminal and wants_panes(command.session):
+        for section in STARTED.get(program, (None,)):
+            check_launch(config, devices, section=section)
+    if program in PANES and not command.one_terminal and wants_panes(command.session):
         again = [sys.executable, "-m", __spec__.name, program, *_without_session(argv), "--one-terminal"]
         return open_panes(command.session or program, config.paths, PANES[program], again)
     set_variables(typed.translation.env_files)
-    return launch(config, devices)
+    return launch(config, devices, STARTED.get(program, ()))
 
 
 def _without_session(argv: list[str]) -> list[str]:

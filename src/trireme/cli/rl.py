@@ -10,7 +10,7 @@ from trireme.base.devices import Devices, detect_devices
 from trireme.base.errors import ConfigError
 from trireme.base.token import adopt_token, make_token, status_key, token, write_key
 from trireme.cli.command import move_old_run_aside, note_provenance, run_command, show
-from trireme.config.files import read_table, without_secrets, write_process_files, write_run
+from trireme.config.files import ProcessName, read_table, without_secrets, write_process_files, write_run
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.rules import check, check_launch
@@ -54,7 +54,14 @@ def dry_run(config: RunConfig, devices: Devices) -> int:
     return ConfigError.exit_code if problems else 0
 
 
-def launch(config: RunConfig, devices: Devices) -> int:
+def launch(config: RunConfig, devices: Devices, processes: tuple[ProcessName, ...] = ()) -> int:
+    """Start a resolved run and supervise it to its end. Return its exit code.
+
+    Args:
+        processes: those to start, beside an engine that the user starts; all where empty.
+
+    Raises: ConfigError where the run cannot start. Nothing is changed then.
+    """
     from trireme.launch.dashboard import run_dashboard
     from trireme.launch.supervise import supervise
 
@@ -69,9 +76,10 @@ def launch(config: RunConfig, devices: Devices) -> int:
         if is_over(config):
             print(f"all {config.max_steps} steps are trained, confirmed, evaluated and saved: nothing is left to do")
             return 0
-    check_launch(config, devices)
+    for section in processes or (None,):
+        check_launch(config, devices, section=section)
     adopt_token(config.hosts.token_file)
-    is_of_this_run = make_token()
+    is_of_this_run = not processes and make_token()
     find_environments(config)
     if config.device == "cuda":  # on CPUs nothing is planned, and nothing is loaded for it
         _print_fit_warnings(config, devices)
@@ -80,8 +88,9 @@ def launch(config: RunConfig, devices: Devices) -> int:
         write_configs(config, config.paths.configs)
         write_key(config.paths.root, token() if is_of_this_run else status_key())
         note_provenance(config, devices)
+        whole = plan(config, config.paths.run_config, devices)
         with run_dashboard(config):
-            return supervise(plan(config, config.paths.run_config, devices), config, keep_open=(lock,))
+            return supervise({name: whole[name] for name in processes or whole}, config, keep_open=(lock,))
 
 
 def _print_fit_warnings(config: RunConfig, devices: Devices) -> None:

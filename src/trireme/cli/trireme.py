@@ -6,12 +6,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import import_module
 
-from trireme.base.errors import ConfigError
-from trireme.cli.command import run_command
-from trireme.config.arguments import HELP
+from trireme.cli.command import choose_verb, run_command
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ def main() -> None:
 
 def trireme(argv: list[str]) -> int:
     """Raises: ConfigError where the verb is not one of ours."""
-    return _call("trireme", VERBS, argv, "See `trireme --help`.")
+    return _call("trireme", VERBS, argv)
 
 
 def train(argv: list[str]) -> int:
@@ -70,17 +67,8 @@ def train(argv: list[str]) -> int:
     return _call("trireme train", verbs, argv, "To train on this machine, type `rl @ FILE`.")
 
 
-def _call(program: str, verbs: dict[str, Verb], argv: list[str], advice: str) -> int:
-    if not argv or argv[0] in HELP:
-        width = max(map(len, verbs))
-        lines = [f"  {name:{width}}  {verb.line}" for name, verb in verbs.items()]
-        print(f"usage: {program} VERB ...", "", *lines, "", f"`{program} VERB --help` describes each.", sep="\n")
-        return 0 if argv else 2
-    name = argv[0]
-    if name not in verbs:
-        if near := get_close_matches(name, verbs, n=1):
-            advice = f"Did you mean `{program} {near[0]}`?"
-        raise ConfigError(f"there is no `{program} {name}` - expected one of {', '.join(verbs)}. {advice}")
+def _call(program: str, verbs: dict[str, Verb], argv: list[str], advice: str = "") -> int:
+    name = choose_verb(program, {name: verb.line for name, verb in verbs.items()}, argv, advice)
     module = import_module(f"trireme.cli.{verbs[name].module}")
     main: Callable[[list[str]], int | None] = getattr(module, name.replace("-", "_"))
     return main(argv[1:]) or 0

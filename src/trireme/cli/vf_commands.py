@@ -8,20 +8,14 @@ from pathlib import Path
 from trireme.base.devices import detect_devices
 from trireme.base.errors import ConfigError
 from trireme.base.paths import atomic_write
-from trireme.cli.command import move_old_run_aside, run_command
-from trireme.cli.rl import dry_run, find_environments, write_configs
+from trireme.cli.command import run_command
+from trireme.cli.other_formats import run_translated
 from trireme.cli.trireme import trireme
 from trireme.config.arguments import HELP, TypedFlag, parse_arguments
-from trireme.config.files import ProcessName
 from trireme.config.load import Invocation, knows
-from trireme.config.problems import raise_together
-from trireme.config.rules import launch_problems
 from trireme.config.run import RunConfig
 from trireme.config.section import as_flag
-from trireme.launch.folder import check_folder, hold_folder
-from trireme.launch.plan import Plan, plan
-from trireme.launch.resume import check_resume
-from trireme.tools.formats.run_file import read_run_file, resolve_run, their_keys_named
+from trireme.tools.formats.run_file import read_run_file
 from trireme.tools.formats.translation import To, as_toml
 from trireme.tools.formats.vf_rl import VLLM_FLAGS
 
@@ -53,7 +47,7 @@ def vf_vllm() -> None:
 
 
 def vf_train() -> None:
-    run_command("vf-train", train)
+    run_command("vf-train", lambda argv: run_translated("vf-train", argv))
 
 
 def _with_path(argv: list[str]) -> list[str]:
@@ -108,29 +102,3 @@ def engine_flags(argv: list[str]) -> Iterator[str]:
             yield from (as_flag(tuple(target.split("."))), *flag.values)
         if name == "max_model_len":
             yield from ("--seq-len", *flag.values)
-
-
-def train(argv: list[str]) -> int:
-    """Start the run without its engines: `vf-vllm` serves them, at the port that the file says."""
-    from trireme.launch.supervise import supervise
-
-    devices = detect_devices()
-    typed = read_run_file(argv, devices, program="vf-train", kinds=("vf-rl",))
-    config = resolve_run(typed, devices)
-    if typed.command.print_config:
-        print(as_toml(typed.translation), end="")
-        return 0
-    if typed.command.dry_run:
-        return dry_run(config, devices)
-    processes: tuple[ProcessName, ...] = ("orchestrator", "trainer")
-    with their_keys_named(typed.file, typed.translation):
-        raise_together([problem for each in processes for problem in launch_problems(config, devices, section=each)])
-    check_folder(config)  # a refusal leaves nothing in the user's folder
-    find_environments(config)
-    check_resume(config)
-    with hold_folder(config.paths) as lock:
-        move_old_run_aside(config.paths, resume=config.resume, resume_step=config.trainer.ckpt.resume_step)
-        write_configs(config, config.paths.configs)
-        whole = plan(config, config.paths.run_config, devices)
-        others = tuple(process for process in whole.processes if process.name != "inference")
-        return supervise(Plan(whole.run_file, others), config, keep_open=(lock,))

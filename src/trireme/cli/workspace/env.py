@@ -7,14 +7,13 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import asdict
-from difflib import get_close_matches
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from trireme.base.errors import ConfigError
-from trireme.config.arguments import HELP, json_table, not_negative, positive, positive_int
+from trireme.cli.command import choose_verb
+from trireme.config.arguments import json_table, not_negative, positive, positive_int
 from trireme.orchestrator.environments.venv import installed_venv
 from trireme.tools.environments.catalog import ROOT, build, find_source, list_environments
 from trireme.tools.environments.progress import Progress
@@ -25,20 +24,7 @@ WIDTH = 150  # of the list where it does not go to a terminal
 
 def env(argv: list[str]) -> int:
     """Raises: ConfigError for an unknown verb, and for what the verb refuses."""
-    if not argv or argv[0] in HELP:
-        width = max(map(len, VERBS))
-        lines = [f"  {name:{width}}  {line}" for name, (line, _) in VERBS.items()]
-        print("usage: trireme env VERB ...", "", *lines, "", "`trireme env VERB --help` explains each.", sep="\n")
-        if argv:
-            raise SystemExit(0)
-        return 2
-    name = argv[0]
-    if name not in VERBS:
-        near = get_close_matches(name, VERBS, n=1)
-        raise ConfigError(
-            f"there is no `trireme env {name}` - expected one of {', '.join(VERBS)}. "
-            + (f"Did you mean `trireme env {near[0]}`?" if near else "See `trireme env --help`.")
-        )
+    name = choose_verb("trireme env", {name: line for name, (line, _) in VERBS.items()}, argv)
     return VERBS[name][1](argv[1:])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trireme.base.devices import detect_devices
 from trireme.base.errors import ConfigError
-from trireme.config.arguments import HELP
+from trireme.cli.command import choose_verb
 from trireme.tools.workspace.setup import (
     HOSTED,
     PRIME_RL,
@@ -45,13 +45,7 @@ def lab(argv: list[str]) -> int:
     Raises:
         ConfigError: The verb is unknown, or the folder cannot be written.
     """
-    if not argv or argv[0] in HELP:
-        print("usage: trireme lab setup [--vf-rl | --prime-rl] ...\n\n  setup  makes a folder to work in")
-        return 0 if argv else 2
-    if argv[0] != "setup":
-        raise ConfigError(
-            f"There is no `trireme lab {argv[0]}`. Expected `trireme lab setup`. See `trireme lab --help`."
-        )
+    choose_verb("trireme lab", {"setup": "makes a folder to work in"}, argv)
     typed = _parse(argv[1:])
     workspace = Workspace(typed.path, find_shipped(), copies=typed.copy)
     size = typed.size or size_of(detect_devices())
