@@ -161,9 +161,12 @@ def test_low_bit_weights_in_blocks_are_accepted_unless_the_user_says_how_engines
         assert refusals(f"--model.name {folder}", str(folder), at_launch=True) == []
         low = f"--model.name {folder} --inference.args.quantization"
         assert refusals(f"{low} fp8_per_block", str(folder), at_launch=True) == []
+        precise = f"{low} fp8_per_block --inference.model.dtype float32"
+        assert len(refusals(precise, "float32 ... expected half precision", at_launch=True)) == 1
         assert len(refusals(f"{low} awq", 'quantization = "awq" - expected one of fp8_', at_launch=True)) == 1
         own = f"--model.name {folder} --inference.args.load-format dummy"
         assert len(refusals(own, "inference.args.load_format ... Remove the line", at_launch=True)) == 1
+    assert resolved(f"{low} fp8_per_block --device cpu").inference.model.dtype == "bfloat16"
     describe(folder, text_config={"quantization_config": {"quant_method": "mxfp4"}})
     arguments = server_arguments(resolved(f"--model.name {folder}"))
     plain = {"quantization_config": None}

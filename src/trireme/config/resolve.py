@@ -194,9 +194,11 @@ def _attention(model: TrainerModel, name: str | None) -> str:
 
 
 def _precision_and_lengths(config: RunConfig) -> Values:
-    on_cpu = config.device == "cpu" and config.inference.model.dtype == "auto"
-    dtype = dtype_on_cpu(read_config(config.inference.model.name)) if on_cpu else config.inference.model.dtype
-    exact = dtype == config.trainer.model.optimization_dtype == "float32" and not low_bit_error(config.inference)
+    rounds = bool(low_bit_error(config.inference))
+    dtype: str = config.inference.model.dtype
+    if config.device == "cpu" and dtype == "auto":  # vLLM rounds weights to 8 bits in half precision alone
+        dtype = "bfloat16" if rounds else dtype_on_cpu(read_config(config.inference.model.name))
+    exact = dtype == config.trainer.model.optimization_dtype == "float32" and not rounds
     return {
         "inference.model.dtype": dtype,
         "weight_broadcast.probe_tolerance": config.weight_broadcast.probe_tolerance or (1e-3 if exact else None),

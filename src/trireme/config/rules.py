@@ -119,6 +119,11 @@ def served_model_problems(config: RunConfig, described: dict[str, Any] | None = 
             f'inference.args.quantization = "{method}" - expected one of {", ".join(LOW_BIT)}, with which the engine '
             "rounds the trainer's weights itself at each update. Take one of these, or remove the line."
         )
+    elif method is not None and dtype == "float32":
+        yield (
+            f'inference.args.quantization = "{method}" with inference.model.dtype = "float32" - expected half '
+            'precision, in which vLLM computes with 8-bit weights. Set `inference.model.dtype = "bfloat16"`.'
+        )
     longest, room = longest_context(described), config.inference.model.max_model_len or config.seq_len
     if longest and room > longest and not {"hf_overrides", "hf_config_path"} & arguments.keys():
         yield (
