@@ -179,6 +179,7 @@ def test_a_name_from_elsewhere_leads_to_a_key_that_exists():
         ('[trainer.loss]\ntype = "default"', 'expected importance ... Leave it out ... `type = "custom"`'),
         ("[trainer.loss]\ndppo_mask_low = 0.2", '`type = "custom"` ... `ratio_low`'),
         ("[trainer.loss]\nadv_tau = 1.0", "Remove it: advantages"),
+        ('[[orchestrator.train.source]]\nname = "a"\n[deployment]\n', "`orchestrator.env`? ... Set `inference_gpus`"),
         ('[model]\nimpl = "custom"\n[model.vlm]\nvision_encoder_attr = "model.visual"', "by its class in transformers"),
         ("max_steps = 1\n\n[model]\nname = tiny\n", "a.toml, line 4 ... `name = tiny` ... Text needs quotes"),
         pytest.param("max_steps = " + "[" * 80 + "]" * 80, "levels deep", id="deep list"),
