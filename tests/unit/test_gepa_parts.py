@@ -118,12 +118,12 @@ def test_every_shipped_file_loads(file, monkeypatch, capsys):
 
 
 def test_a_line_that_was_not_written_to_its_end_is_done_again(tmp_path):
-    records = Records(tmp_path)
+    file = tmp_path / "reflections.jsonl"
+    records = Records(file, Reflection)
     for name in "abc":
         records.add(Reflection(question_name=name, nth=0, question="q", answer=name))
-    file = tmp_path / "reflections.jsonl"
     file.write_bytes(file.read_bytes()[:-5])
-    assert list(Records(tmp_path).reflections) == [("a", 0), ("b", 0)]
+    assert list(Records(file, Reflection).lines) == [("a", 0), ("b", 0)]
     file.write_text("{}\n" + file.read_text())
     with pytest.raises(ConfigError, match="line 1 cannot be read"):
-        Records(tmp_path)
+        Records(file, Reflection)

@@ -39,6 +39,7 @@ from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec
 from trireme.tools.environments.policy_endpoint import look_at, open_chat_endpoint
 from trireme.tools.environments.policy_script import ScriptedPolicy
 from trireme.tools.environments.progress import Progress
+from trireme.tools.evaluate.endpoints import find_endpoint, find_key
 
 FRESH, LOADING = "default", "-loading"
 """The name of an engine's weights before any transfer, and its end during one: see `evaluate.engine`."""
@@ -78,6 +79,35 @@ class PolicyWanted:
     scripted: bool = False
     trained: bool = True  # whether rollouts must be such that they could be trained on
     pictures: Path | None = None  # folder for the pictures of conversations; a temporary one if not given
+
+
+def find_policy(
+    model: str | None,
+    url: str | None,
+    key_variable: str | None,
+    *,
+    flag: str = "--api-key-var",
+    endpoints: Path | None = None,
+    trained: bool = True,
+) -> PolicyWanted:
+    """Find a model: a folder, for which an engine is started, or a model at an address or in the file of endpoints.
+
+    Args:
+        flag: with which the variable of the key is named.
+        endpoints: see `find_endpoint`.
+
+    Raises: ConfigError where neither a model nor a server is named, no place is known, or the named key is not set.
+    """
+    if model is None and url is None:
+        raise ConfigError("no model is named - expected one. Add `-m MODEL`, or `-b URL` of a server with only one.")
+    if model is not None and url is None and Path(model).is_dir():
+        return PolicyWanted(model, trained=trained)
+    typed, own_key = url, None
+    if model is not None:
+        endpoint = find_endpoint(model, base_url=url, path=endpoints)
+        model, url, own_key = endpoint.model or model, endpoint.url, endpoint.key
+    key = find_key(flag, key_variable, url=typed, otherwise=own_key)
+    return PolicyWanted(model, url, key, trained=trained)
 
 
 def build_opener(

@@ -24,10 +24,9 @@ from trireme.config.arguments import json_table, positive_int
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.orchestrator import Sampling
 from trireme.orchestrator.environments.pool import Environment
-from trireme.tools.environments.policy import PolicyWanted, RolloutPolicy, build_opener
+from trireme.tools.environments.policy import PolicyWanted, RolloutPolicy, build_opener, find_policy
 from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.config import EvalConfig
-from trireme.tools.evaluate.endpoints import find_endpoint, find_key
 from trireme.tools.evaluate.report import conversation_of, text_of
 from trireme.tools.evaluate.session import (
     EvalSession,
@@ -60,7 +59,13 @@ def eval_run(argv: list[str]) -> int:
         sampling=_read_sampling(arguments),
         output_dir=arguments.output_dir,
     )
-    wanted = _read_policy(arguments)
+    wanted = find_policy(
+        arguments.model,
+        arguments.base_url,
+        arguments.api_key_var,
+        endpoints=arguments.endpoints_path,
+        trained=False,
+    )
     evaluation = ModelEvaluation(
         prepare(config),
         wanted,
@@ -106,21 +111,6 @@ def _read_sampling(arguments: Namespace) -> Sampling:
             f"--sampling-args: {key} = {given.get(key)!r}: {error.errors()[0]['msg']} - expected what "
             "`[orchestrator.sampling]` takes. Correct it."
         ) from None
-
-
-def _read_policy(arguments: Namespace) -> PolicyWanted:
-    """Raises: ConfigError where neither a model nor a server is named, or the named key is not set."""
-    model, url = arguments.model, arguments.base_url
-    if model is None and url is None:
-        raise ConfigError("no model is named - expected one. Add `-m MODEL`, or `-b URL` of a server with only one.")
-    if model is not None and url is None and Path(model).is_dir():
-        return PolicyWanted(model, trained=False)
-    key = None
-    if model is not None:
-        endpoint = find_endpoint(model, base_url=url, path=arguments.endpoints_path)
-        model, url, key = endpoint.model, endpoint.url, endpoint.key
-    key = find_key("--api-key-var", arguments.api_key_var, url=arguments.base_url, otherwise=key)
-    return PolicyWanted(model, url, key, trained=False)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ import json
 import os
 import random
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -39,10 +39,6 @@ class Example:
     split: Split
     index: int
     purpose: Purpose = "train"
-
-
-RolloutKey = tuple[str, Example, int]
-"""Name of the prompt, the example, and how often this prompt was tried on it before."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +121,8 @@ class PromptRollout(EvalResult, kw_only=True):
         return self.reward or 0.0
 
     @property
-    def key(self) -> RolloutKey:
+    def key(self) -> tuple[str, Example, int]:
+        """The name of the prompt, the example, and how often this prompt was tried on it before."""
         return self.prompt_name, Example(self.split, self.example, self.purpose), self.rollout
 
 
@@ -146,65 +143,58 @@ class Reflection(msgspec.Struct, kw_only=True):
 Line = TypeVar("Line", PromptRollout, Reflection)
 
 
-class Records:
-    """Both files of a search, and what they hold."""
+class Records(Generic[Line]):
+    """A file of a search, and the lines that it holds."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises: ConfigError for a damaged file."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self._rollouts_file, self._reflections_file = folder / ROLLOUTS, folder / REFLECTIONS
-        self.rollouts = {line.key: line for line in _read(self._rollouts_file, PromptRollout)}
-        self.reflections = {line.key: line for line in _read(self._reflections_file, Reflection)}
+    def __init__(self, path: Path, kind: type[Line]) -> None:
+        """Read the file. A last line that is incomplete is cut off, and its work is repeated.
+
+        Raises: ConfigError for a damaged file.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.lines: dict[Hashable, Line] = {}
         self._times: Counter[Hashable] = Counter()
+        data = path.read_bytes() if path.exists() else b""
+        whole = data[: data.rfind(b"\n") + 1]
+        if len(whole) < len(data):
+            os.truncate(path, len(whole))
+        for number, text in enumerate(whole.splitlines(), 1):
+            try:
+                line = msgspec.convert(json.loads(text), kind)
+            except (ValueError, msgspec.MsgspecError, RecursionError) as error:
+                raise ConfigError(
+                    f"{path}, line {number} cannot be read ({error}) - expected a line as this command writes it. "
+                    "Remove the line, and its work is repeated; or start a new search with `--fresh`."
+                ) from error
+            self.lines[line.key] = line
 
     def next_time(self, asked: Hashable) -> int:
         """Return how often this process asked for the same rollout or reflection before."""
         self._times[asked] += 1
         return self._times[asked] - 1
 
-    def add(self, line: PromptRollout | Reflection) -> None:
+    def add(self, line: Line) -> None:
         """Write a line, and wait until it is on disk. Raises: TriremeError where it cannot be written."""
-        path = self._rollouts_file if isinstance(line, PromptRollout) else self._reflections_file
         try:
-            with open(path, "ab") as file:
+            with open(self.path, "ab") as file:
                 file.write(_to_line(line))
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             raise TriremeError(
-                f"{path} could not be written ({error}) - expected room for one more line. Free some space; the same "
-                "command then resumes the search."
+                f"{self.path} could not be written ({error}) - expected room for one more line. Free some space; the "
+                "same command then resumes the search."
             ) from error
-        if isinstance(line, PromptRollout):
-            self.rollouts[line.key] = line
-        else:
-            self.reflections[line.key] = line
+        self.lines[line.key] = line
 
-    def forget(self, lines: Sequence[PromptRollout | Reflection]) -> None:
+    def forget(self, lines: Sequence[Line]) -> None:
         """Remove lines that ended a search, so that a resumed search asks for them again."""
-        gone = {line.key for line in lines}
-        self.rollouts = {key: line for key, line in self.rollouts.items() if key not in gone}
-        self.reflections = {key: line for key, line in self.reflections.items() if key not in gone}
-        for path, kept in ((self._rollouts_file, self.rollouts), (self._reflections_file, self.reflections)):
-            with atomic_write(path) as file:
-                file.writelines(map(_to_line, kept.values()))
+        for line in lines:
+            del self.lines[line.key]
+        with atomic_write(self.path) as file:
+            file.writelines(map(_to_line, self.lines.values()))
 
 
 def _to_line(line: PromptRollout | Reflection) -> bytes:
     return json.dumps(msgspec.to_builtins(line)).encode() + b"\n"
-
-
-def _read(path: Path, kind: type[Line]) -> Iterator[Line]:
-    """Yield the lines of a file. A last line that is incomplete is cut off, and its work is repeated."""
-    data = path.read_bytes() if path.exists() else b""
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        os.truncate(path, len(whole))
-    for number, line in enumerate(whole.splitlines(), 1):
-        try:
-            yield msgspec.convert(json.loads(line), kind)
-        except (ValueError, msgspec.MsgspecError, RecursionError) as error:
-            raise ConfigError(
-                f"{path}, line {number} cannot be read ({error}) - expected a line as this command writes it. Remove "
-                "the line, and its work is repeated; or start a new search with `--fresh`."
-            ) from error

@@ -78,7 +78,9 @@ async def check_answers(policy: RolloutPolicy, *, flag: str) -> None:
         ) from failure
 
 
-async def reflect(policy: RolloutPolicy, records: Records, render: Callable[[int], str], *, chars: int) -> Reflection:
+async def reflect(
+    policy: RolloutPolicy, records: Records[Reflection], render: Callable[[int], str], *, chars: int
+) -> Reflection:
     """Ask what `render` makes of texts of at most `chars` characters, and of half as many while that does not fit.
 
     Raises: Refused where the shortest question does not fit; TriremeError where no other question would get an answer.
@@ -87,10 +89,10 @@ async def reflect(policy: RolloutPolicy, records: Records, render: Callable[[int
         question = render(chars)
         name, answer, error = name_of(question), "", None
         nth = records.next_time(name)
-        reflection = records.reflections.get((name, nth))  # where an earlier process asked it
+        reflection = records.lines.get((name, nth))  # where an earlier process asked it
         if reflection is None:
             try:
-                answer = await ask_once(policy, question, number=len(records.reflections))
+                answer = await ask_once(policy, question, number=len(records.lines))
             except RolloutFailed as failure:
                 error = f"{TOO_LONG}: {failure.error}" if failure.stage == TOO_LONG else failure.error
             reflection = Reflection(question_name=name, nth=nth, question=question, answer=answer, error=error)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from trireme.base.errors import ConfigError
 from trireme.base.paths import atomic_write
 from trireme.tools.gepa.config import REFLECTION_ENGINE, GepaConfig
 from trireme.tools.gepa.records import REFLECTIONS, ROLLOUTS, Drawn
-from trireme.tools.gepa.search import Candidate
 
 BEST_PROMPT = "best_prompt.txt"
 BEST_ARGS = "best_args.json"
@@ -34,8 +34,26 @@ MAY_DIFFER = frozenset(
 SHOWN = 80
 
 
-def write_candidates(folder: Path, config: GepaConfig, candidates: list[Candidate], best: int, drawn: Drawn) -> None:
-    prompt = candidates[best].prompt
+@dataclass(frozen=True)
+class Candidate:
+    """A prompt that was scored on all validation examples."""
+
+    prompt: str
+    parent: int | None  # number of the prompt that it was made from; None of the first
+    scores: tuple[float, ...]  # by validation example
+
+    @property
+    def mean(self) -> float:
+        return sum(self.scores) / len(self.scores)
+
+
+def best_of(candidates: Sequence[Candidate]) -> int:
+    """Return the number of the prompt with the highest validation score; the first of several."""
+    return max(range(len(candidates)), key=lambda number: candidates[number].mean)
+
+
+def write_candidates(folder: Path, config: GepaConfig, candidates: Sequence[Candidate], drawn: Drawn) -> None:
+    prompt = candidates[best_of(candidates)].prompt
     _write(folder / BEST_PROMPT, f"{prompt}\n")
     _write(folder / BEST_ARGS, json.dumps(config.env_args | {"system_prompt": prompt}, ensure_ascii=False) + "\n")
     rows = [

@@ -8,8 +8,9 @@ costs no rollout.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,35 +22,26 @@ from gepa.core.state import GEPAState
 from gepa.strategies.instruction_proposal import InstructionProposalSignature
 
 from trireme.base.errors import Refused
+from trireme.base.waiting import Waits
 from trireme.journal.records import Rollout
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.rollout.driver import RolloutOutcome, run_rollouts
 from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.tools.environments.policy import RolloutPolicy
+from trireme.tools.environments.progress import Progress
 from trireme.tools.gepa.config import GepaConfig
 from trireme.tools.gepa.prompts import PromptedEnvironment
 from trireme.tools.gepa.records import PURPOSES, Drawn, Example, PromptRollout, Records, Reflection, name_of
-from trireme.tools.gepa.reflection import feedback_on, reflect
+from trireme.tools.gepa.reflection import feedback_on, has_column, reflect
+from trireme.tools.gepa.results import LOG, Candidate, best_of, write_candidates, write_metadata
 
 COMPONENT = "system_prompt"
 MAX_UNUSABLE = 5
 """Reflections in a row without a new prompt after which the search ends, with what it has."""
+SHOW_EVERY_S = 10.0
 
 Batch = EvaluationBatch[PromptRollout, PromptRollout]
 Value = TypeVar("Value")
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A prompt that was scored on all validation examples."""
-
-    prompt: str
-    parent: int | None  # number of the prompt that it was made from; None of the first
-    scores: tuple[float, ...]  # by validation example
-
-    @property
-    def mean(self) -> float:
-        return sum(self.scores) / len(self.scores)
 
 
 class _Stopped(BaseException):
@@ -61,55 +53,60 @@ class Search:
     """One search. The library calls its methods in a thread; rollouts and reflections run in the event loop."""
 
     config: GepaConfig
-    drawn: Drawn
+    folder: Path
     environment: Environment
     policy: RolloutPolicy
     teacher: RolloutPolicy
-    records: Records
-    log: Path
-    show: Callable[[str], None]
-    on_candidate: Callable[[], None]
-    why: str = "under way"
-    num_unusable: int = 0
+    drawn: Drawn
+    facts: dict[str, Any]  # of the environment, for `metadata.json`; with the prompt to begin with
+    rollouts: Records[PromptRollout]
+    reflections: Records[Reflection]
+    progress: Progress
+    waits: Waits
     candidates: list[Candidate] = field(default_factory=list)
-    unusable: list[Reflection] = field(default_factory=list)  # since the last new prompt
     calls: Counter[str] = field(default_factory=Counter)  # rollouts so far, by purpose
+    _why: str = "under way"
+    _num_unusable: int = 0
+    _unusable: list[Reflection] = field(default_factory=list)  # since the last new prompt
+    _began: float = field(default_factory=time.monotonic)
+    _shown_at: float = field(default_factory=time.monotonic)
     _is_stopped: bool = False
     _pending: Future[Any] | None = None
-    _loop: asyncio.AbstractEventLoop | None = None
-    _num_tested: int = 0
 
-    @property
-    def best(self) -> int:
-        """Number of the candidate with the highest validation score; the first of several."""
-        means = [candidate.mean for candidate in self.candidates]
-        return means.index(max(means))
-
-    async def run(self, first: str) -> None:
-        """Search until the budget is spent. Where this is cancelled, the library's thread ends first.
+    async def run(self) -> dict[str, Any]:
+        """Search until the budget is spent, and return the summary. Where this is cancelled, the library's thread ends
+        first.
 
         Raises: the error of a model or the environment after which no other rollout could go better.
         """
         self._loop = asyncio.get_running_loop()
         # Rollouts of an earlier test at the end, before the user raised the budget: they are spent.
-        tested = [line for line in self.records.rollouts.values() if line.purpose == "test"]
-        self._num_tested = sum(line.prompt_name != name_of(first) for line in tested)
-        working = self._loop.run_in_executor(None, self._optimize, first)
+        tested = [line for line in self.rollouts.lines.values() if line.purpose == "test"]
+        self._num_tested = sum(line.prompt_name != name_of(self.facts["first_prompt"]) for line in tested)
+        write_metadata(self.folder, self.config, self.facts, {"state": "under way"})
+        showing = asyncio.create_task(self._show_waits())
+        working = self._loop.run_in_executor(None, self._optimize)
         try:
             await asyncio.shield(working)
-        except _Stopped as stopped:
-            raise stopped.args[0] from None
-        except asyncio.CancelledError:
+            held_out = await self._measure_held_out() if self.drawn.test else None
+        except BaseException as error:
             self._is_stopped = True
             if self._pending is not None:
                 self._pending.cancel()
             await asyncio.wait([working])
             working.exception()  # marks it as retrieved
+            if self.candidates:
+                self._write("stopped")
+            if isinstance(error, _Stopped):
+                raise error.args[0] from None
             raise
+        finally:
+            showing.cancel()
+        return self._write("finished", held_out)
 
-    def _optimize(self, first: str) -> None:
+    def _optimize(self) -> None:
         perfect = self.config.perfect_score
-        with open(self.log, "a", encoding="utf-8") as file:
+        with open(self.folder / LOG, "a", encoding="utf-8") as file:
 
             class Log:
                 def log(self, message: str) -> None:
@@ -117,7 +114,7 @@ class Search:
                     file.flush()
 
             gepa.optimize(
-                seed_candidate={COMPONENT: first},
+                seed_candidate={COMPONENT: self.facts["first_prompt"]},
                 trainset=list(self.drawn.train),
                 valset=list(self.drawn.validation),
                 adapter=self,  # type: ignore[arg-type]
@@ -136,7 +133,6 @@ class Search:
 
         Raises: _Stopped.
         """
-        assert self._loop is not None
         self._pending = future = asyncio.run_coroutine_threadsafe(question, self._loop)
         if self._is_stopped:
             future.cancel()
@@ -145,16 +141,16 @@ class Search:
         except Exception as error:
             raise _Stopped(error) from error
 
-    async def try_prompt(self, prompt: str, examples: Sequence[Example]) -> list[PromptRollout]:
+    async def _try_prompt(self, prompt: str, examples: Sequence[Example]) -> list[PromptRollout]:
         """Roll out a prompt once on each example, and return one line per example, in order. Recorded ones are reused.
 
         Raises: TriremeError where no other rollout could go better: the key is wrong, the engine is gone.
         """
         name = name_of(prompt)
-        keys = [(name, example, self.records.next_time((name, example))) for example in examples]
+        keys = [(name, example, self.rollouts.next_time((name, example))) for example in examples]
         wanted: dict[RolloutSpec, tuple[Example, PromptedEnvironment]] = {}
         for _, example, nth in keys:
-            if (name, example, nth) in self.records.rollouts:
+            if (name, example, nth) in self.rollouts.lines:
                 self.calls[example.purpose] += 1
             else:
                 prompted = PromptedEnvironment(self.environment, prompt, columns=self.config.state_columns)
@@ -171,49 +167,68 @@ class Search:
                 more |= {"columns": outcome.rollout.columns, "state_keys": outcome.rollout.state_keys}
             elif outcome.failure is not None:
                 more |= {"prompt": prompted.asked, "traceback": outcome.failure.traceback}
-            self.records.add(PromptRollout.of(outcome, **more))
+            self.rollouts.add(PromptRollout.of(outcome, **more))
             self.calls[example.purpose] += 1
 
         await run_rollouts(list(wanted), roll_out, record, scored_together=False)
-        return [self.records.rollouts[key] for key in keys]
+        return [self.rollouts.lines[key] for key in keys]
 
-    async def measure_held_out(self) -> dict[str, Any]:
+    async def _measure_held_out(self) -> dict[str, Any]:
         """Score the first and the best prompt on the test examples. Only these figures are unbiased: no choice was
         made by them.
         """
         examples = self.drawn.test
-        self.show(f"measuring on {len(examples)} examples that nothing has seen")
+        self._show(f"measuring on {len(examples)} examples that nothing has seen")
         means = []
-        for number in sorted({0, self.best}):
-            scored = await self.try_prompt(self.candidates[number].prompt, examples)
+        for number in sorted({0, best_of(self.candidates)}):
+            scored = await self._try_prompt(self.candidates[number].prompt, examples)
             means.append(sum(line.score for line in scored) / len(scored))
         return {"before": means[0], "after": means[-1], "num_examples": len(examples)}
 
-    def summary(self, state: str, held_out: dict[str, Any] | None) -> dict[str, Any]:
-        """Return what `metadata.json` holds about the search."""
-        first, best = self.candidates[0], self.candidates[self.best]
-        rollouts = self.records.rollouts
-        return {
+    def _write(self, state: str, held_out: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Write what was found so far, and return the summary."""
+        write_candidates(self.folder, self.config, self.candidates, self.drawn)
+        best, rollouts = best_of(self.candidates), self.rollouts.lines
+        before, after = self.candidates[0].mean, self.candidates[best].mean
+        summary = {
             "state": state,
-            "why": self.why,
+            "why": self._why,
             "calls": {"total": len(rollouts)} | {purpose: self.calls[purpose] for purpose in PURPOSES},
             "num_failed": sum(line.error is not None for line in rollouts.values()),
-            "num_reflections": len(self.records.reflections),
-            "num_unusable_reflections": self.num_unusable,
-            "num_unusable_in_a_row": len(self.unusable),
+            "num_reflections": len(self.reflections.lines),
+            "num_unusable_reflections": self._num_unusable,
+            "num_unusable_in_a_row": len(self._unusable),
             "num_prompts": len(self.candidates),
-            "best": self.best,
-            "validation": {"before": first.mean, "after": best.mean, "num_examples": len(self.drawn.validation)},
+            "best": best,
+            "validation": {"before": before, "after": after, "num_examples": len(self.drawn.validation)},
             "held_out": held_out,
             "num_train": len(self.drawn.train),
+            "seconds": round(time.monotonic() - self._began, 1),
+            "policy": self.policy.name,
+            "teacher": self.teacher.name,
         }
+        write_metadata(self.folder, self.config, self.facts, summary)
+        return summary
+
+    def _show(self, words: str) -> None:
+        self._shown_at = time.monotonic()
+        self.progress.show(f"[{self.calls.total()}/{self.config.max_calls}] {words}")
+
+    async def _show_waits(self) -> None:
+        """Show what is waited for whenever nothing else was shown for a while."""
+        while True:
+            await asyncio.sleep(max(0.1, self._shown_at + SHOW_EVERY_S - time.monotonic()))
+            if time.monotonic() - self._shown_at >= SHOW_EVERY_S:
+                waits = self.waits.now()
+                more = f", and {len(waits) - 1} like it" if len(waits) > 1 else ""
+                self._show(f"{waits[0]}{more}" if waits else "rollouts under way")
 
     # what the library asks of an adapter
 
     def evaluate(self, batch: list[Example], candidate: dict[str, str], capture_traces: bool = False) -> Batch:
-        lines = self._wait(self.try_prompt(candidate[COMPONENT], batch))
+        lines = self._wait(self._try_prompt(candidate[COMPONENT], batch))
         if not self.candidates and all(line.error is not None for line in lines):
-            self.records.forget(lines)
+            self.rollouts.forget(lines)
             raise Refused(
                 f"all {len(lines)} rollouts of the first evaluation failed; the first: {lines[0].error} - expected "
                 "some that are scored. `trireme env check` with the same model shows more; a prompt cannot be improved "
@@ -240,26 +255,26 @@ class Search:
             question = {"current_instruction_doc": candidate[COMPONENT], "dataset_with_feedback": shown}
             return str(InstructionProposalSignature.prompt_renderer(question))
 
-        reflection = self._wait(reflect(self.teacher, self.records, render, chars=self.config.feedback_chars))
+        reflection = self._wait(reflect(self.teacher, self.reflections, render, chars=self.config.feedback_chars))
         prompt = InstructionProposalSignature.output_extractor(reflection.answer.strip())["new_instruction"]
         known = [number for number, each in enumerate(self.candidates) if each.prompt == prompt]
         problem = reflection.error or (f"prompt {known[0]} again" if known else None if prompt else "an empty one")
         if problem:
-            self.num_unusable += 1
-            self.unusable.append(reflection)
-            self.show(f"the reflection model gave no new prompt: {problem}")
+            self._num_unusable += 1
+            self._unusable.append(reflection)
+            self._show(f"the reflection model gave no new prompt: {problem}")
             return {}
-        self.unusable.clear()
+        self._unusable.clear()
         return {COMPONENT: prompt}
 
     def is_over(self, gepa_state: GEPAState[Any, Any]) -> bool:
         """Decide before each iteration whether it may begin."""
         perfect, cost = self.config.perfect_score, iteration_cost(self.config, self.drawn)
-        left = self.config.max_calls - reserve(self.config) - self.calls.total() - self._num_tested
-        if len(self.unusable) >= MAX_UNUSABLE:
-            self.why = f"{MAX_UNUSABLE} reflections in a row gave no new prompt"
+        left = self.config.max_calls - 2 * self.config.num_test - self.calls.total() - self._num_tested
+        if len(self._unusable) >= MAX_UNUSABLE:
+            self._why = f"{MAX_UNUSABLE} reflections in a row gave no new prompt"
             if len(self.candidates) == 1:
-                self.records.forget(self.unusable)
+                self.reflections.forget(self._unusable)
                 error = Refused(
                     f"{self.teacher.name} gave no new prompt {MAX_UNUSABLE} times in a row (nothing, or the one that "
                     "it was shown; see gepa.log) - expected one. Name another `--reflection-model`, or give it more "
@@ -267,9 +282,9 @@ class Search:
                 )
                 raise _Stopped(error)
         elif perfect is not None and any(min(each.scores) >= perfect for each in self.candidates):
-            self.why = f"every validation example has the highest score, {perfect:g}"
+            self._why = f"every validation example has the highest score, {perfect:g}"
         elif left < cost:
-            self.why = f"{left} calls are left, and one more prompt may take {cost}"
+            self._why = f"{left} calls are left, and one more prompt may take {cost}"
         else:
             return False
         return True
@@ -278,34 +293,34 @@ class Search:
 
     def on_valset_evaluated(self, event: Mapping[str, Any]) -> None:
         scores = tuple(event["scores_by_val_id"][place] for place in sorted(event["scores_by_val_id"]))
-        parents = [parent for parent in event["parent_ids"] if parent is not None]
-        new = Candidate(event["candidate"][COMPONENT], parents[0] if parents else None, scores)
-        if not self.candidates:
-            self.show(f"validation {new.mean:.3f} with the prompt to begin with")
+        parent = next((parent for parent in event["parent_ids"] if parent is not None), None)
+        new = Candidate(event["candidate"][COMPONENT], parent, scores)
+        is_first, number = not self.candidates, len(self.candidates)
+        if is_first:
+            self._show(f"validation {new.mean:.3f} with the prompt to begin with")
         else:
-            best = self.candidates[self.best].mean
+            best = self.candidates[best_of(self.candidates)].mean
             verdict = "the best so far" if new.mean > best else f"the best has {best:.3f}"
-            number = len(self.candidates)
-            self.show(f"prompt {number}, from prompt {new.parent}: validation {new.mean:.3f}, {verdict}")
+            self._show(f"prompt {number}, from prompt {parent}: validation {new.mean:.3f}, {verdict}")
         self.candidates.append(new)
-        self.on_candidate()
+        self._write("under way")
+        scored = [line for line in self.rollouts.lines.values() if line.error is None]
+        for name in self.config.state_columns if is_first and scored else ():
+            if not any(has_column(line, name) for line in scored):
+                keys = ", ".join(next((line.state_keys for line in scored if line.state_keys), []))
+                self.progress.show(f"--state-columns {name}: no rollout had one. The environment's state has: {keys}")
 
     def on_candidate_rejected(self, event: Mapping[str, Any]) -> None:
         size = self.config.minibatch_size
-        self.show(
+        self._show(
             f"a new prompt was no better on the {size} examples that it was made from: "
             f"{event['old_score'] / size:.3f} -> {event['new_score'] / size:.3f}"
         )
 
     def on_evaluation_skipped(self, event: Mapping[str, Any]) -> None:
-        self.show(f"nothing to learn from {len(event['scores'])} examples that all have the highest score")
+        self._show(f"nothing to learn from {len(event['scores'])} examples that all have the highest score")
 
 
 def iteration_cost(config: GepaConfig, drawn: Drawn) -> int:
     """Return how many rollouts one more prompt takes at most: two minibatches, and itself on validation."""
     return 2 * config.minibatch_size + len(drawn.validation)
-
-
-def reserve(config: GepaConfig) -> int:
-    """Return how many rollouts are kept for the end: the first prompt and the best one on the test examples."""
-    return 2 * config.num_test
