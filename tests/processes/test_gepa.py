@@ -157,7 +157,7 @@ def test_rewards_that_fail_always_or_compare_a_group_and_a_second_search_are_ref
     with pytest.raises(ConfigError, match="compare the rollouts of a group"):
         search(endpoint)
     Path("harbour.py").write_text(CODE)
-    with hold_folder(RunPaths(OUTPUT)), pytest.raises(ConfigError, match="another search is at work in outputs/gepa"):
+    with hold_folder(RunPaths(OUTPUT)), pytest.raises(ConfigError, match="another command writes into outputs/gepa"):
         search(endpoint)
     assert search(endpoint) == 0, "no score was left behind"
 

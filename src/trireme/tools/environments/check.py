@@ -22,23 +22,24 @@ from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
-from trireme.launch.folder import hold_folder
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import Environment, open_environment
 from trireme.orchestrator.environments.venv import EnvironmentSource
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask, Split
 from trireme.orchestrator.environments.worker_process import LOAD_TIMEOUT_S
+from trireme.orchestrator.evaluation.results import write_eval_results
 from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome, read_extent, run_rollouts
 from trireme.tools.environments.catalog import ROOT, build_if_missing, find_source
 from trireme.tools.environments.check_report import (
+    CheckedRollout,
     CheckReport,
     Loaded,
     Numbers,
     Trouble,
     build_report,
     numbers_of,
-    write_rollouts,
 )
+from trireme.tools.environments.output import hold_output
 from trireme.tools.environments.policy import OpenPolicy, PolicyWanted, build_opener
 from trireme.tools.environments.progress import Progress
 from trireme.tools.environments.sessions import SessionWatch
@@ -108,13 +109,13 @@ def run_check(options: CheckOptions, config: RunConfig, progress: Progress) -> C
     key = find_key("--api-key-var", options.api_key_var, url=options.base_url)
     wanted = PolicyWanted(options.model, options.base_url, key, options.scripted)
     open_policy = build_opener(wanted, config, detect_devices(), waits, progress)
-    with hold_folder(config.paths):
+    with hold_output(root, flag="--output"):
         for file in (root / ROLLOUTS, *config.paths.logs.glob("*.stdout")):  # of an earlier check
             file.unlink(missing_ok=True)
         install_s = build_if_missing(source, progress)
         checking = _check(options, config, source, environment, open_policy, waits, progress, install_s)
         report, outcomes = asyncio.run(checking)
-        write_rollouts(outcomes, root / ROLLOUTS)
+        write_eval_results(root / ROLLOUTS, map(CheckedRollout.of, outcomes))
     progress.show(f"every rollout: {root / ROLLOUTS}; logs: {config.paths.logs}")
     return report
 

@@ -6,19 +6,17 @@ succeeds and sometimes does not. Of an example that always or never succeeds, al
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from trireme.algo.advantage import SAME, are_same
 from trireme.algo.data.order import ENDLESS
-from trireme.base.paths import atomic_write
 from trireme.orchestrator.environments.wire import Split
+from trireme.orchestrator.evaluation.results import EvalResult
 from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome
 from trireme.tools.environments.sessions import SessionReport
 
@@ -140,16 +138,17 @@ def build_report(
     scored = [outcome.rollout for outcome in outcomes if outcome.rollout is not None]
     groups: dict[int, list[float]] = defaultdict(list)
     components: dict[str, list[float]] = defaultdict(list)
-    failed: dict[tuple[str, str], list[RolloutOutcome]] = defaultdict(list)
+    failed: dict[tuple[str, str], list[tuple[int, str]]] = defaultdict(list)  # examples and tracebacks
     for outcome in outcomes:
         if outcome.rollout is not None:
             groups[outcome.spec.example].append(outcome.rollout.reward)
             for name, value in outcome.rollout.metrics.items():
                 components[name].append(value)
         elif outcome.failure is not None:
-            failed[outcome.failure.stage, outcome.failure.error].append(outcome)
+            failure = outcome.failure
+            failed[failure.stage, failure.error].append((outcome.spec.example, failure.traceback))
     troubles = [
-        Trouble(stage, error, len(each), sorted({outcome.spec.example for outcome in each}), _traceback(each[0]))
+        Trouble(stage, error, len(each), sorted({example for example, _ in each}), traceback=each[0][1])
         for (stage, error), each in failed.items()
     ]
     return CheckReport(
@@ -180,28 +179,16 @@ def numbers_of(values: Sequence[float]) -> Numbers | None:
     return Numbers(float(np.mean(values)), float(np.min(values)), float(np.max(values))) if values else None
 
 
-def _traceback(outcome: RolloutOutcome) -> str:
-    return outcome.failure.traceback if outcome.failure is not None else ""
+class CheckedRollout(EvalResult, kw_only=True):
+    """One rollout of a check, as a line of its file. The first keys are those of an evaluation."""
 
+    seconds: float  # from its first attempt
+    traceback: str = ""
 
-def write_rollouts(outcomes: Sequence[RolloutOutcome], file: Path) -> None:
-    """Write one line per rollout, with the keys that analysis scripts expect (`example_id`, `reward`)."""
-    with atomic_write(file) as out:
-        for outcome in outcomes:
-            spec, rollout = outcome.spec, outcome.rollout
-            line: dict[str, Any] = {
-                "example": spec.example,
-                "rollout": spec.rollout,
-                "seconds": round(outcome.seconds, 3),
-            }
-            if rollout is None:
-                line |= {"error": str(outcome.failure), "traceback": _traceback(outcome)}
-            else:
-                own = ("example_id", "reward", "metrics", "prompt", "completion", "answer", "info")
-                counted = ("num_turns", "num_sampled", "num_tokens", "truncated", "stop")
-                line |= {name: getattr(rollout, name) for name in own}
-                line |= {name: getattr(rollout, name) for name in counted}
-            out.write(json.dumps(line).encode() + b"\n")
+    @classmethod
+    def of(cls, outcome: RolloutOutcome, **more: Any) -> Self:
+        traceback = outcome.failure.traceback if outcome.failure is not None else ""
+        return super().of(outcome, seconds=round(outcome.seconds, 3), traceback=traceback, **more)
 
 
 def rewards_of(groups: Sequence[Sequence[float]], *, success_at: float | None = None) -> Rewards:

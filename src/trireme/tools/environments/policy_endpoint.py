@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 
 from trireme.base.errors import ConfigError, PeerDied
+from trireme.base.token import bearer
 from trireme.base.waiting import Wait, Waits
 from trireme.config.orchestrator import Sampling
 from trireme.journal.records import Rollout
@@ -45,6 +46,7 @@ class Server:
     api: str  # what `/chat/completions` is appended to
     is_ours: bool  # an engine that takes token ids
     models: tuple[str, ...] = ()
+    base_model: str | None = None  # folder or hub name of the first of them, as it was started with
     max_model_len: int | None = None
     weights: str | None = None  # an engine of ours: the version of its weights
 
@@ -60,7 +62,7 @@ async def look_at(base_url: str, *, key: str | None = None) -> Server:
     root, api = url.removesuffix("/v1"), url if parts.path else f"{url}/v1"
     timeout = aiohttp.ClientTimeout(LOOK_TIMEOUT_S)
     answers: list[dict[str, Any]] = []
-    async with aiohttp.ClientSession(timeout=timeout, headers=_headers(key), trust_env=_is_far(root)) as session:
+    async with aiohttp.ClientSession(timeout=timeout, headers=bearer(key), trust_env=_is_far(root)) as session:
         for address in (f"{root}/weight_info", f"{api}/models"):
             try:
                 async with session.get(address) as response:
@@ -76,13 +78,15 @@ async def look_at(base_url: str, *, key: str | None = None) -> Server:
     about, listed = answers
     cards = listed.get("data") if isinstance(listed.get("data"), list) else []
     cards = [card for card in cards or [] if isinstance(card, dict) and isinstance(card.get("id"), str)]
-    longest = cards[0].get("max_model_len") if cards else None
+    first = cards[0] if cards else {}
+    longest, base_model = first.get("max_model_len"), first.get("root") or first.get("id")
     return Server(
         root=root,
         api=api,
         is_ours="weight_version" in about,
         weights=str(about["weight_version"]) if "weight_version" in about else None,
         models=tuple(card["id"] for card in cards),
+        base_model=base_model if isinstance(base_model, str) else None,
         max_model_len=longest if isinstance(longest, int) and longest > 0 else None,
     )
 
@@ -178,7 +182,7 @@ async def open_chat_endpoint(
     session = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),  # the environment's `max_concurrent` is the limit
         timeout=aiohttp.ClientTimeout(timeout_s),
-        headers=_headers(key),
+        headers=bearer(key),
         trust_env=_is_far(server.root),
     )
     async with session:
@@ -188,10 +192,6 @@ async def open_chat_endpoint(
 def _is_far(url: str) -> bool:
     """Return whether a server is on another machine: only then are proxies used."""
     return urlsplit(url).hostname not in LOCAL_HOSTS
-
-
-def _headers(key: str | None) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 class _Function(msgspec.Struct):

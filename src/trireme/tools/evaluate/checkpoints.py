@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,8 +32,9 @@ from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.evaluation.results import description_path
 from trireme.orchestrator.rollout.chat import open_chat_tokenizer
 from trireme.orchestrator.rollout.runner import RolloutRunner
+from trireme.tools.environments.output import hold_output
 from trireme.tools.environments.policy import EnginePolicy, open_standing_pool, vision_of
-from trireme.tools.environments.policy_endpoint import Server, look_at
+from trireme.tools.environments.policy_endpoint import look_at
 from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.config import EvalConfig, inherit_from_run
 from trireme.tools.evaluate.engine import EvaluatedEngine
@@ -42,7 +42,6 @@ from trireme.tools.evaluate.report import as_json, to_table
 from trireme.tools.evaluate.session import (
     EvalSession,
     install_environments,
-    lock_results,
     open_environments,
     prepare,
     rollout_config,
@@ -68,68 +67,207 @@ def evaluate_checkpoints(config: EvalConfig, *, dry_run: bool) -> int:
         TriremeError: the engine went away, or another client gave it weights.
     """
     start_logging("eval", "warning")
-    plan = read_plan(config)
-    for folder in plan.steps.values():
-        require_readable(folder)
-    url = plan.config.client.base_url
-    server = asyncio.run(look_at(url, key=plan.config.key))
-    if not server.is_ours:
-        raise ConfigError(
-            f"{url} answers, and is no engine that can be given weights: it has no /weight_info - expected one that "
-            "was started with `uv run inference …`, which is vLLM with our weight path (and the same TRIREME_TOKEN, "
-            "where there is one). Start one; or leave `--weights-dir` out, to evaluate the model that it serves."
-        )
+    evaluation = CheckpointEvaluation(config)
     if dry_run:
-        print(describe(plan, server))
+        print(evaluation)
         return 0
-    return CheckpointEvaluation(plan, server).run()
+    return evaluation.run()
 
 
-# what is evaluated
+class CheckpointEvaluation:
+    """The checkpoints of a folder, one after the other in one engine. Runs once."""
 
-
-@dataclass(frozen=True)
-class Plan:
-    """The checkpoints to evaluate."""
-
-    config: EvalConfig
-    steps: dict[int, Path]
-    output: Path
-    run: RunConfig | None  # that wrote the checkpoints, where its folder is around them
+    def __init__(self, config: EvalConfig) -> None:
+        """Find out what is evaluated, and where. Raises: ConfigError with what cannot be evaluated."""
+        weights = config.weights_dir
+        assert weights is not None
+        if not weights.is_dir():
+            others = sorted(folder for folder in Path("outputs").glob("**/weights") if folder.is_dir())[:3]
+            hint = f" There are {', '.join(map(str, others))}." if others else ""
+            raise ConfigError(
+                f"--weights-dir {weights} is no folder - expected one with `step_N` folders, as a run has in "
+                f"`weights/`.{hint}"
+            )
+        run_folder = weights.resolve().parent
+        self._trained_by: RunConfig | None = None  # the run that wrote the checkpoints, where its folder is around them
+        with suppress(ConfigError):  # no run, or one of `sft`, which has no environments
+            self._trained_by = read_run(RunConfig, find_run_file(run_folder, "orchestrator"))
+        if self._trained_by is not None:
+            config = inherit_from_run(config, self._trained_by)
+        if not config.env:
+            raise ConfigError(
+                "no environment is named, and there is no run around the checkpoints that says which "
+                f"({run_folder / 'configs'}) - expected one. Add `--env.id my-env`."
+            )
+        self._config = config = prepare(config)
+        self._steps = find_steps(weights, config.steps)
+        self._output = config.output_dir or run_folder / "evals"
+        for folder in self._steps.values():
+            require_readable(folder)
+        url = config.client.base_url
+        self._server = asyncio.run(look_at(url, key=config.key))
+        if not self._server.is_ours:
+            raise ConfigError(
+                f"{url} answers, and is no engine that can be given weights: it has no /weight_info - expected one "
+                "that was started with `uv run inference …`, which is vLLM with our weight path (and the same "
+                "TRIREME_TOKEN, where there is one). Start one; or leave `--weights-dir` out, to evaluate the model "
+                "that it serves."
+            )
+        self._progress = Progress()
+        self._engine: EvaluatedEngine | None = None  # once it may have been given weights
 
     @property
-    def models(self) -> dict[int, Path | None]:
+    def _models(self) -> dict[int, Path | None]:
         """Folders by step, in order; None is the engine's own base model."""
-        base: dict[int, Path | None] = {0: None} if self.config.eval_base else {}
-        return base | {step: folder for step, folder in self.steps.items() if step or not base}
+        base: dict[int, Path | None] = {0: None} if self._config.eval_base else {}
+        return base | {step: folder for step, folder in self._steps.items() if step or not base}
 
-    def label(self, step: int) -> str:
-        return "base" if self.models[step] is None else f"step_{step}"
+    def _label(self, step: int) -> str:
+        return "base" if self._models[step] is None else f"step_{step}"
+
+    def __str__(self) -> str:
+        config, server = self._config, self._server
+        names = ", ".join(str(each.name) for each in config.env)
+        lines = {
+            "engine": f"{server.root}, which serves {', '.join(server.models) or 'a model'}",
+            "models": ", ".join(map(self._label, self._models)),
+            "environments": f"{names}: {config.num_examples or 'all'} examples x {config.rollouts_per_example}",
+            "sampling": config.evaluation.sampling.model_dump(exclude_defaults=True) or "temperature 1",
+            "results": f"{self._output}/step_N/ENV.jsonl",
+        }
+        return "\n".join(f"{name:12} {text}" for name, text in lines.items())
+
+    def run(self) -> int:
+        output = self._output
+        with hold_output(output, flag="--output-dir"):
+            install_environments(self._config, self._progress)
+            try:
+                evaluated = asyncio.run(self._evaluate())
+            except (TriremeError, KeyboardInterrupt):
+                if self._engine is not None:
+                    self._progress.show(
+                        f"What was answered so far is kept in {output}: type the same command again for the rest. "
+                        f"{self._engine.url} was left with {self._engine.holds}."
+                    )
+                raise
+        with atomic_write(output / SUMMARY) as file:
+            file.write(as_json(evaluated).encode() + b"\n")
+        Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH).print(to_table(evaluated))
+        self._progress.show(f"every rollout: {output}/step_N/ENV.jsonl (`trireme eval tui {output}`)")
+        return 1 if any(session.num_failed for _, sessions in evaluated for session in sessions) else 0
+
+    async def _evaluate(self) -> list[tuple[str, list[EvalSession]]]:
+        output, config = self._output, self._config
+        waits = Waits("the evaluation", output / "logs")
+        run = self._run_config()
+        tokenizer = open_chat_tokenizer(run.model.name)
+        async with AsyncExitStack() as stack:
+            pool = await stack.enter_async_context(open_standing_pool(run, tokenizer, self._server.root, waits=waits))
+            host = _own_address(self._server.root)
+            sender = CheckpointSender(
+                config.transfer if config.transfer != "auto" else "filesystem" if is_loopback(host) else "gloo",
+                host=host,
+                port=free_port(),
+                folder=(output / ".transfer").resolve(),
+                bucket_bytes=config.bucket_mib << 20,
+                timeout_s=config.client.timeout_s,
+            )
+            stack.callback(sender.close)
+            engine = EvaluatedEngine(pool, sender, config, self._server.base_model, self._progress)
+            await engine.take()
+            engine.require_same_model(self._steps)
+            environments = await stack.enter_async_context(
+                open_environments(config, output / "logs", waits, self._progress)
+            )
+            self._engine = engine
+            runner = RolloutRunner(run, pool, tokenizer, pictures=output / "pictures", waits=waits)
+            policy = EnginePolicy(f"the engine at {engine.url}", runner, run.orchestrator.sampling, trained=False)
+            try:
+                evaluated = [
+                    (self._label(step), await self._evaluate_model(step, environments, policy, engine))
+                    for step in self._models
+                ]
+            except (ConfigError, WeightsMismatch):
+                await engine.restore()
+                raise
+            await engine.restore()
+        return evaluated
+
+    def _run_config(self) -> RunConfig:
+        """Rollouts have no seeds: the engine may not have been started for them, see `inference.server`."""
+        model, server = self._config.model, self._server
+        lengths = [length for length in (model.max_model_len, server.max_model_len) if length]
+        # checkpoints have their tokenizer with them; so have base models that are folders
+        folders = [*self._steps.values(), *map(Path, filter(None, (model.base, *server.models)))]
+        tokenizers = [str(folder) for folder in folders if (folder / "tokenizer.json").is_file()]
+        values: dict[str, Any] = {
+            "model.name": tokenizers[0] if tokenizers else model.base or next(iter(server.models), ""),
+            "inference.model.max_model_len": min(lengths, default=None),
+            "seq_len": min(lengths, default=RunConfig().seq_len),
+            "max_async_level": 1,
+        }
+        return rollout_config(self._config, values | vision_of(values["model.name"]))
+
+    async def _evaluate_model(
+        self, step: int, environments: list[Environment], policy: EnginePolicy, engine: EvaluatedEngine
+    ) -> list[EvalSession]:
+        label = self._label(step)
+        settings = {"base_url": self._config.client.base_url, "step": step, "checkpoint": label}
+        sessions = []
+        for environment in environments:
+            session = EvalSession(
+                environment, policy, self._config, purpose=f"eval-{step}", settings=settings, version=step
+            )
+            path = step_folder(self._output, step) / f"{environment.name}.jsonl"
+            session.resume(path, description_path(path))
+            sessions.append(session)
+        if not all(session.is_done for session in sessions):
+            if (folder := self._models[step]) is None:
+                await engine.load_base()
+            else:
+                source = engine.open_source(folder)
+                digests = await engine.load(label, source)
+                self._require_as_confirmed(step, source.specs, digests)
+                for session in sessions:
+                    session.note(weights=model_digest(digests))
+            await run_sessions(sessions, self._progress)
+        means = [session.metrics["reward"] for session in sessions if "reward" in session.metrics]
+        scored = f"mean reward {sum(means) / len(means):.3f}" if means else "nothing was scored"
+        self._progress.show(f"{label}: {scored}")
+        return sessions
+
+    def _require_as_confirmed(self, step: int, specs: list[TensorSpec], digests: dict[str, str]) -> None:
+        """Compare a checkpoint with the digests that the run's engines confirmed: files may have changed since.
+
+        Adapters are not compared: the run's engines were given them in another form.
+
+        Raises: ConfigError.
+        """
+        folder = self._steps[step]
+        run_folder = folder.resolve().parent.parent
+        versions = Versions(RunPaths(run_folder).journal)
+        if self._trained_by is None or (folder / "adapter_config.json").is_file() or not versions.has(step):
+            return
+        if {spec.dtype for spec in specs} != {self._trained_by.served_dtype}:
+            return
+        differences = [first_difference(each.digests, digests) for each in versions.read(step).confirmations]
+        if all(differences):
+            raise ConfigError(
+                f"{folder} is not what the run's engines confirmed as version {step}: {differences[-1]} - expected the "
+                "weights of that version. The files were changed or damaged since. Move the folder away and make it "
+                f"again: `trireme export {run_folder} --step {step}`."
+            )
 
 
-def read_plan(config: EvalConfig) -> Plan:
-    """Raises: ConfigError with what cannot be evaluated."""
-    weights = config.weights_dir
-    assert weights is not None
-    if not weights.is_dir():
-        others = sorted(folder for folder in Path("outputs").glob("**/weights") if folder.is_dir())[:3]
-        hint = f" There are {', '.join(map(str, others))}." if others else ""
-        raise ConfigError(
-            f"--weights-dir {weights} is no folder - expected one with `step_N` folders, as a run has in "
-            f"`weights/`.{hint}"
-        )
-    run_folder = weights.resolve().parent
-    try:
-        run = read_run(RunConfig, find_run_file(run_folder, "orchestrator"))
-    except ConfigError:  # no run, or one of `sft`, which has no environments
-        run = None
-    config = inherit_from_run(config, run) if run else config
-    if not config.env:
-        raise ConfigError(
-            "no environment is named, and there is no run around the checkpoints that says which "
-            f"({run_folder / 'configs'}) - expected one. Add `--env.id my-env`."
-        )
-    return Plan(prepare(config), find_steps(weights, config.steps), config.output_dir or run_folder / "evals", run)
+def _own_address(url: str) -> str:
+    """Return the address at which the engine reaches this process: loopback, or that of the route to it."""
+    parts = urlsplit(url)
+    host = parts.hostname or "127.0.0.1"
+    if is_loopback(host):
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+        route.connect((host, parts.port or 80))
+        return str(route.getsockname()[0])
 
 
 def find_steps(weights: Path, wanted: tuple[int, ...]) -> dict[int, Path]:
@@ -148,164 +286,3 @@ def find_steps(weights: Path, wanted: tuple[int, ...]) -> dict[int, Path]:
             "its checkpoints."
         )
     return {step: step_folder(weights, step) for step in sorted(set(wanted)) or found}
-
-
-def describe(plan: Plan, server: Server) -> str:
-    config = plan.config
-    sampling = config.evaluation.sampling.model_dump(exclude_defaults=True) or "temperature 1"
-    lines = {
-        "engine": f"{server.root}, which serves {', '.join(server.models) or 'a model'}",
-        "models": ", ".join(map(plan.label, plan.models)),
-        "environments": f"{', '.join(str(each.name) for each in config.env)}: {config.num_examples or 'all'} examples "
-        f"x {config.rollouts_per_example}",
-        "sampling": sampling,
-        "results": f"{plan.output}/step_N/ENV.jsonl",
-    }
-    return "\n".join(f"{name:12} {text}" for name, text in lines.items())
-
-
-# how it is evaluated
-
-
-class CheckpointEvaluation:
-    """Runs once."""
-
-    def __init__(self, plan: Plan, server: Server) -> None:
-        self._plan = plan
-        self._config = plan.config
-        self._server = server
-        self._progress = Progress()
-        self._engine: EvaluatedEngine | None = None  # once it may have been given weights
-
-    def run(self) -> int:
-        output = self._plan.output
-        with lock_results(output):
-            install_environments(self._config, self._progress)
-            try:
-                evaluated = asyncio.run(self._evaluate())
-            except (TriremeError, KeyboardInterrupt):
-                if self._engine is not None:
-                    self._progress.show(
-                        f"What was answered so far is kept in {output}: type the same command again for the rest. "
-                        f"{self._engine.url} was left with {self._engine.holds}."
-                    )
-                raise
-        with atomic_write(output / SUMMARY) as file:
-            file.write(as_json(evaluated).encode() + b"\n")
-        Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH).print(to_table(evaluated))
-        self._progress.show(f"every rollout: {output}/step_N/ENV.jsonl (`trireme eval tui {output}`)")
-        return 1 if any(session.num_failed for _, sessions in evaluated for session in sessions) else 0
-
-    async def _evaluate(self) -> list[tuple[str, list[EvalSession]]]:
-        output, config = self._plan.output, self._config
-        waits = Waits("the evaluation", output / "logs")
-        run = self._run_config()
-        tokenizer = open_chat_tokenizer(run.model.name)
-        async with AsyncExitStack() as stack:
-            pool = await stack.enter_async_context(open_standing_pool(run, tokenizer, self._server.root, waits=waits))
-            host = _own_address(self._server.root)
-            sender = CheckpointSender(
-                config.transfer if config.transfer != "auto" else "filesystem" if is_loopback(host) else "gloo",
-                host=host,
-                port=free_port(),
-                folder=(output / ".transfer").resolve(),
-                bucket_bytes=config.bucket_mib << 20,
-                timeout_s=config.client.timeout_s,
-            )
-            stack.callback(sender.close)
-            engine = EvaluatedEngine(pool, sender, config, self._progress)
-            await engine.take()
-            engine.require_same_model(self._plan.steps)
-            environments = await stack.enter_async_context(
-                open_environments(config, output / "logs", waits, self._progress)
-            )
-            self._engine = engine
-            runner = RolloutRunner(run, pool, tokenizer, pictures=output / "pictures", waits=waits)
-            policy = EnginePolicy(f"the engine at {engine.url}", runner, run.orchestrator.sampling, trained=False)
-            try:
-                evaluated = [
-                    (self._plan.label(step), await self._evaluate_model(step, environments, policy, engine))
-                    for step in self._plan.models
-                ]
-            except (ConfigError, WeightsMismatch):
-                await engine.restore()
-                raise
-            await engine.restore()
-        return evaluated
-
-    def _run_config(self) -> RunConfig:
-        """Rollouts have no seeds: the engine may not have been started for them, see `inference.server`."""
-        model, server = self._config.model, self._server
-        lengths = [length for length in (model.max_model_len, server.max_model_len) if length]
-        # checkpoints have their tokenizer with them; so have base models that are folders
-        folders = [*self._plan.steps.values(), *map(Path, filter(None, (model.base, *server.models)))]
-        tokenizers = [str(folder) for folder in folders if (folder / "tokenizer.json").is_file()]
-        values: dict[str, Any] = {
-            "model.name": tokenizers[0] if tokenizers else model.base or next(iter(server.models), ""),
-            "inference.model.max_model_len": min(lengths, default=None),
-            "seq_len": min(lengths, default=RunConfig().seq_len),
-            "max_async_level": 1,
-        }
-        return rollout_config(self._config, values | vision_of(values["model.name"]))
-
-    async def _evaluate_model(
-        self, step: int, environments: list[Environment], policy: EnginePolicy, engine: EvaluatedEngine
-    ) -> list[EvalSession]:
-        label = self._plan.label(step)
-        settings = {"base_url": self._config.client.base_url, "step": step, "checkpoint": label}
-        sessions = []
-        for environment in environments:
-            session = EvalSession(
-                environment, policy, self._config, purpose=f"eval-{step}", settings=settings, version=step
-            )
-            path = step_folder(self._plan.output, step) / f"{environment.name}.jsonl"
-            session.resume(path, description_path(path))
-            sessions.append(session)
-        if not all(session.is_done for session in sessions):
-            if (folder := self._plan.models[step]) is None:
-                await engine.load_base()
-            else:
-                source = engine.open_source(folder)
-                digests = await engine.load(label, source)
-                require_as_confirmed(self._plan, step, source.specs, digests)
-                for session in sessions:
-                    session.note(weights=model_digest(digests))
-            await run_sessions(sessions, self._progress)
-        means = [session.metrics["reward"] for session in sessions if "reward" in session.metrics]
-        scored = f"mean reward {sum(means) / len(means):.3f}" if means else "nothing was scored"
-        self._progress.show(f"{label}: {scored}")
-        return sessions
-
-
-def _own_address(url: str) -> str:
-    """Return the address at which the engine reaches this process: loopback, or that of the route to it."""
-    parts = urlsplit(url)
-    host = parts.hostname or "127.0.0.1"
-    if is_loopback(host):
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
-        route.connect((host, parts.port or 80))
-        return str(route.getsockname()[0])
-
-
-def require_as_confirmed(plan: Plan, step: int, specs: list[TensorSpec], digests: dict[str, str]) -> None:
-    """Compare a checkpoint with the digests that the run's engines confirmed: files may have changed since.
-
-    Adapters are not compared: the run's engines were given them in another form.
-
-    Raises: ConfigError.
-    """
-    folder = plan.steps[step]
-    run_folder = folder.resolve().parent.parent
-    versions = Versions(RunPaths(run_folder).journal)
-    if plan.run is None or (folder / "adapter_config.json").is_file() or not versions.has(step):
-        return
-    if {spec.dtype for spec in specs} != {plan.run.served_dtype}:
-        return
-    differences = [first_difference(each.digests, digests) for each in versions.read(step).confirmations]
-    if all(differences):
-        raise ConfigError(
-            f"{folder} is not what the run's engines confirmed as version {step}: {differences[-1]} - expected the "
-            "weights of that version. The files were changed or damaged since. Move the folder away and make it "
-            f"again: `trireme export {run_folder} --step {step}`."
-        )

@@ -45,7 +45,18 @@ BASE_IN_WORDS = "its base model"
 class EvaluatedEngine:
     """One engine, for one evaluation at a time."""
 
-    def __init__(self, pool: StandingPool, sender: CheckpointSender, config: EvalConfig, progress: Progress) -> None:
+    def __init__(
+        self,
+        pool: StandingPool,
+        sender: CheckpointSender,
+        config: EvalConfig,
+        base_model: str | None,
+        progress: Progress,
+    ) -> None:
+        """
+        Args:
+            base_model: folder or hub name of the base model, as the server names it.
+        """
         self.engine = pool.engines[0]
         self.url = self.engine.url
         self.holds = "the weights that it had"  # in words
@@ -58,8 +69,8 @@ class EvaluatedEngine:
         self._has_loaded = False
         self._began_with = FRESH  # the name of its weights before this evaluation
         self._began_with_base = False
-        self._base_model: str | None = None  # folder or hub name
-        self._base: Path | None = None  # its base model on this machine
+        self._base_model = config.model.base or base_model
+        self._base = find_model(self._base_model) if self._base_model else None  # on this machine
         self._dtype = "float32"  # that adapters are merged into
 
     async def take(self) -> None:
@@ -97,8 +108,6 @@ class EvaluatedEngine:
         self._began_with_base = is_fresh or (name.startswith(OWN) and name.endswith(BASE))
         if is_paused:
             await self.engine.post("resume")
-        self._base_model = self._config.model.base or await self._served_model()
-        self._base = find_model(self._base_model) if self._base_model else None
         self._dtype = await self._computed_dtype()
 
     def require_same_model(self, steps: dict[int, Path]) -> None:
@@ -236,13 +245,6 @@ class EvaluatedEngine:
         config = (await self._get("server_info?config_format=json")).get("vllm_config") or {}
         dtype = str((config.get("model_config") or {}).get("dtype")).removeprefix("torch.")
         return dtype if dtype in ("bfloat16", "float16", "float32") else "float32"
-
-    async def _served_model(self) -> str | None:
-        """Return the folder or hub name of its base model, as it was started with."""
-        cards = (await self._get("v1/models")).get("data") or [{}]
-        card = cards[0] if isinstance(cards[0], dict) else {}
-        root = card.get("root") or card.get("id")
-        return root if isinstance(root, str) else None
 
     async def _num_requests(self) -> int:
         """Return how many requests run and wait, as vLLM's metrics have it; 0 where it has none."""

@@ -11,7 +11,7 @@ import time
 import uuid
 from argparse import ArgumentParser, Namespace
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -24,6 +24,7 @@ from trireme.config.arguments import json_table, positive_int
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.orchestrator import Sampling
 from trireme.orchestrator.environments.pool import Environment
+from trireme.tools.environments.output import hold_output
 from trireme.tools.environments.policy import PolicyWanted, RolloutPolicy, build_opener, find_policy
 from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.config import EvalConfig
@@ -31,7 +32,6 @@ from trireme.tools.evaluate.report import conversation_of, text_of
 from trireme.tools.evaluate.session import (
     EvalSession,
     install_environments,
-    lock_results,
     open_environments,
     prepare,
     rollout_config,
@@ -66,16 +66,15 @@ def eval_run(argv: list[str]) -> int:
         endpoints=arguments.endpoints_path,
         trained=False,
     )
-    evaluation = ModelEvaluation(
-        prepare(config),
+    return evaluate_model(
+        config,
         wanted,
-        arguments.model or (wanted.base_url or "").partition("//")[2],
+        arguments.model or _address(wanted.base_url),
         saves=arguments.save_results,
         starts_new=arguments.anew,
         run_id=arguments.into,
         shows_rollouts=arguments.verbose,
     )
-    return evaluation.run()
 
 
 def eval_served(config: EvalConfig, *, dry_run: bool) -> int:
@@ -85,8 +84,84 @@ def eval_served(config: EvalConfig, *, dry_run: bool) -> int:
             "no environment is named - expected one. Add `--env.id my-env`, and `--weights-dir` for a run."
         )
     wanted = PolicyWanted(config.model.name, config.client.base_url, config.key, trained=False)
-    model = config.model.name or config.client.base_url.partition("//")[2]
-    return ModelEvaluation(prepare(config), wanted, model, saves=True).run(dry_run=dry_run)
+    return evaluate_model(config, wanted, config.model.name or _address(wanted.base_url), saves=True, dry_run=dry_run)
+
+
+def evaluate_model(
+    config: EvalConfig,
+    wanted: PolicyWanted,
+    model: str,
+    *,
+    saves: bool,
+    starts_new: bool = False,
+    run_id: str | None = None,
+    shows_rollouts: bool = False,
+    dry_run: bool = False,
+) -> int:
+    """Evaluate one model, wherever it is, on all environments of `config`. Returns 0 where every rollout has a reward.
+
+    Args:
+        model: its name for people, and in folder names.
+        starts_new: never resume unfinished results.
+        run_id: folder of the results; a new one, or that of unfinished results, where not given.
+
+    Raises: ConfigError, TriremeError as `eval_run`.
+    """
+    start_logging("eval", "warning")
+    config, progress = prepare(config), Progress()
+    output = config.output_dir or OUTPUT
+    folder_name = model.strip("/").replace("/", "--").replace(":", "-")
+    homes = {str(each.name): output / f"{each.name}--{folder_name}" for each in config.env}
+    home = next(iter(homes.values()))
+    waits = Waits("the evaluation", home / "logs")
+    run = rollout_config(config, {"output_dir": home, "seed": config.seed})
+    wanted = replace(wanted, pictures=output / "pictures" if saves else None)
+    open_policy = build_opener(wanted, run, detect_devices(), waits, progress)
+    if dry_run:
+        print(f"model        {model}\nenvironments {', '.join(homes)}")
+        return 0
+
+    def open_session(environment: Environment, policy: RolloutPolicy) -> EvalSession:
+        settings = {"model": model, "base_url": wanted.base_url}
+        session = EvalSession(environment, policy, config, purpose="eval", settings=settings)
+        if saves:
+            home = homes[environment.name]
+            folder = home / (run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}")
+            if run_id is None and not starts_new:
+                folder = _find_unfinished(home, session) or folder
+            session.resume(folder / RESULTS, folder / METADATA)
+        return session
+
+    async def evaluate() -> list[EvalSession]:
+        async with open_environments(config, home / "logs", waits, progress) as environments, open_policy() as policy:
+            sessions = [open_session(environment, policy) for environment in environments]
+            await run_sessions(sessions, progress)
+        return sessions
+
+    with ExitStack() as locks:
+        for folder in homes.values() if saves else ():
+            locks.enter_context(hold_output(folder, flag="--output-dir"))
+        install_environments(config, progress)
+        try:
+            sessions = asyncio.run(evaluate())
+        except (TriremeError, KeyboardInterrupt) as error:
+            if saves and not isinstance(error, ConfigError):
+                progress.show("What was answered so far is kept: type the same command again for the rest.")
+            raise
+    for session in sessions:
+        for result in session.results.values() if shows_rollouts else ():
+            print(conversation_of(result), end="\n\n")
+    for session in sessions:
+        print(text_of(session))
+        if session.file is not None:
+            progress.show(f"every rollout: {session.file.path} (`trireme eval tui` shows them)")
+    if not saves:
+        progress.show("nothing was saved; `-s` does that.")
+    return 1 if any(session.num_failed for session in sessions) else 0
+
+
+def _address(url: str | None) -> str:
+    return (url or "").partition("//")[2]
 
 
 def _read_sampling(arguments: Namespace) -> Sampling:
@@ -111,80 +186,6 @@ def _read_sampling(arguments: Namespace) -> Sampling:
             f"--sampling-args: {key} = {given.get(key)!r}: {error.errors()[0]['msg']} - expected what "
             "`[orchestrator.sampling]` takes. Correct it."
         ) from None
-
-
-@dataclass(frozen=True)
-class ModelEvaluation:
-    """One model, wherever it is, on all environments of `config`."""
-
-    config: EvalConfig
-    wanted: PolicyWanted
-    model: str  # for people, and in folder names
-    saves: bool
-    starts_new: bool = False  # never resume unfinished results
-    run_id: str | None = None  # folder of the results; a new one, or that of unfinished results, where not given
-    shows_rollouts: bool = False
-
-    def run(self, *, dry_run: bool = False) -> int:
-        """Returns 0 where every rollout has a reward.
-
-        Raises: ConfigError, TriremeError as `eval_run`.
-        """
-        start_logging("eval", "warning")
-        config, progress = self.config, Progress()
-        home = self._home(str(config.env[0].name))
-        waits = Waits("the evaluation", home / "logs")
-        run = rollout_config(config, {"output_dir": home, "seed": config.seed})
-        pictures = (config.output_dir or OUTPUT) / "pictures" if self.saves else None
-        open_policy = build_opener(replace(self.wanted, pictures=pictures), run, detect_devices(), waits, progress)
-        if dry_run:
-            print(f"model        {self.model}\nenvironments {', '.join(str(each.name) for each in config.env)}")
-            return 0
-
-        async def evaluate() -> list[EvalSession]:
-            async with (
-                open_environments(config, home / "logs", waits, progress) as environments,
-                open_policy() as policy,
-            ):
-                sessions = [self._open_session(environment, policy) for environment in environments]
-                await run_sessions(sessions, progress)
-            return sessions
-
-        with ExitStack() as locks:
-            for each in config.env if self.saves else ():
-                locks.enter_context(lock_results(self._home(str(each.name))))
-            install_environments(config, progress)
-            try:
-                sessions = asyncio.run(evaluate())
-            except (TriremeError, KeyboardInterrupt) as error:
-                if self.saves and not isinstance(error, ConfigError):
-                    progress.show("What was answered so far is kept: type the same command again for the rest.")
-                raise
-        for session in sessions:
-            for result in session.results.values() if self.shows_rollouts else ():
-                print(conversation_of(result), end="\n\n")
-        for session in sessions:
-            print(text_of(session))
-            if session.file is not None:
-                progress.show(f"every rollout: {session.file.path} (`trireme eval tui` shows them)")
-        if not self.saves:
-            progress.show("nothing was saved; `-s` does that.")
-        return 1 if any(session.num_failed for session in sessions) else 0
-
-    def _home(self, environment: str) -> Path:
-        model = self.model.strip("/").replace("/", "--").replace(":", "-")
-        return (self.config.output_dir or OUTPUT) / f"{environment}--{model}"
-
-    def _open_session(self, environment: Environment, policy: RolloutPolicy) -> EvalSession:
-        model = {"model": self.model, "base_url": self.wanted.base_url}
-        session = EvalSession(environment, policy, self.config, purpose="eval", settings=model)
-        if self.saves:
-            home = self._home(environment.name)
-            unfinished = None if self.starts_new or self.run_id else _find_unfinished(home, session)
-            new = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
-            folder = home / (self.run_id or (unfinished.name if unfinished else new))
-            session.resume(folder / RESULTS, folder / METADATA)
-        return session
 
 
 def _find_unfinished(home: Path, session: EvalSession) -> Path | None:

@@ -13,20 +13,19 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trireme.base.errors import ConfigError
-from trireme.base.paths import RunPaths, atomic_write
+from trireme.base.paths import atomic_write
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import evaluation_problems
 from trireme.config.problems import raise_together
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
-from trireme.launch.folder import hold_folder
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.evaluation.results import EvalResult, EvalResultsFile, evaluation_metrics
 from trireme.orchestrator.rollout.driver import (
@@ -252,20 +251,6 @@ async def open_environments(
             opening = open_as_stage(each, str(each.name), logs=logs, seed=config.seed, waits=waits, progress=progress)
             environments.append(await stack.enter_async_context(opening))
         yield environments
-
-
-@contextmanager
-def lock_results(folder: Path) -> Iterator[None]:
-    """Raises: ConfigError where another evaluation writes into the folder."""
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(hold_folder(RunPaths(folder)))
-        except ConfigError as error:
-            raise ConfigError(
-                f"another evaluation writes into {folder} ({str(error).partition(' - ')[0]}) - expected one at a time. "
-                "Wait for it, or name another folder: `--output-dir`."
-            ) from None
-        yield
 
 
 def rollout_config(config: EvalConfig, values: dict[str, Any]) -> RunConfig:

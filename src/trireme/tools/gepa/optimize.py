@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
-from trireme.launch.folder import hold_folder, move_aside
+from trireme.launch.folder import move_aside
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.venv import EnvironmentSource
 from trireme.tools.environments.catalog import build_if_missing, find_source
 from trireme.tools.environments.check import open_as_stage
+from trireme.tools.environments.output import hold_output
 from trireme.tools.environments.policy import EnginePolicy, PolicyWanted, RolloutPolicy, build_opener, find_policy
 from trireme.tools.environments.policy_endpoint import ChatEndpoint
 from trireme.tools.environments.progress import Progress
@@ -34,7 +35,6 @@ from trireme.tools.gepa.search import Search, iteration_cost
 
 MOST_EXAMPLES = 1 << 16  # of an environment, which may have endless ones
 NUM_FIRST_QUESTIONS = 8  # examples whose first question is read for the environment's own prompt
-LEAVE_S = 5.0  # for the processes of a search that was killed
 
 OpenModels = Callable[[], AbstractAsyncContextManager[tuple[RolloutPolicy, RolloutPolicy]]]
 """A function that opens the policy, which makes rollouts, and the teacher, which rewrites prompts."""
@@ -57,14 +57,7 @@ def run_search(config: GepaConfig) -> str:
         check_same(folder, config)
     progress, waits = Progress(), Waits("the search", paths.logs)
     open_models = build_models(config, folder, waits, progress)
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(hold_folder(paths, leave_s=LEAVE_S))
-        except ConfigError as error:
-            raise ConfigError(
-                f"another search is at work in {folder} - expected one at a time. Wait for it, stop it, or give this "
-                "one a folder of its own with `--output FOLDER`."
-            ) from error
+    with hold_output(folder, flag="--output"):
         if config.fresh and (folder / METADATA).exists():
             progress.show(f"an earlier search was in {folder}: moved to {move_aside(paths, FILES)}")
         earlier = read_metadata(folder) or {}
