@@ -42,17 +42,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from fake_engine import Asked, FakeEngine, FakeTrainer, WeightWire, build_app, serving
 from tiny_tokenizer import END
 from trireme.config.run import RunConfig
-from trireme.monitor.spans import ORCHESTRATOR, TRAINER, Lane, Span, SpansFile, open_spans, read_spans
-from trireme.monitor.timeline import (
-    OTHER,
-    advice,
-    engine_reasons,
-    engine_shares,
-    few_requests,
-    idle,
-    shares,
-    steady,
-)
+from trireme.monitor.spans import ENGINE, FEW, ORCHESTRATOR, TRAINER, Lane, Span, SpansFile, open_spans, read_spans
+from trireme.monitor.timeline import OTHER, advice_for, idle, reasons, shares, steady
 from trireme.orchestrator.loop import drive, open_orchestrator
 from whole_run import SAY, build_config
 
@@ -216,20 +207,20 @@ def add_row(table: Table, spans: list[Span], name: str, places_busy: float | Non
     begin_s = max(begin_s, min((span.begin_s for span in steps if span.step >= WARM_UP), default=begin_s))
     ends = [span.begin_s for span in spans if span.lane == ORCHESTRATOR and span.what == "idle"]  # every batch is full
     end_s = min([end_s, max((span.end_s for span in steps), default=end_s), *ends])
-    trainer, engine = shares(spans, TRAINER, begin_s, end_s), engine_shares(spans, begin_s, end_s)
-    few = few_requests(spans, begin_s, end_s)
+    trainer, engine = (shares(spans, lane, begin_s, end_s) for lane in (TRAINER, ENGINE))
+    few = dict(reasons(spans, ENGINE, begin_s, end_s, whats=("generate",))).get(FEW, 0.0)
     table.add_row(
         name,
         *(f"{trainer.get(what, 0.0):.1%}" for what in ("train", "wait", "transfer", OTHER)),
         f"{engine.get('generate', 0.0):.1%}",
         f"{few:.1%}",
         f"{idle(engine):.1%}",
-        next((why for why, _ in engine_reasons(spans, begin_s, end_s) if why), "-"),
+        next((why for why, _ in reasons(spans, ENGINE, begin_s, end_s) if why), "-"),
         f"{engine.get('transfer', 0.0):.1%}",
         f"{engine[OTHER]:.1%}",
         "-" if places_busy is None else f"{places_busy:.1%}",
     )
-    print(f"{name}: {advice(trainer, engine, few=few)}", flush=True)
+    print(f"{name}: {advice_for(spans, begin_s, end_s)}", flush=True)
 
 
 def cost() -> None:

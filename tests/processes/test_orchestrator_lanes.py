@@ -65,7 +65,7 @@ def test_the_lanes_add_up_to_the_wall_time_with_nothing_left_over(whole: SimpleN
         begin_s, end_s = spans[0].begin_s, spans[-1].end_s
         assert sum(span.seconds for span in spans) == pytest.approx(end_s - begin_s, abs=1e-3)
         of_all = shares(spans, spans[0].lane, begin_s, end_s)
-        assert sum(of_all.values()) == 1.0
+        assert sum(of_all.values()) == pytest.approx(1.0)
         assert of_all[OTHER] < 1e-3
         assert begin_s < end_s <= whole.ended + 0.01
     assert whole.lanes["engine"][0].begin_s >= whole.began - 0.01

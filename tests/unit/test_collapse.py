@@ -138,9 +138,7 @@ def test_no_row_and_no_broken_sign_stops_the_watch() -> None:
     watch = Watch([Sign("broken", ("loss",), broken, "", ""), *SIGNS])
     odd: list[dict[str, Any]] = [
         {},
-        {"step": "x", "process": 3, "reward/std": "much"},
-        {"step": 1, "process": "trainer", "loss": [], "grad_norm": {}, "policy/entropy": True},
-        {"process": "trainer", "loss": None, "grad_norm": None},
+        {"step": 1, "process": "trainer", "loss": [], "grad_norm": {}, "policy/entropy": True, "ess": 10**400},
         {"step": 1, "process": "orchestrator", "reward/mean": math.inf, "env//error_rate": math.nan},
     ]
     for row in [*odd, *healthy(CALM)]:

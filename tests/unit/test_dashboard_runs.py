@@ -191,9 +191,8 @@ def test_the_dashboard_warns_of_what_the_run_itself_warned_of(tmp_path: Path) ->
     for row in read_metrics(metrics.path)[0]:
         watch.take(row)
     found = opened(tmp_path).warnings()
-    texts = {(one.name, one.step, f"{one.seen} {one.meaning} {one.advice}") for one in found}
-    assert texts == set(watch.warnings)
-    assert (found[0].name, found[0].is_lasting, found[0].metric) == ("entropy_collapse", True, "policy/entropy")
+    assert {warned for warned, _ in found} == set(watch.warnings)
+    assert [(warned.name, is_lasting) for warned, is_lasting in found[:1]] == [("entropy_collapse", True)]
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=900), st.integers(4, 60))

@@ -32,14 +32,6 @@ LOOK_BACK = 45
 logger = get_logger("warnings")
 
 
-class Warned(NamedTuple):
-    """One warning."""
-
-    name: str
-    step: int
-    text: str
-
-
 class Sign(NamedTuple):
     """One detector and its warning text."""
 
@@ -49,8 +41,21 @@ class Sign(NamedTuple):
     meaning: str
     advice: str
 
-    def is_about(self, history: History) -> bool:
-        return not history.names.isdisjoint(self.watched)
+
+class Warned(NamedTuple):
+    """One warning."""
+
+    sign: Sign
+    step: int
+    seen: str  # with its values
+
+    @property
+    def name(self) -> str:
+        return self.sign.name
+
+    @property
+    def text(self) -> str:
+        return f"{self.seen}. {self.sign.meaning} {self.sign.advice}"
 
 
 class History:
@@ -65,7 +70,7 @@ class History:
         numbers = {name: value for name, value in row.items() if value is None or isinstance(value, int | float)}
         self.names = set(numbers)
         for name, number in numbers.items():
-            value = math.nan if number is None else float(number)
+            value = math.nan if number is None or abs(number) > 1e300 else float(number)
             self._values.setdefault(name, deque(maxlen=LONGEST)).append(value)
             start = self._starts.setdefault(name, [])
             if len(start) < START and math.isfinite(value):
@@ -118,7 +123,8 @@ def same_rewards(history: History) -> str | None:
     stds, start = history.last("reward/std", STEADY), history.start("reward/std")
     if not stds or max(stds) > max(1e-6, 0.02 * (start or 0.0)):
         return None
-    return f"reward/std is {stds[-1]:.2g} over {STEADY} batches, whose rewards are all {_value(history, 'reward/mean')}"
+    means = [f"{mean:.3g}" for mean in history.last("reward/mean")] or ["the same"]
+    return f"reward/std is {stds[-1]:.2g} over {STEADY} batches, whose rewards are all {means[0]}"
 
 
 def nothing_trained(history: History) -> str | None:
@@ -161,7 +167,7 @@ def reward_declines(history: History) -> str | None:
         return None
     best = max(fmean(values[at : at + 10]) for at in range(0, LOOK_BACK - 10, 5))
     now, spread = fmean(values[-10:]), _spread(values[-10:])
-    if best - start <= 3 * spread or best - now <= max(0.5 * (best - start), 2 * spread):
+    if not (best - start > 3 * spread and best - now > max(0.5 * (best - start), 2 * spread)):  # also where one is NaN
         return None
     return f"reward/mean is {now:.3g} over 10 batches; it began at {start:.3g} and had been at {best:.3g}"
 
@@ -181,11 +187,6 @@ def degenerate(history: History) -> str | None:
         if values and min(values) >= 0.2:
             return f"filters/{flaw}_frac is {fmean(values):.2f} over {STEADY} batches"
     return None
-
-
-def _value(history: History, name: str) -> str:
-    last = history.last(name)
-    return f"{last[0]:.3g}" if last else "the same"
 
 
 def _spread(values: list[float]) -> float:
@@ -365,7 +366,7 @@ SIGNS = (
 
 
 class Watch:
-    """Run all detectors on rows as they come. Never raises."""
+    """Run all detectors on rows as they come, each as `read_metrics` returns it. A detector that raises ends alone."""
 
     def __init__(self, signs: Sequence[Sign] = SIGNS) -> None:
         self.warnings: list[Warned] = []
@@ -381,34 +382,25 @@ class Watch:
 
     def take(self, row: Mapping[str, Any]) -> list[Warned]:
         """Return the warnings that this row triggers first."""
-        try:
-            return self._take(row)
-        except Exception:  # whatever stands in that row
-            logger.warning("a row of metrics could not be looked at: %.200r", row, exc_info=True)
-            return []
-
-    def _take(self, row: Mapping[str, Any]) -> list[Warned]:
         history = self._histories.setdefault(str(row.get("process")), History())
-        history.add({name: value for name, value in row.items() if name not in ("step", "process", "time_s")})
-        about = [sign for sign in self._signs if sign.is_about(history)]
-        fresh = [warned for sign in about if (warned := self._look(sign, history, row)) is not None]
-        self.warnings += fresh
-        return fresh
-
-    def _look(self, sign: Sign, history: History, row: Mapping[str, Any]) -> Warned | None:
-        try:
-            seen = sign.look(history)
-        except Exception:
-            logger.warning("the sign %s could not be looked for; it is left out from now on", sign.name, exc_info=True)
-            self._signs.remove(sign)
-            return None
-        if seen is None:
-            if sign.name in self._calm:
+        history.add(row)
+        fresh = []
+        for sign in [sign for sign in self._signs if not history.names.isdisjoint(sign.watched)]:
+            try:
+                seen = sign.look(history)
+            except Exception:
+                logger.warning(
+                    "the sign %s could not be looked for; it is left out from now on", sign.name, exc_info=True
+                )
+                self._signs.remove(sign)
+                continue
+            if seen is not None:
+                if sign.name not in self._calm:
+                    fresh.append(Warned(sign, row["step"], seen))
+                self._calm[sign.name] = 0
+            elif sign.name in self._calm:
                 self._calm[sign.name] += 1
                 if self._calm[sign.name] >= CALM:
                     del self._calm[sign.name]
-            return None
-        is_news = sign.name not in self._calm
-        self._calm[sign.name] = 0
-        text = f"{seen}. {sign.meaning} {sign.advice}"
-        return Warned(sign.name, int(row["step"]), text) if is_news else None
+        self.warnings += fresh
+        return fresh

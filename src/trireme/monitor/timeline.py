@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from trireme.monitor.spans import ENGINE, ENVIRONMENTS, FEW, ORCHESTRATOR, TRAINER, Span, reason_of
 
@@ -12,9 +11,6 @@ OTHER = "other"
 IDLE = ("wait", "idle")
 WHATS = ("start", "generate", "train", "wait", "transfer", "evaluate", "save", "journal", "idle", OTHER)
 """Lanes in the order in which they are shown."""
-
-GRAIN = 1 << 30
-"""Shares are multiples of 1 / GRAIN: however they are added, the sum is 1.0 to the bit."""
 
 NOTICEABLE = 0.05
 """A side that is idle for less is as good as busy: goal of a balanced run."""
@@ -69,76 +65,54 @@ def steady(spans: Iterable[Span]) -> tuple[float, float]:
 
 
 def shares(spans: Iterable[Span], lane: str, begin_s: float, end_s: float) -> Shares:
-    """Return the shares of a lane's time, which add up to exactly 1.0; "other" is unaccounted time."""
-    sums_us: dict[str, int] = defaultdict(int)
-    for what, begin_us, stop_us, _ in _within(spans, lane, begin_s, end_s):
-        sums_us[what] += stop_us - begin_us
-    total_us = round(end_s * 1e6) - round(begin_s * 1e6)
-    known = {what: math.floor(sum_us / total_us * GRAIN) / GRAIN for what, sum_us in sums_us.items() if total_us > 0}
-    ordered = {what: known[what] for what in sorted(known, key=_place)}
-    return ordered | {OTHER: 1.0 - sum(ordered.values())}
+    """Return the shares of a lane's time, which add up to 1; "other" is unaccounted time.
+
+    Args:
+        lane: its name, or `ENGINE` for the mean of all engines.
+    """
+    sums: dict[str, float] = defaultdict(float)
+    for (what, _), share in _spent(spans, lane, begin_s, end_s).items():
+        sums[what] += share
+    ordered = {what: sums[what] for what in sorted(sums, key=lambda what: WHATS.index(what) if what in WHATS else 99)}
+    return ordered | {OTHER: max(0.0, round(1.0 - sum(ordered.values()), 9))}
 
 
-def _within(spans: Iterable[Span], lane: str, begin_s: float, end_s: float) -> Iterable[tuple[str, int, int, str]]:
-    """Clip spans to a time range, in order and without overlaps, whatever the file has."""
-    reached_us, last_us = round(begin_s * 1e6), round(end_s * 1e6)
-    for span in sorted((span for span in spans if span.lane == lane), key=lambda span: span.begin_s):
-        begin_us, stop_us = round(span.begin_s * 1e6), round(span.end_s * 1e6)
-        begin_us, stop_us = max(begin_us, reached_us), min(stop_us, last_us)
-        if stop_us > begin_us:
-            yield span.what, begin_us, stop_us, span.why
-            reached_us = stop_us
+def reasons(
+    spans: Iterable[Span], lane: str, begin_s: float, end_s: float, *, whats: Container[str] = IDLE
+) -> list[tuple[str, float]]:
+    """Return the reasons of a lane's waiting, or of other activities, with their shares of all time, longest first.
+
+    Args:
+        lane: as of `shares`.
+    """
+    sums: dict[str, float] = defaultdict(float)
+    for (what, why), share in _spent(spans, lane, begin_s, end_s).items():
+        if what in whats:
+            sums[why] += share
+    return sorted(sums.items(), key=lambda item: -item[1])
 
 
-def _place(what: str) -> int:
-    return WHATS.index(what) if what in WHATS else len(WHATS)
-
-
-def mean_shares(several: Iterable[Shares]) -> Shares:
-    """Return the mean shares of several lanes, such as engines."""
-    found = list(several)
-    whats = {what for one in found for what in one if what != OTHER}
-    sums = {what: math.floor(sum(one.get(what, 0.0) for one in found) / len(found) * GRAIN) for what in whats}
-    ordered = {what: sums[what] / GRAIN for what in sorted(sums, key=_place)}
-    return ordered | {OTHER: 1.0 - sum(ordered.values())}
-
-
-def engine_shares(spans: Iterable[Span], begin_s: float, end_s: float) -> Shares:
-    """Return the mean shares of all engines; all "other" where there is none."""
-    known = list(spans)
-    engines = [lane for lane in lanes_of(known) if is_engine(lane)]
-    return mean_shares(shares(known, lane, begin_s, end_s) for lane in engines) if engines else {OTHER: 1.0}
+def _spent(spans: Iterable[Span], lane: str, begin_s: float, end_s: float) -> dict[tuple[str, str], float]:
+    """Return shares of the time by activity and reason. Where spans of a lane overlap, the time counts once."""
+    lanes: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.lane == lane or (lane == ENGINE and is_engine(span.lane)):
+            lanes[span.lane].append(span)
+    first_us, last_us = round(begin_s * 1e6), round(end_s * 1e6)
+    sums_us: dict[tuple[str, str], int] = defaultdict(int)
+    for of_lane in lanes.values():
+        reached_us = first_us
+        for span in sorted(of_lane, key=lambda span: span.begin_s):
+            begin_us, stop_us = max(round(span.begin_s * 1e6), reached_us), min(round(span.end_s * 1e6), last_us)
+            if stop_us > begin_us:
+                sums_us[span.what, reason_of(span.why)] += stop_us - begin_us
+                reached_us = stop_us
+    return {spent: sum_us / (last_us - first_us) / len(lanes) for spent, sum_us in sums_us.items()}
 
 
 def idle(of: Mapping[str, float]) -> float:
     """Return the share of time spent waiting for others."""
     return sum(of.get(what, 0.0) for what in IDLE)
-
-
-def reasons(spans: Iterable[Span], lane: str, begin_s: float, end_s: float) -> list[tuple[str, float]]:
-    """Return the reasons of a lane's waiting with their shares of all time, the longest first."""
-    sums: dict[str, int] = defaultdict(int)
-    for what, begin_us, stop_us, why in _within(spans, lane, begin_s, end_s):
-        if what in IDLE:
-            sums[reason_of(why)] += stop_us - begin_us
-    total_us = max(1, round((end_s - begin_s) * 1e6))
-    return sorted(((why, sum_us / total_us) for why, sum_us in sums.items()), key=lambda item: -item[1])
-
-
-def engine_reasons(spans: Iterable[Span], begin_s: float, end_s: float) -> list[tuple[str, float]]:
-    """Return the waiting reasons of all engines together."""
-    known = list(spans)
-    engines = [lane for lane in lanes_of(known) if is_engine(lane)]
-    sums: dict[str, float] = defaultdict(float)
-    for lane in engines:
-        for why, share in reasons(known, lane, begin_s, end_s):
-            sums[why] += share / len(engines)
-    return sorted(sums.items(), key=lambda item: -item[1])
-
-
-def waits_for_environments(spans: Iterable[Span], begin_s: float, end_s: float) -> float:
-    """Return the share of time in which engines were idle because environments were working."""
-    return dict(engine_reasons(spans, begin_s, end_s)).get(ENVIRONMENTS, 0.0)
 
 
 def in_words(of: Mapping[str, float], held_by: Iterable[tuple[str, float]] = ()) -> str:
@@ -159,32 +133,21 @@ def time_lines(spans: Iterable[Span]) -> list[str]:
     begin_s, end_s = steady(known)
     if not any(span.what == "train" for span in known):
         return []
-    trainer, engines = shares(known, TRAINER, begin_s, end_s), engine_shares(known, begin_s, end_s)
-    if not any(is_engine(span.lane) for span in known):
-        return [f"trainer: {in_words(trainer, reasons(known, TRAINER, begin_s, end_s))}"]
-    return [
-        f"trainer: {in_words(trainer, reasons(known, TRAINER, begin_s, end_s))}",
-        f"engines: {in_words(engines, engine_reasons(known, begin_s, end_s))}",
-        advice(
-            trainer,
-            engines,
-            few=few_requests(known, begin_s, end_s),
-            environments=waits_for_environments(known, begin_s, end_s),
-        ),
+    has_engines = any(is_engine(span.lane) for span in known)
+    lines = [
+        f"{name}: {in_words(shares(known, lane, begin_s, end_s), reasons(known, lane, begin_s, end_s))}"
+        for name, lane in (("trainer", TRAINER), ("engines", ENGINE))[: 1 + has_engines]
     ]
+    return [*lines, advice_for(known, begin_s, end_s)] if has_engines else lines
 
 
-def few_requests(spans: Iterable[Span], begin_s: float, end_s: float) -> float:
-    """Return the share of time in which engines generated with most of their slots empty; mean of all engines."""
-    known = [span for span in spans if is_engine(span.lane)]
-    total_us = max(1, round(end_s * 1e6) - round(begin_s * 1e6)) * max(1, len(lanes_of(known)))
-    few = (
-        stop_us - begin_us
-        for lane in lanes_of(known)
-        for what, begin_us, stop_us, why in _within(known, lane, begin_s, end_s)
-        if what == "generate" and reason_of(why) == FEW
-    )
-    return sum(few) / total_us
+def advice_for(spans: Iterable[Span], begin_s: float, end_s: float) -> str:
+    """Say which side should get more of the machine, by what both did between two times."""
+    known = list(spans)
+    trainer, engines = (shares(known, lane, begin_s, end_s) for lane in (TRAINER, ENGINE))
+    few = dict(reasons(known, ENGINE, begin_s, end_s, whats=("generate",))).get(FEW, 0.0)
+    environments = dict(reasons(known, ENGINE, begin_s, end_s)).get(ENVIRONMENTS, 0.0)
+    return advice(trainer, engines, few=few, environments=environments)
 
 
 def advice(
@@ -193,7 +156,7 @@ def advice(
     """Say which side should get more of the machine.
 
     Args:
-        few: see `few_requests`.
+        few: share of time in which engines generate with most of their slots empty.
         environments: share of time in which engines wait for environments.
     """
     waits, rests = idle(trainer), idle(engines)
@@ -247,32 +210,21 @@ def thin(spans: Iterable[Span], begin_s: float, end_s: float, most: int) -> list
     lanes = lanes_of(shown)
     num_slots = max(1, most // (len(lanes) * (len(WHATS) + 1)))
     slot_s = (end_s - begin_s) / num_slots
-    by_slot: dict[tuple[str, int], list[Span]] = defaultdict(list)
+    by_slot: dict[tuple[str, int], dict[str, list[Span]]] = defaultdict(dict)
     for span in shown:
-        for piece, slot in _cut(span, begin_s, slot_s, num_slots):
-            by_slot[span.lane, slot].append(piece)
-    return joined(piece for pieces in by_slot.values() for piece in _one_of_each(pieces))
-
-
-def _cut(span: Span, begin_s: float, slot_s: float, num_slots: int) -> Iterable[tuple[Span, int]]:
-    first = max(0, int((span.begin_s - begin_s) / slot_s))
-    last = min(num_slots - 1, int((span.end_s - begin_s) / slot_s))
-    for slot in range(first, last + 1):
-        lower = max(span.begin_s, begin_s + slot * slot_s)
-        upper = min(span.end_s, begin_s + (slot + 1) * slot_s)
-        if upper > lower:
-            yield Span(span.lane, span.what, lower, upper - lower, span.step, span.why), slot
-
-
-def _one_of_each(pieces: list[Span]) -> Iterable[Span]:
-    """Sum the spans of a slot by activity, in order of first appearance, each with the text of its longest."""
-    by_what: dict[str, list[Span]] = defaultdict(list)
-    for piece in pieces:
-        by_what[piece.what].append(piece)
-    begin_s = pieces[0].begin_s
-    for what, same in by_what.items():
-        longest = max(same, key=lambda piece: piece.seconds)
-        seconds = sum(piece.seconds for piece in same)
-        begin_s = same[0].begin_s if len(pieces) == 1 else begin_s
-        yield Span(longest.lane, what, begin_s, seconds, longest.step, longest.why)
-        begin_s += seconds
+        first = max(0, int((span.begin_s - begin_s) / slot_s))
+        last = min(num_slots - 1, int((span.end_s - begin_s) / slot_s))
+        for slot in range(first, last + 1):
+            lower = max(span.begin_s, begin_s + slot * slot_s)
+            upper = min(span.end_s, begin_s + (slot + 1) * slot_s)
+            if upper > lower:
+                piece = Span(span.lane, span.what, lower, upper - lower, span.step, span.why)
+                by_slot[span.lane, slot].setdefault(span.what, []).append(piece)
+    drawn = []
+    for by_what in by_slot.values():  # one span of each activity, in order of first appearance
+        at_s = next(iter(by_what.values()))[0].begin_s
+        for what, same in by_what.items():
+            longest, seconds = max(same, key=lambda piece: piece.seconds), sum(piece.seconds for piece in same)
+            drawn.append(Span(longest.lane, what, at_s, seconds, longest.step, longest.why))
+            at_s += seconds
+    return joined(drawn)

@@ -106,7 +106,7 @@ class Status:
                 for engine in engines
             ],
             "processes": {"orchestrator": {"state": self.state}} | processes,
-            "warnings": [warned._asdict() for warned in self.warnings],
+            "warnings": [{"name": each.name, "step": each.step, "text": each.text} for each in self.warnings],
         }
 
     @property

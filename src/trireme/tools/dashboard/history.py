@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from trireme.monitor import timeline
 from trireme.monitor.metrics import Row
-from trireme.monitor.spans import TRAINER, Span, read_spans
+from trireme.monitor.spans import ENGINE, TRAINER, Span, read_spans
 from trireme.monitor.timeline import Shares
 
 PIECE_BYTES = 1 << 22
@@ -338,19 +338,20 @@ def summarize(spans: Spans, begin_s: float, end_s: float, *, most: int = DRAWN_S
     counted = max(begin_s, first_s), min(end_s, last_s)
     counted = counted if counted[0] < counted[1] else (begin_s, end_s)
     shares = {process: timeline.shares(known, process, *counted) for process in processes}
-    engines = timeline.engine_shares(known, *counted)
-    advice = timeline.advice(
-        shares.get(TRAINER, {timeline.OTHER: 1.0}),
-        engines,
-        few=timeline.few_requests(known, *counted),
-        environments=timeline.waits_for_environments(known, *counted),
-    )
     waits = {
         process: [(why, share) for why, share in timeline.reasons(known, process, *counted) if why]
         for process in processes
     }
-    shown = timeline.thin(known, begin_s, end_s, most)
-    return Timeline(begin_s, end_s, shown, shares, waits, engines, advice, counted)
+    return Timeline(
+        begin_s=begin_s,
+        end_s=end_s,
+        spans=timeline.thin(known, begin_s, end_s, most),
+        shares=shares,
+        waits=waits,
+        engines=timeline.shares(known, ENGINE, *counted),
+        advice=timeline.advice_for(known, *counted),
+        counted=counted,
+    )
 
 
 STEP_PARTS = {

@@ -15,14 +15,14 @@ from nicegui import run as threads
 from nicegui import ui
 
 from trireme.config.files import without_secrets
-from trireme.monitor.collapse import SIGNS
+from trireme.monitor.collapse import SIGNS, Warned
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.progress import ends_of
 from trireme.monitor.run_text import short_time
 from trireme.tools.dashboard import theme
 from trireme.tools.dashboard.charts import Canvas, Line, line_chart, lines_of
 from trireme.tools.dashboard.history import STEP_PARTS, Frame, Metrics, curve
-from trireme.tools.dashboard.runs import Finding, RunFolder, RunSet, changed_s
+from trireme.tools.dashboard.runs import RunFolder, RunSet, changed_s
 from trireme.tools.diff.configuration import flatten
 
 PACE_STEPS = 20  # whose median is the pace
@@ -66,8 +66,8 @@ class Overview:
             for line in _state_lines(self._run):
                 ui.label(line)
         with self._warnings:
-            for finding in [finding for finding in self._run.warnings() if finding.is_lasting][:MOST_WARNINGS]:
-                _show_warning(self._runs, finding)
+            for warned in [warned for warned, is_lasting in self._run.warnings() if is_lasting][:MOST_WARNINGS]:
+                _show_warning(self._runs, warned, is_lasting=True)
         self._show_charts()
         if len(self._runs.chosen) > 1:
             rows = differences(self._runs.chosen)
@@ -253,7 +253,7 @@ def ago(unix_s: float) -> str:
 
 async def build_warnings(runs: RunSet) -> None:
     body = theme.column()
-    drawn: list[list[Finding]] = []
+    drawn: list[list[tuple[Warned, bool]]] = []
 
     async def renew() -> None:
         found = [run.warnings() for run in runs.chosen]
@@ -262,7 +262,7 @@ async def build_warnings(runs: RunSet) -> None:
             body.clear()
             with body:
                 for run, findings in zip(runs.chosen, found, strict=True):
-                    lasting = sum(finding.is_lasting for finding in findings)
+                    lasting = sum(is_lasting for _, is_lasting in findings)
                     with theme.row().classes("tr-group"):
                         theme.heading(run.name)
                         theme.soft(f"{lasting} now, {len(findings) - lasting} earlier")
@@ -271,8 +271,8 @@ async def build_warnings(runs: RunSet) -> None:
                             f"{len(SIGNS)} are looked for in every row of its metrics; {run.num_done} steps so far."
                         )
                         theme.nothing("No sign of a collapse.", searched, icon="check_circle_outline")
-                    for finding in findings[:MOST_LISTED_WARNINGS]:
-                        _show_warning(runs, finding)
+                    for warned, is_lasting in findings[:MOST_LISTED_WARNINGS]:
+                        _show_warning(runs, warned, is_lasting=is_lasting)
                 with ui.expansion(f"What is looked for ({len(SIGNS)} signs)").classes("tr-card"):
                     signs = [
                         {"sign": sign.name.replace("_", " "), "of": ", ".join(sign.watched), "meaning": sign.meaning}
@@ -284,17 +284,16 @@ async def build_warnings(runs: RunSet) -> None:
     runs.watchers.append(renew)
 
 
-def _show_warning(runs: RunSet, finding: Finding) -> None:
+def _show_warning(runs: RunSet, warned: Warned, *, is_lasting: bool) -> None:
     """Show what was seen, what it usually means, and what to try."""
-    with theme.card().style(f"border-left: 4px solid var(--tr-{'bad' if finding.is_lasting else 'line'})"):
+    sign, metric = warned.sign, warned.sign.watched[0]
+    with theme.card().style(f"border-left: 4px solid var(--tr-{'bad' if is_lasting else 'line'})"):
         with theme.row():
-            icon, color = ("warning_amber", "tr-warn") if finding.is_lasting else ("history", "tr-soft")
-            ui.icon(icon).classes(color)
-            theme.heading(finding.name.replace("_", " "))
-            theme.soft(f"step {finding.step}{', and still' if finding.is_lasting else ''}")
+            ui.icon("warning_amber" if is_lasting else "history").classes("tr-warn" if is_lasting else "tr-soft")
+            theme.heading(sign.name.replace("_", " "))
+            theme.soft(f"step {warned.step}{', and still' if is_lasting else ''}")
             ui.space()
-            ui.link(f"look at {finding.metric}", runs.link("/metrics", find=finding.metric))
-        ui.label(f"{finding.seen.rstrip('.')}.")
-        ui.label(finding.meaning).classes("tr-soft")
-        if finding.advice:
-            ui.label(f"What to try: {finding.advice}")
+            ui.link(f"look at {metric}", runs.link("/metrics", find=metric))
+        ui.label(f"{warned.seen}.")
+        ui.label(sign.meaning).classes("tr-soft")
+        ui.label(f"What to try: {sign.advice}")

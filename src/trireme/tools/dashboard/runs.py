@@ -14,14 +14,14 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlencode
 
 from trireme.base.paths import RunPaths
 from trireme.base.token import read_key
 from trireme.launch.folder import launcher_of
 from trireme.launch.run_state import ask_status, status_address
-from trireme.monitor.collapse import SIGNS, Watch
+from trireme.monitor.collapse import Warned, Watch
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.progress import Status
 from trireme.tools.dashboard.history import PIECE_BYTES, READ_S, Metrics, Spans
@@ -36,18 +36,6 @@ MOST_WARNINGS = 1000  # kept of a run
 CONFIGS = ("run.json", "orchestrator.json", "trainer.json", "inference.json", "sft.json")
 SKIPPED = {"checkpoints", "weights", "broadcast", "logs", "journal", "evals", "data", "wandb", "node_modules"}
 """Folders that hold no runs, and may hold very much else."""
-
-
-class Finding(NamedTuple):
-    """A warning of a run, in parts."""
-
-    name: str
-    step: int
-    seen: str  # with its values
-    meaning: str
-    advice: str
-    metric: str  # to look at
-    is_lasting: bool  # seen lately
 
 
 class RunFolder:
@@ -99,16 +87,13 @@ class RunFolder:
             return "finished"
         return "stopped" if self.num_done else "not started"
 
-    def warnings(self) -> list[Finding]:
-        """Return the signs of a collapse in the metrics: those that last first, then the newest."""
-        lasting, signs = set(self._watch.lasting.values()), {sign.name: sign for sign in SIGNS}
-        found = []
-        for warned in list(self._watch.warnings):
-            sign = signs[warned.name]
-            seen = warned.text.removesuffix(f" {sign.meaning} {sign.advice}")
-            is_lasting = warned in lasting
-            found.append(Finding(sign.name, warned.step, seen, sign.meaning, sign.advice, sign.watched[0], is_lasting))
-        return sorted(found, key=lambda finding: (not finding.is_lasting, -finding.step))
+    def warnings(self) -> list[tuple[Warned, bool]]:
+        """Return the signs of a collapse in the metrics, each with whether it was seen lately: those first, then the
+        newest.
+        """
+        lasting = set(self._watch.lasting.values())
+        found = [(warned, warned in lasting) for warned in list(self._watch.warnings)]
+        return sorted(found, key=lambda each: (not each[1], -each[0].step))
 
     def refresh(self) -> bool:
         """Read what is new, at most once in `REFRESH_S`. Return whether there was anything new."""
