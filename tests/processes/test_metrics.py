@@ -11,7 +11,7 @@ import pytest
 from limits import file_size_limit
 from trireme.base.errors import ConfigError
 from trireme.config.run import RunConfig
-from trireme.monitor import wandb_mirror
+from trireme.monitor import lines, wandb_mirror
 from trireme.monitor.metrics import MetricsFile, latest_by_step, merge_processes, read_metrics
 from trireme.monitor.wandb_mirror import open_wandb_mirror
 
@@ -69,28 +69,29 @@ def test_when_too_many_wait_the_oldest_are_lost_and_counted_as_is_what_waits_at_
     full = tmp_path / "full"
     full.touch()
     monkeypatch.setenv("TRIREME_FAULTS", f"disk_full={full}")
-    metrics = MetricsFile(tmp_path / "metrics.jsonl", "trainer", most_waiting=3)
+    monkeypatch.setattr(lines, "MOST_WAITING", 3)
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", "trainer")
     for step in range(5):
         metrics.append(step, {})
     assert (metrics.waiting, metrics.lost) == (3, 2)
     full.unlink()
     metrics.close()
     assert steps_in(metrics.path) == [2, 3, 4]
+    monkeypatch.setattr(lines, "CLOSE_S", 0.0)
     metrics = MetricsFile(Path("/dev/full"), "trainer")
     metrics.append(0, {})
-    metrics.close(patience_s=0.0)
+    metrics.close()
     assert (metrics.waiting, metrics.lost) == (0, 1)
 
 
-def test_a_full_disk_ends_no_training_and_warns_once_a_minute(caplog):
-    now = 0.0
-    metrics = MetricsFile(Path("/dev/full"), "trainer", clock=lambda: now)
+def test_a_full_disk_ends_no_training_and_warns_once_a_minute(caplog, monkeypatch):
+    metrics = MetricsFile(Path("/dev/full"), "trainer")
     logging.getLogger("trireme.metrics").addHandler(caplog.handler)
     try:
         for step in range(3):
             metrics.append(step, {"loss": 1.0})
         assert len(set(map(str, caplog.messages))) == 1
-        now = 61.0
+        monkeypatch.setattr(lines, "WARN_EVERY_S", 0.0)
         metrics.append(3, {"loss": 1.0})
     finally:
         logging.getLogger("trireme.metrics").removeHandler(caplog.handler)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +76,7 @@ class CheckpointFolders:
         """Return whether a folder has the current weights: a run that went back may have trained the step again."""
         folder = self.folder(step)
         return (folder / STATE).is_file() and all(
-            (folder / file.name).is_file() and _is_same(file, folder / file.name)
-            for file in _files(self._weights(step))
+            _is_link_or_copy(folder / file.name, file) for file in _files(self._weights(step))
         )
 
     def _write(self, step: int) -> None:
@@ -99,15 +97,17 @@ def _files(folder: Path) -> list[Path]:
     return [file for file in folder.iterdir() if file.is_file()]
 
 
-def _is_same(ours: Path, theirs: Path) -> bool:
-    """Return whether a file is a link or a copy of another."""
-    return ours.samefile(theirs) or (
-        ours.stat().st_size == theirs.stat().st_size and theirs.stat().st_mtime >= ours.stat().st_mtime
-    )
+def _is_link_or_copy(file: Path, ours: Path) -> bool:
+    if not file.is_file():
+        return False
+    found, known = file.stat(), ours.stat()
+    return os.path.samestat(found, known) or (found.st_size == known.st_size and found.st_mtime >= known.st_mtime)
 
 
 def trainer_state(metrics: Path, step: int, max_steps: int) -> dict[str, Any]:
     """Return what was reported until the checkpoint: a row per step and per evaluation.
+
+    Batches count from 0 here and steps from 1 there; evaluations belong to a version, which is a step.
 
     Example:
         {"step": 50, "global_step": 50, "max_steps": 100, "log_history": [{"step": 1, "loss": 0.2, "reward": 0.4}, ...]}
@@ -116,19 +116,13 @@ def trainer_state(metrics: Path, step: int, max_steps: int) -> dict[str, Any]:
     for (process, number), row in latest_by_step(read_metrics(metrics)[0]).items():
         if process in ("trainer", "orchestrator") and number <= step:
             by_number.setdefault(number, []).append(row)
-    merged = {number: merge_processes(rows) for number, rows in sorted(by_number.items())}
-    history = [entry for number, row in merged.items() for entry in _entries(number, row, step)]
+    history = []
+    for number, rows in sorted(by_number.items()):
+        row = merge_processes(rows)
+        values = {NAMES.get(name, name): value for name, value in row.items() if name not in ("step", "process")}
+        evaluated = {name: value for name, value in values.items() if name.startswith("eval/")}
+        if evaluated:
+            history.append({"step": number} | evaluated)
+        if number < step:
+            history.append({"step": number + 1} | {name: values[name] for name in values if name not in evaluated})
     return {"step": step, "global_step": step, "max_steps": max_steps, "log_history": history}
-
-
-def _entries(number: int, row: Row, step: int) -> Iterator[Row]:
-    """Return the rows.
-
-    Batches count from 0 here and steps from 1 there; evaluations belong to a version, which is a step.
-    """
-    values = {NAMES.get(name, name): value for name, value in row.items() if name not in ("step", "process")}
-    evaluated = {name: value for name, value in values.items() if name.startswith("eval/")}
-    if evaluated:
-        yield {"step": number} | evaluated
-    if number < step:
-        yield {"step": number + 1} | {name: value for name, value in values.items() if name not in evaluated}

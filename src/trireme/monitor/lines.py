@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 
 from trireme.base.disk import pretend_full
 from trireme.base.log import get_logger
 
 WARN_EVERY_S = 60.0
-MOST_WAITING = 100_000  # lines, some 100 MB
+MOST_WAITING = 100_000  # unwritten lines, some 100 MB, beyond which the oldest are lost
 CLOSE_S = 5.0
 RETRY_S = 0.2
 
@@ -25,25 +24,15 @@ logger = get_logger("lines")
 class LinesFile:
     """Append lines. Several processes may append to one file: each flush is a single O_APPEND write."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        most_waiting: int = MOST_WAITING,
-        clock: Callable[[], float] = time.monotonic,
-        sync: bool = False,
-    ) -> None:
+    def __init__(self, path: Path, *, sync: bool = False) -> None:
         """Open the file for appending.
 
         Args:
-            most_waiting: number of unwritten lines to keep; beyond it the oldest are lost.
             sync: make each flush survive a power failure (fsync).
         """
         self.path = path
         self.lost = 0  # lines that will never be written
-        self._most_waiting = most_waiting
         self._waiting: deque[bytes] = deque()
-        self._clock = clock
         self._sync = sync
         self._warned_at: float | None = None
 
@@ -61,10 +50,10 @@ class LinesFile:
         try:
             _append_lines(self.path, self._waiting, sync=self._sync)
         except OSError as error:
-            while len(self._waiting) > self._most_waiting:
+            while len(self._waiting) > MOST_WAITING:
                 self._waiting.popleft()
                 self.lost += 1
-            now = self._clock()
+            now = time.monotonic()
             if self._warned_at is None or now - self._warned_at >= WARN_EVERY_S:
                 self._warned_at = now
                 logger.warning(
@@ -77,9 +66,9 @@ class LinesFile:
                 self._warned_at = None
                 logger.warning(f"{self.path} can be written again: no line waits any more ({self.lost} lost).")
 
-    def close(self, patience_s: float = CLOSE_S) -> None:
-        """Write waiting lines within a number of seconds; what cannot be written is lost."""
-        give_up = time.monotonic() + patience_s
+    def close(self) -> None:
+        """Write waiting lines within `CLOSE_S`; what cannot be written is lost."""
+        give_up = time.monotonic() + CLOSE_S
         self.flush()
         while self._waiting and time.monotonic() < give_up:
             time.sleep(RETRY_S)

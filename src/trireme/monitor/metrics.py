@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trireme.monitor.lines import MOST_WAITING, LinesFile, read_lines
+from trireme.monitor.lines import LinesFile, read_lines
 
 Row = dict[str, Any]
 """One line: `step`, `process` and `time_s` (unix), then metrics; None where the number was not finite."""
@@ -23,15 +23,8 @@ Row = dict[str, Any]
 class MetricsFile(LinesFile):
     """The lines of one process. A step's line is on disk before its checkpoint: `trireme audit` relies on that."""
 
-    def __init__(
-        self,
-        path: Path,
-        process: str,
-        *,
-        most_waiting: int = MOST_WAITING,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(path, most_waiting=most_waiting, clock=clock, sync=True)
+    def __init__(self, path: Path, process: str) -> None:
+        super().__init__(path, sync=True)
         self.process = process
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:

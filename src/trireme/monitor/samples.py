@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trireme.base.errors import JournalCorrupt
-from trireme.base.paths import RunPaths
-from trireme.config.run import Console
-from trireme.journal.message_text import content_text
+from trireme.config.run import RunConfig
+from trireme.journal.message_text import as_text, content_text
 
 if TYPE_CHECKING:
     from trireme.journal.records import BatchRecord, Rollout
@@ -20,23 +18,16 @@ MOST_CHARACTERS = 2000  # of a prompt, and of a completion
 Message = dict[str, Any]
 
 
-class Samples:
-    """Read the samples of every batch whose step is due."""
-
-    def __init__(self, paths: RunPaths, config: Console) -> None:
-        self._folder = paths.journal
-        self._every = config.samples_every
-        self._count = config.num_samples
-
-    def of(self, step: int) -> list[str]:
-        """Return the texts of a batch; none where it is not due or cannot be read."""
-        if self._every is None or (step + 1) % self._every:
-            return []
-        record = read_batch(self._folder, step)
-        chosen = choose(record.rollouts, self._count) if record else []
-        if len(chosen) == 1:
-            return [sample_text(step, chosen[0])]
-        return [sample_text(step, rollout, f" {index} of {len(chosen)}") for index, rollout in enumerate(chosen, 1)]
+def samples_if_due(config: RunConfig, step: int) -> list[str]:
+    """Return the texts of a batch's samples; none where its step is not due, or it cannot be read."""
+    every = config.console.samples_every
+    if every is None or (step + 1) % every:
+        return []
+    record = read_batch(config.paths.journal, step)
+    chosen = choose(record.rollouts, config.console.num_samples) if record else []
+    if len(chosen) == 1:
+        return [sample_text(step, chosen[0])]
+    return [sample_text(step, rollout, f" {index} of {len(chosen)}") for index, rollout in enumerate(chosen, 1)]
 
 
 def read_batch(folder: Path, step: int) -> BatchRecord | None:
@@ -92,15 +83,11 @@ def conversation_text(messages: Sequence[Message]) -> str:
 
 def message_text(message: Message) -> str:
     """Return the text of a message, with the names of its pictures, and its tool calls."""
-    calls = [_call_text(call) for call in message.get("tool_calls") or ()]
-    return "\n".join(filter(None, [content_text(message.get("content")), *calls]))
-
-
-def _call_text(call: Any) -> str:
-    function = call.get("function", call) if isinstance(call, dict) else {}
-    arguments = function.get("arguments", "")
-    shown = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return f"{function.get('name', '?')}({shown})"
+    texts = [content_text(message.get("content"))]
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call) if isinstance(call, dict) else {}
+        texts.append(f"{function.get('name', '?')}({as_text(function.get('arguments', ''))})")
+    return "\n".join(filter(None, texts))
 
 
 def _shorten(text: str) -> str:

@@ -29,7 +29,7 @@ from trireme.monitor.logs import startup_phase
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.progress import Evaluation, ProcessState, Progress, Status
 from trireme.monitor.run_text import bar, evaluation_text, short_number, short_time, sparkline, step_line, warning_text
-from trireme.monitor.samples import Samples, read_batch
+from trireme.monitor.samples import read_batch, samples_if_due
 
 POLL_S = 1.0  # between two looks at the files and `/status`
 STATUS_TIMEOUT_S = 0.8
@@ -102,7 +102,6 @@ class View:
         self._started = self._last_line = clock()
         self._looked: float | None = None
         self._is_broken = False
-        self._samples = Samples(config.paths, config.console)
         rows, self._offset = read_metrics(config.paths.metrics)
         self.progress.add(rows)
         self.progress.begin_session()
@@ -166,7 +165,7 @@ class View:
         """Give the terminal back."""
 
     def say_samples(self, step: int) -> None:
-        for text in self._samples.of(step):
+        for text in samples_if_due(self.config, step):
             self.say(text)
 
     def say_states(self) -> None:

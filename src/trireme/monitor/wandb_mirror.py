@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from trireme.base.errors import ConfigError
@@ -53,11 +52,12 @@ class _Mirror:
     def __init__(self, config: RunConfig | SftConfig) -> None:
         self._processes = {"sft"} if isinstance(config, SftConfig) else {"trainer", "orchestrator"}
         self._metrics = config.paths.metrics
-        self._bookmark = _Bookmark(config.paths.root / "wandb" / "mirror.json")
-        self._offset = self._bookmark.offset
+        self._bookmark = config.paths.root / "wandb" / "mirror.json"
+        """The wandb run of this folder and how far it has been sent, so that a resumed run continues its charts."""
+        sent = json.loads(self._bookmark.read_text()) if self._bookmark.exists() else {}
+        self._offset: int = sent.get("offset", 0)
         self._pending: dict[int, _Pending] = {}
-        self._run = _init(config, self._bookmark.run_id)
-        self._bookmark.run_id = self._run.id
+        self._run = _init(config, sent.get("run_id"))
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="wandb-mirror", daemon=True)
 
@@ -70,7 +70,7 @@ class _Mirror:
         if self._thread.is_alive():
             logger.warning(
                 f"wandb has not finished after {FINISH_S:.0f} s. What it has not sent lies in "
-                f"{self._bookmark.path.parent}: send it with `wandb sync`."
+                f"{self._bookmark.parent}: send it with `wandb sync`."
             )
 
     def _follow(self) -> None:
@@ -97,7 +97,11 @@ class _Mirror:
                 values = {name: value for name, value in merged.items() if name not in ("process", "time_s")}
                 self._run.log({name: value for name, value in values.items() if value is not None})
         # A mirror that is killed now resumes from these: some step may be sent twice, none is left out.
-        self._bookmark.save(min((pending.offset for pending in self._pending.values()), default=self._offset))
+        offset = min((pending.offset for pending in self._pending.values()), default=self._offset)
+        bookmark = json.dumps({"run_id": self._run.id, "offset": offset}).encode()
+        if not self._bookmark.exists() or self._bookmark.read_bytes() != bookmark:
+            with atomic_write(self._bookmark) as file:
+                file.write(bookmark)
 
 
 @dataclass
@@ -107,22 +111,6 @@ class _Pending:
     offset: int  # before which no row of it was read
     rows: dict[str, Row] = field(default_factory=dict)
     since: float = field(default_factory=time.monotonic)
-
-
-class _Bookmark:
-    """The wandb run of this folder and how far it has been sent, so that a resumed run continues its charts."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        stored = json.loads(path.read_text()) if path.exists() else {}
-        self.run_id: str | None = stored.get("run_id")
-        self.offset: int = stored.get("offset", 0)
-
-    def save(self, offset: int) -> None:
-        if offset != self.offset or not self.path.exists():
-            self.offset = offset
-            with atomic_write(self.path) as file:
-                file.write(json.dumps({"run_id": self.run_id, "offset": offset}).encode())
 
 
 def _init(config: RunConfig | SftConfig, run_id: str | None) -> Any:
