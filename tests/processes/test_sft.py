@@ -79,7 +79,7 @@ def test_twenty_steps_learn_a_simple_task(trained):
     assert [span.step for span in spans if span.what == "train"] == list(range(20))
     assert [span.step for span in spans if span.what == "save"] == [10, 20]
     assert [span.what for span in spans].count("evaluate") == 2  # before the first step and after the last
-    assert sum(shares(spans, "trainer", *steady(spans)).values()) == 1.0
+    assert sum(shares(spans, "trainer", *steady(spans)).values()) == pytest.approx(1.0)
 
 
 def test_the_result_is_a_model_that_a_run_can_start_from(trained):

@@ -183,7 +183,7 @@ def test_the_lane_of_a_trainer_tells_what_each_step_was_spent_on(straight, folde
     spans = spans_of(folder)
     assert (spans[0].what, spans[-1].what) == ("start", "idle")
     of_steps = shares(spans, "trainer", *steady(spans))
-    assert sum(of_steps.values()) == 1.0
+    assert sum(of_steps.values()) == pytest.approx(1.0)
     assert {"train", "transfer", "save", "wait"} <= of_steps.keys()
     for row, after in pairwise(read_metrics(folder / "metrics.jsonl")[0]):
         step = row["step"]
