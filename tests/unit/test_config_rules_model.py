@@ -10,7 +10,7 @@ from resolved_runs import CPU, ENV, refusals, resolved
 from trireme.base.errors import ConfigError
 from trireme.config import model_folder
 from trireme.config.load import load_config
-from trireme.config.model_folder import model_launch_problems, num_experts_in
+from trireme.config.model_folder import model_launch_problems, num_experts_of, read_config
 from trireme.config.resolve import resolve_sft
 from trireme.config.rules import check_sft, launch_problems, problems
 from trireme.config.sft import SftConfig
@@ -234,7 +234,6 @@ def test_router_replay_needs_a_model_with_experts(folder):
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
 def test_experts_are_counted_under_any_of_their_names(folder, key):
     describe(folder, **{key: 6})
-    assert num_experts_in(str(folder)) == 6
+    assert num_experts_of(read_config(str(folder))) == 6
     describe(folder, text_config={key: 5})
-    assert num_experts_in(str(folder)) == 5
-    assert num_experts_in("owner/model-on-a-hub") is None
+    assert num_experts_of(read_config(str(folder))) == 5

@@ -2,16 +2,6 @@
 
 Exit codes: 2 for configuration errors and 3 for errors that a retry would repeat or make worse (neither is retried), 1
 for the rest (the launcher restarts the process).
-
-TriremeError
-├── ConfigError        the user's input cannot work; also a ValueError
-├── DeadlineExceeded   a wait timed out; names the waiting process, its peer, what for, and the peer's log
-├── PeerDied           a process that this one depends on has ended
-├── AllRolloutsFail    no rollout of a run has succeeded
-├── NotFinite          gradients were not finite too often in a row
-├── WeightsMismatch    an engine does not serve the weights that the trainer sent
-├── JournalCorrupt     a file on disk does not match its checksum
-└── Refused            a peer refused a request, and a retry would not help
 """
 
 from __future__ import annotations

@@ -6,15 +6,11 @@ from typing import Any, Literal
 
 # Read as if the second name had been written. Other systems have a table `[data]` for supervised training.
 ALIASES = {
+    "restart": "supervisor.restart",
     "orchestrator.environment": "orchestrator.env",
     "data.path": "data",
     "data.name": "data",
     "data.file": "data",
-}
-
-# Read on the command line only.
-SHORT_FLAGS = {
-    "restart": "supervisor.restart",
 }
 
 # Refused, with the first of our keys that the command has as a suggestion: those of `sft` alone come first, and it

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from trireme.base.errors import ConfigError
 from trireme.config.arguments import HELP, TypedFile, TypedFlag, parse_arguments
-from trireme.config.compatibility import ALIASES, SHORT_FLAGS, belongs_elsewhere, kind_of
+from trireme.config.compatibility import ALIASES, belongs_elsewhere, kind_of
 from trireme.config.files import PROCESSES, ProcessName, read_run, read_table, toml_value
 from trireme.config.problems import KeyPath, Source, explain, raise_together, unknown_key
 from trireme.config.reference import help_text
@@ -105,9 +105,9 @@ def knows(root: type[Section], flag: TypedFlag, *, exactly: bool = True) -> bool
     Args:
         exactly: the whole key must exist; otherwise its first part.
     """
-    path = _without_short_form(root, flag.path) if exactly else flag.path[:1]
+    path = flag.path if exactly else flag.path[:1]
     positive = tuple(part.removeprefix("no_") for part in path)
-    return find(root, path) is not None or find(root, _without_short_form(root, positive)) is not None
+    return any(find(root, _without_alias(each)) is not None for each in (path, positive))
 
 
 class _Reading:
@@ -224,7 +224,7 @@ class _Reading:
     def _place(self, typed: KeyPath) -> KeyPath:
         """Return the key in the root that a typed one stands for: on a process's own command, its table comes first,
         unless a file of the whole run was given."""
-        typed = _without_short_form(self.root, typed)
+        typed = _without_alias(typed)
         is_of_run = self.whole_run_given and typed[0] in fields_of(self.root)
         if self.section and not is_of_run and self._is_of_process(self.section, typed[0]):
             typed = (self.section, *typed)
@@ -325,12 +325,6 @@ def _free_value(text: str) -> Any:
     """Return a value of a table that takes any key (`args` of an environment): JSON or TOML, text otherwise."""
     lower = text.lower()
     return None if lower in (NONE, "null") else read_structure(lower if lower in ("true", "false") else text)
-
-
-def _without_short_form(root: type[Section], typed: KeyPath) -> KeyPath:
-    """Return the key of a short flag, if the root has it: `--no-restart` is `--no-supervisor.restart`."""
-    long = tuple(SHORT_FLAGS.get(".".join(typed), "").split("."))
-    return long if find(root, long) else typed
 
 
 def _without_alias(path: KeyPath) -> KeyPath:

@@ -194,7 +194,8 @@ def loss_problems(loss: Loss) -> Iterator[str]:
             shown = f'"{value}"' if isinstance(value, str) else value
             yield (
                 f'`trainer.loss.{key} = {shown}` with type = "{loss.type}" (surrogate = "{recipe.surrogate}", '
-                f'correction = "{recipe.correction or "none"}") - {_why_ignored(key, recipe)}. {_way_out(key)}'
+                f'correction = "{recipe.correction or "none"}") - expected only keys that it reads: '
+                f"{', '.join(sorted(used))}. {_way_out(key)}"
             )
     if recipe.correction != "none" and recipe.proximal == "behaviour" and recipe.surrogate != "custom":
         yield (
@@ -214,16 +215,6 @@ def loss_problems(loss: Loss) -> Iterator[str]:
             '`trainer.loss.type = "custom"` without a path - expected the function to call. '
             'Write `trainer.loss.path = "my_file.py:my_loss"`; `docs/algorithms.md` shows one.'
         )
-
-
-def _why_ignored(key: str, recipe: Loss) -> str:
-    if key in ("kl_estimator", "reference_update_every"):
-        return "expected no such key without a reference model (beta = 0)"
-    if key == "normalize_length":
-        return f'expected no such key, as nothing is divided by it (normalize = "{recipe.normalize}")'
-    if key == "proximal":
-        return "expected no such key, as there is neither a ratio nor a correction"
-    return f"expected only keys that it reads: {', '.join(sorted(used_keys(recipe)))}"
 
 
 def _way_out(key: str) -> str:

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from trireme.config.state_layers import source_of, state_layer_problems
+from trireme.config.state_layers import source_of, state_layer_problems, text_of
 from trireme.config.trainer import TrainerModel, divisors_of
 from trireme.config.vision import vision_problems
 
@@ -98,7 +98,7 @@ def read_image_processor(name: str) -> dict[str, Any]:
 
 def caps_scores(config: Mapping[str, Any]) -> bool:
     """Return whether a model with this config.json caps its attention scores."""
-    text = config.get("text_config") or config
+    text = text_of(config)
     return bool(text.get(SOFT_CAP, text.get("model_type") in CAPPED))
 
 
@@ -130,7 +130,7 @@ def has_low_bit_weights(config: Mapping[str, Any]) -> bool:
 def longest_context(config: Mapping[str, Any]) -> int | None:
     """Return the tokens that a model with this config.json has positions for; None where positions are scaled, or it
     does not say."""
-    text = config.get("text_config") or config
+    text = text_of(config)
     longest = text.get("max_position_embeddings")
     is_scaled = any('"factor"' in json.dumps(text.get(key)) for key in ("rope_scaling", "rope_parameters"))
     return longest if isinstance(longest, int) and longest > 0 and not is_scaled else None
@@ -138,20 +138,8 @@ def longest_context(config: Mapping[str, Any]) -> int | None:
 
 def num_experts_of(config: Mapping[str, Any]) -> int:
     """Return the experts of each layer of a model with this config.json; 0 for a dense model."""
-    text = config.get("text_config") or config
+    text = text_of(config)
     return next((text[name] for name in NUM_EXPERTS if text.get(name)), 0)
-
-
-def num_experts_in(name: str | None) -> int | None:
-    """Return the experts of each layer of a model in a folder; None for a model whose folder cannot be read."""
-    file = _local_config(name)
-    return num_experts_of(json.loads(file.read_text())) if file else None
-
-
-def _local_config(name: str | None) -> Path | None:
-    """Return the `config.json` in a model's folder; None if there is none, or the model is on a hub."""
-    file = Path(name or "") / "config.json"
-    return file if name and looks_local(name) and file.exists() else None
 
 
 def check_model(key: str, name: str | None, *, holds: str = "config.json") -> Iterator[str]:
@@ -204,22 +192,18 @@ def model_launch_problems(table: str, model: TrainerModel, device: str) -> Itera
             "or download the model again."
         )
         return
-    if not model.from_scratch and looks_local(model.name):
-        yield from _check_weights(table, file.parent)
+    folder = file.parent
+    if not model.from_scratch and looks_local(model.name) and not any((folder / name).exists() for name in WEIGHTS):
+        yield (
+            f'{table}.name = "{folder}": this folder has neither {" nor ".join(WEIGHTS)} - expected weights as '
+            f"safetensors. Copy them there, or start from random ones with `{table}.from_scratch = true`."
+        )
     yield from architecture_problems(table, model, config, device)
-    heads = (config.get("text_config") or config).get("num_attention_heads")
+    heads = text_of(config).get("num_attention_heads")
     if heads and heads % model.cp:
         yield (
             f"{table}.cp = {model.cp}, and {model.name} has {heads} attention heads - expected a divisor of them, as "
             f"ranks that share a row share its heads. Set `{table}.cp` to one of {divisors_of(heads)}."
-        )
-
-
-def _check_weights(table: str, folder: Path) -> Iterator[str]:
-    if not any((folder / name).exists() for name in WEIGHTS):
-        yield (
-            f'{table}.name = "{folder}": this folder has neither {" nor ".join(WEIGHTS)} - expected weights as '
-            f"safetensors. Copy them there, or start from random ones with `{table}.from_scratch = true`."
         )
 
 
@@ -284,15 +268,3 @@ def _offers(source: str, switch: str | None) -> bool:
     """Return whether the code supports an attention. A class that does not say may inherit it."""
     values = set(re.findall(rf"{switch} = (True|False)", source))
     return switch is None or values != {"False"}
-
-
-def check_architecture_is_named(name: str | None) -> Iterator[str]:
-    """Yield a problem if an engine's model does not name its architecture.
-
-    vLLM then guesses, and may serve the model as an embedding model whose weights cannot be updated.
-    """
-    if (file := _local_config(name)) and "architectures" not in json.loads(file.read_text()):
-        yield (
-            f'{file} names no "architectures" - expected ["Qwen3ForCausalLM"] or the like, as `save_pretrained` of a '
-            "model writes it. Add the line."
-        )

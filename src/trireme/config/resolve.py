@@ -93,14 +93,9 @@ def resuming(config: RunConfig) -> RunConfig:
 
 def _hosts(config: RunConfig) -> Values:
     """Take an address to bind as the address to be reached at too, if `[hosts]` does not give one."""
-    hosts, bound = config.hosts, config.inference.server
-    values: Values = {}
-    if config.ports.host is not None and "orchestrator" not in hosts.model_fields_set:
-        values |= {"hosts.orchestrator": config.ports.host, "ports.host": None}
+    bound = config.inference.server
     is_bound = "host" in bound.model_fields_set and bound.host not in (EVERYWHERE, "::", "")
-    if is_bound and "inference" not in hosts.model_fields_set:
-        values["hosts.inference"] = (bound.host,)
-    return values
+    return {"hosts.inference": (bound.host,)} if is_bound and "inference" not in config.hosts.model_fields_set else {}
 
 
 def _listening(config: RunConfig, section: ProcessName | None, node: int) -> Values:

@@ -21,13 +21,11 @@ from trireme.config.files import ProcessName
 from trireme.config.inference import LOW_BIT, inference_problems
 from trireme.config.losses import loss_problems
 from trireme.config.model_folder import (
-    check_architecture_is_named,
     check_model,
     has_low_bit_weights,
     longest_context,
     low_bit_problem,
     model_launch_problems,
-    num_experts_in,
     num_experts_of,
     read_config,
 )
@@ -97,7 +95,7 @@ def launch_problems(config: RunConfig, devices: Devices, *, section: ProcessName
         functions["orchestrator.advantage.path"] = config.orchestrator.advantage.path
     found += filter(None, (function_problem(path, key=key) for key, path in functions.items() if path))
     name = config.trainer.model.name or config.model.name
-    if config.replays_routes and num_experts_in(name) == 0:
+    if config.replays_routes and (described := read_config(name)) and not num_experts_of(described):
         found.append(f"`{REPLAY}` with {name} - expected a model with a mixture of experts. Remove the line.")
     for key, (process, _) in PORTS.items():
         if (section is None and key != "ports.ranks") or section == process:
@@ -385,11 +383,6 @@ def _host_problems(config: RunConfig) -> Iterator[str]:
         for address in addresses:
             if problem := _address_problem(address, with_port=key == "hosts.inference"):
                 yield f'`{key}` names "{address}": {problem}'
-    if config.ports.host is not None and config.ports.host != hosts.orchestrator:
-        yield (
-            f'ports.host = "{config.ports.host}" and hosts.orchestrator = "{hosts.orchestrator}" - expected one of '
-            "them, two names of one key. Remove `ports.host`."
-        )
     readable = [address for address in hosts.inference if not _address_problem(address, with_port=True)]
     for url, count in Counter(map(config.engine_url, readable)).items():
         if count > 1:
@@ -487,8 +480,14 @@ def file_problems(config: RunConfig, *, section: ProcessName | None = None) -> I
             yield from check_model("trainer.tokenizer.name", tokenizer, holds="tokenizer_config.json")
     if section == "inference" or (section is None and served != trained):
         yield from check_model("inference.model.name", served)
-        yield from check_architecture_is_named(served)
-        if section is None and (problem := low_bit_problem(read_config(served))):
+        described = read_config(served)
+        if described and "architectures" not in described:
+            # vLLM then guesses, and may serve the model as an embedding model whose weights cannot be updated.
+            yield (
+                f'inference.model.name = "{served}": its config.json names no "architectures" - expected '
+                '["Qwen3ForCausalLM"] or the like, as `save_pretrained` of a model writes it. Add the line.'
+            )
+        if section is None and (problem := low_bit_problem(described)):
             yield f'inference.model.name = "{served}": its weights {problem} Take such a copy of the model.'
     ids = {each.id for each in config.orchestrator.all_environments} if section in (None, "orchestrator") else set()
     for file in sorted(id for id in ids if id.endswith(".py")):

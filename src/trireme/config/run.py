@@ -59,8 +59,6 @@ class WeightBroadcast(Section):
 class Ports(Section):
     """`[ports]`: where the orchestrator and the trainer meet."""
 
-    host: str | None = None
-    """Older name of `hosts.orchestrator`."""
     batches: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Batches and control; `rl` finds a free port if not set, separate commands take 5555."""
     weights: Annotated[int, Field(ge=0, le=65535)] | None = None
@@ -141,8 +139,8 @@ class Console(Section):
     """Rollouts shown at each look."""
 
 
-class RunConfig(Section):
-    """Everything about a run. `rl @ file.toml` resolves it once and writes it to `configs/run.json`."""
+class AnyRun(Section):
+    """Keys that runs of `rl` and of `sft` share."""
 
     name: str | None = None
     """Name of the run; its folder is `output_dir/name`."""
@@ -150,14 +148,28 @@ class RunConfig(Section):
     """Folder that runs are written to."""
     resume: bool = False
     """Resume the run in the output folder from its newest complete checkpoint."""
-    max_steps: PositiveInt = 100
-    """Training steps: batches, each of which makes one version."""
     seq_len: PositiveInt = 2048
     """Longest sample that is trained on, in tokens."""
     seed: int = 0
     """Seed of everything random."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes GPUs where there are some. `cpu` ignores GPU ids."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe messages that the logs keep."""
+    disk_timeout_s: PositiveFloat = 86400.0
+    """Longest time that the run waits for space on a full disk."""
+    wandb: Wandb | None = None
+
+    @property
+    def paths(self) -> RunPaths:
+        return RunPaths(self.output_dir / self.name if self.name else self.output_dir)
+
+
+class RunConfig(AnyRun):
+    """Everything about a run. `rl @ file.toml` resolves it once and writes it to `configs/run.json`."""
+
+    max_steps: PositiveInt = 100
+    """Training steps: batches, each of which makes one version."""
     max_async_level: Annotated[int, Field(ge=0)] = 1
     """Steps that generation may run ahead of training; 0 is synchronous and, on CPU, reproducible to the bit."""
     inference_gpu_ids: tuple[int, ...] | None = None
@@ -168,14 +180,9 @@ class RunConfig(Section):
     """Number of GPUs for engines, counted from the first; instead of `inference_gpu_ids`."""
     trainer_gpus: PositiveInt | None = None
     """Number of GPUs for the trainer, after the engines'; instead of `trainer_gpu_ids`."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe messages that the logs keep."""
-    disk_timeout_s: PositiveFloat = 86400.0
-    """Longest time that the run waits for space on a full disk."""
     dashboard: bool = False
     """Open the dashboard of the run, reachable from this machine only, and print its address; it ends with the run."""
     model: Model = Model()
-    wandb: Wandb | None = None
     weight_broadcast: WeightBroadcast = WeightBroadcast()
     ports: Ports = Ports()
     hosts: Hosts = Hosts()
@@ -184,10 +191,6 @@ class RunConfig(Section):
     inference: InferenceConfig = InferenceConfig()
     supervisor: Supervisor = Supervisor()
     console: Console = Console()
-
-    @property
-    def paths(self) -> RunPaths:
-        return RunPaths(self.output_dir / self.name if self.name else self.output_dir)
 
     @property
     def run_id(self) -> str:

@@ -106,8 +106,11 @@ def fields_of(section: type[Section]) -> dict[str, Field]:
     for name, info in section.model_fields.items():
         annotation = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
         kind, words, optional, below = _read_type(annotation)
-        doc = (info.description or (below.__doc__ if below else "") or "").strip()
-        found[name] = Field(name, kind, words, optional, below, info.is_required(), info.get_default(), doc)
+        doc = info.description or (below.__doc__ if below else "")
+        doc = doc or next((item.doc for item in info.metadata if hasattr(item, "doc")), "")  # of another format
+        found[name] = Field(
+            name, kind, words, optional, below, info.is_required(), info.get_default(), (doc or "").strip()
+        )
     return found
 
 

@@ -8,12 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from trireme.base.paths import RunPaths
 from trireme.config.files import files_near
 from trireme.config.model_folder import looks_local
-from trireme.config.run import Wandb
+from trireme.config.run import AnyRun
 from trireme.config.section import Section
-from trireme.config.trainer import Checkpoints, Optimizer, Scheduler, Tokenizer, TrainerModel
+from trireme.config.trainer import Optimizer, Training
 
 TrainedRole = Literal["assistant", "user", "system", "tool"]
 
@@ -31,15 +30,11 @@ class Source(Section):
     """Times that an epoch holds each of its conversations; 0.25 is another quarter of them each epoch."""
 
 
-class SftConfig(Section):
+class SftConfig(Training, AnyRun):
     """Everything about a supervised run. Its weights are a base model for `rl`."""
 
-    name: str | None = None
-    """Name of the run; its folder is `output_dir/name`."""
     output_dir: Path = Path("outputs/sft")
     """Folder that runs are written to."""
-    resume: bool = False
-    """Resume the run in the output folder from its newest complete checkpoint."""
     data: str | None = None
     """Conversations, in one of the forms of `docs/sft.md`: a .jsonl, .json or .parquet file, a folder of such, a .py
     file whose `conversations()` returns some, or a data set's name on a hub (`owner/name`)."""
@@ -71,28 +66,7 @@ class SftConfig(Section):
     """Passes over the data, instead of `max_steps`."""
     batch_size: PositiveInt = 64
     """Samples per step, over all ranks."""
-    seq_len: PositiveInt = 2048
-    """Longest sample in tokens."""
-    micro_batch_tokens: PositiveInt | None = None
-    """Tokens of one packed micro-batch per rank; `seq_len` if not set."""
-    num_ranks: PositiveInt | None = None
-    """Processes; one per visible GPU, or 1 on CPU, if not set."""
-    threads: PositiveInt | None = None
-    """CPU threads per rank; the machine's cores shared among ranks if not set."""
-    seed: int = 0
-    """Seed of everything random."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes GPUs where there are some."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe messages that the logs keep."""
-    disk_timeout_s: PositiveFloat = 86400.0
-    """Longest time that the run waits for space on a full disk."""
-    model: TrainerModel = TrainerModel()
-    tokenizer: Tokenizer = Tokenizer()
     optim: Optimizer = Optimizer(lr=1e-5)
-    scheduler: Scheduler = Scheduler()
-    ckpt: Checkpoints = Checkpoints()
-    wandb: Wandb | None = None
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -100,10 +74,6 @@ class SftConfig(Section):
         if self.data is None:
             return self.source
         return (Source(data=self.data, subset=self.subset, split=self.split), *self.source)
-
-    @property
-    def paths(self) -> RunPaths:
-        return RunPaths(self.output_dir / self.name if self.name else self.output_dir)
 
 
 # Rules of these tables. Each yields one message per problem.

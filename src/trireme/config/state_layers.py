@@ -77,7 +77,7 @@ def serving_problems(
         arguments: `inference.args`, with underscores in their names.
         dtype: the precision of the engine.
     """
-    kind, text, mixers = str(config.get("model_type")), _text(config), mixers_of(config)
+    kind, text, mixers = str(config.get("model_type")), text_of(config), mixers_of(config)
     if device == "cpu" and latent_width(config) not in (0, LATENT_ON_CPU):
         yield (
             f"{table}: kv_lora_rank + qk_rope_head_dim = {latent_width(config)} in its config.json - expected "
@@ -129,7 +129,7 @@ def serving_problems(
 def mixers_of(config: Config) -> set[str]:
     """Return which of `MIXERS` a model with this config.json has."""
     source = source_of(str(config.get("model_type"))) or ""
-    layers = _text(config).get("layer_types")
+    layers = text_of(config).get("layer_types")
     if layers and all(layer.endswith("attention") and layer != "linear_attention" for layer in layers):
         return set()
     return set(re.findall(rf"^class \w*?({'|'.join(MIXERS)})\b", source, re.MULTILINE))
@@ -164,11 +164,12 @@ def rotates_in_three_dimensions(config: Config) -> bool:
 
 def latent_width(config: Config) -> int:
     """Return the values per token that stand for the keys and values of all heads, as in DeepSeek-V3; 0 elsewhere."""
-    text = _text(config)
+    text = text_of(config)
     return text["kv_lora_rank"] + text.get("qk_rope_head_dim", 0) if text.get("kv_lora_rank") else 0
 
 
-def _text(config: Config) -> Config:
+def text_of(config: Config) -> Config:
+    """Return the part of a config.json that describes the text model."""
     return config.get("text_config") or config
 
 

@@ -186,23 +186,28 @@ class Checkpoints(Section):
     """Resume from this step's checkpoint; -1 takes the newest complete one."""
 
 
-class TrainerConfig(Section):
-    """`[trainer]`."""
+class Training(Section):
+    """Keys that `[trainer]` and a run of `sft` share."""
 
     model: TrainerModel = TrainerModel()
     tokenizer: Tokenizer = Tokenizer()
     optim: Optimizer = Optimizer()
     scheduler: Scheduler = Scheduler()
-    loss: Loss = Loss()
     ckpt: Checkpoints = Checkpoints()
-    num_iterations: PositiveInt = 1
-    """Optimizer steps per batch, each on the whole of it; they make one version together."""
     num_ranks: PositiveInt | None = None
     """Trainer processes; one per trainer GPU, or 1 on CPU, if not set."""
     micro_batch_tokens: PositiveInt | None = None
     """Tokens of one packed micro-batch per rank; `seq_len` if not set."""
     threads: PositiveInt | None = None
-    """CPU threads per rank; what the engine leaves of the cores, shared among ranks, if not set."""
+    """CPU threads per rank; what an engine leaves of the cores, shared among ranks, if not set."""
+
+
+class TrainerConfig(Training):
+    """`[trainer]`."""
+
+    loss: Loss = Loss()
+    num_iterations: PositiveInt = 1
+    """Optimizer steps per batch, each on the whole of it; they make one version together."""
     batch_timeout_s: PositiveFloat = 3600.0
     """Longest time that the trainer waits for one batch."""
     save_logprobs: bool = True

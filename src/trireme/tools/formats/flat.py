@@ -12,7 +12,7 @@ from trireme.config.orchestrator import Sampling
 from trireme.config.run import RunConfig, Wandb
 from trireme.config.section import Section
 from trireme.config.trainer import Lora
-from trireme.tools.formats.translation import Format, Refused, Rule, Settings, To, on_gpus, plain_name
+from trireme.tools.formats.translation import Format, Refused, Settings, To, on_gpus, plain_name
 
 ADAPTER_LR, WHOLE_LR = 1e-5, 1e-6
 """Where the guide to these formats begins, with adapters and without."""
@@ -32,7 +32,7 @@ def choose_rate(lr: float | None, file: Common, devices: Devices) -> Settings:
     return {"trainer.optim.lr": lr or (ADAPTER_LR if file.use_lora else WHOLE_LR)}
 
 
-def set_lora(key: str) -> Rule:
+def lora(key: str) -> To:
     def rule(value: float | None, file: Common, devices: Devices) -> Settings:
         if file.use_lora:
             return {f"trainer.model.lora.{key}": value or getattr(Lora(), key)}
@@ -40,7 +40,7 @@ def set_lora(key: str) -> Rule:
             raise Refused("expected `use_lora = true` with it. Add that, or remove the key.")
         return {}
 
-    return rule
+    return To(rule, like=f"trainer.model.lora.{key}")
 
 
 def set_threshold(threshold: float | None, file: Common, devices: Devices) -> Settings:
@@ -93,9 +93,7 @@ class Saving(Section):
     """`[checkpointing]`: what is kept on disk."""
 
     save_every_n_steps: Annotated[PositiveInt | None, To("trainer.ckpt.interval")] = None
-    """Save every this many steps."""
     keep_n_checkpoints: Annotated[PositiveInt | None, To("trainer.ckpt.keep_last")] = None
-    """Keep this many of the newest; all where not given."""
 
 
 class Common(Section):
@@ -104,57 +102,44 @@ class Common(Section):
     name: Annotated[str | None, To(name_run)] = None
     """Name of the run; the first environment's where not given."""
     output_dir: Annotated[str | None, To("output_dir")] = None
-    """Where runs are written."""
     seed: Annotated[int | None, To("seed")] = None
-    """Seed of everything random."""
     max_steps: Annotated[PositiveInt | None, To("max_steps")] = None
-    """Training steps."""
     batch_size: Annotated[PositiveInt | None, To("orchestrator.batch_size")] = None
-    """Rollouts per step."""
     rollouts_per_example: Annotated[PositiveInt | None, To("orchestrator.rollouts_per_example")] = None
-    """Rollouts per example: the group."""
     seq_len: Annotated[PositiveInt | None, To(limit_samples)] = None
     """Longest sample, in tokens."""
     learning_rate: Annotated[PositiveFloat | None, To(choose_rate)] = None
     """Peak learning rate."""
     use_lora: Annotated[bool, To(None, "true sets [trainer.model.lora]")] = False
     """Train low-rank adapters instead of the whole model."""
-    lora_rank: Annotated[PositiveInt | None, To(set_lora("rank"))] = None
-    """Rank of the adapters."""
-    lora_alpha: Annotated[PositiveFloat | None, To(set_lora("alpha"))] = None
-    """Scale of the adapters: they are multiplied by alpha / rank."""
+    lora_rank: Annotated[PositiveInt | None, lora("rank")] = None
+    lora_alpha: Annotated[PositiveFloat | None, lora("alpha")] = None
     use_difficulty_filtering: Annotated[bool, To("orchestrator.buffer.use_difficulty_filtering")] = False
-    """Leave out groups whose rewards hardly differ."""
-    difficulty_threshold: Annotated[NonNegativeFloat | None, To(set_threshold)] = None
-    """Least variance of the rewards within a group."""
+    difficulty_threshold: Annotated[
+        NonNegativeFloat | None, To(set_threshold, like="orchestrator.buffer.difficulty_threshold")
+    ] = None
     max_async_level: Annotated[NonNegativeInt | None, To("max_async_level")] = None
-    """Steps that generation may run ahead of training."""
     sampling: Annotated[Sampling | None, To("orchestrator.sampling")] = None
     env: Annotated[tuple[FlatEnv, ...], To("orchestrator.env")]
     checkpointing: Saving | None = None
     wandb: Annotated[Wandb | None, To("wandb")] = None
     env_file: Annotated[tuple[Path, ...], To(None, "given to the run by `prime-rl` and `trireme submit`")] = ()
-    """Files of environment variables for the run: API keys."""
 
 
 class Flat(Common):
     """A flat file of `prime-rl`."""
 
     model_name: Annotated[str, To("model.name")]
-    """The model that the run starts from."""
     num_gpus: Annotated[PositiveInt | None, on_gpus(split_gpus)] = None
     """GPUs for engines and trainer together; all where not given."""
     tensor_parallel_size: Annotated[PositiveInt | None, on_gpus("inference.parallel.tp")] = None
-    """GPUs that share one engine."""
     pipeline_parallel_size: Annotated[PositiveInt, To(check_pipeline, "always 1 here")] = 1
-    """Stages that an engine is cut into."""
 
 
 class Hosted(Common):
     """A file of hosted training."""
 
     model: Annotated[str, To("model.name")]
-    """The model that the run starts from."""
 
 
 LONG_SAMPLES: Settings = {"trainer.model.optimization_dtype": "bfloat16", "trainer.model.ac.freq": 1}

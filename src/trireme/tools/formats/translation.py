@@ -21,7 +21,8 @@ from trireme.config.arguments import TypedFlag
 from trireme.config.files import to_toml, toml_value
 from trireme.config.load import read_as
 from trireme.config.problems import raise_together
-from trireme.config.section import Section, fields_of
+from trireme.config.run import RunConfig
+from trireme.config.section import Section, fields_of, find
 
 Settings = dict[str, Any]  # our dotted key -> value; None leaves our default
 Rule = Callable[[Any, Any, Devices], Settings]
@@ -41,11 +42,20 @@ class To:
             raises `Refused`; or None for a key that sets nothing here.
         otherwise: why the key sets nothing, for the comments of the translated file.
         when: a condition on the file and the devices; without it the key sets nothing.
+        like: our key that means the same, where `target` is a rule.
     """
 
     target: str | Rule | None
     otherwise: str = "sets nothing here"
     when: Callable[[Any, Devices], bool] | None = None
+    like: str = ""
+
+    @property
+    def doc(self) -> str:
+        """What the key means, where its schema does not say it: what our key means, or why the key sets nothing."""
+        ours = self.target if isinstance(self.target, str) else self.like
+        found = find(RunConfig, tuple(ours.split(".")))
+        return found.doc if found else self.otherwise
 
     def settings(self, value: Any, file: Section, devices: Devices) -> Settings:
         if self.target is None or (self.when and not self.when(file, devices)):

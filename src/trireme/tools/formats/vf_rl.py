@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from trireme.base.devices import Devices
 from trireme.config.orchestrator import OrchestratorConfig
 from trireme.config.section import Section
-from trireme.tools.formats.translation import Format, Refused, Rule, Settings, To, ToEach, if_true, on_gpus, plain_name
+from trireme.tools.formats.translation import Format, Refused, Settings, To, ToEach, if_true, on_gpus, plain_name
 
 TARGETS = ("q_proj", "v_proj", "k_proj", "o_proj", "gate_proj", "down_proj", "up_proj")
 CPU_ROW_TOKENS = 512
@@ -113,12 +113,12 @@ def multiply_batch(times: int | None, file: VfRl, devices: Devices) -> Settings:
     return {"orchestrator.batch_size": times * rollouts * file.trainer.gpus} if times else {}
 
 
-def set_sampling(key: str) -> Rule:
+def sampling(key: str) -> To:
     def rule(value: Any, file: VfRl, devices: Devices) -> Settings:
         tables = ("orchestrator.sampling", *(["orchestrator.eval.sampling"] if evaluates(file, devices) else []))
         return {f"{table}.{key}": value for table in tables}
 
-    return rule
+    return To(rule, like=f"orchestrator.sampling.{key}")
 
 
 def evaluates(file: VfRl, devices: Devices) -> bool:
@@ -167,53 +167,38 @@ class VfArgs(Section):
     output_dir: Annotated[str | None, To(place_run)] = None
     """Folder of the run; `outputs/<run_name>` where not given."""
     seed: Annotated[int, To("seed")] = 42
-    """Seed of everything random."""
     resume_from_checkpoint: Annotated[str | None, To(set_resume)] = None
     """`true` for the newest, or the folder `checkpoint-N` to go back to."""
 
     use_lora: Annotated[bool, To(None, "true sets [trainer.model.lora]")] = True
     """Train low-rank adapters; `false` trains the whole model."""
     lora_rank: Annotated[PositiveInt, lora("rank")] = 16
-    """Rank of the adapters."""
     lora_alpha: Annotated[PositiveFloat, lora("alpha")] = 16
-    """Scale of the adapters: they are multiplied by alpha / rank."""
     lora_dropout: Annotated[Share, lora("dropout")] = 0.0
-    """Dropout in front of the adapters."""
     lora_target_modules: Annotated[tuple[str, ...], lora("target_modules")] = TARGETS
-    """Names of the layers that get an adapter."""
     lora_modules_to_save: Annotated[tuple[str, ...] | None, lora("modules_to_save")] = None
-    """Names of modules that are trained whole."""
     lora_use_rslora: Annotated[bool, lora("use_rslora")] = False
-    """Scale by alpha / sqrt(rank) instead."""
 
     learning_rate: Annotated[PositiveFloat, To("trainer.optim.lr")] = 1e-5
-    """Peak learning rate."""
     lr_scheduler_type: Annotated[Literal["constant", "constant_with_warmup", "linear", "cosine"], To(set_scheduler)] = (
         "constant"
     )
     """Shape of the learning rate after the warm-up."""
     warmup_steps: Annotated[NonNegativeInt, To("trainer.scheduler.warmup_steps")] = 0
-    """Steps of linear rise."""
     max_grad_norm: Annotated[PositiveFloat, To("trainer.optim.max_norm")] = 1.0
-    """Gradients with a larger norm are scaled down to it."""
     weight_decay: Annotated[NonNegativeFloat, To("trainer.optim.weight_decay")] = 0.0
-    """Decoupled weight decay."""
     adam_beta1: Annotated[Share, To(set_betas)] = 0.9
     """Decay of AdamW's first moment."""
     adam_beta2: Annotated[Share, To(set_betas)] = 0.999
     """Decay of AdamW's second moment."""
     adam_epsilon: Annotated[PositiveFloat, To("trainer.optim.eps")] = 1e-8
-    """AdamW's epsilon."""
     bf16: Annotated[bool, To(set_dtype)] = True
     """Forward and backward pass in bfloat16."""
     gradient_checkpointing: Annotated[bool, To(if_true("trainer.model.ac.freq", 1))] = False
     """Recompute activations instead of keeping them."""
     max_steps: Annotated[PositiveInt, To("max_steps")] = 500
-    """Training steps."""
     num_iterations: Annotated[PositiveInt, To("trainer.num_iterations")] = 1
-    """Optimizer steps per batch."""
     beta: Annotated[NonNegativeFloat, To("trainer.loss.beta")] = 0.0
-    """Weight of the KL divergence to the reference model."""
     sync_ref_model: Annotated[bool, To(check_sync, "see ref_model_sync_steps")] = False
     """Make the policy the reference from time to time."""
     ref_model_sync_steps: Annotated[PositiveInt | None, To(set_reference)] = None
@@ -221,14 +206,11 @@ class VfArgs(Section):
     mask_truncated_completions: Annotated[bool, To(if_true("orchestrator.filters.truncated", "mask"))] = False
     """Train on nothing of rollouts that ran out of tokens (overlong filtering)."""
     mask_env_responses: Annotated[bool, To(check_mask, "always true here")] = True
-    """Train on what the model wrote only, not on what tools and users answered."""
 
     micro_batch_size: Annotated[PositiveInt, To(set_row_tokens)] = 8
     """Rollouts per GPU at once."""
     batch_size: Annotated[PositiveInt, To("orchestrator.batch_size")] = 512
-    """Rollouts per step."""
     rollouts_per_example: Annotated[PositiveInt, To("orchestrator.rollouts_per_example")] = 16
-    """Rollouts per example: the group."""
     num_generations: Annotated[PositiveInt | None, To("orchestrator.rollouts_per_example")] = None
     """Older name of `rollouts_per_example`."""
     per_device_train_batch_size: Annotated[PositiveInt | None, To(set_row_tokens)] = None
@@ -236,41 +218,27 @@ class VfArgs(Section):
     gradient_accumulation_steps: Annotated[PositiveInt | None, To(multiply_batch)] = None
     """Older way to say `batch_size`: micro-batches of each GPU per step."""
     max_seq_len: Annotated[PositiveInt, To("seq_len")] = 2048
-    """Longest sample, in tokens."""
     max_prompt_len: Annotated[PositiveInt | None, To(None, "not needed: prompt and completions share max_seq_len")] = (
         None
     )
-    """Longest prompt, in tokens."""
 
-    max_tokens: Annotated[PositiveInt | None, To(set_sampling("max_tokens"))] = None
-    """Most tokens per model turn."""
-    temperature: Annotated[NonNegativeFloat, To(set_sampling("temperature"))] = 0.7
-    """Softmax temperature."""
-    top_p: Annotated[float, Field(gt=0, le=1), To(set_sampling("top_p"))] = 1.0
-    """Nucleus sampling."""
-    top_k: Annotated[int | None, To(set_sampling("top_k"))] = None
-    """Sample from this many most likely tokens only."""
-    min_p: Annotated[float, Field(ge=0, le=1), To(set_sampling("min_p"))] = 0.0
-    """Leave out tokens less likely than this times the most likely one."""
-    repetition_penalty: Annotated[PositiveFloat, To(set_sampling("repetition_penalty"))] = 1.0
-    """Above 1 makes tokens that occurred less likely."""
-    presence_penalty: Annotated[float, To(set_sampling("presence_penalty"))] = 0.0
-    """Subtracted from the logits of tokens that occurred."""
-    frequency_penalty: Annotated[float, To(set_sampling("frequency_penalty"))] = 0.0
-    """Subtracted from logits for each occurrence."""
+    max_tokens: Annotated[PositiveInt | None, sampling("max_tokens")] = None
+    temperature: Annotated[NonNegativeFloat, sampling("temperature")] = 0.7
+    top_p: Annotated[float, Field(gt=0, le=1), sampling("top_p")] = 1.0
+    top_k: Annotated[int | None, sampling("top_k")] = None
+    min_p: Annotated[float, Field(ge=0, le=1), sampling("min_p")] = 0.0
+    repetition_penalty: Annotated[PositiveFloat, sampling("repetition_penalty")] = 1.0
+    presence_penalty: Annotated[float, sampling("presence_penalty")] = 0.0
+    frequency_penalty: Annotated[float, sampling("frequency_penalty")] = 0.0
 
     num_batches_ahead: Annotated[NonNegativeInt, To("max_async_level")] = 1
-    """Steps that generation may run ahead of training."""
     generation_timeout: Annotated[PositiveFloat, To(None, "rollout_timeout_s of the environment")] = 600.0
     """Seconds that generating may take."""
     max_concurrent: Annotated[PositiveInt, To("orchestrator.max_concurrent")] = 1024
-    """Requests under way at once."""
     generation_batch_size: Annotated[
         PositiveInt | None, To(None, "not needed: vLLM takes requests as they come; see max_concurrent")
     ] = None
-    """Completions generated at once."""
     vllm_server_host: Annotated[str | None, To("inference.server.host")] = None
-    """Address of the vLLM server."""
     vllm_server_port: Annotated[int, Field(ge=1, le=65535), To("inference.server.port")] = 8000
     """Port of the vLLM server."""
     vllm_server_timeout: Annotated[PositiveFloat, To(set_timeouts)] = 300.0
@@ -285,23 +253,18 @@ class VfArgs(Section):
     ] = "steps"
     """Save a checkpoint every `save_steps` steps."""
     save_steps: Annotated[PositiveInt, To("trainer.ckpt.interval", 'without effect: save_strategy = "no"', saves)] = 50
-    """Steps from one checkpoint to the next."""
     save_total_limit: Annotated[PositiveInt | None, To("trainer.ckpt.keep_last")] = None
-    """Keep this many of the newest checkpoints; all where not given."""
 
     logging_steps: Annotated[PositiveInt, To("console.every")] = 1
-    """Steps from one line of metrics to the next."""
     log_completions: Annotated[
         bool, To(if_true("console.samples_every", SAMPLE_STEPS), "no completions are shown; all are in the journal")
     ] = True
     """Show what the model writes, from time to time."""
     num_completions_to_print: Annotated[PositiveInt, To("console.num_samples")] = 1
-    """Completions shown each time."""
     report_to: Annotated[Literal["none", "wandb"], To(set_project, "see [wandb]")] = "none"
     """Where metrics go besides the run's folder."""
     wandb: Annotated[VfWandb | None, To(set_wandb, 'without effect: report_to = "none"')] = None
     ds3_gather_for_generation: Annotated[bool, To(None, "not needed: weights are sent tensor by tensor")] = True
-    """Of DeepSpeed: gather the weights to generate."""
 
 
 class VfEnv(Section):
@@ -334,7 +297,6 @@ class VfRl(Section):
     """The file of a run of `vf-rl`."""
 
     model: Annotated[str, To("model.name")]
-    """The model that the run starts from."""
     env: Annotated[VfEnv, To(set_environment)]
     inference: VfInference
     trainer: VfTrainer
