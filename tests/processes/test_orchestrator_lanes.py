@@ -170,7 +170,7 @@ def test_what_holds_an_engine_that_has_no_request(tmp_path, state, busy, own, wh
 def test_a_pause_for_new_weights_is_a_transfer_though_requests_are_in_flight(tmp_path: Path) -> None:
     async def turn() -> list[tuple[str | None, int]]:
         async with open_lanes(tmp_path / "spans.jsonl") as (lanes, pool):
-            engine, lane, told = pool.engines[0], lanes._lane(pool.engines[0]), []
+            engine, lane, told = pool.engines[0], lanes._of_engine[pool.engines[0].url], []
             for happens in [
                 lambda: pool.count(engine, 1),
                 lambda: (pool.is_given(engine, 7, is_paused=True), pool.quarantine(engine)),

@@ -70,7 +70,8 @@ class Batcher:
         groups: list[Group] = []
         while len(groups) < self._num_groups:
             group = await self._scheduler.next_group()
-            self._judge(group, step, filled.outcomes)
+            if group.reason is None and (reason := self._why_drop(group, step, filled.outcomes)) is not None:
+                group.drop(reason, self._rules.group_size)
             filled.dropped += group.dropped
             if group.reason is None:
                 groups.append(group)
@@ -86,24 +87,17 @@ class Batcher:
         self._mask(filled.rollouts, step)
         return filled
 
-    def _judge(self, group: Group, step: int, outcomes: list[Outcome]) -> None:
-        """Drop a group that may not enter this batch. Note its outcome if it ended in time."""
-        if group.reason is not None:
-            return
+    def _why_drop(self, group: Group, step: int, outcomes: list[Outcome]) -> str | None:
+        """Return why a group may not enter this batch. Note its outcome if it ended in time."""
         oldest = min(rollout.oldest_version for rollout in group.rollouts)
         if is_too_old(step, oldest, self._rules.max_off_policy_steps):
-            group.drop(f"stale: version {oldest} sampled a part of it", self._rules.group_size)
-            return
+            return f"stale: version {oldest} sampled a part of it"
         outcomes.append(outcome_of(group.rollouts))
-        if (reason := self._why_not(group.rollouts)) is not None:
-            group.drop(reason, self._rules.group_size)
-
-    def _why_not(self, rollouts: list[Rollout]) -> str | None:
-        for rollout in rollouts:
+        for rollout in group.rollouts:
             rollout.flaws = flaws_of(rollout, self._rules)
             if (flaw := flaw_with("drop", rollout.flaws, self._filters)) is not None:
                 return f"{flaw}: rollout {rollout.place} of its group"
-        return why_not_worth_it(rollouts, self._rules)
+        return why_not_worth_it(group.rollouts, self._rules)
 
     def _give_advantages(self, filled: Filled) -> None:
         found, self._baselines = advantages_of(filled.rollouts, self._rules, self._baselines, custom=self._custom)

@@ -35,14 +35,14 @@ class Buffer:
         self._rules = rules
         self._order = DataOrder(sizes)
         self._order.resume_from(state.cursors, state.scores, Place(state.stage, state.stage_reward))
-        self._reopened = list(state.open_groups)
+        self.reopened = list(state.open_groups)  # those that were open when the run stopped, until they are taken
         self._left_out: set[str] = set()  # environments that were warned about
         self.next_group = state.next_group
 
     def take(self) -> OpenGroup:
         """Return the next group; first those that were open when the run stopped."""
-        if self._reopened:
-            return self._reopened.pop(0)
+        if self.reopened:
+            return self.reopened.pop(0)
         group = self.next_group
         self.next_group += 1
         name, example = self._order.take(group, self._rules)
@@ -68,22 +68,12 @@ class Buffer:
         """Return the fields of `State` to resume from; the caller knows which groups are open."""
         return {
             "next_group": self.next_group,
-            "sizes": self.sizes,
+            "sizes": dict(self._order.sizes),
             "cursors": {name: Cursor(at.epoch, at.position) for name, at in self._order.cursors.items()},
             "scores": self._order.scores,
             "stage": self._order.place.stage,
             "stage_reward": self._order.place.reward,
         }
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Number of training examples per environment."""
-        return dict(self._order.sizes)
-
-    @property
-    def reopened(self) -> list[OpenGroup]:
-        """Groups that were open when the run stopped and have not been taken yet."""
-        return list(self._reopened)
 
 
 def _refuse_other_examples(before: dict[str, int], now: dict[str, int]) -> None:

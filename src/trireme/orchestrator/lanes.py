@@ -9,25 +9,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 from urllib.parse import urlsplit
 
 from trireme.base.timing import age_s
 from trireme.config.run import RunConfig
-from trireme.monitor.spans import ENGINE, ENVIRONMENTS, FEW, ORCHESTRATOR, Lane, SpansFile, What
+from trireme.monitor.spans import ENGINE, ENVIRONMENTS, FEW, ORCHESTRATOR, SpansFile, What
 from trireme.monitor.timeline import idle
 from trireme.orchestrator.engines.engine import Engine
 from trireme.orchestrator.engines.pool import InferencePool
+from trireme.orchestrator.evaluation.evaluator import Evaluator
 from trireme.orchestrator.scheduler import Scheduler
 from trireme.orchestrator.weights.policy import Policy
 
 POLL_S = 0.1
-
-
-class Evaluating(Protocol):
-    """The part of an evaluator that is read here."""
-
-    version: int | None  # being evaluated
 
 
 class Lanes:
@@ -40,47 +34,61 @@ class Lanes:
         self._of_engine = {engine.url: spans.lane(engine_lane(engine.url)) for engine in pool.engines}
         self._is_closing = False
         self._is_to_look = False
-        self._policy: Policy | None = None
-        self._scheduler: Scheduler | None = None
-        self._evaluator: Evaluating | None = None
+        self._run: tuple[Policy, Scheduler, Evaluator] | None = None
         pool.watch = self.turned
         for engine in pool.engines:
             self.turned(engine)
 
-    def turned(self, engine: Engine) -> None:
-        """Record a change of an engine: another state, its first request, or its last."""
-        what = _what(engine)
-        self._lane(engine).enter(what, step=self._step(engine), why=_why(engine))
-        if self._scheduler is not None and not self._is_to_look:
-            self._is_to_look = True
-            asyncio.get_running_loop().call_soon(self.look)
-
-    def _lane(self, engine: Engine) -> Lane:
-        return self._of_engine[engine.url]
-
-    def _step(self, engine: Engine) -> int:
-        """Return the version that the engine is given, or the batch that is being filled."""
-        if _what(engine) == "transfer" and engine.receives is not None:
-            return engine.receives
-        return -1 if self._scheduler is None else self._scheduler.next_batch
-
-    async def keep(self, policy: Policy, scheduler: Scheduler, evaluator: Evaluating) -> None:
+    async def keep(self, policy: Policy, scheduler: Scheduler, evaluator: Evaluator) -> None:
         """Poll until cancelled."""
-        self._policy, self._scheduler, self._evaluator = policy, scheduler, evaluator
+        self._run = policy, scheduler, evaluator
         while True:
             self.look()
             await asyncio.sleep(POLL_S)
 
+    def turned(self, engine: Engine) -> None:
+        """Record a change of an engine: another state, its first request, or its last."""
+        what, why = _activity(engine)
+        if what == "transfer" and engine.receives is not None:
+            step = engine.receives
+        else:
+            step = -1 if self._run is None else self._run[1].next_batch
+        self._of_engine[engine.url].enter(what, step=step, why=why)
+        if self._run is not None and not self._is_to_look:
+            self._is_to_look = True
+            asyncio.get_running_loop().call_soon(self.look)
+
     def look(self) -> None:
+        """Record what the orchestrator does, and why engines without a request have none."""
         self._is_to_look = False
-        if self._policy is None or self._scheduler is None or self._evaluator is None:
+        if self._run is None:
             return
-        reason = _IdleReason(self._config, self._pool, self._policy, self._scheduler, self._evaluator)
+        policy, scheduler, evaluator = self._run
+        version, batch, level = policy.version, scheduler.next_batch, self._config.max_async_level
+        why_none_begun = "the orchestrator: the next rollouts are about to begin"
+        if batch >= self._config.max_steps:
+            why_none_begun = f"every batch is full: the trainer is at batch {version}"
+        elif version < 0:
+            why_none_begun = "no weights yet: the trainer is to send them"
+        elif version < batch - level:
+            held = f", and version {version} is being evaluated" if evaluator.version is not None else ""
+            why_none_begun = f"max_async_level {level}: the trainer is at batch {version}{held}"
+
+        what: What
+        if scheduler.num_under_way:
+            what, step, why = "generate", batch, ""
+            elsewhere = sum(engine.in_flight for engine in self._pool.engines)
+            why_no_request = f"{FEW}: other engines have {elsewhere}" if elsewhere else ENVIRONMENTS
+        elif evaluator.version is not None:
+            what, step, why = "evaluate", evaluator.version, ""
+            why_no_request = f"evaluation: of version {evaluator.version}"
+        else:
+            what, step, why = "idle" if batch >= self._config.max_steps else "wait", batch, why_none_begun
+            why_no_request = why_none_begun
         for engine in self._pool.engines:
             if engine.state == "live" and not engine.in_flight:
-                self._lane(engine).explain(reason.why_no_request())
+                self._of_engine[engine.url].explain(why_no_request)
         if not self._is_closing:
-            what, step, why = reason.what_now()
             if (self.own.now, self.own.step) != (what, step):
                 self.own.enter(what, step=step, why=why)
             self.own.explain(why)
@@ -109,66 +117,13 @@ def engine_lane(url: str) -> str:
     return f"{ENGINE} {urlsplit(url).netloc}"
 
 
-def _what(engine: Engine) -> What:
+def _activity(engine: Engine) -> tuple[What, str]:
+    """Return what an engine does, by its state and its requests, and why it does no more."""
     if engine.state == "starting":
-        return "start"
+        return "start", "it is gone: its successor is waited for" if engine.life else ""
     if engine.in_flight and not engine.is_paused:
-        return "generate"
-    return "wait" if engine.receives is None else "transfer"
-
-
-def _why(engine: Engine) -> str:
-    if engine.state == "starting":
-        return "it is gone: its successor is waited for" if engine.life else ""
-    if engine.in_flight and not engine.is_paused:
-        return f"{FEW}: less than half of the {engine.most_in_flight} that it had" if engine.has_few else ""
-    if engine.state == "quarantined" and _what(engine) == "wait":
-        return "no weights yet: the trainer is to send them"
-    return ""
-
-
-class _IdleReason:
-    """Explains, for one moment, why no more is generated."""
-
-    def __init__(
-        self, config: RunConfig, pool: InferencePool, policy: Policy, scheduler: Scheduler, evaluator: Evaluating
-    ) -> None:
-        self._config = config
-        self._pool = pool
-        self._policy = policy
-        self._scheduler = scheduler
-        self._evaluated = evaluator.version
-
-    def what_now(self) -> tuple[What, int, str]:
-        """Return what the orchestrator does, for which batch or version, and why."""
-        if self._scheduler.num_under_way:
-            return "generate", self._scheduler.next_batch, ""
-        if self._evaluated is not None:
-            return "evaluate", self._evaluated, ""
-        if self._is_at_the_end:
-            return "idle", self._config.max_steps, self._why_none_begun()
-        return "wait", self._scheduler.next_batch, self._why_none_begun()
-
-    def why_no_request(self) -> str:
-        """Return why a live engine has no request."""
-        elsewhere = sum(engine.in_flight for engine in self._pool.engines)
-        if self._scheduler.num_under_way:
-            return f"{FEW}: other engines have {elsewhere}" if elsewhere else ENVIRONMENTS
-        if self._evaluated is not None:
-            return f"evaluation: of version {self._evaluated}"
-        return self._why_none_begun()
-
-    def _why_none_begun(self) -> str:
-        version, batch, level = self._policy.version, self._scheduler.next_batch, self._config.max_async_level
-        if self._is_at_the_end:
-            return f"every batch is full: the trainer is at batch {version}"
-        if version < 0:
-            return "no weights yet: the trainer is to send them"
-        if version < batch - level:
-            held = f", and version {version} is being evaluated" if self._evaluated is not None else ""
-            return f"max_async_level {level}: the trainer is at batch {version}{held}"
-        return "the orchestrator: the next rollouts are about to begin"
-
-    @property
-    def _is_at_the_end(self) -> bool:
-        return self._scheduler.next_batch >= self._config.max_steps
+        few = f"{FEW}: less than half of the {engine.most_in_flight} that it had"
+        return "generate", few if engine.has_few else ""
+    if engine.receives is not None:
+        return "transfer", ""
+    return "wait", "no weights yet: the trainer is to send them" if engine.state == "quarantined" else ""

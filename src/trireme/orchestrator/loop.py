@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
-from typing import Any
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from trireme.algo.data.order import ENDLESS
 from trireme.algo.rules import rules_of
@@ -35,17 +34,17 @@ from trireme.orchestrator.batcher import Batcher, Filled
 from trireme.orchestrator.buffer import Buffer
 from trireme.orchestrator.engines.expert_routes import experts_to_replay
 from trireme.orchestrator.engines.health import keep_engines
-from trireme.orchestrator.engines.pool import InferencePool, open_inference_pool
+from trireme.orchestrator.engines.pool import open_inference_pool
 from trireme.orchestrator.environment_counts import EnvironmentCounts
 from trireme.orchestrator.environments.pool import Environment, open_environment
 from trireme.orchestrator.evaluation.evaluator import Evaluator
 from trireme.orchestrator.evaluation.results import is_runs_own, results_path
 from trireme.orchestrator.lanes import Lanes
-from trireme.orchestrator.rollout.chat import ChatTokenizer, open_chat_tokenizer
+from trireme.orchestrator.rollout.chat import open_chat_tokenizer
 from trireme.orchestrator.rollout.runner import RolloutRunner
 from trireme.orchestrator.scheduler import Scheduler
 from trireme.orchestrator.status import Status, serve_status
-from trireme.orchestrator.teacher import Teacher, open_teacher
+from trireme.orchestrator.teacher import open_teacher
 from trireme.orchestrator.trainer_requests import Peers, TrainerRequests
 from trireme.orchestrator.watcher import Watcher
 from trireme.orchestrator.weights.policy import Policy
@@ -62,22 +61,21 @@ def orchestrate(config: RunConfig) -> None:
     """Run until the last version is live and evaluated, and the trainer has exited."""
     import uvloop
 
+    async def open_and_drive() -> None:
+        async with open_orchestrator(config) as orchestrator:
+            await drive(orchestrator)
+
+    if is_over(config):
+        log.info("all %d steps are trained, confirmed, evaluated and saved: nothing is left to do", config.max_steps)
+        return
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # with Python's own a rollout costs more
-            runner.run(_orchestrate(config))
+            runner.run(open_and_drive())
     except* TriremeError as group:
         error: BaseException = group
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         raise error from None
-
-
-async def _orchestrate(config: RunConfig) -> None:
-    if is_over(config):
-        log.info("all %d steps are trained, confirmed, evaluated and saved: nothing is left to do", config.max_steps)
-        return
-    async with open_orchestrator(config) as orchestrator:
-        await drive(orchestrator)
 
 
 async def drive(o: Orchestrator) -> None:
@@ -86,13 +84,14 @@ async def drive(o: Orchestrator) -> None:
         background = [
             tasks.create_task(o.control.serve(o.requests)),
             tasks.create_task(o.status.keep_beating()),
-            tasks.create_task(o.keep_engines()),
+            tasks.create_task(keep_engines(o.pool, o.policy.admit, o.config.inference.start_timeout_s)),
             tasks.create_task(o.scheduler.run()),
-            tasks.create_task(o.fail_on_wrong_weights()),
+            tasks.create_task(o.updates.fail_on_wrong_weights()),
             tasks.create_task(o.watcher.run()),
             tasks.create_task(o.lanes.keep(o.policy, o.scheduler, o.evaluator)),
         ]
         evaluation = tasks.create_task(o.evaluator.run())
+        o.status.state = "running"
         while o.scheduler.next_batch < o.config.max_steps:
             await o.next_batch()
         await o.finish(evaluation)
@@ -101,33 +100,53 @@ async def drive(o: Orchestrator) -> None:
 
 
 class Orchestrator:
-    """The parts of a running orchestrator, made of the resources that `open_orchestrator` has opened."""
+    """The parts of a running orchestrator, once they are open."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        status: Status,
-        control: ControlServer,
-        journal: Journal,
-        state: State,
-        tokenizer: ChatTokenizer,
-        pool: InferencePool,
-        teacher: Teacher | None,
-        environments: dict[str, Environment],
-        evaluated: dict[str, Environment],
-        metrics: MetricsFile,
-        lanes: Lanes,
-    ) -> None:
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.waits = Waits("orchestrator", config.paths.logs)
+        self.peers = Peers()
+        self.waits.is_peer_busy = self.peers.is_any_busy
+        self.status = Status(config, self.waits, self.peers)
+
+    async def open(self, stack: AsyncExitStack) -> None:
+        """Open everything in the order in which it is needed.
+
+        Raises: ConfigError where the run, as it is configured, cannot begin or be resumed.
         """
-        Args:
-            state: what to resume from.
-            evaluated: environments of evaluations.
-        """
-        self.config, self.status, self.control, self.journal = config, status, control, journal
-        self.pool, self.metrics, self.lanes = pool, metrics, lanes
-        self.waits, self.peers = waits, peers = status.waits, status.peers
+        config, waits, status = self.config, self.waits, self.status
+        stack.enter_context(serve_status(status, config.orchestrator.server))
+        self.control = ControlServer(config.hosts.orchestrator, config.ports.batches or 0)
+        stack.callback(self.control.close)
+        reach("orchestrator.starting")
+        self.journal = journal = _open_journal(config)
+        state = journal.head_state()
         self.counters = dict(state.counters)
+        tokenizer = open_chat_tokenizer(config.trainer.tokenizer.name or config.model.name)
+        pool = await stack.enter_async_context(
+            open_inference_pool(
+                config.engine_urls,
+                waits=waits,
+                max_model_len=config.inference.model.max_model_len or config.seq_len,
+                timeout_s=config.orchestrator.engine_timeout_s,
+                request_timeout_s=config.orchestrator.request_timeout_s,
+                max_concurrent=config.orchestrator.max_concurrent,
+                vocab_size=tokenizer.vocab_size,
+                adapter=POLICY if config.serves_adapters else None,
+                experts=experts_to_replay(config, tokenizer.model_config),
+                shares_prefixes=config.shares_prefixes,
+            )
+        )
+        self.pool = pool
+        self.lanes = Lanes(config, stack.enter_context(open_spans(config.paths.spans)), pool)
+        teacher = await stack.enter_async_context(open_teacher(config.orchestrator.teacher, tokenizer, waits))
+        environments = await _open_environments(config, config.orchestrator.env, stack, waits, trained=True)
+        evaluation = config.orchestrator.eval
+        evaluated = environments if evaluation else {}  # their held-out examples, unless the run names others
+        if evaluation and evaluation.env:
+            evaluated = await _open_environments(config, evaluation.env, stack, waits, trained=False)
+        self.metrics = MetricsFile(config.paths.metrics, process="orchestrator")
+        stack.callback(self.metrics.close)
         self.policy = policy = Policy(
             pool,
             waits,
@@ -143,15 +162,17 @@ class Orchestrator:
             config, environments, self.buffer, policy, runner, waits, next_batch=state.next_batch
         )
         self.batcher = Batcher(config, self.scheduler, state, teacher=teacher)
-        self.evaluator = Evaluator(config, evaluated, policy, runner, metrics, waits)
-        self.requests = TrainerRequests(config, journal, policy, self.updates, self.scheduler, peers, waits)
+        self.evaluator = Evaluator(config, evaluated, policy, runner, self.metrics, waits)
+        self.requests = TrainerRequests(config, journal, policy, self.updates, self.scheduler, self.peers, waits)
         self.environment_counts = EnvironmentCounts(environments)
-        self.watcher = Watcher(metrics, self._between_batches)
+        self.watcher = Watcher(
+            self.metrics,  # and what no batch reports yet: where all rollouts fail, no batch is ever full
+            lambda: {"step": self.scheduler.next_batch, "process": "now"} | self.environment_counts.lately(),
+        )
         status.pool, status.policy, status.scheduler, status.watcher = pool, policy, self.scheduler, self.watcher
-
-    def _between_batches(self) -> dict[str, Any]:
-        """Return metrics that no batch reports yet: where all rollouts fail, no batch is ever full."""
-        return {"step": self.scheduler.next_batch, "process": "now"} | self.environment_counts.lately()
+        restore_metrics(config, journal, self.evaluator, self.metrics)
+        reach("orchestrator.started")
+        stack.enter_context(rare_garbage_collection())
 
     async def next_batch(self) -> None:
         """Fill one batch and commit it to the journal before the trainer can fetch it."""
@@ -203,15 +224,6 @@ class Orchestrator:
             outcomes=batch.outcomes,
         )
 
-    async def keep_engines(self) -> None:
-        if self.status.state == "starting":  # a run that only lacks its end is "finishing" by now
-            self.status.state = "running"
-        await keep_engines(self.pool, self.policy.admit, start_timeout_s=self.config.inference.start_timeout_s)
-
-    async def fail_on_wrong_weights(self) -> None:
-        """Raises: WeightsMismatch, once an engine was found to serve other weights than the trainer's."""
-        await self.updates.failure
-
     async def finish(self, evaluation: asyncio.Task) -> None:
         """Wait until the last version is live and evaluated, then let the trainer exit. Until then it may be needed."""
         self.status.state = "finishing"
@@ -240,49 +252,14 @@ class Orchestrator:
 
 @asynccontextmanager
 async def open_orchestrator(config: RunConfig) -> AsyncIterator[Orchestrator]:
-    """Open everything in the order in which it is needed; close it in reverse, however the block ends."""
-    waits = Waits("orchestrator", config.paths.logs)
-    peers = Peers()
-    waits.is_peer_busy = peers.is_any_busy
-    status = Status(config, waits, peers)
+    """Open an orchestrator; close its parts in reverse, however the block ends."""
     async with AsyncExitStack() as stack:
-        stack.enter_context(serve_status(status, config.orchestrator.server))
-        control = ControlServer(config.hosts.orchestrator, config.ports.batches or 0)
-        stack.callback(control.close)
-        reach("orchestrator.starting")
-        journal, state = _open_journal(config)
-        tokenizer = open_chat_tokenizer(config.trainer.tokenizer.name or config.model.name)
-        pool = await stack.enter_async_context(_open_pool(config, tokenizer, waits))
-        lanes = Lanes(config, stack.enter_context(open_spans(config.paths.spans)), pool)
-        teacher = await stack.enter_async_context(open_teacher(config.orchestrator.teacher, tokenizer, waits))
-        environments = await _open_environments(config, config.orchestrator.env, stack, waits, trained=True)
-        evaluation = config.orchestrator.eval
-        evaluated = environments if evaluation else {}  # their held-out examples, unless the run names others
-        if evaluation and evaluation.env:
-            evaluated = await _open_environments(config, evaluation.env, stack, waits, trained=False)
-        metrics = MetricsFile(config.paths.metrics, process="orchestrator")
-        stack.callback(metrics.close)
-        orchestrator = Orchestrator(
-            config,
-            status=status,
-            control=control,
-            journal=journal,
-            state=state,
-            tokenizer=tokenizer,
-            pool=pool,
-            teacher=teacher,
-            environments=environments,
-            evaluated=evaluated,
-            metrics=metrics,
-            lanes=lanes,
-        )
-        restore_metrics(config, journal, orchestrator.evaluator, metrics)
-        reach("orchestrator.started")
-        stack.enter_context(rare_garbage_collection())
+        orchestrator = Orchestrator(config)
+        await orchestrator.open(stack)
         yield orchestrator
 
 
-def _open_journal(config: RunConfig) -> tuple[Journal, State]:
+def _open_journal(config: RunConfig) -> Journal:
     """Open the journal. One that has entries is continued only if the user asks for it."""
     config.paths.journal.mkdir(parents=True, exist_ok=True)
     journal = Journal(config.paths.journal)
@@ -295,22 +272,7 @@ def _open_journal(config: RunConfig) -> tuple[Journal, State]:
             f"{config.paths.journal} holds {len(journal.steps())} batches of an earlier run - an empty folder was "
             "expected. Add --resume to continue that run, or set another `output_dir` or `name`."
         )
-    return journal, journal.head_state()
-
-
-def _open_pool(config: RunConfig, tokenizer: ChatTokenizer, waits: Waits) -> AbstractAsyncContextManager[InferencePool]:
-    return open_inference_pool(
-        config.engine_urls,
-        waits=waits,
-        max_model_len=config.inference.model.max_model_len or config.seq_len,
-        timeout_s=config.orchestrator.engine_timeout_s,
-        request_timeout_s=config.orchestrator.request_timeout_s,
-        max_concurrent=config.orchestrator.max_concurrent,
-        vocab_size=tokenizer.vocab_size,
-        adapter=POLICY if config.serves_adapters else None,
-        experts=experts_to_replay(config, tokenizer.model_config),
-        shares_prefixes=config.shares_prefixes,
-    )
+    return journal
 
 
 async def _open_environments(

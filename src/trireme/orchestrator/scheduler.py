@@ -20,6 +20,7 @@ from trireme.journal.records import Dropped, OpenGroup, Rollout
 from trireme.orchestrator.buffer import Buffer
 from trireme.orchestrator.environments.open_rollout import RolloutFailed, cancel_all
 from trireme.orchestrator.environments.pool import Environment
+from trireme.orchestrator.rollout.driver import gather_or_cancel
 from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec
 from trireme.orchestrator.weights.policy import Policy
 
@@ -140,53 +141,42 @@ class Scheduler:
         return len(self._issued) + self.num_accepted < allowed
 
     async def _run_group(self, group: Group) -> None:
+        places = range(self._group_size)
         try:
-            async with asyncio.TaskGroup() as rollouts:
-                for place in range(self._config.orchestrator.rollouts_per_example):
-                    rollouts.create_task(self._run_rollout(group, place))
-            group.rollouts.sort(key=lambda rollout: rollout.place)
-        except* _GaveUp as gave_up:
-            group.drop(f"group given up: {gave_up.exceptions[0]}", self._group_size)
-        except* TriremeError as errors:
-            self._hopeless = self._hopeless or _first(errors)
-            group.drop(f"group given up: {errors.exceptions[0]}", self._group_size)
-        except* Exception as errors:  # our own bug: without this, the batch would wait for the group forever
+            group.rollouts = await gather_or_cancel(self._run_rollout(group, place) for place in places)
+        except _GaveUp as error:
+            group.drop(f"group given up: {error}", self._group_size)
+        except TriremeError as error:
+            self._hopeless = self._hopeless or error
+            group.drop(f"group given up: {error}", self._group_size)
+        except Exception as error:  # our own bug: without this, the batch would wait for the group forever
             log.exception("a rollout of %s example %d failed unexpectedly", group.task.env, group.task.example)
             self._hopeless = self._hopeless or TriremeError(
-                f"A rollout failed unexpectedly: {errors.exceptions[0]!r} - expected a result or a `RolloutFailed`. "
-                "Look at the traceback above."
+                f"A rollout failed unexpectedly: {error!r} - expected a result or a `RolloutFailed`. Look at the "
+                "traceback above."
             )
-            group.drop(f"group given up: {errors.exceptions[0]!r}", self._group_size)
+            group.drop(f"group given up: {error!r}", self._group_size)
         if self._under_way.pop(group.task.id, None) is not None:
             self._finished[group.task.id] = group
             self._arrived.set()
 
-    async def _run_rollout(self, group: Group, place: int) -> None:
-        """Add one rollout to the group, after as many attempts as it takes and may take."""
+    async def _run_rollout(self, group: Group, place: int) -> Rollout:
+        """Return one rollout of the group, after as many attempts as it takes and may take."""
         task, attempts = group.task, self._config.orchestrator.max_rollout_attempts
-        last = ""
+        environment, sampling = self._environments[task.env], self._config.orchestrator.sampling
+        name, last = f"{task.id}-{place}", ""
         for attempt in range(attempts):
+            spec = RolloutSpec("train", task.example, place, name, str(task.id), self._group_size, attempt)
             try:
-                spec = RolloutSpec(
-                    "train",
-                    task.example,
-                    place,
-                    name=f"{task.id}-{place}",
-                    group=str(task.id),
-                    group_size=self._group_size,
-                    attempt=attempt,
-                )
-                environment, sampling = self._environments[task.env], self._config.orchestrator.sampling
                 rollout = await self._runner.run(environment, spec, sampling=sampling)
             except RolloutFailed as failure:
                 self._count_failure(task, failure)
                 group.note_failure(place, attempt, last := str(failure))
                 continue
             rollout.group, rollout.place = task.id, place
-            group.rollouts.append(rollout)
             reach("rollout.finished")
             self._any_success = True
-            return
+            return rollout
         group.exhausted.add(place)
         raise _GaveUp(f"rollout {place} failed {attempts} times, last {last}")
 
@@ -217,9 +207,10 @@ class Scheduler:
             while True:
                 if self._hopeless:
                     raise self._hopeless
-                if (number := self._next_finished()) is not None:
-                    self._issued.remove(number)
-                    group = self._finished.pop(number)
+                candidates = self._issued[:1] if self._config.synchronous else list(self._finished)
+                if candidates and candidates[0] in self._finished:
+                    self._issued.remove(candidates[0])
+                    group = self._finished.pop(candidates[0])
                     if group.reason is not None:
                         self._changed.set()
                     return group
@@ -232,14 +223,6 @@ class Scheduler:
                         await self._arrived.wait()
                 except TimeoutError:
                     wait.check()
-
-    def _next_finished(self) -> int | None:
-        if not self._finished:
-            return None
-        if not self._config.synchronous:
-            return next(iter(self._finished))
-        first = self._issued[0]
-        return first if first in self._finished else None
 
     def accepted(self) -> None:
         """Count the group that was handed out last as part of the batch being filled."""
@@ -301,12 +284,6 @@ class Scheduler:
 
 class _GaveUp(Exception):
     """A rollout has used all its attempts."""
-
-
-def _first(errors: BaseExceptionGroup) -> TriremeError:
-    """Return the first error that ended a group. A ConfigError stays one, with its exit code."""
-    error = errors.exceptions[0]
-    return error if isinstance(error, TriremeError) else _first(error)  # type: ignore[arg-type]
 
 
 def _drop(task: OpenGroup, place: int, attempt: int, reason: str) -> Dropped:

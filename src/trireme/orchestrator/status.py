@@ -177,14 +177,9 @@ def _bind(config: StatusServer) -> socket.socket:
     """Bind the port. Retry for a while where it is taken: a connection of our predecessor may still be closing."""
     give_up = time.monotonic() + BIND_S
     while True:
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((config.host, config.port or 0))
-            listener.listen()  # requests that arrive before the server's thread runs wait in the backlog
-            return listener
+        try:  # requests that arrive before the server's thread runs wait in the backlog
+            return socket.create_server((config.host, config.port or 0))
         except OSError as error:
-            listener.close()
             if time.monotonic() > give_up:
                 raise ConfigError(
                     f"The status server cannot listen on {config.host}:{config.port}: {error.strerror} - a free port "

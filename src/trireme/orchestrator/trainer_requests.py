@@ -42,7 +42,6 @@ class Peers:
     """The state of the other processes, from their heartbeats."""
 
     heartbeats: dict[str, tuple[float, Heartbeat]] = field(default_factory=dict)
-    trainer_is_done: bool = False  # it has sent `Done`
     trainer_may_leave: asyncio.Event = field(default_factory=asyncio.Event)
     trainer_left: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -77,12 +76,7 @@ class TrainerRequests:
         self._batch_closed = asyncio.Event()
 
     async def __call__(self, request: Request) -> Reply:
-        reply = await self._reply(request)
-        if isinstance(reply, NotYet) and self._waits.is_busy:
-            return msgspec.structs.replace(reply, busy=True)
-        return reply
-
-    async def _reply(self, request: Request) -> Reply:
+        reply: Reply
         if request.run_id != self._config.run_id:
             return Refusal(
                 error=f"This orchestrator runs {self._config.run_id}, the trainer asks for {request.run_id}. "
@@ -93,18 +87,21 @@ class TrainerRequests:
             return Refusal(error=problem)
         match request:
             case GetNewest():
-                return await self._updates.trainer_started()
+                reply = await self._updates.trainer_started()
             case GetBatch():
-                return await self._batch(request)
+                reply = await self._batch(request)
             case PolicyReady():
-                return await self._updates.ready(request)
+                reply = await self._updates.ready(request)
             case PolicySent():
-                return await self._updates.sent(request)
+                reply = await self._updates.sent(request)
             case Heartbeat():
                 self._peers.note(request)
+                reply = Ok()
             case Done():
-                return await self._done(request)
-        return Ok()
+                reply = await self._done(request)
+        if isinstance(reply, NotYet) and self._waits.is_busy:
+            return msgspec.structs.replace(reply, busy=True)
+        return reply
 
     def batch_closed(self) -> None:
         """Wake the requests that wait for a batch."""
@@ -129,7 +126,6 @@ class TrainerRequests:
 
     async def _done(self, request: Done) -> Reply:
         """Let the trainer exit once the last version is evaluated. Until then, an engine may need its weights."""
-        self._peers.trainer_is_done = True
         if publish := self._updates.needed(request.version):
             return publish
         with suppress(TimeoutError):

@@ -24,7 +24,7 @@ Admit = Callable[[Engine], Awaitable[bool]]
 """Lets an engine that has come up go live, if it may; returns whether it is."""
 
 
-async def keep_engines(pool: InferencePool, admit: Admit, *, start_timeout_s: float) -> None:
+async def keep_engines(pool: InferencePool, admit: Admit, start_timeout_s: float) -> None:
     """Follow the state of each engine until cancelled.
 
     Raises:

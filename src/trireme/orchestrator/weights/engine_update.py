@@ -6,11 +6,11 @@ A run's updates (`update.py`) and evaluations of checkpoints outside a run ask e
     receives_ahead     they take tensors in while the engine serves, where there is room for both versions
     pausing            requests are frozen and cached prompts forgotten; inside:
       load               the model gets the tensors, as they arrive or as they were taken in
-      finish             vLLM processes what was loaded, and names it; then `load_adapter`
+      finish             vLLM processes what was loaded, and names it
     require_confirmed  every worker has the digests of the sender, and no layer kept old weights
 
 An engine that holds adapters on top of the base model (`lora.sync = "adapter"`) needs two more steps, and could skip
-either silently: `load_adapter` has its workers load them where requests read them, and report whether they did;
+either silently: `trireme_load_adapter` has its workers load them where requests read them, and report whether they did;
 `name_adapter` has its server register a name for them, which the probe and all requests then use.
 """
 
@@ -102,10 +102,6 @@ async def require_confirmed(engine: Engine, digests: dict[str, str], *, name: st
                 f"{name} was not loaded whole by {engine.url}, worker {worker}: {', '.join(report.incomplete)} kept "
                 "old weights. Expected every tensor of the model that it serves. See its log: logs/inference.stdout"
             )
-
-
-async def load_adapter(engine: Engine) -> None:
-    await engine.ask_workers("trireme_load_adapter")
 
 
 async def name_adapter(engine: Engine, name: str) -> None:

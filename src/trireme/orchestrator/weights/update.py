@@ -52,7 +52,6 @@ from trireme.orchestrator.weights.engine_update import (
     finish,
     join,
     load,
-    load_adapter,
     name_adapter,
     pausing,
     receives_ahead,
@@ -78,20 +77,26 @@ class WeightUpdates:
     """Answers what the trainer asks about versions. At most one update is under way."""
 
     def __init__(self, policy: Policy, config: WeightBroadcast) -> None:
-        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Raises WeightsMismatch once an engine was found to serve other weights than the trainer's."""
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._policy = policy
         self._config = config
         self._update: Update | None = None
         self._spent = dict(NO_TIME)
 
+    async def fail_on_wrong_weights(self) -> None:
+        """Raises: WeightsMismatch, once an engine was found to serve other weights than the trainer's."""
+        await self._failure
+
     async def ready(self, message: PolicyReady) -> Reply:
         """Answer `PolicyReady`. The same attempt gets the same answer; a new one replaces the attempt before."""
         while self._update is None or not self._update.is_for(message):
             before = self._update
-            if before is not None and before.is_later_than(message):
-                return Refusal(error=f"attempt {message.attempt} at version {message.version} has been superseded")
             if before is not None:
+                latest = before.message
+                if (
+                    latest.incarnation == message.incarnation and latest.attempt > message.attempt
+                ):  # overtaken on its way
+                    return Refusal(error=f"attempt {message.attempt} at version {message.version} has been superseded")
                 await before.abandon()
             if self._update is before:  # else the same question, asked twice, has begun the update meanwhile
                 self._update = Update(self._policy, self._config, message, before, self._spent)
@@ -118,9 +123,9 @@ class WeightUpdates:
         error = task.exception()
         if error is None:
             return task.result()
-        if isinstance(error, WeightsMismatch) and not self.failure.done():
-            self.failure.set_exception(error)
-            self.failure.exception()  # mark it as retrieved: the trainer gets the same error in its `Refusal`
+        if isinstance(error, WeightsMismatch) and not self._failure.done():
+            self._failure.set_exception(error)
+            self._failure.exception()  # mark it as retrieved: the trainer gets the same error in its `Refusal`
         return _answer_failure(error)
 
     async def trainer_started(self) -> Newest:
@@ -208,12 +213,6 @@ class Update:
         own = self.message
         return (own.incarnation, own.version, own.attempt) == (message.incarnation, message.version, message.attempt)
 
-    def is_later_than(self, message: PolicyReady) -> bool:
-        """Return whether the same trainer has asked for this attempt after `message`, which was overtaken on its
-        way."""
-        own = self.message
-        return own.incarnation == message.incarnation and own.attempt > message.attempt
-
     def failure_before_sent(self) -> BaseException | None:
         """Return what has failed while the trainer has yet to send. Any failure counts: sending would be in vain."""
         for task in self._receiving.values():
@@ -263,25 +262,23 @@ class Update:
             return Live(version=self.message.version)
         self.note = "engines get ready"
         self._lives = {engine.url: engine.life for engine in self._targets}
-        self._choose_epoch()
+        self._peers = frozenset((engine.url, engine.life) for engine in self._targets)
+        before, self._before = self._before, None
+        # reuse the connections of the attempt before, where it went well between the very same processes
+        self._joins = before is None or not before.can_be_followed_by(self.message, self._peers)
+        if before is None or self._joins:  # unique: no peer may take another orchestrator's epoch for ours
+            self.epoch = f"{self.message.incarnation}/{uuid.uuid4().hex[:12]}"
+        else:
+            self.epoch = before.epoch
+        adapters = [spec for spec in self.message.specs if is_of_adapter(spec.name)]
+        # engines that confirmed the base model in this epoch are sent the adapters alone
+        self._specs = adapters if adapters and not self._joins else self.message.specs
         rank, world_size = 1, 1 + sum(engine.num_workers for engine in self._targets)
         for engine in self._targets:
             self._receiving[engine.url] = asyncio.create_task(self._receive(engine, rank, world_size))
             rank += engine.num_workers
         reach("update.told")
         return Go(version=self.message.version, epoch=self.epoch, world_size=world_size)
-
-    def _choose_epoch(self) -> None:
-        """Reuse the connections of the attempt before, where it went well between the very same processes."""
-        before, self._before = self._before, None
-        self._peers = frozenset((engine.url, engine.life) for engine in self._targets)
-        if before is not None and before.can_be_followed_by(self.message, self._peers):
-            self.epoch, self._joins = before.epoch, False
-        else:  # unique: no peer may take another orchestrator's epoch for ours
-            self.epoch, self._joins = f"{self.message.incarnation}/{uuid.uuid4().hex[:12]}", True
-        adapters = [spec for spec in self.message.specs if is_of_adapter(spec.name)]
-        # engines that confirmed the base model in this epoch are sent the adapters alone
-        self._specs = adapters if adapters and not self._joins else self.message.specs
 
     def can_be_followed_by(self, message: PolicyReady, peers: frozenset[tuple[str, int]]) -> bool:
         went_well = self.confirmed is not None and self.confirmed.done() and self.is_confirming
@@ -376,7 +373,7 @@ class Update:
         with self._loading():
             await finish(engine, str(message.version))
         if self._pool.adapter is not None:
-            await load_adapter(engine)
+            await engine.ask_workers("trireme_load_adapter")
 
     async def _resume(self, engine: Engine, message: PolicySent) -> float:
         """Resume generation, then probe the engine. Returns the largest difference of a logprob."""
