@@ -201,7 +201,6 @@ def test_custom_tools_and_namespaces_are_functions_to_the_model_and_themselves_t
     request = responses.read({"input": "Go.", "tools": tools})
     assert [tool["function"]["name"] for tool in request.tools] == ["patch", "crm__find"]
     assert "start: X" in request.tools[0]["function"]["description"]
-    assert request.ignored == ("tool web_search",)
     calls = (Call("c1", "patch", '{"input": "*** Begin"}'), Call("c2", "crm__find", "{}"))
     items = responses.answer(Turn("t1", "", calls=calls, finish="tool_calls"), request)["output"]
     assert [(i["type"], i["name"], i.get("namespace"), i.get("input")) for i in items] == [

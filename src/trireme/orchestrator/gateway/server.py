@@ -112,10 +112,12 @@ class Session:
             raise Refused("unknown", f"previous_response_id: this session has no response {earlier!r:.80}")
         return self._responses[earlier] + items
 
-    def remember_response(self, items: list[dict[str, Any]], turn: Turn, request: TurnRequest) -> None:
-        self._responses[f"resp_{turn.id}"] = items + output_items(turn, request)
-        while len(self._responses) > KEPT_RESPONSES:
-            self._responses.popitem(last=False)
+    def remember_response(self, items: list[dict[str, Any]], task: asyncio.Task[Turn], request: TurnRequest) -> None:
+        """Keep the conversation that a task has answered, unless it failed, for `previous_response_id`."""
+        if not task.cancelled() and task.exception() is None:
+            self._responses[f"resp_{task.result().id}"] = items + output_items(task.result(), request)
+            while len(self._responses) > KEPT_RESPONSES:
+                self._responses.popitem(last=False)
 
     def close(self, why: str) -> None:
         """Answer no more requests, and give up the turns that are under way."""
@@ -206,7 +208,7 @@ class Gateway:
             session.num_open -= 1
             raise
         if dialect is RESPONSES and body.get("store") is not False:
-            task.add_done_callback(lambda task: _remember(task, session, body["input"], asked))
+            task.add_done_callback(lambda task: session.remember_response(body["input"], task, asked))
         return _TurnResponse(session, dialect, asked, digest, task)
 
     async def _count(self, request: Request, session: Session, dialect: Dialect) -> Response:
@@ -257,11 +259,6 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _remember(task: asyncio.Task[Turn], session: Session, items: list[dict[str, Any]], request: TurnRequest) -> None:
-    if not task.cancelled() and task.exception() is None:
-        session.remember_response(items, task.result(), request)
 
 
 class _TurnResponse(Response):

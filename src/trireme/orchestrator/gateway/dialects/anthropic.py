@@ -14,9 +14,9 @@ from trireme.orchestrator.gateway.dialects.turn import (
     Event,
     Message,
     Refused,
-    Tool,
     Turn,
     TurnRequest,
+    as_messages,
     as_objects,
     choose_sampling,
     function,
@@ -33,7 +33,6 @@ SAMPLING = {
     "top_k": "top_k",
     "stop_sequences": "stop",
 }
-UNSERVED = ("output_config", "output_format", "container", "mcp_servers")
 UNPARSED = "__unparsedToolInput"
 """The key under which Claude Code returns arguments that were no JSON."""
 
@@ -52,34 +51,22 @@ def read(body: dict[str, Any]) -> TurnRequest:
     messages: list[Message] = []
     if system := read_text(body.get("system"), kinds=("text",), where="system"):
         messages.append({"role": "system", "content": system})
-    given = as_objects(body.get("messages"), where="messages")
-    if not given:
-        raise Refused("invalid", "messages: an empty list, expected at least one message")
-    for place, message in enumerate(given):
+    for place, message in enumerate(as_messages(body.get("messages"), where="messages")):
         messages += _read_message(message, f"messages[{place}]")
-    ignored = [name for name in UNSERVED if body.get(name)]
-    functions, declared = [], {}
+    functions = []
     for place, tool in enumerate(as_objects(body.get("tools") or [], where="tools")):
         name, schema = tool.get("name"), tool.get("input_schema")
         if not isinstance(name, str):
             raise Refused("invalid", f"tools[{place}]: {tool!r:.80}, expected a name")
-        if not isinstance(schema, dict):  # such as web_search, which Anthropic's servers run
-            ignored.append(f"tool {name}")
-            continue
-        functions.append(function(name, tool.get("description"), schema))
-        declared[name] = Tool(name)
+        if isinstance(schema, dict):  # unlike web_search, which Anthropic's servers run
+            functions.append(function(name, tool.get("description"), schema))
     choice = body.get("tool_choice")
-    kind = choice.get("type") if isinstance(choice, dict) else None
-    if kind not in (None, "auto", "none"):
-        ignored.append("tool_choice")
     return TurnRequest(
         messages,
         functions or None,
         choose_sampling(body, SAMPLING),
         streams=bool(body.get("stream")),
-        calls_tools=kind != "none",
-        declared=declared,
-        ignored=tuple(ignored),
+        calls_tools=not (isinstance(choice, dict) and choice.get("type") == "none"),
     )
 
 

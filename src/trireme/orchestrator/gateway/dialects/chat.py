@@ -13,13 +13,11 @@ from trireme.orchestrator.gateway.dialects.turn import (
     Event,
     Message,
     Refused,
-    Tool,
     Turn,
     TurnRequest,
+    as_messages,
     as_objects,
     choose_sampling,
-    custom_function,
-    custom_input,
     function,
     nested_call,
     read_content,
@@ -31,7 +29,6 @@ SAMPLING = {
     name: name
     for name in ("temperature", "top_p", "top_k", "min_p", "stop", "seed", "presence_penalty", "frequency_penalty")
 } | {"max_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}
-UNSERVED = ("response_format", "logprobs", "top_logprobs", "logit_bias", "functions", "modalities", "prediction")
 ROLES = {"developer": "system", "function": "tool"}
 CODES = {"overlong": "context_length_exceeded", "unauthorized": "invalid_api_key", "busy": "rate_limit_exceeded"}
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -41,29 +38,17 @@ def read(body: dict[str, Any]) -> TurnRequest:
     """Read a request. Raises: Refused."""
     if (number := body.get("n")) not in (None, 1):
         raise Refused("invalid", f"n={number!r} - a session samples one answer per request. Remove `n`.")
-    tools, declared = read_tools(body.get("tools") or [])
+    tools = read_tools(body.get("tools") or [])
     options = body.get("stream_options")
-    choice = body.get("tool_choice")
-    ignored = [name for name in UNSERVED if body.get(name)]
-    if choice not in (None, "auto", "none"):
-        ignored.append("tool_choice")
+    messages = as_messages(body.get("messages"), where="messages")
     return TurnRequest(
-        [read_message(message, f"messages[{place}]") for place, message in enumerate(_messages(body))],
+        [read_message(message, f"messages[{place}]") for place, message in enumerate(messages)],
         tools or None,
         choose_sampling(body, SAMPLING),
         streams=bool(body.get("stream")),
-        calls_tools=choice != "none",
+        calls_tools=body.get("tool_choice") != "none",
         with_usage=isinstance(options, dict) and bool(options.get("include_usage")),
-        declared=declared,
-        ignored=tuple(ignored),
     )
-
-
-def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:
-    messages = as_objects(body.get("messages"), where="messages")
-    if not messages:
-        raise Refused("invalid", "messages: an empty list, expected at least one message")
-    return messages
 
 
 def read_message(message: dict[str, Any], where: str) -> Message:
@@ -85,32 +70,20 @@ def read_message(message: dict[str, Any], where: str) -> Message:
 
 
 def _read_call(call: dict[str, Any], where: str) -> dict[str, Any]:
-    kind = "custom" if call.get("type") == "custom" else "function"
-    inner = call.get(kind)
-    if not isinstance(inner, dict):
-        raise Refused("invalid", f"{where}: a tool call without `{kind}`, expected an object there")
-    arguments = {"input": inner.get("input")} if kind == "custom" else inner.get("arguments")
-    return nested_call(call.get("id"), inner.get("name"), arguments, where=where)
+    if not isinstance(inner := call.get("function"), dict):
+        raise Refused("invalid", f"{where}: a tool call without `function`, expected an object there")
+    return nested_call(call.get("id"), inner.get("name"), inner.get("arguments"), where=where)
 
 
-def read_tools(tools: Any) -> tuple[list[dict[str, Any]], dict[str, Tool]]:
-    """Return the tools as functions, and how each was declared."""
-    functions, declared = [], {}
+def read_tools(tools: Any) -> list[dict[str, Any]]:
+    """Return the tools as chat templates expect them."""
+    functions = []
     for place, tool in enumerate(as_objects(tools, where="tools")):
-        is_custom = tool.get("type") == "custom"
-        inner = tool.get("custom" if is_custom else "function")
+        inner = tool.get("function")
         if not isinstance(inner, dict) or not isinstance(name := inner.get("name"), str):
             raise Refused("invalid", f"tools[{place}]: {tool!r:.80}, expected a function with a name")
-        description = inner.get("description")
-        if is_custom:
-            form = inner.get("format")
-            functions.append(
-                custom_function(name, description, form.get("grammar") if isinstance(form, dict) else None)
-            )
-        else:
-            functions.append(function(name, description, inner.get("parameters")))
-        declared[name] = Tool(name, is_custom)
-    return functions, declared
+        functions.append(function(name, inner.get("description"), inner.get("parameters")))
+    return functions
 
 
 def answer(turn: Turn, request: TurnRequest) -> dict[str, Any]:
@@ -119,15 +92,12 @@ def answer(turn: Turn, request: TurnRequest) -> dict[str, Any]:
     if turn.reasoning:
         message["reasoning_content"] = turn.reasoning
     if turn.calls:
-        message["tool_calls"] = [_write_call(call, request) for call in turn.calls]  # type: ignore[assignment]
+        message["tool_calls"] = list(map(_write_call, turn.calls))  # type: ignore[assignment]
     choice = {"index": 0, "message": message, "finish_reason": turn.finish, "logprobs": None}
     return _head(turn, "chat.completion") | {"choices": [choice], "usage": _usage(turn)}
 
 
-def _write_call(call: Call, request: TurnRequest) -> dict[str, Any]:
-    tool = request.declared.get(call.name)
-    if tool is not None and tool.is_custom:
-        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": custom_input(call.arguments)}}
+def _write_call(call: Call) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
@@ -144,7 +114,7 @@ def events(turn: Turn, request: TurnRequest) -> Iterator[Event]:
     if turn.content:
         yield chunk({"content": turn.content})
     for place, call in enumerate(turn.calls):
-        yield chunk({"tool_calls": [{"index": place} | _write_call(call, request)]})
+        yield chunk({"tool_calls": [{"index": place} | _write_call(call)]})
     yield chunk({}, turn.finish)
     if request.with_usage:
         yield None, head | {"choices": [], "usage": _usage(turn)}

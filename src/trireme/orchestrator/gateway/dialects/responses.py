@@ -16,6 +16,7 @@ from trireme.orchestrator.gateway.dialects.turn import (
     Tool,
     Turn,
     TurnRequest,
+    as_messages,
     as_objects,
     choose_sampling,
     custom_function,
@@ -29,7 +30,6 @@ from trireme.orchestrator.gateway.dialects.turn import (
 SAMPLING = {"temperature": "temperature", "top_p": "top_p", "max_output_tokens": "max_tokens"}
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 ROLES = {"developer": "system"}
-UNSERVED = ("background", "conversation", "prompt", "truncation")
 ITEM_TOOLS = {"function_call": "arguments", "custom_tool_call": "input"}
 OUTPUTS = ("function_call_output", "custom_tool_call_output")
 SEPARATOR = "__"
@@ -45,45 +45,31 @@ def read(body: dict[str, Any]) -> TurnRequest:
     instructions = body.get("instructions")
     if isinstance(instructions, str) and instructions:
         messages.append({"role": "system", "content": instructions})
-    functions, declared, ignored = read_tools(body.get("tools") or [])
+    functions, declared = read_tools(body.get("tools") or [])
     messages += read_items(as_items(body.get("input")), declared)
-    ignored += [name for name in UNSERVED if body.get(name) not in (None, False, "disabled")]
-    text = body.get("text")
-    form = text.get("format") if isinstance(text, dict) else None
-    if isinstance(form, dict) and form.get("type") not in (None, "text"):
-        ignored.append("text.format")
-    choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        ignored.append("tool_choice")
     return TurnRequest(
         messages,
         functions or None,
         choose_sampling(body, SAMPLING),
         streams=bool(body.get("stream")),
-        calls_tools=choice != "none",
+        calls_tools=body.get("tool_choice") != "none",
         declared=declared,
-        ignored=tuple(ignored),
     )
 
 
 def as_items(given: Any) -> list[dict[str, Any]]:
     """Return the input as a list of items. Raises: Refused."""
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else as_objects(given, where="input")
-    if not items:
-        raise Refused("invalid", "input: an empty list, expected at least one item")
-    return items
+    return [{"role": "user", "content": given}] if isinstance(given, str) else as_messages(given, where="input")
 
 
-def read_tools(tools: Any) -> tuple[list[dict[str, Any]], dict[str, Tool], list[str]]:
-    """Return the tools as functions, how each was declared, and those that OpenAI's servers would run."""
+def read_tools(tools: Any) -> tuple[list[dict[str, Any]], dict[str, Tool]]:
+    """Return the tools as functions, and how each was declared; without those that OpenAI's servers would run."""
     functions: list[dict[str, Any]] = []
     declared: dict[str, Tool] = {}
-    ignored: list[str] = []
 
     def add(tool: dict[str, Any], namespace: str | None) -> None:
         kind, name = tool.get("type"), tool.get("name")
         if kind not in ("function", "custom"):
-            ignored.append(f"tool {kind}")
             return
         if not isinstance(name, str):
             raise Refused("invalid", f"tools: {tool!r:.80}, expected a name")
@@ -100,7 +86,7 @@ def read_tools(tools: Any) -> tuple[list[dict[str, Any]], dict[str, Tool], list[
                 add(inner, tool["name"])
         else:
             add(tool, None)
-    return functions, declared, ignored
+    return functions, declared
 
 
 def read_items(items: list[dict[str, Any]], declared: dict[str, Tool]) -> list[Message]:

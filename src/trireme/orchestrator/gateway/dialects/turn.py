@@ -70,8 +70,7 @@ class TurnRequest:
     streams: bool
     calls_tools: bool = True  # false: text that looks like a tool call stays text
     with_usage: bool = False  # chat: the stream ends with a chunk of token counts
-    declared: dict[str, Tool] = field(default_factory=dict)  # by the name that the model sees
-    ignored: tuple[str, ...] = ()  # fields that ask for what the policy does not do
+    declared: dict[str, Tool] = field(default_factory=dict)  # responses: tools by the name that the model sees
     trace: str = ""  # the agent run that asks, where one session serves several
 
 
@@ -204,6 +203,13 @@ def nested_call(call_id: Any, name: Any, arguments: Any, *, where: str) -> dict[
         raise Refused("invalid", f"{where}: a tool call without a name or an id, expected both as text")
     text = arguments if isinstance(arguments, str) else json.dumps({} if arguments is None else arguments)
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
+
+
+def as_messages(value: Any, *, where: str) -> list[dict[str, Any]]:
+    """Check a conversation: a list of at least one JSON object. Raises: Refused."""
+    if not (found := as_objects(value, where=where)):
+        raise Refused("invalid", f"{where}: an empty list, expected at least one message")
+    return found
 
 
 def as_objects(value: Any, *, where: str) -> list[dict[str, Any]]:
