@@ -196,6 +196,9 @@ def test_an_evaluation_that_a_later_version_had_a_part_in_is_discarded(tmp_path,
     partial = []
 
     class Runner:
+        def wait_for_room(self, what, folder, write):
+            write()
+
         async def run(self, environment, spec, **how):
             await asyncio.sleep(0.1 * spec.example)
             partial.extend(lines(config, 4, ".say.*.partial"))

@@ -461,7 +461,8 @@ async def many_rollouts(tokenizers: dict[str, ChatTokenizer]) -> tuple[Counter[s
         conversation = RandomConversation(rng, TOOLS if tools else None)
         parsers = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"} if parsed else {}
         config = {"inference": {"model": parsers}, "orchestrator": {"trajectory_strategy": strategy}}
-        runner = RolloutRunner(RunConfig.model_validate(config), policy, tokenizers[name])  # type: ignore[arg-type]
+        model = RunConfig.model_validate(config)
+        runner = RolloutRunner(model, policy, tokenizers[name], waits=Waits("test"))  # type: ignore[arg-type]
         spec = RolloutSpec("train", 0, 0, name="0-0")
         try:
             finished = await runner.run(conversation, spec, sampling=Sampling())  # type: ignore[arg-type]

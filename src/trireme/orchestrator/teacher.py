@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
-import msgspec
 import numpy as np
 
 from trireme.base.errors import ConfigError, PeerDied
@@ -21,7 +20,7 @@ from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Teacher as TeacherConfig
 from trireme.journal.records import Rollout
 from trireme.messages import Tokens
-from trireme.orchestrator.engines.responses import BadAnswer, prompt_logprobs_of, read_response
+from trireme.orchestrator.engines.responses import BadAnswer, Prompted, prompt_logprobs_of, read_prompted
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 
 log = get_logger("teacher")
@@ -40,6 +39,7 @@ class Teacher:
         self._session = session
         self._waits = waits
         self._places = asyncio.Semaphore(config.max_concurrent)
+        self._base = config.base_url.rstrip("/")
         self._model = config.model
 
     async def begin(self, tokenizer: ChatTokenizer) -> None:
@@ -84,7 +84,7 @@ class Teacher:
         for attempt in range(ATTEMPTS):
             try:
                 async with self._places:
-                    found = prompt_logprobs_of(read_response(await self._ask(ids)), ids)
+                    found = prompt_logprobs_of(await self._ask(ids), ids)
                 return np.where(sample.loss_mask > 0, np.array([np.nan, *found]), np.nan).astype(np.float32)
             except (aiohttp.ClientError, TimeoutError, BadAnswer) as error:
                 last = f"{type(error).__name__}: {error}"
@@ -96,30 +96,17 @@ class Teacher:
             "run continues where it was with --resume."
         )
 
-    async def _ask(self, ids: list[int]) -> bytes:
+    async def _ask(self, ids: list[int]) -> Prompted:
         body = {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         async with self._session.post(f"{self._base}/completions", json=body) as response:
             data = await response.read()
             if response.status >= 400:
                 raise BadAnswer(f"status {response.status}: {data[:300].decode(errors='replace')}")
-            return _with_prompt_logprobs(data)
+            return read_prompted(data)
 
     async def _json(self, method: str, url: str, **how: Any) -> Any:
         async with self._session.request(method, url, raise_for_status=True, **how) as response:
             return await response.json()
-
-    @property
-    def _base(self) -> str:
-        return self._config.base_url.rstrip("/")
-
-
-def _with_prompt_logprobs(data: bytes) -> bytes:
-    """Move them out of the choice, where OpenAI's format has them, to where `read_response` expects them."""
-    try:
-        choice = msgspec.json.decode(data)["choices"][0]
-        return msgspec.json.encode({"choices": [], "prompt_logprobs": choice["prompt_logprobs"]})
-    except Exception as error:  # whatever bytes can make a decoder raise
-        raise BadAnswer(f"an answer without prompt_logprobs ({type(error).__name__}): {data[:120]!r}") from error
 
 
 @asynccontextmanager

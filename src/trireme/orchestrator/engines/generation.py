@@ -70,9 +70,10 @@ def read_turn(
         Unconfirmed: a token was sampled by weights that were never confirmed, or it was broken off.
     """
     spans = choice.weight_versions
-    strange = [span.version for span in spans if not _is_version(span.version, newest)]
-    if strange:
-        raise Unconfirmed(f"it sampled under version {strange[0][:40]!r}, known is {newest}")
+    for name in (span.version for span in spans):
+        is_number = name.isascii() and name.isdecimal() and len(name) < 19
+        if not (is_number and int(name) <= newest):
+            raise Unconfirmed(f"it sampled under version {name[:40]!r}, known is {newest}")
     if choice.finish_reason == "abort":
         raise Unconfirmed("it was aborted in the engine")
     return Generation(
@@ -84,7 +85,3 @@ def read_turn(
         kept=kept_of(choice, vocab_size=vocab_size) if is_cut else None,
         routes=routes_of(choice, num_prompt=num_computed, shape=experts) if experts else None,
     )
-
-
-def _is_version(text: str, newest: int) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) < 19 and int(text) <= newest

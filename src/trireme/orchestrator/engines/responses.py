@@ -65,9 +65,18 @@ class Choice(msgspec.Struct):
     routed_experts: str | None = None  # of an engine with `enable_return_routed_experts`; see `routes`
 
 
-class Response(msgspec.Struct):
-    choices: list[Choice]
+class Prompted(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[dict[str, TokenLogprob] | None] | None = None
+
+
+class Completions(msgspec.Struct):
+    """The answer of `/v1/completions`, as far as it is about the prompt."""
+
+    choices: list[Prompted]
+
+
+class Response(Prompted, kw_only=True):
+    choices: list[Choice]
     prompt_token_ids: list[int] | None = None  # where asked for: as the engine read the prompt
 
 
@@ -134,6 +143,7 @@ class Models(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(Response).decode
+_decode_completions = msgspec.json.Decoder(Completions).decode
 _decode_parsed = msgspec.json.Decoder(_ParsedResponse).decode
 
 
@@ -144,10 +154,18 @@ def read_response(data: bytes) -> Response:
 
 def read_message(data: bytes) -> Message:
     """Raises: BadAnswer."""
-    choices = _read(_decode_parsed, data, "no parsed message").choices
+    return _only(_read(_decode_parsed, data, "no parsed message").choices, "no parsed message").message
+
+
+def read_prompted(data: bytes) -> Prompted:
+    """Read the answer of `/v1/completions`. Raises: BadAnswer."""
+    return _only(_read(_decode_completions, data, "no completion").choices, "no completion")
+
+
+def _only(choices: list[Each], what: str) -> Each:
     if len(choices) != 1:
-        raise BadAnswer(f"The engine gave {len(choices)} messages, no parsed message of one turn.")
-    return choices[0].message
+        raise BadAnswer(f"The engine gave {len(choices)} answers, {what} of one request.")
+    return choices[0]
 
 
 def _read(decode: Callable[[bytes], Each], data: bytes, what: str) -> Each:
@@ -167,9 +185,7 @@ def choice_of(response: Response, *, max_tokens: int, vocab_size: int | None = N
 
     Raises: BadAnswer.
     """
-    if len(response.choices) != 1:
-        raise BadAnswer(f"The engine gave {len(response.choices)} completions - one was expected.")
-    choice = response.choices[0]
+    choice = _only(response.choices, "no completion")
     num_tokens = len(choice.token_ids)
     if num_tokens > max_tokens:
         raise BadAnswer(f"The engine gave {num_tokens} tokens, {choice.token_ids[:5]} ... - {max_tokens} allowed.")
@@ -240,7 +256,7 @@ def check_prompt(response: Response, ids: list[int]) -> None:
         )
 
 
-def prompt_logprobs_of(response: Response, ids: list[int]) -> list[float]:
+def prompt_logprobs_of(response: Prompted, ids: list[int]) -> list[float]:
     """Return [T - 1] logprobs: of ids[t + 1] after ids[:t + 1].
 
     Raises: BadAnswer.

@@ -7,7 +7,6 @@ import hashlib
 import time
 from collections.abc import Callable
 
-from trireme.base.disk import when_there_is_room
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
@@ -135,7 +134,7 @@ class Evaluator:
                 move_aside(file.path)
                 file.finish(each)
 
-        await self._write_when_there_is_room(write_all, version)
+        await self._write(write_all, version)
         reach("evaluation.written")
         self.report(version, seconds=time.perf_counter() - began)
         return True
@@ -184,7 +183,7 @@ class Evaluator:
             versions.update(outcome.rollout.versions)
             if outcome.rollout.versions <= {version}:
                 async with appending:
-                    await self._write_when_there_is_room(lambda: file.append(result), version)
+                    await self._write(lambda: file.append(result), version)
 
         await run_rollouts(
             missing,
@@ -213,15 +212,9 @@ class Evaluator:
             )
         return ordered, versions
 
-    async def _write_when_there_is_room(self, write: Callable[[], None], version: int) -> None:
-        await asyncio.to_thread(
-            when_there_is_room,
-            write,
-            what=f"the evaluation of version {version}",
-            folder=self._config.paths.root,
-            waits=self._waits,
-            deadline_s=self._config.disk_timeout_s,
-        )
+    async def _write(self, write: Callable[[], None], version: int) -> None:
+        what = f"the evaluation of version {version}"
+        await asyncio.to_thread(self._runner.wait_for_room, what, self._config.paths.root, write)
 
 
 def max_concurrent_rollouts(

@@ -45,7 +45,12 @@ def text_after(
     if now.startswith(before + raw):
         return now[len(before + raw) :]
     with_turn = tokenizer.render(messages[: num_past + 1], tools=tools, generate=False)
-    _check_grows(before, with_turn, reply)
+    _check_grows(before, with_turn)
+    # whitespace and the form of tool calls are up to the template
+    rendered = "".join(with_turn[len(before) :].split())
+    for part in (reply.reasoning or "", reply.content, *(call.name for call in reply.tool_calls)):
+        if "".join(part.split()) not in rendered:
+            raise Rewritten(f"{part[:60]!r} is no longer there")
     _check_grows(with_turn, now)
     end = _end_of_turn(tokenizer, messages[:num_past], with_turn[len(before) :], sampled, tools)
     return end + now[len(with_turn) :]
@@ -83,20 +88,12 @@ def text_after_any_turn(
     return after
 
 
-def _check_grows(shorter: str, longer: str, reply: ModelMessage | None = None) -> None:
-    """Check that the longer conversation begins with the shorter one and, if given, continues with `reply`."""
+def _check_grows(shorter: str, longer: str) -> None:
+    """Check that the longer conversation begins with the shorter one."""
     if not longer.startswith(shorter):
         place = next((place for place, pair in enumerate(zip(shorter, longer, strict=False)) if pair[0] != pair[1]), 0)
         was, is_now = shorter[max(0, place - 20) : place + 40], longer[max(0, place - 20) : place + 40]
         raise Rewritten(f"{was!r} became {is_now!r}")
-    if reply is not None and (lost := _lost(reply, longer[len(shorter) :])):
-        raise Rewritten(f"{lost[:60]!r} is no longer there")
-
-
-def _lost(reply: ModelMessage, rendered: str) -> str | None:
-    """Return what the template left out of the turn. Whitespace and the form of tool calls are up to the template."""
-    parts = (reply.reasoning or "", reply.content, *(call.name for call in reply.tool_calls))
-    return next((part for part in parts if "".join(part.split()) not in "".join(rendered.split())), None)
 
 
 def _end_of_turn(

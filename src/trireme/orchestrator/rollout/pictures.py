@@ -27,8 +27,6 @@ DECODERS = 4
 """Threads that decode pictures. Each may hold one of 64 million pixels, which takes half a gigabyte."""
 
 KEPT_URIS = 4096  # data URIs whose digests are known
-KEPT_FILES = 64  # pictures that are kept in the form in which engines are sent them: groups begin with the same
-LARGEST_KEPT = 4 << 20  # bytes of such a picture
 
 
 class ConversationPictures:
@@ -47,7 +45,6 @@ class ConversationPictures:
         self._threads = ThreadPoolExecutor(DECODERS, "pictures")
         self._known: dict[bytes, asyncio.Future[str]] = {}  # digests of pictures by the hash of their data URI
         self.grid = lru_cache(1 << 16)(self._grid)
-        self._encoded = lru_cache(KEPT_FILES)(self._encode)
 
     async def read(self, messages: list[Message], urls: list[str]) -> list[Message]:
         """Return messages that name the digests of these of their pictures, which are on disk by then.
@@ -94,17 +91,8 @@ class ConversationPictures:
     async def content_parts(self, pictures: Sequence[Picture]) -> list[dict[str, str]]:
         """Return the pictures of a prompt as an engine is sent them."""
         run = asyncio.get_running_loop().run_in_executor
-        return [
-            {"type": "image_url", "url": await run(self._threads, self._data_uri, picture.digest)}
-            for picture in pictures
-        ]
-
-    def _data_uri(self, digest: str) -> str:
-        is_small = self._files.path(digest).stat().st_size <= LARGEST_KEPT
-        return self._encoded(digest) if is_small else self._encode(digest)
-
-    def _encode(self, digest: str) -> str:
-        return to_data_uri(self._files.read(digest))
+        files = [await run(self._threads, self._files.read, picture.digest) for picture in pictures]
+        return [{"type": "image_url", "url": to_data_uri(file)} for file in files]
 
 
 async def read_messages(messages: list[Message], pictures: ConversationPictures | None) -> list[Message]:
@@ -115,7 +103,7 @@ async def read_messages(messages: list[Message], pictures: ConversationPictures 
     """
     if not any(isinstance(message.get("content"), list) for message in messages):
         return messages
-    messages = [_joined(message) for message in messages]
+    messages = list(map(_joined, messages))
     if not (urls := picture_urls(messages)):
         return messages
     if pictures is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,7 @@ from trireme.orchestrator.environments.wire import Ask, Done, FinishReason, Repl
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.continuation import Rewritten, drops_thinking
 from trireme.orchestrator.rollout.pictures import ConversationPictures, read_messages, read_transcript
-from trireme.orchestrator.rollout.sampling import TurnSampling, sampling_arguments
+from trireme.orchestrator.rollout.sampling import TurnSampling
 from trireme.orchestrator.rollout.trajectory import Question, Strategy, Trajectory
 from trireme.orchestrator.rollout.turns import ModelMessage, TurnReader
 
@@ -92,15 +92,15 @@ class RolloutRunner:
         pool: InferencePool,
         tokenizer: ChatTokenizer,
         *,
+        waits: Waits,
         journal: Path | None = None,
         pictures: Path | None = None,
-        waits: Waits | None = None,
     ) -> None:
         """
         Args:
+            waits: for a full disk.
             journal: where turns of agent programs are kept, for a rollout that is played again; nowhere if not given.
             pictures: folder of the pictures of conversations; in the journal, or a temporary folder, if not given.
-            waits: for a full disk, which is an error if not given.
         """
         self.pool = pool
         self.journal = journal
@@ -112,7 +112,6 @@ class RolloutRunner:
         self.strategy = config.orchestrator.trajectory_strategy
         self.model = config.trainer.tokenizer.name or config.model.name
         self.pictures = self._open_pictures(config, pictures) if config.trainer.model.vlm is not None else None
-        self._arguments: dict[int, tuple[Sampling, dict[str, Any]]] = {}
         self._warned: set[tuple[str, ...]] = set()
         self._run_seed = config.seed if config.synchronous else None
         for note in sampling_notes(config.orchestrator.sampling):
@@ -137,8 +136,6 @@ class RolloutRunner:
 
     def wait_for_room(self, what: str, folder: Path, write: Callable[[], T]) -> T:
         """Write something, and wait while the disk is full. Raises: DeadlineExceeded."""
-        if self.waits is None:
-            return write()
         return when_there_is_room(write, what=what, folder=folder, waits=self.waits, deadline_s=self.disk_timeout_s)
 
     async def run(
@@ -154,8 +151,6 @@ class RolloutRunner:
             RolloutFailed: see `Environment.run`; or nothing was sampled.
             ConfigError: the chat template cannot be trained on as the run is configured.
         """
-        if id(sampling) not in self._arguments:  # made once for each: a section of the configuration never changes
-            self._arguments[id(sampling)] = sampling, sampling_arguments(sampling)
         turns = TurnSampling(
             sampling,
             run_seed=self._run_seed,
@@ -163,7 +158,6 @@ class RolloutRunner:
             attempt=spec.attempt,
             trained=trained,
             vocab_size=self.tokenizer.vocab_size or self.tokenizer.num_tokens,
-            own=self._arguments[id(sampling)][1],
         )
         kept = None
         if self.journal is not None and trained and environment.uses_gateway:
@@ -172,9 +166,13 @@ class RolloutRunner:
         task = spec.task(environment, turns.own)
         try:
             done = await environment.run(task, conversation.answer, on_retry=conversation.restart)
-            done = await self._without_data(done)
         finally:
             conversation.close()
+        try:
+            prompt, completion = [await read_transcript(each, self.pictures) for each in (done.prompt, done.completion)]
+        except ValueError as error:
+            raise RolloutFailed("rollout", f"the conversation that the environment reports has {error}") from error
+        done = msgspec.structs.replace(done, prompt=prompt, completion=completion)
         distorting = (environment.name, *sorted(turns.distorted))
         if turns.distorted and distorting not in self._warned:  # `sampling_notes` covers the run's own
             self._warned.add(distorting)
@@ -187,17 +185,6 @@ class RolloutRunner:
             )
         issued = {"env": environment.name, "example": spec.example, "attempt": spec.attempt}
         return conversation.finish(done, issued | {"temperature": sampling.temperature})
-
-    async def _without_data(self, done: Done) -> Done:
-        """Return a result whose messages name the digests of their pictures.
-
-        Raises: RolloutFailed where one cannot be read.
-        """
-        try:
-            prompt, completion = [await read_transcript(each, self.pictures) for each in (done.prompt, done.completion)]
-        except ValueError as error:
-            raise RolloutFailed("rollout", f"the conversation that the environment reports has {error}") from error
-        return msgspec.structs.replace(done, prompt=prompt, completion=completion)
 
 
 class _Conversation:
@@ -253,10 +240,15 @@ class _Conversation:
             self._num_asked += 1
             arguments = self._sampling.of_turn(number, question.sampling)
             async with self._asking:  # pictures take their time, and turns are counted in the order of requests
-                messages = await self._read_messages(question)
+                try:
+                    messages = await read_messages(question.messages, runner.pictures)
+                except ValueError:
+                    self.trajectory.refuse()
+                    raise
                 asked = self.trajectory.ask(messages, question.tools, question.trace)
             tools = question.tools if question.calls_tools else None
-            turn, message = await self._sample_once(asked, arguments, tools, number)
+            sample = partial(self._sample, asked, arguments, tools, number)
+            turn, message = await (sample() if self._log is None else self._sample_once(self._log, asked, sample))
         except OverlongPrompt as error:
             self._refused, self._cut = str(error), PROMPT_TOO_LONG
             return Reply(error=str(error), error_kind="overlong_prompt")
@@ -291,36 +283,6 @@ class _Conversation:
             logprobs=turn.logprobs,
         )
 
-    async def _read_messages(self, question: Ask) -> list[dict[str, Any]]:
-        try:
-            return await read_messages(question.messages, self._runner.pictures)
-        except ValueError:
-            self.trajectory.refuse()
-            raise
-
-    async def _sample_once(
-        self, asked: Question, arguments: dict[str, Any], tools: list[dict] | None, number: int
-    ) -> tuple[Generation, ModelMessage]:
-        """Sample a turn, and keep it where turns are kept. One that was sampled before a crash is not sampled again."""
-        if self._log is None:
-            return await self._sample(asked, arguments, tools, number)
-        prompt = prompt_digest(asked.ids, asked.pictures)
-        if prompt in self._lost:
-            await asyncio.wait({self._lost.pop(prompt)})
-        if (record := self._log.replay(prompt)) is not None:
-            return _read_record(record)
-        sampling = asyncio.create_task(
-            self._sample_and_keep(self._log, self._log.life, prompt, asked, arguments, tools, number)
-        )
-        try:
-            return await asyncio.shield(sampling)
-        except asyncio.CancelledError:
-            if self._is_over:
-                sampling.cancel()
-            else:  # what plays the rollout has died: it will ask for this turn again
-                self._lost[prompt] = sampling
-            raise
-
     async def _sample(
         self, asked: Question, arguments: dict[str, Any], tools: list[dict] | None, number: int
     ) -> tuple[Generation, ModelMessage]:
@@ -332,39 +294,37 @@ class _Conversation:
         keeps_stop = bool(arguments.get("include_stop_str_in_output"))
         return turn, await self._runner.reader.read(asked.ids, turn, tools, number=number, keeps_stop=keeps_stop)
 
-    async def _sample_and_keep(
-        self,
-        kept: TurnLog,
-        life: int,
-        prompt: str,
-        asked: Question,
-        arguments: dict[str, Any],
-        tools: list[dict] | None,
-        number: int,
+    async def _sample_once(
+        self, kept: TurnLog, asked: Question, sample: Callable[[], Awaitable[tuple[Generation, ModelMessage]]]
     ) -> tuple[Generation, ModelMessage]:
-        """Sample a turn and write it to disk. Waits while the disk is full."""
-        turn, message = await self._sample(asked, arguments, tools, number)
-        record = TurnRecord(
-            prompt=prompt,
-            ids=turn.ids,
-            logprobs=turn.logprobs,
-            versions=turn.versions,
-            finish_reason=turn.finish_reason,
-            stop_reason=turn.stop_reason,
-            cut=turn.cut,
-            kept=turn.kept,
-            routes=None if turn.routes is None else turn.routes.reshape(-1),
-            routes_shape=() if turn.routes is None else turn.routes.shape,
-            message=message.to_message(),
-        )
-        reach("turn.sampled")
-        if number > 1:
-            reach("turn.continued")
-        write = partial(self._runner.wait_for_room, "a model turn", kept.path.parent, partial(kept.write, record))
-        await asyncio.get_running_loop().run_in_executor(self._runner.writers, write)
-        kept.add(record, life)
-        reach("turn.written")
-        return turn, message
+        """Sample a turn, and write it to disk before it is answered; one that is there already is not sampled again."""
+        prompt = prompt_digest(asked.ids, asked.pictures)
+
+        async def sample_and_keep(life: int) -> tuple[Generation, ModelMessage]:
+            turn, message = await sample()
+            record = _to_record(prompt, turn, message)
+            reach("turn.sampled")
+            if asked.number > 0:
+                reach("turn.continued")
+            write = partial(self._runner.wait_for_room, "a model turn", kept.path.parent, partial(kept.write, record))
+            await asyncio.get_running_loop().run_in_executor(self._runner.writers, write)
+            kept.add(record, life)
+            reach("turn.written")
+            return turn, message
+
+        if prompt in self._lost:
+            await asyncio.wait({self._lost.pop(prompt)})
+        if (record := kept.replay(prompt)) is not None:
+            return _read_record(record)
+        sampling = asyncio.create_task(sample_and_keep(kept.life))
+        try:
+            return await asyncio.shield(sampling)
+        except asyncio.CancelledError:
+            if self._is_over:
+                sampling.cancel()
+            else:  # what plays the rollout has died: it will ask for this turn again
+                self._lost[prompt] = sampling
+            raise
 
     def close(self) -> None:
         self._is_over = True
@@ -418,11 +378,21 @@ class _Conversation:
         return {reason: sorted(found.elements()) for reason, found in why.items() if found}
 
 
+_COLUMNS = ("ids", "logprobs", "versions", "finish_reason", "stop_reason", "kept", "cut")
+
+
+def _to_record(prompt: str, turn: Generation, message: ModelMessage) -> TurnRecord:
+    routes: dict[str, Any] = {}
+    if turn.routes is not None:
+        routes = {"routes": turn.routes.reshape(-1), "routes_shape": turn.routes.shape}
+    columns = {name: getattr(turn, name) for name in _COLUMNS}
+    return TurnRecord(prompt=prompt, message=message.to_message(), **columns, **routes)
+
+
 def _read_record(record: TurnRecord) -> tuple[Generation, ModelMessage]:
     """Return a turn as it was before it was written."""
     given = record.message
     calls = [ToolCall(id=call["id"], **call["function"]) for call in given.get("tool_calls", ())]
     message = ModelMessage(given["content"], given.get("reasoning_content"), tuple(calls))
     routes = None if record.routes is None else record.routes.reshape(record.routes_shape)
-    names = ("ids", "logprobs", "versions", "finish_reason", "stop_reason", "kept", "cut")
-    return Generation(**{name: getattr(record, name) for name in names}, routes=routes), message
+    return Generation(**{name: getattr(record, name) for name in _COLUMNS}, routes=routes), message

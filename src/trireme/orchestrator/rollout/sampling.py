@@ -33,13 +33,8 @@ class TurnSampling:
         attempt: int,
         trained: bool,
         vocab_size: int,
-        own: dict[str, Any] | None = None,
     ) -> None:
-        """
-        Args:
-            own: `sampling_arguments(sampling)`, if computed before.
-        """
-        self.own = sampling_arguments(sampling) if own is None else own
+        self.own = sampling_arguments(sampling)
         self._most_kept = sampling.most_kept
         self._seed = sampling.seed if sampling.seed is not None else run_seed
         self._key, self._attempt = key, attempt
@@ -54,11 +49,14 @@ class TurnSampling:
         if self._seed is not None and arguments["temperature"] > 0:
             arguments["seed"] = seed_of(self._seed, self._key, self._attempt, number)
         if self._trained:
-            self.distorted |= {*distorting(arguments, cut=is_cut(arguments))} - self.own.keys()
-        if self._trained and is_cut(arguments):
-            top_k = arguments.get("top_k") or 0
-            top_k = min(top_k, self._most_kept) if top_k > 0 else MOST_KEPT
-            arguments |= {"top_k": top_k, "logprobs": min(slots_for(top_k), self._vocab_size)}
+            # whether the sampler chooses among a part of the vocabulary only; at temperature 0 it does not choose
+            top_k = arguments.get("top_k", 0)
+            cuts = arguments.get("top_p", 1.0) < 1 or arguments.get("min_p", 0.0) > 0 or top_k > 0
+            is_cut = cuts and arguments["temperature"] > 0
+            self.distorted |= {*distorting(arguments, cut=is_cut)} - self.own.keys()
+            if is_cut:
+                top_k = min(top_k, self._most_kept) if top_k > 0 else MOST_KEPT
+                arguments |= {"top_k": top_k, "logprobs": min(slots_for(top_k), self._vocab_size)}
         return arguments
 
 
@@ -69,12 +67,6 @@ def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
     if sampling.stop:
         given["stop"] = list(sampling.stop)
     return given | sampling.extra_body
-
-
-def is_cut(arguments: dict[str, Any]) -> bool:
-    """Return whether the sampler chooses among a part of the vocabulary only. At temperature 0 it does not choose."""
-    cuts = arguments.get("top_p", 1.0) < 1 or arguments.get("min_p", 0.0) > 0 or arguments.get("top_k", 0) > 0
-    return cuts and arguments["temperature"] > 0
 
 
 def seed_of(run_seed: int, key: str, attempt: int, turn: int) -> int:

@@ -94,7 +94,7 @@ class TurnReader:
         self._pool = pool
         self._reads_thinking = model.reasoning_parser is not None
         self._reads_calls = model.tool_call_parser is not None
-        self.num_unparsed = 0
+        self._has_warned = False
 
     async def read(
         self, prompt: list[int], turn: Generation, tools: list[dict] | None, *, number: int, keeps_stop: bool = False
@@ -123,27 +123,23 @@ class TurnReader:
         return ModelMessage(content, reasoning, tuple(calls))
 
     async def _by_engine(self, prompt: list[int], turn: Generation, tools: list[dict] | None) -> Message | None:
-        """Parse the turn with the engine's parsers; None where they fail."""
+        """Parse the turn with the engine's parsers, which read the prompt and the tools too; None where they fail."""
+        chat_request: dict[str, Any] = {"messages": []}
+        if tools:
+            chat_request |= {"tools": tools, "tool_choice": "auto"}
+        choice = {"index": 0, "token_ids": turn.spoken, "finish_reason": turn.finish_reason}
+        body = {
+            "generate_response": {"request_id": "turn", "choices": [choice], "prompt_token_ids": prompt},
+            "prompt_token_ids": prompt[-_SEED_TOKENS:],
+            "chat_request": chat_request,
+        }
         try:
-            return await self._pool.parse(derender_request(prompt, turn, tools))
+            return await self._pool.parse(body)
         except ValueError as error:
-            self.num_unparsed += 1
-            if self.num_unparsed == 1:
+            if not self._has_warned:
                 log.warning("%s. The turn stays text, as will all later ones that cannot be parsed.", error)
+            self._has_warned = True
             return None
-
-
-def derender_request(prompt: list[int], turn: Generation, tools: list[dict] | None) -> dict[str, Any]:
-    """Build the body for `/v1/chat/completions/derender`. Parsers read the prompt's tokens and the tools."""
-    choice = {"index": 0, "token_ids": turn.spoken, "finish_reason": turn.finish_reason}
-    chat_request: dict[str, Any] = {"messages": []}
-    if tools:
-        chat_request |= {"tools": tools, "tool_choice": "auto"}
-    return {
-        "generate_response": {"request_id": "turn", "choices": [choice], "prompt_token_ids": prompt},
-        "prompt_token_ids": prompt[-_SEED_TOKENS:],
-        "chat_request": chat_request,
-    }
 
 
 def split_tool_calls(text: str, turn: int) -> tuple[str, list[ToolCall]]:
