@@ -124,7 +124,12 @@ def server_arguments(config: RunConfig) -> list[str]:
     else:
         arguments["gpu-memory-utilization"] = inference.gpu_memory_utilization
     if config.serves_adapters:
-        arguments |= _adapter_arguments(config)
+        lora = config.trainer.model.lora
+        assert lora is not None
+        # on trained layers only: an engine with an adapter on its head dies of prompt logprobs
+        targets = tuple(dict.fromkeys(name.rpartition(".")[2] for name in lora.target_modules))
+        arguments |= {"enable-lora": True, "max-lora-rank": lora.engine_rank, "lora-target-modules": targets}
+        arguments |= {"max-loras": 1, "max-cpu-loras": 1}
     if config.replays_routes:  # the engine needs its prefix cache to return its routes
         arguments["enable-prefix-caching"] = True
         if config.device == "cpu":
@@ -168,20 +173,6 @@ def _cpu_arguments(config: RunConfig) -> dict[str, Any]:
         arguments |= {"enable-chunked-prefill": False, "enable-prefix-caching": False}
         arguments["max-num-batched-tokens"] = max(8192, config.inference.model.max_model_len or config.seq_len)
     return arguments
-
-
-def _adapter_arguments(config: RunConfig) -> dict[str, Any]:
-    """Return the arguments for adapters, on trained layers only: an engine with an adapter on its head dies of prompt
-    logprobs."""
-    lora = config.trainer.model.lora
-    assert lora is not None
-    return {
-        "enable-lora": True,
-        "max-lora-rank": lora.engine_rank,
-        "max-loras": 1,
-        "max-cpu-loras": 1,
-        "lora-target-modules": tuple(dict.fromkeys(name.rpartition(".")[2] for name in lora.target_modules)),
-    }
 
 
 def _flag(name: str, value: Any) -> list[str]:

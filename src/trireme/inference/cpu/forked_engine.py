@@ -43,16 +43,11 @@ class ForkedExecutor(UniProcExecutor):
 def serve_forked(args: Namespace) -> None:
     """Serve until a signal stops the server."""
     decorate_logs("APIServer", skip_if_decorated=True)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the server installs its own
     address, server_socket = setup_server(args, reuse_port=False)
     with closing(server_socket):
         os.register_at_fork(after_in_child=server_socket.close)  # or an engine would hold a dead server's port
         uvloop.run(_serve(_start_engine(args), address, server_socket, args))
-
-
-def _interrupt(*_: object) -> None:
-    """Handle SIGTERM until the server installs its own handlers."""
-    raise KeyboardInterrupt
 
 
 def _start_engine(args: Namespace) -> AsyncLLM:
