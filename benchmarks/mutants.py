@@ -96,6 +96,13 @@ def record(tree: Path, data: Path) -> None:
         words = "-m pytest tests/unit tests/processes -n 3 --cov=src/trireme --cov-context=test --cov-report=term"
         command = [sys.executable, *words.split(), "-m", "not slow and not e2e"]
         subprocess.run(command, cwd=place, env=_environ(place) | {"COVERAGE_FILE": str(data.resolve())})
+        failed = place / ".pytest_cache" / "v" / "cache" / "lastfailed"
+        _failed_file(data).write_text(failed.read_text() if failed.exists() else "{}")
+
+
+def _failed_file(data: Path) -> Path:
+    """Return where the tests are that fail without a mutant: they judge none."""
+    return data.with_suffix(".failed.json")
 
 
 def read_coverage(file: Path) -> dict[tuple[str, int], dict[str, int]]:
@@ -104,12 +111,13 @@ def read_coverage(file: Path) -> dict[tuple[str, int], dict[str, int]]:
 
     data = coverage.CoverageData(str(file))
     data.read()
+    broken = {test.split("[")[0] for test in json.loads(_failed_file(file).read_text())}
     reached: dict[tuple[str, int], set[str]] = {}
     for path in data.measured_files():
         name = path.split("/src/trireme/")[-1]
         for line, contexts in data.contexts_by_lineno(path).items():
             tests = {context.split("|")[0].split("[")[0] for context in contexts if "::" in context}
-            reached[name, line] = tests
+            reached[name, line] = tests - broken
     size = Counter(test for tests in reached.values() for test in tests)
     return {place: {test: size[test] for test in tests} for place, tests in reached.items()}
 
