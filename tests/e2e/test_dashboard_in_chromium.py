@@ -117,7 +117,7 @@ def test_a_token_tells_what_engine_and_trainer_said_of_it_and_has_an_address(wat
     sampled = page.locator(".tr-token:not(.given)").first
     sampled.hover()
     told = sampled.evaluate("token => getComputedStyle(token, '::after').content")
-    for line in (r"engine   p [01]\.\d+", r"trainer  p [01]\.\d+", r"ratio    \d+\.\d+", "advantage", "version"):
+    for line in (r"engine +p [01]\.\d+", r"trainer +p [01]\.\d+", r"ratio +\d+\.\d+", "advantage", "version"):
         assert re.search(line, told), told
     for name in ("engine p", "trainer p", "ratio", "advantage", "version", "mask"):
         colour(page, name)

@@ -75,11 +75,11 @@ def test_rollouts_of_training_show_each_token_and_why_it_is_not_trained_on(tmp_p
         assert f"{len(batch.rollouts) + len(batch.dropped)} rollouts" in await viewer.press("enter")
         assert "none of its tokens is trained on" in await viewer.press("enter")
         tokens = await viewer.press("t")
-        said = f"{int(sample.ids[place])} '{int(sample.ids[place])} ' · logprob {sample.logprobs[place]:.3f}"
-        assert in_order(tokens, f"token {place + 1}/{sample.length} · {said}", "tokenizer is not on this machine")
-        assert f"lag {1 - int(sample.versions[place])}" in tokens
-        assert in_order(await viewer.press("left"), f"token {place}/", "given")
-        for colour in ("advantage", "version", "plain", "logprob"):
+        said = f"token {place + 1} of {sample.length}: '{int(sample.ids[place])} ', id {int(sample.ids[place])}"
+        known = f"(logprob {sample.logprobs[place]:.4f})"
+        assert in_order(tokens, said, known, f"lag {1 - int(sample.versions[place])}", "tokenizer is not on this")
+        assert in_order(await viewer.press("left"), f"token {place} of", "given")
+        for colour in ("advantage", "version", "mask", "engine"):
             assert f"coloured by {colour}" in await viewer.press("c")
         assert "say it" in await viewer.press("t")
         await viewer.press("escape", "/")

@@ -5,6 +5,7 @@ import html
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,9 +18,10 @@ from trireme.journal.logprobs import counting, identity, logprobs_of, path_of, r
 from trireme.journal.rank_shares import Shares, samples_of
 from trireme.journal.records import BatchRecord, Branch, Rollout
 from trireme.messages import MicroBatch, Tokens, build_tokens
-from trireme.tools.dashboard import tokens as view
 from trireme.tools.dashboard.rollouts import components_html, conversation_html
+from trireme.tools.dashboard.tokens import LoadedRollout, load_rollout, token_html
 from trireme.tools.rollouts import Record, Row
+from trireme.tools.token_columns import TokenColumns, colours_of, columns_of, facts_of, summary
 from viewing import Reader
 from written_run import rewrite_batch, write_whole_run
 
@@ -88,50 +90,55 @@ def test_what_was_said_of_another_batch_or_is_torn_is_as_if_it_were_not_there(ru
     assert [logprobs_of(sample.tokens, known) for sample in samples] == [None] * len(samples)
 
 
-def columns(**changes: object) -> view.TokenColumns:
+def columns(**changes: object) -> TokenColumns:
     sample = build_tokens(
         ids=[5, 6, 7, 8, 9], loss_mask=[0, 0, 1, 1, 1], logprobs=[0, 0, math.log(0.5), math.log(0.25), 0.0],
         advantages=[0, 0, 1.5, 1.5, -3.0], versions=[-1, -1, 3, 4, 4],
     )  # fmt: skip
-    rollout = Rollout(group=1, env="a", example=0, reward=1.0, samples=[sample], temperature=1.0, **changes)
+    rollout = played(samples=[sample], **changes)
     said = np.log(np.array([0.25, 0.25, 0.5], np.float32))
-    return view.columns_of(rollout, 0, ["a", "b", "c", "d", "e"], {identity(sample): said})
+    return columns_of(rollout, 0, ["a", "b", "c", "d", "e"], {identity(sample): said})
+
+
+def played(**changes: Any) -> Rollout:
+    return Rollout(env="a", example=0, reward=1.0, temperature=1.0, **changes)
 
 
 def test_figures_and_ratios_of_a_sample_by_hand() -> None:
     shown = columns()
     assert shown.ratios[2:].tolist() == pytest.approx([0.5, 1.0, 0.5])
     assert np.isnan(shown.ratios[:2]).all()
-    assert view.summary(shown) == (
+    assert summary(shown) == (
         "5 tokens, 3 sampled by versions 3, 4 · mean p 0.500 · ratio 0.6667 on average, 0.5000 farthest from 1"
     )
 
 
 def test_a_token_tells_all_that_is_known_of_it() -> None:
-    assert list(view.lines_of(columns(), 2, step=5)) == [
-        "token 3 of 5: 'c', id 7",
-        "engine   p 0.5000 (logprob -0.6931)",
-        "trainer  p 0.2500 (logprob -1.3863)",
-        "ratio    0.5000",
-        "advantage +1.5000",
-        "version  3, lag 2",
-        "trained on",
-    ]
-    assert list(view.lines_of(columns(), 0, step=5))[1:] == ["given to the model, not sampled"]
+    assert dict(facts_of(columns(), 2, step=5)) == {
+        "token": "3 of 5: 'c', id 7",
+        "engine": "p 0.5000 (logprob -0.6931)",
+        "trainer": "p 0.2500 (logprob -1.3863)",
+        "ratio": "0.5000",
+        "advantage": "+1.5000",
+        "version": "3, lag 2",
+        "loss": "trained on",
+    }
+    assert list(facts_of(columns(), 0, step=5))[1:] == [("given", "to the model, not sampled")]
     masked = columns(masked="truncated")
     assert not masked.trained.any()
-    assert "masked: not trained on" in list(view.lines_of(masked, 2, step=5))
-    assert "trainer" not in view.colours_of([masked])
+    assert ("loss", "masked: not trained on") in list(facts_of(masked, 2, step=5))
+    assert "trainer" not in colours_of([masked])
 
 
 def test_one_span_of_each_token_and_its_text_is_the_tokens(run: RunConfig) -> None:
     write_tokenizer(run.paths.weights / "step_2")
     train(run, 2, world=1)
-    loaded = view.load_rollout(run.paths.root, 2, 1)
-    assert isinstance(loaded, view.LoadedRollout)
+    loaded = load_rollout(run.paths.root, 2, 1)
+    assert isinstance(loaded, LoadedRollout)
     assert loaded.has_texts
-    for sample, shown in zip(loaded.record.samples, loaded.samples, strict=True):
-        page = view.token_html(shown, "ratio", range(shown.length), step=2)
+    assert loaded.record.rollout
+    for sample, shown in zip(loaded.record.rollout.samples, loaded.samples, strict=True):
+        page = token_html(shown, "ratio", range(shown.length), step=2)
         texts = re.findall(r"<span [^>]*>(.*?)</span>", page, re.DOTALL)
         assert len(texts) == sample.length
         assert [html.unescape(text.replace("⏎<br>", "\n")) for text in texts] == [text or "▯" for text in shown.texts]
@@ -147,14 +154,14 @@ def test_what_a_model_wrote_is_never_markup() -> None:
     ]
     record = Record(row=Row(0, "1", 0, 1.0), prompt=said, completion=said, answer=EVIL, info={EVIL: EVIL})
     evil = dataclasses.replace(columns(), texts=[EVIL] * 5)
-    played = {"exit_code": EVIL, "seconds": EVIL, "output": EVIL, "files": {EVIL: EVIL}}
+    left = {"exit_code": EVIL, "seconds": EVIL, "output": EVIL, "files": {EVIL: EVIL}}
     branches = [Branch(why=EVIL), Branch(why=EVIL, parent=0, place=2, messages=said), Branch(why=EVIL, parent=9)]
-    agents = Record(row=record.row, prompt=said, completion=said, info=played, branches=branches)
+    agents = Record(row=record.row, prompt=said, completion=said, info=left, rollout=played(branches=branches))
     page = (
         conversation_html(record, "run")
         + conversation_html(agents, EVIL)
         + components_html({EVIL: 1.0}, 0.5)
-        + view.token_html(evil, "engine", range(5), step=5)
+        + token_html(evil, "engine", range(5), step=5)
     )
     seen = Reader(page)
     assert seen.tags <= {"div", "span", "b", "h3", "i", "br", "details", "summary"}
@@ -174,7 +181,7 @@ def test_a_session_is_a_tree_of_conversations_that_branch_where_they_leave_each_
         Branch(why="new conversation", messages=say("title")),
     ]
     info = {"exit_code": 3, "seconds": 1.5, "output": "bye", "files": {"a/b.txt": 7}}
-    record = Record(Row(0, "1", 0, 1.0), say("one"), say("two", "three"), info=info, branches=branches)
+    record = Record(Row(0, "1", 0, 1.0), say("one"), say("two", "three"), info=info, rollout=played(branches=branches))
     assert record.facts[2] == "4 branches"
     texts = [text for text in Reader(conversation_html(record, "run")).texts if text.strip() not in ("", "user")]
     assert [text.split(":")[0] for text in texts] == [

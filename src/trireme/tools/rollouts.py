@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,7 @@ from trireme.base.safe_text import one_line
 from trireme.journal.entry import read_entry
 from trireme.journal.message_text import picture_of
 from trireme.journal.pictures import PICTURES, PictureFiles
-from trireme.journal.records import BatchRecord, Branch, Rollout
-from trireme.messages import Tokens
+from trireme.journal.records import BatchRecord, Dropped, Rollout
 from trireme.tools.conversation import Message, blocks, content_text, last_message_text, messages_of
 
 TRAINED, MASKED, DROPPED = "trained", "masked", "dropped"
@@ -74,9 +73,7 @@ class Record(msgspec.Struct):
     metrics: dict[str, float] = {}
     info: dict[str, Any] = {}  # of the example, or how an agent program ended
     more: dict[str, Any] = {}  # keys of the file that have no field here
-    samples: list[Tokens] = []
-    temperature: float = 1.0
-    branches: list[Branch] = []  # conversations, where an agent program played it
+    rollout: Rollout | None = None  # of the journal, with its tokens, and conversations where an agent program played
 
     @property
     def text(self) -> str:
@@ -93,10 +90,11 @@ class Record(msgspec.Struct):
             f"{row.turns} turn{'' if row.turns == 1 else 's'}",
         ]
         facts += [f"ended by {row.stop}"] if row.stop else []
-        facts += [f"{len(self.branches)} branches"] if len(self.branches) > 1 else []
+        if self.rollout and len(self.rollout.branches) > 1:
+            facts.append(f"{len(self.rollout.branches)} branches")
         facts += ["truncated"] if row.truncated else []
         facts += [f"flaws: {row.flaws}"] if row.flaws else []
-        return facts + ([f"temperature {self.temperature:g}"] if self.samples else [])
+        return facts + ([f"temperature {self.rollout.temperature:g}"] if self.rollout else [])
 
 
 # one line of an evaluation
@@ -166,27 +164,6 @@ def _dict(value: Any) -> dict[str, Any]:
 # rollouts of a batch
 
 
-def records_of(batch: BatchRecord) -> Iterator[Record]:
-    """Yield the rollouts that are trained on, then those that were dropped, of which there is only the reason."""
-    for number, rollout in enumerate(batch.rollouts):
-        yield record_of_rollout(batch.step, number, rollout)
-    for number, dropped in enumerate(batch.dropped, len(batch.rollouts)):
-        row = Row(
-            number=number,
-            example=str(dropped.example),
-            rollout=dropped.place,
-            reward=None,
-            env=dropped.env,
-            step=batch.step,
-            group=dropped.group,
-            attempt=dropped.attempt,
-            fate=DROPPED,
-            stop=DROPPED,
-            error=one_line(dropped.reason, PREVIEW),
-        )
-        yield Record(row)
-
-
 def record_of_rollout(step: int, number: int, rollout: Rollout) -> Record:
     trained = [sample.advantages[sample.loss_mask == 1] for sample in rollout.samples]
     advantages = np.concatenate(trained) if trained else np.zeros(0)
@@ -219,11 +196,27 @@ def record_of_rollout(step: int, number: int, rollout: Rollout) -> Record:
         answer=rollout.answer or "",
         metrics=rollout.metrics,
         info=rollout.info,
-        branches=rollout.branches,
         more=more,
-        samples=rollout.samples,
-        temperature=rollout.temperature,
+        rollout=rollout,
     )
+
+
+def record_of_dropped(step: int, number: int, dropped: Dropped) -> Record:
+    """Return all that is known of a rollout that was dropped: the reason."""
+    row = Row(
+        number=number,
+        example=str(dropped.example),
+        rollout=dropped.place,
+        reward=None,
+        env=dropped.env,
+        step=step,
+        group=dropped.group,
+        attempt=dropped.attempt,
+        fate=DROPPED,
+        stop=DROPPED,
+        error=one_line(dropped.reason, PREVIEW),
+    )
+    return Record(row, more={"error": dropped.reason} if len(dropped.reason) > PREVIEW else {})
 
 
 # files
@@ -232,20 +225,6 @@ def record_of_rollout(step: int, number: int, rollout: Rollout) -> Record:
 def open_rollouts(path: Path) -> BatchFile | ResultsFile:
     """Open a batch of the journal or a file of results, by its name. Nothing is read before `read_more`."""
     return BatchFile(path) if path.suffix == ".msgpack" else ResultsFile(path)
-
-
-def read_batch(path: Path) -> tuple[BatchRecord | None, str]:
-    """Return a batch of the journal and an empty text, or None and what is wrong with the file."""
-    try:
-        step = int(path.stem.removeprefix("batch_"))
-        batch = read_entry(path, step, BatchRecord, ways_out=REPAIR_HINT)
-    except (OSError, JournalCorrupt) as error:
-        return None, str(error)
-    if pictures := pictures_of(path):
-        for rollout in batch.rollouts:
-            branches = (message for branch in rollout.branches for message in branch.messages)
-            add_sizes([*rollout.prompt, *rollout.completion, *branches], pictures)
-    return batch, ""
 
 
 def pictures_of(file: Path) -> PictureFiles | None:
@@ -281,6 +260,7 @@ class BatchFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.batch: BatchRecord | None = None  # None before it was read
         self.rows: list[Row] = []
         self.damaged: list[int] = []
         self.trouble = ""  # why the file cannot be read
@@ -289,12 +269,24 @@ class BatchFile:
 
     def read_more(self) -> bool:
         """Read the batch if it is new. Return False: there is never a second part."""
-        identity = identity_of(self.path)
-        if identity is None or identity != self._identity:
-            batch, self.trouble = read_batch(self.path)
-            if batch:
-                self._records, self._identity = list(records_of(batch)), identity
-                self.rows = [record.row for record in self._records]
+        identity, self.trouble = identity_of(self.path), ""
+        if identity is not None and identity == self._identity:
+            return False
+        step = int(self.path.stem.removeprefix("batch_"))
+        try:
+            batch = read_entry(self.path, step, BatchRecord, ways_out=REPAIR_HINT)
+        except (OSError, JournalCorrupt) as error:
+            self.trouble = str(error)
+            return False
+        if pictures := pictures_of(self.path):
+            for rollout in batch.rollouts:
+                branches = (message for branch in rollout.branches for message in branch.messages)
+                add_sizes([*rollout.prompt, *rollout.completion, *branches], pictures)
+        self.batch, self._identity = batch, identity
+        self._records = [record_of_rollout(step, number, rollout) for number, rollout in enumerate(batch.rollouts)]
+        dropped = enumerate(batch.dropped, len(self._records))
+        self._records += [record_of_dropped(step, number, each) for number, each in dropped]
+        self.rows = [record.row for record in self._records]
         return False
 
     def record(self, row: Row) -> Record:

@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 
 from trireme.base.processes import die_with_parent
 from trireme.journal.journal import Journal
-from trireme.journal.records import BatchRecord
 from trireme.tools.audit.fates import kind_of
 from trireme.tools.rollout_filters import CLOSE, FLAGS, Term, parse_filter
-from trireme.tools.rollouts import DROPPED, MASKED, TRAINED, Row, identity_of, read_batch, records_of
+from trireme.tools.rollouts import DROPPED, MASKED, TRAINED, BatchFile, Row, identity_of
 
 FORMAT = 5  # of the tables; an index of another format is built again
 MOST_TEXT = 4000  # characters of a rollout that are searched: half of them from its beginning, half from its end
@@ -158,29 +157,27 @@ class RolloutIndex:
         known = dict(self.ask("SELECT step, file FROM batches"))
         for step, file in sorted(there.items(), reverse=True):
             if known.get(step) != file:
-                self._write(step, file, *read_batch(paths[step]))
+                self._write(step, file, BatchFile(paths[step]))
                 yield step
         with closing(self._open()) as db, db:
             for step in known.keys() - there.keys():
                 _forget(db, step)
 
-    def _write(self, step: int, file: str, batch: BatchRecord | None, trouble: str) -> None:
+    def _write(self, step: int, identity: str, file: BatchFile) -> None:
+        file.read_more()
+        batch = file.batch
         open_groups = [(group.id, group.env, group.example) for group in batch.state.open_groups] if batch else []
         sizes = batch.state.sizes if batch else {}
         with closing(self._open()) as db, db:
             _forget(db, step)
-            values = (step, file, trouble, json.dumps(open_groups), json.dumps(sizes))
+            values = (step, identity, file.trouble, json.dumps(open_groups), json.dumps(sizes))
             db.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?)", values)
-            if batch is None:
-                return
-            reasons = {number: one.reason for number, one in enumerate(batch.dropped, len(batch.rollouts))}
             ((first,),) = db.execute("SELECT COALESCE(max(id), 0) + 1 FROM rollouts")
-            for id, record in enumerate(records_of(batch), first):
-                row, reason = record.row, reasons.get(record.row.number)
+            for id, row in enumerate(file.rows, first):
                 fields = [getattr(row, name) for name in FIELDS]
-                columns = (id, kind_of(reason) if reason else "", row.example, *fields)
+                columns = (id, kind_of(row.error) if row.fate == DROPPED else "", row.example, *fields)
                 db.execute(f"INSERT INTO rollouts VALUES (?{', ?' * (len(columns) - 1)})", columns)
-                text, half = (reason or record.text).lower(), MOST_TEXT // 2
+                text, half = file.record(row).text.lower(), MOST_TEXT // 2
                 searched = text if len(text) <= MOST_TEXT else f"{text[:half]}\n{text[-half:]}"
                 db.execute("INSERT INTO texts VALUES (?, ?, ?)", (id, row.last_message, searched))
 

@@ -13,6 +13,7 @@ from nicegui import run, ui
 
 from trireme.base.errors import ConfigError
 from trireme.base.safe_text import clean, decimal
+from trireme.journal.records import Branch
 from trireme.tools.conversation import Block, Message, blocks
 from trireme.tools.dashboard import theme
 from trireme.tools.dashboard.pictures import pictures_html
@@ -258,8 +259,8 @@ def conversation_html(record: Record, run: str) -> str:
     Args:
         run: the name of its run, for the addresses of pictures.
     """
-    if len(record.branches) > 1:
-        parts = [_tree_html(record, run)]
+    if record.rollout and len(record.rollout.branches) > 1:
+        parts = [_tree_html(record, record.rollout.branches, run)]
     else:
         parts = []
         for title, messages in (("Prompt", record.prompt), ("Completion", record.completion)):
@@ -277,9 +278,9 @@ def conversation_html(record: Record, run: str) -> str:
     return "".join(parts)
 
 
-def _tree_html(record: Record, run: str) -> str:
+def _tree_html(record: Record, all_branches: list[Branch], run: str) -> str:
     """Return the conversations of an agent program, each where it leaves the one that it has most in common with."""
-    branches = record.branches[:MOST_BRANCHES]
+    branches = all_branches[:MOST_BRANCHES]
     wholes: list[list[Message]] = []
     children: dict[int, list[int]] = {}
     for number, branch in enumerate(branches):
@@ -305,7 +306,7 @@ def _tree_html(record: Record, run: str) -> str:
         is_open = " open" if number == 0 or not branch.messages else ""
         return f'<details class="tr-branch"{is_open}><summary>{heading}</summary>{"".join(parts)}</details>'
 
-    left_out = len(record.branches) - len(branches)
+    left_out = len(all_branches) - len(branches)
     more = f"<p>and {left_out:,} more conversations</p>" if left_out else ""
     return "".join(map(branch_html, children.get(-1, ()))) + more
 

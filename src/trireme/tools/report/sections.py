@@ -33,7 +33,7 @@ from trireme.tools.conversation import blocks
 from trireme.tools.dashboard.history import Metrics, Spans, summarize
 from trireme.tools.report.plots import LEAST_SHARE, Figure, Line, line_figure, picture_figure, shares_figure
 from trireme.tools.report.writing import Report, code, fenced, folded, picture, plain, table
-from trireme.tools.rollouts import Record, ResultsFile, read_batch, record_of_rollout
+from trireme.tools.rollouts import BatchFile, Record, ResultsFile, record_of_rollout
 
 OWN = (
     *("name", "output_dir", "resume", "ports", "hosts", "wandb", "dashboard"),
@@ -273,11 +273,12 @@ class Run:
         yield "Not chosen by their rewards: of the first groups of each of these batches, one rollout each."
         named = {steps[0]: "at the start", steps[len(steps) // 2]: "in the middle", steps[-1]: "at the end"}
         for step in sorted(named):
-            batch, trouble = read_batch(Journal(self.paths.journal).path(step))
-            if batch is None:
-                yield f"Batch {step} cannot be read: {plain(trouble)}"
+            file = BatchFile(Journal(self.paths.journal).path(step))
+            file.read_more()
+            if file.batch is None:
+                yield f"Batch {step} cannot be read: {plain(file.trouble)}"
                 continue
-            for rollout in choose(batch.rollouts, count):
+            for rollout in choose(file.batch.rollouts, count):
                 record = record_of_rollout(step, 0, rollout)
                 title = f"{named[step]}, step {step + 1}: example {rollout.example} of {rollout.env}"
                 yield from self._conversation(f"{title}, reward {rollout.reward:.4g}", record)

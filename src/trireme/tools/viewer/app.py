@@ -26,7 +26,6 @@ from trireme.base.errors import ConfigError
 from trireme.base.safe_text import clean
 from trireme.tools.rollout_filters import Filter, Term, parse_filter
 from trireme.tools.rollouts import BatchFile, ResultsFile, Row, open_rollouts
-from trireme.tools.tokenizer import Decode, find_decoder
 from trireme.tools.viewer.help import Help
 from trireme.tools.viewer.reader import Reader, as_json
 from trireme.tools.viewer.sources import TRAINING, MeanRewards, Source, find_sources, run_title
@@ -87,7 +86,6 @@ class EvalView(App[None]):
         self.num_worker_changes = 0  # a capture waits until it stands still
         self._reading = threading.Lock()  # a worker that was replaced may still be reading
         self._means = MeanRewards()
-        self._decoders: dict[Path, Decode | None] = {}
         self._wanted: tuple[str, str, int] | None = None  # where the cursor belongs: env, example, rollout
         self._shown: tuple[Any, Any] = (None, None)  # file and line that the reader shows
         self._has_stepped = self._has_looked = False
@@ -244,11 +242,7 @@ class EvalView(App[None]):
         if isinstance(line, ExampleRow):
             line = next((row for row in self.rows if (row.env, row.example) == (line.env, line.example)), None)
         record = self.opened.record(line) if self.opened and line else None
-        decode = None
-        if self.source and record and record.samples:
-            run = self.source.run
-            decode = self._decoders[run] = self._decoders.get(run) or find_decoder(run)
-        self.reader.show(record, decode)
+        self.reader.show(record, self.source.run if self.source else Path())
         self._write_where()
 
     def _write_where(self) -> None:
@@ -374,7 +368,8 @@ class EvalView(App[None]):
     # reading
 
     def action_tokens(self) -> None:
-        if self.reader.record is None or not any(sample.length for sample in self.reader.record.samples):
+        rollout = self.reader.record.rollout if self.reader.record else None
+        if rollout is None or not any(sample.length for sample in rollout.samples):
             self.notify("There are no tokens here: files of evaluations hold texts, the journal of training has both.")
             return
         self.reader.toggle_tokens()

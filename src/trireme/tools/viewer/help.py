@@ -32,7 +32,7 @@ Reading
   space        a page on
   t            tokens instead of text (rollouts of training)
   ← →          token by token
-  c            colour tokens by logprob, advantage, version
+  c            colour tokens by probability, advantage, version …
   x            long texts in full
 Filters
   two words    rollouts that say both; quotes make a phrase, - before a

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
-import numpy as np
+from rich.color import Color
 from rich.style import Style
 from rich.text import Text
 from textual.binding import Binding, BindingType
@@ -17,10 +17,10 @@ from textual.message import Message
 from textual.widgets import RichLog
 
 from trireme.base.safe_text import clean, decimal
-from trireme.messages import Tokens
 from trireme.tools.conversation import Block, blocks
 from trireme.tools.rollouts import Record
-from trireme.tools.tokenizer import Decode, sample_pieces, visible, window_of
+from trireme.tools.token_columns import COLOURS, FAINTEST, TokenColumns, colours_of, facts_of, load_columns, shades_of
+from trireme.tools.tokenizer import visible, window_of
 from trireme.tools.viewer.table import reward_style
 
 LONGEST = 20_000  # characters of a block, unless all are asked for
@@ -29,15 +29,6 @@ BAR = "▏"
 MARKS = {"reasoning": "reasoning", "call": "calls", "result": "returned", "other": "also"}
 BLOCK_STYLES = {"reasoning": "italic bright_black", "call": "yellow"}
 
-RARE = -5.0  # a logprob that has the strongest colour, as has everything below it
-COLOURS = {
-    "logprob": f"redder: less likely when it was sampled (darkest at 1, strongest at {math.exp(RARE):.3f} or less)",
-    "advantage": "green: made more likely by this batch, red: less",
-    "version": "a colour for each version of the policy that sampled",
-    "plain": "dim: given to the model, not sampled by it",
-}
-"""Quantities to colour tokens by, with the meaning of the colours."""
-VERSIONS = ("#1f4f7a", "#5b2a6e", "#1f6b4a", "#7a5a1f", "#7a2f3d", "#3d4b8a")
 GIVEN, CURSOR = Style(dim=True), Style(reverse=True, bold=True)
 TOKENS_PER_LINE = 12  # about, for moving up and down
 
@@ -65,18 +56,19 @@ class Reader(RichLog):
         super().__init__(wrap=True, auto_scroll=False, min_width=0, **options)
         self.record: Record | None = None
         self.shows_tokens = False
-        self._decode: Decode | None = None
-        self._colour = "logprob"
+        self._run = Path()
+        self._samples: list[TokenColumns] = []  # empty until tokens are shown
+        self._has_texts = False
+        self._colour = "engine"
         self._cursor = 0  # token, counted over all samples
-        self._texts: list[list[str]] = []  # of the tokens of each sample
         self._in_full = False
 
-    def show(self, record: Record | None, decode: Decode | None = None) -> None:
+    def show(self, record: Record | None, run: Path) -> None:
         """Show a rollout from its beginning."""
-        self.record, self._decode = record, decode
-        samples = record.samples if record else []
+        self.record, self._run = record, run
+        samples = record.rollout.samples if record and record.rollout else []
         self._cursor = int(samples[0].loss_mask.argmax()) if samples and samples[0].length else 0
-        self._texts, self._in_full = [], False
+        self._samples, self._in_full = [], False
         self._write_page()
         self.scroll_to(y=0, animate=False, immediate=True, force=True)
 
@@ -87,8 +79,11 @@ class Reader(RichLog):
         self.clear()
         if self.record is None or not self.scrollable_content_region.width:
             return  # it is written when it gets its size
-        if self.shows_tokens and self.record.samples:
-            for text in self._token_page(self.record.samples):
+        if self.shows_tokens and self.record.rollout:
+            if not self._samples:
+                step = self.record.row.step or 0
+                self._samples, self._has_texts = load_columns(self._run, step, self.record.rollout)
+            for text in self._token_page():
                 self.write(text)
         else:
             width = max(1, self.scrollable_content_region.width - len(BAR))
@@ -108,13 +103,13 @@ class Reader(RichLog):
         self._follow_cursor()
 
     def action_colour(self) -> None:
-        names = list(COLOURS)
-        self._colour = names[(names.index(self._colour) + 1) % len(names)]
-        self._write_page()
+        if names := colours_of(self._samples):
+            self._colour = names[(names.index(self._colour) + 1) % len(names) if self._colour in names else 0]
+            self._write_page()
 
     def on_key(self, event: Key) -> None:
         """Among tokens, the keys that scroll elsewhere move the cursor."""
-        num_tokens = sum(sample.length for sample in self.record.samples) if self.record else 0
+        num_tokens = sum(sample.length for sample in self._samples)
         line, jump = TOKENS_PER_LINE, 10 * TOKENS_PER_LINE
         steps = {"left": -1, "right": 1, "up": -line, "k": -line, "down": line, "j": line}
         steps |= {"pageup": -jump, "pagedown": jump, "space": jump, "home": -num_tokens, "end": num_tokens}
@@ -127,12 +122,13 @@ class Reader(RichLog):
 
     def _follow_cursor(self) -> None:
         """Report the token under the cursor, and scroll to it."""
-        if not (self.shows_tokens and self.record and self.record.samples):
+        if not (self.shows_tokens and self.record and self._samples):
             return
         place = self._cursor
-        for sample, texts in zip(self.record.samples, self._texts, strict=True):
+        for sample in self._samples:
             if place < sample.length:
-                self.post_message(self.TokenMoved(describe(sample, place, texts[place], step=self.record.row.step)))
+                facts = facts_of(sample, place, step=self.record.row.step or 0)
+                self.post_message(self.TokenMoved(" · ".join(f"{name} {fact}" for name, fact in facts)))
                 break
             place -= sample.length
         has_cursor = [any(part.style and part.style.reverse for part in strip) for strip in self.lines]
@@ -141,62 +137,25 @@ class Reader(RichLog):
         if not top <= line < top + height:
             self.scroll_to(y=max(0, line - height // 2), animate=False, immediate=True, force=True)
 
-    def _token_page(self, samples: Sequence[Tokens]) -> Iterator[Text]:
+    def _token_page(self) -> Iterator[Text]:
         yield Text(f"coloured by {self._colour} (c): {COLOURS[self._colour]}", style="bright_black")
-        if self._decode is None:
+        if not self._has_texts:
             yield Text("The run's tokenizer is not on this machine: tokens are shown as numbers.", style="yellow")
-        self._texts = self._texts or [sample_pieces(sample, self._decode) for sample in samples]
         cursor = self._cursor
-        for number, (sample, texts) in enumerate(zip(samples, self._texts, strict=True), 1):
+        for number, sample in enumerate(self._samples, 1):
             window = window_of(cursor if 0 <= cursor < sample.length else 0, sample.length)
             shown = "" if len(window) == sample.length else f", {window.start + 1} to {window.stop} shown"
-            yield Text(f"\n── sample {number} of {len(samples)}: {sample.length} tokens{shown}", "bold")
-            largest = float(np.abs(sample.advantages).max(initial=0.0)) or 1.0
-            tokens = Text()
+            yield Text(f"\n── sample {number} of {len(self._samples)}: {sample.length} tokens{shown}", "bold")
+            tokens, shades = Text(), shades_of(sample, self._colour)
             for place in window:
-                style = token_style(sample, place, self._colour, largest_advantage=largest)
-                tokens.append(visible(texts[place]), style + CURSOR if place == cursor else style)
+                (red, green, blue), strength = shades[place]
+                style = Style() if sample.sampled[place] else GIVEN
+                if strength > FAINTEST:  # darker than in a browser: the text is white
+                    dark = 0.2 + 0.4 * strength
+                    style = Style(bgcolor=Color.from_rgb(dark * red, dark * green, dark * blue), color="#ffffff")
+                tokens.append(visible(sample.texts[place]), style + CURSOR if place == cursor else style)
             yield tokens
             cursor -= sample.length
-
-
-def token_style(sample: Tokens, place: int, colour: str, *, largest_advantage: float) -> Style:
-    if sample.loss_mask[place] == 0:
-        return GIVEN
-    if colour == "logprob":
-        return _background("#7a1f1f", float(sample.logprobs[place]) / RARE)
-    if colour == "advantage":
-        value = float(sample.advantages[place]) / largest_advantage
-        return _background("#1f5f2f" if value > 0 else "#7a1f1f", abs(value))
-    if colour == "version":
-        return Style(bgcolor=VERSIONS[int(sample.versions[place]) % len(VERSIONS)], color="#ffffff")
-    return Style()
-
-
-def _background(colour: str, strength: float) -> Style:
-    """Return a background between none, at 0, and `colour`, at 1."""
-    strength = max(0.0, min(1.0, strength)) if math.isfinite(strength) else 1.0
-    if strength < 0.05:
-        return Style()
-    red, green, blue = (int(int(colour[at : at + 2], 16) * (0.35 + 0.65 * strength)) for at in (1, 3, 5))
-    return Style(bgcolor=f"#{red:02x}{green:02x}{blue:02x}", color="#ffffff")
-
-
-def describe(sample: Tokens, place: int, text: str, *, step: int | None) -> str:
-    """Return all that is known of one token, on a line.
-
-    Example:
-        token 57/97 · 17 'ab' · logprob -0.693, p 0.500 · adv +0.310 · v3, lag 1
-    """
-    head = f"token {place + 1}/{sample.length} · {int(sample.ids[place])} {clean(text)!r}"
-    if sample.loss_mask[place] == 0:
-        return f"{head} · given"
-    logprob, version = float(sample.logprobs[place]), int(sample.versions[place])
-    lag = "" if step is None else f", lag {step - version}"
-    return (
-        f"{head} · logprob {logprob:.3f}, p {math.exp(min(0.0, logprob)):.3f} · "
-        f"adv {float(sample.advantages[place]):+.3f} · v{version}{lag}"
-    )
 
 
 # the page of text
