@@ -1,5 +1,6 @@
 """`trireme VERB` and `rl`: what ends a command, what is typed after a flag, and what is written before a start."""
 
+import errno
 import json
 import os
 import re
@@ -53,11 +54,17 @@ def test_a_mistake_of_the_user_is_one_line_and_one_of_ours_keeps_its_traceback(m
     assert (ended.value.code, said.count("\n")) == (2, 1)
     assert said.startswith(f"rl: {tmp_path / 'file'}")
 
-    def mistaken(_: list[str]) -> int:
-        raise OSError("of an unknown cause")
+    def fail(error: OSError) -> None:
+        def main(_: list[str]) -> int:
+            raise error
 
+        run_command("rl", main)
+
+    with pytest.raises(SystemExit, match="2"):
+        fail(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.safetensors"))
+    assert capsys.readouterr().err.startswith("rl: model.safetensors: No space left on device - expected free space")
     with pytest.raises(OSError, match="of an unknown cause"):
-        run_command("rl", mistaken)
+        fail(OSError("of an unknown cause"))
 
 
 def test_a_full_disk_and_a_reader_that_stops_behind_standard_output_get_no_traceback(tmp_path):

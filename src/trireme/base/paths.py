@@ -7,79 +7,37 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 PARTIAL = ".partial"
 
 
-@dataclass(frozen=True)
 class RunPaths:
     """The run folder. Users know these names, so they stay."""
 
-    root: Path
-
-    @property
-    def configs(self) -> Path:
-        return self.root / "configs"
-
-    @property
-    def run_config(self) -> Path:
-        """Return the file of the resolved configuration that every process of the run loads."""
-        return self.configs / "run.json"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.configs = root / "configs"
+        self.run_config = self.configs / "run.json"  # the resolved configuration that every process of the run loads
+        self.logs = root / "logs"
+        self.journal = root / "journal"
+        self.logprobs = root / "logprobs"  # the trainer's logprobs of each batch's tokens
+        self.checkpoints = root / "checkpoints"
+        self.weights = root / "weights"
+        self.data = root / "data"  # tokenized samples of supervised training
+        self.broadcast = root / "broadcast"  # weights on their way, with `weight_broadcast.type = "filesystem"`
+        self.metrics = root / "metrics.jsonl"
+        self.spans = root / "spans.jsonl"  # the timeline: what each process did, from when to when
+        self.evals = root / "evals"
 
     @property
     def holds_run(self) -> bool:
         """Return whether a run has written anything that a new one must not overwrite."""
         return self.metrics.exists() or self.journal.exists()
 
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
     def log(self, process: str) -> Path:
         return self.logs / f"{process}.stdout"
-
-    @property
-    def journal(self) -> Path:
-        return self.root / "journal"
-
-    @property
-    def logprobs(self) -> Path:
-        """Return the folder of the trainer's logprobs of each batch's tokens."""
-        return self.root / "logprobs"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def weights(self) -> Path:
-        return self.root / "weights"
-
-    @property
-    def data(self) -> Path:
-        """Return the folder of tokenized samples of supervised training."""
-        return self.root / "data"
-
-    @property
-    def broadcast(self) -> Path:
-        """Return the folder through which `weight_broadcast.type = "filesystem"` sends weights."""
-        return self.root / "broadcast"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def spans(self) -> Path:
-        """Return the file of the timeline: what each process did, from when to when."""
-        return self.root / "spans.jsonl"
-
-    @property
-    def evals(self) -> Path:
-        return self.root / "evals"
 
 
 def step_folder(parent: Path, step: int) -> Path:

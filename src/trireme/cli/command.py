@@ -62,7 +62,7 @@ def run_command(program: str, main: Callable[[list[str]], int | None], *, abrupt
     except BrokenPipeError:
         code = 128 + signal.SIGPIPE
     except OSError as error:
-        if not (is_full(error) if error.filename is None else error.errno in REFUSED):
+        if not is_full(error) and (error.filename is None or error.errno not in REFUSED):
             raise
         code = _refused(program, error)
     except KeyboardInterrupt:
@@ -75,10 +75,10 @@ def run_command(program: str, main: Callable[[list[str]], int | None], *, abrupt
 
 
 def _refused(program: str, error: OSError) -> int:
-    """Print why a file or folder cannot be used, or that the disk of standard output is full."""
+    """Print why a file or folder cannot be used, or that the disk of a file or of standard output is full."""
     what = "its output cannot be written" if error.filename is None else error.filename
     expected = "free space on that disk. Free some, or send the output elsewhere."
-    if error.filename is not None:
+    if not is_full(error):
         expected = (
             "a place that this user may write to, or a file that may be read. Check its permissions, or choose another "
             "place: `output_dir` is where runs are written."

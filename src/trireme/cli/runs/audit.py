@@ -22,15 +22,12 @@ def audit(argv: list[str]) -> int:
         "The run may be finished, killed, or going on. Writes nothing.",
         epilog="Ends with 0 where all holds, 1 at a contradiction, 2 where the folder is not a run's.",
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder; it may have been moved")
-    parser.add_argument("--all", action="store_true", help="every contradiction and note, not only the first ones")
-    parser.add_argument(
-        "--run-code",
-        metavar="MODULE:NAME",
-        help="call this function where the run's advantages are a custom function of that name; nothing that a run's "
-        "folder names is run otherwise",
-    )
-    parser.add_argument("--json", action="store_true", help="for machines")
+    add = parser.add_argument
+    add("run", metavar="RUN", type=Path, help="the run's folder; it may have been moved")
+    add("--all", action="store_true", help="every contradiction and note, not only the first ones")
+    code = "call this function if the run's advantages are that custom function; no code of a run is called otherwise"
+    add("--run-code", metavar="MODULE:NAME", help=code)
+    add("--json", action="store_true", help="for machines")
     arguments = parser.parse_args(argv)
     report = audit_run(arguments.run, run_code=arguments.run_code)
     print(json.dumps(report.as_json(), indent=1) if arguments.json else report.text(everything=arguments.all))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -26,7 +26,21 @@ def dashboard(argv: list[str]) -> int:
 
     Raises: ConfigError where there is no such folder, where it cannot listen, or where it needs a token.
     """
-    options = _parse(argv)
+    parser = ArgumentParser(
+        prog="trireme dashboard",
+        description="Shows runs in the browser: rewards and all other metrics, what each process did and waits for, "
+        "rollouts token by token, the fate of every example, logs, warnings. Live or long over, from the run's folder "
+        "alone. Needs no internet, and writes nothing.",
+        epilog="Ctrl-C ends it. With TRIREME_TOKEN set, the printed address holds a key that a browser must send. "
+        "At anything but loopback, a token is required.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    runs = f"a run's folder, or one with runs below it; `{USUAL}` by default"
+    add("runs", metavar="RUN", type=Path, nargs="*", default=[Path(USUAL)], help=runs)
+    add("--host", default="127.0.0.1", help="address to listen at; 127.0.0.1 by default")
+    add("--port", type=_port, help=f"{PORT} by default, or any that is free")
+    options = parser.parse_args(argv)
     for run in options.runs:
         require_place(run)
     key = require_key(options.host)
@@ -94,29 +108,6 @@ def listen(host: str, port: int | None) -> socket.socket:
             f"the dashboard cannot listen at {host}:{port} ({error.strerror or error}) - expected a free port and an "
             "address of this machine. Leave `--port` out to take any that is free."
         ) from None
-
-
-def _parse(argv: list[str]) -> Namespace:
-    parser = ArgumentParser(
-        prog="trireme dashboard",
-        description="Shows runs in the browser: rewards and all other metrics, what each process did and waits for, "
-        "rollouts token by token, the fate of every example, logs, warnings. Live or long over, from the run's folder "
-        "alone. Needs no internet, and writes nothing.",
-        epilog="Ctrl-C ends it. With TRIREME_TOKEN set, the printed address holds a key that a browser must send. "
-        "At anything but loopback, a token is required.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "runs",
-        metavar="RUN",
-        type=Path,
-        nargs="*",
-        default=[Path(USUAL)],
-        help=f"a run's folder, or one with runs below it; `{USUAL}` by default",
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 127.0.0.1 by default")
-    parser.add_argument("--port", type=_port, help=f"{PORT} by default, or any that is free")
-    return parser.parse_args(argv)
 
 
 def _port(text: str) -> int:

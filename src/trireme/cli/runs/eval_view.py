@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError
 from pathlib import Path
 
 from trireme.base.errors import ConfigError
@@ -17,7 +17,19 @@ def eval_view(argv: list[str]) -> int:
 
     Raises: ConfigError if there is no such folder, or no terminal.
     """
-    arguments = _parse(argv)
+    parser = ArgumentParser(
+        prog="trireme eval-view",
+        description="Runs and evaluations with their mean rewards, their rollouts, and each one's conversation; of "
+        "training also tokens with logprobs, advantages and versions. The run may still be training. Writes nothing.",
+        epilog="? shows all keys. Exit codes: 0, or 2 if there is nothing at the path.",
+    )
+    add = parser.add_argument
+    what = f"of a run, one with runs or evaluations below it, or a .jsonl file; by default {' and '.join(USUAL)}"
+    add("folders", metavar="FOLDER", type=Path, nargs="*", help=what)
+    add("--capture", metavar="FILE", type=Path, help="write the screen to FILE.svg or FILE.txt instead")
+    add("--press", metavar="KEYS", default="", help="keys before the capture, as `down,enter,t`")
+    add("--size", metavar="WxH", type=_size, default=SIZE, help="of the capture; 120x36 by default")
+    arguments = parser.parse_args(argv)
     folders = arguments.folders or [Path(name) for name in USUAL if Path(name).is_dir()] or [Path(USUAL[0])]
 
     from trireme.tools.viewer.sources import require_folders
@@ -40,27 +52,6 @@ def eval_view(argv: list[str]) -> int:
     else:
         app.run()
     return app.return_code or 0
-
-
-def _parse(argv: list[str]) -> Namespace:
-    parser = ArgumentParser(
-        prog="trireme eval-view",
-        description="Runs and evaluations with their mean rewards, their rollouts, and each one's conversation; of "
-        "training also tokens with logprobs, advantages and versions. The run may still be training. Writes nothing.",
-        epilog="? shows all keys. Exit codes: 0, or 2 if there is nothing at the path.",
-    )
-    parser.add_argument(
-        "folders",
-        metavar="FOLDER",
-        type=Path,
-        nargs="*",
-        help="of a run, one with runs or evaluations below it, or a .jsonl file; by default "
-        + " and ".join(f"`{name}`" for name in USUAL),
-    )
-    parser.add_argument("--capture", metavar="FILE", type=Path, help="write the screen to FILE.svg or FILE.txt instead")
-    parser.add_argument("--press", metavar="KEYS", default="", help="keys before the capture, as `down,enter,t`")
-    parser.add_argument("--size", metavar="WxH", type=_size, default=SIZE, help="of the capture; 120x36 by default")
-    return parser.parse_args(argv)
 
 
 def _size(text: str) -> tuple[int, int]:

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from pathlib import Path
 
-from trireme.base.disk import is_full
 from trireme.base.errors import ConfigError
 from trireme.base.log import start_logging
 from trireme.base.paths import RunPaths, step_folder, step_of
-from trireme.cli.command import run_command
 from trireme.journal.manifest import MANIFEST, complete_steps
 
 DTYPES = ("bfloat16", "float16", "float32")
 MERGED_DTYPE = "bfloat16"
 
 
-def main() -> None:
-    run_command("trireme export", export, abruptly=True)
-
-
 def export(argv: list[str]) -> int:
     """Returns 0 when the folder is whole and on disk.
 
     Raises:
-        ConfigError: there is no such checkpoint, or something lies where the model is to be, or there is no room.
+        ConfigError: there is no such checkpoint, or something lies where the model is to be.
+        OSError: there is no room.
         JournalCorrupt: the checkpoint is damaged.
     """
-    arguments = _parse(argv)
+    parser = ArgumentParser(
+        prog="trireme export",
+        description="Writes a checkpoint of an `rl` or `sft` run as `transformers` and vLLM load it: the same files as "
+        "the run's own `weights/step_N`. Needs no GPU, and memory for one tensor.",
+        epilog="Ends with 0 when all is on disk, 2 where there is nothing to export, or no place for it.",
+    )
+    add = parser.add_argument
+    add("source", metavar="RUN", type=Path, help="the run's folder, or a checkpoint's")
+    add("--step", metavar="N", type=int, help="of the checkpoint; the newest where not given")
+    add("--to", metavar="FOLDER", type=Path, help="a folder that is empty, or not there; RUN/weights/step_N by default")
+    add("--dtype", choices=DTYPES, help=f"of the weights; by default the run's own, {MERGED_DTYPE} with --merge")
+    add("--merge", action="store_true", help="of a run that trains adapters: the whole model with them added in")
+    add("--base", metavar="MODEL", help="with --merge: where the base model is now, if not where the run had it")
+    add("--trust-remote-code", action="store_true", help="with --merge: run Python code that comes with the base model")
+    arguments = parser.parse_args(argv)
     checkpoint = find_checkpoint(arguments.source, arguments.step)
     folder = arguments.to
     if folder is None and (place := checkpoint.resolve()).parent.name == "checkpoints":
@@ -43,57 +52,21 @@ def export(argv: list[str]) -> int:
         )
     start_logging("export", "warning")
 
-    try:
-        if arguments.merge:
-            from trireme.tools.export.merging import export_merged
+    if arguments.merge:
+        from trireme.tools.export.merging import export_merged
 
-            options = {"base_model": arguments.base, "trust_remote_code": arguments.trust_remote_code}
-            export_merged(checkpoint, folder, dtype=arguments.dtype or MERGED_DTYPE, **options)
-        else:
-            from trireme.trainer.checkpoint.export import export_checkpoint
+        options = {"base_model": arguments.base, "trust_remote_code": arguments.trust_remote_code}
+        export_merged(checkpoint, folder, dtype=arguments.dtype or MERGED_DTYPE, **options)
+    else:
+        from trireme.trainer.checkpoint.export import export_checkpoint
 
-            export_checkpoint(checkpoint, folder, dtype=arguments.dtype)
-    except OSError as error:
-        if not is_full(error):
-            raise
-        raise ConfigError(
-            f"{folder}: {error.strerror} - expected room for the weights. Free some, or set `--to`."
-        ) from error
+        export_checkpoint(checkpoint, folder, dtype=arguments.dtype)
     print(f"{checkpoint} -> {folder}")
     return 0
 
 
-def _parse(argv: list[str]) -> Namespace:
-    parser = ArgumentParser(
-        prog="trireme export",
-        description="Writes a checkpoint of an `rl` or `sft` run as `transformers` and vLLM load it: the same files as "
-        "the run's own `weights/step_N`. Needs no GPU, and memory for one tensor.",
-        epilog="Ends with 0 when all is on disk, 2 where there is nothing to export, or no place for it.",
-    )
-    parser.add_argument("source", metavar="RUN", type=Path, help="the run's folder, or a checkpoint's")
-    parser.add_argument("--step", metavar="N", type=int, help="of the checkpoint; the newest where not given")
-    parser.add_argument(
-        "--to", metavar="FOLDER", type=Path, help="a folder that is empty, or not there; RUN/weights/step_N by default"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        help=f"of the weights; as the run exports them where not given, {MERGED_DTYPE} with --merge",
-    )
-    parser.add_argument(
-        "--merge", action="store_true", help="of a run that trains adapters: the whole model with them added in"
-    )
-    parser.add_argument(
-        "--base", metavar="MODEL", help="with --merge: where the base model is now, if not where the run had it"
-    )
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="with --merge: run Python code that comes with the base model"
-    )
-    return parser.parse_args(argv)
-
-
 def find_checkpoint(source: Path, step: int | None) -> Path:
-    """The checkpoint that is meant: a folder with a manifest, or a step of a run.
+    """Return the checkpoint that is meant: a folder with a manifest, or a step of a run.
 
     Raises: ConfigError where there is none.
     """
@@ -116,12 +89,8 @@ def find_checkpoint(source: Path, step: int | None) -> Path:
 
 
 def _broken(folder: Path) -> str:
-    """Steps that were begun, or damaged since."""
+    """Return a remark about steps that were begun, or damaged since."""
     steps = complete_steps(folder)
     entries = folder.iterdir() if folder.is_dir() else ()
     broken = sorted(step for entry in entries if (step := step_of(entry)) is not None and step not in steps)
     return f" (without a readable {MANIFEST}: {', '.join(f'step_{step}' for step in broken)})" if broken else ""
-
-
-if __name__ == "__main__":
-    main()

@@ -38,7 +38,32 @@ def plan(argv: list[str]) -> int:
 
     Raises: ConfigError if the configuration is wrong, or the model's sizes are not known.
     """
-    options, typed = _parser().parse_known_args(argv)
+    parser = ArgumentParser(
+        prog="trireme plan",
+        usage="trireme plan [@ file.toml …] [--key value …] [options]",
+        description="Works out, from the configuration and the model's config.json alone: memory of trainer and engine "
+        "by part, batch arithmetic, seconds of a step, the better split of GPUs; and where it will not fit, what "
+        "would. Takes the files and flags of `rl`, or of `sft`. Starts nothing, loads no weights.",
+        epilog="Ends with 0 where it fits, 1 where it does not, 2 where the configuration is wrong.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument_group("the machine, where it is not this one").add_argument
+    add("--gpu", metavar="NAME", help=f"one of {', '.join(CHIPS)}")
+    add("--gpus", metavar="N", type=count, help="how many in all; 0 plans for the CPU")
+    add("--gpus-per-node", metavar="N", type=positive_int, help="8, or all where there are fewer")
+    add("--memory-gib", metavar="GIB", type=positive, help="of each GPU; of the machine on CPU")
+    add("--host-memory-gib", metavar="GIB", type=positive, help="of each node's own; 128 per GPU")
+    add = parser.add_argument_group("the work").add_argument
+    add("--from", metavar="RUN", dest="run", type=Path, help="lengths and rates as this run had them")
+    add("--prompt-tokens", metavar="N", type=positive, help="of a rollout, on average")
+    add("--completion-tokens", metavar="N", type=positive, help="sampled in a rollout, on average")
+    add("--examples", metavar="N", type=positive_int, help="to train on, for the number of passes")
+    add("--mfu", metavar="SHARE", type=share, help="of a GPU's peak that the trainer reaches")
+    add("--trainer-tokens-per-s", metavar="N", type=positive, help="of each of its GPUs, measured")
+    add("--engine-tokens-per-s", metavar="N", type=positive, help="of each of its GPUs, measured")
+    parser.add_argument("--sft", action="store_true", help="the files are those of `sft`, as their keys may show")
+    parser.add_argument("--json", action="store_true", help="for machines")
+    options, typed = parser.parse_known_args(argv)
     machine = describe_machine(
         detect_devices(),
         gpu=options.gpu,
@@ -107,32 +132,3 @@ def _is_sft(typed: list[str]) -> bool:
             except ConfigError:  # reported with its place where the file is loaded
                 return False
     return bool(keys & (SftConfig.model_fields.keys() - RunConfig.model_fields.keys()))
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="trireme plan",
-        usage="trireme plan [@ file.toml …] [--key value …] [options]",
-        description="Works out, from the configuration and the model's config.json alone: memory of trainer and engine "
-        "by part, batch arithmetic, seconds of a step, the better split of GPUs; and where it will not fit, what "
-        "would. Takes the files and flags of `rl`, or of `sft`. Starts nothing, loads no weights.",
-        epilog="Ends with 0 where it fits, 1 where it does not, 2 where the configuration is wrong.",
-        allow_abbrev=False,
-    )
-    machine = parser.add_argument_group("the machine, where it is not this one")
-    machine.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(CHIPS)}")
-    machine.add_argument("--gpus", metavar="N", type=count, help="how many in all; 0 plans for the CPU")
-    machine.add_argument("--gpus-per-node", metavar="N", type=positive_int, help="8, or all where there are fewer")
-    machine.add_argument("--memory-gib", metavar="GIB", type=positive, help="of each GPU; of the machine on CPU")
-    machine.add_argument("--host-memory-gib", metavar="GIB", type=positive, help="of each node's own; 128 per GPU")
-    work = parser.add_argument_group("the work")
-    work.add_argument("--from", metavar="RUN", dest="run", type=Path, help="lengths and rates as this run had them")
-    work.add_argument("--prompt-tokens", metavar="N", type=positive, help="of a rollout, on average")
-    work.add_argument("--completion-tokens", metavar="N", type=positive, help="sampled in a rollout, on average")
-    work.add_argument("--examples", metavar="N", type=positive_int, help="to train on, for the number of passes")
-    work.add_argument("--mfu", metavar="SHARE", type=share, help="of a GPU's peak that the trainer reaches")
-    work.add_argument("--trainer-tokens-per-s", metavar="N", type=positive, help="of each of its GPUs, measured")
-    work.add_argument("--engine-tokens-per-s", metavar="N", type=positive, help="of each of its GPUs, measured")
-    parser.add_argument("--sft", action="store_true", help="the files are those of `sft`, as their keys may show")
-    parser.add_argument("--json", action="store_true", help="for machines")
-    return parser

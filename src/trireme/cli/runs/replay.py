@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from pathlib import Path
 
 from trireme.base.devices import Devices, detect_devices
@@ -37,8 +37,21 @@ def replay(argv: list[str]) -> int:
         ConfigError: there is no such run, or not these steps of it.
         JournalCorrupt: a batch, or the record of a version, is missing or not what was written.
     """
+    parser = ArgumentParser(
+        prog="trireme replay",
+        description="Trains a run again from its journal, with as many ranks and threads, and compares the digests of "
+        "each version with those that engines confirmed. Writes nothing.",
+        epilog="Ends with 0 where every version has the same bits, 1 at the first difference, 2 where there is nothing "
+        "to replay. On a GPU a difference is no contradiction: it is shown, and the command ends with 0.",
+    )
+    add = parser.add_argument
+    add("run", metavar="RUN", type=Path, help="the run's folder; it may have been moved")
+    add("--until", metavar="N", dest="last", type=int, help="stop at version N; all where not given")
+    add("--from", metavar="K", dest="first", type=int, default=0, help="start from the checkpoint of step K")
+    add("--run-code", action="store_true", help="run a custom loss, or a model's own code, of this run")
+    add("--keep-going", action="store_true", help="also after the first difference")
     is_rank = RANKS_PARENT in os.environ
-    arguments = _parse(json.loads(os.environ[ARGUMENTS]) if is_rank else argv)
+    arguments = parser.parse_args(json.loads(os.environ[ARGUMENTS]) if is_rank else argv)
     run_file = find_run_file(arguments.run, "trainer")
     config = read_config(arguments.run, run_file, detect_devices())
     code = {"trainer.loss.path": config.trainer.loss.path, "trust_remote_code": config.trainer.model.trust_remote_code}
@@ -61,24 +74,6 @@ def replay(argv: list[str]) -> int:
     from trireme.tools.replay.replay import replay as train_again
 
     return train_again(config, span, keep_going=arguments.keep_going)
-
-
-def _parse(argv: list[str]) -> Namespace:
-    parser = ArgumentParser(
-        prog="trireme replay",
-        description="Trains a run again from its journal, with as many ranks and threads, and compares the digests of "
-        "each version with those that engines confirmed. Writes nothing.",
-        epilog="Ends with 0 where every version has the same bits, 1 at the first difference, 2 where there is nothing "
-        "to replay. On a GPU a difference is no contradiction: it is shown, and the command ends with 0.",
-    )
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder; it may have been moved")
-    parser.add_argument("--until", metavar="N", dest="last", type=int, help="stop at version N; all where not given")
-    parser.add_argument(
-        "--from", metavar="K", dest="first", type=int, default=0, help="start from the checkpoint of step K"
-    )
-    parser.add_argument("--run-code", action="store_true", help="run a custom loss, or a model's own code, of this run")
-    parser.add_argument("--keep-going", action="store_true", help="also after the first difference")
-    return parser.parse_args(argv)
 
 
 def read_config(run: Path, run_file: Path, devices: Devices) -> RunConfig:

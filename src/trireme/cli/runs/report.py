@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
+from argparse import ArgumentParser
 from pathlib import Path
 
-from trireme.base.disk import is_full
 from trireme.base.errors import ConfigError
 from trireme.base.paths import atomic_write
 from trireme.config.arguments import count
@@ -18,10 +15,25 @@ def report(argv: list[str]) -> int:
     """Return 0 when the report is on disk. What cannot be written is refused before the run is read.
 
     Raises:
-        ConfigError: the folder is not a run's, or the report cannot be written.
+        ConfigError: the folder is not a run's.
+        OSError: the report cannot be written.
         JournalCorrupt: a file that the report needs is damaged.
     """
-    arguments = _parse(argv)
+    parser = ArgumentParser(
+        prog="trireme report",
+        description="Writes one page about a run, out of its folder alone: curves, where the time went, warnings, "
+        "rollouts from start to end, the audit's verdict, configuration, versions, and how to do it again. The HTML "
+        "file needs no network and no other file. The run may be live.",
+        epilog="The exit code is 0 when the report is on disk, 2 where the folder is not a run's or the report cannot "
+        "be written, 3 where the journal is damaged. docs/report.md lists the sections.",
+    )
+    add = parser.add_argument
+    add("run", metavar="RUN", type=Path, help="the run's folder")
+    add("--out", "--output", metavar="FILE", type=Path, help=".html or .md; RUN/report.html by default")
+    add("--figures", metavar="FOLDER", type=Path, help="with .md: write plots there as files, not into the page")
+    add("--rollouts", metavar="N", type=count, default=2, help="to show of each of 3 batches; 2")
+    add("--no-audit", action="store_true", help="leave out the section that reads the whole journal")
+    arguments = parser.parse_args(argv)
     out: Path = arguments.out or arguments.run / "report.html"
     if out.suffix not in (".html", ".md"):
         raise ConfigError(f"{out}: a report is written as .html or .md - expected a name that ends so. Change it.")
@@ -31,44 +43,14 @@ def report(argv: list[str]) -> int:
             "file only. Leave it out, or write Markdown: `--out report.md`."
         )
     find_run_file(arguments.run, "trainer")
-    with _writing(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
 
     from trireme.tools.report.sections import build_report
     from trireme.tools.report.writing import to_html, to_markdown
 
     built = build_report(arguments.run, num_rollouts=arguments.rollouts, audits=not arguments.no_audit)
-    with _writing(out):
-        text = to_html(built) if out.suffix == ".html" else to_markdown(built, arguments.figures, out=out)
-        with atomic_write(out) as file:
-            file.write(text.encode())
+    text = to_html(built) if out.suffix == ".html" else to_markdown(built, arguments.figures, out=out)
+    with atomic_write(out) as file:
+        file.write(text.encode())
     print(out)
     return 0
-
-
-@contextmanager
-def _writing(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        what = "a place with room" if is_full(error) else "a place that can be written to"
-        raise ConfigError(f"{out}: {error.strerror or error} - expected {what}. Set another with `--out`.") from error
-
-
-def _parse(argv: list[str]) -> Namespace:
-    parser = ArgumentParser(
-        prog="trireme report",
-        description="Writes one page about a run, out of its folder alone: curves, where the time went, warnings, "
-        "rollouts from start to end, the audit's verdict, configuration, versions, and how to do it again. The HTML "
-        "file needs no network and no other file. The run may be live.",
-        epilog="The exit code is 0 when the report is on disk, 2 where the folder is not a run's or the report cannot "
-        "be written, 3 where the journal is damaged. docs/report.md lists the sections.",
-    )
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
-    parser.add_argument("--out", "--output", metavar="FILE", type=Path, help=".html or .md; RUN/report.html by default")
-    parser.add_argument(
-        "--figures", metavar="FOLDER", type=Path, help="with .md: write plots there as files, instead of embedding them"
-    )
-    parser.add_argument("--rollouts", metavar="N", type=count, default=2, help="to show of each of 3 batches; 2")
-    parser.add_argument("--no-audit", action="store_true", help="leave out the section that reads the whole journal")
-    return parser.parse_args(argv)

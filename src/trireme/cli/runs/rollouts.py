@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError
 from pathlib import Path
 
-from trireme.base.disk import is_full
-from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
 
 KINDS = ("trl", "verl", "jsonl", "parquet")
@@ -16,31 +14,10 @@ def rollouts(argv: list[str]) -> int:
     """Return 0 when all files are complete and on disk.
 
     Raises:
-        ConfigError: There is nothing to write, or no room for it.
+        ConfigError: There is nothing to write.
+        OSError: There is no room for it.
         JournalCorrupt: A batch is damaged.
     """
-    arguments = _parse(argv)
-    folder = arguments.output or RunPaths(arguments.run).root / "rollouts" / arguments.to
-
-    from trireme.tools.datasets.tables import Options
-    from trireme.tools.datasets.write import Selection, write_sets
-
-    selection = Selection(steps=arguments.steps, env=arguments.env, min_reward=arguments.min_reward)
-    options = Options(pass_threshold=arguments.pass_threshold, tokens=not arguments.no_tokens)
-    try:
-        written = write_sets(arguments.run, arguments.to, folder, selection=selection, options=options)
-    except OSError as error:
-        if not is_full(error):
-            raise
-        raise ConfigError(
-            f"{folder}: {error.strerror}. Expected room for the rollouts. Free some, or set `--output`."
-        ) from error
-    for path, count in written.items():
-        print(f"{count:8}  {path}")
-    return 0
-
-
-def _parse(argv: list[str]) -> Namespace:
     parser = ArgumentParser(
         prog="trireme rollouts",
         description="Writes the rollouts that a run was trained on, from its journal: `trl` and `verl` as the data "
@@ -48,21 +25,27 @@ def _parse(argv: list[str]) -> Namespace:
         epilog="Exit codes: 0 all is on disk, 2 there is nothing to write or no room for it, 3 the journal is "
         "damaged. docs/leaving.md has the columns, and how to load them.",
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
-    parser.add_argument("--to", choices=KINDS, required=True, help="the format")
-    parser.add_argument("--output", "--out", metavar="FOLDER", type=Path, help="default: RUN/rollouts/trl and so on")
-    parser.add_argument("--steps", metavar="A:B", type=_steps, help="steps A to B - 1; either may be left out")
-    parser.add_argument("--env", metavar="NAME", help="only this environment")
-    parser.add_argument("--min-reward", metavar="R", type=float, help="only rewards of R or more")
-    parser.add_argument(
-        "--pass-threshold",
-        metavar="R",
-        type=float,
-        default=1.0,
-        help="trl: lowest reward with a good label; default 1.0",
-    )
-    parser.add_argument("--no-tokens", action="store_true", help="jsonl, parquet: messages and rewards only")
-    return parser.parse_args(argv)
+    add = parser.add_argument
+    add("run", metavar="RUN", type=Path, help="the run's folder")
+    add("--to", choices=KINDS, required=True, help="the format")
+    add("--output", "--out", metavar="FOLDER", type=Path, help="default: RUN/rollouts/trl and so on")
+    add("--steps", metavar="A:B", type=_steps, help="steps A to B - 1; either may be left out")
+    add("--env", metavar="NAME", help="only this environment")
+    add("--min-reward", metavar="R", type=float, help="only rewards of R or more")
+    add("--pass-threshold", metavar="R", type=float, default=1.0, help="trl: lowest reward with a good label; 1.0")
+    add("--no-tokens", action="store_true", help="jsonl, parquet: messages and rewards only")
+    arguments = parser.parse_args(argv)
+    folder = arguments.output or RunPaths(arguments.run).root / "rollouts" / arguments.to
+
+    from trireme.tools.datasets.tables import Options
+    from trireme.tools.datasets.write import Selection, write_sets
+
+    selection = Selection(steps=arguments.steps, env=arguments.env, min_reward=arguments.min_reward)
+    options = Options(pass_threshold=arguments.pass_threshold, tokens=not arguments.no_tokens)
+    written = write_sets(arguments.run, arguments.to, folder, selection=selection, options=options)
+    for path, count in written.items():
+        print(f"{count:8}  {path}")
+    return 0
 
 
 def _steps(text: str) -> range:

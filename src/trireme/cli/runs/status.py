@@ -31,13 +31,10 @@ def status(argv: list[str]) -> int:
         description="Shows the state of a run: its job on the cluster, steps, rewards, evaluations and checkpoints, "
         "and what each process waits for.",
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
-    parser.add_argument("-f", "--follow", action="store_true", help="show each step as it comes, until the run is over")
-    parser.add_argument(
-        "--mirror",
-        action="store_true",
-        help="with --follow: send metrics to W&B, if the run is configured for it",
-    )
+    add = parser.add_argument
+    add("run", metavar="RUN", type=Path, help="the run's folder")
+    add("-f", "--follow", action="store_true", help="show each step as it comes, until the run is over")
+    add("--mirror", action="store_true", help="with --follow: send metrics to W&B, if the run is configured for it")
     options = parser.parse_args(argv)
     if options.follow:
         return _follow(options)

@@ -49,7 +49,21 @@ def doctor(argv: list[str]) -> int:
 
     Raises: ConfigError if the configuration, or the command, cannot be read.
     """
-    options, words = _parser().parse_known_args(argv)
+    parser = ArgumentParser(
+        prog="trireme doctor",
+        usage="trireme doctor [@ config.toml …] [--key value …] [--quick] [--only NAME …] [--json]",
+        description="Checks what a run needs of this machine: libraries, memory, limits, disk, ports, other machines, "
+        "model files, and in the end a collective, the environments and three steps of the run itself. Each check has "
+        "a verdict and, where it is bad, what to do. Takes the files and flags of `rl`; without a file it checks the "
+        "quickstart. Writes below the run's `output_dir`, and removes it again.",
+        epilog=f"Checks: {', '.join(check.name for check in CHECKS)}. Ends with 0 if no problem was found, 1 if there "
+        "was one, 2 if the configuration cannot be read.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--quick", action="store_true", help="only what takes seconds: nothing loads torch or vLLM")
+    parser.add_argument("--only", metavar="NAME", nargs="+", default=[], help="these checks alone")
+    parser.add_argument("--json", action="store_true", help="for machines")
+    options, words = parser.parse_known_args(argv)
     end = next((at for at, word in enumerate(options.only) if word.startswith("@")), len(options.only))
     only = [name for word in options.only[:end] for name in word.split(",") if name]
     checks = [check for check in CHECKS if not only or check.name in only]
@@ -108,21 +122,3 @@ def read_case(words: list[str]) -> Case:
     if token_problem(config.hosts.token_file) is None:  # else the configuration's rules say what is wrong with it
         adopt_token(config.hosts.token_file)
     return Case(typed, config, devices, is_given, folder=config.output_dir / f"doctor-{os.getpid()}")
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="trireme doctor",
-        usage="trireme doctor [@ config.toml …] [--key value …] [--quick] [--only NAME …] [--json]",
-        description="Checks what a run needs of this machine: libraries, memory, limits, disk, ports, other machines, "
-        "model files, and in the end a collective, the environments and three steps of the run itself. Each check has "
-        "a verdict and, where it is bad, what to do. Takes the files and flags of `rl`; without a file it checks the "
-        "quickstart. Writes below the run's `output_dir`, and removes it again.",
-        epilog=f"Checks: {', '.join(check.name for check in CHECKS)}. Ends with 0 if no problem was found, 1 if there "
-        "was one, 2 if the configuration cannot be read.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--quick", action="store_true", help="only what takes seconds: nothing loads torch or vLLM")
-    parser.add_argument("--only", metavar="NAME", nargs="+", default=[], help="these checks alone")
-    parser.add_argument("--json", action="store_true", help="for machines")
-    return parser

@@ -97,27 +97,6 @@ def check(argv: list[str]) -> int:
     from trireme.tools.environments.check import CheckOptions, LoadFailed, run_check
     from trireme.tools.environments.check_report import text_of
 
-    options, words = _check_parser().parse_known_args(argv)
-    config, _ = load_run_config(words, program="trireme env check")
-    as_json = options.__dict__.pop("json")
-    try:
-        report = run_check(CheckOptions(**vars(options)), config, Progress())
-    except LoadFailed as error:
-        print(json.dumps({"holds": False, "error": str(error)}, indent=1) if as_json else error)
-        return 1
-    print(json.dumps(report.as_json(), indent=1) if as_json else text_of(report))
-    return 0 if report.holds else 1
-
-
-VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
-    "init": ("writes a new environment that works at once", init),
-    "install": ("builds an environment's virtual environment now, for use without a network", install),
-    "list": ("shows what is here, which verifiers each runs with, and what is installed", list_all),
-    "check": ("runs a few rollouts: does it work, and how hard is it for a model?", check),
-}
-
-
-def _check_parser() -> ArgumentParser:
     parser = _parser(
         "check",
         "Loads an environment in its workers and runs rollouts on the way that training takes. Without a model, a "
@@ -148,7 +127,24 @@ def _check_parser() -> ArgumentParser:
     add("--max-concurrent", metavar="N", type=positive_int, default=32, help="most rollouts at once; 32")
     add("--output", metavar="DIR", type=Path, help="for rollouts and logs; outputs/env-check/NAME")
     add("--json", action="store_true", help="for machines")
-    return parser
+    options, words = parser.parse_known_args(argv)
+    config, _ = load_run_config(words, program="trireme env check")
+    as_json = options.__dict__.pop("json")
+    try:
+        report = run_check(CheckOptions(**vars(options)), config, Progress())
+    except LoadFailed as error:
+        print(json.dumps({"holds": False, "error": str(error)}, indent=1) if as_json else error)
+        return 1
+    print(json.dumps(report.as_json(), indent=1) if as_json else text_of(report))
+    return 0 if report.holds else 1
+
+
+VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
+    "init": ("writes a new environment that works at once", init),
+    "install": ("builds an environment's virtual environment now, for use without a network", install),
+    "list": ("shows what is here, which verifiers each runs with, and what is installed", list_all),
+    "check": ("runs a few rollouts: does it work, and how hard is it for a model?", check),
+}
 
 
 def _parser(verb: str, description: str) -> ArgumentParser:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from pathlib import Path
 
 from trireme.base.devices import detect_devices
@@ -46,7 +46,22 @@ def lab(argv: list[str]) -> int:
         ConfigError: The verb is unknown, or the folder cannot be written.
     """
     choose_verb("trireme lab", {"setup": "makes a folder to work in"}, argv)
-    typed = _parse(argv[1:])
+    parser = ArgumentParser(
+        prog="trireme lab setup",
+        description="Makes a folder to work in: example configurations, environments, tiny models, endpoints. "
+        "Overwrites nothing; the same command again adds what is missing.",
+        allow_abbrev=False,
+    )
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--vf-rl", action="store_true", help="configs/vf-rl, for `vf-rl @ FILE`")
+    files = "configs/prime-rl, for `prime-rl @ FILE`, and configs/*/rl.toml, for `rl @ FILE`"
+    add("--prime-rl", action="store_true", help=files)
+    add = parser.add_argument
+    add("--size", choices=SIZES, help="the machine that the examples are for; default: this one")
+    add("--path", metavar="DIR", type=Path, default=Path(), help="the folder; default: this one")
+    add("--copy", action="store_true", help="copy environments and models instead of linking them")
+    typed = parser.parse_args(argv[1:])
+    examples = VF_RL if typed.vf_rl else PRIME_RL if typed.prime_rl else HOSTED
     workspace = Workspace(typed.path, find_shipped(), copies=typed.copy)
     size = typed.size or size_of(detect_devices())
     if workspace.is_checkout:
@@ -58,53 +73,25 @@ def lab(argv: list[str]) -> int:
             )
         return 0
     try:
-        _set_up(workspace, typed.examples, size)
+        workspace.root.mkdir(parents=True, exist_ok=True)
+        _print_done(*PYTHON_WORDS[workspace.link_python()])
+        environments, models = workspace.bring_environments(), workspace.bring_models()
+        counts = f"configs, environments ({environments} packages), models ({models} tiny ones)"
+        _print_done("Created workspace structure", counts)
+        _print_done("Wrote endpoints", f"{workspace.write_endpoints()}, for `trireme eval` and `trireme gepa`")
+        written = workspace.write_examples(examples, size)
     except OSError as error:
         raise ConfigError(
             f"{typed.path} cannot be set up: {error}. Expected a folder that can be written. Name another by `--path`."
         ) from error
-    return 0
-
-
-def _set_up(workspace: Workspace, examples: tuple[str, ...], size: Size) -> None:
-    workspace.root.mkdir(parents=True, exist_ok=True)
-    _print_done(*PYTHON_WORDS[workspace.link_python()])
-    counts = f"environments ({workspace.bring_environments()} packages), models ({workspace.bring_models()} tiny ones)"
-    _print_done("Created workspace structure", f"configs, {counts}")
-    _print_done("Wrote endpoints", f"{workspace.write_endpoints()}, for `trireme eval` and `trireme gepa`")
-    written = workspace.write_examples(examples, size)
-    files = (f"configs/{pattern} ({count})" for pattern, count in written.items() if count)
-    _print_done(f"Wrote example configs for {SIZE_WORDS[size]}", ", ".join(files))
+    files = ", ".join(f"configs/{pattern} ({count})" for pattern, count in written.items() if count)
+    _print_done(f"Wrote example configs for {SIZE_WORDS[size]}", files)
     for file in workspace.kept:
         print(f"  kept {file}, which was here and differs; remove it to have the example")
     cd = "" if workspace.root == Path() else f" cd {workspace.root} &&"
     print(f"\nNext:{cd} {FIRST_COMMANDS[examples]}")
+    return 0
 
 
 def _print_done(what: str, details: str) -> None:
     print(f"✓ {what}: {details}")
-
-
-def _parse(argv: list[str]) -> Namespace:
-    parser = ArgumentParser(
-        prog="trireme lab setup",
-        description="Makes a folder to work in: example configurations, environments, tiny models, endpoints. "
-        "Overwrites nothing; the same command again adds what is missing.",
-        allow_abbrev=False,
-    )
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument(
-        "--vf-rl", dest="examples", action="store_const", const=VF_RL, help="configs/vf-rl, for `vf-rl @ FILE`"
-    )
-    kind.add_argument(
-        "--prime-rl",
-        dest="examples",
-        action="store_const",
-        const=PRIME_RL,
-        help="configs/prime-rl, for `prime-rl @ FILE`, and configs/*/rl.toml, for `rl @ FILE`",
-    )
-    parser.set_defaults(examples=HOSTED)
-    parser.add_argument("--size", choices=SIZES, help="the machine that the examples are for; default: this one")
-    parser.add_argument("--path", metavar="DIR", type=Path, default=Path(), help="the folder; default: this one")
-    parser.add_argument("--copy", action="store_true", help="copy environments and models instead of linking them")
-    return parser.parse_args(argv)

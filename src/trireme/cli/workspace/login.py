@@ -29,17 +29,14 @@ def services(environ: Mapping[str, str], home: Path) -> list[str]:
     hub = Path(environ.get("HF_HOME") or home / ".cache" / "huggingface") / "token"
     keys = sorted(name for name in environ if name.endswith("_API_KEY") and name != "WANDB_API_KEY" and environ[name])
     given = f"{', '.join(keys)} set" if keys else "not set"
-    return [
-        _line("models on a hub", "HF_TOKEN, or `hf auth login`", _there(environ, "HF_TOKEN", hub)),
-        _line("Weights & Biases", "WANDB_API_KEY, or `wandb login`", _there(environ, "WANDB_API_KEY", home / ".netrc")),
-        _line("models at an endpoint", "configs/endpoints.py or .toml, one entry each", _endpoints()),
-        _line("judges of environments", "OPENAI_API_KEY and the like; `env_file` of a job", given),
-        _line("a run on several hosts", "TRIREME_TOKEN, or `hosts.token_file`", _there(environ, "TRIREME_TOKEN")),
+    lines = [
+        ("models on a hub", "HF_TOKEN, or `hf auth login`", _there(environ, "HF_TOKEN", hub)),
+        ("Weights & Biases", "WANDB_API_KEY, or `wandb login`", _there(environ, "WANDB_API_KEY", home / ".netrc")),
+        ("models at an endpoint", "configs/endpoints.py or .toml, one entry each", _endpoints()),
+        ("judges of environments", "OPENAI_API_KEY and the like; `env_file` of a job", given),
+        ("a run on several hosts", "TRIREME_TOKEN, or `hosts.token_file`", _there(environ, "TRIREME_TOKEN")),
     ]
-
-
-def _line(what: str, place: str, state: str) -> str:
-    return f"  {what:24}{place:50}{state}"
+    return [f"  {what:24}{place:50}{state}" for what, place, state in lines]
 
 
 def _there(environ: Mapping[str, str], variable: str, file: Path | None = None) -> str:
