@@ -1,6 +1,7 @@
 """Runs as `rl` loads and resolves them, for tests of the configuration."""
 
 import shlex
+from pathlib import Path
 from typing import Any
 
 from trireme.base.devices import Devices
@@ -23,6 +24,12 @@ def resolved(flags: str = "", *, on: Devices = CPU, section: ProcessName | None 
         flags: as they are typed in a shell.
     """
     return resolve(load_run_config(shlex.split(flags), program="rl", section=section)[0], on, section=section)
+
+
+def run_in(folder: Path, *, resume: bool = False, resume_step: int | None = None) -> RunConfig:
+    """Return a run in a folder, new or resumed."""
+    values = {"output_dir": folder, "resume": resume, "trainer": {"ckpt": {"resume_step": resume_step}}}
+    return RunConfig.model_validate(values)
 
 
 def refusals(flags: str, words: str = "", *, on: Devices = CPU, at_launch: bool = False) -> list[str]:

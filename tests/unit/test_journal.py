@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from resolved_runs import run_in
 from trireme.base.devices import Devices
 from trireme.base.errors import JournalCorrupt
 from trireme.base.paths import RunPaths, step_folder, step_of
@@ -215,7 +216,7 @@ def test_what_came_after_a_version_is_set_aside_and_nothing_is_deleted(paths: Ru
 
     before = files()
     for _ in range(2):  # the second time there is nothing to do
-        prepare_folder(paths, resume=False, resume_step=version)
+        prepare_folder(run_in(paths.root, resume_step=version))
         assert left(paths) == expected
     assert files() == before
     assert len(list(paths.root.rglob("set_aside*"))) == 5  # one for each kind
@@ -224,7 +225,7 @@ def test_what_came_after_a_version_is_set_aside_and_nothing_is_deleted(paths: Ru
 def test_the_newest_checkpoint_sets_nothing_aside_and_a_half_one_goes_too(paths: RunPaths) -> None:
     before = left(paths)
     for resume_step in (-1, None):
-        prepare_folder(paths, resume=True, resume_step=resume_step)
+        prepare_folder(run_in(paths.root, resume=True, resume_step=resume_step))
         assert left(paths) == before
     step_folder(paths.checkpoints, 5).mkdir()  # half a checkpoint of the old way
     rewind(paths, 4)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from resolved_runs import run_in
 from stage import write_checkpoint
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
@@ -136,18 +137,18 @@ def earlier(tmp_path: Path) -> RunPaths:
 
 def test_resuming_needs_a_run_and_the_checkpoint(earlier, tmp_path):
     with pytest.raises(ConfigError, match=r"no complete checkpoint of that step - it has \[20\]"):
-        prepare_folder(earlier, resume=False, resume_step=30)
+        prepare_folder(run_in(earlier.root, resume_step=30))
     for resume, step in ((True, None), (False, 20), (False, -1), (False, 0)):
-        assert prepare_folder(earlier, resume=resume, resume_step=step) is None
+        assert prepare_folder(run_in(earlier.root, resume=resume, resume_step=step)) is None
     assert earlier.metrics.exists()
     begun = RunPaths(tmp_path / "begun")
     begun.run_config.parent.mkdir(parents=True)
     begun.run_config.touch()
-    assert prepare_folder(begun, resume=True, resume_step=None) is None
+    assert prepare_folder(run_in(begun.root, resume=True)) is None
     with pytest.raises(ConfigError, match="there is no run in"):
-        prepare_folder(begun, resume=False, resume_step=20)
+        prepare_folder(run_in(begun.root, resume_step=20))
     with pytest.raises(ConfigError, match=r"there is no run in .*nothing-here.*Runs nearby: .*outputs"):
-        prepare_folder(RunPaths(earlier.root.with_name("nothing-here")), resume=True, resume_step=None)
+        prepare_folder(run_in(earlier.root.with_name("nothing-here"), resume=True))
 
 
 @pytest.mark.parametrize("parent", ["TRIREME_PARENT", "TRIREME_RANKS_PARENT"])

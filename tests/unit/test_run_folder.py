@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from resolved_runs import resolved
+from resolved_runs import resolved, run_in
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.base.paths import RunPaths, remove_partial_files
 from trireme.config.files import command_without_secrets, read_run, write_process_files, write_run
@@ -39,7 +39,7 @@ def test_a_run_is_refused_among_files_that_are_no_run(tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(ConfigError, match=r"holds no run, but src, thesis\.tex - expected an empty folder"):
-        prepare_folder(RunPaths(tmp_path), resume=False, resume_step=None)
+        prepare_folder(run_in(tmp_path))
     with pytest.raises(ConfigError, match="holds no run"):
         check_folder(resolved(f"--output-dir {tmp_path}"))
     assert tree(tmp_path) == {"thesis.tex": "mine"}
@@ -51,7 +51,7 @@ def test_folders_of_other_runs_are_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / "outputs" / ".launcher").touch()
     for name in ("gepa/wordle", "env-check/wordle", "mine.submissions/20260102-030405-ab12", "evals/model"):
         (tmp_path / "outputs" / name).mkdir(parents=True)
-    assert prepare_folder(RunPaths(tmp_path / "outputs"), resume=False, resume_step=None) is None
+    assert prepare_folder(run_in(tmp_path / "outputs")) is None
 
 
 def test_an_earlier_run_is_moved_without_the_files_of_the_user(tmp_path: Path) -> None:
@@ -62,13 +62,13 @@ def test_an_earlier_run_is_moved_without_the_files_of_the_user(tmp_path: Path) -
         (root / name / "file").write_text(name)
     (root / "thesis.tex").write_text("mine")
     make_run(root / "another")
-    aside = prepare_folder(RunPaths(root), resume=False, resume_step=None)
+    aside = prepare_folder(run_in(root))
     assert aside == tmp_path / "project.earlier-1"
     assert sorted(entry.name for entry in root.iterdir()) == ["another", "thesis.tex"]
     moved = ["checkpoint-5", "checkpoints", "journal", "metrics.jsonl", "wandb"]
     assert sorted(entry.name for entry in aside.iterdir()) == moved
     (root / "thesis.tex").unlink()
-    assert prepare_folder(RunPaths(root), resume=False, resume_step=None) is None  # no run is in the way any more
+    assert prepare_folder(run_in(root)) is None  # no run is in the way any more
     (root / "metrics.jsonl").touch()
     assert move_aside(RunPaths(root)) == tmp_path / "project.earlier-2"
 

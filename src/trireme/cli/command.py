@@ -19,7 +19,6 @@ from trireme.base.devices import Devices, detect_devices
 from trireme.base.disk import is_full
 from trireme.base.errors import FINAL_EXIT_CODES, ConfigError, TriremeError
 from trireme.base.installation import correct_wheel_tag
-from trireme.base.paths import RunPaths
 from trireme.base.processes import die_with_parent, free_port
 from trireme.cli.machines import KEEPER, join_network, node_of
 from trireme.config.arguments import HELP
@@ -29,6 +28,7 @@ from trireme.config.orchestrator import sampling_notes
 from trireme.config.resolve import resolve, resuming
 from trireme.config.rules import check, check_launch, launch_problems
 from trireme.config.run import NODE, RunConfig
+from trireme.config.sft import SftConfig
 from trireme.launch.folder import hold, prepare_folder
 from trireme.launch.plan import describe, plan
 from trireme.launch.process_tree import MARKER
@@ -193,9 +193,9 @@ def note_provenance(config: RunConfig, devices: Devices) -> None:
         write_provenance(config.paths, collect_provenance(devices, environments, command))
 
 
-def move_old_run_aside(paths: RunPaths, *, resume: bool, resume_step: int | None) -> None:
-    if aside := prepare_folder(paths, resume=resume, resume_step=resume_step):
-        print(f"an earlier run lay in {paths.root}: moved to {aside}", flush=True)
+def move_old_run_aside(config: RunConfig | SftConfig) -> None:
+    if aside := prepare_folder(config):
+        print(f"an earlier run lay in {config.paths.root}: moved to {aside}", flush=True)
 
 
 def set_environment(variables: Mapping[str, str]) -> None:

@@ -84,7 +84,7 @@ def launch(config: RunConfig, devices: Devices, processes: tuple[ProcessName, ..
     if config.device == "cuda":  # on CPUs nothing is planned, and nothing is loaded for it
         _print_fit_warnings(config, devices)
     with hold_folder(config.paths) as lock:
-        move_old_run_aside(config.paths, resume=config.resume, resume_step=config.trainer.ckpt.resume_step)
+        move_old_run_aside(config)
         write_configs(config, config.paths.configs)
         write_key(config.paths.root, token() if is_of_this_run else status_key())
         note_provenance(config, devices)

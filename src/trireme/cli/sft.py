@@ -41,7 +41,7 @@ def sft(argv: list[str]) -> None:
         if config.resume and is_trained(config):
             print(f"all {config.max_steps} steps are trained and saved: nothing is left to do")
             return
-        move_old_run_aside(config.paths, resume=config.resume, resume_step=config.ckpt.resume_step)
+        move_old_run_aside(config)
         write_run(config, config.paths.run_config)
         _train(config, config.paths.run_config)
 

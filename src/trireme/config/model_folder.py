@@ -75,11 +75,11 @@ def config_file(name: str, file: str = "config.json") -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def read_config(name: str | None) -> dict[str, Any]:
+def read_config(name: str | None, file: str = "config.json") -> dict[str, Any]:
     """Return a model's `config.json`; empty where there is none on this disk, or none that can be read."""
-    file = config_file(name) if name else None
+    found = config_file(name, file) if name else None
     try:
-        return json.loads(file.read_text()) if file else {}
+        return json.loads(found.read_text()) if found else {}
     except (ValueError, RecursionError):  # the rules report it
         return {}
 
@@ -87,13 +87,8 @@ def read_config(name: str | None) -> dict[str, Any]:
 def read_image_processor(name: str) -> dict[str, Any]:
     """Return how a model's pictures are prepared: its `preprocessor_config.json`, or that part of its
     `processor_config.json`, which newer models have instead; empty where there is neither."""
-    try:
-        if file := config_file(name, "preprocessor_config.json"):
-            return json.loads(file.read_text())
-        file = config_file(name, "processor_config.json")
-        return json.loads(file.read_text()).get("image_processor", {}) if file else {}
-    except (ValueError, RecursionError):
-        return {}
+    older = read_config(name, "preprocessor_config.json")
+    return older or read_config(name, "processor_config.json").get("image_processor", {})
 
 
 def caps_scores(config: Mapping[str, Any]) -> bool:

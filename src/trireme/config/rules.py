@@ -114,8 +114,8 @@ def served_model_problems(config: RunConfig, described: dict[str, Any] | None = 
     described = read_config(served) if described is None else described
     if (method := arguments.get("quantization")) is not None and method not in LOW_BIT:
         yield (
-            f'inference.args.quantization = "{method}" - expected one of {", ".join(LOW_BIT)}, with which the engine '
-            "rounds the trainer's weights itself at each update. Take one of these, or remove the line."
+            f'inference.args.quantization = "{method}" - expected one of {", ".join(LOW_BIT)}, for which the engine '
+            "rounds the trainer's weights itself. Take one of these, or remove the line."
         )
     elif method is not None and dtype == "float32":
         yield (
@@ -125,33 +125,30 @@ def served_model_problems(config: RunConfig, described: dict[str, Any] | None = 
     longest, room = longest_context(described), config.inference.model.max_model_len or config.seq_len
     if longest and room > longest and not {"hf_overrides", "hf_config_path"} & arguments.keys():
         yield (
-            f"seq_len = {config.seq_len} lets {served} read {room} tokens, and its positions end at {longest} "
-            f"(max_position_embeddings in its config.json) - expected at most as many. Set `seq_len = {longest}` or "
-            "less, or take a model for longer texts."
+            f"seq_len = {config.seq_len} lets {served} read {room} tokens, and its positions end at {longest} (in its "
+            f"config.json) - expected at most as many. Set `seq_len = {longest}`, or take a model for longer texts."
         )
     taken = {"hf_overrides", "load_format"} if has_low_bit_weights(described) else set()
     for name in sorted(taken & arguments.keys()):
         yield (
-            f"inference.args.{name} with {served}, whose weights are quantized - expected none: the engine is given "
-            "its own, to hold plain weights as the trainer does. Remove the line; keys of the model belong in a copy "
-            "of its config.json."
+            f"inference.args.{name} with {served}, whose weights are quantized - expected none, as the engine must "
+            "hold plain weights. Remove the line; keys of the model belong in a copy of its config.json."
         )
     yield from serving_problems(f'inference.model.name = "{served}"', described, arguments, config.device, dtype)
     if config.trainer.model.from_scratch and leaves_out_vision(described) and not sees:
         yield (
-            f"`trainer.model.from_scratch = true` with {served}, which also sees - expected a text model: engines "
-            "know the weights of its text model by the names in its checkpoint, which is not read. Remove the line, or "
-            "choose another model."
+            f"`trainer.model.from_scratch = true` with {served}, which also sees - expected a text model: engines know "
+            "its weights by names in a checkpoint that is not read. Remove the line, or choose another model."
         )
     if config.serves_adapters and mixers_of(described):
         yield (
-            f'`trainer.model.lora.sync = "adapter"` with {served} - expected "merged" for a model whose layers carry a '
-            "state: their adapters were not tried in vLLM. Remove the line."
+            f'`trainer.model.lora.sync = "adapter"` with {served} - expected "merged", as adapters of layers that '
+            "carry a state were not tried in vLLM. Remove the line."
         )
     elif config.serves_adapters and config.device == "cpu" and num_experts_of(described):
         yield (
             f'`trainer.model.lora.sync = "adapter"` with {served} on a CPU - expected "merged" for a model with '
-            "experts: vLLM's engine dies, as adapters beside them need triton. Remove the line."
+            "experts, beside which vLLM's adapters need triton. Remove the line."
         )
 
 
@@ -165,29 +162,24 @@ def _run_problems(config: RunConfig) -> Iterator[str]:
     longest = config.inference.model.max_model_len
     if longest is not None and longest > config.seq_len:
         yield (
-            f"seq_len must match or exceed max_model_len: seq_len = {config.seq_len}, "
-            f"inference.model.max_model_len = {longest} - longer rollouts could not be trained on. "
-            f"Set `seq_len = {longest}`, or `max_model_len = {config.seq_len}`."
+            f"seq_len must match or exceed max_model_len: seq_len = {config.seq_len}, inference.model.max_model_len = "
+            f"{longest} - longer rollouts cannot be trained on. Set one of them to the other."
         )
     used: dict[int, str] = {}
     for key, _host, port in ports(config):
         if port and port in used:
-            yield (
-                f"{used[port]} = {port} and {key} = {port} - expected a port each. "
-                f"Remove one of them: `rl` finds free ports by itself."
-            )
+            yield f"{used[port]} = {port} and {key} = {port} - expected a port each. Remove one of them."
         used.setdefault(port, key)
     broadcast, lora = config.weight_broadcast, config.trainer.model.lora
     if config.device == "cpu" and broadcast.type in ("nccl", "ipc"):
         yield (
-            f'weight_broadcast.type = "{broadcast.type}" with device = "cpu" - {broadcast.type} moves memory of GPUs. '
-            'Leave it out (`auto` takes gloo on CPU), or write "gloo" or "filesystem".'
+            f'weight_broadcast.type = "{broadcast.type}" with device = "cpu" - expected a way to move memory of CPUs. '
+            'Leave it out, or write "gloo" or "filesystem".'
         )
     if broadcast.delta and broadcast.type == "ipc":
         yield (
-            '`weight_broadcast.delta = true` with `weight_broadcast.type = "ipc"` - expected false, as engines read '
-            "the trainer's own memory and nothing is sent that could be less. "
-            'Remove `delta`, or set `weight_broadcast.type = "nccl"` with GPUs of their own for the engines.'
+            '`weight_broadcast.delta = true` with `weight_broadcast.type = "ipc"` - expected false, as nothing is sent '
+            "that could be less: engines read the trainer's own memory. Remove `delta`."
         )
     if lora is None or lora.sync == "merged":
         return
@@ -218,8 +210,8 @@ def _run_problems(config: RunConfig) -> Iterator[str]:
 def _name_problems(name: str | None) -> Iterator[str]:
     if name is not None and (not name.strip() or "/" in name or name in (".", "..")):
         yield (
-            f'name = "{name}" - expected the plain name of a folder inside `output_dir`. '
-            "Write a name without `/`, and set `output_dir` for the rest."
+            f'name = "{name}" - expected the plain name of a folder. Write a name without `/`, and set `output_dir` '
+            "for the rest."
         )
 
 
@@ -228,30 +220,27 @@ def _rollout_problems(config: RunConfig) -> Iterator[str]:
     for table, sampling in samplings(config.orchestrator):
         if sampling.max_tokens is not None and sampling.max_tokens >= longest:
             yield (
-                f"{table}.max_tokens = {sampling.max_tokens}, inference.model.max_model_len = {longest} - "
-                "expected fewer tokens per turn than the context, which holds the prompt too. "
-                f"Lower `{table}.max_tokens`, or raise `seq_len` and `max_model_len`."
+                f"{table}.max_tokens = {sampling.max_tokens}, inference.model.max_model_len = {longest} - expected "
+                "fewer: the context holds the prompt too. Lower the first, or raise `seq_len` and `max_model_len`."
             )
         if sampling.seed is not None and config.device == "cpu" and not config.synchronous:
             yield (
-                f'{table}.seed = {sampling.seed} with device = "cpu" in an asynchronous run - expected no seed: vLLM\'s'
-                " CPU engine dies of a seeded request whose prompt it takes in two parts, as happens after a weight "
-                "update. Remove it, or make the run synchronous (`max_async_level = 0`), for which `seed` is enough."
+                f'{table}.seed = {sampling.seed} with device = "cpu" in an asynchronous run - expected none: vLLM\'s '
+                "CPU engine dies of a seeded prompt taken in two parts. Remove it, or set `max_async_level = 0`."
             )
     allowed, ahead = config.orchestrator.max_off_policy_steps, config.max_async_level
     if allowed < ahead:
         yield (
-            f"orchestrator.max_off_policy_steps = {allowed}, max_async_level = {ahead} - rollouts generated {ahead} "
-            f"steps ahead would all be too old to train on. Set `max_off_policy_steps` to {ahead} or more, "
-            f"or `max_async_level` to {allowed}."
+            f"orchestrator.max_off_policy_steps = {allowed}, max_async_level = {ahead} - expected the first to be as "
+            f"high, or all rollouts would be too old. Raise it to {ahead}, or set `max_async_level = {allowed}`."
         )
 
 
 def _micro_batch_problems(key: str, tokens: int | None, seq_len: int) -> Iterator[str]:
     if tokens is not None and tokens < seq_len:
         yield (
-            f"{key} = {tokens}, seq_len = {seq_len} - expected at least as many tokens as the longest sample has. "
-            f"Set `{key}` to {seq_len} or more, or lower `seq_len`."
+            f"{key} = {tokens}, seq_len = {seq_len} - expected at least as many tokens as the longest sample has. Set "
+            f"`{key}` to {seq_len} or more, or lower `seq_len`."
         )
 
 
@@ -274,22 +263,21 @@ def _engine_argument_problems(config: RunConfig) -> Iterator[str]:
     arguments = {name.replace("-", "_"): value for name, value in config.inference.args.items()}
     if config.replays_routes and arguments.get("enable_prefix_caching") is False:
         yield (
-            f"inference.args.enable_prefix_caching = false with `{REPLAY}` - without its prefix cache vLLM does not "
-            "say which experts it used. Remove one of the two."
+            f"inference.args.enable_prefix_caching = false with `{REPLAY}` - expected true, or vLLM does not say which "
+            "experts it used. Remove one of the two."
         )
     if not arguments.get("return_sampling_mask"):
         return
     if config.device == "cpu":
         yield (
-            "inference.args.return_sampling_mask on a CPU - vLLM supports it on GPUs only. Remove it: the tokens that "
-            "a cut sampler could choose from are then read from logprobs, with the same result."
+            "inference.args.return_sampling_mask on a CPU - expected none, as vLLM supports it on GPUs only. Remove "
+            "it: the kept tokens are then read from logprobs, with the same result."
         )
     for table, sampling in samplings(config.orchestrator):
         if sampling.temperature == 0 or (sampling.top_k or 0) <= 0:
             yield (
                 f"inference.args.return_sampling_mask with {table} at temperature {sampling.temperature:g} and top_k "
-                f"{sampling.top_k} - vLLM then refuses requests that are greedy or not cut by `top_k`. Set both there, "
-                "or remove `return_sampling_mask`: the tokens that were kept are then read from logprobs."
+                f"{sampling.top_k} - expected both above 0, or vLLM refuses requests. Set both, or remove it."
             )
 
 
@@ -301,10 +289,7 @@ def _gpu_problems(config: RunConfig, devices: Devices, section: ProcessName | No
     for side, ids in sides.items() if section != "orchestrator" else ():
         count = config.inference_gpus if side == "inference" else config.trainer_gpus
         if count is not None and count != len(ids):
-            yield (
-                f"{side}_gpus = {count} and {side}_gpu_ids = {list(ids)} - expected one of the two. "
-                f"Remove `{side}_gpus`."
-            )
+            yield f"{side}_gpus = {count} and {side}_gpu_ids = {list(ids)} - expected one. Remove `{side}_gpus`."
         if len(set(ids)) < len(ids):
             yield f"{side}_gpu_ids = {list(ids)} names a GPU twice - expected each once. Remove the second."
     if config.device == "cpu":
@@ -318,39 +303,34 @@ def _gpu_problems(config: RunConfig, devices: Devices, section: ProcessName | No
     if section in (None, "inference") and engines and tp * dp != engines:
         fits = f"dp = {engines // tp}" if engines % tp == 0 else f"tp = {nearest_divisors(engines, tp)[-1]}"
         yield (
-            f"inference.parallel.tp = {tp} x dp = {dp} takes {tp * dp} GPUs, and inference has {engines} "
-            f"({list(sides['inference'])}) - expected as many. Set `{fits}` under `[inference.parallel]`, "
-            f"or give inference {tp * dp} GPUs."
+            f"inference.parallel.tp = {tp} x dp = {dp} takes {tp * dp} GPUs, and inference has {engines} - expected as "
+            f"many. Set `{fits}` under `[inference.parallel]`, or give inference {tp * dp} GPUs."
         )
     ranks, nodes = config.trainer.num_ranks or 1, len(config.hosts.trainer)
     gpus = nodes * len(sides["trainer"])
     if section in (None, "trainer") and gpus and ranks != gpus:
-        where = f"{list(sides['trainer'])}" + (f" on each of {nodes} machines" if nodes > 1 else "")
         yield (
-            f"trainer.num_ranks = {ranks}, and the trainer has {gpus} GPUs ({where}) - "
-            "expected one rank per GPU. Leave `trainer.num_ranks` out, or change `trainer_gpu_ids`."
+            f"trainer.num_ranks = {ranks}, and the trainer has {gpus} GPUs on {nodes} machines - expected one rank per "
+            "GPU. Leave `trainer.num_ranks` out, or change `trainer_gpu_ids`."
         )
 
 
 def _missing_gpus(config: RunConfig, devices: Devices, side: str, ids: tuple[int, ...]) -> Iterator[str]:
     if not devices.gpus:
         yield (
-            f"GPUs were asked for ({side}_gpu_ids = {list(ids)}), and this machine shows none - "
-            "expected NVIDIA GPUs that CUDA_VISIBLE_DEVICES does not hide. "
-            "The same configuration runs on CPU with `--device cpu`; GPU ids are ignored there."
+            f"GPUs were asked for ({side}_gpu_ids = {list(ids)}), and this machine shows none - expected NVIDIA GPUs "
+            "that CUDA_VISIBLE_DEVICES does not hide. The same configuration runs on CPU with `--device cpu`."
         )
         return
     if not ids:
         yield (
-            f"no GPU is left for {side}: inference has {list(config.inference_gpu_ids or ())}, trainer has "
-            f"{list(config.trainer_gpu_ids or ())}, {devices.num_gpus} visible - expected at least one. "
-            f"Set `inference_gpus` and `trainer_gpus`, for example to {max(1, devices.num_gpus - 1)} and 1."
+            f"no GPU is left for {side}: of {devices.num_gpus} the other side has all - expected at least one. Set "
+            f"`inference_gpus` and `trainer_gpus`, for example to {max(1, devices.num_gpus - 1)} and 1."
         )
     if absent := [number for number in ids if not 0 <= number < devices.num_gpus]:
         yield (
-            f"{side}_gpu_ids = {list(ids)}: {absent} do not exist - {devices.num_gpus} GPUs are visible, "
-            f"0 to {devices.num_gpus - 1} (machine's own names: {', '.join(devices.gpus)}). "
-            "Name fewer, or run where there are more; `--device cpu` ignores them."
+            f"{side}_gpu_ids = {list(ids)}: {absent} do not exist - {devices.num_gpus} GPUs are visible, counted from "
+            f"0 (CUDA calls them {', '.join(devices.gpus)}). Name fewer, or run where there are more."
         )
 
 
@@ -360,14 +340,12 @@ def _shared_gpus(config: RunConfig) -> Iterator[str]:
     if (both := sorted(engines & trainer)) and kind != "ipc":
         yield (
             f"inference_gpu_ids = {sorted(engines)} and trainer_gpu_ids = {sorted(trainer)} overlap in {both} - "
-            f'expected GPUs of their own each with weight_broadcast.type = "{kind}". '
-            'Separate them, or share all of them with `weight_broadcast.type = "ipc"`.'
+            f'expected GPUs of their own with "{kind}". Separate them, or set `weight_broadcast.type = "ipc"`.'
         )
     if kind == "ipc" and engines != trainer:
         yield (
-            f'weight_broadcast.type = "ipc" with inference_gpu_ids = {sorted(engines)} and '
-            f"trainer_gpu_ids = {sorted(trainer)} - ipc needs the trainer and its engine on one GPU. "
-            'Give both the same ids, or set `weight_broadcast.type = "nccl"`.'
+            f'weight_broadcast.type = "ipc" with inference_gpu_ids = {sorted(engines)} and trainer_gpu_ids = '
+            f'{sorted(trainer)} - expected trainer and engine on one GPU. Give both the same, or take "nccl".'
         )
 
 
@@ -387,22 +365,21 @@ def _host_problems(config: RunConfig) -> Iterator[str]:
     for url, count in Counter(map(config.engine_url, readable)).items():
         if count > 1:
             yield (
-                f"`hosts.inference` names {url.removeprefix('http://')} {count} times - expected an address each. "
-                'Give servers on one machine ports of their own: ["10.0.0.2:8000", "10.0.0.2:8010"].'
+                f"`hosts.inference` names {url.removeprefix('http://')} {count} times - expected an address each. Give "
+                'servers on one machine ports of their own: ["10.0.0.2:8000", "10.0.0.2:8010"].'
             )
     inside = [host for host in hosts.all if is_loopback(host)]
     others = [host for host in hosts.all if not is_loopback(host)]
     if inside and others:
         keys = [key for key, addresses in tables.items() if any(is_loopback(a.partition(":")[0]) for a in addresses)]
         yield (
-            f"`[hosts]` names {', '.join(others)}, and {', '.join(inside)} in {', '.join(keys)} - on another machine "
-            "that would be the other machine itself. Expected addresses by which all machines reach each other. Give "
-            f"{' and '.join(keys)} the address of its machine."
+            f"`[hosts]` names {', '.join(others)}, and {', '.join(inside)} in {', '.join(keys)} - expected addresses "
+            f"by which all machines reach each other. Give {' and '.join(keys)} the address of its machine."
         )
     if config.weight_broadcast.type == "ipc" and len(hosts.all) > 1:
         yield (
-            f'weight_broadcast.type = "ipc", and `[hosts]` names {", ".join(hosts.all)} - ipc works between '
-            'processes of one machine. Set `weight_broadcast.type = "nccl"`.'
+            f'weight_broadcast.type = "ipc", and `[hosts]` names {", ".join(hosts.all)} - expected one machine: ipc '
+            'works between processes of one machine. Set `weight_broadcast.type = "nccl"`.'
         )
     ranks, nodes = config.trainer.num_ranks or 1, len(hosts.trainer)
     if nodes and ranks % nodes:
@@ -437,8 +414,8 @@ def _token_problems(config: RunConfig) -> Iterator[str]:
         yield problem
     elif exposed and not (token() or config.hosts.token_file):
         yield (
-            f"{' and '.join(exposed)} can be reached from other machines, and there is no token - expected a secret "
-            f"that only the machines of this run know. {HOW} Or name a file that holds it: `hosts.token_file`."
+            f"{' and '.join(exposed)} can be reached from other machines, and there is no token - expected a secret of "
+            f"this run's machines. {HOW} Or name a file that holds it: `hosts.token_file`."
         )
 
 
@@ -454,7 +431,7 @@ def _processes_elsewhere(config: RunConfig) -> Iterator[str]:
     yield (
         f"`[hosts]` names {len(hosts.inference)} inference servers and {len(hosts.trainer)} machines of the trainer, "
         f"at {', '.join(hosts.all)} - expected one of each, all here: `rl` starts the processes of one machine. "
-        "Start each where it belongs, in any order, with the same file:\n    " + "\n    ".join(commands)
+        "Start each process by its command:\n    " + "\n    ".join(commands)
     )
 
 
@@ -527,8 +504,8 @@ def port_problems(config: RunConfig, key: str) -> Iterator[str]:
         if name == key and port and port_is_free(0, host) and not port_is_free(port, host):
             free = next((number for number in range(port + 1, min(port + 50, 65536)) if port_is_free(number, host)), 0)
             yield (
-                f"port {port} on {host} is in use, wanted for {PORTS[key][1]} ({key}) - expected a free one. "
-                f"`lsof -i :{port}` shows which process has it; or take another: `--{key.replace('_', '-')} {free}`."
+                f"port {port} on {host} is in use, wanted for {PORTS[key][1]} ({key}) - expected a free one. `lsof -i "
+                f":{port}` shows which process has it; or take another: `--{key.replace('_', '-')} {free}`."
             )
 
 
@@ -547,12 +524,11 @@ def check_sft(config: SftConfig, devices: Devices) -> None:
     found += optim_launch_problems("", config.optim, config.device)
     if config.device == "cuda" and ranks > devices.num_gpus:
         found.append(
-            f'num_ranks = {ranks}, device = "cuda", and {devices.num_gpus} GPUs are visible - '
-            "expected one GPU per rank. Lower `num_ranks`, or run on CPU with `--device cpu`."
+            f"num_ranks = {ranks}, and {devices.num_gpus} GPUs are visible - expected one GPU per rank. Lower "
+            "`num_ranks`, or run on CPU with `--device cpu`."
         )
     if model.moe.router_replay:
         found.append(
-            "model.moe.router_replay = true - expected only where an engine samples, as in `rl`: supervised training "
-            "has no routes to replay. Remove the line."
+            "model.moe.router_replay = true - expected false, as no engine samples in supervised training. Remove it."
         )
     raise_together(found)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trireme.config.run import RunConfig
-from trireme.config.state_layers import mixers_of
+from trireme.config.state_layers import mixers_of, text_of
 from trireme.config.trainer import TrainerModel
 
 KINDS = ("qwen2_5_vl", "qwen3_5", "qwen3_5_moe")
@@ -31,12 +31,13 @@ def vision_problems(table: str, model: TrainerModel, config: Mapping[str, Any]) 
         table: the name of the table as the user writes it, for messages.
     """
     kind, named = config.get("model_type"), f'{table}.name = "{model.name}"'
+    ropes = [part.get(key) or {} for part in (config, text_of(config)) for key in ("rope_parameters", "rope_scaling")]
     if model.vlm is not None and (kind not in KINDS or "vision_config" not in config):
         yield (
             f"`[model.vlm]` with {named} ({kind}), to which Trireme cannot give pictures - expected a model_type of "
             f"{', '.join(KINDS)}, and a vision_config, in its config.json. Remove the table, or choose another model."
         )
-    elif model.vlm is not None and not _has_sections(config):
+    elif model.vlm is not None and not any("mrope_section" in rope for rope in ropes):
         yield (
             f"{named}: its config.json has no mrope_section in rope_parameters or rope_scaling - expected one, as "
             "without it the engine gives image tokens the positions of text, and the trainer those of pictures. Copy "
@@ -52,14 +53,6 @@ def vision_problems(table: str, model: TrainerModel, config: Mapping[str, Any]) 
             f"{table}.cp = {model.cp} with `[model.vlm]` - expected 1: ranks that share a row cannot share its "
             f"pictures. Set `{table}.cp = 1`."
         )
-
-
-def _has_sections(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json says which parts of a head turn by time, height and width (M-RoPE)."""
-    parts = (config, config.get("text_config") or {})
-    return any(
-        "mrope_section" in (part.get(key) or {}) for part in parts for key in ("rope_parameters", "rope_scaling")
-    )
 
 
 def picture_run_problems(config: RunConfig) -> Iterator[str]:

@@ -99,22 +99,21 @@ def _holder(lock: IO[str]) -> str:
     return lock.read().strip()
 
 
-def prepare_folder(paths: RunPaths, *, resume: bool, resume_step: int | None) -> Path | None:
+def prepare_folder(config: RunConfig | SftConfig) -> Path | None:
     """Prepare the folder for a new run, or go back to the step from which a run is resumed.
 
     Returns: the folder to which an earlier run's files were moved; None where there was none. Nothing is deleted.
 
     Raises: ConfigError as `check_folder`.
     """
-    if resume or resume_step is not None:
-        _check_resumable(paths, resume_step)
-        if resume_step is not None and resume_step >= 0:
-            from trireme.launch.resume import rewind  # `rl --help` does not wait for its imports
+    paths, step = config.paths, _resume_step(config)
+    check_folder(config)
+    if step is not None and step >= 0:
+        from trireme.launch.resume import rewind  # `rl --help` does not wait for its imports
 
-            rewind(paths, resume_step)
-        return None
-    check_is_ours(paths)
-    return move_aside(paths) if paths.holds_run else None
+        rewind(paths, step)
+    is_in_the_way = paths.holds_run and not config.resume and step is None
+    return move_aside(paths) if is_in_the_way else None
 
 
 def check_folder(config: RunConfig | SftConfig) -> None:
@@ -123,11 +122,15 @@ def check_folder(config: RunConfig | SftConfig) -> None:
     Raises: ConfigError where there is no run, or no such step, to resume; or where a new run would write among files
         that are not a run's.
     """
-    step = (config.ckpt if isinstance(config, SftConfig) else config.trainer.ckpt).resume_step
+    step = _resume_step(config)
     if config.resume or step is not None:
         _check_resumable(config.paths, step)
     else:
         check_is_ours(config.paths)
+
+
+def _resume_step(config: RunConfig | SftConfig) -> int | None:
+    return (config.ckpt if isinstance(config, SftConfig) else config.trainer.ckpt).resume_step
 
 
 def check_is_ours(paths: RunPaths) -> None:

@@ -25,20 +25,20 @@ REFUSED_FOR_S = 10.0  # a server that leaves by itself is given this long
 class HealthCheck:
     """Poll one server in a thread, and count for how long it has failed to answer since its first good answer."""
 
-    def __init__(self, url: str, every_s: float = ASK_EVERY_S) -> None:
-        self.url = url
-        self.silent_s: float | None = None  # without a good answer; None where it never answered since the last reset
+    def __init__(self, child: Child, every_s: float = ASK_EVERY_S) -> None:
+        self.child = child
+        self.silent_s: float | None = None  # without a good answer; None where it never answered since its start
         self.refused_s = 0.0  # for which its port has refused connections without a break, up to now
         self._every_s = every_s
-        self._round = 0  # counts resets: an answer to an earlier request is not about the new server
+        self._num_starts = child.num_starts  # an answer to an earlier request is not about a new server
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        threading.Thread(target=self._follow, name=f"health of {url}", daemon=True).start()
+        threading.Thread(target=self._follow, name=f"health of {child.name}", daemon=True).start()
 
-    def reset(self) -> None:
+    def notice_restart(self) -> None:
         with self._lock:
-            self._round += 1
-            self.silent_s, self.refused_s = None, 0.0
+            if self._num_starts != self.child.num_starts:
+                self._num_starts, self.silent_s, self.refused_s = self.child.num_starts, None, 0.0
 
     def close(self) -> None:
         """Stop polling. Does not wait for the answer to the last request."""
@@ -48,9 +48,9 @@ class HealthCheck:
         asked = time.monotonic()
         with httpx.Client(timeout=ANSWER_WITHIN_S, trust_env=False) as client:
             while not self._closing.wait(self._every_s):
-                this_round, is_healthy, is_refused = self._round, False, False
+                num_starts, is_healthy, is_refused = self._num_starts, False, False
                 try:
-                    is_healthy = client.get(self.url).status_code == 200
+                    is_healthy = client.get(self.child.spec.health or "").status_code == 200
                 except httpx.ConnectError:
                     is_refused = True
                 except httpx.HTTPError:
@@ -59,7 +59,7 @@ class HealthCheck:
                 passed_s = min(time.monotonic() - asked, self._every_s + ANSWER_WITHIN_S)
                 asked = time.monotonic()
                 with self._lock:
-                    if this_round != self._round:
+                    if num_starts != self._num_starts:
                         continue
                     if is_healthy:
                         self.silent_s, self.refused_s = 0.0, 0.0
@@ -81,9 +81,7 @@ class HealthWatch:
     ) -> None:
         self._after_s = after_s
         self._refused_for_s = min(refused_for_s, after_s)
-        self._children = [child for child in children if child.spec.health]
-        self.checks = {child.name: HealthCheck(child.spec.health or "", every_s) for child in self._children}
-        self._starts = {child.name: child.num_starts for child in self._children}
+        self.checks = {child.name: HealthCheck(child, every_s) for child in children if child.spec.health}
 
     def close(self) -> None:
         for check in self.checks.values():
@@ -92,15 +90,12 @@ class HealthWatch:
     def kill_silent(self) -> list[str]:
         """Kill servers that were unhealthy for too long. Return a line for each. Call it often: it notices restarts."""
         lines = []
-        for child in self._children:
-            check = self.checks[child.name]
-            if self._starts[child.name] != child.num_starts:
-                self._starts[child.name] = child.num_starts
-                check.reset()
-            silent_s, is_closed = check.silent_s, check.refused_s >= self._refused_for_s
+        for check in self.checks.values():
+            check.notice_restart()
+            child, silent_s, is_closed = check.child, check.silent_s, check.refused_s >= self._refused_for_s
             if child.exit is not None or silent_s is None or (silent_s < self._after_s and not is_closed):
                 continue
-            check.reset()
+            check.silent_s = None
             listens = ", and its port is closed" if is_closed else ""
             why = f"{child.spec.health} did not answer for {silent_s:.0f} s{listens}"
             child.kill(why)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths, step_folder, step_of
@@ -29,10 +28,31 @@ def check_resume(config: RunConfig | SftConfig) -> None:
     files = (paths.run_config, paths.configs / "trainer.json", paths.configs / "orchestrator.json")
     if (file := next((file for file in files if file.exists()), None)) is not None:
         before = read_table(file)
-        _check_model(before, config)
-        if step != 0:  # the base model has no optimizer state
-            _check_optimizer(before.get("trainer", {}) if prefix else before, trainer.optim.type, prefix, paths)
-    newest, last = max(_newest_confirmed(config), *complete_steps(paths.checkpoints), 0), _last_step(config)
+        # The last part of the names: a folder may have been moved, and a model of a hub may be a folder by now.
+        old, new = before.get("model", {}).get("name"), config.model.name
+        if isinstance(old, str) and new is not None and Path(old).name != Path(new).name:
+            raise ConfigError(
+                f"the run in {paths.root} trains the model {old!r}, but `model.name` is {new!r} - expected the same: "
+                "its weights would get another model's tokenizer and prompts. Leave `model.name` as it was, or start a "
+                "new run from the other model: `--name another`, without `--resume`."
+            )
+        old = (before.get("trainer", {}) if prefix else before).get("optim", {}).get("type", "adamw")
+        new = trainer.optim.type
+        # AdamW and its 8-bit form read each other's moments. The base model has no optimizer state.
+        is_other = str(old).removesuffix("_8bit") != new.removesuffix("_8bit")
+        if step != 0 and is_other and complete_steps(paths.checkpoints):
+            raise ConfigError(
+                f"the run in {paths.root} uses the optimizer {old!r}, but `{prefix}optim.type` is {new!r} - expected "
+                "the same ('adamw' and 'adamw_8bit' may replace each other), because its checkpoint holds that "
+                "optimizer's state. Leave it as it was, or start a new run from the weights of this one: `model.name`, "
+                "without `--resume`."
+            )
+    confirmed = 0
+    if isinstance(config, RunConfig):
+        from trireme.journal.versions import Versions  # it imports numpy, which `rl --help` does not wait for
+
+        confirmed = Versions(paths.journal).newest  # it may be later than the newest checkpoint
+    newest, last = max(confirmed, *complete_steps(paths.checkpoints), 0), _last_step(config)
     if step in (None, -1) and last is not None and newest > last:
         raise ConfigError(
             f"the run in {paths.root} has reached step {newest}, but `max_steps` is {last} - expected {newest} or "
@@ -46,39 +66,9 @@ def is_trained(config: RunConfig | SftConfig) -> bool:
     return complete_steps(config.paths.checkpoints)[-1:] == [_last_step(config)]
 
 
-def _newest_confirmed(config: RunConfig | SftConfig) -> int:
-    """Return the newest version that engines have confirmed. It may be later than the newest checkpoint."""
-    from trireme.journal.versions import Versions  # it imports numpy, which `rl --help` does not wait for
-
-    return Versions(config.paths.journal).newest if isinstance(config, RunConfig) else 0
-
-
 def _last_step(config: RunConfig | SftConfig) -> int | None:
     """Return `max_steps`; None where the number of steps follows from the data."""
     return None if isinstance(config, SftConfig) and config.num_epochs is not None else config.max_steps
-
-
-def _check_model(before: dict[str, Any], config: RunConfig | SftConfig) -> None:
-    """Compare the last part of the names: a folder may have been moved, and a model of a hub may be a folder by now."""
-    old, new = before.get("model", {}).get("name"), config.model.name
-    if isinstance(old, str) and new is not None and Path(old).name != Path(new).name:
-        raise ConfigError(
-            f"the run in {config.paths.root} trains the model {old!r}, but `model.name` is {new!r} - expected the "
-            "same: its weights would get another model's tokenizer and prompts. Leave `model.name` as it was, or "
-            "start a new run from the other model: `--name another`, without `--resume`."
-        )
-
-
-def _check_optimizer(before: dict[str, Any], new: str, prefix: str, paths: RunPaths) -> None:
-    """Compare the kinds of optimizer. AdamW and its 8-bit form read each other's moments."""
-    old = before.get("optim", {}).get("type", "adamw")
-    if str(old).removesuffix("_8bit") != new.removesuffix("_8bit") and complete_steps(paths.checkpoints):
-        raise ConfigError(
-            f"the run in {paths.root} uses the optimizer {old!r}, but `{prefix}optim.type` is {new!r} - expected the "
-            "same ('adamw' and 'adamw_8bit' may replace each other), because its checkpoint holds that optimizer's "
-            "state. Leave it as it was, or start a new run from the weights of this one: `model.name`, without "
-            "`--resume`."
-        )
 
 
 def rewind(paths: RunPaths, version: int) -> None:

@@ -55,7 +55,14 @@ def supervise(plan: Plan, config: RunConfig, *, grace_s: float = GRACE_S, keep_o
             view.say(summary(view.progress, config, time.monotonic() - started, restarts))
         else:
             words = [*ending.lines(), *warning_lines(view.progress.warnings), *restarts_lines(restarts)]
-            view.say("\n".join([*words, *_how_to_resume(config)]))
+            if config.paths.holds_run:  # it resumes from the newest checkpoint and every batch since
+                steps = complete_steps(config.paths.checkpoints)
+                where = f" from step {steps[-1]}" if steps else ""
+                instead = (
+                    " instead of --trainer.ckpt.resume-step" if (config.trainer.ckpt.resume_step or -1) >= 0 else ""
+                )
+                words.append(f"To resume{where}: the same command with --resume{instead}")
+            view.say("\n".join(words))
     return ending.exit_code
 
 
@@ -75,16 +82,6 @@ def _watch(children: Children, config: RunConfig, view: View, signals: Sequence[
                 view.say(line)
             view.tick(children.states())
             time.sleep(POLL_S)
-
-
-def _how_to_resume(config: RunConfig) -> list[str]:
-    """Return how to resume, where there is a run on disk: from the newest checkpoint and every batch since."""
-    if not config.paths.holds_run:
-        return []
-    steps = complete_steps(config.paths.checkpoints)
-    where = f" from step {steps[-1]}" if steps else ""
-    instead = " instead of --trainer.ckpt.resume-step" if (config.trainer.ckpt.resume_step or -1) >= 0 else ""
-    return [f"To resume{where}: the same command with --resume{instead}"]
 
 
 @contextmanager
