@@ -7,12 +7,10 @@ of every tensor. Rollouts are on disk as they end; the same command, typed again
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from rich.console import Console
 
@@ -20,9 +18,7 @@ from trireme.algo.digest import model_digest
 from trireme.algo.weight_checks import first_difference
 from trireme.base.errors import ConfigError, TriremeError, WeightsMismatch
 from trireme.base.log import get_logger, start_logging
-from trireme.base.network import is_loopback
 from trireme.base.paths import RunPaths, atomic_write, step_folder, step_of
-from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
 from trireme.config.files import find_run_file, read_run
 from trireme.config.run import RunConfig
@@ -47,10 +43,7 @@ from trireme.tools.evaluate.session import (
     rollout_config,
     run_sessions,
 )
-from trireme.tools.export.weights_folder import (
-    CheckpointSender,
-    require_readable,
-)
+from trireme.tools.export.weights_folder import require_readable
 
 log = get_logger("eval")
 
@@ -163,17 +156,8 @@ class CheckpointEvaluation:
         tokenizer = open_chat_tokenizer(run.model.name)
         async with AsyncExitStack() as stack:
             pool = await stack.enter_async_context(open_standing_pool(run, tokenizer, self._server.root, waits=waits))
-            host = _own_address(self._server.root)
-            sender = CheckpointSender(
-                config.transfer if config.transfer != "auto" else "filesystem" if is_loopback(host) else "gloo",
-                host=host,
-                port=free_port(),
-                folder=(output / ".transfer").resolve(),
-                bucket_bytes=config.bucket_mib << 20,
-                timeout_s=config.client.timeout_s,
-            )
-            stack.callback(sender.close)
-            engine = EvaluatedEngine(pool, sender, config, self._server.base_model, self._progress)
+            engine = EvaluatedEngine(pool, config, self._server, output / ".transfer", self._progress)
+            stack.callback(engine.close)
             await engine.take()
             engine.require_same_model(self._steps)
             environments = await stack.enter_async_context(
@@ -257,17 +241,6 @@ class CheckpointEvaluation:
                 "weights of that version. The files were changed or damaged since. Move the folder away and make it "
                 f"again: `trireme export {run_folder} --step {step}`."
             )
-
-
-def _own_address(url: str) -> str:
-    """Return the address at which the engine reaches this process: loopback, or that of the route to it."""
-    parts = urlsplit(url)
-    host = parts.hostname or "127.0.0.1"
-    if is_loopback(host):
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
-        route.connect((host, parts.port or 80))
-        return str(route.getsockname()[0])
 
 
 def find_steps(weights: Path, wanted: tuple[int, ...]) -> dict[int, Path]:

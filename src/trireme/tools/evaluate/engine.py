@@ -13,28 +13,38 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
+import socket
 import uuid
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import torch
+
+from trireme.algo.digest import tensor_digest
 from trireme.base.errors import ConfigError, PeerDied
 from trireme.base.log import get_logger
+from trireme.base.network import is_loopback
+from trireme.base.processes import free_port
 from trireme.messages import PULLED_KINDS, InitInfo, UpdateInfo
 from trireme.orchestrator.engines.engine import REQUEST_ERRORS
 from trireme.orchestrator.engines.responses import BadAnswer
 from trireme.orchestrator.weights.engine_update import finish, join, load, require_confirmed
 from trireme.tools.environments.policy import FRESH, LOADING, StandingPool, WeightsReplaced
+from trireme.tools.environments.policy_endpoint import Server
 from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.config import EvalConfig
 from trireme.tools.export.weights_folder import (
-    CheckpointSender,
     ModelFiles,
     Source,
     find_model,
     open_source,
     shape_difference,
 )
+from trireme.transport.weights.backends import open_sender
 
 log = get_logger("eval")
 
@@ -46,22 +56,16 @@ class EvaluatedEngine:
     """One engine, for one evaluation at a time."""
 
     def __init__(
-        self,
-        pool: StandingPool,
-        sender: CheckpointSender,
-        config: EvalConfig,
-        base_model: str | None,
-        progress: Progress,
+        self, pool: StandingPool, config: EvalConfig, server: Server, folder: Path, progress: Progress
     ) -> None:
         """
         Args:
-            base_model: folder or hub name of the base model, as the server names it.
+            folder: for weights that the engine cannot read in place; removed by `close`.
         """
         self.engine = pool.engines[0]
         self.url = self.engine.url
         self.holds = "the weights that it had"  # in words
         self._pool = pool
-        self._sender = sender
         self._config = config
         self._progress = progress
         self._id = f"{OWN}{uuid.uuid4().hex[:6]}"
@@ -69,9 +73,26 @@ class EvaluatedEngine:
         self._has_loaded = False
         self._began_with = FRESH  # the name of its weights before this evaluation
         self._began_with_base = False
-        self._base_model = config.model.base or base_model
+        self._base_model = config.model.base or server.base_model
         self._base = find_model(self._base_model) if self._base_model else None  # on this machine
         self._dtype = "float32"  # that adapters are merged into
+        self._folder = folder.resolve()
+        self._host, self._port = _own_address(server.root), free_port()
+        self._kind: str = config.transfer
+        if config.transfer == "auto":
+            self._kind = "filesystem" if is_loopback(self._host) else "gloo"
+        self._sender = open_sender(
+            self._kind,
+            host=self._host,
+            port=self._port,
+            folder=self._folder,
+            bucket_bytes=config.bucket_mib << 20,
+            timeout_s=config.client.timeout_s,
+        )
+
+    def close(self) -> None:
+        self._sender.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     async def take(self) -> None:
         """Make it this evaluation's: with `take_over`, also where it serves a training run or is paused for one.
@@ -108,7 +129,10 @@ class EvaluatedEngine:
         self._began_with_base = is_fresh or (name.startswith(OWN) and name.endswith(BASE))
         if is_paused:
             await self.engine.post("resume")
-        self._dtype = await self._computed_dtype()
+        model = ((await self._get("server_info?config_format=json")).get("vllm_config") or {}).get("model_config") or {}
+        dtype = str(model.get("dtype")).removeprefix("torch.")
+        if dtype in ("bfloat16", "float16"):  # an engine that does not report one gets float32, which loses nothing
+            self._dtype = dtype
 
     def require_same_model(self, steps: dict[int, Path]) -> None:
         """Raises: ConfigError where a checkpoint is of another model than the engine's, as far as files show."""
@@ -201,28 +225,41 @@ class EvaluatedEngine:
         self._pool.serves = self._last_name = name
 
     async def _transfer(self, name: str, source: Source) -> dict[str, str]:
-        sender = self._sender
+        """Send a model, on a way that weights travel in training. Returns the digest of each tensor."""
         info = InitInfo(
-            kind=sender.kind,
-            host=sender.host,
-            port=sender.port,
+            kind=self._kind,
+            host=self._host,
+            port=self._port,
             epoch=f"{self._id}/{name}/{uuid.uuid4().hex[:8]}",
             rank_offset=1,
             world_size=1 + self.engine.num_workers,
-            bucket_bytes=sender.bucket_bytes,
-            timeout_s=sender.timeout_s,
+            bucket_bytes=self._config.bucket_mib << 20,
+            timeout_s=self._config.client.timeout_s,
         )
+        digests: dict[str, str] = {}
+
+        def tensors() -> Iterator[torch.Tensor]:
+            for name, tensor in source.tensors():
+                digests[name] = tensor_digest(tensor)
+                yield tensor
+
+        def send() -> dict[str, Any]:
+            """Return the payload for kinds that are fetched. Blocks until all is sent."""
+            if self._kind == "filesystem" and source.folder is not None:
+                for _ in tensors():  # the engine reads the files; their digests are needed here
+                    pass
+                return {"folder": str(source.folder), "bucket_bytes": None}
+            self._sender.join(info.epoch, info.world_size, is_wanted=lambda: not receiving.done())
+            return self._sender.send(source.specs, tensors())
 
         async def receive() -> None:
             await join(self.engine, info)
-            if sender.kind not in PULLED_KINDS:
+            if self._kind not in PULLED_KINDS:
                 await load(self.engine, UpdateInfo(source.specs))
 
         receiving = asyncio.create_task(receive())
         try:
-            payload, digests = await asyncio.to_thread(
-                sender.send, source, info.epoch, info.world_size, lambda: not receiving.done()
-            )
+            payload = await asyncio.to_thread(send)
             await receiving
         except (RuntimeError, OSError) as error:
             if receiving.done() and not receiving.cancelled() and (cause := receiving.exception()) is not None:
@@ -233,18 +270,12 @@ class EvaluatedEngine:
         finally:
             receiving.cancel()
             await asyncio.gather(receiving, return_exceptions=True)
-        if sender.kind in PULLED_KINDS:
+        if self._kind in PULLED_KINDS:
             await load(self.engine, UpdateInfo(source.specs, payload))
         await finish(self.engine, f"{self._id}{LOADING}")
         return digests
 
     # what it reports of itself
-
-    async def _computed_dtype(self) -> str:
-        """Return the precision that it computes in; float32, which loses nothing, where it does not report one."""
-        config = (await self._get("server_info?config_format=json")).get("vllm_config") or {}
-        dtype = str((config.get("model_config") or {}).get("dtype")).removeprefix("torch.")
-        return dtype if dtype in ("bfloat16", "float16", "float32") else "float32"
 
     async def _num_requests(self) -> int:
         """Return how many requests run and wait, as vLLM's metrics have it; 0 where it has none."""
@@ -261,3 +292,14 @@ class EvaluatedEngine:
             answer = await self.engine.get(path)
             return answer if isinstance(answer, dict) else {}
         return {}
+
+
+def _own_address(url: str) -> str:
+    """Return the address at which the engine reaches this process: loopback, or that of the route to it."""
+    parts = urlsplit(url)
+    host = parts.hostname or "127.0.0.1"
+    if is_loopback(host):
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+        route.connect((host, parts.port or 80))
+        return str(route.getsockname()[0])

@@ -1,4 +1,4 @@
-"""Read a model from its files, or adapters with their base model, and send it to an engine.
+"""Read a model from its files, or adapters with their base model.
 
 Merged adapters have the bits that a run's own engines were given: each product is added in float32, then rounded.
 """
@@ -6,20 +6,16 @@ Merged adapters have the bits that a run's own engines were given: each product 
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from trireme.algo.digest import tensor_digest
 from trireme.base.errors import ConfigError
 from trireme.config.model_folder import WEIGHTS, config_file, quantization_of, read_config
 from trireme.messages import TensorSpec
-from trireme.transport.weights.backends import Sender, open_sender
 from trireme.transport.weights.published_files import PublishedFiles
 
 WHOLE, INDEX = WEIGHTS
@@ -198,48 +194,3 @@ def read_settings(folder: Path) -> dict[str, Any]:
             f"{path} does not say {', '.join(missing)} - expected what PEFT writes. Copy the folder again."
         )
     return settings
-
-
-@dataclass
-class CheckpointSender:
-    """Sends models to one engine, on a way that weights travel in training; one sender for an evaluation."""
-
-    kind: str  # filesystem or gloo
-    host: str
-    port: int
-    folder: Path  # for what an engine cannot read in place; removed by `close`
-    bucket_bytes: int
-    timeout_s: float
-    _sender: Sender | None = None
-
-    def send(
-        self, source: Source, epoch: str, world_size: int, is_wanted: Callable[[], bool] = lambda: True
-    ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the payload for kinds that are fetched, and the digest of each tensor. Blocks until all is sent."""
-        digests: dict[str, str] = {}
-
-        def tensors() -> Iterator[torch.Tensor]:
-            for name, tensor in source.tensors():
-                digests[name] = tensor_digest(tensor)
-                yield tensor
-
-        if self.kind == "filesystem" and source.folder is not None:
-            for _ in tensors():
-                pass
-            return {"folder": str(source.folder), "bucket_bytes": None}, digests
-        if self._sender is None:
-            self._sender = open_sender(
-                self.kind,
-                host=self.host,
-                port=self.port,
-                folder=self.folder,
-                bucket_bytes=self.bucket_bytes,
-                timeout_s=self.timeout_s,
-            )
-        self._sender.join(epoch, world_size, is_wanted=is_wanted)
-        return self._sender.send(source.specs, tensors()), digests
-
-    def close(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
