@@ -77,7 +77,7 @@ def write_sets(run: Path, kind: str, folder: Path, *, selection: Selection, opti
             files = [stack.enter_context(kind_of_file(partial, table, keys)) for table in TABLES[kind]]
             for step, rollouts in batches():
                 for file in files:
-                    file.write(file.new_rows(step, rollouts, options))
+                    file.add(step, rollouts, options)
         sync_folder(partial)
         replace_folder(partial, folder)
     finally:
@@ -121,7 +121,7 @@ class Parquet:
         with open(self.path, "rb") as file:
             os.fsync(file.fileno())
 
-    def new_rows(self, step: int, rollouts: list[Rollout], options: Options) -> list[dict[str, Any]]:
+    def add(self, step: int, rollouts: list[Rollout], options: Options) -> None:
         rows = []
         for row in self._table.rows(step, rollouts, options):
             key = json.dumps([row[name] for name in self._table.once])
@@ -129,7 +129,7 @@ class Parquet:
                 self._seen.add(key)
                 rows.append(row)
         self.num_rows += len(rows)
-        return rows
+        self.write(rows)
 
     def write(self, rows: list[dict[str, Any]]) -> None:
         self._file.write_table(pa.Table.from_pylist(rows, schema=self._schema))

@@ -6,9 +6,8 @@ All that can be refused is refused here, before anything starts.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +21,7 @@ from trireme.base.network import is_loopback
 from trireme.base.processes import free_port
 from trireme.base.token import token
 from trireme.base.waiting import Waits
+from trireme.config.model_folder import longest_context, read_config
 from trireme.config.orchestrator import Sampling
 from trireme.config.resolve import resolve, updated
 from trireme.config.rules import check_launch
@@ -157,11 +157,8 @@ def engine_config(config: RunConfig, model: str | None, devices: Devices) -> Run
         values["max_async_level"] = 0
     config = updated(config, values)
     if "seq_len" not in config.model_fields_set:
-        file, longest = Path(config.inference.model.name or config.model.name) / "config.json", MAX_CONTEXT
-        # The model may be on a hub, or its file in another form: the engine will know.
-        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            longest = min(MAX_CONTEXT, int(json.loads(file.read_text())["max_position_embeddings"]))
-        config = updated(config, {"seq_len": max(config.inference.model.max_model_len or 0, longest)})
+        longest = longest_context(read_config(config.inference.model.name or config.model.name)) or MAX_CONTEXT
+        config = updated(config, {"seq_len": max(config.inference.model.max_model_len or 0, min(MAX_CONTEXT, longest))})
     config = resolve(config, devices, section="inference")
     check_launch(config, devices, section="inference")
     return config
@@ -263,20 +260,11 @@ class EnginePolicy:
 async def open_engine_policy(
     config: RunConfig, tokenizer: ChatTokenizer, url: str, *, name: str, waits: Waits, wanted: PolicyWanted
 ) -> AsyncIterator[EnginePolicy]:
-    """Open a policy on the engine at `url`.
+    """Open a policy on the engine at `url`. Its pool is a `StandingPool`.
 
     Args:
         name: for the report; the sampling is appended to it.
     """
-    async with open_standing_pool(config, tokenizer, url, waits=waits) as pool:
-        runner = RolloutRunner(config, pool, tokenizer, pictures=wanted.pictures, waits=waits)
-        yield EnginePolicy(name, runner, config.orchestrator.sampling, trained=wanted.trained)
-
-
-@asynccontextmanager
-async def open_standing_pool(
-    config: RunConfig, tokenizer: ChatTokenizer, url: str, *, waits: Waits
-) -> AsyncIterator[StandingPool]:
     async with open_inference_pool(
         [url],
         waits=waits,
@@ -287,4 +275,5 @@ async def open_standing_pool(
     ) as opened:
         pool = StandingPool(**{each.name: getattr(opened, each.name) for each in fields(opened) if each.init})
         pool.engines[0].state = "live"
-        yield pool
+        runner = RolloutRunner(config, pool, tokenizer, pictures=wanted.pictures, waits=waits)
+        yield EnginePolicy(name, runner, config.orchestrator.sampling, trained=wanted.trained)

@@ -61,40 +61,20 @@ def write_environment(name: str, *, kind: TemplateKind, root: Path) -> Path:
 
 
 def checked_name(name: str) -> str:
-    """Return the name as packages write it, with dashes.
-
-    Raises: ConfigError, with the nearest name that can be used.
-    """
-    with_dashes = name.replace("_", "-")
-    if (problem := _problem(with_dashes)) is None:
+    """Return the name as packages write it, with dashes. Raises: ConfigError where it cannot be used."""
+    with_dashes, module = name.replace("_", "-"), name.replace("-", "_")
+    problem = None
+    if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", with_dashes):
+        problem = "it is not a valid package name"
+    elif len(name) > 60:
+        problem = f"it has {len(name)} letters, the limit is 60"
+    elif keyword.iskeyword(module):
+        problem = f"`{module}` is a keyword of Python"
+    elif module in sys.stdlib_module_names or module in _TAKEN or module.startswith("trireme_"):
+        problem = f"a module `{module}` exists already, which it would hide"
+    if problem is None:
         return with_dashes
     raise ConfigError(
         f"{name!r} cannot be the name of an environment: {problem} - expected lower-case letters and digits in words "
-        f"joined by dashes, such as `my-env`. Try `trireme env init {suggested_name(name)}`."
+        "joined by dashes, and no module's name. Take another, such as `trireme env init my-env`."
     )
-
-
-def suggested_name(name: str) -> str:
-    """Return the nearest name that can be used.
-
-    Example:
-        suggested_name("My Env!"), suggested_name("2048"), suggested_name("json")  # my-env, env-2048, json-env
-    """
-    split = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", name)  # MyEnv
-    plain = re.sub(r"[^a-z0-9]+", "-", split.lower()).strip("-") or "my-env"
-    plain = plain if plain[0].isalpha() else f"env-{plain}"
-    return next(name for name in (plain, f"{plain[:50]}-env", f"my-{plain[:50].strip('-')}") if not _problem(name))
-
-
-def _problem(name: str) -> str | None:
-    """Return why a name with dashes cannot be used, or None."""
-    module = name.replace("-", "_")
-    if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
-        return "it is not a valid package name"
-    if len(name) > 60:
-        return f"it has {len(name)} letters, the limit is 60"
-    if keyword.iskeyword(module):
-        return f"`{module}` is a keyword of Python"
-    if module in sys.stdlib_module_names or module in _TAKEN or module.startswith("trireme_"):
-        return f"a module `{module}` exists already, which it would hide"
-    return None

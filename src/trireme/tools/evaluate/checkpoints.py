@@ -27,9 +27,8 @@ from trireme.messages import TensorSpec
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.evaluation.results import description_path
 from trireme.orchestrator.rollout.chat import open_chat_tokenizer
-from trireme.orchestrator.rollout.runner import RolloutRunner
 from trireme.tools.environments.output import hold_output
-from trireme.tools.environments.policy import EnginePolicy, open_standing_pool, vision_of
+from trireme.tools.environments.policy import EnginePolicy, PolicyWanted, open_engine_policy, vision_of
 from trireme.tools.environments.policy_endpoint import look_at
 from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.config import EvalConfig, inherit_from_run
@@ -155,8 +154,11 @@ class CheckpointEvaluation:
         run = self._run_config()
         tokenizer = open_chat_tokenizer(run.model.name)
         async with AsyncExitStack() as stack:
-            pool = await stack.enter_async_context(open_standing_pool(run, tokenizer, self._server.root, waits=waits))
-            engine = EvaluatedEngine(pool, config, self._server, output / ".transfer", self._progress)
+            url = self._server.root
+            wanted = PolicyWanted(pictures=output / "pictures", trained=False)
+            opening = open_engine_policy(run, tokenizer, url, name=f"the engine at {url}", waits=waits, wanted=wanted)
+            policy = await stack.enter_async_context(opening)
+            engine = EvaluatedEngine(policy, config, self._server, output / ".transfer", self._progress)
             stack.callback(engine.close)
             await engine.take()
             engine.require_same_model(self._steps)
@@ -164,8 +166,6 @@ class CheckpointEvaluation:
                 open_environments(config, output / "logs", waits, self._progress)
             )
             self._engine = engine
-            runner = RolloutRunner(run, pool, tokenizer, pictures=output / "pictures", waits=waits)
-            policy = EnginePolicy(f"the engine at {engine.url}", runner, run.orchestrator.sampling, trained=False)
             try:
                 evaluated = [
                     (self._label(step), await self._evaluate_model(step, environments, policy, engine))

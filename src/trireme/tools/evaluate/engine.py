@@ -33,7 +33,7 @@ from trireme.messages import PULLED_KINDS, InitInfo, UpdateInfo
 from trireme.orchestrator.engines.engine import REQUEST_ERRORS
 from trireme.orchestrator.engines.responses import BadAnswer
 from trireme.orchestrator.weights.engine_update import finish, join, load, require_confirmed
-from trireme.tools.environments.policy import FRESH, LOADING, StandingPool, WeightsReplaced
+from trireme.tools.environments.policy import FRESH, LOADING, EnginePolicy, StandingPool, WeightsReplaced
 from trireme.tools.environments.policy_endpoint import Server
 from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.config import EvalConfig
@@ -56,12 +56,14 @@ class EvaluatedEngine:
     """One engine, for one evaluation at a time."""
 
     def __init__(
-        self, pool: StandingPool, config: EvalConfig, server: Server, folder: Path, progress: Progress
+        self, policy: EnginePolicy, config: EvalConfig, server: Server, folder: Path, progress: Progress
     ) -> None:
         """
         Args:
             folder: for weights that the engine cannot read in place; removed by `close`.
         """
+        pool = policy.runner.pool
+        assert isinstance(pool, StandingPool), pool
         self.engine = pool.engines[0]
         self.url = self.engine.url
         self.holds = "the weights that it had"  # in words

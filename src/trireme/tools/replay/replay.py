@@ -59,16 +59,19 @@ def replay(config: RunConfig, span: range, *, keep_going: bool = False) -> int:
     ) as world:
         if world.is_main:
             start = f"the checkpoint of step {span.start}" if span.start else "the base model"
-            _say(f"{config.paths.root}: {_count(len(span), 'step')} from {start}, with {_surroundings(config)}")
+            print(
+                f"{config.paths.root}: {_count(len(span), 'step')} from {start}, with {_surroundings(config)}",
+                flush=True,
+            )
         compared: list[Comparison] = []  # on rank 0 only
         for retraced in retrace(config, world, span):
             if world.is_main:
                 compared.append(evidence.compare(retraced))
-                _say(str(compared[-1]))
+                print(compared[-1], flush=True)
             if world.agree(bool(compared and compared[-1].differences)) and not keep_going:
                 break
         if world.is_main:
-            _say(_verdict(config, compared))
+            print(_verdict(config, compared), flush=True)
         return world.agree(config.device == "cpu" and any(each.differences for each in compared))
 
 
@@ -241,7 +244,3 @@ def _surroundings(config: RunConfig) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
