@@ -53,7 +53,18 @@ def write_sets(run: Path, kind: str, folder: Path, *, selection: Selection, opti
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty. Expected an empty or a new folder. Set `--output` to another.")
     journal = Journal(RunPaths(run).journal)
-    steps = _steps_of(journal, selection)  # once: a run that is going on has more the second time
+    present = journal.steps()
+    if not present:
+        raise ConfigError(
+            f"{journal.path(0).parent} holds no batch. Expected the folder of an `rl` run that has trained. "
+            "Check the path; evaluations have files of their own, which are JSON lines already."
+        )
+    # once: a run that is going on has more the second time
+    steps = journal.require_all(selection.steps, ways_out="Or write what comes before and after it, with `--steps`.")
+    if not steps:
+        raise ConfigError(
+            f"The run has steps {present[0]} to {present[-1]}, and none of them was asked for. Change `--steps`."
+        )
 
     def batches() -> Iterator[tuple[int, list[Rollout]]]:
         for step in steps:
@@ -83,21 +94,6 @@ def write_sets(run: Path, kind: str, folder: Path, *, selection: Selection, opti
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return {folder / file.path.name: file.num_rows for file in files}
-
-
-def _steps_of(journal: Journal, selection: Selection) -> list[int]:
-    present = journal.steps()
-    if not present:
-        raise ConfigError(
-            f"{journal.path(0).parent} holds no batch. Expected the folder of an `rl` run that has trained. "
-            "Check the path; evaluations have files of their own, which are JSON lines already."
-        )
-    steps = journal.require_all(selection.steps, ways_out="Or write what comes before and after it, with `--steps`.")
-    if not steps:
-        raise ConfigError(
-            f"The run has steps {present[0]} to {present[-1]}, and none of them was asked for. Change `--steps`."
-        )
-    return steps
 
 
 class Parquet:

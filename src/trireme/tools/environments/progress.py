@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import rich.progress
 from rich.console import Console
@@ -29,8 +29,6 @@ class Progress:
         words = f"{what} (at most {limit_s:.0f} s)"
         if not self._console.is_terminal:
             self.show(words)
-            yield
-            return
         with self._live() as live:
             live.add_task(escape(words), total=None)
             yield
@@ -45,8 +43,6 @@ class Progress:
         """
         limit, shown_at = f"each at most {limit_s:.0f} s", time.monotonic()
         rewards: list[float | None] = []
-        live = self._live(BarColumn(), MofNCompleteColumn()) if self._console.is_terminal else None
-        task = live.add_task(limit, total=total) if live else None
 
         def describe() -> str:
             scored = [reward for reward in rewards if reward is not None]
@@ -56,17 +52,20 @@ class Progress:
         def add(reward: float | None) -> None:
             nonlocal shown_at
             rewards.append(reward)
-            if live is not None and task is not None:
-                live.update(task, description=f"{describe()}; {limit}", advance=1)
-            elif time.monotonic() - shown_at >= SHOW_EVERY_S:
+            live.update(task, description=f"{describe()}; {limit}", advance=1)
+            if not self._console.is_terminal and time.monotonic() - shown_at >= SHOW_EVERY_S:
                 shown_at = time.monotonic()
                 self.show(describe())
 
-        with live or nullcontext():
-            if live is None:
-                self.show(f"{describe()}; {limit}")
+        if not self._console.is_terminal:
+            self.show(f"{describe()}; {limit}")
+        with self._live(BarColumn(), MofNCompleteColumn()) as live:
+            task = live.add_task(limit, total=total)
             yield add
 
     def _live(self, *more: BarColumn | MofNCompleteColumn) -> rich.progress.Progress:
+        """Return a live line, which shows nothing where there is no terminal."""
         columns = (SpinnerColumn(), TextColumn("{task.description}"), *more, TimeElapsedColumn())
-        return rich.progress.Progress(*columns, console=self._console, transient=True)
+        return rich.progress.Progress(
+            *columns, console=self._console, transient=True, disable=not self._console.is_terminal
+        )

@@ -89,29 +89,25 @@ def find_endpoint(model: str, *, base_url: str | None = None, path: Path | None 
     found = endpoints.get(model) or next(by_model, None) or endpoints.get(DEFAULT)
     if base_url and (found is None or found.url.rstrip("/") != base_url.rstrip("/")):
         found = Endpoint(model, found.model if found else None, base_url, None)
+    if found is None and file is None:
+        raise ConfigError(
+            f"no server is named for {model!r}: there is no {PLACES[1]} here - expected one, or an address. Add "
+            "`-b URL` (such as http://127.0.0.1:8000/v1), name a folder with a model (an engine is started with it), "
+            "or write the file: see docs/evaluation.md."
+        )
     if found is None:
-        raise ConfigError(_no_entry(model, endpoints, file))
+        near = get_close_matches(model, endpoints, n=3, cutoff=0.6)
+        has = ", ".join(near or list(endpoints)[:_MAX_SHOWN]) or "nothing"
+        raise ConfigError(
+            f"{file} has no endpoint {model!r} and none called {DEFAULT!r} - "
+            f"{'did you mean' if near else 'it has'} {has}{'?' if near else '.'} Add an entry, or `-b URL`."
+        )
     if found.variable and urlsplit(found.url).hostname not in LOCAL_HOSTS:
         raise ConfigError(
             f"{file}: the key of endpoint {found.name!r} ({found.url}) is in the variable {found.variable}, which is "
             f"not set - expected the key there. Type `export {found.variable}=…` first, or name another endpoint."
         )
     return Endpoint(found.name, found.model or model, found.url, found.key)
-
-
-def _no_entry(model: str, endpoints: dict[str, Endpoint], file: Path | None) -> str:
-    if file is None:
-        return (
-            f"no server is named for {model!r}: there is no {PLACES[1]} here - expected one, or an address. Add "
-            "`-b URL` (such as http://127.0.0.1:8000/v1), name a folder with a model (an engine is started with it), "
-            "or write the file: see docs/evaluation.md."
-        )
-    near = get_close_matches(model, endpoints, n=3, cutoff=0.6)
-    has = ", ".join(near or list(endpoints)[:_MAX_SHOWN]) or "nothing"
-    return (
-        f"{file} has no endpoint {model!r} and none called {DEFAULT!r} - "
-        f"{'did you mean' if near else 'it has'} {has}{'?' if near else '.'} Add an entry, or `-b URL`."
-    )
 
 
 def read_endpoints(path: Path) -> dict[str, Endpoint]:

@@ -15,15 +15,12 @@ from safetensors import SafetensorError, safe_open
 
 from trireme.base.errors import ConfigError
 from trireme.config.model_folder import WEIGHTS, config_file, quantization_of, read_config
-from trireme.messages import TensorSpec
 from trireme.transport.weights.published_files import PublishedFiles
 
 WHOLE, INDEX = WEIGHTS
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 Shapes = dict[str, tuple[int, ...]]
 
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_DTYPES |= {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}
 _COMPUTED = ("rotary_emb.inv_freq", "position_ids")
 """Buffers that some files hold and others leave to the model."""
 
@@ -36,30 +33,20 @@ class ModelFiles:
         index = folder / INDEX
         try:
             parts = json.loads(index.read_text())["weight_map"].values() if index.is_file() else [WHOLE]
-            self._files = [folder / name for name in sorted(set(parts))]
+            files = [folder / name for name in sorted(set(parts))]
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ConfigError(
                 f"{index} is damaged: {error!r} - expected the list of a model's files. Copy the folder again."
             ) from None
         quantization = quantization_of(read_config(str(folder)))
-        self._low_bit = PublishedFiles(self._files, quantization) if quantization else None
-        read = (read_specs(file) for file in self._files) if self._low_bit is None else [self._low_bit.specs()]
-        self.specs = [spec for specs in read for spec in specs]
-        is_all = sorted(folder.glob("*.safetensors")) == sorted(self._files)
+        self._files = open_files(files, quantization)
+        self.specs = self._files.specs()
+        self.shapes: Shapes = self._files.shapes
+        is_all = sorted(folder.glob("*.safetensors")) == sorted(files)
         self.folder: Path | None = folder.resolve() if is_all and not quantization else None
 
-    @property
-    def shapes(self) -> Shapes:
-        return {spec.name: tuple(spec.shape) for spec in self.specs}
-
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._low_bit is not None:
-            yield from ((spec.name, self._low_bit.read(spec.name, ()).contiguous()) for spec in self.specs)
-            return
-        for path in self._files:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a dict
-                    yield name, file.get_tensor(name)
+        return ((spec.name, self._files.read(spec.name, ()).contiguous()) for spec in self.specs)
 
 
 class AdaptedModel:
@@ -103,8 +90,8 @@ class AdapterFile:
         from trireme.trainer.checkpoint.state import MODEL
         from trireme.trainer.model.lora import peft_name
 
-        self._path = path
-        found = {spec.name: tuple(spec.shape) for spec in read_specs(path)}
+        self._files = open_files([path])
+        found = self._files.shapes
         self._names = {f"{MODEL}.{own}": name for own in wanted if (name := peft_name(own)) in found}
         theirs = {peft_name(own): shape for own, shape in wanted.items() if ".lora_" in own or peft_name(own) in found}
         if difference := shape_difference(theirs, found):
@@ -117,9 +104,7 @@ class AdapterFile:
         return list(self._names)
 
     def read_whole(self, name: str) -> torch.Tensor:
-        with safe_open(self._path, framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(self._names[name])
-            return tensor
+        return self._files.read(self._names[name], ())
 
 
 Source = ModelFiles | AdaptedModel
@@ -136,7 +121,7 @@ def require_readable(folder: Path) -> None:
     """Read headers. Raises: ConfigError where files are missing or damaged."""
     if (folder / ADAPTER_CONFIG).is_file():
         read_settings(folder)
-        read_specs(folder / ADAPTER_WEIGHTS)
+        open_files([folder / ADAPTER_WEIGHTS])
     else:
         ModelFiles(folder)
 
@@ -160,24 +145,22 @@ def shape_difference(expected: Shapes, found: Shapes) -> str | None:
     return f"{extra[0]} is no tensor of it" if extra else None
 
 
-def read_specs(path: Path) -> list[TensorSpec]:
-    """Raises: ConfigError where it is no whole safetensors file."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-            return [
-                TensorSpec(name=name, dtype=_DTYPES[part.get_dtype()], shape=list(part.get_shape()))
-                for name, part in slices.items()
-            ]
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path} is missing - expected the weights there. Copy them again, or leave its step out."
-        ) from None
-    except (SafetensorError, OSError, KeyError) as error:
-        raise ConfigError(
-            f"{path} is damaged: {error} - expected a whole safetensors file. Make it again (`trireme export RUN "
-            "--step N --to FOLDER`) or copy it again, or leave its step out: `--steps`."
-        ) from None
+def open_files(paths: list[Path], quantization: dict[str, Any] | None = None) -> PublishedFiles:
+    """Raises: ConfigError where one is no whole safetensors file."""
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{path} is missing - expected the weights there. Copy them again, or leave its step out."
+            ) from None
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(
+                f"{path} is damaged: {error} - expected a whole safetensors file. Make it again (`trireme export RUN "
+                "--step N --to FOLDER`) or copy it again, or leave its step out: `--steps`."
+            ) from None
+    return PublishedFiles(paths, quantization)
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

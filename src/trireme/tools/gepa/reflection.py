@@ -140,7 +140,7 @@ def feedback_on(rollout: PromptRollout, config: GepaConfig, *, chars: int) -> di
     if rollout.stop:
         feedback["Ended by"] = rollout.stop
     for name in config.state_columns:
-        feedback[name] = _shortened(_text(_column(rollout, name)), chars)
+        feedback[name] = _shortened(_column(rollout, name), chars)
     outputs = _shortened(_conversation(rollout.completion), chars)
     return inputs | {"Generated Outputs": outputs, "Feedback": feedback}
 
@@ -149,13 +149,15 @@ def has_column(rollout: PromptRollout, name: str) -> bool:
     return name in rollout.columns or name in VISIBLE
 
 
-def _column(rollout: PromptRollout, name: str) -> Any:
-    """Return the environment's own column, else what can be seen of it from outside."""
+def _column(rollout: PromptRollout, name: str) -> str:
+    """Return the environment's own column as text, else what can be seen of it from outside."""
     if name in rollout.columns:
-        return rollout.columns[name]
-    if name == "tool_calls":
-        return [call for message in rollout.completion for call in message.get("tool_calls") or []]
-    return getattr(rollout, name) if name in VISIBLE else "(not in the environment's state)"
+        value = rollout.columns[name]
+    elif name == "tool_calls":
+        value = [call for message in rollout.completion for call in message.get("tool_calls") or []]
+    else:
+        value = getattr(rollout, name) if name in VISIBLE else "(not in the environment's state)"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _conversation(messages: Sequence[dict[str, Any]]) -> str:
@@ -167,10 +169,6 @@ def _conversation(messages: Sequence[dict[str, Any]]) -> str:
             lines += [f"[calls {call.name}({call.arguments})]" for call in tool_calls(message)]
             shown.append(f"{message.get('role')}: " + "\n".join(lines))
     return "\n\n".join(shown)
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _shortened(text: str, chars: int) -> str:
