@@ -25,7 +25,7 @@ from trireme.orchestrator.environments.wire import Ask, Done, Reply
 from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.tools.environments.catalog import list_environments
 from trireme.tools.environments.policy_endpoint import look_at, open_chat_endpoint
-from trireme.tools.environments.template import KINDS, checked_name, suggested_name
+from trireme.tools.environments.template import KINDS, checked_name
 
 REPOSITORY = Path(__file__).parents[2]
 ECHO = """
@@ -254,14 +254,10 @@ def test_an_endpoint_that_refuses_the_key_or_stays_busy_ends_the_check_with_its_
         reply_of(chat, timeout_s=0.05 if status == 503 else 20)
 
 
-@pytest.mark.parametrize(
-    ("name", "better"),
-    [("My Env!", "my-env"), ("2048", "env-2048"), ("json", "json-env"), ("", "my-env"), ("x" * 61, "x" * 50 + "-env")],
-)
-def test_a_name_that_will_not_do_is_refused_with_one_that_does(name, better):
-    with pytest.raises(ConfigError, match=f"Try `trireme env init {better}`"):
+@pytest.mark.parametrize("name", ["My Env!", "2048", "json", "class", "", "x" * 61])
+def test_a_name_that_will_not_do_is_refused(name):
+    with pytest.raises(ConfigError, match="cannot be the name of an environment"):
         checked_name(name)
-    assert checked_name(better) == better == suggested_name(name)
     assert checked_name("x" * 60) == "x" * 60
 
 

@@ -67,22 +67,24 @@ def _file_problem(path: str, file: Path, name: str, key: str) -> str | None:
         body = ast.parse(file.read_bytes()).body
     except SyntaxError as error:
         return f'`{key} = "{path}"`: {file}, line {error.lineno}: {error.msg}. Python was expected. Correct it.'
-    if name in _names_at_the_top(body):
+    if name in names_at_the_top(body):
         return None
     return _no_function(path, key, f"{file} has no")
 
 
-def _names_at_the_top(body: list[ast.stmt]) -> set[str]:
+def names_at_the_top(body: list[ast.stmt]) -> set[str]:
     """Return the names that a module defines, imports or assigns at its top level."""
     names: set[str] = set()
     for node in body:
         match node:
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 names.add(name)
             case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
                 names |= {alias.asname or alias.name for alias in aliases}
             case ast.Assign(targets=targets):
                 names |= {target.id for target in targets if isinstance(target, ast.Name)}
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                names.add(name)
     return names
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trireme.base.errors import ConfigError
+from trireme.base.functions import names_at_the_top
 from trireme.orchestrator.environments.venv import (
     BUILD_TIMEOUT_S,
     EnvironmentSource,
@@ -137,15 +138,5 @@ def _is_environment(file: Path) -> bool:
         body = ast.parse(file.read_text(encoding="utf-8")).body
     except (OSError, ValueError, SyntaxError):
         return False
-    names: set[str] = set()
-    for statement in body:
-        match statement:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                names.add(statement.name)
-            case ast.Assign():
-                names |= {target.id for target in statement.targets if isinstance(target, ast.Name)}
-            case ast.AnnAssign(target=ast.Name(id=name)):
-                names.add(name)
-            case ast.Import() | ast.ImportFrom():
-                names |= {alias.asname or alias.name for alias in statement.names}
+    names = names_at_the_top(body)
     return any(wanted <= names for wanted in ENTRY_POINTS)

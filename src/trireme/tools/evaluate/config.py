@@ -10,10 +10,9 @@ from urllib.parse import urlsplit
 
 from pydantic import PositiveFloat, PositiveInt
 
-from trireme.base.errors import ConfigError
 from trireme.base.network import is_loopback
 from trireme.base.token import TOKEN
-from trireme.config.arguments import HELP, TypedFile, parse_arguments
+from trireme.config.arguments import HELP, TypedFile, TypedFlag, parse_arguments
 from trireme.config.orchestrator import Environment, Evaluation, Sampling
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
@@ -154,24 +153,18 @@ def with_environments(argv: list[str]) -> list[str]:
     """
     if any(word in HELP for word in argv):
         return argv
+    arguments = parse_arguments(argv)
+    named = [each for each in arguments if isinstance(each, TypedFlag) and each.path == ("env", "id")]
+    ids = [id for flag in named for word in flag.values for id in word.split(",") if id]
     files: list[str] = []
     flags: list[str] = []
-    ids: list[str] = []
-    unnumbered: dict[str, str] = {}  # as typed, and with the number of the first environment
-    for argument in parse_arguments(argv):
+    for argument in arguments:
         if isinstance(argument, TypedFile):
             files += [*([as_flag(argument.scope)] if argument.scope else []), "@", argument.name]
-        elif argument.path == ("env", "id") and argument.values:
-            ids += [id for word in argument.values for id in word.split(",") if id]
-        elif argument.path[0] == "env" and len(argument.path) > 1 and not argument.path[1].isdigit():
-            unnumbered[argument.name] = as_flag(("env", "0", *argument.path[1:]))
-            flags += [unnumbered[argument.name], *argument.values]
+        elif argument in named and ids:
+            continue
+        elif argument.path[0] == "env" and len(argument.path) > 1 and not argument.path[1].isdigit() and len(ids) < 2:
+            flags += [as_flag(("env", "0", *argument.path[1:])), *argument.values]
         else:
             flags += [argument.name, *argument.values]
-    if len(ids) > 1 and unnumbered:
-        name, numbered = next(iter(unnumbered.items()))
-        raise ConfigError(
-            f"`{name}` came with {len(ids)} environments ({', '.join(ids)}) - expected the number of the one that is "
-            f"meant, counted from 0. Write `{numbered}`."
-        )
     return files + (["--env", json.dumps([{"id": id} for id in ids])] if ids else []) + flags
