@@ -3,14 +3,17 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+from textual.events import Key
+from textual.keys import _character_to_key
 from textual.pilot import Pilot
+from textual.worker import WorkerCancelled
 
 from trireme.tools.viewer.app import EvalView
-from trireme.tools.viewer.capture import press, settle, text
 
 NARROW, WIDE = (80, 24), (140, 40)
 
@@ -61,24 +64,46 @@ class Viewer:
         self.app, self.pilot = app, pilot
 
     async def press(self, *keys: str) -> str:
-        """One after the other, each when what the one before brought about is on the screen. Returns the screen."""
+        """Press one after the other, each when the effect of the one before is on the screen. Return the screen.
+
+        `Pilot.press` does not wait for workers, and sleeps until the process is idle.
+        """
         for key in keys:
-            await press(self.pilot, key)
+            self._post(key)
+            await self.settle()
         return self.screen()
 
     async def type(self, line: str) -> str:
-        await press(self.pilot, *line, "enter")
+        for key in (*line, "enter"):
+            self._post(key)
+        await self.settle()
         return self.screen()
 
+    def _post(self, key: str) -> None:
+        name = _character_to_key(key) if len(key) == 1 else key
+        self.app.post_message(Key(name, key if len(key) == 1 else None))
+
+    async def settle(self) -> None:
+        """Wait until no worker looks for files or reads, and the screen stays the same."""
+        before = None
+        while (now := self.screen()) != before or not all(worker.is_finished for worker in self.app.workers):
+            before = now
+            with suppress(WorkerCancelled):  # one that was replaced by a newer one
+                await self.app.workers.wait_for_complete()
+            for _ in range(4):  # messages cause other messages
+                await self.pilot.pause(0)
+
     def screen(self) -> str:
-        return text(self.app)
+        strips = self.app.screen._compositor.render_strips()  # Textual has no public way
+        return "\n".join(strip.text.rstrip() for strip in strips) + "\n"
 
 
 def view(folder: Path | Sequence[Path], script: Callable[..., Awaitable], *, size: tuple[int, int] = NARROW) -> Any:
     async def main() -> Any:
         app = EvalView([folder] if isinstance(folder, Path) else folder)
         async with app.run_test(size=size, notifications=True) as pilot:
-            await settle(pilot)
-            return await script(Viewer(app, pilot))
+            viewer = Viewer(app, pilot)
+            await viewer.settle()
+            return await script(viewer)
 
     return asyncio.run(main())

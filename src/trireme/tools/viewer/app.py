@@ -83,7 +83,6 @@ class EvalView(App[None]):
         self.sorted_by, self.backwards, self.groups_examples = "example", False, False
         self.is_following = False
         self.pane = "tree"  # the one that is shown where there is room for one
-        self.num_worker_changes = 0  # a capture waits until it stands still
         self._reading = threading.Lock()  # a worker that was replaced may still be reading
         self._means = MeanRewards()
         self._wanted: tuple[str, str, int] | None = None  # where the cursor belongs: env, example, rollout
@@ -136,9 +135,6 @@ class EvalView(App[None]):
         """Call a function in the main thread, unless the viewer has been left."""
         with suppress(RuntimeError):
             self.call_from_thread(lambda: function(*values) if self.screen_stack else None)
-
-    def on_worker_state_changed(self) -> None:
-        self.num_worker_changes += 1
 
     def _show_sources(self, sources: list[Source]) -> None:
         self.sources = sources
