@@ -9,8 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from markdown_it import MarkdownIt
-from markdown_it.token import Token
 
 from tiny_pictures import picture_file, shown
 from trireme.base.devices import Devices
@@ -28,7 +26,7 @@ from trireme.monitor.metrics import MetricsFile
 from trireme.monitor.spans import Span
 from trireme.tools.diff.configuration import compare_configurations
 from trireme.tools.report.sections import OWN, build_report, choices_of
-from trireme.tools.report.writing import Report, to_html, to_markdown
+from trireme.tools.report.writing import Report, block, folded, paragraphs, prose, table, to_html
 from viewing import Reader, write_evaluations
 from written_run import rewrite_batch, write_whole_run
 
@@ -63,53 +61,36 @@ def copy(run: Path, tmp_path: Path) -> RunPaths:
 
 
 def words(page: Report, title: str) -> str:
-    return page.sections[title]
+    """The texts of a section: those of a line of a table, or of a block, are apart by spaces."""
+    return " ".join(text for text in Reader(page.sections[title]).texts if text.strip())
 
 
-def parsed(markdown: str) -> list[Token]:
-    return MarkdownIt("commonmark").enable("table").parse(markdown)
+def plots_of(page: Report) -> list[str]:
+    elements = Reader("".join(page.sections.values())).elements
+    return [attributes["aria-label"] or "" for _, attributes in elements if attributes.get("role") == "img"]
 
 
 def test_html_loads_nothing_and_what_a_model_wrote_is_text(page: Report) -> None:
     as_html = to_html(page)
     reader = Reader(as_html)
-    forbidden = {"script", "link", "img", "iframe", "object", "embed", "base", "form", "audio"}
-    assert reader.tags.isdisjoint(forbidden)
+    assert reader.tags.isdisjoint({"script", "link", "iframe", "object", "embed", "base", "form", "audio"})
     for tag, attributes in reader.elements:
         for name, value in attributes.items():
             assert not name.startswith("on"), (tag, name)
             if name in ("src", "href", "xlink:href", "data", "action"):
-                assert (value or "").startswith("data:image/png;" if tag == "image" else "#"), (tag, name, value)
+                assert (value or "").startswith("data:image/png;" if tag == "img" else "#"), (tag, name, value)
     assert set(re.findall(r"url\(([^)#]*)", as_html)) <= {""}
     assert "@import" not in as_html
-    pictures = [attributes for tag, attributes in reader.elements if tag == "image" and attributes["width"] == "320"]
+    pictures = [attributes for tag, attributes in reader.elements if tag == "img"]
     assert [(each["width"], each["height"]) for each in pictures] == [("320", "32")] * 2
     policy = next(attributes for _, attributes in reader.elements if attributes.get("http-equiv"))
     assert (policy["content"] or "").startswith("default-src 'none';")
     assert sum(SHOWN in text for text in reader.texts) == 2
-    for sneaky in (EVIL, f"<details>{EVIL}</details>", f"x\n\n<!-- {EVIL} -->"):
-        page_of_evil = Reader(to_html(Report("t", "", {"s": sneaky}, {})))
-        assert page_of_evil.tags.isdisjoint(forbidden - {"img"})
-    assert "set <code>a.b</code> to &lt;1&gt;" in to_html(Report("t", "set `a.b` to <1>", {}, {}))
-
-
-def test_markdown_holds_its_pictures_and_what_a_model_wrote_is_text(page: Report) -> None:
-    tokens = parsed(to_markdown(page, out=Path("report.md")))
-    assert sum(SHOWN in token.content for token in tokens if token.type == "fence") == 2
-    assert not any(SHOWN in token.content for token in tokens if token.type != "fence")
-    raw = [token.content.strip() for token in tokens if token.type == "html_block"]
-    assert raw
-    assert all(re.fullmatch(r"<details><summary>[\w ]+</summary>|</details>", line) for line in raw)
-    images = [child for token in tokens for child in token.children or () if child.type == "image"]
-    assert len(images) - 1 == len(page.figures) > 3  # two rollouts show the same picture
-    assert all(str(image.attrs["src"]).startswith("data:image/png;base64,") for image in images)
-
-
-def test_plots_lie_beside_the_markdown_where_that_is_wanted(run: Path, tmp_path: Path) -> None:
-    assert report([str(run), "--out", str(tmp_path / "x" / "r.md"), "--figures", str(tmp_path / "plots")]) == 0
-    links = re.findall(r"^!\[.*\]\((.*)\)$", (tmp_path / "x" / "r.md").read_text(), re.MULTILINE)
-    assert "../plots/reward.svg" in links
-    assert all("<svg" in (tmp_path / "x" / link).read_text() for link in links)
+    for part in (prose(EVIL), block(EVIL), table([[EVIL]], [EVIL]), paragraphs([EVIL]), folded(EVIL, block(""))):
+        shown = Reader(part)
+        assert shown.tags.isdisjoint({"script", "img"})
+        assert "<script>alert(1)</script>" in "".join(shown.texts)
+    assert prose("set `a.b` to <1>") == "set <code>a.b</code> to &lt;1&gt;"
 
 
 def test_the_page_says_what_the_files_say(run: Path, page: Report) -> None:
@@ -120,14 +101,14 @@ def test_the_page_says_what_the_files_say(run: Path, page: Report) -> None:
     assert page.title == "a run"
     assert page.lead.startswith("5 of 5 steps")
     assert f"mean reward {first:.3f} → {last:.3f} (of the first and the last 2 steps)" in page.lead
-    shown = re.findall(r"^\*\*(at the \w+|in the \w+), step (\d): example (\d+)", words(page, "Rollouts"), re.MULTILINE)
+    shown = re.findall(r"(at the \w+|in the \w+), step (\d): example (\d+)", words(page, "Rollouts"))
     places = [("at the start", "1"), ("in the middle", "3"), ("at the end", "5")]
     assert [place for *place, _ in map(list, shown)] == [list(place) for place in places for _ in range(2)]
     assert shown[0][2] != shown[1][2], "one of each group"
     held_out = words(page, "Held-out examples")
-    assert held_out.startswith("Example 1 of say, which gained the most (+1):\n\n**version 0: reward 0**")
+    assert held_out.startswith("Example 1 of say, which gained the most (+1): version 0: reward 0 ")
     assert "[user]\nquestion 1\n\n[assistant]\nversion 0 says 1" in held_out
-    assert "**version 20: reward 1**\n\n```\n[assistant]\nversion 20 says 1\n```" in held_out
+    assert "version 20: reward 1 [assistant]\nversion 20 says 1" in held_out
     assert "Nothing was lost, and nothing was trained twice" in words(page, "Audit")
     assert "None: no sign" in words(page, "Warnings")
     assert "did not write down" in words(page, "Versions and machine")
@@ -140,8 +121,8 @@ def test_the_page_tells_what_went_wrong_and_where_it_ran(copy: RunPaths) -> None
     page = build_report(copy.root)
     assert "contradiction" in words(page, "Audit")
     assert "batch 2 is missing" in words(page, "Audit")
-    assert re.search(r"^\| 6 \| not\\_finite \| loss is not finite", words(page, "Warnings"), re.MULTILINE)
-    assert "| packages torch | 9.9 |\n| command | rl @ x.toml |" in words(page, "Versions and machine")
+    assert " 6 not_finite loss is not finite" in words(page, "Warnings")
+    assert "packages.torch 9.9 command rl @ x.toml" in words(page, "Versions and machine")
 
 
 @pytest.mark.parametrize("file", ["reverse-text/rl.toml", "math-python/rl.toml"])
@@ -166,9 +147,9 @@ def test_time_is_told_from_the_spans(copy: RunPaths) -> None:
     assert not {"Rollouts", "Audit"} & page.sections.keys()
     assert "the trainer waits 75% of the time" in words(page, "Where the time went")
     assert "give more GPUs to inference" in words(page, "Where the time went")
-    assert "| trainer | 75% | no batch yet |" in words(page, "Where the time went")
+    assert "trainer 75% no batch yet" in words(page, "Where the time went")
     shares = "trainer: wait 75%, train 25%; engine 127.0.0.1:8000: generate 100%"
-    assert page.figures["time"].alt == f"What each process did: {shares}"
+    assert f"What each process did: {shares}" in plots_of(page)
 
 
 def test_supervised_training_has_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,7 +160,7 @@ def test_supervised_training_has_a_page_too(tmp_path: Path, capsys: pytest.Captu
         MetricsFile(config.paths.metrics, "trainer").append(step, row)
     page = build_report(run)
     assert page.lead == "2 of 2 steps in 0:00, from the first batch on; held-out loss 3 → 2."
-    assert {"loss", "validation"} <= set(page.figures)
+    assert {plot.partition(":")[0] for plot in plots_of(page)} >= {"Loss", "Loss on held-out data"}
     assert not {"Rollouts", "Audit"} & page.sections.keys()
     assert "uv run sft @ again.toml" in words(page, "How to do it again")
     assert report([str(run)]) == 0
@@ -208,8 +189,7 @@ def test_runs_that_have_hardly_begun_or_go_on_have_a_page(copy: RunPaths, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("{run} --out {tmp}/r.pdf", r"is written as \.html or \.md - expected a name"),
-        ("{run} --out {tmp}/r.html --figures {tmp}/f", r"expected it with a \.md"),
+        ("{run} --out {tmp}/r.pdf", r"is written as \.html - expected a name"),
         ("{run} --out {run}/metrics.jsonl/r.html", "metrics.jsonl"),
         ("{tmp}/nowhere", r"is not a run's folder"),
     ],

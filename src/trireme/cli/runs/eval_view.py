@@ -24,7 +24,9 @@ def eval_view(argv: list[str]) -> int:
     )
     what = f"of a run, one with runs or evaluations below it, or a .jsonl file; by default {' and '.join(USUAL)}"
     parser.add_argument("folders", metavar="FOLDER", type=Path, nargs="*", help=what)
-    folders = parser.parse_args(argv).folders or [Path(name) for name in USUAL if Path(name).is_dir()] or [Path(USUAL[0])]
+    folders = (
+        parser.parse_args(argv).folders or [Path(name) for name in USUAL if Path(name).is_dir()] or [Path(USUAL[0])]
+    )
 
     from trireme.tools.viewer.sources import require_folders
 

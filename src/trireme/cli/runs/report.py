@@ -29,28 +29,21 @@ def report(argv: list[str]) -> int:
     )
     add = parser.add_argument
     add("run", metavar="RUN", type=Path, help="the run's folder")
-    add("--out", "--output", metavar="FILE", type=Path, help=".html or .md; RUN/report.html by default")
-    add("--figures", metavar="FOLDER", type=Path, help="with .md: write plots there as files, not into the page")
+    add("--out", "--output", metavar="FILE", type=Path, help="RUN/report.html by default")
     add("--rollouts", metavar="N", type=count, default=2, help="to show of each of 3 batches; 2")
     add("--no-audit", action="store_true", help="leave out the section that reads the whole journal")
     arguments = parser.parse_args(argv)
     out: Path = arguments.out or arguments.run / "report.html"
-    if out.suffix not in (".html", ".md"):
-        raise ConfigError(f"{out}: a report is written as .html or .md - expected a name that ends so. Change it.")
-    if arguments.figures and out.suffix != ".md":
-        raise ConfigError(
-            f"`--figures {arguments.figures}` was given, and {out} holds its plots itself - expected it with a .md "
-            "file only. Leave it out, or write Markdown: `--out report.md`."
-        )
+    if out.suffix != ".html":
+        raise ConfigError(f"{out}: a report is written as .html - expected a name that ends so. Change it.")
     find_run_file(arguments.run, "trainer")
     out.parent.mkdir(parents=True, exist_ok=True)
 
     from trireme.tools.report.sections import build_report
-    from trireme.tools.report.writing import to_html, to_markdown
+    from trireme.tools.report.writing import to_html
 
     built = build_report(arguments.run, num_rollouts=arguments.rollouts, audits=not arguments.no_audit)
-    text = to_html(built) if out.suffix == ".html" else to_markdown(built, arguments.figures, out=out)
     with atomic_write(out) as file:
-        file.write(text.encode())
+        file.write(to_html(built).encode())
     print(out)
     return 0

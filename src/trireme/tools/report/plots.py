@@ -6,9 +6,10 @@ import io
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from markupsafe import Markup
 from PIL import Image
 
 from trireme.journal.pictures import to_data_uri
@@ -18,8 +19,6 @@ from trireme.tools.dashboard.history import CURVE_POINTS, Values, extremes, smoo
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-Format = Literal["svg", "png"]
 
 STYLE: Any = {
     "svg.fonttype": "none",
@@ -37,44 +36,22 @@ STYLE: Any = {
     "text.parse_math": False,
 }
 WIDE, NARROW = (9.0, 3.2), (4.4, 2.4)  # inches
-PNG_DPI = 110
 PICTURE_PIXELS = 320  # of the longer side of a rollout's picture
-NO_DATES: dict[Format, dict[str, Any]] = {"svg": {"Date": None}, "png": {"Software": None}}
 OUTSIDE = re.compile(r"^.*?(?=<svg)|<metadata>.*?</metadata>\s*|<style.*?</style>\s*|<!--.*?-->\s*", re.DOTALL)
 LEAST_SHARE = 0.005  # of the time, that is named
 SMOOTH_FROM = 40  # points from which on a curve is smoothed
 SMOOTHING = 0.8  # weight of the past
 
 
-class Figure(NamedTuple):
-    """A plot.
-
-    Example:
-        Figure("reward", "Mean reward: in training from 0.4 to 0.97 over steps 1 to 150", draw).draw("svg")
-    """
-
-    name: str  # of its file
-    alt: str  # its title, and what it shows in words
-    draw: Callable[[Format], bytes]  # one `<svg>` element, or a PNG file
-
-
-def picture_figure(digest: str, png: bytes) -> Figure:
+def picture(digest: str, png: bytes) -> Markup:
     """Return a picture that a rollout showed, made small enough for a page."""
-
-    def draw(form: Format) -> bytes:
-        with Image.open(io.BytesIO(png), formats=("PNG",)) as image:
-            image.thumbnail((PICTURE_PIXELS, PICTURE_PIXELS))
-            file = io.BytesIO()
-            image.save(file, "PNG")
-        if form == "png":
-            return file.getvalue()
-        size = f'width="{image.width}" height="{image.height}"'
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {image.width} {image.height}" {size}>'
-            f'<image href="{to_data_uri(file.getvalue())}" {size}/></svg>'
-        ).encode()
-
-    return Figure(f"picture-{digest[:16]}", f"picture {digest[:8]}…", draw)
+    with Image.open(io.BytesIO(png), formats=("PNG",)) as image:
+        image.thumbnail((PICTURE_PIXELS, PICTURE_PIXELS))
+        file = io.BytesIO()
+        image.save(file, "PNG")
+    return Markup('<span class="figure"><img src="{}" width="{}" height="{}" alt="picture {}…"></span>').format(
+        to_data_uri(file.getvalue()), image.width, image.height, digest[:8]
+    )
 
 
 class Line(NamedTuple):
@@ -86,7 +63,7 @@ class Line(NamedTuple):
     has_dots: bool = False  # at each point, as of evaluations
 
 
-def line_figure(name: str, title: str, lines: Sequence[Line], *, is_wide: bool = False, log: bool = False) -> Figure:
+def line_plot(title: str, lines: Sequence[Line], *, is_wide: bool = False, log: bool = False) -> Markup:
     """Plot lines. A long one is drawn faintly, and smoothed above that."""
 
     def draw(axes: Axes) -> None:
@@ -113,10 +90,10 @@ def line_figure(name: str, title: str, lines: Sequence[Line], *, is_wide: bool =
         if len(at):
             (begin, end), (first, last) = line.x[at[[0, -1]]], line.y[at[[0, -1]]]
             words.append(f"{line.label} from {first:.4g} to {last:.4g} over steps {begin:g} to {end:g}")
-    return _figure(name, title, "; ".join(words), draw, WIDE if is_wide else NARROW)
+    return _plot(title, "; ".join(words), draw, WIDE if is_wide else NARROW)
 
 
-def shares_figure(name: str, title: str, shares: Mapping[str, Mapping[str, float]]) -> Figure:
+def shares_plot(title: str, shares: Mapping[str, Mapping[str, float]]) -> Markup:
     """Plot a bar for each process, in parts that add up to its time."""
     processes = list(shares)
     seen = [what for what in ACTIVITIES if any(shares[each].get(what, 0.0) >= LEAST_SHARE for each in processes)]
@@ -134,22 +111,23 @@ def shares_figure(name: str, title: str, shares: Mapping[str, Mapping[str, float
         axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
     words = "; ".join(f"{process}: {in_words(shares[process])}" for process in processes)
-    return _figure(name, title, words, draw, (WIDE[0], 1.4 + 0.35 * len(processes)))
+    return _plot(title, words, draw, (WIDE[0], 1.4 + 0.35 * len(processes)))
 
 
-def _figure(name: str, title: str, words: str, draw: Callable[[Axes], None], inches: tuple[float, float]) -> Figure:
-    def drawn(format: Format) -> bytes:
-        import matplotlib
-        from matplotlib.figure import Figure as Canvas
+def _plot(title: str, words: str, draw: Callable[[Axes], None], inches: tuple[float, float]) -> Markup:
+    """Return a plot as an SVG in the page, with its title and what it shows in words for readers who do not see it."""
+    import matplotlib
+    from matplotlib.figure import Figure
 
-        out = io.BytesIO()
-        with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of letters that its own font lacks: the reader's is used
-            canvas = Canvas(figsize=inches, layout="constrained")
-            axes = canvas.subplots()
-            draw(axes)
-            axes.set_title(title)
-            canvas.savefig(out, format=format, dpi=PNG_DPI, metadata=NO_DATES[format])
-        return out.getvalue() if format == "png" else OUTSIDE.sub("", out.getvalue().decode()).strip().encode()
-
-    return Figure(name, f"{title}: {words or 'nothing was measured'}", drawn)
+    out = io.BytesIO()
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of letters that its own font lacks: the reader's is used
+        figure = Figure(figsize=inches, layout="constrained")
+        axes = figure.subplots()
+        draw(axes)
+        axes.set_title(title)
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    svg = Markup(OUTSIDE.sub("", out.getvalue().decode()).strip())  # matplotlib escapes texts
+    return Markup('<span class="figure" role="img" aria-label="{}">{}</span>').format(
+        f"{title}: {words or 'nothing was measured'}", svg
+    )

@@ -7,14 +7,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from markupsafe import Markup
 
 from trireme.base.errors import JournalCorrupt
 from trireme.base.paths import RunPaths, step_of
-from trireme.base.safe_text import clean
 from trireme.config.files import find_run_file, read_run, read_table, to_table, to_toml, without_secrets
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
@@ -31,8 +32,9 @@ from trireme.tools.audit.audit import audit_run
 from trireme.tools.audit.report import PROMISES
 from trireme.tools.conversation import blocks
 from trireme.tools.dashboard.history import Metrics, Spans, summarize
-from trireme.tools.report.plots import LEAST_SHARE, Figure, Line, line_figure, picture_figure, shares_figure
-from trireme.tools.report.writing import Report, code, fenced, folded, picture, plain, table
+from trireme.tools.diff.configuration import flatten
+from trireme.tools.report.plots import LEAST_SHARE, Line, line_plot, picture, shares_plot
+from trireme.tools.report.writing import Report, block, folded, paragraphs, prose, table
 from trireme.tools.rollouts import BatchFile, Record, ResultsFile, record_of_rollout
 
 OWN = (
@@ -52,36 +54,33 @@ MOST_ENVIRONMENTS = 6  # in a plot
 class Chart(NamedTuple):
     """A plot, drawn where there is any of its metrics."""
 
-    name: str
     title: str
     metrics: dict[str, str]  # name -> label
     log: bool = False
+    shows_constants: bool = True  # also where no metric ever changes
 
 
 CHARTS = (
-    Chart("loss", "Loss", {"loss": "loss"}),
-    Chart("validation", "Loss on held-out data", {"validation/loss": "held-out loss"}),
-    Chart("accuracy", "Held-out tokens that were the likeliest", {"validation/accuracy": "accuracy"}),
-    Chart("grad_norm", "Norm of the gradient, before it is clipped", {"grad_norm": "norm"}, log=True),
-    Chart("entropy", "Entropy of the policy (nats)", {"policy/entropy": "entropy"}),
-    Chart("kl", "KL to the policy that sampled; engine to trainer", {"policy/kl": "policy", "mismatch_kl": "engine"}),
-    Chart("ratio", "Importance ratio", {"importance_ratio": "mean ratio", "ess": "effective share of samples"}),
-    Chart("reference", "KL to the reference model", {"reference_kl": "KL"}),
+    Chart("Loss", {"loss": "loss"}),
+    Chart("Loss on held-out data", {"validation/loss": "held-out loss"}),
+    Chart("Held-out tokens that were the likeliest", {"validation/accuracy": "accuracy"}, shows_constants=False),
+    Chart("Norm of the gradient, before it is clipped", {"grad_norm": "norm"}, log=True),
+    Chart("Entropy of the policy (nats)", {"policy/entropy": "entropy"}),
+    Chart("KL to the policy that sampled; engine to trainer", {"policy/kl": "policy", "mismatch_kl": "engine"}),
+    Chart("Importance ratio", {"importance_ratio": "mean ratio", "ess": "effective share of samples"}),
+    Chart("KL to the reference model", {"reference_kl": "KL"}),
     Chart(
-        "signal",
         "Shares of groups and rollouts",
         {"groups/signal_frac": "groups with signal", "truncated_frac": "truncated", "rollouts/error_rate": "failed"},
     ),
-    Chart("lengths", "Tokens of a rollout", {"tokens/completion_mean": "mean", "tokens/completion_max": "longest"}),
-    Chart("turns", "Turns of a rollout", {"turns/mean": "mean"}),
-    Chart("lag", "Age of tokens (versions)", {"lag/mean": "mean", "lag/max": "oldest"}),
-    Chart("speed", "Tokens trained on per second", {"perf/tokens_per_s": "tokens/s"}),
-    Chart("step_time", "Seconds of a step", {"time/step": "step", "time/wait_for_batch": "of it, waiting"}, log=True),
-    Chart("memory", "Memory of a step (GiB)", {"perf/peak_memory_gib": "peak"}),
-    Chart("lr", "Learning rate", {"lr": "lr"}),
+    Chart("Tokens of a rollout", {"tokens/completion_mean": "mean", "tokens/completion_max": "longest"}),
+    Chart("Turns of a rollout", {"turns/mean": "mean"}, shows_constants=False),
+    Chart("Age of tokens (versions)", {"lag/mean": "mean", "lag/max": "oldest"}),
+    Chart("Tokens trained on per second", {"perf/tokens_per_s": "tokens/s"}),
+    Chart("Seconds of a step", {"time/step": "step", "time/wait_for_batch": "of it, waiting"}, log=True),
+    Chart("Memory of a step (GiB)", {"perf/peak_memory_gib": "peak"}, shows_constants=False),
+    Chart("Learning rate", {"lr": "lr"}, shows_constants=False),
 )
-CONSTANT = ("turns", "lr", "memory", "accuracy")
-"""Charts that are left out where the metric never changes."""
 
 
 def build_report(folder: Path, *, num_rollouts: int = 2, audits: bool = True) -> Report:
@@ -105,12 +104,12 @@ def build_report(folder: Path, *, num_rollouts: int = 2, audits: bool = True) ->
         "Versions and machine": run.surroundings(),
         "How to do it again": run.reproduction(),
     }
-    written = {title: text for title, parts in sections.items() if (text := "\n\n".join(parts))}
-    return Report(run.name, run.lead(), written, run.figures)
+    written = {title: text for title, parts in sections.items() if (text := paragraphs(parts))}
+    return Report(run.name, run.lead(), written)
 
 
 class Run:
-    """One run, of reinforcement learning or of supervised training. Each section yields parts in Markdown."""
+    """One run, of reinforcement learning or of supervised training. Each section yields texts and parts in HTML."""
 
     def __init__(self, folder: Path) -> None:
         file = find_run_file(folder, "trainer")
@@ -119,7 +118,6 @@ class Run:
         self.rl: RunConfig | None = read_run(RunConfig, file) if "orchestrator" in read_table(file) else None
         self.config: RunConfig | SftConfig = self.rl or read_run(SftConfig, file)
         self.name = self.config.name or folder.resolve().name
-        self.figures: dict[str, Figure] = {}
         self.metrics, self._watch = Metrics(keeps_all=True), Watch()
         rows = read_metrics(self.paths.metrics)[0]
         self.metrics.add(rows)
@@ -141,7 +139,7 @@ class Run:
             for env, series in self._evaluated().items()
             for version, value in zip(*series, strict=True)
         ]
-        parts += [plain(line.replace("->", "→")) for line in held_out_lines(evaluations)]
+        parts += [line.replace("->", "→") for line in held_out_lines(evaluations)]
         if held_out := self.metrics.finite("validation/loss"):
             parts.append(f"held-out loss {held_out[0]:.4g} → {held_out[-1]:.4g}")
         return "; ".join(parts) + "."
@@ -151,12 +149,12 @@ class Run:
 
     def overview(self) -> Iterator[str]:
         config, rl = self.config, self.rl
-        facts = {"model": code(config.model.name)}
+        facts = {"model": f"`{config.model.name}`"}
         if rl:
             ahead = f"up to {rl.max_async_level} batches" if rl.max_async_level else "none"
             batch = f"{rl.orchestrator.batch_size} rollouts, {rl.orchestrator.rollouts_per_example} of each example"
             facts |= {
-                "environments": ", ".join(code(entry.name or entry.id) for entry in rl.orchestrator.env),
+                "environments": ", ".join(f"`{entry.name or entry.id}`" for entry in rl.orchestrator.env),
                 "batch": batch,
                 "loss and advantage": f"loss `{rl.trainer.loss.type}`, advantage `{rl.orchestrator.advantage.type}`",
                 "generation ahead of training": ahead,
@@ -175,13 +173,9 @@ class Run:
             facts["written"] = f"{begin:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M} UTC"
         if steps := complete_steps(self.paths.checkpoints):
             facts["checkpoints"] = ", ".join(map(str, steps))
-        yield table(list(facts.items()))
+        yield table(facts.items())
 
     # curves and time
-
-    def _picture(self, figure: Figure) -> str:
-        self.figures[figure.name] = figure
-        return picture(figure)
 
     def _line(self, metric: str, label: str) -> Line:
         """Return a metric over steps counted from 1, as the terminal counts them."""
@@ -194,19 +188,20 @@ class Run:
             rewards.append(Line(f"held out: {env}", versions.astype(np.float64), values, has_dots=True))
         rewards = [line for line in rewards if len(line.x)][:MOST_ENVIRONMENTS]
         if rewards:
-            yield self._picture(line_figure("reward", "Mean reward", rewards, is_wide=True))
+            yield line_plot("Mean reward", rewards, is_wide=True)
         names = [name for name in self.metrics.names() if name.startswith("reward/") and name.count("/") == 2]
         environments = sorted({name.split("/")[1] for name in names})[:MOST_ENVIRONMENTS]
         if len(environments) > 1:
             lines = [self._line(f"reward/{env}/mean", env) for env in environments]
-            yield self._picture(line_figure("rewards", "Mean reward in training, by environment", lines, is_wide=True))
-        pictures = []
+            yield line_plot("Mean reward in training, by environment", lines, is_wide=True)
+        plots = []
         for chart in CHARTS:
             lines = [line for name, label in chart.metrics.items() if len((line := self._line(name, label)).x)]
-            is_constant = all(len(np.unique(line.y)) == 1 for line in lines)
-            if lines and not (chart.name in CONSTANT and is_constant):
-                pictures.append(self._picture(line_figure(chart.name, chart.title, lines, log=chart.log)))
-        yield "\n".join(pictures) if pictures else "No step has been measured yet."
+            if lines and (chart.shows_constants or any(len(np.unique(line.y)) > 1 for line in lines)):
+                plots.append(line_plot(chart.title, lines, log=chart.log))
+        yield from plots
+        if not plots:
+            yield "No step has been measured yet."
 
     def time(self) -> Iterator[str]:
         spans = Spans(self.paths.spans)
@@ -215,10 +210,10 @@ class Run:
         if spans:
             begin_s, end_s = spans.steady()
             shown = summarize(spans, begin_s, end_s)
-            yield f"Over {end_s - begin_s:,.0f} s, from the first step to the last: {plain(shown.advice)}."
-            yield self._picture(shares_figure("time", "What each process did", shown.shares))
+            yield f"Over {end_s - begin_s:,.0f} s, from the first step to the last: {shown.advice}."
+            yield shares_plot("What each process did", shown.shares)
             rows = [
-                [plain(process), f"{share:.0%}", plain(why)]
+                (process, f"{share:.0%}", why)
                 for process, waits in shown.waits.items()
                 for why, share in waits[:MOST_REASONS]
                 if share >= LEAST_SHARE
@@ -233,11 +228,7 @@ class Run:
             yield "None: no sign of a collapse was seen."
             return
         rows = [
-            [
-                str(warned.step + 1),
-                plain(name) + (f" ({counts[name]} times)" if counts[name] > 1 else ""),
-                plain(warned.text),
-            ]
+            (warned.step + 1, name + (f" ({counts[name]} times)" if counts[name] > 1 else ""), warned.text)
             for name, warned in newest.items()
         ]
         yield table(rows, ["step", "sign", "what was seen, what it means, and what to try"])
@@ -276,7 +267,7 @@ class Run:
             file = BatchFile(Journal(self.paths.journal).path(step))
             file.read_more()
             if file.batch is None:
-                yield f"Batch {step} cannot be read: {plain(file.trouble)}"
+                yield f"Batch {step} cannot be read: {file.trouble}"
                 continue
             for rollout in choose(file.batch.rollouts, count):
                 record = record_of_rollout(step, 0, rollout)
@@ -286,7 +277,7 @@ class Run:
     def _answers(self, env: str, example: str, why: str, versions: Mapping[int, Mapping[str, Record]]) -> Iterator[str]:
         """Show the question once, then the answers of the first, a middle and the last version."""
         have = [version for version in sorted(versions) if example in versions[version]]
-        yield f"Example {plain(example)} of {plain(env)}, which {why}:"
+        yield f"Example {example} of {env}, which {why}:"
         for version in sorted({have[0], have[len(have) // 2], have[-1]}):
             record = versions[version][example]
             if version != have[0]:
@@ -296,28 +287,22 @@ class Run:
     def _conversation(self, title: str, record: Record) -> Iterator[str]:
         def shortened(text: str) -> str:
             left = len(text) - MOST_CHARACTERS
-            return clean(text if left <= 0 else f"{text[:MOST_CHARACTERS]} … ({left} more characters)")
+            return text if left <= 0 else f"{text[:MOST_CHARACTERS]} … ({left} more characters)"
 
         found = blocks([*record.prompt, *record.completion])
-        texts = [f"[{clean(' '.join(filter(None, (each.role, each.name))))}]\n{shortened(each.text)}" for each in found]
+        texts = [f"[{' '.join(filter(None, (each.role, each.name)))}]\n{shortened(each.text)}" for each in found]
         if len(texts) > MOST_BLOCKS:
             texts[MOST_BLOCKS:] = [f"… and {len(texts) - MOST_BLOCKS} more messages"]
         facts = [f"{name} {value:.4g}" for name, value in record.metrics.items()]
         facts += [f"answer {record.answer}"] if record.answer else []
-        yield f"**{plain(clean(title))}**"
-        yield fenced("\n\n".join(texts))
+        yield Markup("<h3>{}</h3>").format(prose(title))
+        yield block("\n\n".join(texts))
         digests = dict.fromkeys(digest for each in found for digest in each.pictures)
-        pictures = [self._picture(shown) for each in list(digests)[:MOST_PICTURES] if (shown := self._shown(each))]
-        if pictures:
-            yield "\n".join(pictures)
-        yield plain(shortened(" · ".join([*facts, *record.facts])))
-
-    def _shown(self, digest: str) -> Figure | None:
-        """Return a picture of the run's rollouts; None where it cannot be read."""
-        for folder in (pictures_folder(self.paths.journal), self.paths.evals / PICTURES):  # the latter: of `eval`
-            with suppress(OSError, ValueError, JournalCorrupt):
-                return picture_figure(digest, PictureFiles(folder).read(digest))
-        return None
+        folders = (pictures_folder(self.paths.journal), self.paths.evals / PICTURES)  # the latter: of `eval`
+        for digest, folder in product(list(digests)[:MOST_PICTURES], folders):
+            with suppress(OSError, ValueError, JournalCorrupt):  # it is not there, or damaged
+                yield picture(digest, PictureFiles(folder).read(digest))
+        yield shortened(" · ".join([*facts, *record.facts]))
 
     # audit, configuration, machine
 
@@ -330,18 +315,18 @@ class Run:
         else:
             total = report.findings.total
             yield f"{total} contradiction{'' if total == 1 else 's'} between the files of the run:"
-        yield fenced("\n".join(report.summary.lines()))
-        yield from (fenced(str(found)) for found in report.findings.in_order()[:MOST_CONTRADICTIONS])
-        yield from (f"Note: {plain(note)}" for note in report.findings.notes[:MOST_NOTES])
+        yield block("\n".join(report.summary.lines()))
+        yield from (block(str(found)) for found in report.findings.in_order()[:MOST_CONTRADICTIONS])
+        yield from (f"Note: {note}" for note in report.findings.notes[:MOST_NOTES])
 
     def configuration(self) -> Iterator[str]:
         yield "Keys that are not at their defaults, without ports and paths:"
-        yield fenced(choices_of(self.config), "toml")
-        yield folded("All keys", fenced(to_toml(without_secrets(to_table(self.config))), "toml"))
+        yield block(choices_of(self.config))
+        yield folded("All keys", block(to_toml(without_secrets(to_table(self.config)))))
 
     def surroundings(self) -> Iterator[str]:
-        known = dict(_flat(read_provenance(self.paths) or {}))
-        rows = [[plain(name), plain(value)] for name, value in known.items()]
+        known = flatten(read_provenance(self.paths) or {})
+        rows = [(name, " ".join(map(str, value)) if isinstance(value, list) else value) for name, value in known]
         yield table(rows) if rows else "The run did not write down what it ran with."
 
     def reproduction(self) -> Iterator[str]:
@@ -354,7 +339,7 @@ class Run:
                 f"uv run trireme diff {folder} outputs/{self.name}-again   # where two runs part, and why",
                 f"uv run trireme dashboard {folder}",
             ]
-        yield fenced("\n".join(lines), "sh")
+        yield block("\n".join(lines))
         if self.rl and not (self.rl.max_async_level == 0 and self.rl.device == "cpu"):
             yield (
                 "Generation that runs ahead of training, and GPUs, do not repeat to the bit: expect the same curve, "
@@ -383,11 +368,3 @@ def _changed(table: dict[str, Any], defaults: dict[str, Any], above: str = "") -
         else:
             changed[name] = value
     return changed
-
-
-def _flat(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{above}{name} ")
-        elif value:
-            yield f"{above}{name}", " ".join(map(str, value)) if isinstance(value, list) else str(value)
