@@ -432,5 +432,5 @@ def test_any_change_of_a_version_or_of_a_metric_is_found(config: RunConfig) -> N
     content = config.paths.metrics.read_bytes()
     for name in Journal(config.paths.journal).read(2).metrics:
         change_lines(lambda rows, name=name: row_of(rows, "orchestrator", 2).update({name: 0.015625}))(config)
-        assert f"metrics.jsonl says {name} = 0.015625" in audit_run(config.paths.root).text(everything=True)
+        assert f"in metrics.jsonl {name} is 0.015625" in audit_run(config.paths.root).text(everything=True)
         config.paths.metrics.write_bytes(content)

@@ -154,7 +154,7 @@ def copied(run: Path, to: Path) -> RunConfig:
 
 
 def first_difference(a: Path, b: Path) -> Difference:
-    first = compare_runs(a, b).found.first
+    first = compare_runs(a, b).first
     assert first is not None
     return first
 
@@ -187,9 +187,9 @@ def test_a_run_is_the_same_as_its_copy_and_nothing_is_written(whole, copy, tmp_p
 def test_exactly_what_was_changed_is_named_and_has_a_meaning(aspect, whole, copy):
     CHANGES[aspect](STEP)(copy)
     compared = compare_runs(whole, copy.paths.root)
-    first = compared.found.first
+    first = compared.first
     assert first is not None
-    assert (list(compared.found.firsts), first.step) == ([aspect], STEP)
+    assert (list(compared.firsts), first.step) == ([aspect], STEP)
     assert first.where.startswith(("version 2", "batch 2", "step 2"))
     assert first.a != first.b
     assert "".join(meaning_of(compared))
@@ -281,7 +281,7 @@ def test_weights_that_no_engine_confirmed_are_compared_as_they_were_exported(tmp
     tensors["head"][1, 2] = float(np.nextafter(np.float32(5), np.float32(6)))
     save_file(tensors, file)
     first = first_difference(tmp_path / "a", tmp_path / "b")
-    assert (first.step, first.where, first.note) == (2, "version 2, head", "1 of 2 tensors differ, as exported")
+    assert (first.step, first.where, first.note) == (2, "version 2, head", "in 1 of 2 tensors, as exported")
 
 
 def test_what_is_no_run_or_is_damaged_is_an_error_and_no_difference(whole, copy, tmp_path):

@@ -18,7 +18,6 @@ A running run is listed in the order opposite to that in which it writes: effect
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 from trireme.algo.rules import rules_of
@@ -33,9 +32,8 @@ from trireme.journal.versions import Versions
 from trireme.tools.audit.examples import OrderAudit, check_outcomes
 from trireme.tools.audit.fates import Fates
 from trireme.tools.audit.metrics import MetricsLines, compare_batch, compare_lines
-from trireme.tools.audit.pictures import PictureAudit
 from trireme.tools.audit.report import DAMAGED, Findings, Report, Summary
-from trireme.tools.audit.tokens import TargetAudit, TokenAudit, read_columns
+from trireme.tools.audit.tokens import TokenAudit
 from trireme.tools.audit.turns import TurnAudit
 from trireme.tools.audit.weights import VersionAudit, check_checkpoints, list_checkpoints
 
@@ -63,8 +61,7 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
     versions_set_aside = _list_set_aside(paths.journal, "version")
 
     versions = VersionAudit(recorded, known, versions_set_aside, findings)
-    versions.read(may_differ=config.device == "cuda")
-    versions.compare_with_batches(num_batches)
+    versions.read(num_batches=num_batches, may_differ=config.device == "cuda")
     if lines.unreadable:
         findings.note(f"{lines.unreadable} lines of {paths.metrics} were cut off, and say nothing")
     compare_lines(
@@ -78,9 +75,8 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
 
     order = OrderAudit(findings)
     fates = Fates(order, findings)
-    tokens = TokenAudit(versions.is_confirmed, findings)
-    targets = TargetAudit(findings, run_code)
-    pictures = PictureAudit(PictureFiles(pictures_folder(paths.journal)), findings)
+    tokens = TokenAudit(versions.is_confirmed, findings, run_code)
+    pictures, seen = PictureFiles(pictures_folder(paths.journal)), set[str]()
     turns, state = TurnAudit(paths.journal, findings), State()
     run_rules, listed = rules_of(config), set(batches)
     expected, newest_batch = 0, max(batches, default=-1)
@@ -89,18 +85,13 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
             continue
         rules, after_gap = record.rules or run_rules, step != expected
         fates.take(record, rules, after_gap=after_gap)
-        columns = read_columns(record, findings)
-        if columns is not None:
-            tokens.take(record, columns, rules)
-            targets.take(record, columns, rules, after_gap=after_gap)
-        else:
-            targets.skip(record)
+        tokens.take(record, rules, after_gap=after_gap)
         turns.take(record, after_gap=after_gap)
-        pictures.take(record)
+        _check_pictures(record, pictures, seen, findings)
         check_outcomes(record, rules, findings)
         compare_batch(
             record,
-            columns,
+            config.model_copy(update={"max_async_level": rules.max_async_level}),
             lines.batches.get(step),
             findings,
             may_lack_line=step > newest_batch - MAY_LACK_LINES,
@@ -137,9 +128,10 @@ def _list_set_aside(journal: Path, kind: str) -> set[int]:
 
 def _read_batch(journal: Journal, step: int, listed: set[int], findings: Findings) -> BatchRecord | None:
     """Read an entry; report where that is impossible, or where it has another number."""
-    add = partial(findings.add, "journal", step)
     if step not in listed:
-        add(
+        findings.add(
+            "journal",
+            step,
             f"batch {step} is missing, and batch {max(listed)} is there",
             expected="all batches from 0 on",
             meaning=f"Its rollouts and their fates are lost. Restore {journal.path(step)} from a copy.",
@@ -148,12 +140,31 @@ def _read_batch(journal: Journal, step: int, listed: set[int], findings: Finding
     try:
         record = journal.read(step)
     except (JournalCorrupt, OSError) as error:
-        add(str(error), expected=f"batch {step} as it was written", meaning=DAMAGED)
+        findings.add("journal", step, str(error), expected=f"batch {step} as it was written", meaning=DAMAGED)
         return None
-    if record.step != step or record.state.next_batch != step + 1:
-        add(
-            f"the entry of batch {step} says that it is batch {record.step} and that {record.state.next_batch} is next",
-            expected=f"batch {step}, and {step + 1} next",
-            meaning="A run that resumes from here would leave out a batch, or write one twice.",
-        )
+    findings.compare(
+        "journal",
+        step,
+        {"step": record.step, "state.next_batch": record.state.next_batch},
+        {"step": step, "state.next_batch": step + 1},
+        by="by the name of its file",
+        meaning="A run that resumes from here would leave out a batch, or write one twice.",
+    )
     return record
+
+
+def _check_pictures(record: BatchRecord, files: PictureFiles, seen: set[str], findings: Findings) -> None:
+    """Read each picture of the rollouts that is not in `seen`, and add it there."""
+    samples = [sample for rollout in record.rollouts for sample in rollout.samples]
+    for digest in sorted({picture.digest for sample in samples for picture in sample.pictures} - seen):
+        seen.add(digest)
+        try:
+            files.read(digest)
+        except (JournalCorrupt, OSError) as error:
+            findings.add(
+                "journal",
+                record.step,
+                f"batch {record.step} shows a picture that cannot be read: {error}",
+                expected="the picture as the engine was sent it",
+                meaning=f"The batch cannot be trained on again. {DAMAGED}",
+            )

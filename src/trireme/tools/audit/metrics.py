@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from trireme.config.run import RunConfig
 from trireme.journal.records import BatchRecord
-from trireme.journal.targets import agent_runs
 from trireme.monitor.lines import read_lines
 from trireme.monitor.metrics import parse_row
-from trireme.tools.audit.report import Findings, shown, some
-from trireme.tools.audit.tokens import Columns
+from trireme.orchestrator.batch_metrics import batch_metrics
+from trireme.tools.audit.report import Findings
+from trireme.tools.record_differences import some
 
 
 class MetricsLines:
@@ -30,66 +27,9 @@ class MetricsLines:
         self.batches = {row["step"]: row for row in rows if row["process"] == "orchestrator" and "reward/mean" in row}
 
 
-def measure(record: BatchRecord, columns: Columns) -> dict[str, float]:
-    """Recompute the metrics of a batch from its rollouts.
-
-    Those that journals of older versions lack are left out where this journal lacks them.
-    """
-    rollouts, trained = record.rollouts, columns.tokens.loss_mask == 1
-    rewards = np.array([rollout.reward for rollout in rollouts])
-    lags = record.step - columns.tokens.versions[columns.tokens.versions >= 0]
-    completions = columns.per_rollout(trained, len(rollouts))
-    turns = [rollout.num_turns for rollout in rollouts if rollout.num_turns]
-    unmasked = sum(rollout.masked is None for rollout in rollouts)
-    per_group = _grouped((rollout.group, rollout.reward) for rollout in rollouts)
-    per_environment = _grouped((rollout.env, rollout.reward) for rollout in rollouts)
-    own = _grouped(
-        (f"env/{rollout.env}/{name}", value) for rollout in rollouts for name, value in rollout.metrics.items()
-    )
-    newer: dict[str, float] = {
-        "reward/min": rewards.min(),
-        "reward/max": rewards.max(),
-        "turns/mean": float(np.mean(turns)) if turns else math.nan,
-        "rollouts/trained": unmasked,
-        "filters/masked_frac": 1 - unmasked / len(rollouts),
-        "curriculum/stage": record.state.stage,
-    }
-    for name, ended in _grouped((outcome.env, outcome) for outcome in record.outcomes).items():
-        groups = [per_group.get(outcome.group) or [outcome.mean] for outcome in ended]
-        newer[f"env/{name}/solve_none"] = float(np.mean([max(group) <= 0 for group in groups]))
-        newer[f"env/{name}/solve_all"] = float(np.mean([min(group) >= 1 for group in groups]))
-    for name, cursor in record.state.cursors.items():
-        newer[f"data/{name}/epoch"] = cursor.epoch
-    measured: dict[str, float] = {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(np.std([run.reward for rollout in rollouts for run in agent_runs(rollout)])),
-        "reward/group_std": float(np.mean([np.std(values) for values in per_group.values()])),
-        "lag/mean": float(lags.mean()) if len(lags) else math.nan,
-        "lag/max": int(lags.max()) if len(lags) else math.nan,
-        "tokens/completion_mean": float(completions.mean()),
-        "tokens/completion_max": int(completions.max()),
-        "tokens/total": int(columns.lengths.sum()),
-        "truncated_frac": float(np.mean([rollout.truncated for rollout in rollouts])),
-        "rollouts/dropped": len(record.dropped),
-    }
-    if len(per_environment) > 1:
-        measured |= {f"reward/{name}/mean": float(np.mean(values)) for name, values in per_environment.items()}
-    reasons = Counter(dropped.reason.split(":")[0].replace(" ", "_") for dropped in record.dropped)
-    measured |= {f"rollouts/dropped/{reason}": count for reason, count in reasons.items()}
-    measured |= {name: float(np.mean(values)) for name, values in own.items()}
-    return {name: value for name, value in newer.items() if name in record.metrics} | measured
-
-
-def _grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
-    values: dict[Any, list[Any]] = defaultdict(list)
-    for key, value in pairs:
-        values[key].append(value)
-    return values
-
-
 def compare_batch(
     record: BatchRecord,
-    columns: Columns | None,
+    config: RunConfig,
     row: Mapping[str, Any] | None,
     findings: Findings,
     *,
@@ -99,32 +39,37 @@ def compare_batch(
     """Compare the journal's metrics with its rollouts, then the line in the file with the journal.
 
     Args:
+        config: by which the batch was filled.
         row: the batch's line in `metrics.jsonl`.
         may_lack_line: the run may have been killed before it was written.
         may_have_old_line: the line may be that of an abandoned batch of this number.
     """
-    step, found, add = record.step, record.metrics, partial(findings.add, "metrics", record.step)
-    measured = measure(record, columns) if columns is not None and record.rollouts else {}
-    numbers = [found.get(name, math.inf) for name in measured]
-    close = np.isclose(numbers, list(measured.values()), rtol=1e-6, atol=1e-9, equal_nan=True)
-    wrong = next((name for name, is_close in zip(measured, close, strict=True) if not is_close), None)
-    if wrong is not None:
-        add(
-            f"batch {step}: the journal says {wrong} = {shown(found.get(wrong))}",
-            expected=f"{measured[wrong]:.9g}, by its rollouts",
+    step, found = record.step, record.metrics
+    if any((sample.versions >= 0).any() for rollout in record.rollouts for sample in rollout.samples):
+        due = batch_metrics(step, record.rollouts, record.dropped, config=config, outcomes=record.outcomes)
+        due |= {f"data/{name}/epoch": cursor.epoch for name, cursor in record.state.cursors.items()}
+        due["curriculum/stage"] = record.state.stage
+        findings.compare(
+            "metrics",
+            step,
+            {name: found[name] for name in found if name in due},
+            {name: due[name] for name in due if name in found},  # journals of older versions lack some
+            by="by its rollouts",
             meaning="A rollout of the batch was changed, or the metric was. Look at the batch.",
+            rtol=1e-6,
         )
     if row is None:
         if not may_lack_line:
             _add_missing_line(findings, "orchestrator", f"batch {step}", step)
-        return
-    # to the last bit: JSON keeps floats exactly, and has null for what is not finite
-    written = {name: value if math.isfinite(value) else None for name, value in found.items()}
-    wrong = next((name for name, value in written.items() if row.get(name) != value), None)
-    if wrong is not None and not may_have_old_line:
-        add(
-            f"batch {step}: metrics.jsonl says {wrong} = {shown(row.get(wrong))}",
-            expected=f"{shown(found[wrong])}, by the journal",
+    elif not may_have_old_line:
+        # to the last bit: JSON keeps floats exactly, and has null for what is not finite
+        findings.compare(
+            "metrics",
+            step,
+            {name: row.get(name) for name in found},
+            {name: value if math.isfinite(value) else None for name, value in found.items()},
+            of="in metrics.jsonl ",
+            by="by the journal",
             meaning="What was shown of the run is not what it did. Look at the orchestrator's last line of this step.",
         )
 

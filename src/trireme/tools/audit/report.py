@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+from trireme.tools.record_differences import differing, narrowed, shown, some
 
 KEPT_PER_AREA = 200
 """Contradictions of each area that are kept; the rest are counted. Areas report in the order of steps."""
@@ -55,8 +59,37 @@ class Findings:
         if self._counts[area] <= KEPT_PER_AREA:
             self._kept.append(Contradiction(area, step, found, expected, meaning))
 
+    def compare(
+        self,
+        area: str,
+        step: int,
+        found: Mapping[str, Any],
+        due: Mapping[str, Any],
+        *,
+        of: str = "",
+        by: str,
+        meaning: str,
+        rtol: float = 0.0,
+    ) -> bool:
+        """Report the first value of a record that differs from what it should be, and return whether there is one.
+
+        Args:
+            found: values by their place in the record, such as `state.cursors.a`. A missing one counts as None.
+            of: a part of the batch.
+            by: what the expected values follow from.
+            rtol: relative tolerance of numbers that are not computed in the same order again.
+        """
+        names = differing(found, due)
+        if rtol:
+            names = [name for name in names if not _are_close(found.get(name), due.get(name), rtol)]
+        for name in names[:1]:
+            place, one, other = narrowed(found.get(name), due.get(name))
+            where = f"batch {step}: {of}{name}{place} is {shown(one)}"
+            self.add(area, step, where, expected=f"{shown(other)}, {by}", meaning=meaning)
+        return bool(names)
+
     def note(self, text: str) -> None:
-        if len(self.notes) < KEPT_PER_AREA:
+        if text not in self.notes and len(self.notes) < KEPT_PER_AREA:
             self.notes.append(text)
 
     @property
@@ -166,15 +199,7 @@ def _count(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
-def shown(value: Any) -> str:
-    return f"{value:.9g}" if isinstance(value, int | float) else "nothing"
-
-
-def some(values: Sequence[Any], most: int = 6) -> str:
-    """Return the first values of a list as text.
-
-    Example:
-        some([1, 2, 3, 4], most=3)  # "1, 2, 3 and 1 more"
-    """
-    shown = ", ".join(str(value) for value in values[:most])
-    return shown + (f" and {len(values) - most} more" if len(values) > most else "")
+def _are_close(one: Any, other: Any, rtol: float) -> bool:
+    if one is None or other is None:
+        return False
+    return bool(np.isclose(one, other, rtol=rtol, atol=rtol / 1000, equal_nan=True))

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from trireme.journal.records import BatchRecord, Dropped, Rollout, State
 from trireme.journal.turns import MISSING, TurnRecord, compare_turns, read_turns, turns_file, turns_folder
-from trireme.tools.audit.report import Findings, some
+from trireme.tools.audit.report import Findings
+from trireme.tools.record_differences import some
 
 NAME = re.compile(r"(\d+)-\d+\.\d+\.turns")
 UNDER_WAY, DROPPED, TRAINED = "under way", "of dropped rollouts", "trained"

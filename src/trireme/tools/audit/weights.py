@@ -11,7 +11,8 @@ from trireme.base.errors import JournalCorrupt
 from trireme.base.paths import RunPaths, step_folder, step_of
 from trireme.journal.manifest import find_damage, read_manifest
 from trireme.journal.versions import Version, Versions
-from trireme.tools.audit.report import DAMAGED, Findings, some
+from trireme.tools.audit.report import DAMAGED, Findings
+from trireme.tools.record_differences import some
 
 
 class VersionAudit:
@@ -37,8 +38,8 @@ class VersionAudit:
         """Return whether a version is confirmed, or was before an interrupted rewind, which moves batches last."""
         return version in self.confirmed or (version > self.newest and version in self._set_aside)
 
-    def read(self, *, may_differ: bool) -> None:
-        """Read and check all records.
+    def read(self, *, num_batches: int, may_differ: bool) -> None:
+        """Read and check all records, and that the journal has the batch that each version was made from.
 
         Args:
             may_differ: a replay on a GPU may round differently, so other digests are only worth a note.
@@ -82,19 +83,15 @@ class VersionAudit:
                     "record was changed. With another number of trainer ranks a replay rounds differently.",
                 )
                 break
-
-    def compare_with_batches(self, num_batches: int) -> None:
-        """Check that the journal has the batch that each version was made from."""
-        if self.newest <= num_batches:
-            return
-        self._findings.add(
-            "versions",
-            num_batches,
-            f"version {self.newest} was confirmed, and there are {num_batches} batches",
-            expected=f"batch {self.newest - 1} in the journal: version n is made by batch n - 1",
-            meaning="Batches that were trained on were lost from the journal, or a rewind was cut off on the way (then "
-            "give the same command again).",
-        )
+        if self.newest > num_batches:
+            self._findings.add(
+                "versions",
+                num_batches,
+                f"version {self.newest} was confirmed, and there are {num_batches} batches",
+                expected=f"batch {self.newest - 1} in the journal: version n is made by batch n - 1",
+                meaning="Batches that were trained on were lost from the journal, or a rewind was cut off on the way "
+                "(then give the same command again).",
+            )
 
 
 def _unsound(version: int, entry: Version) -> str | None:

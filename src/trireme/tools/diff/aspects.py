@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+from trireme.tools.record_differences import differing, shown
 
 
 @dataclass(frozen=True)
@@ -197,45 +196,25 @@ class Difference:
         return f"{self.where}: {self.a} in A, {self.b} in B" + (f" ({self.note})" if self.note else "")
 
 
-@dataclass
-class Found:
-    """The first difference of each aspect, in the order in which they were found, and how much was compared."""
+def compare_tables(
+    aspect: str,
+    step: int,
+    where: str,
+    a: Mapping[Any, Any],
+    b: Mapping[Any, Any],
+    *,
+    unit: str,
+    show: Callable[[Any], str] = shown,
+    missing: str = "nothing",
+) -> Iterator[Difference]:
+    """Yield the first name whose values differ, with the number of such names.
 
-    firsts: dict[str, Difference] = field(default_factory=dict)
-    compared: Counter[str] = field(default_factory=Counter)  # by aspect: batches, steps or versions
-
-    @property
-    def first(self) -> Difference | None:
-        """Return the first difference. An evaluation has no effects, so it is named only where nothing else differs."""
-        leading = [difference for aspect, difference in self.firsts.items() if aspect != "evaluation"]
-        return next(iter(leading), self.firsts.get("evaluation"))
-
-    @property
-    def says_all(self) -> bool:
-        return all(aspect in self.firsts for aspect in MAIN)
-
-
-# comparison of two records, each a table of named values
-
-
-def differing(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> list[Any]:
-    """Return the names whose values are not the same to the bit, in the order of A; a missing value counts as None."""
-    return [name for name in {**a, **b} if not _are_identical(a.get(name), b.get(name))]
-
-
-def _are_identical(a: Any, b: Any) -> bool:
-    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        if type(a) is not type(b):
-            return False
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if isinstance(a, float) and isinstance(b, float):
-        return repr(a) == repr(b)  # NaN is identical to NaN, and 0.0 is not to -0.0
-    return bool(a == b)
-
-
-def share(some: Any, of: Any, what: str) -> str:
-    return f"in {len(some)} of {len(of)} {what}"
-
-
-def count(values: Any, what: str) -> str:
-    return f"{len(values)} {what}{'' if len(values) == 1 else 's'}"
+    Args:
+        where: text before the name.
+        unit: word for what is named, in the plural.
+        missing: text for a value that is not there.
+    """
+    if names := differing(a, b):
+        one, other = (missing if of.get(names[0]) is None else show(of[names[0]]) for of in (a, b))
+        note = f"in {len(names)} of {len(a)} {unit}" if len(a) > 1 else ""
+        yield Difference(aspect, step, f"{where}{names[0]}", one, other, note)

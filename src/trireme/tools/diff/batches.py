@@ -17,7 +17,8 @@ from trireme.algo.data.difficulty import Outcome
 from trireme.journal.logprobs import logprobs_of
 from trireme.journal.records import BatchRecord, Dropped, Rollout
 from trireme.messages import Tokens
-from trireme.tools.diff.aspects import Difference, count, differing, share
+from trireme.tools.diff.aspects import Difference, compare_tables
+from trireme.tools.record_differences import differing, first_place, narrowed, shown
 
 Decode = Callable[[Sequence[int]], str]
 Scored = dict[bytes, np.ndarray]  # by sample: see `journal.logprobs`
@@ -29,7 +30,6 @@ BATCH_ASPECTS = (
 )
 GENERATED = ("ids", "loss_mask", "versions", "logprobs")  # columns
 CONTEXT = 30  # characters before a token
-LONGEST = 120  # characters of a value
 
 TEXTS = ("prompt", "completion", "answer", "stop", "truncated", "num_turns", "temperature")
 ROLLOUT_ASPECTS: dict[str, Callable[[Rollout], dict[str, Any]]] = {
@@ -57,46 +57,27 @@ def compare_batches(a: BatchRecord, b: BatchRecord, decode: Decode | None = None
     pairs = [(one, other) for one in a.rollouts if (other := theirs.get((one.group, one.place)))]
     if a.rules is not None and b.rules is not None:
         rules_a, rules_b = msgspec.structs.asdict(a.rules), msgspec.structs.asdict(b.rules)
-        for name in differing(rules_a, rules_b)[:1]:
-            yield Difference("rules", step, f"batch {step}, rule {name}", str(rules_a[name]), str(rules_b[name]))
-    examples_a, examples_b = _examples(a), _examples(b)
-    if differ := sorted(set(differing(examples_a, examples_b)) & examples_a.keys() & examples_b.keys()):
-        group, note = differ[0], share(differ, examples_a, "groups")
-        where = f"batch {step}, group {group}"
-        yield Difference("examples", step, where, examples_a[group], examples_b[group], note)
+        yield from compare_tables("rules", step, f"batch {step}, rule ", rules_a, rules_b, unit="rules")
+    examples = [_examples(record) for record in (a, b)]
+    common = examples[0].keys() & examples[1].keys()
+    tables = ({group: name for group, name in sorted(of.items()) if group in common} for of in examples)
+    yield from compare_tables("examples", step, f"batch {step}, group ", *tables, unit="groups", show=str)
     yield from _compare_generated(step, pairs, decode)
     yield from _compare_values(step, ROLLOUT_ASPECTS, pairs)
-    dropped_a, dropped_b = (
-        {(each.group, each.place, each.attempt): each.reason for each in of.dropped} for of in (a, b)
+    reasons = (
+        {f"group {it.group}, place {it.place}, attempt {it.attempt}": it.reason for it in of.dropped} for of in (a, b)
     )
-    if differ := sorted(differing(dropped_a, dropped_b)):
-        group, place, attempt = differ[0]
-        where = f"batch {step}, group {group}, place {place}, attempt {attempt}"
-        fate_a, fate_b = (drops.get(differ[0], "not dropped here") for drops in (dropped_a, dropped_b))
-        yield Difference("dropped", step, where, fate_a, fate_b, f"{count(differ, 'rollout')} of that kind")
-    yield from _compare_groups(a, b)
+    where = f"batch {step}, "
+    yield from compare_tables("dropped", step, where, *reasons, unit="rollouts", show=str, missing="not dropped here")
+    places = ({n: f"group {one.group}, place {one.place}" for n, one in enumerate(of.rollouts)} for of in (a, b))
+    yield from compare_tables("groups", step, f"batch {step}, rollout ", *places, unit="rollouts", show=str)
     yield from _compare_values(step, SHARED_ASPECTS, pairs)
 
 
 def _examples(record: BatchRecord) -> dict[int, str]:
-    fates: list[Rollout | Dropped | Outcome] = [*record.rollouts, *record.dropped, *record.outcomes]
-    return {fate.group: f"example {fate.example} of {fate.env}" for fate in fates}
-
-
-def _compare_groups(a: BatchRecord, b: BatchRecord) -> Iterator[Difference]:
-    ours, theirs = ([(rollout.group, rollout.place) for rollout in record.rollouts] for record in (a, b))
-    at = next((n for n, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), None)
-    if at is not None:
-        where, (group_a, place_a), (group_b, place_b) = f"batch {a.step}, rollout {at}", ours[at], theirs[at]
-        groups = {group for group, _ in ours}
-        note = f"{len(groups & {group for group, _ in theirs})} of {len(groups)} groups are in both"
-        if sorted(ours) == sorted(theirs):
-            note = "the same rollouts in another order"
-        one, other = f"group {group_a}, place {place_a}", f"group {group_b}, place {place_b}"
-        yield Difference("groups", a.step, where, one, other, note)
-    elif len(ours) != len(theirs):
-        where = f"batch {a.step}, rollout {min(len(ours), len(theirs))}"
-        yield Difference("groups", a.step, where, count(ours, "rollout"), count(theirs, "rollout"))
+    """Return the example of each group that ended with the batch, or is still open."""
+    ended: list[Rollout | Dropped | Outcome] = [*record.rollouts, *record.dropped, *record.outcomes]
+    return {each.group: f"example {each.example} of {each.env}" for each in ended}
 
 
 # what was generated: by the first place in a rollout at which anything differs
@@ -109,7 +90,7 @@ def _compare_generated(step: int, pairs: list[Pair], decode: Decode | None) -> I
         if difference := _compare_rollouts(step, *pair, decode if len(found) < 3 else None):
             found.setdefault(difference.aspect, []).append(difference)
     for differences in found.values():
-        notes = (differences[0].note, share(differences, pairs, "rollouts"))
+        notes = (differences[0].note, f"in {len(differences)} of {len(pairs)} rollouts")
         yield replace(differences[0], note="; ".join(filter(None, notes)))
 
 
@@ -167,14 +148,6 @@ def _id(sample: Tokens, place: int, decode: Decode | None) -> str:
     return text if sample.loss_mask[place] else f"{text}, given"
 
 
-def first_place(a: np.ndarray, b: np.ndarray) -> int | None:
-    """Return the first index at which two sequences differ, as far as the shorter one goes; to the bit."""
-    shorter = min(len(a), len(b))
-    bits_a, bits_b = (np.ascontiguousarray(each[:shorter]).view(f"u{each.dtype.itemsize}") for each in (a, b))
-    differ = np.flatnonzero(bits_a != bits_b)
-    return int(differ[0]) if len(differ) else None
-
-
 def compare_scored(batch: BatchRecord, a: Scored, b: Scored) -> Iterator[Difference]:
     """Compare the trainers' logprobs of the same samples. Yield the first token that differs."""
     for rollout in batch.rollouts:
@@ -197,25 +170,6 @@ def _compare_values(
         found = [(differ[0], *each) for each in values if (differ := differing(each[0], each[1]))]
         if found:
             name, values_a, values_b, rollout = found[0]
-            place, a, b = _narrowed(values_a.get(name), values_b.get(name))
-            where = f"batch {step}, {_name(rollout)}, {name}{place}"
-            yield Difference(aspect, step, where, _shown(a), _shown(b), share(found, pairs, "rollouts"))
-
-
-def _narrowed(a: Any, b: Any) -> tuple[str, Any, Any]:
-    """Return the token, or the message, at which two columns or two lists of messages differ."""
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and len(a) == len(b):
-        place = first_place(a, b)
-        return f", token {place}", a[place], b[place]
-    if isinstance(a, list) and isinstance(b, list) and all(isinstance(each, dict) for each in (*a, *b)):
-        number = next((n for n, both in enumerate(zip(a, b, strict=False)) if both[0] != both[1]), min(len(a), len(b)))
-        one, other = (messages[number] if number < len(messages) else None for messages in (a, b))
-        return f", message {number}", one, other
-    return "", a, b
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, np.ndarray):
-        return count(value, "token")
-    text = "nothing" if value is None else str(value) if isinstance(value, np.generic) else repr(value)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+            place, a, b = narrowed(values_a.get(name), values_b.get(name), unit="token")
+            where, note = f"batch {step}, {_name(rollout)}, {name}{place}", f"in {len(found)} of {len(pairs)} rollouts"
+            yield Difference(aspect, step, where, shown(a), shown(b), note)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trireme.base.paths import RunPaths, step_folder, step_of
@@ -19,9 +20,10 @@ from trireme.journal.logprobs import read_logprobs
 from trireme.journal.provenance import read_provenance
 from trireme.journal.versions import Versions
 from trireme.monitor.metrics import Row, latest_by_step, read_metrics
-from trireme.tools.diff.aspects import Difference, Found, differing
-from trireme.tools.diff.batches import BATCH_ASPECTS, Decode, compare_batches, compare_scored, first_place
-from trireme.tools.diff.configuration import KeyDifference, compare_configurations, count_keys, read_configuration
+from trireme.tools.diff.aspects import MAIN, Difference, compare_tables
+from trireme.tools.diff.batches import BATCH_ASPECTS, Decode, compare_batches, compare_scored
+from trireme.tools.diff.configuration import KeyDifference, compare_configurations, read_configuration
+from trireme.tools.record_differences import first_place
 from trireme.tools.tokenizer import find_decoder
 
 STEP_ASPECTS = ("lr", "loss", "grad_norm", "training")
@@ -98,7 +100,7 @@ def _digests_of(file: Path) -> Iterator[tuple[str, str]]:
                 yield name, hashlib.sha256(head + tensors.read(end - begin)).hexdigest()[:32]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Comparison:
     """The result of a comparison."""
 
@@ -106,7 +108,8 @@ class Comparison:
     b: Side
     keys: list[KeyDifference]
     surroundings: list[KeyDifference]
-    found: Found
+    firsts: dict[str, Difference] = field(default_factory=dict)  # by aspect, in the order in which they were found
+    compared: Counter[str] = field(default_factory=Counter)  # by aspect: batches, steps or versions
 
     @property
     def telling_keys(self) -> list[KeyDifference]:
@@ -114,12 +117,18 @@ class Comparison:
         return [key for key in self.keys if not key.is_place]
 
     @property
-    def same(self) -> bool:
-        return not self.telling_keys and self.found.first is None
+    def first(self) -> Difference | None:
+        """Return the first difference. An evaluation has no effects, so it is named only where nothing else differs."""
+        leading = [difference for aspect, difference in self.firsts.items() if aspect != "evaluation"]
+        return next(iter(leading), self.firsts.get("evaluation"))
 
     @property
-    def num_keys(self) -> int:
-        return max(count_keys(self.a.configuration), count_keys(self.b.configuration))
+    def says_all(self) -> bool:
+        return all(aspect in self.firsts for aspect in MAIN)
+
+    @property
+    def same(self) -> bool:
+        return not self.telling_keys and self.first is None
 
 
 def compare_runs(a: Path, b: Path) -> Comparison:
@@ -129,65 +138,54 @@ def compare_runs(a: Path, b: Path) -> Comparison:
         ConfigError: one of the folders holds no run.
         JournalCorrupt: an entry is damaged or missing.
     """
-    ours, theirs = Side(a), Side(b)
+    ours, theirs, decode = Side(a), Side(b), find_decoder(a)
     keys = compare_configurations(ours.configuration, theirs.configuration)
-    comparison = Comparison(ours, theirs, keys, compare_configurations(ours.surroundings, theirs.surroundings), Found())
-    found, decode = comparison.found, find_decoder(a)
+    comparison = Comparison(ours, theirs, keys, compare_configurations(ours.surroundings, theirs.surroundings))
     for step in range(min(ours.end, theirs.end)):
-        for difference in _compare_at(step, ours, theirs, found, decode):
+        for difference in _compare_at(step, ours, theirs, comparison.compared, decode):
             # where keys of the configuration differ, rules of the journal only repeat them
             if difference.aspect != "rules" or not comparison.telling_keys:
-                found.firsts.setdefault(difference.aspect, difference)
-        if found.says_all:
+                comparison.firsts.setdefault(difference.aspect, difference)
+        if comparison.says_all:
             break
     return comparison
 
 
-def _compare_at(step: int, a: Side, b: Side, found: Found, decode: Decode | None) -> Iterator[Difference]:
+def _compare_at(step: int, a: Side, b: Side, compared: Counter[str], decode: Decode | None) -> Iterator[Difference]:
     """Compare version, evaluation, batch and step of one number, where both have them."""
-    yield from _compare_weights(step, a, b, found)
+    ours, theirs, source = a.confirmed(step), b.confirmed(step), "confirmed"
+    if ours is None or theirs is None:
+        ours, theirs, source = a.exported(step), b.exported(step), "exported"
+    if ours is not None and theirs is not None:
+        compared["weights"] += 1
+        unit = f"tensors, as {source}"
+        yield from compare_tables("weights", step, f"version {step}, ", ours, theirs, unit=unit, show=str)
     row_a, row_b = a.row("orchestrator", step), b.row("orchestrator", step)
     if evaluated := [name for name in row_a if name.startswith("eval/") and name in row_b]:
-        found.compared["evaluation"] += 1
+        compared["evaluation"] += 1
         yield from _compare_metrics("evaluation", step, f"version {step}", evaluated, row_a, row_b)
     if step in a.batches and step in b.batches:
-        found.compared.update(BATCH_ASPECTS)
+        compared.update(BATCH_ASPECTS)
         path_a, path_b = a.journal.path(step), b.journal.path(step)
         # entries of runs that do the same have the same bytes, and need not be decoded
         if path_a.stat().st_size != path_b.stat().st_size or path_a.read_bytes() != path_b.read_bytes():
             yield from compare_batches(a.journal.read(step), b.journal.read(step), decode)
-        ours, theirs = read_logprobs(a.logprobs, step), read_logprobs(b.logprobs, step)
-        common = ours.keys() & theirs.keys()
-        found.compared["scored"] += bool(common)
-        if any(first_place(ours[sample], theirs[sample]) is not None for sample in common):
-            yield from compare_scored(a.journal.read(step), ours, theirs)
+        scores_a, scores_b = read_logprobs(a.logprobs, step), read_logprobs(b.logprobs, step)
+        common = scores_a.keys() & scores_b.keys()
+        compared["scored"] += bool(common)
+        if any(first_place(scores_a[sample], scores_b[sample]) is not None for sample in common):
+            yield from compare_scored(a.journal.read(step), scores_a, scores_b)
     if step in a.steps and step in b.steps:
-        found.compared.update(STEP_ASPECTS)
+        compared.update(STEP_ASPECTS)
         row_a, row_b = a.row("trainer", step), b.row("trainer", step)
         # only those that both have: another version of Trireme may record more
         names = sorted(row_a.keys() & row_b.keys() - {"step", "process", *STEP_ASPECTS})
         rest = [name for name in names if not name.startswith(CLOCKED)]
         for aspect in STEP_ASPECTS:
-            compared = rest if aspect == "training" else [aspect]
-            yield from _compare_metrics(aspect, step, f"step {step}", compared, row_a, row_b)
-
-
-def _compare_weights(version: int, a: Side, b: Side, found: Found) -> Iterator[Difference]:
-    """Compare digests as engines confirmed them or, where one run has none, exported tensors."""
-    ours, theirs, source = a.confirmed(version), b.confirmed(version), "confirmed"
-    if ours is None or theirs is None:
-        ours, theirs, source = a.exported(version), b.exported(version), "exported"
-    if ours is None or theirs is None:
-        return
-    found.compared["weights"] += 1
-    if differ := differing(ours, theirs):
-        note = f"{len(differ)} of {len(ours)} tensors differ, as {source}"
-        digests = (ours.get(differ[0], "no"), theirs.get(differ[0], "no"))
-        yield Difference("weights", version, f"version {version}, {differ[0]}", *digests, note)
+            own = rest if aspect == "training" else [aspect]
+            yield from _compare_metrics(aspect, step, f"step {step}", own, row_a, row_b)
 
 
 def _compare_metrics(aspect: str, step: int, where: str, names: list[str], a: Row, b: Row) -> Iterator[Difference]:
-    if differ := differing({name: a.get(name) for name in names}, {name: b.get(name) for name in names}):
-        note = f"and {len(differ) - 1} more of {len(names)}" if len(differ) > 1 else ""
-        value_a, value_b = ("not finite" if row.get(differ[0]) is None else str(row[differ[0]]) for row in (a, b))
-        yield Difference(aspect, step, f"{where}, {differ[0]}", value_a, value_b, note)
+    rows = ({name: row.get(name) for name in names} for row in (a, b))
+    yield from compare_tables(aspect, step, f"{where}, ", *rows, unit="metrics", missing="not finite")

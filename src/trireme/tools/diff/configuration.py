@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.config.files import find_run_file, read_table, toml_value, without_secrets
+from trireme.tools.record_differences import differing
 
 Table = dict[str, Any]
 
@@ -55,16 +56,8 @@ def read_configuration(run: Path) -> Table:
 def compare_configurations(a: Table, b: Table) -> list[KeyDifference]:
     """Return differing keys, those that affect results first, in the order of the file."""
     flat_a, flat_b = dict(flatten(a)), dict(flatten(b))
-    differences = [
-        KeyDifference(key, _shown(flat_a, key), _shown(flat_b, key))
-        for key in {**flat_a, **flat_b}
-        if flat_a.get(key) != flat_b.get(key)
-    ]
+    differences = [KeyDifference(key, _shown(flat_a, key), _shown(flat_b, key)) for key in differing(flat_a, flat_b)]
     return sorted(differences, key=lambda difference: difference.is_place)
-
-
-def count_keys(table: Table) -> int:
-    return sum(1 for _ in flatten(table))
 
 
 def flatten(table: Table, above: str = "") -> Iterator[tuple[str, Any]]:

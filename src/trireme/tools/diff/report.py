@@ -12,10 +12,10 @@ from trireme.tools.diff.aspects import (
     DRAWN_WITHOUT_SEEDS,
     SYNCHRONOUS_TIMING,
     Difference,
-    count,
 )
 from trireme.tools.diff.compare import Comparison
-from trireme.tools.diff.configuration import is_below
+from trireme.tools.diff.configuration import flatten, is_below
+from trireme.tools.record_differences import some
 
 MOST_KEYS = 12
 MOST_CAUSES = 4
@@ -28,7 +28,7 @@ def as_text(comparison: Comparison, *, everything: bool) -> str:
         everything: show all differing keys, also those that only say where a run runs.
     """
     lines = [f"A  {comparison.a.folder}: {comparison.a}", f"B  {comparison.b.folder}: {comparison.b}", ""]
-    telling, first = comparison.telling_keys, comparison.found.first
+    telling, first = comparison.telling_keys, comparison.first
     if comparison.same:
         lines.append(f"no difference: {_extent(comparison)}")
     if telling:
@@ -43,27 +43,26 @@ def as_text(comparison: Comparison, *, everything: bool) -> str:
 
 def _extent(comparison: Comparison) -> str:
     """Describe how far the comparison goes, and whether one run goes further."""
-    if not any(comparison.found.compared.values()):
+    if not any(comparison.compared.values()):
         return "the configurations are the same; no batch, step or version is in both"
     text = "configuration, versions, batches and steps are the same to the bit"
-    ends = {"A": comparison.a.end - 1, "B": comparison.b.end - 1}
-    longer, shorter = sorted(ends, key=lambda name: -ends[name])
-    if ends[longer] == ends[shorter]:
-        return text
-    return f"{text}, as far as {shorter} goes: to {ends[shorter]}, {longer} to {ends[longer]}"
+    (shorter, end), (longer, other) = sorted(
+        (("A", comparison.a.end - 1), ("B", comparison.b.end - 1)), key=lambda run: run[1]
+    )
+    return text if end == other else f"{text}, as far as {shorter} goes: to {end}, {longer} to {other}"
 
 
 def _configuration(comparison: Comparison, *, everything: bool) -> list[str]:
     telling = comparison.telling_keys
     places = [key for key in comparison.keys if key.is_place]
-    head = f"{count(telling, 'key')} of {comparison.num_keys} not the same"
+    num_keys = max(len(dict(flatten(side.configuration))) for side in (comparison.a, comparison.b))
+    head = f"{_count(telling, 'key')} of {num_keys} not the same"
     lines = [f"configuration: {head if telling else 'all keys that count are the same'}"]
     lines += [f"  {key}" for key in (telling if everything else telling[:MOST_KEYS])]
     if not everything and len(telling) > MOST_KEYS:
         lines.append(f"  and {len(telling) - MOST_KEYS} more: --all shows them")
     if places:
-        more = f" and {len(places) - 6} more" if len(places) > 6 else ""
-        lines.append(f"  of where it runs, {count(places, 'key')}: {', '.join(key.key for key in places[:6])}{more}")
+        lines.append(f"  of where it runs, {_count(places, 'key')}: {some([key.key for key in places])}")
     if everything:
         lines += [f"    {key}" for key in places]
     if comparison.surroundings:
@@ -71,17 +70,20 @@ def _configuration(comparison: Comparison, *, everything: bool) -> list[str]:
     return lines
 
 
+def _count(values: list[Any], what: str) -> str:
+    return f"{len(values)} {what}{'' if len(values) == 1 else 's'}"
+
+
 def _aspects(comparison: Comparison) -> list[str]:
     """Describe the first difference of each aspect in the order found, then the aspects that are the same."""
-    found = comparison.found
     width = max(map(len, ASPECTS))
-    lines = [f"{aspect:{width}}  {difference}" for aspect, difference in found.firsts.items()]
-    if found.says_all:
+    lines = [f"{aspect:{width}}  {difference}" for aspect, difference in comparison.firsts.items()]
+    if comparison.says_all:
         lines.append("What comes after these was not looked at: it follows from them.")
     counts: dict[int, list[str]] = {}
     for aspect in ASPECTS:
-        if aspect not in found.firsts:
-            counts.setdefault(found.compared[aspect], []).append(aspect)
+        if aspect not in comparison.firsts:
+            counts.setdefault(comparison.compared[aspect], []).append(aspect)
     for number in sorted(counts, reverse=True):
         how = f"the same, {number} compared" if number else "not in both runs"
         lines.append(f"{how}: {', '.join(counts[number])}")
@@ -92,7 +94,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     def table(difference: Difference) -> dict[str, Any]:
         return {name: value for name, value in asdict(difference).items() if name != "same_before"}
 
-    found, first = comparison.found, comparison.found.first
+    first = comparison.first
     keys = comparison.telling_keys
     return {
         "a": str(comparison.a.folder),
@@ -103,35 +105,32 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "meaning": meaning_of(comparison),
         "configuration": [asdict(key) | {"is_place": key.is_place} for key in comparison.keys],
         "surroundings": [asdict(key) for key in comparison.surroundings],
-        "aspects": {aspect: table(difference) for aspect, difference in found.firsts.items()},
-        "compared": dict(found.compared),
+        "aspects": {aspect: table(difference) for aspect, difference in comparison.firsts.items()},
+        "compared": dict(comparison.compared),
     }
 
 
 def meaning_of(comparison: Comparison) -> list[str]:
     """Explain the first difference: its possible causes, and what to look at; the most important sentence first."""
-    first, telling = comparison.found.first, comparison.telling_keys
+    first, telling = comparison.first, comparison.telling_keys
     if first is None and not telling:
         return []
     if first is None:
-        if any(comparison.found.compared.values()):
+        if any(comparison.compared.values()):
             return ["In all that happened so far it made no difference."]
         return ["There is nothing else that both runs have, so what follows from it is not known."]
     aspect = BASE_WEIGHTS if first.aspect == "weights" and first.step == 0 else ASPECTS[first.aspect]
     causes = [key for key in telling if is_below(key.key, aspect.keys)]
     if causes:
-        names = ", ".join(f"`{key.key}`" for key in causes[:MOST_CAUSES])
-        more = f" and {len(causes) - MOST_CAUSES} more keys" if len(causes) > MOST_CAUSES else ""
-        sentences = [f"It may follow from {names}{more}" + (f": {aspect.because}." if aspect.because else ".")]
+        names = some([f"`{key.key}`" for key in causes], MOST_CAUSES)
+        sentences = [f"It may follow from {names}" + (f": {aspect.because}." if aspect.because else ".")]
     else:
         sentences = [_meaning_without_a_key(comparison, first) or aspect.meaning]
         if telling:
             sentences.append("No key that differs bears on it.")
     around = [key for key in comparison.surroundings if not key.key.startswith("command")]
     if around:
-        more = f"; and {len(around) - MOST_CAUSES} more" if len(around) > MOST_CAUSES else ""
-        shown = "; ".join(map(str, around[:MOST_CAUSES]))
-        sentences.append(f"Besides the configuration, these differ: {shown}{more}.")
+        sentences.append(f"Besides the configuration, these differ: {some(around, MOST_CAUSES)}.")
     elif comparison.a.surroundings and comparison.b.surroundings:
         sentences.append("Versions and machines are the same.")
     else:
