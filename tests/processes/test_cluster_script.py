@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from trireme.tools.cluster.job import NODE_SCRIPT, SECRETS, Job, SubmitOptions, node_script, write_secrets
-from trireme.tools.cluster.nodes import Wanted, plan_nodes
+from trireme.tools.cluster.nodes import plan_nodes
 from trireme.tools.cluster.slurm import batch_script
 
 DEADLINE_S = 30
@@ -67,17 +67,17 @@ class Machine:
         program.chmod(0o755)
         state = folder / "it's here"
         state.mkdir()
-        run, two = folder / "out puts" / "run", plan_nodes(Wanted(nodes=2, gpus_per_node=0))
+        run, two = folder / "out puts" / "run", plan_nodes(2, 0)
         self.job = Job("20260102-030405-ab12", "run", two, run, state, state, "", python=str(program), restarts=2)
 
     def spread(self, **wanted: int) -> None:
-        self.job = replace(self.job, plan=plan_nodes(Wanted(**wanted)))
+        self.job = replace(self.job, plan=plan_nodes(**wanted))
 
     def start(self, index: int, to_terminal: bool = False, **plan: list[Any]) -> subprocess.Popen[str]:
         """Start machine number `index`, whose processes end as `plan` says."""
         script = self.job.state / NODE_SCRIPT
         script.write_text(node_script(self.job, to_terminal=to_terminal, pause_s=0, leave_s=0))
-        addresses = [f"h{node.index}" for node in self.job.plan.nodes]
+        addresses = [f"h{machine}" for machine in range(self.job.plan.num_nodes)]
         told = {"NOTES": str(self.folder / "notes"), "METRICS": str(self.job.run / "metrics.jsonl")}
         return subprocess.Popen(
             ["bash", str(script), str(index), *addresses], env=os.environ | told | {"PLAN": json.dumps(plan)},

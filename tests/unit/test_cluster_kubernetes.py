@@ -12,14 +12,14 @@ import yaml
 from trireme.base.errors import ConfigError
 from trireme.tools.cluster.job import Job, SubmitOptions, node_script
 from trireme.tools.cluster.kubernetes import addresses_of, describe_status, manifests, name_of, submit
-from trireme.tools.cluster.nodes import Wanted, plan_nodes
+from trireme.tools.cluster.nodes import plan_nodes
 
 VERSIONS = ("1.33", "1.37")  # the first in which all of it is stable, and the newest
 SECRETS = {"API_KEY": "s3cret", "TRIREME_TOKEN": "t0k3n"}
 
 
 def job(nodes: int, gpus_per_node: int = 8) -> Job:
-    plan, run = plan_nodes(Wanted(nodes=nodes, gpus_per_node=gpus_per_node)), Path("/runs/outputs/wiki")
+    plan, run = plan_nodes(nodes, gpus_per_node), Path("/runs/outputs/wiki")
     state, folder = (Path(root, "outputs/wiki.submissions/20260102-030405-ab12") for root in ("/runs", ""))
     toml = 'max_steps = 3\nname = "a: b"\n\n[model]\nname = "m"\n'
     return Job("20260102-030405-ab12", "Qwen3 30B_wiki!", plan, run, state, folder, toml)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from trireme.base.errors import ConfigError
 from trireme.tools.cluster.job import seconds_of
-from trireme.tools.cluster.nodes import Wanted, plan_nodes
+from trireme.tools.cluster.nodes import Placed, plan_nodes
 
 ALL = tuple(range(8))
 TWO = {"nodes": 2, "gpus_per_node": 8}
@@ -17,22 +17,24 @@ TWO = {"nodes": 2, "gpus_per_node": 8}
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        (TWO, [[("inference", 0, ALL)], [("orchestrator", 0, ()), ("trainer", 0, ALL)]]),
+        (TWO, [("inference", 0, 0, ALL), ("orchestrator", 0, 1), ("trainer", 0, 1, ALL)]),
         (
             TWO | {"inference_gpus": 12, "trainer_gpus": 4},  # a machine may hold both kinds
-            [[("inference", 0, ALL)], [("orchestrator", 0, ()), ("trainer", 0, ALL[4:]), ("inference", 1, ALL[:4])]],
+            [
+                *(("inference", 0, 0, ALL), ("orchestrator", 0, 1), ("trainer", 0, 1, ALL[4:])),
+                ("inference", 1, 1, ALL[:4]),
+            ],
         ),
         # the trainer begins on a machine of its own where its shares would differ otherwise
         (
             TWO | {"inference_gpus": 6, "trainer_gpus": 8},
-            [[("inference", 0, ALL[:6])], [("orchestrator", 0, ()), ("trainer", 0, ALL)]],
+            [("inference", 0, 0, ALL[:6]), ("orchestrator", 0, 1), ("trainer", 0, 1, ALL)],
         ),
-        (TWO | {"gpus_per_node": 0}, [[("inference", 0, ())], [("orchestrator", 0, ()), ("trainer", 0, ())]]),
+        (TWO | {"gpus_per_node": 0}, [("inference", 0, 0), ("orchestrator", 0, 1), ("trainer", 0, 1)]),
     ],
 )
 def test_gpus_are_dealt_out_engines_first_in_equal_shares_of_the_trainer(asked, expected):
-    nodes = plan_nodes(Wanted(**asked)).nodes
-    assert [[(process.kind, process.place, process.gpus) for process in node.processes] for node in nodes] == expected
+    assert plan_nodes(**asked).processes == tuple(Placed(*each) for each in expected)
 
 
 @pytest.mark.parametrize(
@@ -44,10 +46,8 @@ def test_gpus_are_dealt_out_engines_first_in_equal_shares_of_the_trainer(asked, 
     ],
 )
 def test_an_odd_machine_is_an_engines_and_processes_of_a_kind_are_numbered(asked, expected):
-    plan = plan_nodes(Wanted(gpus_per_node=8, **asked))
-    assert plan.by_name == expected
-    assert plan.leader == expected.get("orchestrator", 0)
-    assert plan.is_single == (asked["nodes"] == 1)
+    plan = plan_nodes(gpus_per_node=8, **asked)
+    assert (plan.by_name, plan.leader) == (expected, expected.get("orchestrator", 0))
 
 
 @pytest.mark.parametrize(
@@ -63,18 +63,18 @@ def test_an_odd_machine_is_an_engines_and_processes_of_a_kind_are_numbered(asked
 )
 def test_gpus_that_do_not_divide_are_refused_with_a_way_out(asked, said):
     with pytest.raises(ConfigError, match=said):
-        plan_nodes(Wanted(**asked))
+        plan_nodes(**asked)
 
 
 @given(st.integers(2, 8), st.integers(0, 8), st.none() | st.integers(1, 64), st.none() | st.integers(1, 64))
 def test_no_gpu_is_given_twice_and_none_that_is_not_there(nodes, per_node, engines, trainer):
     try:
-        plan = plan_nodes(Wanted(nodes, per_node, inference_gpus=engines, trainer_gpus=trainer))
+        plan = plan_nodes(nodes, per_node, inference_gpus=engines, trainer_gpus=trainer)
     except ConfigError:
         return
-    assert all(node.processes for node in plan.nodes)
-    placed = [(each.kind, node.index, gpu) for node in plan.nodes for each in node.processes for gpu in each.gpus]
-    assert len({(node, gpu) for _, node, gpu in placed}) == len(placed)
+    assert {process.machine for process in plan.processes} == set(range(nodes))
+    placed = [(each.kind, each.machine, gpu) for each in plan.processes for gpu in each.gpus]
+    assert len({(machine, gpu) for _, machine, gpu in placed}) == len(placed)
     assert {gpu for *_, gpu in placed} <= set(range(per_node))
     if per_node and engines and trainer:
         assert Counter(kind for kind, *_ in placed) == {"inference": engines, "trainer": trainer}

@@ -10,15 +10,16 @@ import json
 import os
 import re
 import shlex
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from trireme.base.errors import FINAL_EXIT_CODES, ConfigError
+from trireme.base.errors import FINAL_EXIT_CODES, ConfigError, TriremeError
 from trireme.base.paths import atomic_write
 from trireme.base.token import TOKEN
-from trireme.config.files import ProcessName
+from trireme.config.files import PROCESSES
 from trireme.config.problems import raise_together
 from trireme.config.section import Section
 from trireme.tools.cluster.nodes import ClusterPlan
@@ -35,6 +36,7 @@ END_S = 120
 GRACE_S = 40
 """Seconds for which `node.sh` waits for the processes of its machine to end."""
 
+COMMAND_TIMEOUT_S = 60.0
 SECRETS = "secrets.sh"
 
 
@@ -165,8 +167,7 @@ def node_script(job: Job, *, to_terminal: bool = False, pause_s: int = 5, leave_
         pause_s: seconds before the first restart. The n-th restart in a row waits n times as long.
         leave_s: seconds that processes left behind by a dead one have to end by themselves.
     """
-    kinds: tuple[ProcessName, ...] = ("inference", "orchestrator", "trainer")
-    hosts = {kind: [f"${{{index + 1}}}" for index in job.plan.machines_of(kind)] for kind in kinds}
+    hosts = {kind: [f"${{{index + 1}}}" for index in job.plan.machines_of(kind)] for kind in sorted(PROCESSES)}
     return render(
         TEMPLATES,
         NODE_SCRIPT,
@@ -178,6 +179,34 @@ def node_script(job: Job, *, to_terminal: bool = False, pause_s: int = 5, leave_
         grace_s=GRACE_S,
         final_codes=(0, *FINAL_EXIT_CODES),
     )
+
+
+def call_scheduler(
+    command: list[str], stdin: str = "", *, missing: str, silent: str
+) -> subprocess.CompletedProcess[str]:
+    """Run one of a scheduler's own commands.
+
+    Args:
+        missing: advice for a machine that does not have it.
+        silent: advice for a cluster that does not answer.
+
+    Raises:
+        ConfigError: there is no such command.
+        TriremeError: it did not answer in time.
+    """
+    try:
+        return subprocess.run(
+            command, input=stdin, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+        )
+    except FileNotFoundError:
+        raise ConfigError(
+            f"there is no `{command[0]}` in PATH - expected the scheduler's commands. {missing}"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise TriremeError(
+            f"`{shlex.join(command[:3])}` did not answer within {COMMAND_TIMEOUT_S:.0f} s - expected the cluster to "
+            f"answer. {silent}"
+        ) from None
 
 
 def submissions_of(run: Path) -> Path:

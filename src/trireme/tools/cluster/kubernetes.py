@@ -16,14 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from trireme.base.errors import FINAL_EXIT_CODES, ConfigError, TriremeError
-from trireme.tools.cluster.job import END_S, NODE_SCRIPT, TEMPLATES, Job, Submission, SubmitOptions, node_script
+from trireme.tools.cluster.job import (
+    END_S,
+    NODE_SCRIPT,
+    TEMPLATES,
+    Job,
+    Submission,
+    SubmitOptions,
+    call_scheduler,
+    node_script,
+)
 from trireme.tools.templates import render
 
 FILES = "/etc/trireme"
 VOLUME = "/runs"  # where relative output folders lie
-USER = 1000  # of the images in docker/; the volume gets this group
-POD_RESTARTS = 3
-COMMAND_TIMEOUT_S = 60.0
 LABEL = "trireme-submission"  # as in manifests.yaml.j2
 MAX_LOG_REQUESTS = 64  # pods whose logs kubectl reads at once
 
@@ -44,7 +50,7 @@ def addresses_of(job: Job) -> list[str]:
     """Return the addresses of all machines, in order."""
     if job.plan.is_single:
         return ["127.0.0.1"]
-    return [f"{name_of(job)}-{node.index}.{name_of(job)}" for node in job.plan.nodes]
+    return [f"{name_of(job)}-{machine}.{name_of(job)}" for machine in range(job.plan.num_nodes)]
 
 
 def manifests(job: Job, options: SubmitOptions, secrets: Mapping[str, str], mount: Path) -> str:
@@ -67,18 +73,12 @@ def manifests(job: Job, options: SubmitOptions, secrets: Mapping[str, str], moun
         name=name_of(job),
         script=node_script(job, to_terminal=True),
         secrets=secrets,
-        time_s=options.time_s,
-        pod_restarts=POD_RESTARTS,
         final_codes=FINAL_EXIT_CODES,
         end_s=END_S,
-        user=USER,
-        image=options.image or "IMAGE",
         command=command,
         limits={name: str(value) for name, value in wanted.items() if value},
         files=FILES,
         mount=mount,
-        hf_home=mount / "huggingface",
-        claim=options.volume or name_of(job),
     )
 
 
@@ -164,21 +164,12 @@ def _delete(identity: str, namespace: str | None, *more: str) -> subprocess.Comp
 
 
 def _kubectl(words: list[str], namespace: str | None, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    command = ["kubectl", *_namespace(namespace), *words]
-    try:
-        return subprocess.run(
-            command, input=stdin, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
-        )
-    except FileNotFoundError:
-        raise ConfigError(
-            "there is no `kubectl` in PATH - expected it, to talk to the cluster. Install it, or write the "
-            "manifests with `--dry-run` and apply them on a machine that has it."
-        ) from None
-    except subprocess.TimeoutExpired:
-        raise TriremeError(
-            f"`kubectl {words[0]}` did not answer within {COMMAND_TIMEOUT_S:.0f} s - expected the cluster to answer. "
-            "`kubectl cluster-info` says whether it can be reached."
-        ) from None
+    return call_scheduler(
+        ["kubectl", *_namespace(namespace), *words],
+        stdin,
+        missing="Install it, or write the manifests with `--dry-run` and apply them on a machine that has it.",
+        silent="`kubectl cluster-info` says whether the cluster can be reached.",
+    )
 
 
 def _namespace(namespace: str | None) -> list[str]:

@@ -20,11 +20,12 @@ class Placed:
     """One process on its machine.
 
     Example:
-        Placed("trainer", place=1, gpus=(0, 1, 2, 3))  # on the second of the trainer's machines
+        Placed("trainer", place=1, machine=3, gpus=(0, 1, 2, 3))  # on the second of the trainer's machines
     """
 
     kind: ProcessName
     place: int  # of its machine among those of its kind, as `[hosts]` lists them
+    machine: int
     gpus: tuple[int, ...] = ()  # as its machine counts them
 
     def __str__(self) -> str:
@@ -33,26 +34,22 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Node:
-    """One machine. It ends when its first process ends."""
-
-    index: int
-    processes: tuple[Placed, ...]
-
-
-@dataclass(frozen=True)
 class ClusterPlan:
-    """All machines, in order. A single one runs `rl`, which has a plan of its own."""
+    """All machines and processes. A single machine runs `rl`, which has a plan of its own.
 
-    nodes: tuple[Node, ...]
-    gpus_per_node: int
+    A machine ends when its first process ends.
+    """
+
+    num_nodes: int
+    gpus_per_node: int  # 0 runs on CPU
+    processes: tuple[Placed, ...] = ()  # in the order of their machines
 
     @property
     def is_single(self) -> bool:
-        return len(self.nodes) == 1
+        return self.num_nodes == 1
 
     def machines_of(self, kind: ProcessName) -> tuple[int, ...]:
-        return tuple(node.index for node in self.nodes for process in node.processes if process.kind == kind)
+        return tuple(process.machine for process in self.processes if process.kind == kind)
 
     @property
     def leader(self) -> int:
@@ -64,7 +61,7 @@ class ClusterPlan:
         """The machine of each process, by the name of the process and its log: "rl", or "inference.1"."""
         if self.is_single:
             return {"rl": 0}
-        return {self.name_of(process): node.index for node in self.nodes for process in node.processes}
+        return {self.name_of(process): process.machine for process in self.processes}
 
     def name_of(self, process: Placed) -> str:
         """Return the name of a process, with a number where there are several of its kind."""
@@ -75,82 +72,78 @@ class ClusterPlan:
         if self.is_single:
             count = self.gpus_per_node
             return [f"machine 0  rl on {f'{count} GPU' + 's' * (count > 1) if count else 'the CPU'}"]
-        return [f"machine {node.index}  {', '.join(map(str, node.processes))}" for node in self.nodes]
+        named = groupby(self.processes, key=lambda process: process.machine)
+        return [f"machine {machine}  {', '.join(map(str, processes))}" for machine, processes in named]
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """The user's choice of machines for a run. The plan chooses what is None."""
+def plan_nodes(
+    nodes: int,
+    gpus_per_node: int,
+    *,
+    inference_gpus: int | None = None,
+    trainer_gpus: int | None = None,
+    inference_nodes: int | None = None,
+    tp: int = 1,
+) -> ClusterPlan:
+    """Choose the machine and the GPUs of each process.
 
-    nodes: int
-    gpus_per_node: int  # 0 runs on CPU
-    inference_gpus: int | None = None  # of all machines
-    trainer_gpus: int | None = None
-    inference_nodes: int | None = None
-    tp: int = 1
+    Args:
+        inference_gpus: of all machines, as are `trainer_gpus`. What is None is chosen here.
 
-
-def plan_nodes(wanted: Wanted) -> ClusterPlan:
-    """Raises: ConfigError where the GPUs do not divide over the machines as the processes need them."""
-    if wanted.nodes == 1:
-        return ClusterPlan((Node(0, ()),), wanted.gpus_per_node)
-    is_by_gpu = wanted.gpus_per_node and not wanted.inference_nodes
-    is_by_gpu = is_by_gpu and (wanted.inference_gpus, wanted.trainer_gpus) != (None, None)
-    engines, trainer = _deal_gpus(wanted) if is_by_gpu else _deal_machines(wanted)
+    Raises: ConfigError where the GPUs do not divide over the machines as the processes need them.
+    """
+    if nodes == 1:
+        return ClusterPlan(1, gpus_per_node)
+    if gpus_per_node and not inference_nodes and (inference_gpus, trainer_gpus) != (None, None):
+        engines, trainer = _deal_gpus(nodes, gpus_per_node, inference_gpus, trainer_gpus)
+    else:  # whole machines; engines get the larger half by default
+        first = inference_nodes or (nodes + 1) // 2
+        if first >= nodes:
+            raise ConfigError(
+                f"{first} of {nodes} machines are for engines (`--inference-nodes`), which leaves none for the "
+                f"trainer - expected at most {nodes - 1}. Lower it, or raise `--nodes`."
+            )
+        gpus = tuple(range(gpus_per_node))
+        engines, trainer = dict.fromkeys(range(first), gpus), dict.fromkeys(range(first, nodes), gpus)
     counts = [len(gpus) for gpus in trainer.values()]
     if len(set(counts)) > 1:
         raise ConfigError(
             f"the trainer's {sum(counts)} GPUs would lie {' + '.join(map(str, counts))} on its machines - expected "
-            f"equally many ranks on each. Set `trainer_gpus` to a multiple of {wanted.gpus_per_node} "
+            f"equally many ranks on each. Set `trainer_gpus` to a multiple of {gpus_per_node} "
             f"and leave whole machines to the engines, or give `--inference-nodes` instead of numbers of GPUs."
         )
     for index, gpus in engines.items():
-        if len(gpus) % wanted.tp:
+        if len(gpus) % tp:
             raise ConfigError(
-                f"inference.parallel.tp = {wanted.tp}, and machine {index} has {len(gpus)} GPUs for engines - expected "
+                f"inference.parallel.tp = {tp}, and machine {index} has {len(gpus)} GPUs for engines - expected "
                 "a multiple: one engine's GPUs are on one machine. Lower `inference.parallel.tp`, or change "
                 "`inference_gpus`."
             )
-    processes: dict[int, list[Placed]] = {index: [] for index in range(wanted.nodes)}
-    processes[min(trainer)].append(Placed("orchestrator", 0))
-    for place, (index, gpus) in enumerate(trainer.items()):
-        processes[index].append(Placed("trainer", place, gpus))
-    for place, (index, gpus) in enumerate(engines.items()):
-        processes[index].append(Placed("inference", place, gpus))
-    return ClusterPlan(tuple(Node(index, tuple(here)) for index, here in processes.items()), wanted.gpus_per_node)
+    processes = [Placed("orchestrator", 0, min(trainer))]
+    processes += [Placed("trainer", place, index, gpus) for place, (index, gpus) in enumerate(trainer.items())]
+    processes += [Placed("inference", place, index, gpus) for place, (index, gpus) in enumerate(engines.items())]
+    return ClusterPlan(nodes, gpus_per_node, tuple(sorted(processes, key=lambda process: process.machine)))
 
 
-def _deal_machines(wanted: Wanted) -> tuple[Share, Share]:
-    """Return whole machines for engines and the trainer. Engines get the larger half by default."""
-    engines = wanted.inference_nodes or (wanted.nodes + 1) // 2
-    if engines >= wanted.nodes:
-        raise ConfigError(
-            f"{engines} of {wanted.nodes} machines are for engines (`--inference-nodes`), which leaves none for the "
-            f"trainer - expected at most {wanted.nodes - 1}. Lower it, or raise `--nodes`."
-        )
-    gpus = tuple(range(wanted.gpus_per_node))
-    return dict.fromkeys(range(engines), gpus), dict.fromkeys(range(engines, wanted.nodes), gpus)
-
-
-def _deal_gpus(wanted: Wanted) -> tuple[Share, Share]:
+def _deal_gpus(nodes: int, per_node: int, inference_gpus: int | None, trainer_gpus: int | None) -> tuple[Share, Share]:
     """Return the GPUs of the engines and those of the trainer, which follow in the row of all GPUs.
 
     The trainer begins on the next machine where it then takes fewer machines, or has equal shares only there.
     """
-    per_node, total = wanted.gpus_per_node, wanted.nodes * wanted.gpus_per_node
-    engines = total - (wanted.trainer_gpus or 0) if wanted.inference_gpus is None else wanted.inference_gpus
-    trainer = total - engines if wanted.trainer_gpus is None else wanted.trainer_gpus
+    total = nodes * per_node
+    engines = total - (trainer_gpus or 0) if inference_gpus is None else inference_gpus
+    trainer = total - engines if trainer_gpus is None else trainer_gpus
     if engines < 1 or trainer < 1 or engines + trainer > total:
         raise ConfigError(
-            f"inference_gpus = {engines} and trainer_gpus = {trainer} were asked for, on {wanted.nodes} machines of "
+            f"inference_gpus = {engines} and trainer_gpus = {trainer} were asked for, on {nodes} machines of "
             f"{per_node} GPUs - expected at least one each, and at most {total} together. Raise `--nodes`, "
             "or lower one of the two."
         )
-    if (idle := wanted.nodes - -(-(engines + trainer) // per_node)) > 0:
+    if (idle := nodes - -(-(engines + trainer) // per_node)) > 0:
         raise ConfigError(
             f"{engines + trainer} GPUs were asked for (inference_gpus = {engines}, trainer_gpus = {trainer}), and "
-            f"{wanted.nodes} machines of {per_node}: {idle} of them would do nothing - expected all to be "
-            f"used. Write `--nodes {wanted.nodes - idle}`, or raise one of the two."
+            f"{nodes} machines of {per_node}: {idle} of them would do nothing - expected all to be "
+            f"used. Write `--nodes {nodes - idle}`, or raise one of the two."
         )
     boundary = -(-engines // per_node) * per_node
     after, aligned = _row(engines, trainer, per_node), _row(boundary, trainer, per_node)

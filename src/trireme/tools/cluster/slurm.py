@@ -7,33 +7,30 @@ queue, where it resumes.
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
 from trireme.base.errors import ConfigError, TriremeError
-from trireme.tools.cluster.job import END_S, GRACE_S, SECRETS, TEMPLATES, Job, Submission, SubmitOptions
+from trireme.tools.cluster.job import (
+    END_S,
+    GRACE_S,
+    SECRETS,
+    TEMPLATES,
+    Job,
+    Submission,
+    SubmitOptions,
+    call_scheduler,
+)
 from trireme.tools.templates import render
 
 SCRIPT = "job.sbatch"
 CANCELLED = "cancelled"  # a mark: the job must not requeue itself
 ENDED = "ended"  # holds the exit code
-COMMAND_TIMEOUT_S = 60.0
 
 
 def batch_script(job: Job, options: SubmitOptions, *, workdir: Path) -> str:
     """Render the batch script. Machines are taken whole, unless the user says how much of one is enough."""
-    plan = job.plan
-    lines = [
-        f"--job-name={re.sub(r'[^A-Za-z0-9_.-]+', '-', job.name) or 'trireme'}",
-        f"--nodes={len(plan.nodes)}",
-        "--ntasks-per-node=1",
-    ]
-    if plan.gpus_per_node:
-        lines.append(f"--gpus-per-node={plan.gpus_per_node}")
-    if options.cpus_per_node is None and options.memory_per_node is None:
-        lines += ["--exclusive", "--mem=0"]
     given = {
         "cpus-per-task": options.cpus_per_node,
         "mem": options.memory_per_node,
@@ -42,19 +39,16 @@ def batch_script(job: Job, options: SubmitOptions, *, workdir: Path) -> str:
         "account": options.account,
         "qos": options.qos,
     }
-    lines += [f"--{name}={value}" for name, value in given.items() if value is not None]
-    lines += ["--requeue", "--open-mode=append", f"--signal=B:TERM@{END_S}"]
-    # `%` begins a pattern of Slurm's, and a blank ends the option.
-    folder, log = (shlex.quote(str(path).replace("%", "%%")) for path in (workdir, job.state))
-    lines += [f"--chdir={folder}", f"--output={log}/slurm-%j.log", *options.sbatch]
     return render(
         TEMPLATES,
         SCRIPT,
-        options=lines,
+        name=re.sub(r"[^A-Za-z0-9_.-]+", "-", job.name) or "trireme",
+        plan=job.plan,
+        options=options,
+        given=given,
+        workdir=workdir,
         here=job.state,
-        leader=plan.leader,
-        requeues=options.requeues,
-        num_nodes=len(plan.nodes),
+        end_s=END_S,
         grace_s=GRACE_S + 20,  # the machines wait for their processes meanwhile
     )
 
@@ -78,11 +72,6 @@ def submit(script: Path) -> str:
 
 def _sbatch(options: list[str], script: str) -> str:
     """Pass the script through standard input, as a dry run writes no file."""
-    if not is_here():
-        raise ConfigError(
-            "there is no `sbatch` in PATH - expected Slurm's commands, to submit with. Run this on a login node of the "
-            "cluster, or see what would be submitted with `--dry-run`."
-        )
     answer = _run(["sbatch", *options], script)
     if not answer.returncode:
         return answer.stdout + answer.stderr
@@ -147,16 +136,9 @@ def logs_of(submission: Submission) -> list[Path]:
 
 
 def _run(command: list[str], stdin: str = "") -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(
-            command, input=stdin, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
-        )
-    except FileNotFoundError:
-        raise ConfigError(
-            f"there is no `{command[0]}` in PATH - expected Slurm's commands. Run this on a login node of the cluster."
-        ) from None
-    except subprocess.TimeoutExpired:
-        raise TriremeError(
-            f"`{command[0]}` did not answer within {COMMAND_TIMEOUT_S:.0f} s - expected Slurm's controller to answer. "
-            "`scontrol ping` says whether it is up."
-        ) from None
+    return call_scheduler(
+        command,
+        stdin,
+        missing="Run this on a login node of the cluster, or see with `--dry-run` what would be submitted.",
+        silent="`scontrol ping` says whether Slurm's controller is up.",
+    )

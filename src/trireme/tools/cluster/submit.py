@@ -37,7 +37,7 @@ from trireme.tools.cluster.job import (
     submissions_of,
     write_secrets,
 )
-from trireme.tools.cluster.nodes import ClusterPlan, Wanted, plan_nodes
+from trireme.tools.cluster.nodes import ClusterPlan, plan_nodes
 from trireme.tools.formats.run_file import read_run_file
 
 PROGRAM = "trireme submit"
@@ -64,8 +64,8 @@ def submit_run(words: list[str], options: SubmitOptions) -> None:
     typed = read_run_file(words, devices, program=PROGRAM, kinds=("hosted", "flat", "vf-rl", "run"))
     config = typed.config
     on = options.on or _scheduler_here()
-    plan = plan_nodes(machines_wanted(config, options))
-    options.check(on, len(plan.nodes))
+    plan = plan_of(config, options)
+    options.check(on, plan.num_nodes)
     check_on_machines(config, plan, cores=options.cpus_per_node or detect_devices().cores)
     environments = [environment.id for environment in config.orchestrator.env]
     if on == "slurm":
@@ -142,7 +142,7 @@ def _submit_to_slurm(job: Job, config: RunConfig, options: SubmitOptions, variab
     except ConfigError:
         (job.folder / SECRETS).unlink()
         raise
-    _record(job, "slurm", number)
+    Submission(job.id, "slurm", number, str(job.run), job.plan.by_name, folder=job.folder).write()
     return f"Slurm's job {number}: {answer}"
 
 
@@ -160,7 +160,8 @@ def _submit_to_kubernetes(job: Job, config: RunConfig, options: SubmitOptions, v
         return None
     name = kubernetes.submit(job, kubernetes.manifests(job, options, variables, mount), options.namespace)
     _write(job, {"manifests.yaml": hidden})
-    _record(job, "kubernetes", name, options.namespace)
+    processes = job.plan.by_name
+    Submission(job.id, "kubernetes", name, str(job.run), processes, options.namespace, folder=job.folder).write()
     return f"job {name}"
 
 
@@ -174,11 +175,6 @@ def _write(job: Job, files: dict[str, str]) -> None:
     job.folder.mkdir(mode=0o700, parents=True)
     for name, text in files.items():
         (job.folder / name).write_text(text)
-
-
-def _record(job: Job, scheduler: Scheduler, number: str, namespace: str | None = None) -> None:
-    processes = job.plan.by_name
-    Submission(job.id, scheduler, number, str(job.run), processes, namespace, folder=job.folder).write()
 
 
 def run_toml(config: RunConfig, plan: ClusterPlan, *, output_dir: Path, origin: str) -> str:
@@ -204,10 +200,11 @@ def _given(value: Any) -> Any:
     return NONE if value is None else to_table(value)
 
 
-def machines_wanted(config: RunConfig, options: SubmitOptions) -> Wanted:
-    """Return how many machines of how many GPUs the run takes.
+def plan_of(config: RunConfig, options: SubmitOptions) -> ClusterPlan:
+    """Choose how many machines of how many GPUs the run takes, and what runs where.
 
-    Raises: ConfigError where nothing says how many GPUs a machine has, or where the run places itself.
+    Raises: ConfigError where nothing says how many GPUs a machine has, where the run places itself, or where the GPUs
+        do not divide over the machines.
     """
     nodes, gpus_per_node = options.nodes, options.gpus_per_node
     if "hosts" in config.model_fields_set:
@@ -246,7 +243,7 @@ def machines_wanted(config: RunConfig, options: SubmitOptions) -> Wanted:
             f"the run asks for {asked} GPUs, and its one machine has {gpus_per_node} - expected that to be enough. "
             f"Write `--nodes {-(-asked // gpus_per_node) if gpus_per_node else 2}`, or raise `--gpus-per-node`."
         )
-    return Wanted(
+    return plan_nodes(
         nodes,
         gpus_per_node,
         inference_gpus=config.inference_gpus,
@@ -266,7 +263,9 @@ def check_on_machines(config: RunConfig, plan: ClusterPlan, *, cores: int) -> No
     if plan.is_single:
         check(resolve(config, devices), devices)
         return
-    addresses = [f"10.99.0.{node.index + 1}" for node in plan.nodes]  # in place of those that the machines will have
+    addresses = [
+        f"10.99.0.{machine + 1}" for machine in range(plan.num_nodes)
+    ]  # in place of those that the machines will have
     hosts = {
         "hosts.inference": tuple(addresses[index] for index in plan.machines_of("inference")),
         "hosts.orchestrator": addresses[plan.leader],
@@ -274,7 +273,7 @@ def check_on_machines(config: RunConfig, plan: ClusterPlan, *, cores: int) -> No
     }
     config = updated(config, dict.fromkeys(_SPLIT) | hosts)
     found: list[str] = []
-    for process in (process for node in plan.nodes for process in node.processes):
+    for process in plan.processes:
         own = updated(config, {f"{process.kind}_gpu_ids": process.gpus}) if process.gpus else config
         resolved = resolve(own, devices, section=process.kind, node=process.place)
         found += problems(resolved, devices, section=process.kind)
