@@ -60,9 +60,9 @@ def test_a_laptop_plans_for_a_cluster_by_the_name_of_a_model(capsys):
 def test_the_advice_fits_when_it_is_followed(config_file, capsys):
     before = estimated(config_file, "--model.name", "Qwen/Qwen2.5-7B", gpus=2)
     advice = advise(before)
-    assert not before.trainer_fits
+    assert not before.trainer.fits
     assert advice.then is not None
-    assert advice.then.trainer_bytes <= advice.then.trainer_room
+    assert advice.then.trainer.total <= advice.then.trainer.room
     assert plan(["@", str(config_file), "--model.name", "Qwen/Qwen2.5-7B", "--gpu", "h100", "--gpus", "2"]) == 1
     shown = capsys.readouterr().out
     assert "ac.freq = 1 saves" in shown
@@ -87,7 +87,7 @@ def test_following_one_line_of_the_advice_saves_what_it_said(config_file):
     }.items():
         typed = [f"--{key.replace('_', '-')}", value.strip('"')]
         after = estimated(config_file, *flags, *typed, gpus=2, prompt=1000.0, sampled=3000.0)
-        assert before.trainer_bytes - after.trainer_bytes == pytest.approx(savings[f"{key} = {value}"], rel=1e-6)
+        assert before.trainer.total - after.trainer.total == pytest.approx(savings[f"{key} = {value}"], rel=1e-6)
 
 
 def test_a_supervised_configuration_is_seen_by_its_keys(tmp_path, capsys):

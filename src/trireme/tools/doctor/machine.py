@@ -64,8 +64,9 @@ def memory(case: Case) -> Iterator[Finding]:
     if estimate is None:
         yield skipped(f"the model's sizes are not known here; {free / GIB:.1f} GiB are free")
         return
-    on_cpu = estimate.ranks * estimate.trainer_bytes + estimate.engine_bytes + ORCHESTRATOR_BYTES
-    needed = on_cpu if estimate.machine.is_on_cpu else estimate.host_bytes
+    engine = estimate.engine.total if estimate.engine else 0.0
+    on_cpu = estimate.ranks * estimate.trainer.total + engine + ORCHESTRATOR_BYTES
+    needed = on_cpu if estimate.machine.is_on_cpu else estimate.host.total
     said = f"the run needs about {needed / GIB:.1f} GiB of this machine's memory, {free / GIB:.1f} GiB are free"
     if found := list(estimate.problems()):
         fix = "`trireme plan` with the same words says what would fit."

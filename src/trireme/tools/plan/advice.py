@@ -37,11 +37,11 @@ def advise(estimate: Estimate) -> Advice:
     savings = []
     for words, fields in changes:
         other = _apply(estimate, fields)
-        saved = estimate.trainer_bytes - other.trainer_bytes
-        if saved > WORTH * estimate.trainer_bytes:
-            savings.append(Saving(words, saved, other.trainer_fits))
+        saved = estimate.trainer.total - other.trainer.total
+        if saved > WORTH * estimate.trainer.total:
+            savings.append(Saving(words, saved, other.trainer.fits))
     savings.sort(key=lambda saving: -saving.saved)
-    together, then = ((), None) if estimate.trainer_fits else _first_that_fits(estimate, changes)
+    together, then = ((), None) if estimate.trainer.fits else _first_that_fits(estimate, changes)
     return Advice(tuple(savings), together, then, tuple(engine_advice(estimate)))
 
 
@@ -50,13 +50,13 @@ def _first_that_fits(estimate: Estimate, changes: list[Change]) -> tuple[tuple[s
     chosen: list[Change] = []
     for change in changes:
         chosen = [*(each for each in chosen if each[1].keys().isdisjoint(change[1])), change]
-        if _apply(estimate, *(fields for _, fields in chosen)).trainer_fits:
+        if _apply(estimate, *(fields for _, fields in chosen)).trainer.fits:
             break
     else:
         return (), None
     for change in list(chosen):
         fewer = [each for each in chosen if each is not change]
-        if _apply(estimate, *(fields for _, fields in fewer)).trainer_fits:
+        if _apply(estimate, *(fields for _, fields in fewer)).trainer.fits:
             chosen = fewer
     return tuple(words for words, _ in chosen), _apply(estimate, *(fields for _, fields in chosen))
 

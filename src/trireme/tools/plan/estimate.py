@@ -32,6 +32,25 @@ COMES_AND_GOES = ("activations", "logits", "gathered", "update", "transfers")
 
 
 @dataclass(frozen=True)
+class Need:
+    """Memory that is needed in one place, by part, and what is there, in bytes."""
+
+    parts: Parts
+    room: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.room
+
+    def text(self, where: str = "") -> str:
+        return f"{_gib(self.total)}{where}, {_gib(max(0.0, self.room))} are there"
+
+
+@dataclass(frozen=True)
 class Estimate:
     """A plan. Advice changes `training` and `serving`; the rest follows."""
 
@@ -49,78 +68,60 @@ class Estimate:
     rates: Rates = field(default_factory=Rates)
     mfu: float | None = None  # as the user gave it
 
-    @property
-    def scattered(self) -> float:
-        """Return what a trainer's allocator holds and cannot use."""
-        share = CPU_SCATTERED if self.machine.is_on_cpu else GPU_SCATTERED
-        return scattered_bytes(self.training.parts, share)
+    @cached_property
+    def trainer(self) -> Need:
+        """What one rank needs of its device."""
+        on_cpu, parts = self.machine.is_on_cpu, self.training.parts
+        process = PROCESS_BYTES + STARTED_BYTES if on_cpu else CUDA_BYTES
+        held = {"allocator": scattered_bytes(parts, CPU_SCATTERED if on_cpu else GPU_SCATTERED), "process": process}
+        engine = self.engine.total if self.engine else 0.0
+        if on_cpu:
+            others = ORCHESTRATOR_BYTES + engine if self.engine else 0.0
+            return Need(parts | held, (self.machine.memory - others) / self.ranks - sum(self.training.host.values()))
+        return Need(parts | held, self.machine.memory - (engine if self.is_shared else 0.0))
 
-    @property
-    def process_bytes(self) -> float:
-        """Return what a trainer's process needs besides tensors."""
-        return PROCESS_BYTES + STARTED_BYTES if self.machine.is_on_cpu else CUDA_BYTES
-
-    @property
-    def trainer_bytes(self) -> float:
-        """Return what one rank needs of its device."""
-        return self.training.peak + self.scattered + self.process_bytes
-
-    @property
-    def trainer_room(self) -> float:
-        """Return what a rank may take of its device."""
-        if self.machine.is_on_cpu:
-            others = ORCHESTRATOR_BYTES + self.engine_bytes if self.serving else 0.0
-            return (self.machine.memory - others) / self.ranks - sum(self.training.host.values())
-        return self.machine.memory - (self.engine_bytes if self.is_shared else 0.0)
-
-    @property
-    def engine_bytes(self) -> float:
-        """Return what an engine needs of one GPU, or of the machine on CPU."""
+    @cached_property
+    def engine(self) -> Need | None:
+        """What an engine needs of one GPU, or of the machine on CPU."""
         if self.serving is None:
-            return 0.0
-        return self.serving.peak + (ENGINE_STARTED_BYTES if self.machine.is_on_cpu else 0.0)
+            return None
+        parts = self.serving.parts | {"KV cache": max(0.0, self.serving.room)}
+        return Need(parts | ({"process": ENGINE_STARTED_BYTES} if self.serving.is_on_cpu else {}), self.machine.memory)
 
-    @property
-    def host_bytes(self) -> float:
-        """Return what processes on GPUs need of one node's own memory."""
+    @cached_property
+    def host(self) -> Need:
+        """What processes on GPUs need of one node's own memory."""
         trainers = min(self.machine.gpus_per_node, self.trainer_gpus)
-        engines = min(self.machine.gpus_per_node, self.engine_gpus)
-        started = trainers * 4 * STARTED_BYTES + engines * 2 * ENGINE_STARTED_BYTES + ORCHESTRATOR_BYTES
-        return started + trainers * sum(self.training.host.values())
-
-    @property
-    def trainer_fits(self) -> bool:
-        return self.trainer_bytes <= self.trainer_room
+        parts = {
+            "trainer": trainers * (4 * STARTED_BYTES + sum(self.training.host.values())),
+            "engine": min(self.machine.gpus_per_node, self.engine_gpus) * 2 * ENGINE_STARTED_BYTES,
+            "orchestrator": ORCHESTRATOR_BYTES,
+        }
+        return Need(parts, self.machine.host_memory)
 
     @property
     def engine_fits(self) -> bool:
-        return self.serving is None or (self.serving.fits and self.engine_bytes <= self.machine.memory)
-
-    @property
-    def host_fits(self) -> bool:
-        return self.machine.is_on_cpu or self.host_bytes <= self.machine.host_memory
+        """Return whether it fits, with room for one request."""
+        return self.serving is None or self.engine is None or (self.serving.fits and self.engine.fits)
 
     @property
     def fits(self) -> bool:
-        return self.trainer_fits and self.engine_fits and self.host_fits
+        return self.trainer.fits and self.engine_fits and self.host.fits
 
     def problems(self) -> Iterator[str]:
         """Yield the reasons why it does not fit."""
-        if not self.trainer_fits:
+        if not self.trainer.fits:
             devices = "ranks" if self.machine.is_on_cpu else "GPUs"
-            yield (
-                f"the trainer needs {_gib(self.trainer_bytes)} on each of its {self.ranks} {devices}, "
-                f"{_gib(max(0.0, self.trainer_room))} are there"
-            )
-        if self.serving is not None and self.serving.fits and not self.engine_fits:
-            yield f"the engine needs {_gib(self.engine_bytes)}, {_gib(self.machine.memory)} are there"
-        elif self.serving is not None and not self.engine_fits:
+            yield f"the trainer needs {self.trainer.text(f' on each of its {self.ranks} {devices}')}"
+        if self.serving is not None and not self.serving.fits:
             yield (
                 f"the engine has {_gib(max(0.0, self.serving.room))} for its KV cache, one request of "
                 f"{self.serving.max_model_len:,} tokens takes {_gib(self.serving.kv_bytes(self.serving.max_model_len))}"
             )
-        if not self.host_fits:
-            yield f"a node needs {_gib(self.host_bytes)} of its own memory, {_gib(self.machine.host_memory)} are there"
+        elif self.engine is not None and not self.engine.fits:
+            yield f"the engine needs {self.engine.text()}"
+        if not self.host.fits:
+            yield f"a node needs {self.host.text(' of its own memory')}"
 
     # time
 
@@ -159,7 +160,7 @@ class Estimate:
         for trainer_gpus in range(multiple, total, multiple):
             if (total - trainer_gpus) % self.serving.tp == 0:
                 other = replace(self, training=changed(self.training, shards=trainer_gpus // copies))
-                fits = other.trainer_bytes <= self.trainer_room and self.engine_fits
+                fits = other.trainer.total <= self.trainer.room and self.engine_fits
                 found.append(self.split(total - trainer_gpus, trainer_gpus, fits=fits))
         return found
 
@@ -203,17 +204,13 @@ def estimate_run(
         Batch(
             rollouts=rollouts,
             groups=run.num_groups if run else None,
-            prompt=lengths.prompt,
-            sampled=lengths.sampled,
-            longest=lengths.longest,
+            lengths=lengths,
             row_tokens=row_tokens,
             rows=rows,
             teams=teams,
             iterations=run.trainer.num_iterations if run else 1,
             oversampling=run.orchestrator.oversampling_factor if run else 1.0,
             steps=config.max_steps,
-            examples=lengths.examples,
-            source=lengths.source,
         ),
         longest_sample=config.seq_len,
         trainer_gpus=0 if machine.is_on_cpu else ranks,

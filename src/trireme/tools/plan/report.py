@@ -13,8 +13,8 @@ from rich.text import Text
 
 from trireme.algo.model.chips import GIB
 from trireme.tools.plan.advice import Advice
-from trireme.tools.plan.estimate import Estimate
-from trireme.tools.plan.step_time import Split
+from trireme.tools.plan.estimate import Estimate, Need
+from trireme.tools.plan.step_time import Batch, Split
 
 MOMENTS = {
     "head": "at the head",
@@ -59,10 +59,12 @@ def _facts(estimate: Estimate) -> Iterator[Text]:
         shared = " (the same)" if estimate.is_shared else ""
         yield _fact("machine", f"{machine.num_gpus} x {machine.chip.name} of {memory}: {sides}{shared}")
     what = f"{batch.rollouts} rollouts in {batch.groups} groups" if batch.groups else f"{batch.rollouts} samples"
-    yield _fact("batch", f"{what}, {_count(batch.tokens)} tokens ({batch.length:,.0f} each: {batch.source})")
+    yield _fact(
+        "batch", f"{what}, {_count(batch.tokens)} tokens ({batch.lengths.total:,.0f} each: {batch.lengths.source})"
+    )
     team = "rank" if batch.teams == estimate.ranks else f"team of {estimate.ranks // batch.teams} ranks"
     yield _fact("rows", f"{batch.rows} of {batch.row_tokens:,} tokens for each {team} per update")
-    passes = "" if batch.epochs is None else f"; {batch.epochs:,.2f} passes over {batch.examples:,} examples"
+    passes = "" if batch.epochs is None else f"; {batch.epochs:,.2f} passes over {batch.lengths.examples:,} examples"
     yield _fact("run", f"{batch.steps:,} steps, {batch.steps * batch.iterations:,} optimizer steps{passes}")
 
 
@@ -72,27 +74,19 @@ def _fact(title: str, line: str) -> Text:
 
 def _memory(estimate: Estimate) -> Table:
     table = Table(title=f"GiB per {'rank' if estimate.machine.is_on_cpu else 'GPU'}, by part", title_justify="left")
-    sides = [("trainer", trainer_parts(estimate), estimate.trainer_bytes, estimate.trainer_room)]
-    if estimate.serving:
-        sides.append(("engine", engine_parts(estimate), estimate.engine_bytes, estimate.machine.memory))
-    for name, *_ in sides:
+    sides = {"trainer": estimate.trainer} | ({"engine": estimate.engine} if estimate.engine else {})
+    for name in sides:
         table.add_column(name)
         table.add_column("GiB", justify="right")
-    columns = [[(name, _gib(part)) for name, part in parts.items() if part > 0.0005 * GIB] for _, parts, *_ in sides]
+    columns = [
+        [(name, _gib(part)) for name, part in need.parts.items() if part > 0.0005 * GIB] for need in sides.values()
+    ]
     for row in zip_longest(*columns, fillvalue=("", "")):
         table.add_row(*(cell for cells in row for cell in cells))
     table.add_section()
-    table.add_row(*(cell for *_, needs, room in sides for cell in ("of", f"{_gib(needs)} / {_gib(room)}")))
+    totals = (("of", f"{_gib(need.total)} / {_gib(need.room)}") for need in sides.values())
+    table.add_row(*(cell for cells in totals for cell in cells))
     return table
-
-
-def trainer_parts(estimate: Estimate) -> dict[str, float]:
-    return estimate.training.parts | {"allocator": estimate.scattered, "process": estimate.process_bytes}
-
-
-def engine_parts(estimate: Estimate) -> dict[str, float]:
-    assert estimate.serving is not None
-    return estimate.serving.parts | {"KV cache": max(0.0, estimate.serving.room)}
 
 
 def _memory_notes(estimate: Estimate) -> Iterator[str]:
@@ -104,7 +98,7 @@ def _memory_notes(estimate: Estimate) -> Iterator[str]:
         f"{MOMENTS[other]} they are {_gib(totals[other])} GiB."
     )
     host = ", ".join(f"{name} {_gib(number)}" for name, number in training.host.items())
-    node = f"; of a node, in all, {_gib(estimate.host_bytes)} of {_gib(estimate.machine.host_memory)}"
+    node = f"; of a node, in all, {_gib(estimate.host.total)} of {_gib(estimate.host.room)}"
     yield f"In its machine's own memory, for each rank: {host} GiB{'' if estimate.machine.is_on_cpu else node}."
     if serving:
         requests = f"{serving.num_requests:,.1f} requests of {serving.max_model_len:,} at once"
@@ -157,21 +151,21 @@ def _verdict(estimate: Estimate, advice: Advice) -> Iterator[Text]:
         yield Text(f"Will not fit: {problem}.", "bold red")
     if not problems:
         yield Text("It fits.", "green")
-    if not estimate.trainer_fits or estimate.trainer_bytes > 0.8 * estimate.trainer_room:
+    if not estimate.trainer.fits or estimate.trainer.total > 0.8 * estimate.trainer.room:
         for saving in advice.savings:
-            alone = "   (enough alone)" if saving.fits and not estimate.trainer_fits else ""
+            alone = "   (enough alone)" if saving.fits and not estimate.trainer.fits else ""
             yield Text(f"  {saving.words} saves {_gib(saving.saved)} GiB{alone}")
     if advice.then:
-        sizes = f"{_gib(advice.then.trainer_bytes)} of {_gib(advice.then.trainer_room)} GiB"
+        sizes = f"{_gib(advice.then.trainer.total)} of {_gib(advice.then.trainer.room)} GiB"
         yield Text(f"First that fits: {', '.join(advice.together)}: {sizes}.")
-    elif not estimate.trainer_fits:
+    elif not estimate.trainer.fits:
         yield Text("None of this is enough, not even together: a smaller model, or larger GPUs.")
     yield from (Text(f"  {line}") for line in advice.engine)
 
 
 def to_json(estimate: Estimate, advice: Advice) -> dict[str, Any]:
     """Return the plan in GiB and seconds."""
-    training, serving, batch = estimate.training, estimate.serving, estimate.batch
+    training, serving = estimate.training, estimate.serving
     model = training.model
     split = estimate.configured_split
     return {
@@ -185,31 +179,39 @@ def to_json(estimate: Estimate, advice: Advice) -> dict[str, Any]:
             "exact": estimate.sized.is_exact,
         },
         "trainer": {
-            "parts_gib": _in_gib(trainer_parts(estimate)),
+            **_need_json(estimate.trainer),
             "moment": training.fullest,
             "moments_gib": _in_gib({moment: sum(parts.values()) for moment, parts in training.moments.items()}),
-            "needs_gib": estimate.trainer_bytes / GIB,
-            "room_gib": estimate.trainer_room / GIB,
             "host_gib": _in_gib(training.host),
-            "fits": estimate.trainer_fits,
         },
         "engine": serving
+        and estimate.engine
         and {
-            "parts_gib": _in_gib(engine_parts(estimate)),
-            "needs_gib": estimate.engine_bytes / GIB,
+            **_need_json(estimate.engine),
             "kv_tokens": serving.num_tokens,
             "state_bytes": serving.state_bytes,
             "requests": serving.num_requests,
             "fits": estimate.engine_fits,
         },
-        "host": {"needs_gib": estimate.host_bytes / GIB, "fits": estimate.host_fits},
-        "batch": asdict(batch) | {"length": batch.length, "tokens": batch.tokens, "epochs": batch.epochs},
+        "host": _need_json(estimate.host),
+        "batch": _batch_json(estimate.batch),
         "step": _split_json(split) if split else {"step_s": estimate.training_seconds(estimate.trainer_gpus)},
         "splits": list(map(_split_json, estimate.splits)),
         "advice": [{"change": each.words, "saves_gib": each.saved / GIB, "fits": each.fits} for each in advice.savings],
         "first_that_fits": list(advice.together),
         "engine_advice": list(advice.engine),
     }
+
+
+def _need_json(need: Need) -> dict[str, Any]:
+    parts = {name: number / GIB for name, number in need.parts.items()}
+    return {"parts_gib": parts, "needs_gib": need.total / GIB, "room_gib": need.room / GIB, "fits": need.fits}
+
+
+def _batch_json(batch: Batch) -> dict[str, Any]:
+    fields = asdict(batch)
+    lengths = {name: value for name, value in fields.pop("lengths").items() if name != "samples"}
+    return fields | lengths | {"length": batch.lengths.total, "tokens": batch.tokens, "epochs": batch.epochs}
 
 
 def _split_json(split: Split) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from trireme.algo.model.chips import Chip
 from trireme.algo.model.flops import model_flops, model_forward_flops
+from trireme.tools.plan.lengths import Lengths
 from trireme.tools.plan.memory import Serving, Training
 
 READ_SHARE = 0.6  # of a memory's bandwidth that decoding reaches
@@ -24,34 +25,27 @@ SMALLEST_MFU, LARGEST_MFU = 0.03, 0.45
 
 @dataclass(frozen=True)
 class Batch:
-    """The rollouts that a step samples and trains on. Lengths are in tokens."""
+    """The rollouts that a step samples and trains on."""
 
     rollouts: int
     groups: int | None
-    prompt: float  # of a rollout, on average
-    sampled: float  # likewise
-    longest: float  # sampled tokens of the longest rollout
+    lengths: Lengths
     row_tokens: int
     rows: int  # of a rank
     teams: int  # ranks, or teams that share a row, which have rows of their own
     iterations: int
     oversampling: float
     steps: int
-    examples: int | None
-    source: str  # of the lengths, in words
-
-    @property
-    def length(self) -> float:
-        return self.prompt + self.sampled
 
     @property
     def tokens(self) -> float:
-        return self.rollouts * self.length
+        return self.rollouts * self.lengths.total
 
     @property
     def epochs(self) -> float | None:
         """Return the passes over the examples of the whole run."""
-        return self.steps * (self.groups or self.rollouts) / self.examples if self.examples else None
+        examples = self.lengths.examples
+        return self.steps * (self.groups or self.rollouts) / examples if examples else None
 
 
 @dataclass(frozen=True)
@@ -87,15 +81,15 @@ def assumed_mfu(training: Training, batch: Batch) -> float:
     26.8 %; 4B on 8 GPUs at 65k 36.1 %. Against the logarithm of a row's work they lie on one line.
     """
     trained = training.trained if training.frozen else None
-    row_flops = model_flops(training.model, batch.length, trained=trained) * batch.row_tokens
+    row_flops = model_flops(training.model, batch.lengths.total, trained=trained) * batch.row_tokens
     return min(LARGEST_MFU, max(SMALLEST_MFU, 0.111 + 0.072 * math.log(row_flops / 1.05e14)))
 
 
 def training_rate(training: Training, chip: Chip, batch: Batch, mfu: float) -> float:
     """Return tokens of the batch per second and GPU. What is recomputed counts as work."""
     model = training.model
-    forward = model_forward_flops(model, batch.length)
-    flops = model_flops(model, batch.length, trained=training.trained if training.frozen else None)
+    forward = model_forward_flops(model, batch.lengths.total)
+    flops = model_flops(model, batch.lengths.total, trained=training.trained if training.frozen else None)
     if training.ac_freq and training.ac_mode == "full":
         flops += forward * math.ceil(len(model.layers) / training.ac_freq) / len(model.layers)
     flops = flops * batch.iterations + (forward if training.has_reference else 0.0)
@@ -110,19 +104,19 @@ def sampling_seconds(
     Args:
         tokens_per_s: of each GPU, where it was measured.
     """
-    rollouts = batch.rollouts / engines
+    rollouts, lengths = batch.rollouts / engines, batch.lengths
     if tokens_per_s:
-        return rollouts * batch.sampled / (tokens_per_s * serving.tp)
+        return rollouts * lengths.sampled / (tokens_per_s * serving.tp)
     model, peak = serving.model, chip.peak(serving.value_bytes)
-    requests = serving.concurrency(batch.length, rollouts * batch.oversampling)
+    requests = serving.concurrency(lengths.total, rollouts * batch.oversampling)
     # for one token of each request: all weights that are met are read, and all keys and values
     met = min(model.num_parameters, model.active_parameters * requests) / serving.tp
-    read = met * serving.value_bytes + requests * serving.kv_bytes(batch.prompt + batch.sampled / 2)
+    read = met * serving.value_bytes + requests * serving.kv_bytes(lengths.prompt + lengths.sampled / 2)
     computed = 2 * model.active_parameters * requests / serving.tp
     token_s = max(read / (chip.bandwidth * READ_SHARE), computed / peak) + TOKEN_OVERHEAD_S
     prompt_token_s = 2 * model.active_parameters / (peak * PREFILL_SHARE * serving.tp)
-    decoded = max(rollouts * batch.sampled / requests, batch.longest)
-    return decoded * token_s + rollouts * batch.prompt * prompt_token_s
+    decoded = max(rollouts * lengths.sampled / requests, lengths.longest)
+    return decoded * token_s + rollouts * lengths.prompt * prompt_token_s
 
 
 def update_seconds(serving: Serving) -> float:
