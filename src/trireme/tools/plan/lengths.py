@@ -50,7 +50,12 @@ def lengths_of(
     run: Path | None = None,
 ) -> Lengths:
     """Return given lengths before those measured in a run, and these before the longest that are allowed."""
-    found = _measured(run) if run else _allowed(config)
+    if run:
+        found = _measured(run)
+    else:  # what is not sampled is prompt
+        context = min(config.seq_len, config.inference.model.max_model_len or config.seq_len)
+        most = min(config.orchestrator.sampling.max_tokens or context * 3 // 4, context)
+        found = Lengths(context - most, most, most, "the longest that the configuration allows")
     found = replace(found, examples=examples or found.examples)
     if prompt is None and sampled is None:
         return found
@@ -58,13 +63,6 @@ def lengths_of(
     sampled = found.sampled if sampled is None else sampled
     longest = max(sampled, config.orchestrator.sampling.max_tokens or sampled)
     return Lengths(prompt, sampled, longest, "as given", examples=found.examples)
-
-
-def _allowed(config: RunConfig) -> Lengths:
-    """Take every rollout for as long as can be; what is not sampled of it is prompt."""
-    context = min(config.seq_len, config.inference.model.max_model_len or config.seq_len)
-    sampled = min(config.orchestrator.sampling.max_tokens or context * 3 // 4, context)
-    return Lengths(context - sampled, sampled, sampled, "the longest that the configuration allows")
 
 
 def _measured(run: Path) -> Lengths:

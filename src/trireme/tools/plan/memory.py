@@ -191,8 +191,68 @@ class Training:
 
     @cached_property
     def moments(self) -> dict[str, Parts]:
-        """Return the parts on the rank's device at each moment of a step."""
-        return _moments(self)
+        """Return the parts on the rank's device at each moment of a step, in the order in which they are shown."""
+        model, row, layer = self.model, self.row, self.model.largest_layer
+        value_bytes, tokens, embedding = row.value_bytes, row.own_tokens, self.model.embedding
+        settled = {"weights": self.weight_bytes, "optimizer": self.optimizer_bytes}
+        if self.has_reference:  # with adapters, the base model is there already, and the copy is of these
+            settled["reference"] = self.gradient_bytes
+        if self.offload_parameters:
+            settled = dict.fromkeys(settled, 0.0)
+        gradients = 0.0 if self.offload_parameters else self.gradient_bytes
+        before = gradients if self.rows > 1 else 0.0  # those of the rows before
+
+        mask = (
+            float(row.tokens**2) if any(each.attends and needs_mask(model, each, row) for each in model.layers) else 0.0
+        )
+        by_layer = [_kept(self, number) for number in range(len(model.layers))]
+        kept = (2 * max(by_layer) if self.offload_activations else sum(by_layer)) + mask
+        # what the last norm keeps, and the hidden states that the head sees, with their gradient
+        final = tokens * model.hidden * (4 + 3 * value_bytes)
+        # the layer at work computes again what it did not keep
+        whole = kept_by_layer(model, layer, row)
+        still = kept_by_matrices(model, layer, row) if self.ac_mode == "selective" else 0.0
+        again = max(0.0, whole - still) if self.ac_freq is not None else 0.0
+        # gradients of a layer's activations, where they are most: in the MLP, of gate, up and what they made
+        down = max(layer.matrices, key=lambda matrix: (matrix.name == "down_proj", matrix.used * matrix.inputs))
+        between = tokens * value_bytes * 2 * down.used * (down.inputs + model.hidden)
+
+        # head and vision encoder are gathered all through a pass; an embedding of its own only while it is at work
+        root = value_bytes * (embedding + model.hidden + model.tower)
+        gathered = root + _gathered(self, layer)
+        head_gradient = reduction = 0.0
+        if self.is_head_trained:  # it waits for the embedding's, with which it is reduced
+            head_gradient = value_bytes * embedding
+            # laid out to be reduced, and this rank's part; where head and embedding are one, two add up
+            laid_out = value_bytes + self.reduce_bytes * (1 + 1 / self.shards)
+            reduction = embedding * (laid_out + value_bytes * model.tied)
+            reduction += model.tower * laid_out * self.trains_tower
+        # in the first row, this layer's gradient is not there yet
+        others = gradients if self.rows > 1 else gradients * (len(model.layers) - 1) / len(model.layers)
+
+        update = 0.0
+        if self.optimizer == "muon":  # one matrix whole, several times; fused kernels need nothing
+            update = 4.0 * MASTER_BYTES * max(matrix.weights for each in model.layers for matrix in each.matrices)
+        # the largest tensor whole, as it is held and as it is sent; and two buckets, or all that was sent
+        sent = self.served_bytes * model.num_parameters
+        transfers: float = model.largest_tensor * (MASTER_BYTES + self.served_bytes)
+        transfers += sent if self.bucket_bytes is None else 2.0 * self.bucket_bytes
+
+        return {
+            "head": settled
+            | {"gradients": before, "activations": kept + final, "gathered": root, "logits": _logits(self)},
+            "first layer backward": settled
+            | {"gradients": before + head_gradient, "activations": kept + again + between, "gathered": gathered},
+            "last layer backward": settled
+            | {
+                "gradients": others + head_gradient,
+                "activations": kept_by_attention(model, layer, row) + mask,
+                "gathered": root + _gathered_or_reduced(self, layer),
+            },
+            "embedding backward": settled | {"gradients": gradients + reduction, "gathered": root, "activations": 0.0},
+            "update": settled | {"gradients": gradients, "update": update},
+            "publish": settled | {"transfers": transfers},
+        }
 
     @property
     def fullest(self) -> str:
@@ -218,69 +278,6 @@ class Training:
         if self.offload_activations:
             parts["activations"] = sum(_kept(self, number) for number in range(len(self.model.layers)))
         return parts
-
-
-def _moments(training: Training) -> dict[str, Parts]:
-    """Work out the parts at each moment, in the order in which they are shown."""
-    model, row, layer = training.model, training.row, training.model.largest_layer
-    value_bytes, tokens, embedding = row.value_bytes, row.own_tokens, training.model.embedding
-    settled = {"weights": training.weight_bytes, "optimizer": training.optimizer_bytes}
-    if training.has_reference:  # with adapters, the base model is there already, and the copy is of these
-        settled["reference"] = training.gradient_bytes
-    if training.offload_parameters:
-        settled = dict.fromkeys(settled, 0.0)
-    gradients = 0.0 if training.offload_parameters else training.gradient_bytes
-    before = gradients if training.rows > 1 else 0.0  # those of the rows before
-
-    mask = float(row.tokens**2) if any(each.attends and needs_mask(model, each, row) for each in model.layers) else 0.0
-    by_layer = [_kept(training, number) for number in range(len(model.layers))]
-    kept = (2 * max(by_layer) if training.offload_activations else sum(by_layer)) + mask
-    # what the last norm keeps, and the hidden states that the head sees, with their gradient
-    final = tokens * model.hidden * (4 + 3 * value_bytes)
-    # the layer at work computes again what it did not keep
-    whole = kept_by_layer(model, layer, row)
-    still = kept_by_matrices(model, layer, row) if training.ac_mode == "selective" else 0.0
-    again = max(0.0, whole - still) if training.ac_freq is not None else 0.0
-    # gradients of a layer's activations, where they are most: in the MLP, of gate, up and what they made
-    down = max(layer.matrices, key=lambda matrix: (matrix.name == "down_proj", matrix.used * matrix.inputs))
-    between = tokens * value_bytes * 2 * down.used * (down.inputs + model.hidden)
-
-    # head and vision encoder are gathered all through a pass; an embedding of its own only while it is at work
-    root = value_bytes * (embedding + model.hidden + model.tower)
-    gathered = root + _gathered(training, layer)
-    head_gradient = reduction = 0.0
-    if training.is_head_trained:  # it waits for the embedding's, with which it is reduced
-        head_gradient = value_bytes * embedding
-        # laid out to be reduced, and this rank's part; where head and embedding are one, two add up
-        laid_out = value_bytes + training.reduce_bytes * (1 + 1 / training.shards)
-        reduction = embedding * (laid_out + value_bytes * model.tied)
-        reduction += model.tower * laid_out * training.trains_tower
-    # in the first row, this layer's gradient is not there yet
-    others = gradients if training.rows > 1 else gradients * (len(model.layers) - 1) / len(model.layers)
-
-    update = 0.0
-    if training.optimizer == "muon":  # one matrix whole, several times; fused kernels need nothing
-        update = 4.0 * MASTER_BYTES * max(matrix.weights for each in model.layers for matrix in each.matrices)
-    # the largest tensor whole, as it is held and as it is sent; and two buckets, or all that was sent
-    sent = training.served_bytes * model.num_parameters
-    transfers: float = model.largest_tensor * (MASTER_BYTES + training.served_bytes)
-    transfers += sent if training.bucket_bytes is None else 2.0 * training.bucket_bytes
-
-    return {
-        "head": settled
-        | {"gradients": before, "activations": kept + final, "gathered": root, "logits": _logits(training)},
-        "first layer backward": settled
-        | {"gradients": before + head_gradient, "activations": kept + again + between, "gathered": gathered},
-        "last layer backward": settled
-        | {
-            "gradients": others + head_gradient,
-            "activations": kept_by_attention(model, layer, row) + mask,
-            "gathered": root + _gathered_or_reduced(training, layer),
-        },
-        "embedding backward": settled | {"gradients": gradients + reduction, "gathered": root, "activations": 0.0},
-        "update": settled | {"gradients": gradients, "update": update},
-        "publish": settled | {"transfers": transfers},
-    }
 
 
 def _kept(training: Training, number: int) -> float:

@@ -48,9 +48,27 @@ def find_config(name: str, *, fetch: bool = False) -> dict[str, Any]:
 
     Raises: ConfigError if there is none.
     """
-    file = config_file(name)
-    config: dict[str, Any] = json.loads(file.read_text()) if file else _fetch_config(name, may_fetch=fetch)
-    return config
+    if file := config_file(name):
+        config: dict[str, Any] = json.loads(file.read_text())
+        return config
+    import httpx  # a plan without a model on a hub needs neither
+    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers
+
+    try:
+        if not fetch or constants.HF_HUB_OFFLINE:
+            raise FileNotFoundError(name)
+        # not by `hf_hub_download`, which retries for half a minute without a network
+        url, headers = hf_hub_url(name, "config.json"), build_hf_headers()
+        answer = httpx.get(url, headers=headers, timeout=HUB_S, follow_redirects=True).raise_for_status()
+        config = answer.json()
+        return config
+    except (httpx.HTTPError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"{name!r} is no folder with a config.json, is not in the hub's cache on this disk, and could not be "
+            f"fetched ({type(error).__name__}) - expected the one file that a plan reads. Correct `model.name`; or "
+            "copy the model's config.json into a folder and name that."
+        ) from error
 
 
 def read_sizes(name: str, config: dict[str, Any] | None = None, *, vlm: Vlm | None = None) -> Sized:
@@ -136,8 +154,8 @@ def _layer(block: torch.nn.Module, text: dict[str, Any], number: int) -> Layer:
         conv_state=sum(
             part.in_channels * (part.kernel_size[0] - 1) for mixer in mixers for part in _convolutions(mixer)
         ),
-        recurrent_state=sum(map(_recurrent_state, mixers)),
-        recurrence=sum(map(_recurrence, mixers)),
+        recurrent_state=sum(_recurrence(mixer)[0] for mixer in mixers),
+        recurrence=sum(_recurrence(mixer)[1] for mixer in mixers),
     )
 
 
@@ -159,50 +177,22 @@ def _convolutions(module: torch.nn.Module) -> Iterator[Any]:
     return (part for part in module.modules() if type(part).__name__ == "Conv1d")
 
 
-def _recurrent_state(mixer: Any) -> int:
-    """Return the values of a mixer's state: for each head a matrix. Short convolutions have none.
+def _recurrence(mixer: Any) -> tuple[int, int]:
+    """Return the values of a mixer's state, and the float32 values per token that transformers' PyTorch code keeps.
 
-    A gated delta net's is of its value heads, [value size, key size] (Yang et al. 2024, arXiv 2412.06464); Mamba-2's is
-    [head size, state size] (Dao and Gu 2024, arXiv 2405.21060).
-    """
-    if hasattr(mixer, "head_v_dim"):
-        return int(mixer.num_v_heads * mixer.head_v_dim * mixer.head_k_dim)
-    return int(mixer.num_heads * mixer.head_dim * mixer.ssm_state_size) if hasattr(mixer, "ssm_state_size") else 0
-
-
-def _recurrence(mixer: Any) -> int:
-    """Return the float32 values per token that transformers' PyTorch code keeps: copies of what goes into it, and the
-    products within a chunk. The factors were fitted to what autograd kept in ten shapes, to 10 %; kernels keep less.
+    A state is a matrix for each head; short convolutions have none. A gated delta net's is of its value heads, [value
+    size, key size] (Yang et al. 2024, arXiv 2412.06464); Mamba-2's is [head size, state size] (Dao and Gu 2024, arXiv
+    2405.21060). What is kept are copies of what goes into the mixer, and the products within a chunk. The factors were
+    fitted to what autograd kept in ten shapes, to 10 %; kernels keep less.
     """
     channels = sum(part.in_channels for part in _convolutions(mixer))
     if hasattr(mixer, "head_v_dim"):
-        chunk = 64
-        return int(mixer.num_v_heads * (12 * mixer.head_k_dim + 7 * mixer.head_v_dim + 3 * chunk) + 2 * channels)
-    if not hasattr(mixer, "ssm_state_size"):
-        return 0
-    per_head = 3.2 * mixer.chunk_size + 6 * mixer.ssm_state_size + 4 * mixer.head_dim
-    return int(mixer.num_heads * per_head + 4 * channels)
-
-
-def _fetch_config(name: str, *, may_fetch: bool) -> dict[str, Any]:
-    import httpx  # a plan without a model on a hub needs neither
-    from huggingface_hub import constants, hf_hub_url
-    from huggingface_hub.utils import build_hf_headers
-
-    try:
-        if not may_fetch or constants.HF_HUB_OFFLINE:
-            raise FileNotFoundError(name)
-        # not by `hf_hub_download`, which retries for half a minute without a network
-        url, headers = hf_hub_url(name, "config.json"), build_hf_headers()
-        answer = httpx.get(url, headers=headers, timeout=HUB_S, follow_redirects=True).raise_for_status()
-        config: dict[str, Any] = answer.json()
-        return config
-    except (httpx.HTTPError, OSError, ValueError) as error:
-        raise ConfigError(
-            f"{name!r} is no folder with a config.json, is not in the hub's cache on this disk, and could not be "
-            f"fetched ({type(error).__name__}) - expected the one file that a plan reads. Correct `model.name`; or "
-            "copy the model's config.json into a folder and name that."
-        ) from error
+        heads, value, key, chunk = mixer.num_v_heads, mixer.head_v_dim, mixer.head_k_dim, 64
+        return int(heads * value * key), int(heads * (12 * key + 7 * value + 3 * chunk) + 2 * channels)
+    if hasattr(mixer, "ssm_state_size"):
+        heads, value, key = mixer.num_heads, mixer.head_dim, mixer.ssm_state_size
+        return int(heads * value * key), int(heads * (3.2 * mixer.chunk_size + 6 * key + 4 * value) + 4 * channels)
+    return 0, 0
 
 
 def training_of(config: RunConfig | SftConfig, model: Architecture, *, rows: int) -> Training:
