@@ -123,6 +123,10 @@ def test_what_may_happen_to_the_files_of_a_run_is_no_contradiction(config: RunCo
     assert "no export of checkpoint 2" in assert_holds(config.paths.root).findings.notes[0]
     shutil.move(config.paths.root, tmp_path / "elsewhere")
     assert_holds(tmp_path / "elsewhere")
+    on_gpu = write_whole_run(tmp_path / "gpu", device="cuda")  # where a replay may round differently
+    planted_faults.confirm_otherwise(on_gpu)
+    (note,) = assert_holds(on_gpu.paths.root).findings.notes
+    assert "2. confirmation says that model.norm.weight" in note
 
 
 def test_the_summary_counts_what_there_is(written: dict[bool, RunConfig]) -> None:
@@ -156,32 +160,24 @@ def test_the_command_shows_the_first_contradiction_all_or_json_and_exits_with_0_
         audit([str(tmp_path)])
 
 
-def test_what_cannot_be_compared_or_differs_on_a_gpu_is_worth_a_note(config: RunConfig, tmp_path: Path) -> None:
-    def as_custom(record: BatchRecord) -> None:
-        record.rules = msgspec.structs.replace(record.rules, advantage="custom", advantage_path="gone.py:best")
-
-    rewrite_batch(config, 2, as_custom)
-    (note,) = assert_holds(config.paths.root).findings.notes
-    assert "gone.py:best, which is called only with `--run-code`" in note
-    (note,) = audit_run(config.paths.root, run_code="gone.py:best").findings.notes
-    assert "gone.py does not exist" in note
-    on_gpu = write_whole_run(tmp_path / "gpu", device="cuda")
-    planted_faults.confirm_otherwise(on_gpu)
-    (note,) = assert_holds(on_gpu.paths.root).findings.notes
-    assert "2. confirmation says that model.norm.weight" in note
-
-
-def test_no_code_that_a_journal_names_is_run(config: RunConfig, tmp_path: Path) -> None:
+def test_no_code_that_a_journal_names_is_run_unless_the_user_names_it_too(config: RunConfig, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
 
-    def as_pager(record: BatchRecord) -> None:
-        args = {"cmd": f"touch {mark}; cat > {os.devnull}"}
-        custom = {"advantage": "custom", "advantage_path": "pydoc:pipepager", "advantage_args": args}
-        record.rules = msgspec.structs.replace(record.rules, **custom)
+    def as_custom(path: str) -> Callable[[BatchRecord], None]:
+        def change(record: BatchRecord) -> None:
+            args = {"cmd": f"touch {mark}; cat > {os.devnull}"}
+            custom = {"advantage": "custom", "advantage_path": path, "advantage_args": args}
+            record.rules = msgspec.structs.replace(record.rules, **custom)
 
-    rewrite_batch(config, 2, as_pager)
-    audit_run(config.paths.root, run_code="mine:advantages")
-    audit([str(config.paths.root)])
+        return change
+
+    rewrite_batch(config, 2, as_custom("pydoc:pipepager"))
+    for run_code in (None, "mine:advantages"):
+        (note,) = audit_run(config.paths.root, run_code=run_code).findings.notes
+        assert "pydoc:pipepager, which is called only with `--run-code`" in note
+    rewrite_batch(config, 2, as_custom("gone.py:best"))
+    (note,) = audit_run(config.paths.root, run_code="gone.py:best").findings.notes
+    assert "gone.py does not exist" in note
     assert not mark.exists()
 
 

@@ -32,7 +32,7 @@ from trireme.journal.versions import Versions
 from trireme.tools.audit.examples import OrderAudit, check_outcomes
 from trireme.tools.audit.fates import Fates
 from trireme.tools.audit.metrics import MetricsLines, compare_batch, compare_lines
-from trireme.tools.audit.report import DAMAGED, Findings, Report, Summary
+from trireme.tools.audit.report import Findings, Report, Summary
 from trireme.tools.audit.tokens import TokenAudit
 from trireme.tools.audit.turns import TurnAudit
 from trireme.tools.audit.weights import VersionAudit, check_checkpoints, list_checkpoints
@@ -134,13 +134,13 @@ def _read_batch(journal: Journal, step: int, listed: set[int], findings: Finding
             step,
             f"batch {step} is missing, and batch {max(listed)} is there",
             expected="all batches from 0 on",
-            meaning=f"Its rollouts and their fates are lost. Restore {journal.path(step)} from a copy.",
+            advice=f"Restore {journal.path(step)} from a copy.",
         )
         return None
     try:
         record = journal.read(step)
     except (JournalCorrupt, OSError) as error:
-        findings.add("journal", step, str(error), expected=f"batch {step} as it was written", meaning=DAMAGED)
+        findings.add("journal", step, str(error), expected=f"batch {step} as it was written")
         return None
     findings.compare(
         "journal",
@@ -148,7 +148,6 @@ def _read_batch(journal: Journal, step: int, listed: set[int], findings: Finding
         {"step": record.step, "state.next_batch": record.state.next_batch},
         {"step": step, "state.next_batch": step + 1},
         by="by the name of its file",
-        meaning="A run that resumes from here would leave out a batch, or write one twice.",
     )
     return record
 
@@ -166,5 +165,4 @@ def _check_pictures(record: BatchRecord, files: PictureFiles, seen: set[str], fi
                 record.step,
                 f"batch {record.step} shows a picture that cannot be read: {error}",
                 expected="the picture as the engine was sent it",
-                meaning=f"The batch cannot be trained on again. {DAMAGED}",
             )

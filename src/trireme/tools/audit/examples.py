@@ -51,7 +51,7 @@ class OrderAudit:
                     step,
                     f"batch {step}: the journal gives the sizes of the training sets as {sizes or 'nothing'}",
                     expected=f"one size above 0 for each of {', '.join(sorted(rules.weights))}",
-                    meaning="Which examples should have come cannot be worked out; that part is left out.",
+                    advice="Which examples should have come cannot be worked out; that part is left out.",
                 )
             self._order = DataOrder(self._sizes)
         elif self._sizes:
@@ -61,8 +61,7 @@ class OrderAudit:
                 {"state.sizes": sizes},
                 {"state.sizes": self._sizes},
                 by="as in the batches before",
-                meaning="The data set changed while the run went on, so positions in it mean other examples. Look at "
-                "the environments' `args` and data.",
+                advice="The data set changed, so places in it mean other examples. Look at the environments' `args`.",
             )
         self._is_lost = after_gap and (rules.pools is not None or len(rules.curriculum) > 0)
 
@@ -92,8 +91,6 @@ class OrderAudit:
             _position(state.cursors, state.scores, Place(state.stage, state.stage_reward)),
             _position(self._order.cursors, self._order.scores, self._order.place),
             by=f"by the data order after {state.next_group} groups, and the outcomes of those that ended",
-            meaning="A run that resumes from here would skip examples, hand them out again, take easy ones for hard "
-            "ones, or draw from other environments.",
         )
 
 
@@ -130,6 +127,4 @@ def check_outcomes(record: BatchRecord, rules: Rules, findings: Findings) -> Non
         {f"outcomes.{number}": outcome for number, outcome in enumerate(record.outcomes)},
         {f"outcomes.{number}": due[group] for number, group in enumerate(sorted(due))},
         by="by the groups that were trained, or dropped when their rewards were in, in order",
-        meaning="The difficulty of examples, or the stage of the curriculum, was judged by other groups, or by rewards "
-        "that were not theirs.",
     )

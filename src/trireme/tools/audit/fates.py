@@ -66,8 +66,6 @@ class Fates:
                 step,
                 f"batch {step}: the next group is {next_group}, {self.num_begun} were begun before",
                 expected="groups numbered one by one",
-                meaning="A run that resumes from here would use group numbers twice, or leave some out. Look at "
-                "`state.next_group` of this batch.",
             )
         self._order.close(record, rules)
         for group, fates in sorted(groups.items()):
@@ -80,7 +78,6 @@ class Fates:
             {"number of rollouts": len(record.rollouts), "number of groups": num_trained},
             {"number of rollouts": rules.batch_size, "number of groups": rules.batch_size // rules.group_size},
             by=f"{rules.group_size} rollouts of each group",
-            meaning="Rollouts were lost from the batch, or added to it.",
         )
         for dropped in record.dropped:
             kind = kind_of(dropped.reason)
@@ -95,7 +92,6 @@ class Fates:
                 {f"state.counters.{name}": number for name, number in counters.items()},
                 {f"state.counters.{name}": self._counters[name] + number for name, number in numbers.items()},
                 by="as of the batch before, and the rollouts of this one",
-                meaning="A batch was changed, or rollouts were lost.",
             )
         self._counters = counters
 
@@ -106,7 +102,6 @@ class Fates:
             add(
                 f"batch {step} decides group {group}, which was never begun",
                 expected=f"groups 0 to {self.num_begun - 1}",
-                meaning="Rollouts came from nowhere. Look at `state.next_group` and the rollouts of this batch.",
             )
         elif group in self._open:
             task = self._open.pop(group)
@@ -119,23 +114,17 @@ class Fates:
                         f"batch {step}: group {group}, place {one.place}, attempt {one.attempt} is {one.env} example "
                         f"{one.example}",
                         expected=f"group {group} is {task.env} example {task.example}, by the data order",
-                        meaning="An example was skipped and another one came out of turn.",
                     )
                     break
         elif self._batch_of[group] >= 0:
-            how, twice = ("trained", "trained") if isinstance(fates[0], Rollout) else ("dropped", "counted")
+            how = TRAINED if isinstance(fates[0], Rollout) else "dropped"
             add(
                 f"batch {step}: group {group} is {how} here, and batch {self._batch_of[group]} had decided it before",
                 expected="one fate of each rollout, in one batch",
-                meaning=f"A rollout was {twice} twice. Compare the group in both batches.",
+                advice="Compare the group in both batches.",
             )
         if trouble := _find_trouble(group, fates, rules):
-            add(
-                f"batch {step}: {trouble[0]}",
-                expected=trouble[1],
-                meaning="A rollout was lost, counted twice, or torn from its group. Look at the rollouts and the "
-                "dropped ones of this group in this batch.",
-            )
+            add(f"batch {step}: {trouble[0]}", expected=trouble[1])
 
     def _compare_open(self, record: BatchRecord, *, after_gap: bool) -> None:
         """Check the groups that the batch lists as open. Those that it does not list are not followed any further."""
@@ -153,8 +142,7 @@ class Fates:
             {**found, "number of open groups": len(record.state.open_groups)},
             {**due, "number of open groups": len(tasks)},
             by="as of the groups that the data order has begun, and no batch has decided",
-            meaning="A run that resumes from here would train a group twice, lose it, or take another example for it. "
-            "Look at `state.open_groups` of this batch and of the one before.",
+            advice="Look at `state.open_groups` of this batch and of the one before.",
         )
         for group in self._open.keys() - followed.keys():
             self._batch_of[group] = UNKNOWN

@@ -55,7 +55,6 @@ def compare_batch(
             {name: found[name] for name in found if name in due},
             {name: due[name] for name in due if name in found},  # journals of older versions lack some
             by="by its rollouts",
-            meaning="A rollout of the batch was changed, or the metric was. Look at the batch.",
             rtol=1e-6,
         )
     if row is None:
@@ -70,7 +69,6 @@ def compare_batch(
             {name: value if math.isfinite(value) else None for name, value in found.items()},
             of="in metrics.jsonl ",
             by="by the journal",
-            meaning="What was shown of the run is not what it did. Look at the orchestrator's last line of this step.",
         )
 
 
@@ -93,8 +91,7 @@ def compare_lines(
             early[0],
             f"metrics.jsonl has a line of the trainer for step {some(early)}, and version {newest} is the newest",
             expected=f"version {early[0] + 1} confirmed before that line is written",
-            meaning="A confirmation was lost, or the line is of another run. Look for "
-            f"journal/version_{early[0] + 1:06d}.msgpack.",
+            advice=f"Or the confirmation was lost: look for journal/version_{early[0] + 1:06d}.msgpack.",
         )
     for process, steps in (("trainer", lines.trained), ("orchestrator", lines.batches.keys())):
         beyond = sorted(step for step in steps - set_aside if step >= num_batches)
@@ -104,8 +101,7 @@ def compare_lines(
                 beyond[0],
                 f"metrics.jsonl has lines of the {process} for step {some(beyond)}; there are {num_batches} batches",
                 expected="a batch in the journal before any process reports on it",
-                meaning="Batches that were trained on were lost from the journal, or belong to another run. Look for "
-                f"journal/batch_{beyond[0]:06d}.msgpack.",
+                advice=f"Or batches were lost: look for journal/batch_{beyond[0]:06d}.msgpack.",
             )
 
 
@@ -115,5 +111,4 @@ def _add_missing_line(findings: Findings, process: str, what: str, step: int) ->
         step,
         f"{what} has no line of the {process} in metrics.jsonl",
         expected="one line for each, but for the two newest",
-        meaning="A line was lost (a full disk, or the file was changed). The journal still has the batch itself.",
     )

@@ -15,9 +15,18 @@ from trireme.tools.record_differences import differing, narrowed, shown, some
 KEPT_PER_AREA = 200
 """Contradictions of each area that are kept; the rest are counted. Areas report in the order of steps."""
 
-AREAS = ("journal", "fates", "order", "tokens", "turns", "outcomes", "versions", "checkpoints", "metrics")
-
-DAMAGED = "It was damaged after it was written, by the disk or by hand."
+AREAS = {
+    "journal": "What it held is lost, or was damaged after it was written, by the disk or by hand.",
+    "fates": "A rollout was lost or counted twice, or will be by a run that resumes from here.",
+    "order": "An example came out of turn, or will in a run that resumes from here.",
+    "tokens": "The step was not trained on what was sampled, or not towards what its rewards say.",
+    "turns": "The step was not trained on what the agent program was answered, or a turn was lost.",
+    "outcomes": "Examples, or a stage of the curriculum, were judged by rewards that were not theirs.",
+    "versions": "Tokens are by weights that are not known.",
+    "checkpoints": "It cannot be resumed from as it was saved.",
+    "metrics": "What was shown of the run is not what it did: a line was lost (a full disk), or the file was changed.",
+}
+"""What a contradiction of each area means. Within a step the likelier cause comes first."""
 
 PROMISES = (
     "every rollout has one fate, and every group is the example that the data order says",
@@ -53,10 +62,21 @@ class Findings:
         self._kept: list[Contradiction] = []
         self._counts: Counter[str] = Counter()
 
-    def add(self, area: str, step: int, found: str, *, expected: str, meaning: str) -> None:
-        assert area in AREAS, area
+    def add(self, area: str, step: int, found: str, *, expected: str, advice: str = "") -> None:
+        """Report a contradiction.
+
+        Args:
+            step: batch or version.
+            advice: what to do, where that is more than to look at the file.
+        """
         self._counts[area] += 1
         if self._counts[area] <= KEPT_PER_AREA:
+            file = {
+                "versions": f"journal/version_{step:06d}.msgpack",
+                "checkpoints": f"checkpoints/step_{step}",
+                "metrics": f"metrics.jsonl and journal/batch_{step:06d}.msgpack",
+            }.get(area, f"journal/batch_{step:06d}.msgpack")
+            meaning = f"{AREAS[area]} {advice or f'Look at {file}.'}"
             self._kept.append(Contradiction(area, step, found, expected, meaning))
 
     def compare(
@@ -68,7 +88,7 @@ class Findings:
         *,
         of: str = "",
         by: str,
-        meaning: str,
+        advice: str = "",
         rtol: float = 0.0,
     ) -> bool:
         """Report the first value of a record that differs from what it should be, and return whether there is one.
@@ -85,7 +105,7 @@ class Findings:
         for name in names[:1]:
             place, one, other = narrowed(found.get(name), due.get(name))
             where = f"batch {step}: {of}{name}{place} is {shown(one)}"
-            self.add(area, step, where, expected=f"{shown(other)}, {by}", meaning=meaning)
+            self.add(area, step, where, expected=f"{shown(other)}, {by}", advice=advice)
         return bool(names)
 
     def note(self, text: str) -> None:
@@ -98,7 +118,8 @@ class Findings:
 
     def in_order(self) -> list[Contradiction]:
         """Return the findings by step; within a step the likelier cause comes first."""
-        return sorted(self._kept, key=lambda one: (one.step, AREAS.index(one.area)))
+        areas = list(AREAS)
+        return sorted(self._kept, key=lambda one: (one.step, areas.index(one.area)))
 
 
 @dataclass(frozen=True)

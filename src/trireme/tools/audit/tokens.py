@@ -97,8 +97,7 @@ class TokenAudit:
                         record.rollouts[number],
                         f" has {len(column)} values of {column.dtype} in `{name}`",
                         expected=f"{sample.length} of each, as there are `ids`, of the types in `messages.COLUMNS`",
-                        meaning="Tokens, masks and logprobs do not belong together. This batch is not looked at "
-                        "further.",
+                        advice="This batch is not looked at further.",
                     )
                     return None
         if not samples:
@@ -146,10 +145,9 @@ class TokenAudit:
     def _check_counts(self, record: BatchRecord, rules: Rules) -> None:
         self.num_trained += sum(num_sampled(rollout.samples) for rollout in record.rollouts if rollout.masked is None)
         for rollout in record.rollouts:
-            meaning = "The step was not trained on what the batch claims. Look at this rollout."
             count = num_sampled(rollout.samples)
             if count == 0:
-                self._add(record, rollout, " has no token that is trained on", expected="at least one", meaning=meaning)
+                self._add(record, rollout, " has no token that is trained on", expected="at least one")
                 return
             longest = max(sample.length for sample in rollout.samples)
             due = {"num_sampled": count, "num_tokens": longest, "temperature": rules.temperature}
@@ -161,7 +159,6 @@ class TokenAudit:
                 due,
                 of=f"group {rollout.group}, place {rollout.place}: ",
                 by="by its samples and the rules of the batch",
-                meaning=meaning,
             ):
                 return
 
@@ -174,8 +171,7 @@ class TokenAudit:
                     rollout,
                     f" {trouble[0]}",
                     expected=trouble[1],
-                    meaning="What its tokens were trained towards cannot be worked out again. This batch is not looked "
-                    "at further.",
+                    advice="Its targets cannot be worked out again: this batch is not looked at further.",
                 )
                 return False
         return True
@@ -202,7 +198,6 @@ class TokenAudit:
             {f"state.baselines.{name}": found.get(name) for name in sorted(found.keys() | due.keys())},
             {f"state.baselines.{name}": mean for name, mean in due.items()},
             by="by the rewards up to this batch",
-            meaning="A run that resumes from here would compare rewards with another mean.",
             rtol=1e-9,
         )
 
@@ -220,7 +215,6 @@ class TokenAudit:
                 },
                 of=f"group {rollout.group}, place {rollout.place}: ",
                 by="by its tokens and `[orchestrator.filters]`",
-                meaning="The step was trained on a rollout that should be left out, or the reverse.",
             ):
                 return
 
@@ -232,13 +226,12 @@ class TokenAudit:
                     group[0],
                     f" is trained, and there is {reason}",
                     expected="its group dropped, by `[orchestrator.buffer]`",
-                    meaning="A place in the batch was lost to it. Look at the rewards of this group.",
                 )
                 return
 
-    def _add(self, record: BatchRecord, rollout: Rollout, found: str, *, expected: str, meaning: str) -> None:
+    def _add(self, record: BatchRecord, rollout: Rollout, found: str, *, expected: str, advice: str = "") -> None:
         where = f"batch {record.step}: group {rollout.group}, place {rollout.place}"
-        self._findings.add("tokens", record.step, f"{where}{found}", expected=expected, meaning=meaning)
+        self._findings.add("tokens", record.step, f"{where}{found}", expected=expected, advice=advice)
 
     def _add_token(self, record: BatchRecord, columns: Columns, wrong: np.ndarray, column: str, expected: str) -> None:
         """Report the first token with a wrong value in a column, and the number of such tokens.
@@ -258,8 +251,6 @@ class TokenAudit:
             record.rollouts[int(columns.rollout_of[sample])],
             f": token {place} has {value:.6g} in `{column}`{more}",
             expected=expected,
-            meaning="The step was not trained on what was sampled, or by other weights than are known. Look at this "
-            f"rollout in journal/batch_{record.step:06d}.msgpack.",
         )
 
 

@@ -69,8 +69,7 @@ class TurnAudit:
                 state.next_batch,
                 f"{some(unknown)} in journal/turns: turns of an unknown rollout",
                 expected="turns of rollouts that a batch has trained or dropped, or of groups that are open",
-                meaning="Turns were answered for a rollout that the journal does not know. It was lost, or the file "
-                "is of another run.",
+                advice="The rollout was lost, or the file is of another run.",
             )
 
     def _read(self, step: int, one: Rollout | Dropped) -> list[TurnRecord] | None:
@@ -114,8 +113,7 @@ class TurnAudit:
             step,
             f"batch {step}: group {one.group}, place {one.place} {found}",
             expected=expected,
-            meaning="The step was not trained on what the program was answered, or a turn was lost. Compare "
-            f"journal/batch_{step:06d}.msgpack with {turns_file(Path('journal'), _name(one), one.attempt)}. A file "
+            advice=f"Compare the batch with {turns_file(Path('journal'), _name(one), one.attempt)}. A file "
             "that was changed or cut off ends at its last whole turn.",
         )
 

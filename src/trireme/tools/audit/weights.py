@@ -11,7 +11,7 @@ from trireme.base.errors import JournalCorrupt
 from trireme.base.paths import RunPaths, step_folder, step_of
 from trireme.journal.manifest import find_damage, read_manifest
 from trireme.journal.versions import Version, Versions
-from trireme.tools.audit.report import DAMAGED, Findings
+from trireme.tools.audit.report import Findings
 from trireme.tools.record_differences import some
 
 
@@ -51,21 +51,16 @@ class VersionAudit:
                 version,
                 f"version {version} has no record, and version {self.newest} has",
                 expected="a record of each version that engines ever confirmed, from 0 on",
-                meaning=f"The weights of its tokens are unknown. Look for {self._versions.path(version)}.",
             )
         for version in self.known:
             add = partial(self._findings.add, "versions", version)
             try:
                 entry = self._versions.read(version)
             except (JournalCorrupt, OSError) as error:
-                add(str(error), expected="a record as it was written", meaning=DAMAGED)
+                add(str(error), expected="a record as it was written")
                 continue
             if found := _unsound(version, entry):
-                add(
-                    found,
-                    expected="the engines that confirmed it, with the digest of each tensor",
-                    meaning=f"Its tokens are by unknown weights. Look at {self._versions.path(version)}.",
-                )
+                add(found, expected="the engines that confirmed it, with the digest of each tensor")
             else:
                 self.confirmed.add(version)
             for number, confirmation in enumerate(entry.confirmations[1:], start=2):
@@ -79,8 +74,8 @@ class VersionAudit:
                 add(
                     found,
                     expected="the same digests at each confirmation of a version",
-                    meaning="Two sets of weights went by one name: a replay did not come to the same version, or the "
-                    "record was changed. With another number of trainer ranks a replay rounds differently.",
+                    advice="A replay did not come to the same version (with another number of ranks it rounds "
+                    "differently), or the record was changed.",
                 )
                 break
         if self.newest > num_batches:
@@ -89,8 +84,8 @@ class VersionAudit:
                 num_batches,
                 f"version {self.newest} was confirmed, and there are {num_batches} batches",
                 expected=f"batch {self.newest - 1} in the journal: version n is made by batch n - 1",
-                meaning="Batches that were trained on were lost from the journal, or a rewind was cut off on the way "
-                "(then give the same command again).",
+                advice="Batches were lost from the journal, or a rewind was cut off on the way: then give the same "
+                "command again.",
             )
 
 
@@ -138,14 +133,13 @@ def check_checkpoints(
             add(
                 trouble,
                 expected=f"checkpoint {step} as its manifest describes it",
-                meaning="It cannot be resumed from as it was saved. Move it away: the run resumes from an earlier one, "
-                "and comes to the same weights through the journal.",
+                advice="Move it away: the run resumes from an earlier one, and comes to the same weights.",
             )
         if step > versions.newest:
             add(
                 f"{folder} is of version {step}, and the newest confirmed one is {versions.newest}",
                 expected="checkpoints of versions that engines confirmed before",
-                meaning="Confirmations were lost, or the checkpoint is of another run.",
+                advice="Confirmations were lost, or it is of another run.",
             )
         missing = sorted(set(range(step)) - trained)
         if missing:
@@ -154,7 +148,7 @@ def check_checkpoints(
                 missing[0],
                 f"checkpoint {step} is there, and metrics.jsonl has no line of the trainer for step {some(missing)}",
                 expected=f"a line for each of steps 0 to {step - 1}, written before the checkpoint",
-                meaning="Lines were lost (a full disk, or the file was changed), or the checkpoint is of another run.",
+                advice="Or the checkpoint is of another run.",
             )
         if not list(step_folder(paths.weights, step).glob("*.safetensors")):
             findings.note(f"there is no export of checkpoint {step} in {paths.weights}; removed, or never finished")
