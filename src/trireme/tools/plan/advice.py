@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from trireme.algo.model.chips import GIB
 from trireme.base.devices import Devices
@@ -13,7 +14,7 @@ from trireme.tools.plan.memory import changed
 
 WORTH = 0.005  # of what is needed: smaller savings are left out
 
-Change = tuple[str, dict[str, object]]
+Change = tuple[str, dict[str, Any]]
 """A change as it stands in a configuration, and the fields of `Training` that it sets; `ranks` multiplies them."""
 
 
@@ -33,7 +34,7 @@ class Advice:
 
 
 def advise(estimate: Estimate) -> Advice:
-    changes = list(trainer_changes(estimate))
+    changes = trainer_changes(estimate)
     savings = []
     for words, fields in changes:
         other = _apply(estimate, fields)
@@ -61,7 +62,7 @@ def _first_that_fits(estimate: Estimate, changes: list[Change]) -> tuple[tuple[s
     return tuple(words for words, _ in chosen), _apply(estimate, *(fields for _, fields in chosen))
 
 
-def _apply(estimate: Estimate, *changes: dict[str, object]) -> Estimate:
+def _apply(estimate: Estimate, *changes: dict[str, Any]) -> Estimate:
     fields = {name: value for each in changes for name, value in each.items()}
     times = fields.pop("ranks", 1)
     assert isinstance(times, int)
@@ -73,60 +74,51 @@ def _apply(estimate: Estimate, *changes: dict[str, object]) -> Estimate:
     return replace(estimate, training=training, ranks=ranks, trainer_gpus=ranks, is_shared=False)
 
 
-def trainer_changes(estimate: Estimate) -> Iterator[Change]:
-    """Yield the changes that the configuration allows: first those that cost nothing, then those that cost speed, then
+def trainer_changes(estimate: Estimate) -> list[Change]:
+    """Return the changes that the configuration allows: first those that cost nothing, then those that cost speed, then
     precision, then more machines, then another task."""
     training, row, ranks = estimate.training, estimate.training.row, estimate.ranks
     prefix, on_cpu = "trainer." if estimate.serving else "", estimate.machine.is_on_cpu
-    model, longest = f"{prefix}model.", estimate.longest_sample
-    refuses_sdpa = training.model.family.sinks or training.model.capped
-
-    if row.attention in ("sdpa", "eager") and not on_cpu and row.value_bytes == 2:
-        yield f'{model}attn = "flash_attention_2"', {"attention": "flash_attention_2"}
-    if row.attention == "eager" and on_cpu and not refuses_sdpa:
-        yield f'{model}attn = "sdpa"', {"attention": "sdpa"}
-    for chunk in (1024, 256):
-        if training.head_chunk > chunk:
-            yield f"{model}head_chunk = {chunk}", {"head_chunk": chunk}
-    if not training.reshard:
-        yield f"{model}reshard_after_forward = true", {"reshard": True}
-    for tokens in (max(longest, row.tokens // 2), longest):
-        if tokens < row.tokens:
-            yield f"{prefix}micro_batch_tokens = {tokens}", {"tokens": tokens}
-    if training.shards < ranks and not on_cpu:
-        yield f"{model}dp_replicate = 1", {"shards": ranks}
-    if row.value_bytes == 4 and not on_cpu:
-        yield f'{model}optimization_dtype = "bfloat16"', {"value_bytes": 2}
-        if row.attention in ("sdpa", "eager"):  # kernels of flash attention know bfloat16 only
-            words = f'{model}attn = "flash_attention_2", {model}optimization_dtype = "bfloat16"'
-            yield words, {"attention": "flash_attention_2", "value_bytes": 2}
-    if training.ac_freq is None:
-        yield f'{model}ac = {{ mode = "selective" }}', {"ac_freq": 1, "ac_mode": "selective"}
-        yield f"{model}ac.freq = 2", {"ac_freq": 2, "ac_mode": "full"}
-    if training.ac_freq != 1 or training.ac_mode != "full":
-        yield f"{model}ac.freq = 1", {"ac_freq": 1, "ac_mode": "full"}
-    if training.reduce_bytes == 4 and not on_cpu:
-        yield f'{model}reduce_dtype = "bfloat16"', {"reduce_bytes": 2}
-    if training.optimizer == "adamw":
-        yield f'{prefix}optim.type = "adamw_8bit"', {"optimizer": "adamw_8bit"}
-    if not on_cpu:
-        for cp in (2, 4, 8):
-            if cp > row.cp and ranks % cp == 0:
-                yield f"{model}cp = {cp}", {"cp": cp}
-        if not training.offload_activations:
-            yield f"{model}activation_offload = true", {"offload_activations": True}
-        for times in (2, 4, 8):
-            name = "trainer_gpus" if estimate.serving else "num_ranks"
-            yield f"{name} = {ranks * times} (has {ranks})", {"ranks": times}
-        if not training.offload_parameters:
-            yield f"{model}fsdp_cpu_offload = true", {"offload_parameters": True}
-    if training.has_reference:
-        yield f"{prefix}loss.beta = 0", {"has_reference": False}
-    if row.targets is None:
-        targets = tuple({matrix.name for layer in training.model.layers for matrix in layer.matrices} - {"router"})
-        yield f"{model}lora.rank = 16", {"targets": targets, "rank": 16}
-    cut = longest // 2
-    yield f"seq_len = {cut}, {prefix}micro_batch_tokens = {cut}", {"tokens": cut}
+    model, longest, cut = f"{prefix}model.", estimate.longest_sample, estimate.longest_sample // 2
+    on_gpu, is_eager = not on_cpu, row.attention == "eager"
+    keeps_scores, halved = on_gpu and row.attention in ("sdpa", "eager"), max(longest, row.tokens // 2)
+    has_sdpa = not (training.model.family.sinks or training.model.capped)
+    flash = f'{model}attn = "flash_attention_2"'
+    bfloat16 = f'{model}optimization_dtype = "bfloat16"'
+    linear = {matrix.name for layer in training.model.layers for matrix in layer.matrices} - {"router"}
+    gpus = "trainer_gpus" if estimate.serving else "num_ranks"
+    changes: list[tuple[bool, str, dict[str, Any]]] = [
+        (keeps_scores and row.value_bytes == 2, flash, {"attention": "flash_attention_2"}),
+        (on_cpu and is_eager and has_sdpa, f'{model}attn = "sdpa"', {"attention": "sdpa"}),
+        *((training.head_chunk > size, f"{model}head_chunk = {size}", {"head_chunk": size}) for size in (1024, 256)),
+        (not training.reshard, f"{model}reshard_after_forward = true", {"reshard": True}),
+        *((size < row.tokens, f"{prefix}micro_batch_tokens = {size}", {"tokens": size}) for size in (halved, longest)),
+        (on_gpu and training.shards < ranks, f"{model}dp_replicate = 1", {"shards": ranks}),
+        (on_gpu and row.value_bytes == 4, bfloat16, {"value_bytes": 2}),
+        # kernels of flash attention know bfloat16 only
+        (
+            keeps_scores and row.value_bytes == 4,
+            f"{flash}, {bfloat16}",
+            {"attention": "flash_attention_2", "value_bytes": 2},
+        ),
+        (training.ac_freq is None, f'{model}ac = {{ mode = "selective" }}', {"ac_freq": 1, "ac_mode": "selective"}),
+        (training.ac_freq is None, f"{model}ac.freq = 2", {"ac_freq": 2, "ac_mode": "full"}),
+        ((training.ac_freq, training.ac_mode) != (1, "full"), f"{model}ac.freq = 1", {"ac_freq": 1, "ac_mode": "full"}),
+        (on_gpu and training.reduce_bytes == 4, f'{model}reduce_dtype = "bfloat16"', {"reduce_bytes": 2}),
+        (training.optimizer == "adamw", f'{prefix}optim.type = "adamw_8bit"', {"optimizer": "adamw_8bit"}),
+        *((on_gpu and cp > row.cp and ranks % cp == 0, f"{model}cp = {cp}", {"cp": cp}) for cp in (2, 4, 8)),
+        (
+            on_gpu and not training.offload_activations,
+            f"{model}activation_offload = true",
+            {"offload_activations": True},
+        ),
+        *((on_gpu, f"{gpus} = {ranks * times} (has {ranks})", {"ranks": times}) for times in (2, 4, 8)),
+        (on_gpu and not training.offload_parameters, f"{model}fsdp_cpu_offload = true", {"offload_parameters": True}),
+        (training.has_reference, f"{prefix}loss.beta = 0", {"has_reference": False}),
+        (row.targets is None, f"{model}lora.rank = 16", {"targets": tuple(linear), "rank": 16}),
+        (True, f"seq_len = {cut}, {prefix}micro_batch_tokens = {cut}", {"tokens": cut}),
+    ]
+    return [(words, fields) for is_possible, words, fields in changes if is_possible]
 
 
 def engine_advice(estimate: Estimate) -> Iterator[str]:
@@ -134,7 +126,7 @@ def engine_advice(estimate: Estimate) -> Iterator[str]:
     serving = estimate.serving
     if serving is None or serving.fits:
         return
-    changes: list[tuple[str, dict[str, object]]] = []
+    changes: list[tuple[str, dict[str, Any]]] = []
     if serving.is_on_cpu:
         changes += [(f"inference.cpu.kv_cache_gib = {gib}", {"kv_cache_bytes": gib * GIB}) for gib in (2, 4, 8, 16, 32)]
     else:
@@ -145,7 +137,7 @@ def engine_advice(estimate: Estimate) -> Iterator[str]:
         shorter = [serving.max_model_len // part for part in (2, 4)]
         changes += [(f"inference.model.max_model_len = {length}", {"max_model_len": length}) for length in shorter]
     for words, fields in changes:
-        other = replace(serving, **fields)  # type: ignore[arg-type]
+        other = replace(serving, **fields)
         if other.fits:
             yield f"{words}: {other.num_requests:,.1f} requests of {other.max_model_len:,} tokens at once"
 
