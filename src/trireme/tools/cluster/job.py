@@ -181,14 +181,8 @@ def node_script(job: Job, *, to_terminal: bool = False, pause_s: int = 5, leave_
     )
 
 
-def call_scheduler(
-    command: list[str], stdin: str = "", *, missing: str, silent: str
-) -> subprocess.CompletedProcess[str]:
+def call_scheduler(*command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """Run one of a scheduler's own commands.
-
-    Args:
-        missing: advice for a machine that does not have it.
-        silent: advice for a cluster that does not answer.
 
     Raises:
         ConfigError: there is no such command.
@@ -200,12 +194,13 @@ def call_scheduler(
         )
     except FileNotFoundError:
         raise ConfigError(
-            f"there is no `{command[0]}` in PATH - expected the scheduler's commands. {missing}"
+            f"there is no `{command[0]}` in PATH - expected the scheduler's commands. Run this on a login node of the "
+            "cluster, or install `kubectl`; `--dry-run` shows what would be submitted."
         ) from None
     except subprocess.TimeoutExpired:
         raise TriremeError(
-            f"`{shlex.join(command[:3])}` did not answer within {COMMAND_TIMEOUT_S:.0f} s - expected the cluster to "
-            f"answer. {silent}"
+            f"`{shlex.join(command[:2])}` did not answer within {COMMAND_TIMEOUT_S:.0f} s - expected the cluster to "
+            "answer. `scontrol ping` and `kubectl cluster-info` say whether Slurm and Kubernetes can be reached."
         ) from None
 
 

@@ -91,7 +91,7 @@ def submit(job: Job, rendered: str, namespace: str | None) -> str:
 
     Raises: ConfigError with the cluster's answer.
     """
-    answer = _kubectl(["create", "--filename", "-"], namespace, rendered)
+    answer = _kubectl(namespace, "create", "--filename", "-", stdin=rendered)
     if answer.returncode:
         _delete(job.id, namespace, "persistentvolumeclaim")
         raise ConfigError(
@@ -103,7 +103,7 @@ def submit(job: Job, rendered: str, namespace: str | None) -> str:
 
 
 def state_of(submission: Submission) -> str:
-    answer = _kubectl(["get", "job", submission.job, "--output", "json"], submission.namespace)
+    answer = _kubectl(submission.namespace, "get", "job", submission.job, "--output", "json")
     if answer.returncode:
         return f"job {submission.job}: {answer.stderr.strip()}"
     return describe_status(json.loads(answer.stdout).get("status", {}))
@@ -128,10 +128,10 @@ def ask_inside(submission: Submission) -> str | None:
     """Run `trireme status` in the orchestrator's pod, which has the run's files; None where the pod does not answer."""
     selector = f"{LABEL}={submission.id},batch.kubernetes.io/job-completion-index={submission.leader}"
     names = ["get", "pods", "--selector", selector, "--field-selector", "status.phase=Running", "--output", "name"]
-    pods = _kubectl(names, submission.namespace).stdout.split()
+    pods = _kubectl(submission.namespace, *names).stdout.split()
     if not pods:
         return None
-    answer = _kubectl(["exec", pods[-1], "--", "trireme", "status", submission.run], submission.namespace)
+    answer = _kubectl(submission.namespace, "exec", pods[-1], "--", "trireme", "status", submission.run)
     return answer.stdout if answer.returncode == 0 else None
 
 
@@ -160,16 +160,11 @@ def cancel(submission: Submission) -> None:
 
 def _delete(identity: str, namespace: str | None, *more: str) -> subprocess.CompletedProcess[str]:
     kinds = ",".join(["job", "service", "secret", "configmap", *more])
-    return _kubectl(["delete", kinds, "--selector", f"{LABEL}={identity}", "--wait=false"], namespace)
+    return _kubectl(namespace, "delete", kinds, "--selector", f"{LABEL}={identity}", "--wait=false")
 
 
-def _kubectl(words: list[str], namespace: str | None, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return call_scheduler(
-        ["kubectl", *_namespace(namespace), *words],
-        stdin,
-        missing="Install it, or write the manifests with `--dry-run` and apply them on a machine that has it.",
-        silent="`kubectl cluster-info` says whether the cluster can be reached.",
-    )
+def _kubectl(namespace: str | None, *words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return call_scheduler("kubectl", *_namespace(namespace), *words, stdin=stdin)
 
 
 def _namespace(namespace: str | None) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 from trireme.base.errors import ConfigError, TriremeError
@@ -31,21 +30,12 @@ ENDED = "ended"  # holds the exit code
 
 def batch_script(job: Job, options: SubmitOptions, *, workdir: Path) -> str:
     """Render the batch script. Machines are taken whole, unless the user says how much of one is enough."""
-    given = {
-        "cpus-per-task": options.cpus_per_node,
-        "mem": options.memory_per_node,
-        "time": options.time,
-        "partition": options.partition,
-        "account": options.account,
-        "qos": options.qos,
-    }
     return render(
         TEMPLATES,
         SCRIPT,
         name=re.sub(r"[^A-Za-z0-9_.-]+", "-", job.name) or "trireme",
         plan=job.plan,
         options=options,
-        given=given,
         workdir=workdir,
         here=job.state,
         end_s=END_S,
@@ -72,7 +62,7 @@ def submit(script: Path) -> str:
 
 def _sbatch(options: list[str], script: str) -> str:
     """Pass the script through standard input, as a dry run writes no file."""
-    answer = _run(["sbatch", *options], script)
+    answer = call_scheduler("sbatch", *options, stdin=script)
     if not answer.returncode:
         return answer.stdout + answer.stderr
     lines = [line for line in answer.stderr.splitlines() if line]
@@ -81,10 +71,10 @@ def _sbatch(options: list[str], script: str) -> str:
     if "controller" in reason or "configuration source" in reason:
         advice = "`scontrol ping` says whether Slurm's controller can be reached from here."
     elif "partition" in reason.lower():
-        names = [name.rstrip("*") for name in _run(["sinfo", "--noheader", "--format=%P"]).stdout.split()]
+        names = [name.rstrip("*") for name in call_scheduler("sinfo", "--noheader", "--format=%P").stdout.split()]
         advice = f"Choose one with `--partition`: {', '.join(names) or 'none is known'}."
     elif "node configuration" in reason.lower():
-        machines = "; ".join(_run(["sinfo", "--noheader", "--format=%P %D x %G"]).stdout.splitlines())
+        machines = "; ".join(call_scheduler("sinfo", "--noheader", "--format=%P %D x %G").stdout.splitlines())
         advice = f"Change `--nodes`, `--gpus-per-node` or `--partition`. The cluster has (machines, GPUs): {machines}."
     raise ConfigError(f"Slurm rejects the job: {reason} - expected a job that the cluster can run. {advice}")
 
@@ -94,13 +84,13 @@ def state_of(submission: Submission) -> str:
     job = submission.job
     if not is_here():
         return f"job {job}; Slurm's commands are not in PATH here"
-    if row := _run(["squeue", "--noheader", "--jobs", job, "--format=%T|%R"]).stdout.strip():
+    if row := call_scheduler("squeue", "--noheader", "--jobs", job, "--format=%T|%R").stdout.strip():
         state, _, where = row.partition("|")
         return f"{state} {where}" if where.startswith("(") else f"{state} on {where}"
-    if found := re.search(r"JobState=(\w+)", _run(["scontrol", "show", "job", job]).stdout):
+    if found := re.search(r"JobState=(\w+)", call_scheduler("scontrol", "show", "job", job).stdout):
         return found[1]
     if shutil.which("sacct"):
-        lines = _run(["sacct", "--noheader", "-X", "--jobs", job, "--format=State%40"]).stdout.splitlines()
+        lines = call_scheduler("sacct", "--noheader", "-X", "--jobs", job, "--format=State%40").stdout.splitlines()
         if lines:
             return lines[-1].strip()
     try:
@@ -111,8 +101,12 @@ def state_of(submission: Submission) -> str:
 
 def machines_of(submission: Submission) -> list[str]:
     """Return the machines of a running job."""
-    listed = _run(["squeue", "--noheader", "--jobs", submission.job, "--format=%N"]).stdout.strip() if is_here() else ""
-    return _run(["scontrol", "show", "hostnames", listed]).stdout.split() if listed else []
+    listed = (
+        call_scheduler("squeue", "--noheader", "--jobs", submission.job, "--format=%N").stdout.strip()
+        if is_here()
+        else ""
+    )
+    return call_scheduler("scontrol", "show", "hostnames", listed).stdout.split() if listed else []
 
 
 def cancel(submission: Submission) -> None:
@@ -121,7 +115,7 @@ def cancel(submission: Submission) -> None:
     Raises: TriremeError with Slurm's answer.
     """
     (submission.folder / CANCELLED).touch()
-    answer = _run(["scancel", submission.job])
+    answer = call_scheduler("scancel", submission.job)
     if answer.returncode:
         raise TriremeError(
             f"`scancel {submission.job}` failed: {answer.stderr.strip()} - expected a job of yours. "
@@ -133,12 +127,3 @@ def cancel(submission: Submission) -> None:
 def logs_of(submission: Submission) -> list[Path]:
     """Return the job's own logs: steps, and what became of processes."""
     return sorted(submission.folder.glob("slurm-*.log"))
-
-
-def _run(command: list[str], stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return call_scheduler(
-        command,
-        stdin,
-        missing="Run this on a login node of the cluster, or see with `--dry-run` what would be submitted.",
-        silent="`scontrol ping` says whether Slurm's controller is up.",
-    )

@@ -107,6 +107,9 @@ def _job(config: RunConfig, plan: ClusterPlan, file: str, options: SubmitOptions
     output_dir = kubernetes.on_volume(config.output_dir) if on == "kubernetes" else config.output_dir.absolute()
     run = RunPaths(output_dir / config.name if config.name else output_dir).root
     identity = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    table = _given(config) | {"output_dir": str(output_dir), "device": "cuda" if plan.gpus_per_node else "cpu"}
+    if not plan.is_single:
+        table = {key: value for key, value in table.items() if key not in (*_SPLIT, "hosts")}
     return Job(
         id=identity,
         name=config.name or config.paths.root.name or Path(file).stem,
@@ -114,7 +117,7 @@ def _job(config: RunConfig, plan: ClusterPlan, file: str, options: SubmitOptions
         run=run,
         state=submissions_of(run) / identity,
         folder=submissions_of(config.paths.root.absolute()) / identity,
-        run_toml=run_toml(config, plan, output_dir=output_dir, origin=file),
+        run_toml=f"# {file}, as it was submitted\n\n{to_toml(table)}",
         python=options.python or (sys.executable if on == "slurm" else None),
         goes_back=config.trainer.ckpt.resume_step is not None,
         restarts=config.supervisor.max_restarts if config.supervisor.restart else 0,
@@ -175,19 +178,6 @@ def _write(job: Job, files: dict[str, str]) -> None:
     job.folder.mkdir(mode=0o700, parents=True)
     for name, text in files.items():
         (job.folder / name).write_text(text)
-
-
-def run_toml(config: RunConfig, plan: ClusterPlan, *, output_dir: Path, origin: str) -> str:
-    """Return the run as TOML.
-
-    Args:
-        output_dir: as the machines see it.
-        origin: the file that the user typed.
-    """
-    table = _given(config) | {"output_dir": str(output_dir), "device": "cuda" if plan.gpus_per_node else "cpu"}
-    if not plan.is_single:
-        table = {key: value for key, value in table.items() if key not in (*_SPLIT, "hosts")}
-    return f"# {origin}, as it was submitted\n\n{to_toml(table)}"
 
 
 def _given(value: Any) -> Any:

@@ -204,8 +204,12 @@ def to_json(estimate: Estimate, advice: Advice) -> dict[str, Any]:
 
 
 def _need_json(need: Need) -> dict[str, Any]:
-    parts = {name: number / GIB for name, number in need.parts.items()}
-    return {"parts_gib": parts, "needs_gib": need.total / GIB, "room_gib": need.room / GIB, "fits": need.fits}
+    return {
+        "parts_gib": _in_gib(need.parts),
+        "needs_gib": need.total / GIB,
+        "room_gib": need.room / GIB,
+        "fits": need.fits,
+    }
 
 
 def _batch_json(batch: Batch) -> dict[str, Any]:
