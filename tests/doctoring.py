@@ -2,7 +2,7 @@
 
 import json
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,6 @@ def build_case(folder: Path, *words: str, devices: Devices | None = None) -> Cas
     devices = devices or Devices(cores=2)
     typed, _ = load_run_config([*ENVIRONMENT, "--output-dir", str(folder), *words], program="rl")
     return Case(typed, resolve(typed, devices), devices, is_given=True, folder=folder / "doctor")
-
-
-def findings(ask: Callable[[Case], Iterable[Finding]], case: Case) -> list[Finding]:
-    return list(ask(case))
 
 
 def the_one(found: Iterable[Finding]) -> Finding:

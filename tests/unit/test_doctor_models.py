@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from doctoring import build_case, findings, the_one
+from doctoring import build_case, the_one
 from tiny_tokenizer import CHATML, write_tokenizer
 from trireme.tools.doctor.configuration import check_configuration
 from trireme.tools.doctor.models import check_folder, model, tokenizer
@@ -79,7 +79,7 @@ def test_a_model_that_is_not_there_and_may_not_be_fetched_is_said_once(tmp_path,
     case = build_case(tmp_path, "--model.name", str(tmp_path / "no-such-model"))
     finding = the_one(model(case))
     assert (finding.verdict, "does not exist" in finding.found) == ("problem", True)
-    assert [finding.verdict for finding in findings(check_configuration, case)] == ["ok"]
+    assert [finding.verdict for finding in check_configuration(case)] == ["ok"]
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     finding = the_one(model(build_case(tmp_path, "--model.name", "nobody/no-such-model")))

@@ -38,7 +38,7 @@ class Fates:
         self._findings = findings
         self._batch_of = array("q")  # by group: which batch decided it
         self._open: dict[int, OpenGroup | None] = {}  # what the data order says that they are
-        self._counters = {"trained": 0, "dropped": 0}  # by the journal
+        self._counters: Counter[str] = Counter()  # by the journal
 
     @property
     def num_begun(self) -> int:
@@ -71,29 +71,23 @@ class Fates:
         for group, fates in sorted(groups.items()):
             self._decide(step, group, fates, rules)
         self._compare_open(record, after_gap=after_gap)
-        num_trained = len({rollout.group for rollout in record.rollouts})
-        self._findings.compare(
-            "fates",
-            step,
-            {"number of rollouts": len(record.rollouts), "number of groups": num_trained},
-            {"number of rollouts": rules.batch_size, "number of groups": rules.batch_size // rules.group_size},
-            by=f"{rules.group_size} rollouts of each group",
-        )
         for dropped in record.dropped:
             kind = kind_of(dropped.reason)
             self.reasons[kind if kind in self.reasons or len(self.reasons) < MOST_REASONS else "others"] += 1
         numbers = {"trained": len(record.rollouts), "dropped": len(record.dropped)}
         self.counts.update(numbers)
-        counters = {name: record.state.counters.get(name, 0) for name in numbers}
-        if not after_gap:
-            self._findings.compare(
-                "fates",
-                step,
-                {f"state.counters.{name}": number for name, number in counters.items()},
-                {f"state.counters.{name}": self._counters[name] + number for name, number in numbers.items()},
-                by="as of the batch before, and the rollouts of this one",
-            )
-        self._counters = counters
+        counters = {f"state.counters.{name}": record.state.counters.get(name, 0) for name in numbers}
+        due = {name: self._counters[name] + number for name, number in zip(counters, numbers.values(), strict=True)}
+        num_groups = len({rollout.group for rollout in record.rollouts})
+        self._findings.compare(
+            "fates",
+            step,
+            {"number of rollouts": len(record.rollouts), "number of groups": num_groups} | counters,
+            {"number of rollouts": rules.batch_size, "number of groups": rules.batch_size // rules.group_size}
+            | (counters if after_gap else due),
+            by=f"by {rules.group_size} rollouts of each group, and what the batch before had counted",
+        )
+        self._counters = Counter(counters)
 
     def _decide(self, step: int, group: int, fates: list[Fate], rules: Rules) -> None:
         """Check a group that was trained or dropped in this batch."""
