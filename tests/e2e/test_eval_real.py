@@ -75,16 +75,3 @@ def test_a_server_is_asked_on_its_chat_route_like_any_other(engine, tmp_path):
     rollouts = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(line["example"], line["rollout"]) for line in rollouts] == [(e, r) for e in range(4) for r in range(2)]
     assert "difficulty" in told or "success" in told
-
-
-@pytest.mark.slow
-def test_the_baseline_of_the_quickstart_is_measured_on_the_way_that_training_takes(engine, tmp_path):
-    words = ["reverse-text", "-a", '{"max_length": 8}', "-n", "10", "-r", "4", "--max-tokens", "16", "--json"]
-    where = ["--base-url", f"http://127.0.0.1:{engine.port}", "--output", str(tmp_path / "check")]
-    report = json.loads(run_command("trireme", "env", "check", *words, *where))
-    assert report["holds"]
-    assert report["num_done"] == 40
-    assert "by the engine at" in report["policy"]
-    assert 0.1 < report["rewards"]["success"] < 0.9
-    assert 1 <= report["sampled"]["least"] <= report["sampled"]["most"] <= 16
-    assert report["loaded"]["versions"]["verifiers"] == "0.2.0"

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-import textwrap
 import tomllib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from fake_chat import FakeChat, completion, served
 from fake_engine import Asked, open_fake_engine
 from local_packages import write_package
 from tiny_tokenizer import END, write_tokenizer
+from toy_environments import write
 from trireme.base.errors import ConfigError, DeadlineExceeded
 from trireme.base.waiting import Waits
 from trireme.cli.workspace.env import env
@@ -48,11 +48,6 @@ def here(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("UV_OFFLINE", "1")
     return tmp_path
-
-
-def write(folder: Path, code: str, name: str = "toy.py") -> str:
-    (folder / name).write_text(textwrap.dedent(code))
-    return name
 
 
 def checked(capsys, *words: str | int | Path) -> tuple[int, dict[str, Any]]:

@@ -265,45 +265,31 @@ def test_what_is_not_said_is_as_the_run_of_the_checkpoints_has_it_and_so_must_it
     assert len(lines(10, "of-the-run")) == 3
 
 
-def results(folder: str = "say--grand-model") -> list[list[dict[str, Any]]]:
-    files = sorted(Path("outputs/evals", folder).glob("*/results.jsonl"))
-    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
-
-
-def test_the_analysis_of_the_guide_runs_on_what_is_saved(here, capsys):
+def test_the_analysis_of_the_guide_runs_on_what_is_saved(here, capsys, monkeypatch):
     """Every second answer of `yes` is right: of six examples three always, three never."""
-    with FakeChat().running() as chat:
-        words = ["say.py", "-m", "grand-model", "-b", chat.url, "-n", "6", "-r", "5", "-s"]
-        assert trireme(["eval", "run", *words]) == 0
-        assert {(body["model"], body["temperature"]) for body in chat.requests} == {("grand-model", 1.0)}
-    [rollouts] = results()
-    examples: dict[Any, list[float]] = {}
-    for r in rollouts:
-        examples.setdefault(r["example_id"], []).append(r["reward"])
-    assert examples == {example: [float(example % 2)] * 5 for example in range(6)}
-    assert "good: 50.0% success" in capsys.readouterr().out
-    [file] = Path("outputs/evals/say--grand-model").glob("*/metadata.json")
-    described = json.loads(file.read_text())
-    expected = {"env_id": "say.py", "model": "grand-model", "num_examples": 6, "rollouts_per_example": 5}
-    assert expected.items() <= described.items()
-    assert (described["avg_reward"], described["metrics"]["pass@4"]) == (0.5, 0.5)
-
-
-def test_a_model_is_asked_as_the_endpoints_file_and_the_flags_say_and_without_s_nothing_is_saved(here, monkeypatch):
     monkeypatch.setenv("MY_KEY", "secret-words")
-    sampling = ["-S", '{"top_p": 0.5, "logit_bias": {"7": -1}}', "-t", "9", "-T", "0.25"]
-    expected = {"model": "grand", "top_p": 0.5, "logit_bias": {"7": -1}, "max_tokens": 9, "temperature": 0.25}
+    words = ["say.py", "-m", "big", "-n", "-1", "-r", "5", "-a", '{"size": 6}']
+    words += ["-S", '{"top_p": 0.5, "logit_bias": {"7": -1}}', "-t", "9", "-T", "0.25"]
     with FakeChat().running() as chat:
         endpoint = {"model": "grand", "url": chat.url, "key": "MY_KEY"}
         Path("configs/endpoints.py").write_text(f'ENDPOINTS = {{"big": {endpoint}}}')
-        words = ["-m", "big", "-n", "-1", "-r", "1", "-a", '{"size": 3}']
-        assert eval_command(["run", "say.py", *words, *sampling]) == 0
+        assert eval_command(["run", *words]) == 0
         assert not list(here.glob("outputs/**/*.json*"))
-        assert eval_command(["run", "say.py", *words, *sampling, "-s"]) == 0
-    assert len(chat.requests) == 6
-    assert all(expected.items() <= asked.items() for asked in chat.requests)
+        assert trireme(["eval", "run", *words, "-s"]) == 0
+    asked = {"model": "grand", "top_p": 0.5, "logit_bias": {"7": -1}, "max_tokens": 9, "temperature": 0.25}
+    assert [asked.items() <= body.items() for body in chat.requests] == [True] * 60
     assert chat.keys == {"Bearer secret-words"}
     assert "secret-words" not in "".join(file.read_text() for file in here.glob("outputs/**/*.json*"))
+    [file] = Path("outputs/evals/say--big").glob("*/results.jsonl")
+    examples: dict[Any, list[float]] = {}
+    for r in map(json.loads, file.read_text().splitlines()):
+        examples.setdefault(r["example_id"], []).append(r["reward"])
+    assert examples == {example: [float(example % 2)] * 5 for example in range(6)}
+    assert "good: 50.0% success" in capsys.readouterr().out
+    described = json.loads(file.with_name("metadata.json").read_text())
+    expected = {"env_id": "say.py", "model": "big", "num_examples": 6, "rollouts_per_example": 5}
+    assert expected.items() <= described.items()
+    assert (described["avg_reward"], described["metrics"]["pass@4"]) == (0.5, 0.5)
 
 
 ONE_BY_ONE = ["say.py", "-m", "grand-model", "-n", "8", "-r", "1", "-s", "-c", "1", "-b"]

@@ -184,7 +184,6 @@ FOLLOWER = ["harbour.py", "-m", "follower", "-b", "URL"]
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["harbour.py", "-m", "follower"], "no server is named for 'follower'"),
         ([*FOLLOWER, "-k", "NO_SUCH_KEY"], "NO_SUCH_KEY: this variable is not set"),
         ([*FOLLOWER, "-n", "40", "-N", "9"], "48 to train on and 0 held out"),
         ([*FOLLOWER, "-B", "30"], "too few for a single new prompt.*expected 38"),

@@ -67,44 +67,28 @@ def test_defaults_shrink_to_what_there_is_and_no_example_is_drawn_twice(given, n
 def test_flags_mean_what_keys_of_a_file_mean(tmp_path):
     (tmp_path / "my.toml").write_text(
         'env_id = "my-env"\nmodel = "a/small"\nreflection_model = "a/large"\nmax_calls = 1000\nnum_train = 200\n'
-        'num_val = 90\nminibatch_size = 5\nperfect_score = 1.0\nstate_columns = ["parsed_answer", "tool_calls"]\n'
+        'num_val = 90\nstate_columns = ["parsed_answer", "tool_calls"]\nfresh = true\n'
     )
-    flags = "run my-env -m a/small -M a/large -B 1000 -n 200 -N 90 --minibatch-size 5 --perfect-score 1.0"
-    flags += " --state-columns parsed_answer tool_calls"
-    typed = (f"run {tmp_path / 'my.toml'}", flags)
-    file, same = (load_config(to_flags(words.split()), GepaConfig, program="trireme gepa")[0] for words in typed)
-    assert file == same
+    typed = [f"run {tmp_path / 'my.toml'}"]
+    flags = "-m a/small -M a/large -B 1000 -n 200 -N 90 --state-columns parsed_answer tool_calls"
+    typed += [f"run my-env {flags} --fresh", f"{flags} --fresh my-env", f"--fresh my-env {flags.replace('-m ', '-m=')}"]
+    file, *same = (load_config(to_flags(words.split()), GepaConfig, program="trireme gepa")[0] for words in typed)
+    assert same == [file] * 3
 
 
-@pytest.mark.parametrize(
-    "typed", ["run wordle -m x --fresh", "-m x --fresh wordle", "--fresh wordle -m=x", "run -m x wordle --fresh true"]
-)
-def test_the_environment_may_stand_anywhere_among_the_flags(typed):
-    config, _ = load_config(to_flags(typed.split()), GepaConfig, program="trireme gepa")
-    assert (config.env_id, config.model, config.fresh) == ("wordle", "x", True)
-
-
-def test_models_are_found_in_the_file_of_endpoints_and_their_keys_stay_there(tmp_path, monkeypatch):
+def test_the_reflection_model_is_looked_for_where_the_model_is_unless_it_is_named_elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("endpoints.toml").write_text(
-        '[small]\nmodel = "org/small"\nurl = "http://127.0.0.1:1/v1"\nkey = "one"\n'
-        '[large]\nmodel = "org/large"\nurl = "http://127.0.0.1:2/v1"\nkey = "two"\n'
-    )
-    Path("folder").mkdir()
     monkeypatch.setenv("OPENAI_API_KEY", "mine")
-
-    def places(**values: Any) -> tuple[PolicyWanted, PolicyWanted]:
-        return places_of(GepaConfig(env_id="e", **values))
-
-    small = PolicyWanted("org/small", "http://127.0.0.1:1/v1", "one")
+    Path("endpoints.toml").write_text('[large]\nmodel = "org/large"\nurl = "http://127.0.0.1:2/v1"\nkey = "two"\n')
+    Path("folder").mkdir()
     large = PolicyWanted("org/large", "http://127.0.0.1:2/v1", "two")
-    assert places(model="small") == (small, small)
-    assert places(model="small", reflection_model="org/large") == (small, large)
-    assert places(model="folder", reflection_model="large") == (PolicyWanted("folder"), large)
-    assert places(model="m", base_url="http://127.0.0.1:3/v1")[1].key is None  # in clear, a key is sent only if asked
-    elsewhere = places(model="m", base_url="https://127.0.0.1:3/v1")
-    assert elsewhere[1] == PolicyWanted("m", "https://127.0.0.1:3/v1", "mine")
-    assert "mine" not in repr(elsewhere)
+    assert places_of(GepaConfig(env_id="e", model="large")) == (large, large)
+    found = places_of(GepaConfig(env_id="e", model="folder", reflection_model="large"))
+    assert found == (PolicyWanted("folder"), large)
+    for url, key in (("http://127.0.0.1:3/v1", None), ("https://127.0.0.1:3/v1", "mine")):  # in clear only if asked
+        _, elsewhere = places_of(GepaConfig(env_id="e", model="m", base_url=url))
+        assert elsewhere == PolicyWanted("m", url, key)
+        assert "mine" not in repr(elsewhere)
 
 
 @pytest.mark.parametrize("file", sorted((REPOSITORY / "configs" / "gepa").glob("*.toml")), ids=lambda file: file.name)
