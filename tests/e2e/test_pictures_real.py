@@ -29,7 +29,7 @@ from trireme.orchestrator.engines.pool import Generation, with_placeholders
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.pictures import ConversationPictures
 from trireme.orchestrator.rollout.trajectory import Trajectory
-from trireme.tools.environments.policy import open_standing_pool
+from trireme.tools.environments.policy import PolicyWanted, open_engine_policy
 
 SIZES = {
     "qwen2_5_vl": {
@@ -73,10 +73,11 @@ class Sight:
         async def go() -> Generation:
             config, waits = RunConfig.model_validate({"seq_len": 512}), Waits("test")
             url = f"http://127.0.0.1:{self.port}"
-            async with open_standing_pool(config, self.tokenizer, url, waits=waits) as pool:
+            wanted = PolicyWanted(pictures=self.folder / "pictures")
+            async with open_engine_policy(config, self.tokenizer, url, name="", waits=waits, wanted=wanted) as policy:
                 parts = await self.pictures.content_parts(pictures)
                 sampling = self.sampling | {"max_tokens": 40}
-                return await pool.generate(ids, sampling, pictures=pictures, content_parts=parts)
+                return await policy.runner.pool.generate(ids, sampling, pictures=pictures, content_parts=parts)
 
         return asyncio.run(go())
 

@@ -1,7 +1,6 @@
 """`trireme env check`: load one environment in real workers, roll it out, and report what happened.
 
-A script (`policy_script`), an engine of ours (`policy_engine`) or a chat endpoint (`policy_endpoint`) answers the
-environment's questions.
+A script, an engine of ours or a chat endpoint answers the environment's questions (`policy`).
 """
 
 from __future__ import annotations
