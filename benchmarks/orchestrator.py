@@ -181,7 +181,7 @@ def row_of(orchestrator: Any, config: Any, company: psutil.Process) -> dict[str,
 
 
 def workers_of(orchestrator: Any) -> list[Any]:
-    return [worker for each in orchestrator.scheduler._environments.values() for worker in each._workers]
+    return [worker for each in orchestrator.scheduler.environments.values() for worker in each._workers]
 
 
 async def note_lags(lags: list[tuple[float, float]]) -> None:

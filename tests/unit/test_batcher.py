@@ -79,7 +79,7 @@ class Queue:
 
 def fill(config: RunConfig, groups: list[Group], state: State | None = None) -> tuple[Filled, Queue]:
     queue = Queue(list(groups))
-    return asyncio.run(Batcher(config, queue, state).fill(STEP)), queue  # type: ignore[arg-type]
+    return asyncio.run(Batcher(config, queue, state or State()).fill(STEP)), queue  # type: ignore[arg-type]
 
 
 @given(fates=st.lists(st.sampled_from(["good", *REASONS]), max_size=12), seed=st.integers(0, 99))

@@ -42,11 +42,11 @@ class Batcher:
     """Fills one batch at a time from the scheduler's groups."""
 
     def __init__(
-        self, config: RunConfig, scheduler: Scheduler, state: State | None = None, *, teacher: Teacher | None = None
+        self, config: RunConfig, scheduler: Scheduler, state: State, *, teacher: Teacher | None = None
     ) -> None:
         """
         Args:
-            state: to resume from; None at the beginning of a run.
+            state: to resume from.
 
         Raises:
             ConfigError: there is no such function as `orchestrator.advantage.path`.
@@ -57,7 +57,7 @@ class Batcher:
         self._custom = estimator_of(self._rules)
         self._scheduler = scheduler
         self._teacher = teacher
-        self._baselines = dict(state.baselines) if state else {}
+        self._baselines = dict(state.baselines)
 
     async def fill(self, step: int) -> Filled:
         """Return exactly `batch_size` rollouts with their advantages, and all that were dropped on the way.

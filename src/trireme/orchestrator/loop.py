@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from trireme.algo.data.order import ENDLESS
 from trireme.algo.rules import rules_of
@@ -232,20 +232,15 @@ class Orchestrator:
         with self.waits.waiting(what, peer="trainer", deadline_s=deadline_s, patient=True) as wait:
             while not (evaluation.done() and self.policy.version >= self.config.max_steps):
                 wait.note = "to evaluate it" if self.policy.version < self.config.max_steps else "it is being evaluated"
-                await asyncio.wait([evaluation], timeout=0.2)
-                await asyncio.sleep(0.05)
                 wait.check()
+                await asyncio.sleep(0.05)
         reach("orchestrator.finishing")
         self.peers.trainer_may_leave.set()
         # the trainer may exit without sending `Done`, after it saved everything
         with self.waits.waiting("its `Done`", peer="trainer", deadline_s=deadline_s, patient=True) as wait:
-            while not self.peers.trainer_left.is_set() and not (
-                wait.waited_s > TRAINER_EXIT_S and is_over(self.config)
-            ):
+            while not (self.peers.has_trainer_left or (wait.waited_s > TRAINER_EXIT_S and is_over(self.config))):
                 wait.check()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(0.2):
-                        await self.peers.trainer_left.wait()
+                await asyncio.sleep(0.05)
         await asyncio.sleep(0.2)  # the answer to `Done` is on its way
         self.status.state = "done"
 

@@ -66,41 +66,33 @@ class Group:
         self.rollouts = []
 
 
+@dataclass(eq=False)
 class Scheduler:
     """Produces finished groups. Waits for: the policy and rollouts.
 
     Woken by: a new version, a closed batch, a finished group.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        environments: dict[str, Environment],
-        buffer: Buffer,
-        policy: Policy,
-        runner: RolloutRunner,
-        waits: Waits,
-        *,
-        next_batch: int,
-    ) -> None:
-        self.next_batch = next_batch
-        self.num_accepted = 0  # groups in the batch that is being filled
-        self.num_failures = 0
-        self._config = config
-        self._group_size = config.orchestrator.rollouts_per_example
-        self._environments = environments
-        self._buffer = buffer
-        self._policy = policy
-        self._runner = runner
-        self._waits = waits
-        self._under_way: dict[int, Group] = {}
-        self._finished: dict[int, Group] = {}
-        self._issued: list[int] = []  # in order, not yet handed out
-        self._changed = asyncio.Event()
-        self._arrived = asyncio.Event()
-        self._dropped: Counter[str] = Counter()  # groups, while this batch is filled, by reason
-        self._any_success = False
-        self._hopeless: TriremeError | None = None
+    config: RunConfig
+    environments: dict[str, Environment]
+    buffer: Buffer
+    policy: Policy
+    runner: RolloutRunner
+    waits: Waits
+    next_batch: int
+    num_accepted: int = 0  # groups in the batch that is being filled
+    num_failures: int = 0
+    _under_way: dict[int, Group] = field(default_factory=dict)
+    _finished: dict[int, Group] = field(default_factory=dict)
+    _issued: list[int] = field(default_factory=list)  # in order, not yet handed out
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    _dropped: Counter[str] = field(default_factory=Counter)  # groups, while this batch is filled, by reason
+    _any_success: bool = False
+    _hopeless: TriremeError | None = None
+
+    def __post_init__(self) -> None:
+        self._group_size = self.config.orchestrator.rollouts_per_example
 
     async def run(self) -> None:
         """Issue groups until cancelled."""
@@ -110,7 +102,7 @@ class Scheduler:
                 self._changed.clear()
                 while self._may_issue():
                     reach("rollout.begun")
-                    group = Group(task=self._buffer.take(), issued_at=self._policy.offered)
+                    group = Group(task=self.buffer.take(), issued_at=self.policy.offered)
                     self._under_way[group.task.id] = group
                     self._issued.append(group.task.id)
                     group.runner = asyncio.create_task(self._run_group(group))
@@ -122,22 +114,22 @@ class Scheduler:
 
     async def _follow_policy(self) -> None:
         while True:
-            await self._policy.offered_after(self._policy.offered)
+            await self.policy.offered_after(self.policy.offered)
             self._cancel_stale()
             self._changed.set()
 
     def _may_issue(self) -> bool:
-        version = self._policy.offered
-        if version < 0 or self.next_batch >= self._config.max_steps:
+        version = self.policy.offered
+        if version < 0 or self.next_batch >= self.config.max_steps:
             return False
         allowed = groups_allowed(
             version=version,
             next_batch=self.next_batch,
-            max_async_level=min(self._config.max_async_level, self._config.max_steps - 1 - version),
-            groups_per_batch=self._config.num_groups,
+            max_async_level=min(self.config.max_async_level, self.config.max_steps - 1 - version),
+            groups_per_batch=self.config.num_groups,
         )
-        if not self._config.synchronous:
-            allowed = int(allowed * self._config.orchestrator.oversampling_factor)
+        if not self.config.synchronous:
+            allowed = int(allowed * self.config.orchestrator.oversampling_factor)
         return len(self._issued) + self.num_accepted < allowed
 
     async def _run_group(self, group: Group) -> None:
@@ -162,13 +154,13 @@ class Scheduler:
 
     async def _run_rollout(self, group: Group, place: int) -> Rollout:
         """Return one rollout of the group, after as many attempts as it takes and may take."""
-        task, attempts = group.task, self._config.orchestrator.max_rollout_attempts
-        environment, sampling = self._environments[task.env], self._config.orchestrator.sampling
+        task, attempts = group.task, self.config.orchestrator.max_rollout_attempts
+        environment, sampling = self.environments[task.env], self.config.orchestrator.sampling
         name, last = f"{task.id}-{place}", ""
         for attempt in range(attempts):
             spec = RolloutSpec("train", task.example, place, name, str(task.id), self._group_size, attempt)
             try:
-                rollout = await self._runner.run(environment, spec, sampling=sampling)
+                rollout = await self.runner.run(environment, spec, sampling=sampling)
             except RolloutFailed as failure:
                 self._count_failure(task, failure)
                 group.note_failure(place, attempt, last := str(failure))
@@ -197,17 +189,17 @@ class Scheduler:
         Raises:
             AllRolloutsFail: says how.
         """
-        with self._waits.waiting(
+        with self.waits.waiting(
             f"rollouts of batch {self.next_batch}",
             peer="inference",
-            deadline_s=self._config.orchestrator.trainer_timeout_s,
+            deadline_s=self.config.orchestrator.trainer_timeout_s,
             patient=True,
         ) as wait:
             await asyncio.sleep(0)  # let other tasks run, even if all groups have finished already
             while True:
                 if self._hopeless:
                     raise self._hopeless
-                candidates = self._issued[:1] if self._config.synchronous else list(self._finished)
+                candidates = self._issued[:1] if self.config.synchronous else list(self._finished)
                 if candidates and candidates[0] in self._finished:
                     self._issued.remove(candidates[0])
                     group = self._finished.pop(candidates[0])
@@ -232,7 +224,7 @@ class Scheduler:
         """Issue another group in place of the one that was handed out last."""
         self._dropped[reason.partition(":")[0]] += 1
         total = self._dropped.total()
-        if total % (REFILLS_TO_WARN * self._config.num_groups) == 0:
+        if total % (REFILLS_TO_WARN * self.config.num_groups) == 0:
             log.warning(
                 "batch %d: %d groups were dropped before it is full (%s) - a few were expected. See whether examples "
                 "are too easy or too hard for this model (pools thin those out: `[orchestrator.buffer.pools]`), or "
@@ -255,7 +247,7 @@ class Scheduler:
         self._changed.set()
 
     def _cancel_stale(self) -> None:
-        limit = self._config.orchestrator.max_off_policy_steps
+        limit = self.config.orchestrator.max_off_policy_steps
         for group in list(self._under_way.values()):
             if is_too_old(self.next_batch, group.issued_at, limit) and group.runner is not None:
                 group.runner.cancel()
@@ -267,15 +259,15 @@ class Scheduler:
     def open_groups(self) -> list[OpenGroup]:
         """Return groups that were issued and are in no batch yet, in order."""
         groups = self._under_way | self._finished
-        return [groups[number].task for number in self._issued] + self._buffer.reopened
+        return [groups[number].task for number in self._issued] + self.buffer.reopened
 
     def describe(self) -> str:
-        missing = self._config.num_groups - self.num_accepted
-        version = max(0, self.next_batch - self._config.max_async_level)
-        idle = f"none may start before version {version} is live" if self._policy.offered < version else "none started"
+        missing = self.config.num_groups - self.num_accepted
+        version = max(0, self.next_batch - self.config.max_async_level)
+        idle = f"none may start before version {version} is live" if self.policy.offered < version else "none started"
         under_way = f"{len(self._under_way)} under way" if self._under_way else idle
         dropped = f", dropped meanwhile: {self._drop_reasons()}" if self._dropped else ""
-        return f"{missing} of {self._config.num_groups} groups missing, {under_way}{dropped}"
+        return f"{missing} of {self.config.num_groups} groups missing, {under_way}{dropped}"
 
     @property
     def num_under_way(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -20,7 +21,7 @@ from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Teacher as TeacherConfig
 from trireme.journal.records import Rollout
 from trireme.messages import Tokens
-from trireme.orchestrator.engines.responses import BadAnswer, Prompted, prompt_logprobs_of, read_prompted
+from trireme.orchestrator.engines.responses import BadAnswer, prompt_logprobs_of, read_prompted
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 
 log = get_logger("teacher")
@@ -31,38 +32,17 @@ PROBE = "Trireme: 3 banks of oars, 170 rowers.\n\tnaïve café"
 """Text that two different tokenizers are likely to split differently."""
 
 
+@dataclass(eq=False)
 class Teacher:
     """A client of the teacher's server."""
 
-    def __init__(self, config: TeacherConfig, session: aiohttp.ClientSession, waits: Waits) -> None:
-        self._config = config
-        self._session = session
-        self._waits = waits
-        self._places = asyncio.Semaphore(config.max_concurrent)
-        self._base = config.base_url.rstrip("/")
-        self._model = config.model
+    config: TeacherConfig
+    session: aiohttp.ClientSession
+    waits: Waits
+    model: str
 
-    async def begin(self, tokenizer: ChatTokenizer) -> None:
-        """Raises: ConfigError where it does not answer, or has another tokenizer than the policy."""
-        try:
-            self._model = self._model or (await self._json("GET", f"{self._base}/models"))["data"][0]["id"]
-            body = {"model": self._model, "prompt": PROBE, "add_special_tokens": False}
-            theirs = (await self._json("POST", f"{self._base.removesuffix('/v1')}/tokenize", json=body))["tokens"]
-        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
-            raise ConfigError(
-                f"The teacher at {self._config.base_url} does not answer as vLLM does: {type(error).__name__}: {error} "
-                "- a running vLLM server was expected, its address with /v1 at the end. Start it, or correct "
-                "`orchestrator.teacher.base_url`."
-            ) from error
-        ours = tokenizer.encode(PROBE)
-        if theirs != ours:
-            raise ConfigError(
-                f"The teacher at {self._config.base_url} ({self._model}) reads {PROBE!r} as the tokens "
-                f"{str(theirs)[:80]}, the policy as {str(ours)[:80]} - the same tokenizer was expected, because it is "
-                "asked about the policy's own tokens. Serve a teacher of the same family, or leave out "
-                "`[orchestrator.teacher]`."
-            )
-        log.info("teacher %s at %s", self._model, self._config.base_url)
+    def __post_init__(self) -> None:
+        self._places = asyncio.Semaphore(self.config.max_concurrent)
 
     async def score(self, rollouts: list[Rollout]) -> None:
         """Fill `teacher` of each rollout: per sample [T] float32, NaN where the policy sampled nothing.
@@ -70,8 +50,8 @@ class Teacher:
         Raises:
             PeerDied: it does not answer, after several attempts.
         """
-        deadline_s = ATTEMPTS * (self._config.timeout_s + PAUSE_S) * max(1, len(rollouts))
-        with self._waits.waiting(f"logprobs of {len(rollouts)} rollouts", peer="teacher", deadline_s=deadline_s):
+        deadline_s = ATTEMPTS * (self.config.timeout_s + PAUSE_S) * max(1, len(rollouts))
+        with self.waits.waiting(f"logprobs of {len(rollouts)} rollouts", peer="teacher", deadline_s=deadline_s):
 
             async def score(rollout: Rollout) -> None:
                 rollout.teacher = [await self._logprobs(sample) for sample in rollout.samples]
@@ -80,45 +60,65 @@ class Teacher:
 
     async def _logprobs(self, sample: Tokens) -> np.ndarray:
         ids = sample.ids.tolist()
+        body = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         last = ""
         for attempt in range(ATTEMPTS):
             try:
-                async with self._places:
-                    found = prompt_logprobs_of(await self._ask(ids), ids)
+                async with self._places, self.session.post(f"{_base(self.config)}/completions", json=body) as response:
+                    data = await response.read()
+                    if response.status >= 400:
+                        raise BadAnswer(f"status {response.status}: {data[:300].decode(errors='replace')}")
+                    found = prompt_logprobs_of(read_prompted(data), ids)
                 return np.where(sample.loss_mask > 0, np.array([np.nan, *found]), np.nan).astype(np.float32)
             except (aiohttp.ClientError, TimeoutError, BadAnswer) as error:
                 last = f"{type(error).__name__}: {error}"
-                log.warning("teacher at %s, attempt %d: %s", self._config.base_url, attempt + 1, last)
+                log.warning("teacher at %s, attempt %d: %s", self.config.base_url, attempt + 1, last)
                 await asyncio.sleep(PAUSE_S)
         raise PeerDied(
-            f"The teacher at {self._config.base_url} gave no logprobs for a sample of {len(ids)} tokens in {ATTEMPTS} "
-            f"attempts ({last}) - an answer within {self._config.timeout_s:.0f} s was expected. See its log; the "
+            f"The teacher at {self.config.base_url} gave no logprobs for a sample of {len(ids)} tokens in {ATTEMPTS} "
+            f"attempts ({last}) - an answer within {self.config.timeout_s:.0f} s was expected. See its log; the "
             "run continues where it was with --resume."
         )
-
-    async def _ask(self, ids: list[int]) -> Prompted:
-        body = {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        async with self._session.post(f"{self._base}/completions", json=body) as response:
-            data = await response.read()
-            if response.status >= 400:
-                raise BadAnswer(f"status {response.status}: {data[:300].decode(errors='replace')}")
-            return read_prompted(data)
-
-    async def _json(self, method: str, url: str, **how: Any) -> Any:
-        async with self._session.request(method, url, raise_for_status=True, **how) as response:
-            return await response.json()
 
 
 @asynccontextmanager
 async def open_teacher(
     config: TeacherConfig | None, tokenizer: ChatTokenizer, waits: Waits
 ) -> AsyncIterator[Teacher | None]:
-    """Connect to the run's teacher; None where it has none. Raises: ConfigError, see `Teacher.begin`."""
+    """Connect to the run's teacher; None where it has none.
+
+    Raises: ConfigError where it does not answer, or has another tokenizer than the policy.
+    """
     if config is None:
         yield None
         return
-    timeout = aiohttp.ClientTimeout(total=config.timeout_s)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
-        teacher = Teacher(config, session, waits)
-        await teacher.begin(tokenizer)
-        yield teacher
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=config.timeout_s)) as session:
+
+        async def ask(method: str, url: str, **how: Any) -> Any:
+            async with session.request(method, url, raise_for_status=True, **how) as response:
+                return await response.json()
+
+        try:
+            model = config.model or (await ask("GET", f"{_base(config)}/models"))["data"][0]["id"]
+            body = {"model": model, "prompt": PROBE, "add_special_tokens": False}
+            theirs = (await ask("POST", f"{_base(config).removesuffix('/v1')}/tokenize", json=body))["tokens"]
+        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
+            raise ConfigError(
+                f"The teacher at {config.base_url} does not answer as vLLM does: {type(error).__name__}: {error} "
+                "- a running vLLM server was expected, its address with /v1 at the end. Start it, or correct "
+                "`orchestrator.teacher.base_url`."
+            ) from error
+        ours = tokenizer.encode(PROBE)
+        if theirs != ours:
+            raise ConfigError(
+                f"The teacher at {config.base_url} ({model}) reads {PROBE!r} as the tokens "
+                f"{str(theirs)[:80]}, the policy as {str(ours)[:80]} - the same tokenizer was expected, because it is "
+                "asked about the policy's own tokens. Serve a teacher of the same family, or leave out "
+                "`[orchestrator.teacher]`."
+            )
+        log.info("teacher %s at %s", model, config.base_url)
+        yield Teacher(config, session, waits, model)
+
+
+def _base(config: TeacherConfig) -> str:
+    return config.base_url.rstrip("/")

@@ -43,7 +43,7 @@ class Peers:
 
     heartbeats: dict[str, tuple[float, Heartbeat]] = field(default_factory=dict)
     trainer_may_leave: asyncio.Event = field(default_factory=asyncio.Event)
-    trainer_left: asyncio.Event = field(default_factory=asyncio.Event)
+    has_trainer_left: bool = False
 
     def note(self, beat: Heartbeat) -> None:
         self.heartbeats[beat.process] = (time.monotonic(), beat)
@@ -52,54 +52,47 @@ class Peers:
         return any(beat.busy and time.monotonic() - at < FRESH_S for at, beat in self.heartbeats.values())
 
 
+@dataclass
 class TrainerRequests:
     """Handles one request per call; calls may overlap."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        journal: Journal,
-        policy: Policy,
-        updates: WeightUpdates,
-        scheduler: Scheduler,
-        peers: Peers,
-        waits: Waits,
-    ) -> None:
-        self._config = config
-        self._waits = waits
-        self._journal = journal
-        self._shares = Shares(journal, config)
-        self._policy = policy
-        self._updates = updates
-        self._scheduler = scheduler
-        self._peers = peers
+    config: RunConfig
+    journal: Journal
+    policy: Policy
+    updates: WeightUpdates
+    scheduler: Scheduler
+    peers: Peers
+    waits: Waits
+
+    def __post_init__(self) -> None:
+        self._shares = Shares(self.journal, self.config)
         self._batch_closed = asyncio.Event()
 
     async def __call__(self, request: Request) -> Reply:
         reply: Reply
-        if request.run_id != self._config.run_id:
+        if request.run_id != self.config.run_id:
             return Refusal(
-                error=f"This orchestrator runs {self._config.run_id}, the trainer asks for {request.run_id}. "
+                error=f"This orchestrator runs {self.config.run_id}, the trainer asks for {request.run_id}. "
                 "Expected the same output folder on both. Start them with the same configuration, or on other ports."
             )
-        num_batches = self._scheduler.next_batch + 1  # one may be on disk before the scheduler counts it
-        if problem := check_request(request, max_steps=self._config.max_steps, num_batches=num_batches):
+        num_batches = self.scheduler.next_batch + 1  # one may be on disk before the scheduler counts it
+        if problem := check_request(request, max_steps=self.config.max_steps, num_batches=num_batches):
             return Refusal(error=problem)
         match request:
             case GetNewest():
-                reply = await self._updates.trainer_started()
+                reply = await self.updates.trainer_started()
             case GetBatch():
                 reply = await self._batch(request)
             case PolicyReady():
-                reply = await self._updates.ready(request)
+                reply = await self.updates.ready(request)
             case PolicySent():
-                reply = await self._updates.sent(request)
+                reply = await self.updates.sent(request)
             case Heartbeat():
-                self._peers.note(request)
+                self.peers.note(request)
                 reply = Ok()
             case Done():
                 reply = await self._done(request)
-        if isinstance(reply, NotYet) and self._waits.is_busy:
+        if isinstance(reply, NotYet) and self.waits.is_busy:
             return msgspec.structs.replace(reply, busy=True)
         return reply
 
@@ -110,28 +103,28 @@ class TrainerRequests:
 
     async def _batch(self, request: GetBatch) -> Reply:
         """Answer with this rank's share. Rank 0 asks first; if engines need weights, it has to publish them."""
-        if request.rank == 0 and (publish := self._updates.needed(request.step)):
+        if request.rank == 0 and (publish := self.updates.needed(request.step)):
             return publish
-        if request.rank == 0 and (note := self._policy.must_be_evaluated_first(request.step)):
+        if request.rank == 0 and (note := self.policy.must_be_evaluated_first(request.step)):
             await asyncio.sleep(PATIENCE_S / 2)
             return NotYet(note=note)
-        if not self._journal.has(request.step):
+        if not self.journal.has(request.step):
             with suppress(TimeoutError):
                 async with asyncio.timeout(PATIENCE_S):
                     await self._batch_closed.wait()
-            if not self._journal.has(request.step):
-                return NotYet(note=self._scheduler.describe())
+            if not self.journal.has(request.step):
+                return NotYet(note=self.scheduler.describe())
         reach("batch.answered")
         return await self._shares.in_thread(request.step, rank=request.rank, world=request.world)
 
     async def _done(self, request: Done) -> Reply:
         """Let the trainer exit once the last version is evaluated. Until then, an engine may need its weights."""
-        if publish := self._updates.needed(request.version):
+        if publish := self.updates.needed(request.version):
             return publish
         with suppress(TimeoutError):
             async with asyncio.timeout(PATIENCE_S):
-                await self._peers.trainer_may_leave.wait()
-        if not self._peers.trainer_may_leave.is_set():
+                await self.peers.trainer_may_leave.wait()
+        if not self.peers.trainer_may_leave.is_set():
             return NotYet(note=f"version {request.version} is being evaluated")
-        self._peers.trainer_left.set()
+        self.peers.has_trainer_left = True
         return Ok()

@@ -160,29 +160,24 @@ class Engine:
         """Return what each of its workers holds. Raises PeerDied."""
         return await self.ask_workers("trireme_weight_report", returns=WeightReport)
 
-    async def is_healthy(self) -> bool:
-        """vLLM answers 503 here when its engine core is dead, though its HTTP server still runs."""
-        try:
-            status, _ = await self.request("health", timeout=aiohttp.ClientTimeout(HEALTH_TIMEOUT_S))
-            return status == 200
-        except (*REQUEST_ERRORS, BadAnswer):
-            return False
+    async def health(self) -> Literal["good", "bad", "gone"]:
+        """Return "gone" where nothing listens at its port, or another machine does not even accept connections.
 
-    async def is_listening(self) -> bool:
-        """Return whether anything listens at its port. Another machine that does not even accept connections is off."""
+        vLLM answers 503 when its engine core is dead, though its HTTP server still runs.
+        """
         try:
-            await self.request("health", timeout=aiohttp.ClientTimeout(HEALTH_TIMEOUT_S, sock_connect=3))
+            status, _ = await self.request("health", timeout=aiohttp.ClientTimeout(HEALTH_TIMEOUT_S, sock_connect=3))
+            return "good" if status == 200 else "bad"
         except aiohttp.ClientConnectorError:
-            return False
+            return "gone"
         except aiohttp.ConnectionTimeoutError:
-            return is_loopback(urlsplit(self.url).hostname or "")
+            return "bad" if is_loopback(urlsplit(self.url).hostname or "") else "gone"
         except (*REQUEST_ERRORS, BadAnswer):
-            pass
-        return True
+            return "bad"
 
     async def world_size(self) -> int | None:
         """Return how many workers it has; None while it is not up, or refuses our token."""
-        if await self.is_healthy():
+        if await self.health() == "good":
             with suppress(*REQUEST_ERRORS, ValueError, RecursionError):
                 status, answer = await self.request("get_world_size")
                 if status == 401:

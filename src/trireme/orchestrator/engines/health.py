@@ -73,15 +73,13 @@ async def _until_gone(pool: InferencePool, engine: Engine) -> None:
             async with asyncio.timeout(pool.health_interval_s):
                 await engine.suspected.wait()
         engine.suspected.clear()
-        if not await engine.is_healthy():
-            misses += 1
-            if not await engine.is_listening():
-                break
-        elif await _is_replaced(engine):
+        health = await engine.health()
+        if health == "gone":
+            break
+        if health == "good" and await _is_replaced(engine):
             log.warning("%s restarted; its weights must be sent again", engine.url)
             return
-        else:
-            misses = 0
+        misses = 0 if health == "good" else misses + 1
     log.warning("%s is gone; its requests are sent again, and its successor is waited for", engine.url)
 
 

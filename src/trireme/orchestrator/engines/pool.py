@@ -57,10 +57,6 @@ class OverlongPrompt(Exception):
     """The prompt leaves no room for a single token."""
 
 
-def _ignore(engine: Engine) -> None:
-    """The callback of a pool that nothing watches."""
-
-
 @dataclass
 class InferencePool:
     """All engines of the run."""
@@ -75,7 +71,8 @@ class InferencePool:
     adapter: str | None = None  # the policy's name in engines that hold it as adapters on the base model
     experts: ExpertShape | None = None  # of the model, where engines report which of them they use (router replay)
     shares_prefixes: bool = True  # engines may reuse a prompt's beginning from an earlier request
-    watch: Callable[[Engine], None] = _ignore  # called when its state, or whether it has (few) requests, changes
+    # called when the state of an engine, or whether it has (few) requests, changes
+    watch: Callable[[Engine], None] = lambda engine: None
     is_begun: bool = False  # the run has a confirmed version: from then on, engines may stay away for long
     live: asyncio.Event = field(default_factory=asyncio.Event)  # set when some engine may be asked, or has gone live
     num_requests: int = 0

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
@@ -40,6 +41,7 @@ SHARE = 4
 """Without `eval.max_concurrent`, an evaluation runs one rollout for so many slots that training has."""
 
 
+@dataclass(eq=False)
 class Evaluator:
     """Evaluates versions when they are due.
 
@@ -47,33 +49,26 @@ class Evaluator:
     long as their engines live. Ends after the last one.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        environments: dict[str, Environment],
-        policy: Policy,
-        runner: RolloutRunner,
-        metrics: MetricsFile,
-        waits: Waits,
-    ) -> None:
-        self._config = config
-        self._eval: Evaluation | None = config.orchestrator.eval
-        self._environments = environments
-        self._policy = policy
-        self._runner = runner
-        self._metrics = metrics
-        self._waits = waits
-        self._num_begun = 0  # evaluations of an environment
-        self.version: int | None = None  # that is being evaluated
-        policy.expect_evaluations(self.due())
+    config: RunConfig
+    environments: dict[str, Environment]
+    policy: Policy
+    runner: RolloutRunner
+    metrics: MetricsFile
+    waits: Waits
+    version: int | None = None  # that is being evaluated
+    _num_begun: int = 0  # evaluations of an environment
+
+    def __post_init__(self) -> None:
+        self._eval: Evaluation | None = self.config.orchestrator.eval
+        self.policy.expect_evaluations(self.due())
 
     async def run(self) -> None:
         """Evaluate all versions that are due; a later version in place of one that is no longer live."""
         for version in self.due():
-            await self._policy.reached(version)
+            await self.policy.reached(version)
             is_done = False
             while not is_done:
-                async with self._policy.held() as live:
+                async with self.policy.held() as live:
                     is_done = self.is_done(live) or await self.evaluate(live)
             if live > version:
                 log.warning("version %d was gone before it was evaluated; version %d was instead", version, live)
@@ -82,7 +77,7 @@ class Evaluator:
         """Return the versions to evaluate, without those that were before this run was resumed."""
         if self._eval is None:
             return []
-        last = self._config.max_steps
+        last = self.config.max_steps
         versions = set(range(0, last, self._eval.interval)) if self._eval.interval else {0}
         if not self._eval.eval_base:
             versions.discard(0)
@@ -94,7 +89,7 @@ class Evaluator:
         Other results may be those of the command `eval`.
         """
         return self._eval is not None and all(
-            is_runs_own(results_path(self._config.paths, version, name)) for name in self._environments
+            is_runs_own(results_path(self.config.paths, version, name)) for name in self.environments
         )
 
     async def evaluate(self, version: int) -> bool:
@@ -107,16 +102,16 @@ class Evaluator:
         began = time.perf_counter()
         self.version = version
         files: dict[str, EvalResultsFile] = {}
-        for name, environment in self._environments.items():
+        for name, environment in self.environments.items():
             # by a hash of the configuration, so that an evaluation with another one never resumes from partial results
             configuration = f"{self._eval.sampling!r} {environment.config!r}"
             digest = hashlib.sha256(configuration.encode()).hexdigest()[:8]
-            path = results_path(self._config.paths, version, environment.name)
+            path = results_path(self.config.paths, version, environment.name)
             files[name] = EvalResultsFile(path, partial=f".{path.stem}.{digest}.partial")
         try:
-            with self._waits.busy():
+            with self.waits.busy():
                 evaluated = await gather_or_cancel(
-                    self._evaluate_environment(version, env, files[name]) for name, env in self._environments.items()
+                    self._evaluate_environment(version, env, files[name]) for name, env in self.environments.items()
                 )
         finally:
             self.version = None
@@ -147,11 +142,11 @@ class Evaluator:
         """
         assert self._eval is not None
         row: dict[str, float] = {} if seconds is None else {"time/eval": seconds}
-        for name in self._environments:
+        for name in self.environments:
             row |= evaluation_metrics(
-                name, read_eval_results(results_path(self._config.paths, version, name)), self._eval
+                name, read_eval_results(results_path(self.config.paths, version, name)), self._eval
             )
-        self._metrics.append(version, row)
+        self.metrics.append(version, row)
         log.info("version %d: %s", version, row)
 
     async def _evaluate_environment(
@@ -172,7 +167,7 @@ class Evaluator:
         appending = asyncio.Lock()
 
         async def roll_out(spec: RolloutSpec) -> Rollout:
-            rollout = await self._runner.run(environment, spec, sampling=evaluation.sampling, trained=False)
+            rollout = await self.runner.run(environment, spec, sampling=evaluation.sampling, trained=False)
             reach("evaluation.running")
             return rollout
 
@@ -190,11 +185,11 @@ class Evaluator:
             roll_out,
             keep,
             scored_together=environment.group_rewards,
-            max_attempts=self._config.orchestrator.max_rollout_attempts,
+            max_attempts=self.config.orchestrator.max_rollout_attempts,
             max_concurrent=max_concurrent_rollouts(
-                self._config,
+                self.config,
                 environment,
-                num_environments=len(self._environments),
+                num_environments=len(self.environments),
                 is_trained_on=not evaluation.env,
             ),
         )
@@ -207,14 +202,14 @@ class Evaluator:
                 version,
                 len(errors),
                 len(ordered),
-                self._config.orchestrator.max_rollout_attempts,
+                self.config.orchestrator.max_rollout_attempts,
                 errors[0],
             )
         return ordered, versions
 
     async def _write(self, write: Callable[[], None], version: int) -> None:
         what = f"the evaluation of version {version}"
-        await asyncio.to_thread(self._runner.wait_for_room, what, self._config.paths.root, write)
+        await asyncio.to_thread(self.runner.wait_for_room, what, self.config.paths.root, write)
 
 
 def max_concurrent_rollouts(

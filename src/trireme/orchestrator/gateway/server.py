@@ -271,44 +271,44 @@ class _TurnResponse(Response):
         self._session, self._dialect, self._request, self._digest, self._task = session, dialect, request, digest, task
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.create_task(wait_for_disconnect(receive))
+        session, dialect, request, task = self._session, self._dialect, self._request, self._task
         is_delivered = has_begun = False
+
+        async def stream(data: bytes, *, is_last: bool = False) -> None:
+            nonlocal has_begun
+            if not has_begun:
+                has_begun = True
+                headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+        gone = asyncio.create_task(wait_for_disconnect(receive))
         try:
-            while not self._task.done():
-                await asyncio.wait({self._task, gone}, timeout=QUIET_S, return_when=asyncio.FIRST_COMPLETED)
+            while not task.done():
+                await asyncio.wait({task, gone}, timeout=QUIET_S, return_when=asyncio.FIRST_COMPLETED)
                 if gone.done():
                     return
-                if not self._task.done() and self._request.streams:
-                    if not has_begun:
-                        await _begin_stream(send)
-                    has_begun = True
-                    await _send_part(send, b": the policy is answering\n\n")
-            await self._send(scope, receive, send, has_begun=has_begun)
+                if not task.done() and request.streams:
+                    await stream(b": the policy is answering\n\n")
+            try:
+                turn = await task
+            except (asyncio.CancelledError, Refused) as error:
+                ended = Refused("ended", f"The session has ended: {session.ended}.")
+                refused = error if isinstance(error, Refused) else ended
+                if has_begun:
+                    await stream(_encode_event(dialect.error_event(refused)), is_last=True)
+                else:
+                    await refusal(refused, dialect)(scope, receive, send)
+            else:
+                if request.streams:
+                    await stream(b"".join(map(_encode_event, dialect.events(turn, request))), is_last=True)
+                else:
+                    await as_json(dialect.answer(turn, request))(scope, receive, send)
             is_delivered = not gone.done()
         finally:
             gone.cancel()
-            self._session.num_open -= 1
-            self._session.settle(self._digest, self._task, is_delivered=is_delivered)
-
-    async def _send(self, scope: Scope, receive: Receive, send: Send, *, has_begun: bool) -> None:
-        dialect, request = self._dialect, self._request
-        try:
-            turn = await self._task
-        except asyncio.CancelledError:
-            refused = Refused("ended", f"The session has ended: {self._session.ended}.")
-        except Refused as error:
-            refused = error
-        else:
-            if not request.streams:
-                return await as_json(dialect.answer(turn, request))(scope, receive, send)
-            if not has_begun:
-                await _begin_stream(send)
-            stream = b"".join(_encode_event(event) for event in dialect.events(turn, request))
-            await _send_part(send, stream)
-            return await _send_part(send, b"", is_last=True)
-        if not has_begun:
-            return await refusal(refused, dialect)(scope, receive, send)
-        await _send_part(send, _encode_event(dialect.error_event(refused)), is_last=True)
+            session.num_open -= 1
+            session.settle(self._digest, task, is_delivered=is_delivered)
 
 
 async def _greet() -> Response:
@@ -318,15 +318,6 @@ async def _greet() -> Response:
 async def wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _begin_stream(send: Send) -> None:
-    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-
-
-async def _send_part(send: Send, data: bytes, *, is_last: bool = False) -> None:
-    await send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
 
 def _encode_event(event: Event) -> bytes:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -59,6 +58,11 @@ class Wanted(msgspec.Struct, forbid_unknown_fields=True):
     split: Literal["train", "eval"] = "train"
     rollout: str | None = None
 
+    def is_for(self, rollout: ClientRollout) -> bool:
+        if self.rollout is not None:
+            return rollout.name == self.rollout
+        return self.example is None or rollout.example == (self.split, self.example)
+
     def __str__(self) -> str:
         return f"{self.split} example {self.example}" if self.rollout is None else f"rollout {self.rollout!r:.80}"
 
@@ -99,7 +103,7 @@ class Sessions:
     host: str
     max_open: int
     waits: Waits
-    _offered: dict[Example, deque[ClientRollout]] = field(default_factory=dict)
+    _offered: list[ClientRollout] = field(default_factory=list)
     _open: dict[str, ClientRollout] = field(default_factory=dict)  # by id
     _asking: dict[asyncio.Future[ClientRollout], Wanted] = field(default_factory=dict)
     _num_asking: int = 0
@@ -123,7 +127,7 @@ class Sessions:
 
         Raises: DeadlineExceeded where no client comes at all.
         """
-        self._offered.setdefault(rollout.example, deque()).append(rollout)
+        self._offered.append(rollout)
         self._match()
         try:
             await rollout.taken
@@ -131,35 +135,23 @@ class Sessions:
         finally:
             rollout.task.cancel()
             self._open.pop(rollout.id, None)
-            self._withdraw(rollout)
+            if rollout in self._offered:
+                self._offered.remove(rollout)
             self._match()
-
-    def _withdraw(self, rollout: ClientRollout) -> None:
-        if rollout in (queue := self._offered.get(rollout.example, deque())):
-            queue.remove(rollout)
-        if not queue:
-            self._offered.pop(rollout.example, None)
 
     def _match(self) -> None:
         """Give rollouts to the clients that wait, in the order of both."""
         for asking, wanted in list(self._asking.items()):
             if not self._offered or len(self._open) >= self.max_open:
                 break
-            if (rollout := self._choose(wanted)) is not None:
-                self._withdraw(rollout)
+            if (rollout := next(filter(wanted.is_for, self._offered), None)) is not None:
+                self._offered.remove(rollout)
                 self._open[rollout.id] = rollout
                 if not rollout.taken.done():
                     rollout.taken.set_result(None)
                 del self._asking[asking]
                 asking.set_result(rollout)
         self._watch_for_clients()
-
-    def _choose(self, wanted: Wanted) -> ClientRollout | None:
-        if wanted.rollout is not None:
-            offered = (each for queue in self._offered.values() for each in queue)
-            return next((each for each in offered if each.name == wanted.rollout), None)
-        example = next(iter(self._offered)) if wanted.example is None else (wanted.split, wanted.example)
-        return self._offered[example][0] if example in self._offered else None
 
     def _watch_for_clients(self) -> None:
         """While rollouts are offered and no client plays, show that as a wait, with its deadline."""
@@ -177,7 +169,7 @@ class Sessions:
 
     def _give_up(self, wait: object) -> None:
         words = f"{wait}, longer than the {CLIENT_TIMEOUT_S:.0f} s allowed. Start your clients, and resume the run."
-        for rollout in [each for queue in self._offered.values() for each in queue if not each.taken.done()]:
+        for rollout in [each for each in self._offered if not each.taken.done()]:
             rollout.taken.set_exception(DeadlineExceeded(words))
 
     def close(self) -> None:
@@ -216,7 +208,7 @@ class Sessions:
                 raise Refused("busy", "The rollout ended before its example was read. Retry.", retry_after_s=1)
             if gone.done():  # the client has gone: another one may have the rollout
                 if self._open.pop(rollout.id, None) is not None:
-                    self._offered.setdefault(rollout.example, deque()).appendleft(rollout)
+                    self._offered.insert(0, rollout)
                 raise Refused("ended", "The client has gone.")
             reach("session.taken")
             address = str(request.base_url).rstrip("/")

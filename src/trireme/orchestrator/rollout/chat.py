@@ -48,7 +48,7 @@ class ChatTokenizer:
         self._template = _compile_template(text)
         # a template that prints the time is rendered each time
         self._first_ids = lru_cache(0 if "strftime_now" in text else KEPT_PROMPTS)(self._tokenize_first)
-        tokens = {key: config.get(key) for key in SPECIAL_TOKENS}
+        tokens = {key: config[key] for key in SPECIAL_TOKENS if config.get(key) is not None}
         self._names = {key: token["content"] if isinstance(token, dict) else token for key, token in tokens.items()}
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token for token, entry in added.items() if entry.special)
@@ -61,13 +61,12 @@ class ChatTokenizer:
 
     def render(self, messages: list[dict[str, Any]], *, tools: list[dict] | None, generate: bool) -> str:
         """Render the conversation as the model reads it; with `generate`, up to where the assistant's turn begins."""
-        names = {key: text for key, text in self._names.items() if text is not None}
         return self._template.render(
             messages=[_for_template(message) for message in messages],
             tools=tools or None,
             documents=None,
             add_generation_prompt=generate,
-            **names,
+            **self._names,
         )
 
     def encode(self, text: str) -> list[int]:
@@ -172,13 +171,11 @@ def _for_template(message: dict[str, Any]) -> dict[str, Any]:
     elif isinstance(out["content"], list):
         out["content"] = [{"type": "image"} if part["type"] == "image_url" else part for part in out["content"]]
     if calls := out.get("tool_calls"):
-        out["tool_calls"] = [_parsed_call(call) for call in calls]
+        out["tool_calls"] = []
+        for call in calls:
+            function = dict(call.get("function", call))
+            if isinstance(arguments := function.get("arguments"), str):
+                with suppress(ValueError, RecursionError):  # a model wrote it
+                    function["arguments"] = json.loads(arguments)
+            out["tool_calls"].append({"type": "function", "id": call.get("id"), "function": function})
     return out
-
-
-def _parsed_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function", call))
-    if isinstance(arguments := function.get("arguments"), str):
-        with suppress(ValueError, RecursionError):  # a model wrote it
-            function["arguments"] = json.loads(arguments)
-    return {"type": "function", "id": call.get("id"), "function": function}

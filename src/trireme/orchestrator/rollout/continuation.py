@@ -119,15 +119,3 @@ def _end_of_turn(
     if _MARK not in marked or not rendered.endswith(end):
         raise Rewritten(f"a turn ends in {rendered[-40:]!r}, a plain one in {end[-40:]!r}")
     return end
-
-
-def drops_thinking(tokenizer: ChatTokenizer) -> bool:
-    """Return whether thinking is no longer in the prompt after the user's next message."""
-    thought = {"role": "assistant", "content": "yes", "reasoning_content": _MARK}
-    written = {"role": "assistant", "content": f"<think>\n{_MARK}\n</think>\n\nyes"}
-    question = {"role": "user", "content": "sure?"}
-    try:
-        texts = [tokenizer.render([question, turn, question], tools=None, generate=True) for turn in (thought, written)]
-    except jinja2.TemplateError:
-        return False
-    return not any(_MARK in text for text in texts)

@@ -73,10 +73,9 @@ class ConversationPictures:
             self._known[key] = asyncio.get_running_loop().run_in_executor(self._threads, self._keep, url)
         try:
             return await asyncio.shield(self._known[key])
-        except ValueError:
-            raise
-        except Exception:
-            self._known.pop(key, None)
+        except Exception as error:
+            if not isinstance(error, ValueError):  # which it would be the next time too
+                self._known.pop(key, None)
             raise
 
     def _keep(self, url: str) -> str:

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,7 +30,7 @@ from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Done, FinishReason, Reply, RunTask, Split, ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer
-from trireme.orchestrator.rollout.continuation import Rewritten, drops_thinking
+from trireme.orchestrator.rollout.continuation import Rewritten
 from trireme.orchestrator.rollout.pictures import ConversationPictures, read_messages, read_transcript
 from trireme.orchestrator.rollout.sampling import TurnSampling
 from trireme.orchestrator.rollout.trajectory import Question, Strategy, Trajectory
@@ -116,13 +116,6 @@ class RolloutRunner:
         self._run_seed = config.seed if config.synchronous else None
         for note in sampling_notes(config.orchestrator.sampling):
             log.warning("%s", note)
-        thinks = config.inference.model.reasoning_parser is not None
-        if self.strategy == "interleaved" and thinks and drops_thinking(tokenizer):
-            log.warning(
-                "The chat template of %s drops the thinking of earlier turns: rollouts of a single turn are fine, the "
-                'first one of several ends the run. Set `orchestrator.trajectory_strategy = "branching"` for those.',
-                self.model,
-            )
 
     def _open_pictures(self, config: RunConfig, folder: Path | None) -> ConversationPictures:
         """Raises: ConfigError where the model is of no kind that sees."""
@@ -162,7 +155,7 @@ class RolloutRunner:
         kept = None
         if self.journal is not None and trained and environment.uses_gateway:
             kept = await asyncio.to_thread(TurnLog, turns_file(self.journal, spec.name, spec.attempt))
-        conversation = _Conversation(self, turns, trained=trained, environment=environment, log=kept)
+        conversation = _Conversation(self, turns, environment, trained, kept)
         task = spec.task(environment, turns.own)
         try:
             done = await environment.run(task, conversation.answer, on_retry=conversation.restart)
@@ -187,58 +180,49 @@ class RolloutRunner:
         return conversation.finish(done, issued | {"temperature": sampling.temperature})
 
 
+@dataclass(eq=False)
 class _Conversation:
     """The model's side of one rollout: answers its turns and records their tokens."""
 
-    def __init__(
-        self,
-        runner: RolloutRunner,
-        sampling: TurnSampling,
-        *,
-        trained: bool,
-        environment: Environment,
-        log: TurnLog | None = None,
-    ) -> None:
-        """
-        Args:
-            log: turns of an earlier, interrupted run of this attempt, and where new ones are written.
-        """
-        self._runner = runner
-        self._log = log
-        self._lost: dict[str, asyncio.Task[Any]] = {}  # turns whose player has died, by the prompt's digest
-        self._is_over = False
-        self._asking = asyncio.Lock()
-        self._agent, self._has_programs = environment.config.agent, environment.uses_gateway
-        self._sampling = sampling
-        self._trained = trained
+    runner: RolloutRunner
+    sampling: TurnSampling
+    environment: Environment
+    trained: bool
+    log: TurnLog | None  # turns of an earlier, interrupted run of this attempt, and where new ones are written
+    _lost: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # whose player has died, by the prompt's digest
+    _is_over: bool = False
+    _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        self._agent, self._has_programs = self.environment.config.agent, self.environment.uses_gateway
         self.restart()
 
     def restart(self) -> None:
         """Forget everything: the environment begins the rollout again."""
-        strategy: Strategy = self._runner.strategy
+        strategy: Strategy = self.runner.strategy
         if self._has_programs:
             strategy = "tolerant"
-        elif strategy == "interleaved" and not self._trained:
+        elif strategy == "interleaved" and not self.trained:
             strategy = "interleaved_or_new"
-        self.trajectory = Trajectory(self._runner.tokenizer, strategy, self._runner.pictures)
+        self.trajectory = Trajectory(self.runner.tokenizer, strategy, self.runner.pictures)
         self._refused: str | None = None  # why the last turn was refused as too long, if it was
         self._cut: str | None = None  # what the last turn ran out of
         self._num_asked = 0
-        if self._log is not None:
-            self._log.rewind()
+        if self.log is not None:
+            self.log.rewind()
 
     async def answer(self, question: Ask) -> Reply:
         """Answer a request of the environment. Whatever is wrong with the request is an error of this rollout alone.
 
         Raises: ConfigError where the chat template cannot be trained on as the run is configured.
         """
-        number, runner = self._num_asked + 1, self._runner
+        number, runner = self._num_asked + 1, self.runner
         try:
             if question.only_counts:
                 messages = await read_messages(question.messages, runner.pictures)
                 return Reply(prompt_ids=self.trajectory.prompt_ids(messages, question.tools, question.trace))
             self._num_asked += 1
-            arguments = self._sampling.of_turn(number, question.sampling)
+            arguments = self.sampling.of_turn(number, question.sampling)
             async with self._asking:  # pictures take their time, and turns are counted in the order of requests
                 try:
                     messages = await read_messages(question.messages, runner.pictures)
@@ -248,7 +232,7 @@ class _Conversation:
                 asked = self.trajectory.ask(messages, question.tools, question.trace)
             tools = question.tools if question.calls_tools else None
             sample = partial(self._sample, asked, arguments, tools, number)
-            turn, message = await (sample() if self._log is None else self._sample_once(self._log, asked, sample))
+            turn, message = await (sample() if self.log is None else self._sample_once(self.log, asked, sample))
         except OverlongPrompt as error:
             self._refused, self._cut = str(error), PROMPT_TOO_LONG
             return Reply(error=str(error), error_kind="overlong_prompt")
@@ -286,13 +270,13 @@ class _Conversation:
     async def _sample(
         self, asked: Question, arguments: dict[str, Any], tools: list[dict] | None, number: int
     ) -> tuple[Generation, ModelMessage]:
-        routes_from = asked.routes_from if self._trained else None
+        routes_from = asked.routes_from if self.trained else None
         shown: dict[str, Any] = {}
-        if asked.pictures and (pictures := self._runner.pictures):
+        if asked.pictures and (pictures := self.runner.pictures):
             shown = {"pictures": asked.pictures, "content_parts": await pictures.content_parts(asked.pictures)}
-        turn = await self._runner.pool.generate(asked.ids, arguments, routes_from=routes_from, **shown)
+        turn = await self.runner.pool.generate(asked.ids, arguments, routes_from=routes_from, **shown)
         keeps_stop = bool(arguments.get("include_stop_str_in_output"))
-        return turn, await self._runner.reader.read(asked.ids, turn, tools, number=number, keeps_stop=keeps_stop)
+        return turn, await self.runner.reader.read(asked.ids, turn, tools, number=number, keeps_stop=keeps_stop)
 
     async def _sample_once(
         self, kept: TurnLog, asked: Question, sample: Callable[[], Awaitable[tuple[Generation, ModelMessage]]]
@@ -306,8 +290,8 @@ class _Conversation:
             reach("turn.sampled")
             if asked.number > 0:
                 reach("turn.continued")
-            write = partial(self._runner.wait_for_room, "a model turn", kept.path.parent, partial(kept.write, record))
-            await asyncio.get_running_loop().run_in_executor(self._runner.writers, write)
+            write = partial(self.runner.wait_for_room, "a model turn", kept.path.parent, partial(kept.write, record))
+            await asyncio.get_running_loop().run_in_executor(self.runner.writers, write)
             kept.add(record, life)
             reach("turn.written")
             return turn, message
@@ -330,8 +314,8 @@ class _Conversation:
         self._is_over = True
         for task in self._lost.values():
             task.cancel()
-        if self._log is not None:
-            self._log.close()
+        if self.log is not None:
+            self.log.close()
 
     def finish(self, done: Done, issued: dict[str, Any]) -> Rollout:
         """
@@ -341,7 +325,7 @@ class _Conversation:
             self.trajectory.keep(self._agent.train, only_with_tools=self._agent.only_with_tools)
         runs = self.trajectory.keep_runs(done.runs) if done.runs else []
         samples = self.trajectory.samples()
-        if self._trained and not samples:
+        if self.trained and not samples:
             why = self._refused or "The environment never asked for a model turn."
             raise RolloutFailed("rollout", f"{why} Nothing was sampled, so there is nothing to train on.")
         try:
@@ -356,7 +340,7 @@ class _Conversation:
             done,
             **issued,
             **played,
-            info=done.info if self._agent or not self._trained else {},
+            info=done.info if self._agent or not self.trained else {},
             runs=runs,
             samples=samples,
             token_rewards=token_rewards,
@@ -369,10 +353,10 @@ class _Conversation:
 
     def _left_out(self) -> dict[str, list[str]]:
         """Return the turns that are on disk and in no sample, and why."""
-        if self._log is None:
+        if self.log is None:
             return {}
         prompts = self.trajectory.prompts()
-        unused = Counter(self._log.prompts) - Counter(prompts[True])
+        unused = Counter(self.log.prompts) - Counter(prompts[True])
         unchosen = unused & Counter(prompts[False])
         why = {"not chosen by agent.train": unchosen, "not used when played again": unused - unchosen}
         return {reason: sorted(found.elements()) for reason, found in why.items() if found}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass, field
 from typing import Any
 
 from trireme.config.orchestrator import MOST_KEPT, Sampling, distorting, slots_for
@@ -21,42 +22,37 @@ a seeded request may kill the engine.
 _OTHER_NAMES = {"max_completion_tokens": "max_tokens"}
 
 
+@dataclass
 class TurnSampling:
     """Builds the arguments of each turn of one rollout."""
 
-    def __init__(
-        self,
-        sampling: Sampling,
-        *,
-        run_seed: int | None,
-        key: str,
-        attempt: int,
-        trained: bool,
-        vocab_size: int,
-    ) -> None:
-        self.own = sampling_arguments(sampling)
-        self._most_kept = sampling.most_kept
-        self._seed = sampling.seed if sampling.seed is not None else run_seed
-        self._key, self._attempt = key, attempt
-        self._trained = trained
-        self._vocab_size = vocab_size
-        self.distorted: set[str] = set()  # arguments of the environment that make importance ratios wrong
+    sampling: Sampling
+    run_seed: int | None
+    key: str
+    attempt: int
+    trained: bool
+    vocab_size: int
+    distorted: set[str] = field(default_factory=set)  # arguments of the environment that make importance ratios wrong
+
+    def __post_init__(self) -> None:
+        self.own = sampling_arguments(self.sampling)
 
     def of_turn(self, number: int, theirs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of the `number`th turn (from 1); `theirs` are the environment's."""
         named = {_OTHER_NAMES.get(name, name): value for name, value in theirs.items() if value is not None}
         arguments = {name: value for name, value in named.items() if name in ENVIRONMENTS} | self.own
-        if self._seed is not None and arguments["temperature"] > 0:
-            arguments["seed"] = seed_of(self._seed, self._key, self._attempt, number)
-        if self._trained:
+        seed = self.sampling.seed if self.sampling.seed is not None else self.run_seed
+        if seed is not None and arguments["temperature"] > 0:
+            arguments["seed"] = seed_of(seed, self.key, self.attempt, number)
+        if self.trained:
             # whether the sampler chooses among a part of the vocabulary only; at temperature 0 it does not choose
             top_k = arguments.get("top_k", 0)
             cuts = arguments.get("top_p", 1.0) < 1 or arguments.get("min_p", 0.0) > 0 or top_k > 0
             is_cut = cuts and arguments["temperature"] > 0
             self.distorted |= {*distorting(arguments, cut=is_cut)} - self.own.keys()
             if is_cut:
-                top_k = min(top_k, self._most_kept) if top_k > 0 else MOST_KEPT
-                arguments |= {"top_k": top_k, "logprobs": min(slots_for(top_k), self._vocab_size)}
+                top_k = min(top_k, self.sampling.most_kept) if top_k > 0 else MOST_KEPT
+                arguments |= {"top_k": top_k, "logprobs": min(slots_for(top_k), self.vocab_size)}
         return arguments
 
 

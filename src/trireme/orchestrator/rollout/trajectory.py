@@ -146,22 +146,16 @@ class Question:
         return sum(len(chunk) for chunk in self.routes)
 
 
+@dataclass
 class Trajectory:
     """All samples of one rollout."""
 
-    def __init__(
-        self, tokenizer: ChatTokenizer, strategy: Strategy, pictures: ConversationPictures | None = None
-    ) -> None:
-        """
-        Args:
-            pictures: of the run; if not given, pictures are no tokens.
-        """
-        self._tokenizer = tokenizer
-        self._strategy = strategy
-        self._pictures = pictures
-        self._samples: list[_Sample] = []
-        self._turns: dict[int, _Turn] = {}  # by the number of their question
-        self._num_asked = 0
+    tokenizer: ChatTokenizer
+    strategy: Strategy
+    pictures: ConversationPictures | None = None  # of the run; if not given, pictures are no tokens
+    _samples: list[_Sample] = field(default_factory=list)
+    _turns: dict[int, _Turn] = field(default_factory=dict)  # by the number of their question
+    _num_asked: int = 0
 
     @property
     def num_turns(self) -> int:
@@ -184,18 +178,18 @@ class Trajectory:
             try:
                 text = self._text_after(turn, conversation, tools or None)
                 past = turn.sample.ids[: turn.end]
-                more, new = self._expand(self._tokenizer.encode(text), conversation[len(turn.messages) + 1 :], turn.end)
+                more, new = self._expand(self.tokenizer.encode(text), conversation[len(turn.messages) + 1 :], turn.end)
                 known = [picture for picture in turn.sample.pictures if picture.place < turn.end]
                 routes = tuple(turn.sample.routes) if turn is turn.sample.last else ()
                 return Question(number, past + more, conversation, tools, trace, turn, (*known, *new), routes)
             except Rewritten:
-                if self._strategy == "interleaved":
+                if self.strategy == "interleaved":
                     raise
                 is_rewritten = True
         if number == 0:
-            ids = self._tokenizer.prompt_ids(messages, tools=tools)
+            ids = self.tokenizer.prompt_ids(messages, tools=tools)
         else:
-            ids = self._tokenizer.encode(self._tokenizer.render(messages, tools=tools, generate=True))
+            ids = self.tokenizer.encode(self.tokenizer.render(messages, tools=tools, generate=True))
         ids, pictures = self._expand(ids, messages, 0)
         return Question(number, ids, messages, tools, trace, None, tuple(pictures), is_rewritten=is_rewritten)
 
@@ -206,10 +200,10 @@ class Trajectory:
             messages: whose pictures have a placeholder in `ids`.
             begin: of the part in the prompt.
         """
-        if self._pictures is None or not (digests := pictures_in(messages)):
+        if self.pictures is None or not (digests := pictures_in(messages)):
             return ids, []
-        grids = [(digest, *self._pictures.grid(digest)) for digest in digests]
-        whole, pictures = expand(ids, self._pictures.rules.token, grids)
+        grids = [(digest, *self.pictures.grid(digest)) for digest in digests]
+        whole, pictures = expand(ids, self.pictures.rules.token, grids)
         return whole, [msgspec.structs.replace(each, place=begin + each.place) for each in pictures]
 
     def refuse(self) -> None:
@@ -220,11 +214,11 @@ class Trajectory:
         self, messages: list[dict[str, Any]], tools: list[dict] | None, trace: str
     ) -> tuple[_Turn | None, list[dict[str, Any]]]:
         """Return the turn that a conversation continues, and the conversation as the model knows it."""
-        tolerant = self._strategy == "tolerant"
+        tolerant = self.strategy == "tolerant"
         if tolerant:
             turns = sorted(self._turns.values(), key=lambda turn: len(turn.messages))
         else:
-            turns = [sample.last for sample in self._samples if sample.last] if self._strategy != "branching" else []
+            turns = [sample.last for sample in self._samples if sample.last] if self.strategy != "branching" else []
         for turn in reversed([turn for turn in turns if turn.sample.trace == trace]):
             if (conversation := turn.continued_by(messages, tools, tolerant=tolerant)) is not None:
                 return turn, conversation
@@ -235,11 +229,11 @@ class Trajectory:
         sampled = turn.sample.ids[turn.begin : turn.end]
         past = len(turn.messages)
         try:
-            return text_after(self._tokenizer, messages, num_past=past, reply=turn.reply, sampled=sampled, tools=tools)
+            return text_after(self.tokenizer, messages, num_past=past, reply=turn.reply, sampled=sampled, tools=tools)
         except Rewritten:
-            if self._strategy != "tolerant":
+            if self.strategy != "tolerant":
                 raise
-            return text_after_any_turn(self._tokenizer, messages, num_past=past, sampled=sampled, tools=tools)
+            return text_after_any_turn(self.tokenizer, messages, num_past=past, sampled=sampled, tools=tools)
 
     def record(self, question: Question, turn: Generation, reply: ModelMessage) -> None:
         """Add a turn: the tokens that the engine sampled, and the message that the environment is shown."""
@@ -266,7 +260,7 @@ class Trajectory:
         messages, tools = question.messages, question.tools or None
         branch = Branch(why="first request", num_tools=len(tools or ()))
         lasts = [each.last for each in self._samples if each.last is not None and each.trace == question.trace]
-        if not lasts or self._strategy != "tolerant":
+        if not lasts or self.strategy != "tolerant":
             return branch
         nearest = max(lasts, key=lambda turn: (turn.num_shared(messages), turn.sample.tools == tools))
         place = nearest.num_shared(messages)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 from trireme.base.disk import when_there_is_room
 from trireme.base.log import get_logger
@@ -21,6 +22,7 @@ from trireme.orchestrator.engines.pool import InferencePool
 log = get_logger("policy")
 
 
+@dataclass(eq=False)
 class Policy:
     """The live version.
 
@@ -28,31 +30,20 @@ class Policy:
     scheduler and the evaluator, on each new version.
     """
 
-    def __init__(
-        self,
-        pool: InferencePool,
-        waits: Waits,
-        versions: Versions,
-        *,
-        offers: bool = False,
-        disk_timeout_s: float = 60.0,
-    ) -> None:
-        """
-        Args:
-            offers: let rollouts begin as soon as all engines are paused for a version, before they confirm it.
-        """
-        self.version = -1  # nothing is live yet
-        self.offered = -1  # the version that answers a request that is sent now
-        self.is_moving = False  # from the pause of an update of all engines to its confirmation
-        self.pool = pool
-        self.versions = versions
-        pool.is_begun = versions.newest >= 0
-        self._offers = offers
-        self._waits = waits
-        self._disk_timeout_s = disk_timeout_s
-        self._changed = asyncio.Condition()
-        self._due: set[int] = set()  # versions that stay live until they are evaluated
-        self._num_holding = 0
+    pool: InferencePool
+    waits: Waits
+    versions: Versions
+    offers: bool = False  # let rollouts begin as soon as all engines are paused for a version, before they confirm it
+    disk_timeout_s: float = 60.0
+    version: int = -1  # nothing is live yet
+    offered: int = -1  # the version that answers a request that is sent now
+    is_moving: bool = False  # from the pause of an update of all engines to its confirmation
+    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _due: set[int] = field(default_factory=set)  # versions that stay live until they are evaluated
+    _num_holding: int = 0
+
+    def __post_init__(self) -> None:
+        self.pool.is_begun = self.versions.newest >= 0
 
     async def reached(self, version: int) -> None:
         """Wait until `version` or a later one is live."""
@@ -128,7 +119,7 @@ class Policy:
 
         The run's first version is never offered: a run that cannot serve its model ends before it asks for anything.
         """
-        if not self._offers or self.version < 0 or version < self.version:
+        if not self.offers or self.version < 0 or version < self.version:
             return
         for engine in engines:
             self.pool.offer(engine)
@@ -148,8 +139,8 @@ class Policy:
             lambda: self.versions.record(version, urls, digests, difference),
             what=f"the confirmation of version {version}",
             folder=self.versions.folder,
-            waits=self._waits,
-            deadline_s=self._disk_timeout_s,
+            waits=self.waits,
+            deadline_s=self.disk_timeout_s,
         )
 
     async def go_live(self, version: int, engines: list[Engine]) -> None:

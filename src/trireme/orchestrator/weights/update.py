@@ -23,6 +23,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -93,9 +94,8 @@ class WeightUpdates:
             before = self._update
             if before is not None:
                 latest = before.message
-                if (
-                    latest.incarnation == message.incarnation and latest.attempt > message.attempt
-                ):  # overtaken on its way
+                is_overtaken = latest.incarnation == message.incarnation and latest.attempt > message.attempt
+                if is_overtaken:
                     return Refusal(error=f"attempt {message.attempt} at version {message.version} has been superseded")
                 await before.abandon()
             if self._update is before:  # else the same question, asked twice, has begun the update meanwhile
@@ -175,38 +175,28 @@ def _answer_failure(error: BaseException) -> Reply:
     )
 
 
+@dataclass(eq=False)
 class Update:
     """One attempt at one version."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        config: WeightBroadcast,
-        message: PolicyReady,
-        before: Update | None,
-        spent: dict[str, float],
-    ) -> None:
-        """
-        Args:
-            before: the attempt before, whose connections are reused where it went well.
-            spent: where the time that it takes is added.
-        """
-        self.message = message
-        self.note = "an evaluation is running"
-        self.epoch = ""
-        self._policy = policy
-        self._pool = policy.pool
-        self._config = config
-        self._before = before
-        self._spent = spent
-        self._targets: list[Engine] = []
-        self._lives: dict[str, int] = {}
-        self._peers: frozenset[tuple[str, int]] = frozenset()  # address and life of each engine in the transfer's group
-        self._joins = True  # a new group; else that of the attempt before
-        self._paused_since: dict[str, float] = {}
-        self._receiving: dict[str, asyncio.Task[bool]] = {}
-        self.confirmed: asyncio.Task[Live] | None = None
-        self._began = 0.0
+    policy: Policy
+    config: WeightBroadcast
+    message: PolicyReady
+    before: Update | None  # the attempt before, whose connections are reused where it went well
+    spent: dict[str, float]  # where the time that it takes is added
+    note: str = "an evaluation is running"
+    epoch: str = ""
+    confirmed: asyncio.Task[Live] | None = None
+    _targets: list[Engine] = field(default_factory=list)
+    _lives: dict[str, int] = field(default_factory=dict)
+    _peers: frozenset[tuple[str, int]] = frozenset()  # address and life of each engine in the transfer's group
+    _joins: bool = True  # a new group; else that of the attempt before
+    _paused_since: dict[str, float] = field(default_factory=dict)
+    _receiving: dict[str, asyncio.Task[bool]] = field(default_factory=dict)
+    _began: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.pool = self.policy.pool
         self.prepared: asyncio.Task[Go | Live] = asyncio.create_task(self._prepare())
 
     def is_for(self, message: PolicyReady) -> bool:
@@ -240,7 +230,7 @@ class Update:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._before = None
+        self.before = None
 
     # until the trainer may send
 
@@ -248,22 +238,22 @@ class Update:
         """Have the engines wait for tensors. `Live` where no engine needs any."""
         everywhere = self.message.everywhere
         if everywhere:
-            while self._policy.is_held:
+            while self.policy.is_held:
                 await asyncio.sleep(0.05)
-            self._policy.is_moving = True
+            self.policy.is_moving = True
         self._began = time.perf_counter()
         # at least one engine, at the start of a run all of them; `engines/health.py` has the deadline for each
-        while everywhere and (not self._pool.reachable() or any(map(self._pool.is_missed, self._pool.engines))):
-            self.note = f"engines come up: {self._pool.describe()}"
+        while everywhere and (not self.pool.reachable() or any(map(self.pool.is_missed, self.pool.engines))):
+            self.note = f"engines come up: {self.pool.describe()}"
             await asyncio.sleep(0.1)
-        reachable = self._pool.reachable()
+        reachable = self.pool.reachable()
         self._targets = [engine for engine in reachable if everywhere or engine.state == "quarantined"]
         if not self._targets:
             return Live(version=self.message.version)
         self.note = "engines get ready"
         self._lives = {engine.url: engine.life for engine in self._targets}
         self._peers = frozenset((engine.url, engine.life) for engine in self._targets)
-        before, self._before = self._before, None
+        before, self.before = self.before, None
         # reuse the connections of the attempt before, where it went well between the very same processes
         self._joins = before is None or not before.can_be_followed_by(self.message, self._peers)
         if before is None or self._joins:  # unique: no peer may take another orchestrator's epoch for ours
@@ -294,8 +284,8 @@ class Update:
                 epoch=self.epoch,
                 rank_offset=rank_offset,
                 world_size=world_size,
-                bucket_bytes=self._config.bucket_mib << 20,
-                timeout_s=self._config.timeout_s,
+                bucket_bytes=self.config.bucket_mib << 20,
+                timeout_s=self.config.timeout_s,
             )
             await join(engine, info)
         if self.message.kind in PULLED_KINDS or await receives_ahead(engine, self._specs):
@@ -305,9 +295,9 @@ class Update:
 
     async def _fetch(self, engine: Engine, payload: dict) -> None:
         """Pause the engine and have it load."""
-        self._pool.is_given(engine, self.message.version, is_paused=True)
-        self._pool.quarantine(engine)
-        async with pausing(engine, timeout_s=self._config.timeout_s):
+        self.pool.is_given(engine, self.message.version, is_paused=True)
+        self.pool.quarantine(engine)
+        async with pausing(engine, timeout_s=self.config.timeout_s):
             self._paused_since[engine.url] = time.perf_counter()
             reach("update.paused")
             with self._loading():
@@ -317,7 +307,7 @@ class Update:
     def _loading(self) -> Iterator[None]:
         began = time.perf_counter()
         yield
-        self._spent["time/engines_load"] += (time.perf_counter() - began) / len(self._targets)
+        self.spent["time/engines_load"] += (time.perf_counter() - began) / len(self._targets)
 
     # once the trainer has sent
 
@@ -338,14 +328,14 @@ class Update:
         name = f"Version {message.version}"
         await self._each(lambda engine, _: require_confirmed(engine, message.digests, name=name), message)
         if self.message.everywhere:  # whatever is sent from now on is answered by the new version
-            await self._policy.offer(message.version, self._targets)
+            await self.policy.offer(message.version, self._targets)
         differences = await self._each(self._resume, message)
         reach("version.before_record")
-        await self._policy.record(message.version, self._targets, message.digests, max(differences))
+        await self.policy.record(message.version, self._targets, message.digests, max(differences))
         reach("version.recorded")
-        self._spent["time/update_weights"] += time.perf_counter() - self._began
+        self.spent["time/update_weights"] += time.perf_counter() - self._began
         confirmed = [engine for engine in self._targets if self._is_same_process(engine)]
-        await self._policy.go_live(message.version, confirmed)
+        await self.policy.go_live(message.version, confirmed)
         reach("version.live")
         return Live(version=message.version)
 
@@ -372,22 +362,22 @@ class Update:
             await self._fetch(engine, message.payload)
         with self._loading():
             await finish(engine, str(message.version))
-        if self._pool.adapter is not None:
+        if self.pool.adapter is not None:
             await engine.ask_workers("trireme_load_adapter")
 
     async def _resume(self, engine: Engine, message: PolicySent) -> float:
         """Resume generation, then probe the engine. Returns the largest difference of a logprob."""
         self.note = "engines are probed"
-        if self._pool.adapter is not None:
-            await name_adapter(engine, self._pool.adapter)
+        if self.pool.adapter is not None:
+            await name_adapter(engine, self.pool.adapter)
         await engine.post("resume")
         paused_s = time.perf_counter() - self._paused_since[engine.url]
-        self._spent["time/engines_paused"] += paused_s / len(self._targets)
-        self._pool.is_given(engine, message.version)
-        theirs = await self._pool.prompt_logprobs(engine, message.probe.ids)
+        self.spent["time/engines_paused"] += paused_s / len(self._targets)
+        self.pool.is_given(engine, message.version)
+        theirs = await self.pool.prompt_logprobs(engine, message.probe.ids)
         differences = np.abs(np.subtract(message.probe.logprobs, theirs))
         worst = float(differences.max())  # NaN where any is
-        if allowed := self._config.probe_tolerance:
+        if allowed := self.config.probe_tolerance:
             found, measure = worst, "by up to"
         else:
             found, measure = float(differences.mean()), "in the mean by"

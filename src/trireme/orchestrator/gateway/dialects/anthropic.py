@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trireme.orchestrator.gateway.dialects.turn import (
+    ERROR_TYPES,
     STATUS,
     Call,
     Dialect,
@@ -36,13 +37,6 @@ SAMPLING = {
 UNPARSED = "__unparsedToolInput"
 """The key under which Claude Code returns arguments that were no JSON."""
 
-TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -178,8 +172,7 @@ def _head(turn: Turn) -> dict[str, Any]:
 
 
 def _end(turn: Turn) -> dict[str, Any]:
-    reason = "stop_sequence" if turn.stop is not None and turn.finish == "stop" else STOP_REASONS[turn.finish]
-    return {"stop_reason": reason, "stop_sequence": turn.stop if reason == "stop_sequence" else None}
+    return {"stop_reason": STOP_REASONS[turn.finish], "stop_sequence": None}
 
 
 def _usage(turn: Turn) -> dict[str, Any]:
@@ -194,8 +187,7 @@ def _usage(turn: Turn) -> dict[str, Any]:
 def error(refused: Refused) -> dict[str, Any]:
     """Write an error as this API does. Claude Code recognises an overlong prompt by these words."""
     words = f"prompt is too long: {refused}" if refused.problem == "overlong" else str(refused)
-    kind = TYPES.get(STATUS[refused.problem], "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": words}}
+    return {"type": "error", "error": {"type": ERROR_TYPES[STATUS[refused.problem]], "message": words}}
 
 
-ANTHROPIC = Dialect("anthropic", read, answer, events, error, lambda refused: ("error", error(refused)))
+ANTHROPIC = Dialect(read, answer, events, error, lambda refused: ("error", error(refused)))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trireme.orchestrator.gateway.dialects.turn import (
+    ERROR_TYPES,
     STATUS,
     Call,
     Dialect,
@@ -31,7 +32,6 @@ SAMPLING = {
 } | {"max_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}
 ROLES = {"developer": "system", "function": "tool"}
 CODES = {"overlong": "context_length_exceeded", "unauthorized": "invalid_api_key", "busy": "rate_limit_exceeded"}
-TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 def read(body: dict[str, Any]) -> TurnRequest:
@@ -135,8 +135,8 @@ def _usage(turn: Turn) -> dict[str, Any]:
 
 def error(refused: Refused) -> dict[str, Any]:
     """Write an error as the OpenAI APIs do."""
-    kind = TYPES.get(STATUS[refused.problem], "invalid_request_error")
-    return {"error": {"message": str(refused), "type": kind, "param": None, "code": CODES.get(refused.problem)}}
+    kind, code = ERROR_TYPES[STATUS[refused.problem]], CODES.get(refused.problem)
+    return {"error": {"message": str(refused), "type": kind, "param": None, "code": code}}
 
 
-CHAT = Dialect("chat", read, answer, events, error, lambda refused: (None, error(refused)))
+CHAT = Dialect(read, answer, events, error, lambda refused: (None, error(refused)))

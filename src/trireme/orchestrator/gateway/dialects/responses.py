@@ -248,4 +248,4 @@ def error_event(refused: Refused) -> Event:
     return "response.failed", {"type": "response.failed", "sequence_number": 0, "response": response}
 
 
-RESPONSES = Dialect("responses", read, answer, events, error, error_event)
+RESPONSES = Dialect(read, answer, events, error, error_event)

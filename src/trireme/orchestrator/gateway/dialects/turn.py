@@ -87,7 +87,6 @@ class Turn:
     reasoning: str = ""
     calls: tuple[Call, ...] = ()
     finish: Literal["stop", "length", "tool_calls"] = "stop"
-    stop: str | None = None  # the client's stop string that ended the text
     num_prompt: int = 0  # tokens
     num_sampled: int = 0  # tokens
 
@@ -96,7 +95,6 @@ class Turn:
 class Dialect:
     """One API, as four pure functions."""
 
-    name: str
     read: Callable[[dict[str, Any]], TurnRequest]  # raises Refused
     answer: Callable[[Turn, TurnRequest], dict[str, Any]]
     events: Callable[[Turn, TurnRequest], Iterator[Event]]
@@ -114,6 +112,15 @@ STATUS: dict[Problem, int] = {
     "failed": 400,
 }
 """HTTP status of each problem. None is 5xx: clients answer that with a storm of retries (Codex: 30 within 25 s)."""
+
+ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+"""Names of errors by their HTTP status, as both vendors write them."""
 
 
 def read_text(content: Any, *, kinds: Collection[Any], where: str) -> str:
