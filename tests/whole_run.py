@@ -58,6 +58,11 @@ def _merged(values: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     return values | more | {key: _merged(values[key], more[key]) for key in both}
 
 
+def entries(config: RunConfig) -> list[bytes]:
+    """Of the journal, in order."""
+    return [path.read_bytes() for path in sorted(config.paths.journal.glob("batch_*.msgpack"))]
+
+
 def block_until(condition: Callable[[], Any], what: str) -> None:
     """For the trainer's thread. Raises: DeadlineExceeded."""
     with Waits("test").waiting(what, peer="orchestrator", deadline_s=DEADLINE_S) as wait:

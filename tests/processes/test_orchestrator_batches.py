@@ -28,7 +28,7 @@ from trireme.orchestrator.scheduler import Scheduler
 from trireme.orchestrator.weights.policy import Policy
 from trireme.tools.audit.audit import audit_run
 from trireme.tools.audit.report import Report as AuditReport
-from whole_run import WholeRun, block_until, build_config, run
+from whole_run import WholeRun, block_until, build_config, entries, run
 
 REWARD = """
 import os
@@ -151,24 +151,17 @@ def test_a_stale_group_never_reaches_a_batch(tmp_path):
     assert max(lags_of(outcome)) <= 1
 
 
-@pytest.mark.parametrize(
-    ("code", "how", "reasons", "parities", "attempts"),
-    [
-        (EVEN_ONES_SAY_NOTHING, FILTERED, ("no signal: all rewards of the group are equal",), {1}, {0}),
-        (EVEN_ONES_FAIL, {"max_rollout_attempts": 2}, ("score: ZeroDivisionError: ", "group given up: "), {1}, {0}),
-    ],
-)
-def test_a_group_without_signal_or_that_fails_is_dropped_and_replaced(tmp_path, code, how, reasons, parities, attempts):
+def test_a_group_that_fails_is_dropped_and_replaced(tmp_path):
     """A reward that raises costs that rollout only; one that raises each time costs its group."""
 
     async def one_after_the_other(asked):
         await asyncio.sleep(0.03 * (asked.number % 4))
 
-    outcome = run(build_config(tmp_path, code, orchestrator=how), engine={"delay": one_after_the_other})
-    records = whole_batches_of(outcome, reasons=reasons)
+    config = build_config(tmp_path, EVEN_ONES_FAIL, orchestrator={"max_rollout_attempts": 2})
+    outcome = run(config, engine={"delay": one_after_the_other})
+    records = whole_batches_of(outcome, reasons=("score: ZeroDivisionError: ", "group given up: "))
     rollouts = [rollout for record in records for rollout in record.rollouts]
-    assert {int(rollout.answer) % 2 for rollout in rollouts} == parities
-    assert {rollout.attempt for rollout in rollouts} == attempts
+    assert {(int(rollout.answer) % 2, rollout.attempt) for rollout in rollouts} == {(1, 0)}
 
 
 def test_that_nothing_ever_has_signal_is_said_again_and_again(tmp_path, caplog):
@@ -333,10 +326,6 @@ def sometimes_without_end(asked: Asked) -> list[int]:
 RAMBLING = {"answer": sometimes_without_end}
 
 
-def entries(config: RunConfig) -> list[bytes]:
-    return [path.read_bytes() for path in sorted(config.paths.journal.glob("batch_*.msgpack"))]
-
-
 @pytest.mark.parametrize("level", [0, 2])
 def test_a_run_that_goes_by_everything_at_once_and_stopped_in_the_midst_is_what_the_audit_works_out(tmp_path, level):
     """Groups that were open are taken up again; what comes after them is chosen by what was known."""
@@ -368,33 +357,6 @@ def test_a_run_that_goes_by_everything_at_once_and_stopped_in_the_midst_is_what_
         whole = curated_config(tmp_path / "whole", level, **EVERYTHING)
         assert run(whole, engine=RAMBLING).error is None
         assert entries(config) == entries(whole)
-
-
-def test_examples_that_everyone_solves_come_no_more_once_that_is_known(tmp_path):
-    pools = {"buffer": {"pools": {"easy_weight": 0.0, "hard_weight": 0.0}}}
-    config = build_config(tmp_path, EASY_AND_HARD, max_async_level=0, max_steps=16, orchestrator=pools)
-    examples = [outcome.example for record in audited(run(config)).records for outcome in record.outcomes]
-    assert sorted(examples[:12]) == list(range(12))
-    assert {example % 3 for example in examples[12:]} == {2}
-    assert len(examples) == 32
-
-
-def test_advantages_by_a_function_of_the_user_are_what_the_audit_works_out(tmp_path):
-    own = tmp_path / "mine.py"
-    own.write_text("def best(groups, share):\n    return [g.rewards - share * g.rewards.max() for g in groups]\n")
-    advantage = {"type": "custom", "path": f"{own}:best", "args": {"share": 0.5}}
-    outcome = audited(run(build_config(tmp_path, max_steps=2, orchestrator={"advantage": advantage})))
-    assert outcome.records[0].rollouts[0].samples[0].advantages.any()
-
-
-def test_a_run_goes_on_where_a_batch_is_masked_throughout(tmp_path, caplog):
-    code = EASY_AND_HARD.replace("number % 3", "number % 1")  # solved by everyone
-    config = build_config(tmp_path, code, max_steps=2, orchestrator={"filters": {"zero_advantage": "mask"}})
-    outcome = audited(run(config))
-    assert outcome.trainer_error == []
-    assert "all 8 rollouts are masked (zero_advantage)" in caplog.text
-    assert [reply.loss_tokens for reply in outcome.trainer.batches] == [1, 1]
-    assert not any(row.tokens.loss_mask.any() for row in outcome.trainer.batches[0].micro_batches)
 
 
 # audited while they go on

@@ -15,7 +15,7 @@ from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord, State
 from trireme.journal.versions import Versions
 from trireme.messages import encode
-from whole_run import WholeRun, build_config, run
+from whole_run import WholeRun, build_config, entries, run
 
 STEPS = 6
 QUICK = {"retry_s": 0.02, "health_interval_s": 0.02}
@@ -134,10 +134,6 @@ def test_a_run_that_lacks_only_its_last_checkpoint_waits_for_the_trainer_and_rep
 
 
 # in a run that was stopped
-
-
-def entries(config: RunConfig) -> list[bytes]:
-    return [path.read_bytes() for path in sorted(config.paths.journal.glob("batch_*.msgpack"))]
 
 
 def test_going_back_to_an_older_step_sets_the_later_batches_aside(tmp_path):
