@@ -21,8 +21,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-__all__ = ["adapter_gaps", "begin_reload", "finish_reload", "incomplete_layers", "load_adapter", "load_tensors"]
-
 ADAPTER_ID = 1  # of the only adapter; vLLM's server counts from 1 as well
 
 

