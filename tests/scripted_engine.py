@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from safetensors import safe_open
 
 from fake_engine import Asked, FakeEngine, WeightWire, build_app, door_keeper, serving
 from trireme.algo.weight_checks import is_of_adapter
+from trireme.base.background import in_background
 from trireme.base.faults import reach
 from trireme.base.log import get_logger, start_logging
 from trireme.base.token import token
@@ -37,7 +39,7 @@ from trireme.config.run import RunConfig
 from trireme.messages import TensorSpec
 
 if TYPE_CHECKING:
-    from trireme.transport.weights.backends import BackgroundReceive, Receiver
+    from trireme.transport.weights.backends import Receiver
 
 log = get_logger("scripted")
 
@@ -150,7 +152,7 @@ class Core(FakeEngine):
         self.unloaded: list[str] = []
         self.names: list[str] = []  # of adapters
         self._receiver: Receiver | None = None
-        self._background: BackgroundReceive[tuple[str, str]] | None = None
+        self._background: Future[list[tuple[str, str]]] | None = None
         self._address: tuple[Any, ...] = ()
         self.asked_log: str | None = None  # file with a line per request for tokens: the same request, the same line
         for name, value in config.inference.args.items():  # its knobs, where vLLM's own arguments stand
@@ -220,7 +222,7 @@ class Core(FakeEngine):
         self.digests = {name: d for name, d in self.digests.items() if keeps_base and not is_of_adapter(name)}
         background, self._background = self._background, None
         payload = body["update_info"]["payload"]
-        here = self._digested(self._receiver.tensors(specs, payload)) if background is None else background.take(60.0)
+        here = self._digested(self._receiver.tensors(specs, payload)) if background is None else background.result(60.0)
         for name, digest in here:
             self.digests[name] = digest
             if not is_of_adapter(name):
@@ -229,14 +231,14 @@ class Core(FakeEngine):
 
     def _receive_ahead(self, specs: list[dict[str, Any]]) -> bool:
         """As vLLM's workers with our engine: a thread takes in what fits into one bucket."""
-        from trireme.transport.weights.backends import BackgroundReceive
         from trireme.transport.weights.buckets import split_into_buckets
 
         assert self._receiver is not None, "receive_ahead before init_weight_transfer_engine"
         expected = msgspec.convert(specs, list[TensorSpec])
         if len(split_into_buckets(expected, self._bucket_bytes)) > 1:
             return False
-        self._background = BackgroundReceive(self._digested(self._receiver.tensors(expected, {})))
+        coming = self._digested(self._receiver.tensors(expected, {}))
+        self._background = in_background(lambda: list(coming), name="weights")
         return True
 
     def _digested(self, coming: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, str]]:

@@ -16,8 +16,9 @@ from trireme.algo.packing import Sample, micro_batches_of_rank
 from trireme.base.waiting import Waits
 from trireme.config.trainer import Checkpoints, Loss, Optimizer, TrainerModel
 from trireme.messages import BatchReply, MicroBatch, build_tokens
-from trireme.trainer.checkpoint.checkpoint import CheckpointStore, TrainerState
+from trireme.trainer.checkpoint.checkpoint import CheckpointStore
 from trireme.trainer.checkpoint.export import Exporter
+from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.model.model import load_model, open_tokenizer
 from trireme.trainer.optim.optimizer import build_optimizer
 from trireme.trainer.parallel.mesh import World
@@ -146,8 +147,10 @@ def open_store(
     return CheckpointStore(folder, config or Checkpoints(), world, waits=waits, disk_timeout_s=60, exporter=exporter)
 
 
-def open_exporter(folder: Path, model: Path, world: World, dtype: torch.dtype = torch.float32) -> Exporter:
-    return Exporter(folder, open_tokenizer(str(model), False) if world.is_main else None, dtype)
+def open_exporter(
+    folder: Path, tokenizer: Path, model: PreTrainedModel, world: World, dtype: torch.dtype = torch.float32
+) -> Exporter | None:
+    return Exporter(folder, model, open_tokenizer(str(tokenizer), False), dtype) if world.is_main else None
 
 
 def save(folder: Path, state: TrainerState, world: World, config: Checkpoints | None = None) -> None:
@@ -159,7 +162,7 @@ def save(folder: Path, state: TrainerState, world: World, config: Checkpoints | 
 
 def save_run(folder: Path, state: TrainerState, model: Path, world: World) -> None:
     """Save a checkpoint and its export, as in the folder of a run."""
-    exporter = open_exporter(folder / "weights", model, world)
+    exporter = open_exporter(folder / "weights", model, state.model, world)
     store = open_store(folder / "checkpoints", world, exporter=exporter)
     store.save(state)
     store.wait()

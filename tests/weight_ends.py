@@ -32,7 +32,7 @@ def random_model(seed: int = 0) -> Tensors:
 
 
 def specs_of(tensors: Tensors) -> list[TensorSpec]:
-    return [spec_of(name, tensor) for name, tensor in tensors.items()]
+    return [spec_of(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
 
 
 def digests_of(tensors: Tensors) -> dict[str, str]:

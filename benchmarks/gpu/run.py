@@ -86,7 +86,7 @@ def weights_by_cuda_ipc(device: str) -> dict[str, Any]:
     tensors = {f"w{i}": torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) for i in range(64)}
     sender = IpcSender()
     began = time.perf_counter()
-    specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+    specs = [spec_of(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
     payload = json.loads(json.dumps(sender.send(specs, tensors.values())))  # as it travels
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()

@@ -47,7 +47,7 @@ def train(kind: str, model: Path, folder: Path, world: World) -> dict[str, Any]:
     config = config_of(kind, model)
     state = base_state(config, world)
     begun, metrics, saved = tiny.weights_of(state.model), [], {}
-    exporter = tiny.open_exporter(folder / kind / "weights", model, world)
+    exporter = tiny.open_exporter(folder / kind / "weights", model, state.model, world)
     store = tiny.open_store(folder / kind, world, exporter=exporter)
     while state.version < STEPS:
         samples = tiny.random_samples(LENGTHS, seed=state.version)

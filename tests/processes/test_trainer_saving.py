@@ -18,7 +18,8 @@ from trireme.base.errors import DeadlineExceeded
 from trireme.base.waiting import Waits
 from trireme.config.trainer import Checkpoints
 from trireme.journal.manifest import complete_steps
-from trireme.trainer.checkpoint.checkpoint import CheckpointStore, TrainerState, load_checkpoint
+from trireme.trainer.checkpoint.checkpoint import CheckpointStore, load_checkpoint
+from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.parallel.mesh import World, open_world
 
 DEADLINE_S = 120
@@ -42,7 +43,7 @@ def test_training_on_does_not_change_what_is_written(tmp_path, tiny_model, world
     (faults / "checkpoint.begun").write_text("hold")
     state = train_until(open_state(tiny_model, world), world, until=1)
     expected = content_of(state)
-    store = open_store(tmp_path / "c", world, exporter=open_exporter(tmp_path / "w", tiny_model, world))
+    store = open_store(tmp_path / "c", world, exporter=open_exporter(tmp_path / "w", tiny_model, state.model, world))
     store.save(state)
     train_until(state, world, until=3)
     torch.manual_seed(1)
@@ -84,7 +85,8 @@ def train_and_save(model: Path, folder: Path, point: str) -> None:
     os.environ["TRIREME_FAULTS"] = f"folder={faults}"
     with open_world("cpu", threads=1, timeout_s=240) as world:
         state = open_state(model, world)
-        store = open_store(folder / "checkpoints", world, exporter=open_exporter(folder / "weights", model, world))
+        exporter = open_exporter(folder / "weights", model, state.model, world)
+        store = open_store(folder / "checkpoints", world, exporter=exporter)
         for version in (1, 2):
             train_until(state, world, until=version)
             if version == 2:
@@ -124,7 +126,8 @@ def killed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_kill_at_any_point_leaves_the_old_or_the_new_checkpoint_complete(killed, point, tiny_model, world):
     folder, version = killed / point, POINTS[point]
     state = open_state(tiny_model, world)
-    store = open_store(folder / "checkpoints", world, exporter=open_exporter(folder / "weights", tiny_model, world))
+    exporter = open_exporter(folder / "weights", tiny_model, state.model, world)
+    store = open_store(folder / "checkpoints", world, exporter=exporter)
     store.resume(state, resume=True)
     assert state.version == version
     assert are_equal(content_of(state), content_of(train_until(open_state(tiny_model, world), world, until=version)))
@@ -147,7 +150,8 @@ def test_saving_waits_while_the_disk_is_full(tmp_path, tiny_model, world):
     state = train_until(open_state(tiny_model, world), world, until=1)
     waits = Waits("trainer")
     with small_disk(tmp_path / "disk", "8m") as disk:
-        store = open_store(disk / "c", world, waits=waits, exporter=open_exporter(disk / "w", tiny_model, world))
+        exporter = open_exporter(disk / "w", tiny_model, state.model, world)
+        store = open_store(disk / "c", world, waits=waits, exporter=exporter)
         store.save(state)
         store.wait()
         ballast = fill(disk)

@@ -14,13 +14,13 @@ from tiny import are_equal, open_state, random_samples, save_run, train_step, we
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.cli.runs.export import export
 from trireme.config.trainer import Lora, Optimizer, TrainerModel
-from trireme.messages import TensorSpec
-from trireme.trainer.checkpoint.hf_files import split, write_model
+from trireme.trainer.checkpoint.hf_files import write_model
 from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.model.model import load_model
 from trireme.trainer.optim.optimizer import build_optimizer
 from trireme.trainer.parallel.mesh import World
 from trireme.trainer.publish.served_weights import merged_tensors
+from trireme.transport.weights.buckets import spec_of
 
 
 @pytest.fixture(scope="module")
@@ -110,14 +110,11 @@ def test_files_of_the_most_allowed_size_hold_all_tensors_once(tmp_path):
     tensors["scalar"] = torch.tensor(3.5)
     tensors["counts"] = torch.arange(3)
     tensors["none"] = torch.zeros(0, 4)
-    specs = [
-        TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
-        for name, tensor in tensors.items()
-    ]
-    write_model(tmp_path, specs, tensors.items(), max_file_bytes=60)
+    specs = [spec_of(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+    write_model(tmp_path, specs, tensors.items(), max_file_bytes=80)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    names = [[spec.name for spec in part] for part in split(specs, 60).values()]
-    assert names == [["t0", "t1"], ["t2"], ["t3", "t4", "scalar", "counts", "none"]]  # 54, 240, 40 bytes
+    files = [name.split("-")[1] for name in index["weight_map"].values()]
+    assert files == ["00001"] * 2 + ["00002"] + ["00003"] * 5  # 54, 240, 40 bytes
     assert index["metadata"]["total_size"] == 54 + 240 + 40
     found = {}
     for file in set(index["weight_map"].values()):

@@ -13,9 +13,10 @@ import tiny
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.config.trainer import Checkpoints, Optimizer
 from trireme.journal.manifest import MANIFEST, complete_steps, read_manifest
-from trireme.trainer.checkpoint.checkpoint import TrainerState, load_checkpoint
+from trireme.trainer.checkpoint.checkpoint import load_checkpoint
 from trireme.trainer.checkpoint.export_layout import layout_of
 from trireme.trainer.checkpoint.resume import version_to_resume
+from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.optim.optimizer import build_optimizer
 from trireme.trainer.parallel.mesh import World
 from trireme.trainer.parallel.shards import Shard, open_shards, write_shards
@@ -160,7 +161,7 @@ def test_after_going_back_checkpoints_of_later_steps_are_never_chosen(tmp_path, 
     for step in (2, 6, 8):
         (weights / f"step_{step}").mkdir(parents=True)
     state.version = 0
-    exporter = tiny.open_exporter(weights, tiny_model, world)
+    exporter = tiny.open_exporter(weights, tiny_model, state.model, world)
     store = tiny.open_store(checkpoints, world, Checkpoints(resume_step=back_to, keep_last=1), exporter=exporter)
     store.resume(state, resume=True)
     assert state.version == back_to
@@ -205,7 +206,7 @@ def test_checkpoints_are_due_at_the_interval_and_at_the_end(tmp_path, world, int
 
 
 def export(model: PreTrainedModel, folder: Path, world: World, *, tokenizer: Path, dtype: torch.dtype) -> Path:
-    exporter = tiny.open_exporter(folder, tokenizer, world, dtype)
+    exporter = tiny.open_exporter(folder, tokenizer, model, world, dtype)
     store = tiny.open_store(folder.with_name(f"{folder.name}_checkpoints"), world, exporter=exporter)
     store.save(TrainerState(model, build_optimizer(model, Optimizer()), version=1))
     store.wait()

@@ -27,7 +27,7 @@ from trireme.journal.rank_shares import Shares
 from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.messages import COLUMNS, Kept, MicroBatch, build_tokens
 from trireme.tools.replay.replay import retrace
-from trireme.trainer.checkpoint.checkpoint import TrainerState
+from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.model.forward import compute_columns
 from trireme.trainer.model.model import load_model
 from trireme.trainer.model.reference import FixedLogprobs

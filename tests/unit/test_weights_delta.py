@@ -3,10 +3,9 @@
 import json
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
-from threading import Event
 
 import peft
 import pytest
@@ -17,9 +16,10 @@ from transformers import AutoModelForCausalLM
 from tiny import save_tiny_model
 from trireme.algo.digest import tensor_digest
 from trireme.algo.patch import Form, Patch, build_patch, changed, to_integers, whole_patch
+from trireme.base.background import in_background
 from trireme.base.errors import ConfigError
 from trireme.tools.export import weights_folder
-from trireme.transport.weights.backends import BackgroundReceive, open_receiver, open_sender
+from trireme.transport.weights.backends import open_receiver, open_sender, take_transfer
 from trireme.transport.weights.deltas import HostCopy, pack_body, pack_head
 from weight_ends import BUCKET_BYTES, DEADLINE_S, SHORT_S, Ends, Tensors, digests_of, outcome, random_model, specs_of
 
@@ -120,9 +120,9 @@ def test_files_bring_changes_to_the_bit(tmp_path):
         list(receiver.tensors(specs_of(model), payload))
 
 
-def receive_ahead(ends: Ends, model: dict[str, torch.Tensor]) -> BackgroundReceive[tuple[str, torch.Tensor]]:
-    (receiver,) = ends.receivers
-    return BackgroundReceive((name, tensor.clone()) for name, tensor in receiver.tensors(specs_of(model), {}))
+def receive_ahead(ends: Ends, model: Tensors) -> Future[list[tuple[str, torch.Tensor]]]:
+    coming = ends.receivers[0].tensors(specs_of(model), {})
+    return in_background(lambda: [(name, tensor.clone()) for name, tensor in coming], name="weights")
 
 
 def test_transfers_received_ahead_and_others_may_follow_one_another_until_one_breaks():
@@ -134,7 +134,7 @@ def test_transfers_received_ahead_and_others_may_follow_one_another_until_one_br
             background = receive_ahead(ends, model)
             ends.sender.join("a/1", 2)
             ends.sender.send(specs_of(model), iter(model.values()))  # would wait for a receiver that does not listen
-            assert digests_of(dict(background.take(DEADLINE_S))) == digests_of(model)
+            assert digests_of(dict(take_transfer(background, DEADLINE_S))) == digests_of(model)
         else:
             futures = ends.send(model, epoch="a/1", receivers=ends.receivers, join=False)
             assert outcome(futures)[1:] == [digests_of(model)]
@@ -143,16 +143,14 @@ def test_transfers_received_ahead_and_others_may_follow_one_another_until_one_br
     ends.sender.join("a/1", 2)
     ends.sender.close()
     with pytest.raises(RuntimeError):
-        background.take(DEADLINE_S)
+        take_transfer(background, DEADLINE_S)
     assert outcome(ends.send(model, epoch="a/2", receivers=ends.receivers)) == [None, digests_of(model)]
     ends.close()
 
 
 def test_a_transfer_that_does_not_come_is_waited_for_no_longer_than_allowed():
-    never = Event()
-    background = BackgroundReceive(number for number in count() if never.wait())
     with pytest.raises(TimeoutError, match="within 0 s"):
-        background.take(0.05)
+        take_transfer(Future(), 0.05)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ One engine for all kinds (gloo, nccl, ipc, filesystem): a kind only decides wher
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from trireme.algo.digest import tensor_digest
 from trireme.algo.weight_checks import is_of_adapter
+from trireme.base.background import in_background
 from trireme.base.faults import fault, reach
 from trireme.inference.vllm_api import (
     adapter_gaps,
@@ -25,7 +27,7 @@ from trireme.inference.vllm_api import (
     load_tensors,
 )
 from trireme.messages import InitInfo, TensorSpec, UpdateInfo
-from trireme.transport.weights.backends import BackgroundReceive, Receiver, open_receiver
+from trireme.transport.weights.backends import Receiver, open_receiver, take_transfer
 from trireme.transport.weights.buckets import split_into_buckets
 
 Arrived = tuple[str, torch.Tensor, str]
@@ -49,7 +51,7 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.incomplete: list[str] = []
         self.adapter: dict[str, torch.Tensor] = {}
         self._is_reloading = False
-        self._background: BackgroundReceive[Arrived] | None = None
+        self._background: Future[list[Arrived]] | None = None
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
         return msgspec.convert(init_dict, InitInfo)
@@ -85,7 +87,8 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         assert self._receiver is not None, "receive_ahead before init_weight_transfer_engine"
         if self.device.type != "cpu" or len(split_into_buckets(specs, self._bucket_bytes)) > 1:
             return False
-        self._background = BackgroundReceive(_arriving(self._receiver.tensors(specs, {})))
+        coming = _arriving(self._receiver.tensors(specs, {}))
+        self._background = in_background(lambda: list(coming), name="weights")
         return True
 
     def start_weight_update(self) -> None:
@@ -98,7 +101,7 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         background, self._background = self._background, None
         arrived: Iterable[Arrived]
         if background is not None:
-            arrived = background.take(self._timeout_s)  # raises what the transfer raised, before the model is changed
+            arrived = take_transfer(background, self._timeout_s)  # raises before the model is changed
         else:
             arrived = _arriving(self._receiver.tensors(specs, update_info.payload))
         self.adapter = {}

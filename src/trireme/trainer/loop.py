@@ -22,9 +22,10 @@ from trireme.messages import BatchReply, Done, GetBatch, Ok, Publish, Reply, dec
 from trireme.monitor.metrics import MetricsFile
 from trireme.monitor.spans import TRAINER, Lane, What, open_spans
 from trireme.monitor.timeline import idle
-from trireme.trainer.checkpoint.checkpoint import CheckpointStore, TrainerState, open_checkpoints
+from trireme.trainer.checkpoint.checkpoint import CheckpointStore
 from trireme.trainer.checkpoint.export import Exporter
 from trireme.trainer.checkpoint.resume import check_shared
+from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.heartbeat import Activity, heartbeat
 from trireme.trainer.logprob_log import LogprobLog
 from trireme.trainer.model.forward import shared_frac
@@ -93,10 +94,15 @@ def open_trainer(config: RunConfig) -> Iterator[Trainer]:
         if len(config.hosts.trainer) > 1:
             check_shared(config.paths.root, world)
         state = base_state(config, world)
-        name = trainer.tokenizer.name or config.model.name
-        tokenizer = open_tokenizer(name, trainer.model.trust_remote_code) if world.is_main else None
-        exporter = Exporter(config.paths.weights, tokenizer, getattr(torch, config.served_dtype))
-        checkpoints = stack.enter_context(open_checkpoints(config, trainer.ckpt, world, waits, exporter))
+        exporter = None
+        if world.is_main:
+            tokenizer = open_tokenizer(trainer.tokenizer.name or config.model.name, trainer.model.trust_remote_code)
+            exporter = Exporter(config.paths.weights, state.model, tokenizer, getattr(torch, config.served_dtype))
+        folder, disk_timeout_s = config.paths.checkpoints, config.disk_timeout_s
+        checkpoints = CheckpointStore(
+            folder, trainer.ckpt, world, waits=waits, disk_timeout_s=disk_timeout_s, exporter=exporter
+        )
+        stack.callback(checkpoints.close)
         checkpoints.resume(state, resume=config.resume)
         reach("trainer.resumed", rank=world.rank)
         publisher = Publisher(config, state.model, world, control if world.is_main else None, lane)

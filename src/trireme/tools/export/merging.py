@@ -23,13 +23,14 @@ from trireme.trainer.checkpoint.export import (
     make_folder,
     require_undamaged,
 )
-from trireme.trainer.checkpoint.hf_files import CONFIG, TRAINED_WITH, frozen_dtype, num_bytes, write_model
+from trireme.trainer.checkpoint.hf_files import CONFIG, TRAINED_WITH, frozen_dtype, write_model
 from trireme.trainer.checkpoint.state import MODEL
 from trireme.trainer.model.hub_names import hub_names
 from trireme.trainer.model.loading import ModelTensors, find_files, find_layouts, untrained_of
 from trireme.trainer.model.lora import base_name, inject_adapters, merge, products
 from trireme.trainer.model.model import build_model, published_class, published_config
 from trireme.trainer.parallel.shards import open_checkpoint
+from trireme.transport.weights.buckets import num_bytes
 
 
 def export_merged(
@@ -67,7 +68,7 @@ def export_merged(
         with open_checkpoint(checkpoint) as stored:
             write_model(partial, specs, merged.tensors(stored, getattr(torch, dtype)))
 
-    make_folder(folder, fill, room=num_bytes(specs))
+    make_folder(folder, fill, room=sum(map(num_bytes, specs)))
 
 
 class Trained(Protocol):

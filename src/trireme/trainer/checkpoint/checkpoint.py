@@ -12,8 +12,10 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,18 +23,16 @@ import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 
+from trireme.base.background import in_background
 from trireme.base.disk import require_room, when_there_is_room
 from trireme.base.errors import PeerDied
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.base.paths import atomic_write, remove_folder, replace_folder, step_folder
 from trireme.base.waiting import DISK, Waits
-from trireme.config.run import RunConfig
-from trireme.config.sft import SftConfig
 from trireme.config.trainer import Checkpoints
 from trireme.journal.manifest import MANIFEST, FileEntry, Manifest, complete_steps, describe_file, read_manifest
-from trireme.trainer.checkpoint.background import BackgroundJob
-from trireme.trainer.checkpoint.export import Export, Exporter
+from trireme.trainer.checkpoint.export import Exporter
 from trireme.trainer.checkpoint.resume import set_aside_after, tidy, version_to_resume
 from trireme.trainer.checkpoint.state import TrainerState, load_tensors, tensors_of
 from trireme.trainer.parallel.mesh import World
@@ -42,6 +42,7 @@ log = get_logger("checkpoint")
 
 WRITE_S = 3600.0  # timeout for writing a checkpoint, apart from waits for room on the disk
 CLOSE_S = 20.0
+CHECK_S = 0.5
 POLL_S = 0.05
 REFUSED = -1
 
@@ -56,7 +57,6 @@ class _Copy:
     folder: Path
     shards: dict[str, Shard]
     random: dict[str, torch.Tensor]
-    export: Export | None  # on rank 0
 
     @property
     def name(self) -> str:
@@ -79,7 +79,7 @@ class CheckpointStore:
         """
         Args:
             disk_timeout_s: timeout of waits for room on a full disk.
-            exporter: exports the weights of every checkpoint in Hugging Face format.
+            exporter: exports the weights of every checkpoint in Hugging Face format; of rank 0.
         """
         self._folder = folder
         self._config = config
@@ -88,11 +88,14 @@ class CheckpointStore:
         self._disk_timeout_s = disk_timeout_s
         self._exporter = exporter
         self._host_buffers = HostBuffers(world.device)
-        self._background = BackgroundJob(waits, peer=DISK)
+        self._writing: Future[float] | None = None  # the last checkpoint: the seconds that it takes
+        self._what = ""  # the last checkpoint, for those who wait for it
+        self._write_seconds: float | None = None
 
     def is_due(self, version: int, *, last: int) -> bool:
         """Return whether a checkpoint is due at this version. Raises what writing the last one raised."""
-        self._background.check()
+        if self._writing is not None and self._writing.done():
+            self.wait()
         interval = self._config.interval
         return version == last or (interval is not None and version % interval == 0)
 
@@ -115,21 +118,35 @@ class CheckpointStore:
         random = {"cpu": torch.get_rng_state()}
         if self._world.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state()
-        export = self._exporter.prepare(state.model) if self._exporter else None
-        copy = _Copy(state.version, partial, shards, random, export)
-        self._background.begin(f"checkpoint {copy.name} to be written", lambda: self._write(copy))
+        copy = _Copy(state.version, partial, shards, random)
+        self._what = f"checkpoint {copy.name} to be written"
+        self._writing = in_background(lambda: self._write(copy), name=self._what)
 
     def wait(self) -> None:
         """Wait until the last checkpoint of all ranks is on disk. Raises what its writing raised."""
-        self._background.wait(WRITE_S + 4 * self._disk_timeout_s)  # the deadlines of the job itself come first
+        if self._writing is None:
+            return
+        if not self._writing.done():
+            deadline_s = WRITE_S + 4 * self._disk_timeout_s  # the deadlines of the job itself come first
+            with self._waits.waiting(self._what, peer=DISK, deadline_s=deadline_s) as wait:
+                while not wait_for([self._writing], CHECK_S).done:
+                    wait.check()
+        written, self._writing = self._writing, None  # what it raised is raised once
+        self._write_seconds = written.result()
 
     def close(self) -> None:
         """Give the last checkpoint some time to be written. Raises nothing; call `wait` before to be sure."""
-        self._background.close(CLOSE_S)
+        if self._writing is None:
+            return
+        if not wait_for([self._writing], CLOSE_S).done:
+            log.warning("%s: abandoned, as the process ends", self._what)
+        elif (error := self._writing.exception()) is not None:
+            log.error("%s: %s: %s", self._what, type(error).__name__, error)
 
     def take_write_seconds(self) -> float | None:
-        """Return how long the last checkpoint took to write, once."""
-        return self._background.take_seconds()
+        """Return how long the last checkpoint took to write, once that was noticed by `is_due` or `wait`."""
+        seconds, self._write_seconds = self._write_seconds, None
+        return seconds
 
     def resume(self, state: TrainerState, *, resume: bool) -> None:
         """Load the checkpoint that the run resumes from, if any. A collective.
@@ -161,21 +178,45 @@ class CheckpointStore:
             set_aside_after(self._exporter.folder, version)
         return version
 
-    def _write(self, copy: _Copy) -> None:
-        """Write a copy. Runs in the background thread."""
-        rank = self._world.rank
+    def _write(self, copy: _Copy) -> float:
+        """Write a copy; return the seconds that it took. Runs in the background thread."""
+        began, rank = time.perf_counter(), self._world.rank
         if self._world.is_main:
             self._when_there_is_room(lambda: copy.folder.mkdir(parents=True), f"checkpoint {copy.name}")
         else:
             self._wait_for(copy.folder.exists, f"a folder for checkpoint {copy.name}", peer="trainer", times=3)
         reach("checkpoint.begun", rank=rank)
-        self._when_there_is_room(lambda: _write_rank(copy, rank), f"checkpoint {copy.name}")
+        self._when_there_is_room(lambda: self._write_rank(copy), f"checkpoint {copy.name}")
         reach("checkpoint.written", rank=rank)
         if self._world.is_main:
             self._complete(copy)
         else:
             is_complete = f"checkpoint {copy.name} to be complete"
             self._wait_for(lambda: not copy.folder.exists(), is_complete, peer="trainer", times=3)
+        return time.perf_counter() - began
+
+    def _write_rank(self, copy: _Copy) -> None:
+        """Write what this rank holds, and the list of its files. After an error, remove them."""
+        rank = self._world.rank
+        shards, random = copy.folder / f"rank_{rank}.safetensors", copy.folder / f"random_{rank}.safetensors"
+        try:
+            require_room(copy.folder, sum(shard.num_bytes for shard in copy.shards.values()))
+            write_shards(shards, copy.shards)
+            save_file(copy.random, random)
+            files: Files = {}
+            for path in [shards, random, *(self._exporter.describe(copy.folder) if self._exporter else ())]:
+                with open(path, "rb") as opened:
+                    os.fsync(opened.fileno())
+                files[str(path.relative_to(copy.folder))] = describe_file(path)
+            with atomic_write(_list_of_rank(copy.folder, rank)) as file:
+                file.write(msgspec.json.encode(files))
+        except BaseException:
+            with suppress(OSError):
+                shards.unlink(missing_ok=True)
+                random.unlink(missing_ok=True)
+                if self._exporter:
+                    self._exporter.take_back(copy.folder)
+            raise
 
     def _complete(self, copy: _Copy) -> None:
         files: Files = {}
@@ -184,8 +225,8 @@ class CheckpointStore:
             self._wait_for(path.exists, f"its part of checkpoint {copy.name}", peer=f"trainer.{rank}")
             files |= msgspec.json.decode(path.read_bytes(), type=Files)
             path.unlink()
-        if export := copy.export:
-            self._when_there_is_room(lambda: export.write(copy.folder, copy.version), f"weights {copy.name}")
+        if exporter := self._exporter:
+            self._when_there_is_room(lambda: exporter.write(copy.folder, copy.version), f"weights {copy.name}")
         manifest = msgspec.json.encode(Manifest(copy.version, self._world.size, time.time(), files))
 
         def write_manifest() -> None:
@@ -198,7 +239,10 @@ class CheckpointStore:
         replace_folder(copy.folder, final)
         log.info("checkpoint %s", final)
         reach("checkpoint.complete")
-        self._remove_old(copy.version)
+        keep_last, keep_interval = self._config.keep_last, self._config.keep_interval
+        for step in complete_steps(self._folder)[:-keep_last] if keep_last is not None else []:
+            if step != copy.version and not (keep_interval and step % keep_interval == 0):
+                remove_folder(step_folder(self._folder, step))
 
     def _wait_for(self, condition: Callable[[], bool], what: str, *, peer: str, times: int = 1) -> None:
         """
@@ -212,35 +256,8 @@ class CheckpointStore:
                 wait.check()
                 time.sleep(POLL_S)
 
-    def _remove_old(self, newest: int) -> None:
-        keep_last, keep_interval = self._config.keep_last, self._config.keep_interval
-        if keep_last is None:
-            return
-        for step in complete_steps(self._folder)[:-keep_last]:
-            if step != newest and not (keep_interval and step % keep_interval == 0):
-                remove_folder(step_folder(self._folder, step))
-
     def _when_there_is_room(self, write: Callable[[], None], what: str) -> None:
         when_there_is_room(write, what=what, folder=self._folder, waits=self._waits, deadline_s=self._disk_timeout_s)
-
-
-@contextmanager
-def open_checkpoints(
-    config: RunConfig | SftConfig, settings: Checkpoints, world: World, waits: Waits, exporter: Exporter
-) -> Iterator[CheckpointStore]:
-    """Open the checkpoints of a run. On exit, the last one gets some time to be written."""
-    store = CheckpointStore(
-        config.paths.checkpoints,
-        settings,
-        world,
-        waits=waits,
-        disk_timeout_s=config.disk_timeout_s,
-        exporter=exporter,
-    )
-    try:
-        yield store
-    finally:
-        store.close()
 
 
 def load_checkpoint(state: TrainerState, folder: Path, *, rank: int) -> None:
@@ -262,29 +279,6 @@ def load_checkpoint(state: TrainerState, folder: Path, *, rank: int) -> None:
             torch.cuda.set_rng_state(states["cuda"])
     state.version = manifest.version
     log.info("resumed from %s, of which this rank read %.1f MiB", folder, num_bytes / 2**20)
-
-
-def _write_rank(copy: _Copy, rank: int) -> None:
-    """Write what this rank holds, and the list of its files. After an error, remove them."""
-    shards, random = copy.folder / f"rank_{rank}.safetensors", copy.folder / f"random_{rank}.safetensors"
-    try:
-        require_room(copy.folder, sum(shard.num_bytes for shard in copy.shards.values()))
-        write_shards(shards, copy.shards)
-        save_file(copy.random, random)
-        files: Files = {}
-        for path in [shards, random, *(copy.export.describe(copy.folder) if copy.export else ())]:
-            with open(path, "rb") as opened:
-                os.fsync(opened.fileno())
-            files[str(path.relative_to(copy.folder))] = describe_file(path)
-        with atomic_write(_list_of_rank(copy.folder, rank)) as file:
-            file.write(msgspec.json.encode(files))
-    except BaseException:
-        with suppress(OSError):
-            shards.unlink(missing_ok=True)
-            random.unlink(missing_ok=True)
-            if copy.export:
-                copy.export.take_back(copy.folder)
-        raise
 
 
 def _list_of_rank(folder: Path, rank: int) -> Path:

@@ -12,7 +12,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -27,19 +26,20 @@ from trireme.base.paths import replace_folder, step_folder, sync_folder
 from trireme.journal.manifest import find_damage, read_manifest
 from trireme.trainer.checkpoint.export_layout import Layout, in_dtype, layout_of, read_layout, stored_tensors
 from trireme.trainer.checkpoint.hf_files import (
+    CONFIG,
     MAX_FILE_BYTES,
+    WEIGHTS,
+    WHOLE,
     adapter_layout,
     describe_adapters,
-    holds_adapters,
-    name_as_adapters,
-    num_bytes,
     write_model,
 )
 from trireme.trainer.checkpoint.state import MODEL
-from trireme.trainer.model.loading import Untrained, untrained_of
-from trireme.trainer.model.lora import Adapters, adapters_of
+from trireme.trainer.model.loading import untrained_of
+from trireme.trainer.model.lora import adapters_of
 from trireme.trainer.model.model import published_class, published_config
 from trireme.trainer.parallel.shards import open_shards, shard_of, write_shards
+from trireme.transport.weights.buckets import num_bytes
 
 log = get_logger("export")
 
@@ -48,61 +48,48 @@ LAYOUT = "layout.json"  # file in a checkpoint with the tensors of an export
 UNTRAINED = "rank_0_untrained.safetensors"  # file in a checkpoint with parts of the model that only exports need
 
 
-@dataclass(frozen=True)
 class Exporter:
-    """Makes `weights/step_N/`, which appears under its name only once it is complete and on disk."""
+    """Makes `weights/step_N/` of each checkpoint, which appears under its name only once it is complete and on disk.
 
-    folder: Path  # parent of `step_N`
-    tokenizer: PreTrainedTokenizerBase | None  # None on ranks other than 0
-    dtype: torch.dtype
+    What it needs of the model besides the weights is copied when it is built, so its methods may run in another thread.
+    They may be repeated after they failed.
+    """
 
-    def prepare(self, model: PreTrainedModel) -> Export | None:
-        """Return what rank 0's thread needs to export a checkpoint; None on other ranks. Copies no tensors."""
-        if self.tokenizer is None:
-            return None
-        return Export(
-            folder=self.folder,
-            layout=adapter_layout(model) if adapters_of(model) else layout_of(model, self.dtype),
-            dtype=self.dtype,
-            config=published_config(model),
-            generation=copy.deepcopy(model.generation_config),
-            architecture=published_class(model),
-            tokenizer=self.tokenizer,
-            untrained=untrained_of(model),
-            adapters=adapters_of(model),
-        )
-
-
-@dataclass(frozen=True)
-class Export:
-    """The export of one checkpoint. Its methods may run in another thread, and be repeated after they failed."""
-
-    folder: Path  # parent of `step_N`
-    layout: Layout
-    dtype: torch.dtype
-    config: PretrainedConfig
-    generation: GenerationConfig | None
-    architecture: str
-    tokenizer: PreTrainedTokenizerBase
-    untrained: Untrained
-    adapters: Adapters | None  # if only these are trained and exported
+    def __init__(
+        self, folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
+    ) -> None:
+        """
+        Args:
+            folder: parent of `step_N`.
+        """
+        self.folder = folder
+        self._tokenizer = tokenizer
+        self._dtype = dtype
+        self._adapters = adapters_of(model)  # if only these are trained and exported
+        self._layout = adapter_layout(model) if self._adapters else layout_of(model, dtype)
+        self._config = published_config(model)
+        self._generation = copy.deepcopy(model.generation_config)
+        self._architecture = published_class(model)
+        self._untrained = untrained_of(model)
 
     def describe(self, checkpoint: Path) -> list[Path]:
         """Write all but the weights; return the files."""
         folder, layout, untrained = checkpoint / DESCRIPTION, checkpoint / LAYOUT, checkpoint / UNTRAINED
         folder.mkdir(exist_ok=True)
-        layout.write_bytes(msgspec.json.encode(self.layout))
-        self.tokenizer.save_pretrained(folder)
-        if self.adapters is not None:
-            describe_adapters(folder, self.adapters)
+        layout.write_bytes(msgspec.json.encode(self._layout))
+        self._tokenizer.save_pretrained(folder)
+        if self._adapters is not None:
+            describe_adapters(folder, self._adapters)
         else:
-            describe_model(folder, self.config, self.generation, self.dtype, self.architecture)
-            self.untrained.describe(folder)
-            if self.untrained.names:
-                write_shards(untrained, {f"{MODEL}.{name}": shard_of(each) for name, each in self.untrained.tensors()})
+            describe_model(folder, self._config, self._generation, self._dtype, self._architecture)
+            self._untrained.describe(folder)
+            if self._untrained.names:
+                tensors = self._untrained.tensors()
+                write_shards(untrained, {f"{MODEL}.{name}": shard_of(tensor) for name, tensor in tensors})
         return [layout, *checkpoint.glob(UNTRAINED), *sorted(path for path in folder.rglob("*") if path.is_file())]
 
     def take_back(self, checkpoint: Path) -> None:
+        """Remove what `describe` wrote."""
         shutil.rmtree(checkpoint / DESCRIPTION, ignore_errors=True)
         for name in (LAYOUT, UNTRAINED):
             (checkpoint / name).unlink(missing_ok=True)
@@ -110,7 +97,7 @@ class Export:
     def write(self, checkpoint: Path, version: int) -> None:
         """Make `step_N` from a checkpoint that lacks only its manifest."""
         folder = step_folder(self.folder, version)
-        write_export(folder, checkpoint / DESCRIPTION, self.layout, sorted(checkpoint.glob("rank_*.safetensors")))
+        write_export(folder, checkpoint / DESCRIPTION, self._layout, sorted(checkpoint.glob("rank_*.safetensors")))
         log.info("weights %s", folder)
 
 
@@ -149,7 +136,6 @@ def write_export(
     pieces: Sequence[Path],
     *,
     dtype: torch.dtype | None = None,
-    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Write an export: its description, and the tensors of its layout.
 
@@ -159,16 +145,16 @@ def write_export(
 
     def fill(partial: Path) -> None:
         shutil.copytree(description, partial)
-        is_adapter = holds_adapters(partial)
+        is_adapter = (partial / CONFIG).is_file()
         with open_shards(pieces) as stored:
-            most = sys.maxsize if is_adapter else max_file_bytes
+            most = sys.maxsize if is_adapter else MAX_FILE_BYTES
             write_model(partial, layout, stored_tensors(layout, stored), max_file_bytes=most)
         if is_adapter:
-            name_as_adapters(partial)
+            (partial / WHOLE).rename(partial / WEIGHTS)
         elif dtype is not None:
             correct_config(partial, dtype)
 
-    make_folder(folder, fill, room=num_bytes(layout))
+    make_folder(folder, fill, room=sum(map(num_bytes, layout)))
 
 
 def make_folder(folder: Path, fill: Callable[[Path], None], *, room: int) -> None:

@@ -18,6 +18,7 @@ from trireme.messages import TensorSpec
 from trireme.trainer.checkpoint.export_layout import Layout, laid_tensor
 from trireme.trainer.model.layouts import identity_layout
 from trireme.trainer.model.lora import Adapters, peft_name, to_peft, trained_tensors
+from trireme.transport.weights.buckets import dtype_of, num_bytes, split_into_buckets
 
 TRAINED_WITH = "trained_with.json"
 """A file of our own next to PEFT's, which have no field for this."""
@@ -52,19 +53,8 @@ def frozen_dtype(folder: Path) -> torch.dtype:
     return dtype
 
 
-def holds_adapters(folder: Path) -> bool:
-    return (folder / CONFIG).is_file()
-
-
-def name_as_adapters(folder: Path) -> None:
-    """Rename a model's single file of weights to that of adapters."""
-    (folder / WHOLE).rename(folder / WEIGHTS)
-
-
 MAX_FILE_BYTES = 5 * 10**9
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-Specs = Sequence[TensorSpec]
 
 _DTYPES = {
     "float64": "F64",
@@ -80,13 +70,9 @@ _DTYPES = {
 }
 
 
-def num_bytes(specs: Iterable[TensorSpec]) -> int:
-    return sum(_size(spec) for spec in specs)
-
-
 def write_model(
     folder: Path,
-    specs: Specs,
+    specs: Sequence[TensorSpec],
     tensors: Iterable[tuple[str, torch.Tensor]],
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -100,47 +86,33 @@ def write_model(
         tensors: exactly those of `specs`, in their order; each is released before the next is asked for.
         max_file_bytes: most bytes of a file's tensors; a larger tensor gets a file of its own.
     """
-    files = split(specs, max_file_bytes)
+    parts = split_into_buckets(specs, max_file_bytes)
+    names = [f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
+    files = dict(zip(names, parts, strict=True)) if len(parts) > 1 else {WHOLE: specs}
     stream = iter(tensors)
     for name, part in files.items():
         with open(folder / name, "wb") as file:
             _write_header(file, part)
             for spec in part:
                 tensor_name, tensor = next(stream)
-                found = (tensor_name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
-                assert found == (spec.name, spec.dtype, list(spec.shape)), f"{found} came instead of {spec}"
+                found = (tensor_name, tensor.dtype, [*tensor.shape])
+                assert found == (spec.name, dtype_of(spec), [*spec.shape]), f"{found} came instead of {spec}"
                 file.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
     assert next(stream, None) is None, "more tensors than specs"
     if len(files) > 1:
-        total = sum(num_bytes(part) for part in files.values())
+        total = sum(map(num_bytes, specs))
         places = {spec.name: name for name, part in files.items() for spec in part}
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def split(specs: Specs, max_file_bytes: int) -> dict[str, list[TensorSpec]]:
-    """Return the specs of each file, in order."""
-    parts: list[list[TensorSpec]] = [[]]
-    for spec in specs:
-        if parts[-1] and num_bytes(parts[-1]) + _size(spec) > max_file_bytes:
-            parts.append([])
-        parts[-1].append(spec)
-    if len(parts) == 1:
-        return {WHOLE: parts[0]}
-    return {f"model-{number:05}-of-{len(parts):05}.safetensors": part for number, part in enumerate(parts, 1)}
-
-
-def _write_header(file: IO[bytes], specs: Specs) -> None:
+def _write_header(file: IO[bytes], specs: Sequence[TensorSpec]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for spec in specs:
-        end = begin + _size(spec)
+        end = begin + num_bytes(spec)
         header[spec.name] = {"dtype": _DTYPES[spec.dtype], "shape": spec.shape, "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # readers map the file and need aligned numbers
     file.write(len(text).to_bytes(8, "little") + text)
-
-
-def _size(spec: TensorSpec) -> int:
-    return torch.Size(spec.shape).numel() * getattr(torch, spec.dtype).itemsize

@@ -24,6 +24,7 @@ from trireme.trainer.model.lora import (
     trained_tensors,
 )
 from trireme.trainer.parallel.shards import whole_tensor
+from trireme.transport.weights.buckets import spec_of
 
 
 def served_specs(model: PreTrainedModel, dtype: torch.dtype) -> list[TensorSpec]:
@@ -32,8 +33,7 @@ def served_specs(model: PreTrainedModel, dtype: torch.dtype) -> list[TensorSpec]
     published = [spec for name in names.parameters for spec in names.specs(name)]
     if serves_adapters(model):
         published += [(peft_name(name), parameter.shape) for name, parameter in _adapters(model)]
-    text = str(dtype).removeprefix("torch.")
-    return [TensorSpec(name=name, dtype=text, shape=list(shape)) for name, shape in published]
+    return [spec_of(name, dtype, shape) for name, shape in published]
 
 
 def served_tensors(

@@ -23,7 +23,7 @@ from trireme.messages import MicroBatch
 from trireme.monitor.metrics import MetricsFile
 from trireme.monitor.spans import TRAINER, Lane, open_spans
 from trireme.monitor.wandb_mirror import open_wandb_mirror
-from trireme.trainer.checkpoint.checkpoint import CheckpointStore, open_checkpoints
+from trireme.trainer.checkpoint.checkpoint import CheckpointStore
 from trireme.trainer.checkpoint.export import Exporter
 from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.model.forward import compute_columns, places_of
@@ -78,10 +78,15 @@ def open_sft(config: SftConfig) -> Iterator[Sft]:
         assert config.model.name is not None, "`resolve_sft` fills it in"
         model = load_model(config.model, config.model.name, world)
         state = TrainerState(model=model, optimizer=build_optimizer(model, config.optim))
-        tokenizer = open_tokenizer_of(config) if world.is_main else None
-        dtype = torch.float32 if config.device == "cpu" else torch.bfloat16
-        exporter = Exporter(config.paths.weights, tokenizer, dtype)
-        checkpoints = stack.enter_context(open_checkpoints(config, config.ckpt, world, waits, exporter))
+        exporter = None
+        if world.is_main:
+            dtype = torch.float32 if config.device == "cpu" else torch.bfloat16
+            exporter = Exporter(config.paths.weights, model, open_tokenizer_of(config), dtype)
+        folder, disk_timeout_s = config.paths.checkpoints, config.disk_timeout_s
+        checkpoints = CheckpointStore(
+            folder, config.ckpt, world, waits=waits, disk_timeout_s=disk_timeout_s, exporter=exporter
+        )
+        stack.callback(checkpoints.close)
         checkpoints.resume(state, resume=config.resume)
         if world.is_main:
             stack.enter_context(open_wandb_mirror(config))

@@ -1,12 +1,12 @@
-"""The backends of weight transfers (`weight_broadcast.type`): sender and receiver of each, and background receives."""
+"""The backends of weight transfers (`weight_broadcast.type`): sender and receiver of each."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
-from threading import Thread
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -79,31 +79,13 @@ def open_receiver(
     return CollectiveReceiver(kind, host, port, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
 
 
-Part = TypeVar("Part")
+T = TypeVar("T")
 
 
-class BackgroundReceive(Generic[Part]):
-    """Receives a transfer in a daemon thread, so that the process can end even if the sender never does."""
-
-    def __init__(self, coming: Iterator[Part]) -> None:
-        self._parts: list[Part] = []
-        self._error: BaseException | None = None
-        self._thread = Thread(target=self._take_in, args=(coming,), name="weights", daemon=True)
-        self._thread.start()
-
-    def _take_in(self, coming: Iterator[Part]) -> None:
-        try:
-            self._parts.extend(coming)
-        except BaseException as error:  # raised by `take`
-            self._error = error
-
-    def take(self, timeout_s: float) -> list[Part]:
-        """Wait for the whole transfer and return it. Raises what the receiver raised, and TimeoutError."""
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise TimeoutError(
-                f"The trainer did not send the announced weights within {timeout_s:.0f} s. See logs/trainer.stdout"
-            )
-        if self._error is not None:
-            raise self._error
-        return self._parts
+def take_transfer(transfer: Future[list[T]], timeout_s: float) -> list[T]:
+    """Wait for a transfer that is received in the background. Raises what the receiver raised, and TimeoutError."""
+    if not wait([transfer], timeout_s).done:
+        raise TimeoutError(
+            f"The trainer did not send the announced weights within {timeout_s:.0f} s. See logs/trainer.stdout"
+        )
+    return transfer.result()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 import torch
@@ -13,9 +13,8 @@ from trireme.messages import TensorSpec
 _ALIGNMENT = 16
 
 
-def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """Return the spec of a tensor; of a sharded one, with its global shape."""
-    return TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
+def spec_of(name: str, dtype: torch.dtype, shape: Sequence[int]) -> TensorSpec:
+    return TensorSpec(name=name, dtype=str(dtype).removeprefix("torch."), shape=list(shape))
 
 
 def num_bytes(spec: TensorSpec) -> int:
@@ -26,7 +25,7 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
     return getattr(torch, spec.dtype)
 
 
-def split_into_buckets(specs: list[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:
+def split_into_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:
     """Split tensors into buckets, in order. A tensor larger than a bucket gets one of its own."""
     buckets: list[list[TensorSpec]] = []
     room = 0

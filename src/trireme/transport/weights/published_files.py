@@ -19,6 +19,7 @@ from safetensors import safe_open
 from trireme.base.errors import ConfigError
 from trireme.config.model_folder import FP8, MXFP4
 from trireme.messages import TensorSpec
+from trireme.transport.weights.buckets import spec_of
 
 Shape = tuple[int, ...]
 Region = tuple[slice, ...]
@@ -70,10 +71,7 @@ class PublishedFiles:
         """Return names, types and shapes of what `read` returns, for all names by default. Reads one value of each."""
         names = self.shapes if names is None else names
         values = ((name, self.read(name, tuple(slice(0, 1) for _ in self.shapes[name]))) for name in names)
-        return [
-            TensorSpec(name=name, dtype=str(value.dtype).removeprefix("torch."), shape=list(self.shapes[name]))
-            for name, value in values
-        ]
+        return [spec_of(name, value.dtype, self.shapes[name]) for name, value in values]
 
     def read(self, name: str, region: Region) -> torch.Tensor:
         """Return a region of a tensor, or all of it for an empty region."""
