@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import tiny
 from families import build_config, save_family
 from trireme.algo.columns import LossFunction, Totals
-from trireme.algo.loss.loss import build_loss, cross_entropy
+from trireme.algo.loss.loss import cross_entropy, policy_loss
 from trireme.algo.packing import Sample, empty_micro_batch, micro_batches_of_rank
 from trireme.config.losses import resolve_loss
 from trireme.config.run import Model, RunConfig
@@ -139,13 +139,13 @@ def test_later_iterations_are_against_the_weights_that_the_batch_began_with(tiny
     rows = micro_batches_of_rank(samples_at(0), capacity=CAPACITY, rank=0, world=1)
     with torch.no_grad():
         known = [compute_columns(by_hand.model, row, world.device).logprobs for row in rows]
-    loss = build_loss(resolve_loss(Loss(type="decoupled"), length=1))
+    recipe = resolve_loss(Loss(type="decoupled"), length=1)
     totals = Totals(tiny.num_loss_tokens(samples_at(0)), len(LENGTHS))
     clipped = 0.0
     for _ in range(2):
         for row, proximal in zip(rows, known, strict=True):
             columns = replace(compute_columns(by_hand.model, row, world.device), proximal=proximal)
-            terms = loss(columns, totals)
+            terms = policy_loss(columns, totals, recipe)
             terms.loss.backward()
             clipped += float(terms.sums["clip_frac/low"] + terms.sums["clip_frac/high"])
         update(by_hand.model, by_hand.optimizer, 1.0)

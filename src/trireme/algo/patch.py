@@ -78,21 +78,17 @@ def build_patch(tensor: torch.Tensor, is_changed: torch.Tensor) -> Patch:
     count = int(is_changed.count_nonzero())
     bits = -(-tensor.numel() // 8)
     if 2 * count < bits:  # bytes: only then can a list of indices be shorter than the bits
-        patch = _listed(tensor, is_changed.nonzero().view(-1))
-        if patch.where.numel() <= bits:
-            return patch
+        places = is_changed.nonzero().view(-1)
+        gaps = places.diff(prepend=places.new_zeros(1))
+        fits = not len(gaps) or int(gaps.max()) <= _LONGEST_GAP
+        assert fits or tensor.numel() <= _LAST_PLACE + 1, f"{tensor.numel()} values have no index of 4 bytes"
+        where = to_bytes(gaps.to(torch.uint16) if fits else places.to(torch.int32))
+        if where.numel() <= bits:
+            form = Form.GAPS if fits else Form.PLACES
+            return Patch(form, count, where, to_bytes(to_integers(tensor)[places]))
     if bits + count * tensor.element_size() < tensor.nbytes:
         return Patch(Form.BITS, count, pack_bits(is_changed), to_bytes(to_integers(tensor)[is_changed]))
     return Patch(Form.WHOLE, count, to_bytes(tensor)[:0], to_bytes(tensor))
-
-
-def _listed(tensor: torch.Tensor, places: torch.Tensor) -> Patch:
-    gaps = places.diff(prepend=places.new_zeros(1))
-    fits = not len(gaps) or int(gaps.max()) <= _LONGEST_GAP
-    where = gaps.to(torch.uint16) if fits else places.to(torch.int32)
-    assert fits or tensor.numel() <= _LAST_PLACE + 1, f"{tensor.numel()} values have no index of 4 bytes"
-    form = Form.GAPS if fits else Form.PLACES
-    return Patch(form, len(places), to_bytes(where), to_bytes(to_integers(tensor)[places]))
 
 
 def sizes_of(form: Form, num_changed: int, tensor: torch.Tensor) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 
 from trireme.algo.columns import Columns, LossFunction, Totals
 from trireme.algo.loss.divergence import kl_estimate
-from trireme.algo.loss.loss import build_loss, effective_share
+from trireme.algo.loss.loss import effective_share, policy_loss
 from trireme.base.errors import NotFinite
 from trireme.base.log import get_logger
 from trireme.base.timing import Timer
@@ -61,7 +62,7 @@ def policy_gradient(loss: Loss, *, length: int = 1) -> LossFunction:
         ConfigError: a loss function of the user's cannot be loaded.
     """
     recipe = resolve_loss(loss, length=length)
-    return build_loss(recipe, load_custom_loss(recipe))
+    return partial(policy_loss, recipe=recipe, custom=load_custom_loss(recipe))
 
 
 class Stepper:

@@ -98,9 +98,10 @@ class RequireToken:
         """Pass on a `/collective_rpc` request if it names one of our methods; refuse it otherwise."""
         try:
             body = await read_body(receive, MOST_BYTES)
-        except (ValueError, ClientDisconnected):
-            body = b""
-        if _calls_ours(body):
+            is_ours = str(json.loads(body)["method"]).startswith(OURS)
+        except (ValueError, KeyError, TypeError, RecursionError, ClientDisconnected):
+            is_ours = False
+        if is_ours:
             await self._app(scope, replay(body, receive), send)
         else:
             await _refuse(scope, receive, send, 403, FOREIGN)
@@ -133,14 +134,6 @@ def replay(body: bytes, receive: Receive) -> Receive:
         return next(read, None) or await receive()
 
     return again
-
-
-def _calls_ours(body: bytes) -> bool:
-    try:
-        method = json.loads(body)["method"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return False
-    return isinstance(method, str) and method.startswith(OURS)
 
 
 async def refuse(scope: Message, receive: Receive, send: Send, code: int, body: bytes, *headers: Header) -> None:

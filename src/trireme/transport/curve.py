@@ -6,8 +6,6 @@ server's public key is as secret as the token; a client key other than the deriv
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
@@ -23,41 +21,35 @@ HANDSHAKE_FAILED = (
 )
 
 
-@dataclass(frozen=True)
-class Pair:
-    """The key pair of one end, in ZeroMQ's encoding."""
-
-    public: bytes
-    secret: bytes
-
-
-def pair_of(token: str, end: str) -> Pair:
+def pair_of(token: str, end: str) -> tuple[bytes, bytes]:
+    """Return the public and the secret key of one end, in ZeroMQ's encoding."""
     secret = z85.encode(derive(token, f"curve {end}"))
-    return Pair(zmq.curve_public(secret), secret)
+    return zmq.curve_public(secret), secret
 
 
 def set_client_keys(socket: zmq.Socket, token: str) -> None:
     """Set the client's keys on a socket. Call it before connecting."""
-    own, other = pair_of(token, "asker"), pair_of(token, "server")
-    socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = own.public, own.secret, other.public
+    socket.curve_publickey, socket.curve_secretkey = pair_of(token, "asker")
+    socket.curve_serverkey, _ = pair_of(token, "server")
 
 
 class ServerAuthenticator:
     """Authenticator that accepts clients with our token, for one context's sockets. Requires a running event loop."""
 
     def __init__(self, context: zmq.asyncio.Context, token: str) -> None:
-        self._server, self._client = pair_of(token, "server"), pair_of(token, "asker")
+        self._client_key, _ = pair_of(token, "asker")
+        _, self._server_secret = pair_of(token, "server")
         self._authenticator = AsyncioAuthenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(DOMAIN, credentials_provider=self)
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Decide about a client's key. Called by the authenticator."""
-        return key == self._client.public
+        return key == self._client_key
 
     def set_server_keys(self, socket: zmq.Socket) -> None:
         """Set the server's keys on a socket. Call it before binding."""
-        socket.curve_server, socket.curve_secretkey = True, self._server.secret
+        socket.curve_server, socket.curve_secretkey = True, self._server_secret
         socket.zap_domain = DOMAIN.encode()
 
     def close(self) -> None:

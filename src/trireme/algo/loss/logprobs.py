@@ -59,21 +59,15 @@ def token_logprobs(
     """
     scale = torch.where(temperature_K > 0, temperature_K, torch.ones_like(temperature_K))
     if choices is None:
-        return _among_all(logits_KV, targets_K, scale, entropy_gradient)
+        return _AmongAll.apply(logits_KV, targets_K, scale, entropy_gradient)
     cut = torch.zeros(len(targets_K), dtype=torch.bool, device=targets_K.device)
     cut[choices.positions] = True
     uncut = (~cut).nonzero().squeeze(-1)
-    among_all = _among_all(logits_KV[uncut], targets_K[uncut], scale[uncut], entropy_gradient)
+    among_all = _AmongAll.apply(logits_KV[uncut], targets_K[uncut], scale[uncut], entropy_gradient)
     among_kept = _among_kept(logits_KV, targets_K, scale, choices)
     order = torch.cat([uncut, choices.positions]).argsort()
     logprobs, entropies = (torch.cat(parts)[order] for parts in zip(among_all, among_kept, strict=True))
     return logprobs, entropies if entropy_gradient else entropies.detach()
-
-
-def _among_all(
-    logits_KV: torch.Tensor, targets_K: torch.Tensor, scale_K: torch.Tensor, entropy_gradient: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _AmongAll.apply(logits_KV, targets_K, scale_K, entropy_gradient)
 
 
 class _AmongAll(torch.autograd.Function):

@@ -28,7 +28,7 @@ from dataclasses import replace
 
 import torch
 
-from trireme.algo.columns import Columns, CustomLoss, LossFunction, LossTerms, TokenLoss, Totals
+from trireme.algo.columns import Columns, CustomLoss, LossTerms, TokenLoss, Totals
 from trireme.algo.loss.corrections import corrected
 from trireme.algo.loss.divergence import kl_estimate, reference_difference, reference_penalty
 from trireme.algo.loss.surrogates import SURROGATES
@@ -37,18 +37,13 @@ from trireme.config.losses import Loss
 _MOST_LOG_RATIO = 20.0
 
 
-def build_loss(recipe: Loss, custom: CustomLoss | None = None) -> LossFunction:
-    """Build the loss function of a recipe.
+def policy_loss(columns: Columns, totals: Totals, recipe: Loss, custom: CustomLoss | None = None) -> LossTerms:
+    """Compute the module's formula.
 
     Args:
         recipe: as `resolve_loss` returns it, with every key that it reads.
         custom: the function of the surrogate `custom`.
     """
-    return lambda columns, totals: policy_loss(columns, totals, recipe, custom)
-
-
-def policy_loss(columns: Columns, totals: Totals, recipe: Loss, custom: CustomLoss | None = None) -> LossTerms:
-    """Compute the module's formula."""
     assert recipe.surrogate is not None, f"not resolved: {recipe}"
     own = custom(columns) if custom else None
     if own is not None:

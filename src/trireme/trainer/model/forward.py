@@ -228,7 +228,11 @@ def _shared(row: MicroBatch) -> SharedPrefixes:
 def _try_shortcuts(scorer: Scorer, device: torch.device) -> Scorer:
     """Use the head alone, packed attention and the team if they give the logprobs of the model's own forward pass."""
     model = scorer.model
-    row = _prompt(model)
+    ids = probe_ids(model.config.get_text_config().vocab_size, PROMPT)
+    ids[-7:-3] = ids[:4]  # the second of two samples begins like the first
+    zeros = [0.0] * PROMPT
+    tokens = build_tokens(ids=ids, loss_mask=[0] * PROMPT, logprobs=zeros, advantages=zeros, versions=[-1] * PROMPT)
+    row = MicroBatch(tokens=tokens, lengths=[PROMPT - 7, 7], temperatures=[1.0, 1.0])
     with _dropout_off(model), torch.no_grad():
         alone = replace(scorer, team=Team())
         own = alone.score(row, PLACES, device).logprobs
@@ -276,15 +280,6 @@ def _agrees(scorer: Scorer, row: MicroBatch, own: torch.Tensor) -> bool:
         log.warning("%s: %r", type(scorer.model).__name__, error)
         return False
     return bool((found - own).abs().max() <= scorer.tolerance)
-
-
-def _prompt(model: PreTrainedModel) -> MicroBatch:
-    """Return a row of two samples, of which the second begins like the first."""
-    ids = probe_ids(model.config.get_text_config().vocab_size, PROMPT)
-    ids[-7:-3] = ids[:4]
-    zeros = [0.0] * PROMPT
-    tokens = build_tokens(ids=ids, loss_mask=[0] * PROMPT, logprobs=zeros, advantages=zeros, versions=[-1] * PROMPT)
-    return MicroBatch(tokens=tokens, lengths=[PROMPT - 7, 7], temperatures=[1.0, 1.0])
 
 
 @contextmanager

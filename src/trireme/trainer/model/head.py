@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -129,31 +128,18 @@ class _InChunks(torch.autograd.Function):
         (hidden_KH,) = ctx.saved_tensors
         parameters, starts = ctx.head.parameters(), _starts(hidden_KH, ctx.chunk)
         of_hidden, sums = torch.empty_like(hidden_KH), [_Sum(len(starts)) for _ in parameters]
-        with _drawing_from(ctx.random, hidden_KH.device):
+        with _drawing_from(ctx.random, hidden_KH.device), torch.enable_grad():
             for first in starts:
                 chunk = slice(first, first + ctx.chunk)
-                score, upstream = partial(ctx.score, first), [each[chunk] for each in upstream_K]
-                of_hidden[chunk] = _add_gradients(sums, score, hidden_KH[chunk], parameters, upstream)
+                hidden_kH = hidden_KH[chunk].detach().requires_grad_()
+                outputs = [each for each in ctx.score(first, hidden_kH) if each.requires_grad]
+                upstream = [each[chunk] for each in upstream_K][: len(outputs)]
+                inputs = (hidden_kH, *parameters)
+                of_hidden[chunk], *found = torch.autograd.grad(outputs, inputs, upstream, allow_unused=True)
+                for total, gradient in zip(sums, found, strict=True):
+                    total.add(gradient)
         of_parameters = [total.in_dtype(parameter.dtype) for total, parameter in zip(sums, parameters, strict=True)]
         return None, None, None, None, of_hidden, *of_parameters
-
-
-@torch.enable_grad()
-def _add_gradients(
-    sums: list[_Sum],
-    score: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-    hidden_kH: torch.Tensor,
-    parameters: list[nn.Parameter],
-    upstream: list[torch.Tensor],
-) -> torch.Tensor:
-    """Add a chunk's gradients to the sum of each parameter; return the gradient of its hidden states."""
-    hidden_kH = hidden_kH.detach().requires_grad_()
-    outputs = [each for each in score(hidden_kH) if each.requires_grad]
-    inputs = (hidden_kH, *parameters)
-    of_hidden, *found = torch.autograd.grad(outputs, inputs, upstream[: len(outputs)], allow_unused=True)
-    for total, gradient in zip(sums, found, strict=True):
-        total.add(gradient)
-    return of_hidden
 
 
 def _starts(hidden_KH: torch.Tensor, chunk: int) -> range:

@@ -114,10 +114,12 @@ class ModelTensors:
         for name in self.names:
             if name in layouts and name not in self.tied:
                 tensor = self.tensor(name)
-                read_part(shard_of(tensor), layouts[name], files)
+                for region, part in _rows(shard_of(tensor)):
+                    layouts[name].at(region).read_into(part, files.read)
                 tensor._is_hf_initialized = True  # as transformers marks it
         for name, other in self.tied.items():
-            if name in layouts and not is_part(shard_of(self.tensor(name)), layouts[name], files):
+            rows = _rows(shard_of(self.tensor(name))) if name in layouts else ()
+            if not all(torch.equal(layouts[name].at(at).tensor(files.read).to(part), part) for at, part in rows):
                 raise ConfigError(
                     f"The weights hold {name} and {other}, which differ, and `tie_word_embeddings` in config.json says "
                     "that they are one - expected them to agree. Set it to false there if both are meant."
@@ -270,19 +272,6 @@ def _whole_parameters(module: torch.nn.Module, names: list[str], *, kept: list[s
             shard.tensor.copy_(module._parameters[name][shard.region])
     finally:
         module._parameters.update(held)
-
-
-@torch.no_grad()
-def read_part(piece: Shard, laid: TensorLayout, files: PublishedFiles) -> None:
-    """Read what this rank holds, some rows at a time."""
-    for region, part in _rows(piece):
-        laid.at(region).read_into(part, files.read)
-
-
-@torch.no_grad()
-def is_part(piece: Shard, laid: TensorLayout, files: PublishedFiles) -> bool:
-    """Return whether the files hold the same values as this rank."""
-    return all(torch.equal(laid.at(region).tensor(files.read).to(part), part) for region, part in _rows(piece))
 
 
 def _rows(piece: Shard) -> Iterator[tuple[Region, torch.Tensor]]:

@@ -25,7 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
-from trireme.config.trainer import Experts, TrainerModel
+from trireme.config.trainer import TrainerModel
 from trireme.messages import Routed
 from trireme.trainer.parallel.mesh import World
 
@@ -121,11 +121,6 @@ def _routers(module: nn.Module) -> list[nn.Module]:
     return [child for name in ROUTERS if isinstance(child := getattr(module, name, None), nn.Module)]
 
 
-def routers_in_float32(layer: nn.Module, config: Experts) -> list[nn.Module]:
-    """Return the routers of a decoder layer that are gathered in float32 also when the rest is not."""
-    return [router_of(block) for block in blocks_of(layer)] if config.router_dtype == "float32" else []
-
-
 Weighing = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Computes [N, top_k] float32 weights of the chosen experts from a router's logits, [N, experts], and their ids."""
 
@@ -197,7 +192,12 @@ class Mixture:
             chosen = torch.where(known, self._routes.experts[:, self._index].to(own.dtype), own)
             weights = torch.where(known, self.weighing(logits, chosen).to(weights.dtype), weights)
         if torch.is_grad_enabled():  # count tokens that are trained on only
-            counts = _count(own, chosen, known, num_experts=logits.shape[-1])
+            with torch.no_grad():
+                places = chosen.reshape(-1)
+                per_expert = torch.zeros(logits.shape[-1], dtype=torch.int64, device=own.device)
+                per_expert.scatter_add_(0, places, torch.ones_like(places))
+                moved = (own.sort(-1).values != chosen.sort(-1).values).any(-1)
+                counts = torch.cat([per_expert, known.sum()[None], moved.sum()[None]])
             self._counts = counts if self._counts is None else self._counts + counts
         return logits, weights, chosen
 
@@ -207,15 +207,6 @@ class Mixture:
         counts, self._counts = self._counts, None
         assert counts is not None, "no token was counted yet"
         return counts.double()
-
-
-@torch.no_grad()
-def _count(own: torch.Tensor, chosen: torch.Tensor, known: torch.Tensor, *, num_experts: int) -> torch.Tensor:
-    places = chosen.reshape(-1)
-    per_expert = torch.zeros(num_experts, dtype=torch.int64, device=own.device)
-    per_expert.scatter_add_(0, places, torch.ones_like(places))
-    moved = (own.sort(-1).values != chosen.sort(-1).values).any(-1)
-    return torch.cat([per_expert, known.sum()[None], moved.sum()[None]])
 
 
 def expert_metrics(model: PreTrainedModel, world: World) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,24 +47,20 @@ def check_packing(model: PreTrainedModel, device: torch.device, dtype: torch.dty
         raise _cannot(name, f"the first sample of a row changed the second's logits by {difference:.1e} of the largest")
 
 
-def _difference(model: PreTrainedModel, device: torch.device) -> float:
-    first, second = (_second_sample(model, number, device) for number in (0, 1))
-    reshard(model)
-    return float((first - second).abs().max() / first.abs().max())
-
-
 @torch.no_grad()
-def _second_sample(model: PreTrainedModel, number: int, device: torch.device) -> torch.Tensor:
-    """Return the second sample's logits after the first sample of this number. Dropout is the same for each."""
+def _difference(model: PreTrainedModel, device: torch.device) -> float:
+    """Return how much a row's first sample changes the second one's logits. Dropout is the same for both rows."""
     vocabulary = model.config.get_text_config().vocab_size
     token = torch.arange(LENGTH, device=device)
-    ids = torch.cat([(token * 7 + 3 + number * 11) % vocabulary, (token * 5 + 1) % vocabulary])
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
-        output = model(
-            input_ids=ids[None], position_ids=torch.cat([token, token])[None], attention_mask=None, use_cache=False
-        )
-    return output.logits[0, LENGTH:]
+    positions, found = torch.cat([token, token])[None], []
+    for number in (0, 1):
+        ids = torch.cat([(token * 7 + 3 + number * 11) % vocabulary, (token * 5 + 1) % vocabulary])
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(0)
+            output = model(input_ids=ids[None], position_ids=positions, attention_mask=None, use_cache=False)
+        found.append(output.logits[0, LENGTH:])
+    reshard(model)
+    return float((found[0] - found[1]).abs().max() / found[0].abs().max())
 
 
 def _give_masks(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -89,16 +86,12 @@ def _kinds_of_layers(model: PreTrainedModel) -> set[str]:
     return set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
 
 
-def _no_mask(**_: Any) -> None:
-    """Return the mask of a layer that carries a state: it runs on each sample alone."""
-
-
 FULL = "full_attention"
-_MASKS = {
+_MASKS: dict[str, Callable[..., Any]] = {
     FULL: create_causal_mask,
     "sliding_attention": create_sliding_window_causal_mask,
-    "linear_attention": _no_mask,
-    "conv": _no_mask,
+    "linear_attention": lambda **_: None,  # a layer that carries a state runs on each sample alone
+    "conv": lambda **_: None,
 }
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import TOWER, TrainerModel
-from trireme.trainer.model.moe import routers_in_float32
+from trireme.trainer.model.moe import blocks_of, router_of
 from trireme.trainer.parallel.mesh import World
 
 
@@ -56,8 +56,10 @@ def shard_model(model: PreTrainedModel, config: TrainerModel, world: World) -> N
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and module not in tower]
     kinds = model._no_split_modules or ()
     for block in [block for blocks in lists for block in blocks if class_name(block) in kinds]:
-        for router in routers_in_float32(block, config.moe) if config.optimization_dtype != "float32" else ():
-            fully_shard(router, **options | {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float32)})
+        if config.moe.router_dtype == "float32" and config.optimization_dtype != "float32":
+            for mixture in blocks_of(block):
+                in_float32 = MixedPrecisionPolicy(param_dtype=torch.float32)
+                fully_shard(router_of(mixture), **options | {"mp_policy": in_float32})
         fully_shard(block, **options)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding is not None and head is not None and embedding.weight is not head.weight:

@@ -179,12 +179,8 @@ def share_attention(model: PreTrainedModel, team_size: int) -> None:
             "tokens - expected windows or full attention, whose masks can be made for a shared row. Set `cp = 1`."
         )
     AttentionInterface.register(NAMES[name], _team_attention(name))
-    AttentionMaskInterface.register(NAMES[name], _no_mask)
+    AttentionMaskInterface.register(NAMES[name], lambda *_, **__: None)  # `SharedRow` builds that of the whole row
     model.set_attn_implementation(NAMES[name])
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Build no mask from the part of a row that a rank sees. `SharedRow` builds that of the whole row."""
 
 
 def _team_attention(name: str) -> Callable[..., tuple[torch.Tensor, Any]]:

@@ -190,19 +190,16 @@ def open_shards(paths: Iterable[Path]) -> Iterator[StoredShards]:
     Raises:
         JournalCorrupt: a file was not written by `write_shards`.
     """
+    pieces = []
     with ExitStack() as stack:
-        yield StoredShards([piece for path in paths for piece in _shards_in(path, stack)])
-
-
-def _shards_in(path: Path, stack: ExitStack) -> list[_StoredShard]:
-    try:
-        file = stack.enter_context(safe_open(path, framework="pt"))
-        places = json.loads(file.metadata()["pieces"])
-        return [
-            _StoredShard(
-                file, name, tuple(place["shape"]), tuple(place["offset"]), tuple(file.get_slice(name).get_shape())
-            )
-            for name, place in places.items()
-        ]
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise JournalCorrupt(f"{path} holds no pieces of a checkpoint: {error!r}. Resume from another step.") from error
+        for path in paths:
+            try:
+                file = stack.enter_context(safe_open(path, framework="pt"))
+                for name, place in json.loads(file.metadata()["pieces"]).items():
+                    size = tuple(file.get_slice(name).get_shape())
+                    pieces.append(_StoredShard(file, name, tuple(place["shape"]), tuple(place["offset"]), size))
+            except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise JournalCorrupt(
+                    f"{path} holds no pieces of a checkpoint: {error!r}. Resume from another step."
+                ) from error
+        yield StoredShards(pieces)

@@ -38,7 +38,10 @@ def compute_probe(
             bits.
     """
     ids = probe_ids(model.config.get_text_config().vocab_size, PROBE_TOKENS)
-    scorer, error = scorer_of(model, device), _error_of_rounding(dtypes)
+    scorer = scorer_of(model, device)
+    error = math.hypot(
+        *(torch.finfo(dtype).eps / 2 for dtype in dtypes if dtype != torch.float32)
+    )  # of a rounded value
     places = np.arange(1, PROBE_TOKENS)
     found = scorer.score(_row(ids, 1), places, device).logprobs
     if error == low_bit == 0:
@@ -60,11 +63,6 @@ def compute_probe(
             hook.remove()
     noise = (noisy.view(COPIES, -1) - found).abs().mean(dim=1).max()
     return Probe(ids=ids, logprobs=found.tolist(), noise=float(noise))
-
-
-def _error_of_rounding(dtypes: tuple[torch.dtype, ...]) -> float:
-    """Return the largest relative error of a rounded value; 0 in float32."""
-    return math.hypot(*(torch.finfo(dtype).eps / 2 for dtype in dtypes if dtype != torch.float32))
 
 
 def _row(ids: list[int], copies: int) -> MicroBatch:

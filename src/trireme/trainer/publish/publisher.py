@@ -200,14 +200,12 @@ class Publisher:
         self._failures_in_a_row = 0
 
     def _send_until_sent(self, version: int, *, everywhere: bool) -> None:
-        probe = self._probe()  # before the announcement, which may pause engines
-        while not self._world.agree(self._attempt(version, probe, everywhere=everywhere)):
-            self._back_off(version)
-
-    def _probe(self) -> Probe:
         trained = getattr(torch, self._config.trainer.model.optimization_dtype)
         low_bit = low_bit_error(self._config.inference)
-        return compute_probe(self._model, self._world.device, (trained, self._dtype), low_bit=low_bit)
+        # before the announcement, which may pause engines
+        probe = compute_probe(self._model, self._world.device, (trained, self._dtype), low_bit=low_bit)
+        while not self._world.agree(self._attempt(version, probe, everywhere=everywhere)):
+            self._back_off(version)
 
     def _back_off(self, version: int) -> None:
         """Wait after a failed attempt.

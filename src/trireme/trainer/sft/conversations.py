@@ -75,7 +75,10 @@ def to_conversation(entry: Any, where: str) -> Conversation | Completion:
         if "messages" in entry:
             return _from_messages(entry["messages"], entry, where)
         if "conversations" in entry:
-            return _from_sharegpt(entry, where)
+            messages = [_sharegpt_message(message) for message in entry["conversations"]]
+            if isinstance(entry.get("system"), str) and entry["system"]:
+                messages = [{"role": "system", "content": entry["system"]}, *messages]
+            return _from_messages(messages, entry, where)
         if "prompt" in entry and "completion" in entry:
             return _from_pair(entry, where)
         raise ValueError(f"its keys are {', '.join(map(str, entry)) or 'none'}")
@@ -95,13 +98,6 @@ def _from_pair(entry: Mapping[str, Any], where: str) -> Conversation | Completio
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     completion = [{"role": ASSISTANT, "content": completion}] if isinstance(completion, str) else completion
     return _from_messages([*prompt, *completion], entry, where, num_given=len(prompt))
-
-
-def _from_sharegpt(entry: Mapping[str, Any], where: str) -> Conversation:
-    messages = [_sharegpt_message(message) for message in entry["conversations"]]
-    if isinstance(entry.get("system"), str) and entry["system"]:
-        messages = [{"role": "system", "content": entry["system"]}, *messages]
-    return _from_messages(messages, entry, where)
 
 
 def _sharegpt_message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -136,6 +136,8 @@ class SampleFiles:
         if not 0 <= index < len(self):
             raise IndexError(index)
         part = slice(int(self._starts[index]), int(self._starts[index + 1]))
+        first, last = np.searchsorted(self._places, [part.start, part.stop])
+        pictures = self._pictures[first:last].tolist()
         zeros = np.zeros(part.stop - part.start)
         tokens = build_tokens(
             ids=self._ids[part],
@@ -143,14 +145,9 @@ class SampleFiles:
             logprobs=zeros,
             advantages=zeros,
             versions=zeros - 1,
-            pictures=self._pictures_in(part),
+            pictures=[Picture(digest.decode(), place - part.start, *grid) for place, *grid, digest in pictures],
         )
         return Sample(tokens, 1.0)
-
-    def _pictures_in(self, part: slice) -> list[Picture]:
-        first, last = np.searchsorted(self._places, [part.start, part.stop])
-        rows = self._pictures[first:last].tolist()
-        return [Picture(digest.decode(), place - part.start, rows, columns) for place, rows, columns, digest in rows]
 
     def __iter__(self) -> Iterator[Sample]:
         return (self[index] for index in range(len(self)))

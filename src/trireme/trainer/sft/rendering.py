@@ -148,10 +148,8 @@ class Renderer:
         if rendered.is_plain:
             end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
             ids, mask = [*self._begin, *ids, *end], [*[0] * len(self._begin), *mask, *[1] * len(end)]
-        return Tokenized(ids, mask) if self.image_token is None else self._with_pictures(rendered, ids, mask)
-
-    def _with_pictures(self, rendered: Rendered, ids: list[int], mask: list[int]) -> Tokenized:
-        assert self.image_token is not None
+        if self.image_token is None:
+            return Tokenized(ids, mask)
         try:
             whole, pictures = expand(ids, self.image_token, rendered.pictures)
         except ValueError as error:

@@ -67,9 +67,19 @@ def pack_bucket(specs: list[TensorSpec], tensors: Iterable[torch.Tensor], buffer
         (tensor,) = tensors
         return pack_bytes([to_bytes(tensor)], buffers.device)
     flat = buffers.take(bucket_size(specs))
-    for (start, stop), tensor in zip(_places(specs), tensors, strict=True):
-        flat[start:stop].copy_(to_bytes(tensor))
+    for place, tensor in zip(unpack_bytes(map(num_bytes, specs), flat), tensors, strict=True):
+        place.copy_(to_bytes(tensor))
     return flat
+
+
+def unpack_bucket(specs: list[TensorSpec], flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors as views into `flat`, which are valid until it is filled again."""
+    for spec, place in zip(specs, unpack_bytes(map(num_bytes, specs), flat), strict=True):
+        yield spec.name, place.view(dtype_of(spec)).view(spec.shape)
+
+
+def bucket_size(specs: list[TensorSpec]) -> int:
+    return packed_size(map(num_bytes, specs))
 
 
 def pack_bytes(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -78,15 +88,9 @@ def pack_bytes(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     if len(parts) == 1 and len(parts[0]) % _ALIGNMENT == 0:
         return parts[0].to(device)
     flat = torch.empty(packed_size(map(len, parts)), dtype=torch.uint8, device=device)
-    start = 0
-    for part in parts:
-        flat[start : start + len(part)].copy_(part)
-        start += _aligned(len(part))
+    for place, part in zip(unpack_bytes(map(len, parts), flat), parts, strict=True):
+        place.copy_(part)
     return flat
-
-
-def packed_size(sizes: Iterable[int]) -> int:
-    return sum(_aligned(size) for size in sizes)
 
 
 def unpack_bytes(sizes: Iterable[int], flat: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -97,22 +101,8 @@ def unpack_bytes(sizes: Iterable[int], flat: torch.Tensor) -> Iterator[torch.Ten
         start += _aligned(size)
 
 
-def unpack_bucket(specs: list[TensorSpec], flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors as views into `flat`, which are valid until it is filled again."""
-    for spec, (start, stop) in zip(specs, _places(specs), strict=True):
-        yield spec.name, flat[start:stop].view(dtype_of(spec)).view(spec.shape)
-
-
-def bucket_size(specs: list[TensorSpec]) -> int:
-    return packed_size(map(num_bytes, specs))
-
-
-def _places(specs: list[TensorSpec]) -> Iterator[tuple[int, int]]:
-    start = 0
-    for spec in specs:
-        size = num_bytes(spec)
-        yield start, start + size
-        start += _aligned(size)
+def packed_size(sizes: Iterable[int]) -> int:
+    return sum(map(_aligned, sizes))
 
 
 def _aligned(size: int) -> int:

@@ -28,7 +28,7 @@ from trireme.base.token import sealed
 from trireme.messages import TensorSpec
 from trireme.transport.weights.backends import Receiver, Sender
 from trireme.transport.weights.buckets import BucketBuffers, bucket_size, pack_bucket, split_into_buckets, unpack_bucket
-from trireme.transport.weights.deltas import HostCopy, empty_head, pack_body, pack_head, patches_of
+from trireme.transport.weights.deltas import HostCopy, pack_body, pack_head, patches_of
 
 STREAM_POLL_S = 1e-4
 
@@ -55,7 +55,7 @@ class WeightGroup:
     def begin_broadcast(self, flat: torch.Tensor) -> Callable[[], None]:
         """Start a broadcast; return the function that waits for its end. Until then `flat` must not be written to."""
         if not flat.numel():
-            return _nothing
+            return lambda: None
         options = dist.BroadcastOptions()
         options.rootRank = 0
         return partial(self._await, self._group.broadcast([flat], options), flat)
@@ -63,11 +63,9 @@ class WeightGroup:
     def _await(self, work: dist.Work, _: torch.Tensor) -> None:
         """Wait for a broadcast; keeps its tensor alive until then."""
         work.wait()
-        if self._kind == "nccl":
-            self._await_stream()
-
-    def _await_stream(self) -> None:
-        """Poll for the end: NCCL's `wait` returns at once, and a synchronize would wait forever for a dead peer."""
+        if self._kind == "gloo":
+            return
+        # Poll for the end: NCCL's `wait` returns at once, and a synchronize would wait forever for a dead peer.
         done = torch.cuda.Event()
         done.record()
         give_up = time.monotonic() + self._timeout_s
@@ -86,10 +84,6 @@ class WeightGroup:
         if self._kind == "nccl":
             self._abort()
         del self._group
-
-
-def _nothing() -> None:
-    """Wait for nothing."""
 
 
 def _process_group(
@@ -202,13 +196,15 @@ class CollectiveSender(Sender):
         """Send all tensors, in the order of `specs`."""
         assert self._group is not None, "send before join"
         stream = iter(parts)
-        await_last: Callable[[], None] = _nothing
+        await_last: Callable[[], None] | None = None
         for bucket in split_into_buckets(specs, self._bucket_bytes):
             for flat in self._flats(bucket, (next(stream) for _ in bucket)):
                 await_this = self._group.begin_broadcast(flat)
-                await_last()
+                if await_last is not None:
+                    await_last()
                 await_last = await_this
-        await_last()
+        if await_last is not None:
+            await_last()
         for _ in stream:  # a generator of tensors may finish its own bookkeeping after the last one
             raise AssertionError("more tensors than specs")
         return {}
@@ -298,7 +294,7 @@ class CollectiveReceiver(Receiver):
         """Receive one bucket after the other, as the size of a body is in its head."""
         assert self._group is not None
         for specs in buckets:
-            head = empty_head(specs, self._group.device)
+            head = torch.empty(len(specs), 2, dtype=torch.int64, device=self._group.device)
             self._group.broadcast(head)
             body = self._group.buffers.take(copy.body_size(specs, head))
             self._group.broadcast(body)

@@ -22,11 +22,6 @@ def pack_head(patches: list[Patch], device: torch.device) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int64, device=device).view(len(patches), 2)
 
 
-def empty_head(specs: list[TensorSpec], device: torch.device) -> torch.Tensor:
-    """Return the tensor to receive a head into."""
-    return torch.empty(len(specs), 2, dtype=torch.int64, device=device)
-
-
 def pack_body(patches: list[Patch], device: torch.device) -> torch.Tensor:
     """Return the patches of a bucket as one flat uint8 tensor."""
     return pack_bytes([part for patch in patches for part in (patch.where, patch.values)], device)

@@ -63,8 +63,11 @@ _DTYPE = 5
 
 
 def _to_handle(tensor: torch.Tensor) -> list[Any]:
-    _, arguments = reduce_tensor(tensor)
-    handle = [_to_json(argument) for argument in arguments]
+    handle: list[Any] = []
+    for argument in reduce_tensor(tensor)[1]:
+        if isinstance(argument, bytes):
+            argument = {"bytes": base64.b64encode(argument).decode()}
+        handle.append(list(argument) if isinstance(argument, (tuple, torch.Size)) else argument)
     handle[_DTYPE] = str(tensor.dtype).removeprefix("torch.")
     for place in _TYPES:
         handle[place] = None
@@ -72,20 +75,12 @@ def _to_handle(tensor: torch.Tensor) -> list[Any]:
 
 
 def _from_handle(handle: list[Any]) -> torch.Tensor:
-    arguments = [_from_json(argument) for argument in handle]
+    arguments: list[Any] = []
+    for argument in handle:
+        if isinstance(argument, dict):
+            argument = base64.b64decode(argument["bytes"])
+        arguments.append(tuple(argument) if isinstance(argument, list) else argument)
     arguments[_DTYPE] = getattr(torch, handle[_DTYPE])
     for place, kind in _TYPES.items():
         arguments[place] = kind
     return rebuild_cuda_tensor(*arguments)
-
-
-def _to_json(argument: Any) -> Any:
-    if isinstance(argument, bytes):
-        return {"bytes": base64.b64encode(argument).decode()}
-    return list(argument) if isinstance(argument, (tuple, torch.Size)) else argument
-
-
-def _from_json(argument: Any) -> Any:
-    if isinstance(argument, dict):
-        return base64.b64decode(argument["bytes"])
-    return tuple(argument) if isinstance(argument, list) else argument
