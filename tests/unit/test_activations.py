@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from families import ATTENTION, HYBRIDS, SERVED, backward, build_config, row, save_family
@@ -61,13 +62,19 @@ def test_gradients_are_the_same(checkpoints, kind, way, world):
 
 
 class Operations(TorchDispatchMode):
+    """Counts operations, and the bytes of the results of those that selective checkpointing keeps."""
+
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.kept_bytes = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
         self.counts[function.name()] += 1
-        return function(*args, **(kwargs or {}))
+        if function.name() in KEPT:
+            self.kept_bytes += sum(tensor.nbytes for tensor in tree_leaves(result))
+        return result
 
 
 def test_selective_computes_no_matrix_product_twice(checkpoints, world):
@@ -186,27 +193,14 @@ def test_flash_attention_keeps_nothing_that_grows_with_the_square_of_a_row_and_r
     assert planned(4000, "sdpa", cp=2) > 2 * 4000**2  # which needs a mask
 
 
-class Products(TorchDispatchMode):
-    """Bytes of the results of all operations that selective checkpointing keeps."""
-
-    num_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func.name() in KEPT:
-            results = result if isinstance(result, tuple) else (result,)
-            self.num_bytes += sum(tensor.nbytes for tensor in results)
-        return result
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_selective_checkpointing_keeps_what_the_plan_says(dtype):
     """128 tokens of each sample: short in bfloat16, not in float32."""
     found = []
     for layers in (1, 2):
-        with Products() as products:
+        with Operations() as done:
             kept(config_of("qwen3", layers), "sdpa", dtype, packed=True, frozen=False)
-        found.append(products.num_bytes)
+        found.append(done.kept_bytes)
     model = architecture_of(config_of("qwen3", 1))
     row = Pass(TOKENS, dtype.itemsize, "sdpa", sample=TOKENS // 2)
     planned = kept_by_matrices(model, model.layers[0], row) - layer_input(model, row)

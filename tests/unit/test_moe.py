@@ -14,7 +14,6 @@ from moe import CONFIGS, NUM_EXPERTS, TOP_K, build_moe, random_routes, routed, r
 from tiny import are_equal, backward, one_row, random_samples, take_gradients
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import ActivationCheckpointing, Experts, TrainerModel
-from trireme.messages import Routed
 from trireme.trainer.model import moe as mixtures
 from trireme.trainer.model.forward import compute_columns
 from trireme.trainer.model.model import load_model
@@ -99,14 +98,6 @@ def test_what_an_expert_counts_is_the_trainers_own_opinion_of_those_that_were_ch
             made = block.experts.down_proj[expert].double() @ (nn.functional.silu(gate) * up)
             expected[token] += made * opinion[token, expert] / opinion[token, experts].sum()
     torch.testing.assert_close(seen["made"].view(-1, 64)[: T - 1].double(), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_a_rank_that_has_a_part_of_a_row_has_the_routes_of_its_tokens():
-    routes = random_routes(5)
-    routed = Routed(np.array([1, 1, 0, 1, 1, 1, 0], np.uint8), routes.astype(np.uint8).reshape(-1), 2, TOP_K)
-    part = mixtures.Routes(routed, CPU, take=lambda column: np.pad(column[4:], (0, 2)))
-    assert part.known[:, 0].tolist() == [True, True, False, False, False]
-    assert part.experts[:2].tolist() == routes[3:].tolist()
 
 
 @pytest.fixture(scope="module")

@@ -156,22 +156,6 @@ def test_short_attention_is_for_short_samples_in_the_precisions_that_were_measur
     assert not is_faster_on_cpu(torch.empty(1, 2, 3, 4, dtype=dtype, device="meta"))
 
 
-@given(length=st.integers(1, 60), size=st.integers(1, 8), seed=st.integers(0, 99))
-def test_parts_of_a_team_are_equally_long_and_hold_each_place_once(length: int, size: int, seed: int) -> None:
-    column = np.arange(1, length + 1)
-    parts = [Team(rank, size).part_of(length) for rank in range(size)]
-    taken = [part.take(column) for part in parts]
-    assert len({len(each) for each in taken}) == 1
-    whole = np.concatenate(taken)
-    assert whole[:length].tolist() == column.tolist()
-    assert not whole[length:].any()
-    assert len(whole) - length < size
-    places = np.flatnonzero(np.random.default_rng(seed).random(length) < 0.4)
-    counts = Team(0, size).counts(Team(0, size).part_of(length), places)
-    assert counts == [int(((places >= part.first) & (places < part.first + part.size)).sum()) for part in parts]
-    assert sum(counts) == len(places)
-
-
 @pytest.mark.parametrize("window", [None, 3])
 def test_attention_of_a_shared_row_sees_a_tokens_own_sample_and_window(window: int | None) -> None:
     row = SharedRow(Team(1, 2), [5, 6], CPU)  # rank 1's part begins within the second sample
@@ -182,14 +166,6 @@ def test_attention_of_a_shared_row_sees_a_tokens_own_sample_and_window(window: i
     expected = (sample[:, None] == sample) & (distance >= 0) & (distance < (window or 99))
     assert mask.bool().tolist() == expected.tolist()
     assert row.mask("sdpa", window, query) is row.mask("sdpa", window, query)
-
-
-def test_a_team_fills_its_row_up_and_a_rank_by_itself_exchanges_nothing() -> None:
-    assert SharedRow(Team(0, 4), [5, 4], CPU).positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]
-    assert SharedRow(Team(0, 3), [5, 4], CPU).positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
-    tensor = torch.randn(2, 3)
-    assert Team().exchange(tensor) is tensor
-    assert Team().gather(tensor, [3]) is tensor
 
 
 @pytest.mark.parametrize(("attention", "team_size", "problem"), [("eager", 2, '"eager"'), ("sdpa", 3, "4 attention")])

@@ -120,10 +120,10 @@ def test_a_source_is_in_an_epoch_as_often_as_it_says():
 def test_what_is_held_out_is_spread_over_the_data_and_never_trained_on(tiny_model, tmp_path, world):
     data = write_lines(tmp_path / "data.jsonl", *(chat("a", "b" * number) for number in range(1, 21)))
     config = build_config(tmp_path / "run", tiny_model, data, validation_fraction=0.25)
-    found = prepare_data(config, world, Waits("sft"))
-    assert found.held_out is not None
-    trained = [sample for step in range(15) for sample in found.train.batch(step)]
-    said = [{int(sample.tokens.loss_mask.sum()) - 1 for sample in samples} for samples in (found.held_out, trained)]
+    train, held_out = prepare_data(config, world, Waits("sft"))
+    assert held_out is not None
+    trained = [sample for step in range(15) for sample in train.batch(step)]
+    said = [{int(sample.tokens.loss_mask.sum()) - 1 for sample in samples} for samples in (held_out, trained)]
     assert said == [{4, 8, 12, 16, 20}, set(range(1, 21)) - {4, 8, 12, 16, 20}]
 
 
@@ -141,7 +141,7 @@ def test_a_run_that_goes_on_with_other_data_is_warned(letters, tiny_model, tmp_p
 def test_sources_are_trained_on_together_for_as_long_as_epochs_say(letters, tiny_model, tmp_path, world):
     source = Source(data=str(write_lines(tmp_path / "other.jsonl", chat("hi", "yo"))), repeat=40.0)
     config = build_config(tmp_path / "run", tiny_model, letters, source=(source,))
-    train = prepare_data(config, world, Waits("sft")).train
+    train, _ = prepare_data(config, world, Waits("sft"))
     assert train.length == 20 + 40
     assert steps_of(config, train) == SftConfig().max_steps
     assert steps_of(config.model_copy(update={"num_epochs": 2.0}), train) == 8  # 120 samples in batches of 16
@@ -311,12 +311,16 @@ def conversation(*messages: dict[str, object], **more: object) -> Conversation |
     return to_conversation({"messages": list(messages)} | more, "here")
 
 
+def samples_of(renderer: Renderer, one: Conversation | Completion) -> list[Tokenized]:
+    return next(tokenized(renderer, iter([one])))
+
+
 def shown(tokenizer: PreTrainedTokenizerBase, sample: Tokenized) -> list[tuple[str, int]]:
     return list(zip(tokenizer.convert_ids_to_tokens(sample.ids), sample.mask, strict=True))
 
 
 def rendered(tokenizer, *messages: dict[str, object], roles=("assistant",)) -> list[tuple[str, int]]:
-    (sample,) = Renderer(tokenizer, roles).samples(conversation(*messages))
+    (sample,) = samples_of(Renderer(tokenizer, roles), conversation(*messages))
     return shown(tokenizer, sample)
 
 
@@ -356,7 +360,7 @@ def test_other_roles_and_marked_messages_count_with_their_markup(tokenizer):
 def test_a_template_that_drops_earlier_thinking_makes_a_sample_of_each_turn(thinking):
     """In each, the model sees what it will see: no earlier thinking, and its own in full."""
     turns = [said("user", "a"), said("assistant", "<think>x</think>b"), said("user", "c"), said("assistant", "d")]
-    samples = Renderer(thinking).samples(conversation(*turns))
+    samples = samples_of(Renderer(thinking), conversation(*turns))
     assert [learned(thinking, sample) for sample in samples] == [f"<think>x</think>b{END}", f"d{END}"]
     for sample, number in zip(samples, (1, 3), strict=True):
         asked = thinking.apply_chat_template(turns[:number], tokenize=False, add_generation_prompt=True)
@@ -366,7 +370,7 @@ def test_a_template_that_drops_earlier_thinking_makes_a_sample_of_each_turn(thin
     calling = said("assistant", "<think>1</think>", tool_calls=[call])
     turns = [said("user", "a"), calling, said("tool", "2"), said("assistant", "<think>3</think>4")]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    (sample,) = Renderer(thinking).samples(conversation(*turns, tools=tools))
+    (sample,) = samples_of(Renderer(thinking), conversation(*turns, tools=tools))
     written = '\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
     assert learned(thinking, sample) == f"<think>1</think>{written}{END}<think>3</think>4{END}"
     assert '"name": "f"' in thinking.decode(sample.ids).partition("# Tools\n<tools>\n")[2].partition("</tools>")[0]
@@ -375,7 +379,7 @@ def test_a_template_that_drops_earlier_thinking_makes_a_sample_of_each_turn(thin
 def test_only_the_completion_of_a_prompt_counts(tokenizer):
     def sample_of(prompt: object, completion: object) -> Tokenized:
         entry = to_conversation({"prompt": prompt, "completion": completion}, "here")
-        (sample,) = Renderer(tokenizer).samples(entry)
+        (sample,) = samples_of(Renderer(tokenizer), entry)
         return sample
 
     texts = sample_of("ab", "cd")  # taken as they are
@@ -390,7 +394,7 @@ def test_an_end_of_turn_that_is_not_the_tokenizers_end_counts_and_nothing_behind
     llama.eos_token = "<|endoftext|>"
     llama.add_special_tokens({"additional_special_tokens": ["<|eot|>", "<|header|>"]})
     llama.chat_template = LLAMA_3.replace("| trim + '<|eot|>'", "| trim + '<|eot|>\n'")
-    (sample,) = Renderer(llama).samples(conversation(*GREETING))
+    (sample,) = samples_of(Renderer(llama), conversation(*GREETING))
     assert learned(llama, sample) == "yo<|eot|>"
     assert sample.mask[-1] == 0
 
@@ -399,24 +403,24 @@ def test_what_a_template_refuses_is_told_with_its_place(tiny_model, llama):
     opening = AutoTokenizer.from_pretrained(tiny_model)
     opening.chat_template = opening.chat_template.replace("assistant\n' }}", "assistant\n<think>' }}")
     with pytest.raises(ConfigError, match=r"here: before an answer .*<think>.*enable_thinking"):
-        Renderer(opening).samples(conversation(*GREETING))
-    assert Renderer(opening).samples(conversation(GREETING[0], said("assistant", "<think>yo")))
+        samples_of(Renderer(opening), conversation(*GREETING))
+    assert samples_of(Renderer(opening), conversation(GREETING[0], said("assistant", "<think>yo")))
     with pytest.raises(ConfigError, match=r"here: the chat template cannot render .*Only one system message"):
-        Renderer(llama).samples(conversation(said("robot", "x"), *GREETING))
+        samples_of(Renderer(llama), conversation(said("robot", "x"), *GREETING))
     llama.chat_template = None
     with pytest.raises(ConfigError, match=r"cannot render .*set `chat_template`"):
-        Renderer(llama).samples(conversation(*GREETING))
+        samples_of(Renderer(llama), conversation(*GREETING))
 
 
 def test_marks_of_a_template_change_nothing_and_its_arguments_reach_it(tmp_path):
     """What `{% generation %}` encloses is what the renderer finds without it."""
     template = MARKED.replace("}}\n{% endif %}", "}}{% endif %}")
     marked = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "t", template))
-    (sample,) = Renderer(marked).samples(conversation(*GREETING))
+    (sample,) = samples_of(Renderer(marked), conversation(*GREETING))
     encoded = marked.apply_chat_template(GREETING, return_dict=True, return_assistant_tokens_mask=True)
     assert (sample.ids, sample.mask) == (encoded["input_ids"], encoded["assistant_masks"])
     marked.chat_template = "{{ mood }}" + marked.chat_template
-    (asked,) = Renderer(marked, template_kwargs=(("mood", "m"),)).samples(conversation(*GREETING))
+    (asked,) = samples_of(Renderer(marked, template_kwargs=(("mood", "m"),)), conversation(*GREETING))
     assert asked.ids == [*marked("m")["input_ids"], *sample.ids]
 
 
@@ -431,7 +435,7 @@ def test_a_token_that_reaches_over_the_border_of_an_answer_is_split_there(tmp_pa
 def test_many_conversations_give_the_samples_of_each_in_order(tokenizer):
     many = [conversation(said("user", "a"), said("assistant", "b" * number)) for number in range(1, 70)]
     found = list(tokenized(Renderer(tokenizer), iter(many)))
-    assert found == [Renderer(tokenizer).samples(one) for one in many]
+    assert found == [samples_of(Renderer(tokenizer), one) for one in many]
 
 
 def showing(*parts: object) -> dict[str, Any]:
@@ -447,7 +451,7 @@ def seeing(tmp_path: Path) -> Path:
 def prepared(folder: Path, model: Path, data: Path, world: World, **changed: object) -> list[Sample]:
     config = build_config(folder, model, data, **changed)
     config = config.model_copy(update={"model": TrainerModel(name=str(model), vlm=Vlm())})
-    return prepare_data(config, world, Waits("sft")).train.batch(0)
+    return prepare_data(config, world, Waits("sft"))[0].batch(0)
 
 
 def test_pictures_become_their_tokens_which_are_not_learned(seeing, tmp_path, world):

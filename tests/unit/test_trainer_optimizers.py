@@ -12,7 +12,6 @@ from trireme.base.errors import ConfigError, NotFinite
 from trireme.config.trainer import Optimizer, Scheduler, TrainerModel
 from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.model.model import load_model
-from trireme.trainer.optim.adamw_8bit import block_of
 from trireme.trainer.optim.muon import orthogonal, rate_of
 from trireme.trainer.optim.optimizer import build_optimizer, lr_factor
 from trireme.trainer.parallel.mesh import World
@@ -174,13 +173,6 @@ def step_with(value: float, state: TrainerState, config: Optimizer) -> float:
     for parameter in state.model.parameters():
         parameter.grad = torch.full_like(parameter, value)
     return optimizer_step(state, config)["skipped_in_a_row"]
-
-
-@pytest.mark.parametrize(
-    ("shape", "block"), [((64, 896), 128), ((2, 32, 2880), 64), ((64, 100), None), ((63, 64), None), ((8192,), None)]
-)
-def test_a_block_lies_within_a_row(shape, block):
-    assert block_of(torch.empty(shape)) == block
 
 
 # Muon

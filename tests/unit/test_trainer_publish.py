@@ -21,7 +21,6 @@ from model_configs import MODELS
 from tiny import open_state, save_tiny_model, weights_of
 from trireme.algo.digest import tensor_digest
 from trireme.algo.model.architecture import architecture_of
-from trireme.algo.weight_checks import probe_ids
 from trireme.base.errors import PeerDied, Refused
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
@@ -32,7 +31,6 @@ from trireme.tools.plan.memory import Training
 from trireme.tools.plan.sizes import training_of
 from trireme.trainer.parallel.mesh import World
 from trireme.trainer.publish import publisher as publish
-from trireme.trainer.publish.probe import PROBE_TOKENS
 from trireme.trainer.publish.publisher import Publisher
 from trireme.trainer.publish.served_weights import served_tensors
 from trireme.transport.control import ControlClient
@@ -188,14 +186,6 @@ def test_the_probe_has_the_logprobs_of_the_weights_and_is_computed_before_the_an
         logprobs = torch.log_softmax(plain(torch.tensor([probe.ids])).logits[0], -1)
     expected = [float(logprobs[t, token]) for t, token in enumerate(probe.ids[1:])]
     assert probe.logprobs == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.parametrize("vocabulary", [3, 128, 151_936])
-def test_the_probe_is_fixed_and_spread_over_the_vocabulary(vocabulary):
-    ids = probe_ids(vocabulary, PROBE_TOKENS)
-    assert ids == probe_ids(vocabulary, PROBE_TOKENS)
-    assert all(0 <= token < vocabulary for token in ids)
-    assert len(set(ids)) == min(vocabulary, len(ids))
 
 
 @pytest.fixture(autouse=True)

@@ -66,9 +66,9 @@ def group_mean(rewards_G: np.ndarray) -> np.ndarray:
     return np.zeros_like(rewards_G) if are_same(rewards_G) else rewards_G - rewards_G.mean()
 
 
-def group_mean_std(rewards_G: np.ndarray, eps: float = EPS) -> np.ndarray:
+def group_mean_std(rewards_G: np.ndarray) -> np.ndarray:
     """A_i = (r_i - mean(r)) / (std(r) + eps), the original of GRPO (arXiv 2402.03300, section 4.1.2)."""
-    return group_mean(rewards_G) / (rewards_G.std() + eps)
+    return group_mean(rewards_G) / (rewards_G.std() + EPS)
 
 
 def leave_one_out(rewards_G: np.ndarray) -> np.ndarray:
@@ -83,22 +83,17 @@ def leave_one_out(rewards_G: np.ndarray) -> np.ndarray:
     return np.zeros_like(rewards_G) if are_same(rewards_G) else rewards_G - (rewards_G.sum() - rewards_G) / others
 
 
-def max_rl(rewards_G: np.ndarray, eps: float = EPS) -> np.ndarray:
-    """A_i = (r_i - mean(r)) / mean(r); 0 where the mean is not above `eps`.
+def max_rl(rewards_G: np.ndarray) -> np.ndarray:
+    """A_i = (r_i - mean(r)) / mean(r); 0 where the mean is not above `EPS`.
 
     Maximum Likelihood Reinforcement Learning (Tajwar et al. 2026, arXiv 2602.02710, Algorithm 1): the gradient of the
     likelihood of a right answer, log p rather than p, to the order that G rollouts can tell.
 
     Deviation: the paper has rewards of 0 and 1. Rewards below 0 could make the mean 0 or negative and turn the
-    gradient around; where the mean is not above `eps`, the group teaches nothing.
+    gradient around; where the mean is not above `EPS`, the group teaches nothing.
     """
     mean = rewards_G.mean()
-    return group_mean(rewards_G) / mean if mean > eps else np.zeros_like(rewards_G)
-
-
-def reward_itself(rewards_G: np.ndarray) -> np.ndarray:
-    """A_i = r_i: REINFORCE without a baseline (Williams 1992)."""
-    return rewards_G.copy()
+    return group_mean(rewards_G) / mean if mean > EPS else np.zeros_like(rewards_G)
 
 
 OF_GROUP: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -106,31 +101,31 @@ OF_GROUP: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "group_mean_std": group_mean_std,
     "leave_one_out": leave_one_out,
     "max_rl": max_rl,
-    "none": reward_itself,
+    "none": np.copy,  # A_i = r_i: REINFORCE without a baseline (Williams 1992)
 }
 
 
 # of a batch
 
 
-def batch(groups_BG: list[np.ndarray], eps: float = EPS) -> list[np.ndarray]:
+def batch(groups_BG: list[np.ndarray]) -> list[np.ndarray]:
     """A = (r - mean of the batch) / (std of the batch + eps).
 
     REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): one mean and one deviation for all examples. Deviation: the paper
     puts a KL penalty into the reward first; here that is a term of the loss.
     """
     ends = np.cumsum([len(group) for group in groups_BG])
-    return np.split(group_mean_std(np.concatenate(groups_BG), eps), ends[:-1])
+    return np.split(group_mean_std(np.concatenate(groups_BG)), ends[:-1])
 
 
-def group_batch(groups_BG: list[np.ndarray], eps: float = EPS) -> list[np.ndarray]:
+def group_batch(groups_BG: list[np.ndarray]) -> list[np.ndarray]:
     """A = (r - mean of its group) / (std of these differences over the batch + eps).
 
     REINFORCE++ with baseline (arXiv 2501.03262). The differences have mean 0 over the batch, so none is subtracted.
     """
     centred = [group_mean(group) for group in groups_BG]
     deviation = np.concatenate(centred).std()
-    return [group / (deviation + eps) for group in centred]
+    return [group / (deviation + EPS) for group in centred]
 
 
 def ema(
@@ -203,7 +198,7 @@ def check_custom(found: Sequence[np.ndarray], groups: list[GroupScores]) -> list
 # per token
 
 
-def process_advantages(rewards_of_rollouts: list[np.ndarray], eps: float = EPS) -> list[np.ndarray]:
+def process_advantages(rewards_of_rollouts: list[np.ndarray]) -> list[np.ndarray]:
     """Return [T] for each rollout of one group: the worth of its steps from each token on.
 
     Process supervision of GRPO (arXiv 2402.03300, section 4.1.3): with R all step rewards of the group,
@@ -217,7 +212,7 @@ def process_advantages(rewards_of_rollouts: list[np.ndarray], eps: float = EPS) 
     if are_same(steps):
         return [np.zeros(len(rewards)) for rewards in rewards_of_rollouts]
     mean, deviation = steps.mean(), steps.std()
-    worths = [np.nan_to_num((rewards - mean) / (deviation + eps)) for rewards in rewards_of_rollouts]
+    worths = [np.nan_to_num((rewards - mean) / (deviation + EPS)) for rewards in rewards_of_rollouts]
     return [np.cumsum(worth[::-1])[::-1] for worth in worths]
 
 

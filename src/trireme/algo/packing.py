@@ -15,6 +15,8 @@ from trireme.algo.balance import Table
 from trireme.algo.model.cost import LINEAR, Cost
 from trireme.messages import MicroBatch, Tokens, build_tokens, concat_tokens
 
+GROWTH = 1.25
+
 
 @dataclass(slots=True, eq=False)
 class Sample:
@@ -54,8 +56,8 @@ def pack(lengths: list[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-def buckets(lengths: list[int], growth: float = 1.25) -> list[list[int]]:
-    """Group samples of similar length: padded to its longest sample, a bucket has less than `growth` times the tokens.
+def buckets(lengths: list[int]) -> list[list[int]]:
+    """Group samples of similar length: padded to its longest sample, a bucket has less than `GROWTH` times the tokens.
 
     Returns:
         The indices of each bucket's samples, in the order given; shortest bucket first.
@@ -63,7 +65,7 @@ def buckets(lengths: list[int], growth: float = 1.25) -> list[list[int]]:
     found: list[list[int]] = []
     shortest = 0
     for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
-        if not found or lengths[index] > shortest * growth:
+        if not found or lengths[index] > shortest * GROWTH:
             found.append([])
             shortest = lengths[index]
         found[-1].append(index)
@@ -154,8 +156,3 @@ def share_prefixes(ids: np.ndarray, lengths: list[int]) -> SharedPrefixes:
         before = number
     kept = np.unique(owners)
     return SharedPrefixes(kept, np.searchsorted(kept, owners))
-
-
-def share_nothing(length: int) -> SharedPrefixes:
-    """Let every token be computed for itself."""
-    return SharedPrefixes(np.arange(length), np.arange(length))

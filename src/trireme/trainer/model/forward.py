@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from trireme.algo.columns import Columns
 from trireme.algo.loss.logprobs import Choices
-from trireme.algo.packing import SharedPrefixes, positions, share_nothing, share_prefixes
+from trireme.algo.packing import SharedPrefixes, positions, share_prefixes
 from trireme.algo.pictures import distinct_ids
 from trireme.algo.weight_checks import probe_ids
 from trireme.base.errors import ConfigError
@@ -140,7 +140,8 @@ class Scorer:
         self, row: MicroBatch, before: np.ndarray, device: torch.device
     ) -> tuple[dict[str, Any], torch.Tensor]:
         """Return the inputs for packed attention, and where the places in `before` are among the computed tokens."""
-        computed = _shared(row) if self.shares_prefixes else share_nothing(row.tokens.length)
+        every = np.arange(row.tokens.length)
+        computed = _shared(row) if self.shares_prefixes else SharedPrefixes(kept=every, places=every)
 
         def on_device(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array[computed.kept]).to(device)[None]
@@ -152,7 +153,7 @@ class Scorer:
             "use_cache": False,
             ARGUMENT: PackedRow(row.lengths, device, computed.places),
         }
-        routes = routes_argument(self.model, row.tokens.routed, device, lambda column: column)
+        routes = routes_argument(self.model, row.tokens.routed, device)
         seen = picture_inputs(self.model, row, computed.kept, device)
         return inputs | routes | seen, torch.from_numpy(computed.places[before]).to(device)
 

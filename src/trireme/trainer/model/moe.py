@@ -45,10 +45,8 @@ class Routes:
     backward pass.
     """
 
-    def __init__(self, routed: Routed, device: torch.device, take: Take | None = None) -> None:
-        places = np.cumsum(routed.known, dtype=np.int64) * routed.known  # from 1; 0 where nothing is known
-        if take is not None:
-            places = take(places)
+    def __init__(self, routed: Routed, device: torch.device, take: Take) -> None:
+        places = take(np.cumsum(routed.known, dtype=np.int64) * routed.known)  # from 1; 0 where nothing is known
         table = routed.experts.reshape(-1, routed.layers, routed.top_k).astype(np.int16)
         table = np.concatenate([np.zeros((1, routed.layers, routed.top_k), np.int16), table])
         self.known = torch.from_numpy(places > 0).to(device)[:, None]  # [N, 1]
@@ -56,7 +54,7 @@ class Routes:
 
 
 def routes_argument(
-    model: PreTrainedModel, routed: Routed | None, device: torch.device, take: Take | None = None
+    model: PreTrainedModel, routed: Routed | None, device: torch.device, take: Take = lambda column: column
 ) -> dict[str, Routes]:
     """Return the arguments of the model's forward pass that replay the engine's routes."""
     replays = routed is not None and any(mixture.weighing for mixture in mixtures_of(model))

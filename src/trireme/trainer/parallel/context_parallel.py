@@ -44,10 +44,10 @@ class Part:
     first: int  # of this rank's tokens, counted in the row
     size: int  # t; the last ones may be beyond the row's end
 
-    def take(self, column: np.ndarray, *, fill: int = 0) -> np.ndarray:
-        """Return this rank's part of a column of the row, padded with `fill` beyond the row's end."""
+    def take(self, column: np.ndarray) -> np.ndarray:
+        """Return this rank's part of a column of the row, padded with 0 beyond the row's end."""
         ours = column[self.first : self.first + self.size]
-        return np.pad(ours, (0, self.size - len(ours)), constant_values=fill)
+        return np.pad(ours, (0, self.size - len(ours)))
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,10 @@ def served_tensors(
         return
     if not only_adapters:
         yield from _published(model, dtype, {})
-    yield from adapter_tensors(model, dtype)
+    # under PEFT's names, with the scale multiplied into B before rounding
+    factors = {id(product.left): product.scale for product in products(model).values()}
+    for name, parameter in _adapters(model):
+        yield peft_name(name), (whole_tensor(parameter) * factors.get(id(parameter), 1.0)).to(dtype)
 
 
 def serves_adapters(model: PreTrainedModel) -> bool:
@@ -63,13 +66,6 @@ def serves_adapters(model: PreTrainedModel) -> bool:
 def merged_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the model with its adapters merged in: added in float32, then rounded. A collective."""
     yield from _published(model, dtype, products(model))
-
-
-def adapter_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the adapters under PEFT's names, with the scale multiplied into B before rounding. A collective."""
-    factors = {id(product.left): product.scale for product in products(model).values()}
-    for name, parameter in _adapters(model):
-        yield peft_name(name), (whole_tensor(parameter) * factors.get(id(parameter), 1.0)).to(dtype)
 
 
 def exported_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:

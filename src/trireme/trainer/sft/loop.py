@@ -32,8 +32,8 @@ from trireme.trainer.model.vision import give_pictures
 from trireme.trainer.optim.optimizer import build_optimizer, set_lr
 from trireme.trainer.parallel.mesh import World, open_world
 from trireme.trainer.perf import flops_per_token, packing_metrics, peak_memory, throughput
-from trireme.trainer.sft.dataset import SampleFiles
-from trireme.trainer.sft.prepare_data import SftData, open_tokenizer_of, picture_files, prepare_data, steps_of
+from trireme.trainer.sft.dataset import Epochs, SampleFiles
+from trireme.trainer.sft.prepare_data import open_tokenizer_of, picture_files, prepare_data, steps_of
 from trireme.trainer.step import forward_backward, optimizer_step
 
 log = get_logger("sft")
@@ -74,7 +74,7 @@ def open_sft(config: SftConfig) -> Iterator[Sft]:
         waits = Waits("sft" if world.is_main else f"sft.{world.rank}", config.paths.logs)
         spans = stack.enter_context(open_spans(config.paths.spans if world.is_main else None))
         lane = spans.lane(TRAINER, what="start", ago_s=age_s())
-        data = prepare_data(config, world, waits)
+        train, held_out = prepare_data(config, world, waits)
         assert config.model.name is not None, "`resolve_sft` fills it in"
         model = load_model(config.model, config.model.name, world)
         state = TrainerState(model=model, optimizer=build_optimizer(model, config.optim))
@@ -93,7 +93,7 @@ def open_sft(config: SftConfig) -> Iterator[Sft]:
         metrics = MetricsFile(config.paths.metrics, process="sft")
         stack.callback(metrics.close)
         lane.enter(None)
-        yield Sft(config, world, state, checkpoints, metrics, data, lane)
+        yield Sft(config, world, state, checkpoints, metrics, train, held_out, lane)
 
 
 @dataclass
@@ -105,22 +105,23 @@ class Sft:
     state: TrainerState
     checkpoints: CheckpointStore
     metrics: MetricsFile
-    data: SftData
+    train: Epochs
+    held_out: SampleFiles | None  # of the validation loss
     lane: Lane
     _base: dict[str, float] = field(default_factory=dict)  # measured before the first step and recorded with it
 
     def __post_init__(self) -> None:
-        self.last_step = steps_of(self.config, self.data.train)
+        self.last_step = steps_of(self.config, self.train)
         self._pictures = picture_files(self.config)
         self._capacity = self.config.micro_batch_tokens or self.config.seq_len
         model = self.config.model
         self._cost = cost_of_model(model.name, attention=model.attn, cp=model.cp)
         log.info(
-            "%d steps of %d samples, %.2f epochs", self.last_step, self.config.batch_size, self._epoch(self.last_step)
+            "%d steps of %d samples, %.2f epochs",
+            self.last_step,
+            self.config.batch_size,
+            self.train.passed(self.last_step),
         )
-
-    def _epoch(self, version: int) -> float:
-        return self.data.train.passed(version)
 
     def _pack(self, samples: list[Sample]) -> list[MicroBatch]:
         """Return this rank's rows, or those of its team, and give the model their pictures."""
@@ -139,7 +140,7 @@ class Sft:
         """Take one optimizer step on the next batch."""
         began = time.perf_counter()
         with self.lane.doing("wait", step=self.state.version, why="data from disk"):
-            samples = self.data.train.batch(self.state.version)
+            samples = self.train.batch(self.state.version)
         with self.lane.doing("train", step=self.state.version):
             rows = self._pack(samples)
             config, state, loss_tokens = self.config, self.state, sum(num_learned(samples))
@@ -154,7 +155,7 @@ class Sft:
             )
             metrics |= optimizer_step(state, config.optim) | {"lr": lr, "loss_tokens": loss_tokens}
             state.version += 1
-        metrics |= {"epoch": self._epoch(self.state.version), "perplexity": _perplexity(metrics["loss"])}
+        metrics |= {"epoch": self.train.passed(self.state.version), "perplexity": _perplexity(metrics["loss"])}
         tokens = sum(sample.tokens.length for sample in samples)
         flops = flops_per_token(self.state.model, tokens / len(samples))
         seconds = time.perf_counter() - began
@@ -164,9 +165,9 @@ class Sft:
 
     def measure_base(self) -> None:
         """Measure the validation loss of the model that training starts from. A collective."""
-        if self.data.held_out and self.state.version == 0:
+        if self.held_out and self.state.version == 0:
             with self.lane.doing("evaluate"):
-                measured = self._measure(self.data.held_out)
+                measured = self._measure(self.held_out)
             self._base = {"validation/base_loss": measured["loss"]}
             if "accuracy" in measured:
                 self._base["validation/base_accuracy"] = measured["accuracy"]
@@ -176,9 +177,9 @@ class Sft:
         """Add `validation/…` to the metrics at the interval and after the last step. A collective."""
         interval, version = self.config.validation_interval, self.state.version
         is_due = version == self.last_step or (interval is not None and version % interval == 0)
-        if self.data.held_out and is_due:
+        if self.held_out and is_due:
             with self.lane.doing("evaluate", step=version):
-                measured = self._measure(self.data.held_out)
+                measured = self._measure(self.held_out)
             metrics |= {f"validation/{name}": value for name, value in measured.items()}
 
     @torch.no_grad()

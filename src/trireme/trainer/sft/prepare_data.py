@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -27,14 +26,6 @@ log = get_logger("data")
 _DIGESTS = "digests.json"
 
 
-@dataclass(frozen=True)
-class SftData:
-    """The training data, and the samples of the validation loss."""
-
-    train: Epochs
-    held_out: SampleFiles | None
-
-
 def open_tokenizer_of(config: SftConfig) -> PreTrainedTokenizerBase:
     """Load the run's tokenizer.
 
@@ -51,8 +42,10 @@ def picture_files(config: SftConfig) -> PictureFiles:
     return PictureFiles(config.paths.data / "pictures")
 
 
-def prepare_data(config: SftConfig, world: World, waits: Waits) -> SftData:
-    """Write samples on rank 0 and open them on all ranks. A collective.
+def prepare_data(config: SftConfig, world: World, waits: Waits) -> tuple[Epochs, SampleFiles | None]:
+    """Write samples on rank 0 and open them on all ranks: those to train on, and those of the validation loss.
+
+    A collective.
 
     Raises:
         ConfigError: on rank 0, an entry is no conversation, or no conversation can be learned from.
@@ -72,7 +65,7 @@ def prepare_data(config: SftConfig, world: World, waits: Waits) -> SftData:
         Portion(SampleFiles(folder / f"train_{number}"), source.repeat) for number, source in enumerate(config.sources)
     ]
     held_out = SampleFiles(folder / "validation") if (folder / "validation").is_dir() else None
-    return SftData(Epochs(portions, config.batch_size, config.seed), held_out)
+    return Epochs(portions, config.batch_size, config.seed), held_out
 
 
 def _write_all(config: SftConfig, waits: Waits) -> None:

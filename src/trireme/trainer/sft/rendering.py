@@ -57,9 +57,6 @@ class Renderer:
     template_kwargs: tuple[tuple[str, Any], ...] = ()
     image_token: int | None = None  # the placeholder of a picture; None in a run without pictures
 
-    def samples(self, conversation: Conversation | Completion) -> list[Tokenized]:
-        return self.tokenize(self.render(conversation))
-
     def render(self, conversation: Conversation | Completion) -> list[Rendered]:
         """Render a conversation into one text per sample.
 
