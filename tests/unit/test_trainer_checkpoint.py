@@ -14,7 +14,7 @@ from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.config.trainer import Checkpoints, Optimizer
 from trireme.journal.manifest import MANIFEST, complete_steps, read_manifest
 from trireme.trainer.checkpoint.checkpoint import load_checkpoint
-from trireme.trainer.checkpoint.export_layout import layout_of
+from trireme.trainer.checkpoint.hf_files import layout_of
 from trireme.trainer.checkpoint.resume import version_to_resume
 from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.optim.optimizer import build_optimizer

@@ -24,14 +24,18 @@ from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.base.paths import replace_folder, step_folder, sync_folder
 from trireme.journal.manifest import find_damage, read_manifest
-from trireme.trainer.checkpoint.export_layout import Layout, in_dtype, layout_of, read_layout, stored_tensors
 from trireme.trainer.checkpoint.hf_files import (
     CONFIG,
     MAX_FILE_BYTES,
     WEIGHTS,
     WHOLE,
+    Layout,
     adapter_layout,
     describe_adapters,
+    in_dtype,
+    layout_of,
+    read_layout,
+    stored_tensors,
     write_model,
 )
 from trireme.trainer.checkpoint.state import MODEL
