@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
 import torch.distributed as dist
@@ -20,12 +19,11 @@ from trireme.config.run import RunConfig
 from trireme.journal.rank_shares import row_capacity, row_cost
 from trireme.messages import BatchReply, Done, GetBatch, Ok, Publish, Reply, decode_reply, encode
 from trireme.monitor.metrics import MetricsFile
-from trireme.monitor.spans import TRAINER, Lane, What, open_spans
+from trireme.monitor.spans import TRAINER, What, open_spans
 from trireme.monitor.timeline import idle
 from trireme.trainer.checkpoint.checkpoint import CheckpointStore
 from trireme.trainer.checkpoint.export import Exporter
 from trireme.trainer.checkpoint.resume import check_shared
-from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.heartbeat import Activity, heartbeat
 from trireme.trainer.logprob_log import LogprobLog
 from trireme.trainer.model.forward import shared_frac
@@ -54,7 +52,8 @@ NO_BATCH = "no batch yet"
 
 def train(config: RunConfig) -> None:
     """Train until version `max_steps` is confirmed by the engines and saved."""
-    with open_trainer(config) as trainer:
+    with ExitStack() as stack:
+        trainer = Trainer(config, stack)
         trainer.try_step()
         trainer.find_progress()
         trainer.publish()
@@ -67,11 +66,17 @@ def train(config: RunConfig) -> None:
         trainer.finish()
 
 
-@contextmanager
-def open_trainer(config: RunConfig) -> Iterator[Trainer]:
-    """Join the mesh, load the model and, on resume, the checkpoint. Close everything on any exit."""
-    trainer = config.trainer
-    with ExitStack() as stack:
+class Trainer:
+    """One rank of the trainer, with all its resources open."""
+
+    def __init__(self, config: RunConfig, stack: ExitStack) -> None:
+        """Join the mesh, load the model and, on resume, the checkpoint.
+
+        Args:
+            stack: closes everything.
+        """
+        self.config = config
+        trainer = config.trainer
         world = stack.enter_context(
             open_world(
                 config.device,
@@ -81,72 +86,50 @@ def open_trainer(config: RunConfig) -> Iterator[Trainer]:
                 cp=trainer.model.cp,
             )
         )
-        waits = Waits("trainer" if world.is_main else f"trainer.{world.rank}", config.paths.logs)
+        self.world = world
+        self.waits = Waits("trainer" if world.is_main else f"trainer.{world.rank}", config.paths.logs)
         spans = stack.enter_context(open_spans(config.paths.spans if world.is_main else None))
-        lane = spans.lane(TRAINER, what="start", ago_s=age_s(), words=lambda: _missing(waits))
+        self.lane = spans.lane(TRAINER, what="start", ago_s=age_s(), words=lambda: _missing(self.waits))
         address = f"tcp://{config.hosts.orchestrator}:{config.ports.batches}"
-        control = ControlClient(address, waits, meanwhile=KeepAlive(world, timeout_s=trainer.batch_timeout_s))
-        stack.callback(control.close)
-        activity = Activity()
+        self.control = ControlClient(address, self.waits, meanwhile=KeepAlive(world, timeout_s=trainer.batch_timeout_s))
+        stack.callback(self.control.close)
+        self.activity = Activity()
         if world.is_main:
-            stack.enter_context(heartbeat(address, config.run_id, waits, activity))
+            stack.enter_context(heartbeat(address, config.run_id, self.waits, self.activity))
         reach("trainer.starting", rank=world.rank)
         if len(config.hosts.trainer) > 1:
             check_shared(config.paths.root, world)
-        state = base_state(config, world)
+        self.state = base_state(config, world)
         exporter = None
         if world.is_main:
             tokenizer = open_tokenizer(trainer.tokenizer.name or config.model.name, trainer.model.trust_remote_code)
-            exporter = Exporter(config.paths.weights, state.model, tokenizer, getattr(torch, config.served_dtype))
-        folder, disk_timeout_s = config.paths.checkpoints, config.disk_timeout_s
-        checkpoints = CheckpointStore(
-            folder, trainer.ckpt, world, waits=waits, disk_timeout_s=disk_timeout_s, exporter=exporter
+            exporter = Exporter(config.paths.weights, self.state.model, tokenizer, getattr(torch, config.served_dtype))
+        self.checkpoints = CheckpointStore(
+            config.paths.checkpoints,
+            trainer.ckpt,
+            world,
+            waits=self.waits,
+            disk_timeout_s=config.disk_timeout_s,
+            exporter=exporter,
         )
-        stack.callback(checkpoints.close)
-        checkpoints.resume(state, resume=config.resume)
+        stack.callback(self.checkpoints.close)
+        self.checkpoints.resume(self.state, resume=config.resume)
         reach("trainer.resumed", rank=world.rank)
-        publisher = Publisher(config, state.model, world, control if world.is_main else None, lane)
-        stack.callback(publisher.close)
-        metrics = MetricsFile(config.paths.metrics, process="trainer")
-        stack.callback(metrics.close)
-        activity.state = "running"
-        lane.enter(None)
-        yield Trainer(config, world, state, checkpoints, publisher, control, activity, metrics, waits, lane)
-
-
-def _missing(waits: Waits) -> str:
-    """Return what the orchestrator reports as missing, for the timeline."""
-    noted = next((wait for wait in waits.now() if wait.note), None)
-    if noted is None:
-        return ""
-    return f"{NO_BATCH}: {noted.note}" if noted.what.startswith("batch") else noted.note
-
-
-@dataclass
-class Trainer:
-    """One rank of the trainer, with all its resources open."""
-
-    config: RunConfig
-    world: World
-    state: TrainerState
-    checkpoints: CheckpointStore
-    publisher: Publisher
-    control: ControlClient
-    activity: Activity
-    metrics: MetricsFile
-    waits: Waits
-    lane: Lane
-
-    def __post_init__(self) -> None:
+        self.publisher = Publisher(config, self.state.model, world, self.control if world.is_main else None, self.lane)
+        stack.callback(self.publisher.close)
+        self.metrics = MetricsFile(config.paths.metrics, process="trainer")
+        stack.callback(self.metrics.close)
         self._timer = Timer(also=self._show_activity)
-        self._step_began = time.perf_counter()
-        self._logprob_log = LogprobLog(self.config.paths, self.world) if self.config.trainer.save_logprobs else None
+        self._logprob_log = LogprobLog(config.paths, world) if trainer.save_logprobs else None
         self._stepper = Stepper(
-            self.config, self.state, self.world, self._timer, self._logprob_log, before_weights_change=self.settle
+            config, self.state, world, self._timer, self._logprob_log, before_weights_change=self.settle
         )
         self._settled = self.state.version  # the newest version that was confirmed and, if due, saved
         self._settling_s = 0.0
-        self._row_cost = row_cost(self.config)
+        self._row_cost = row_cost(config)
+        self.activity.state = "running"
+        self.lane.enter(None)
+        self._step_began = time.perf_counter()
 
     def _show_activity(self, name: str) -> AbstractContextManager[None]:
         what = ACTIVITIES[name]
@@ -300,6 +283,14 @@ class Trainer:
         except DeadlineExceeded as error:  # everything is saved, so nothing depends on the answer
             log.warning("%s", error)
             return Ok()
+
+
+def _missing(waits: Waits) -> str:
+    """Return what the orchestrator reports as missing, for the timeline."""
+    noted = next((wait for wait in waits.now() if wait.note), None)
+    if noted is None:
+        return ""
+    return f"{NO_BATCH}: {noted.note}" if noted.what.startswith("batch") else noted.note
 
 
 def share_with_team(reply: Reply | None, world: World) -> BatchReply:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -65,45 +66,34 @@ def policy_gradient(loss: Loss, *, length: int = 1) -> LossFunction:
     return partial(policy_loss, recipe=recipe, custom=load_custom_loss(recipe))
 
 
+@dataclass
 class Stepper:
     """Trains `state` on one batch after the other; each batch makes one version."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        state: TrainerState,
-        world: World,
-        timer: Timer | None = None,
-        logprob_log: LogprobLog | None = None,
-        before_weights_change: Callable[[], None] = lambda: None,
-    ) -> None:
-        """
-        Args:
-            logprob_log: records the logprobs of the weights before each step.
-            before_weights_change: called before each optimizer step, once its gradients are computed.
-        """
-        self._config = config
-        self._state = state
-        self._world = world
-        self._timer = timer or Timer()
-        self._logprob_log = logprob_log
-        self._before_weights_change = before_weights_change
-        self._recipe = resolve_loss(config.trainer.loss, length=config.loss_length)
+    config: RunConfig
+    state: TrainerState
+    world: World
+    timer: Timer = field(default_factory=Timer)
+    logprob_log: LogprobLog | None = None  # records the logprobs of the weights before each step
+    before_weights_change: Callable[[], None] = lambda: None  # called once the gradients of a step are computed
+
+    def __post_init__(self) -> None:
+        self._recipe = resolve_loss(self.config.trainer.loss, length=self.config.loss_length)
         self._loss = policy_gradient(self._recipe)
 
     def step(self, batch: BatchReply) -> dict[str, float]:
         """Train on a batch in as many optimizer steps as configured; return metrics. A collective."""
-        state, trainer = self._state, self._config.trainer
+        state, trainer = self.state, self.config.trainer
         assert batch.step == state.version, f"batch {batch.step} for version {state.version}"
         lr = set_lr(
-            state.optimizer, trainer.optim, trainer.scheduler, step=state.version, max_steps=self._config.max_steps
+            state.optimizer, trainer.optim, trainer.scheduler, step=state.version, max_steps=self.config.max_steps
         )
         fixed = FixedLogprobs(recomputed=self._recipe.proximal == "recomputed", reference=state.reference)
         for model in (state.model, *([state.reference.model] if state.reference else [])):
             give_pictures(model, batch.pictures)
-        if self._logprob_log:
-            self._logprob_log.begin(batch)
-        logs = [self._logprob_log, *[None] * (trainer.num_iterations - 1)]  # the first pass has the weights before it
+        if self.logprob_log:
+            self.logprob_log.begin(batch)
+        logs = [self.logprob_log, *[None] * (trainer.num_iterations - 1)]  # the first pass has the weights before it
         metrics = merge_iterations([self._iterate(batch, fixed, log) for log in logs])
         state.version += 1
         if state.reference:
@@ -112,8 +102,8 @@ class Stepper:
 
     def _iterate(self, batch: BatchReply, fixed: FixedLogprobs, logprob_log: LogprobLog | None) -> dict[str, float]:
         """Take one optimizer step on the whole batch."""
-        state = self._state
-        with self._timer.span("forward_backward"):
+        state = self.state
+        with self.timer.span("forward_backward"):
             metrics = forward_backward(
                 state.model,
                 batch.micro_batches,
@@ -121,14 +111,14 @@ class Stepper:
                 loss_samples=batch.loss_samples,
                 step=state.version,
                 loss_function=self._loss,
-                world=self._world,
+                world=self.world,
                 fixed=fixed,
                 entropy_gradient=self._recipe.entropy_bonus > 0,
                 logprob_log=logprob_log,
-            ) | expert_metrics(state.model, self._world)
-        self._before_weights_change()
-        with self._timer.span("optimizer"):
-            return metrics | optimizer_step(state, self._config.trainer.optim)
+            ) | expert_metrics(state.model, self.world)
+        self.before_weights_change()
+        with self.timer.span("optimizer"):
+            return metrics | optimizer_step(state, self.config.trainer.optim)
 
 
 def merge_iterations(iterations: list[dict[str, float]]) -> dict[str, float]:

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedModel
@@ -21,7 +20,7 @@ from trireme.config.sft import SftConfig
 from trireme.journal.rank_shares import cost_of_model
 from trireme.messages import MicroBatch
 from trireme.monitor.metrics import MetricsFile
-from trireme.monitor.spans import TRAINER, Lane, open_spans
+from trireme.monitor.spans import TRAINER, open_spans
 from trireme.monitor.wandb_mirror import open_wandb_mirror
 from trireme.trainer.checkpoint.checkpoint import CheckpointStore
 from trireme.trainer.checkpoint.export import Exporter
@@ -30,9 +29,9 @@ from trireme.trainer.model.forward import compute_columns, places_of
 from trireme.trainer.model.model import load_model
 from trireme.trainer.model.vision import give_pictures
 from trireme.trainer.optim.optimizer import build_optimizer, set_lr
-from trireme.trainer.parallel.mesh import World, open_world
+from trireme.trainer.parallel.mesh import open_world
 from trireme.trainer.perf import flops_per_token, packing_metrics, peak_memory, throughput
-from trireme.trainer.sft.dataset import Epochs, SampleFiles
+from trireme.trainer.sft.dataset import SampleFiles
 from trireme.trainer.sft.prepare_data import open_tokenizer_of, picture_files, prepare_data, steps_of
 from trireme.trainer.step import forward_backward, optimizer_step
 
@@ -44,7 +43,8 @@ MOST_NATS = 700.0  # the largest loss whose perplexity is finite
 
 def train_sft(config: SftConfig) -> None:
     """Train to the last step; write checkpoints and weights in Hugging Face format."""
-    with open_sft(config) as sft:
+    with ExitStack() as stack:
+        sft = Sft(config, stack)
         sft.measure_base()
         while sft.state.version < sft.last_step:
             metrics = sft.step()
@@ -53,15 +53,20 @@ def train_sft(config: SftConfig) -> None:
             sft.save_if_due()
 
 
-@contextmanager
-def open_sft(config: SftConfig) -> Iterator[Sft]:
-    """Load data, model and checkpoint. Close everything on any exit.
+class Sft:
+    """One rank of supervised fine-tuning, with all its resources open."""
 
-    Raises:
-        ConfigError: the data, the tokenizer or the model cannot be loaded.
-    """
-    torch.manual_seed(config.seed)
-    with ExitStack() as stack:
+    def __init__(self, config: SftConfig, stack: ExitStack) -> None:
+        """Load data, model and checkpoint.
+
+        Args:
+            stack: closes everything.
+
+        Raises:
+            ConfigError: the data, the tokenizer or the model cannot be loaded.
+        """
+        torch.manual_seed(config.seed)
+        self.config = config
         world = stack.enter_context(
             open_world(
                 config.device,
@@ -71,57 +76,40 @@ def open_sft(config: SftConfig) -> Iterator[Sft]:
                 cp=config.model.cp,
             )
         )
+        self.world = world
         waits = Waits("sft" if world.is_main else f"sft.{world.rank}", config.paths.logs)
         spans = stack.enter_context(open_spans(config.paths.spans if world.is_main else None))
-        lane = spans.lane(TRAINER, what="start", ago_s=age_s())
-        train, held_out = prepare_data(config, world, waits)
+        self.lane = spans.lane(TRAINER, what="start", ago_s=age_s())
+        self.train, self.held_out = prepare_data(config, world, waits)
         assert config.model.name is not None, "`resolve_sft` fills it in"
         model = load_model(config.model, config.model.name, world)
-        state = TrainerState(model=model, optimizer=build_optimizer(model, config.optim))
+        self.state = TrainerState(model=model, optimizer=build_optimizer(model, config.optim))
         exporter = None
         if world.is_main:
             dtype = torch.float32 if config.device == "cpu" else torch.bfloat16
             exporter = Exporter(config.paths.weights, model, open_tokenizer_of(config), dtype)
-        folder, disk_timeout_s = config.paths.checkpoints, config.disk_timeout_s
-        checkpoints = CheckpointStore(
-            folder, config.ckpt, world, waits=waits, disk_timeout_s=disk_timeout_s, exporter=exporter
+        self.checkpoints = CheckpointStore(
+            config.paths.checkpoints,
+            config.ckpt,
+            world,
+            waits=waits,
+            disk_timeout_s=config.disk_timeout_s,
+            exporter=exporter,
         )
-        stack.callback(checkpoints.close)
-        checkpoints.resume(state, resume=config.resume)
+        stack.callback(self.checkpoints.close)
+        self.checkpoints.resume(self.state, resume=config.resume)
         if world.is_main:
             stack.enter_context(open_wandb_mirror(config))
-        metrics = MetricsFile(config.paths.metrics, process="sft")
-        stack.callback(metrics.close)
-        lane.enter(None)
-        yield Sft(config, world, state, checkpoints, metrics, train, held_out, lane)
-
-
-@dataclass
-class Sft:
-    """One rank of supervised fine-tuning, with all its resources open."""
-
-    config: SftConfig
-    world: World
-    state: TrainerState
-    checkpoints: CheckpointStore
-    metrics: MetricsFile
-    train: Epochs
-    held_out: SampleFiles | None  # of the validation loss
-    lane: Lane
-    _base: dict[str, float] = field(default_factory=dict)  # measured before the first step and recorded with it
-
-    def __post_init__(self) -> None:
-        self.last_step = steps_of(self.config, self.train)
-        self._pictures = picture_files(self.config)
-        self._capacity = self.config.micro_batch_tokens or self.config.seq_len
-        model = self.config.model
-        self._cost = cost_of_model(model.name, attention=model.attn, cp=model.cp)
-        log.info(
-            "%d steps of %d samples, %.2f epochs",
-            self.last_step,
-            self.config.batch_size,
-            self.train.passed(self.last_step),
-        )
+        self.metrics = MetricsFile(config.paths.metrics, process="sft")
+        stack.callback(self.metrics.close)
+        self.last_step = steps_of(config, self.train)
+        self._base: dict[str, float] = {}  # measured before the first step and recorded with it
+        self._pictures = picture_files(config)
+        self._capacity = config.micro_batch_tokens or config.seq_len
+        self._cost = cost_of_model(config.model.name, attention=config.model.attn, cp=config.model.cp)
+        epochs = self.train.passed(self.last_step)
+        log.info("%d steps of %d samples, %.2f epochs", self.last_step, config.batch_size, epochs)
+        self.lane.enter(None)
 
     def _pack(self, samples: list[Sample]) -> list[MicroBatch]:
         """Return this rank's rows, or those of its team, and give the model their pictures."""
