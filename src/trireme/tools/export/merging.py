@@ -90,13 +90,13 @@ class Merged:
             frozen: precision in which the base model was held.
         """
         self._frozen = frozen
-        vlm = Vlm() if settings.get("auto_mapping") else None  # see `Adapters`
+        vlm = Vlm() if settings.get("auto_mapping") else None  # see `inject_adapters`
         self._model = build_model(TrainerModel(trust_remote_code=trust_remote_code, vlm=vlm), base_model)
         self._files = find_files(base_model)
         self._laid = find_layouts(ModelTensors(self._model), self._files, base_model)
         self._names = hub_names(self._model)
         self._untrained = untrained_of(self._model)
-        lora = Lora(  # the inverse of `lora.to_peft`, as far as shapes and scales depend on it
+        lora = Lora(  # the inverse of `inject_adapters`, as far as shapes and scales depend on it
             rank=settings["r"],
             alpha=settings["lora_alpha"],
             target_modules=(*(settings["target_modules"] or ()), *(settings.get("target_parameters") or ())),

@@ -25,7 +25,6 @@ from safetensors.torch import load_file, save_file
 
 from trireme.base.background import in_background
 from trireme.base.disk import require_room, when_there_is_room
-from trireme.base.errors import PeerDied
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.base.paths import atomic_write, remove_folder, replace_folder, step_folder
@@ -44,7 +43,6 @@ WRITE_S = 3600.0  # timeout for writing a checkpoint, apart from waits for room 
 CLOSE_S = 20.0
 CHECK_S = 0.5
 POLL_S = 0.05
-REFUSED = -1
 
 Files = dict[str, FileEntry]
 
@@ -155,16 +153,9 @@ class CheckpointStore:
             ConfigError: on rank 0, as `version_to_resume`.
             PeerDied: on the other ranks.
         """
-        version = REFUSED
-        try:
-            if self._world.is_main:
-                version = self._choose(resume)
-        finally:
-            agreed = self._world.agree(version)
-        if agreed == REFUSED:
-            raise PeerDied("Rank 0 rejected the checkpoint to resume from. See its error message.")
-        if agreed:
-            load_checkpoint(state, step_folder(self._folder, agreed), rank=self._world.rank)
+        version = self._world.first(lambda: self._choose(resume), "the checkpoint to resume from")
+        if version:
+            load_checkpoint(state, step_folder(self._folder, version), rank=self._world.rank)
 
     def _choose(self, resume: bool) -> int:
         tidy(self._folder)

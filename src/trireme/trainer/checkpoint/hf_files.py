@@ -9,6 +9,7 @@ is written into the checkpoint as JSON, so that an export needs neither the mode
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from trireme.trainer.checkpoint.state import MODEL
 from trireme.trainer.model.hub_names import hub_names
 from trireme.trainer.model.layouts import Part, Region, TensorLayout, identity_layout
 from trireme.trainer.model.loading import untrained_of
-from trireme.trainer.model.lora import Adapters, peft_name, to_peft, trained_tensors
+from trireme.trainer.model.lora import Adapters, peft_name, trained_tensors
 from trireme.trainer.parallel.shards import StoredShards
 from trireme.transport.weights.buckets import dtype_of, num_bytes, split_into_buckets
 
@@ -101,9 +102,9 @@ def stored_tensors(layout: Layout, stored: StoredShards) -> Iterator[tuple[str, 
 
 def describe_adapters(folder: Path, adapters: Adapters) -> None:
     """Write `adapter_config.json`."""
-    settings = to_peft(adapters)
+    settings = copy.copy(adapters.peft)
     settings.inference_mode = True
-    base = Path(adapters.base_model)
+    base = Path(settings.base_model_name_or_path or "")
     if base.is_dir():  # the folder may be loaded from another working directory
         settings.base_model_name_or_path = str(base.resolve())
     settings.save_pretrained(str(folder))

@@ -38,15 +38,9 @@ class Adapters:
     """The adapters of a model."""
 
     config: Lora
-    base_model: str  # folder or hub name
-    modules: tuple[str, ...]  # full names of the linear layers with an adapter
-    parameters: tuple[str, ...]  # full names of the fused experts with an adapter
-    whole: tuple[str, ...]  # full names of the modules that are trained whole
+    peft: LoraConfig  # the same as `adapter_config.json` has it
     seed: int
     frozen: Dtype  # precision of what is not trained
-    target_modules: tuple[str, ...]  # names of exactly the same modules, as short as possible
-    target_parameters: tuple[str, ...]
-    auto_mapping: dict[str, str] | None = None  # the model's class as PEFT records it, if pictures are given to it
 
 
 def adapters_of(model: torch.nn.Module) -> Adapters | None:
@@ -65,11 +59,29 @@ def inject_adapters(model: PreTrainedModel, config: Lora, *, base_model: str, se
     Raises:
         ConfigError: the model lacks such layers, or ties two of them.
     """
-    adapters = _find(model, config, base_model, seed, frozen)
-    settings = to_peft(adapters)
-    for name in adapters.modules:
+    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    adaptable = [name for name in linear if not _is_in_tower(name)]
+    head = [name for name in linear if model.get_submodule(name) is model.get_output_embeddings()]
+    fused = [name for name, tensor in model.named_parameters() if ".experts." in name and tensor.ndim == 3]
+    modules, parameters = _find_targets(config, [name for name in adaptable if name not in head], head, fused)
+    whole = _find_whole(model, config.modules_to_save)
+    _require_adaptable(model, config, modules, parameters, whole, head)
+    whole_class = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
+    settings = LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # PEFT accepts floats
+        lora_dropout=config.dropout,
+        target_modules=_in_short(modules, linear, _last),
+        target_parameters=_in_short(parameters, fused, _in_layer) or None,
+        modules_to_save=list(config.modules_to_save) or None,
+        use_rslora=config.use_rslora,
+        task_type="CAUSAL_LM",
+        auto_mapping=whole_class if adaptable != linear else None,  # as PEFT records it, if pictures are given to it
+        base_model_name_or_path=base_model,
+    )
+    for name in modules:
         _wrap(model, name, Linear, settings)
-    for name in adapters.parameters:  # a module with several is wrapped several times, as in PEFT
+    for name in parameters:  # a module with several is wrapped several times, as in PEFT
         module, _, parameter = name.rpartition(".")
         _wrap(model, module, ParamWrapper, settings, parameter_name=parameter)
     for mixer in model.modules():
@@ -77,11 +89,11 @@ def inject_adapters(model: PreTrainedModel, config: Lora, *, base_model: str, se
             mixer.training = False  # or else its fused kernel takes the weight of `out_proj`, past the adapter
     model.requires_grad_(False)
     for name, parameter in model.named_parameters():
-        is_whole = any(name.startswith(f"{module}.") for module in adapters.whole) and not _is_in_tower(name)
+        is_whole = any(name.startswith(f"{module}.") for module in whole) and not _is_in_tower(name)
         parameter.requires_grad_(is_adapter(name) or is_whole)
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(getattr(torch, frozen))
-    model._adapters = adapters
+    model._adapters = Adapters(config, settings, seed, frozen)
 
 
 def _wrap(model: PreTrainedModel, name: str, kind: Any, settings: LoraConfig, **options: str) -> None:
@@ -95,30 +107,10 @@ def _wrap(model: PreTrainedModel, name: str, kind: Any, settings: LoraConfig, **
     setattr(model.get_submodule(parent), child, layer)
 
 
-def to_peft(adapters: Adapters) -> LoraConfig:
-    """Return the same as PEFT's configuration, which `adapter_config.json` holds."""
-    config = adapters.config
-    return LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]  # PEFT accepts floats
-        lora_dropout=config.dropout,
-        target_modules=list(adapters.target_modules),
-        target_parameters=list(adapters.target_parameters) or None,
-        modules_to_save=list(config.modules_to_save) or None,
-        use_rslora=config.use_rslora,
-        task_type="CAUSAL_LM",
-        auto_mapping=adapters.auto_mapping,
-        base_model_name_or_path=adapters.base_model,
-    )
-
-
-def _find(model: PreTrainedModel, config: Lora, base_model: str, seed: int, frozen: Dtype) -> Adapters:
-    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    adaptable = [name for name in linear if not _is_in_tower(name)]
-    head = [name for name in linear if model.get_submodule(name) is model.get_output_embeddings()]
-    fused = [name for name, tensor in model.named_parameters() if ".experts." in name and tensor.ndim == 3]
-    modules, parameters = _find_targets(config, [name for name in adaptable if name not in head], head, fused)
-    whole = _find_whole(model, config.modules_to_save)
+def _require_adaptable(
+    model: PreTrainedModel, config: Lora, modules: list[str], parameters: list[str], whole: list[str], head: list[str]
+) -> None:
+    """Check that the model can be trained with adapters on these layers and parameters, and these modules whole."""
     embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
     head_layer = model.get_output_embeddings()
     is_tied = head_layer is not None and head_layer.weight is model.get_input_embeddings().weight
@@ -145,27 +137,14 @@ def _find(model: PreTrainedModel, config: Lora, base_model: str, seed: int, froz
             'layers only: engines cannot be handed these. Set `lora.sync = "merged"`, or leave the experts out of '
             "`lora.target_modules`."
         )
-    whole_class = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
-    return Adapters(
-        config,
-        base_model,
-        tuple(modules),
-        tuple(parameters),
-        tuple(whole),
-        seed,
-        frozen,
-        target_modules=_in_short(modules, linear, _last),
-        target_parameters=_in_short(parameters, fused, _in_layer),
-        auto_mapping=whole_class if adaptable != linear else None,
-    )
 
 
-def _in_short(chosen: list[str], all_names: list[str], shorten: Callable[[str], str]) -> tuple[str, ...]:
+def _in_short(chosen: list[str], all_names: list[str], shorten: Callable[[str], str]) -> list[str]:
     """Return short names if they match exactly the chosen layers, as readers match the ends of names; else full
     names."""
     short = {shorten(name) for name in chosen}
     meant = {name for name in all_names if short & _ends(name)}
-    return tuple(sorted(short if meant == set(chosen) else chosen))
+    return sorted(short if meant == set(chosen) else chosen)
 
 
 def _find_targets(config: Lora, linear: list[str], head: list[str], fused: list[str]) -> tuple[list[str], list[str]]:

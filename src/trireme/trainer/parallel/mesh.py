@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from trireme.base.errors import PeerDied
 from trireme.base.network import watch_connections
 from trireme.base.processes import RANK_STORE
 
@@ -69,6 +70,25 @@ class World:
         tensor = torch.tensor([values[name] for name in names], dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor if self.cp_rank == 0 else tensor.zero_())
         return dict(zip(names, tensor.tolist(), strict=True))
+
+    def first(self, work: Callable[[], int | None], what: str) -> int:
+        """Do work on rank 0 alone and return its result, 0 or more, on all ranks. A collective.
+
+        Args:
+            what: what rank 0 rejects by raising an error.
+
+        Raises:
+            PeerDied: it did, on the other ranks.
+        """
+        number = -1
+        try:
+            if self.is_main:
+                number = work() or 0
+        finally:
+            agreed = self.agree(number)
+        if agreed < 0:
+            raise PeerDied(f"Rank 0 rejected {what}. See its error message.")
+        return agreed
 
     def agree(self, number: int) -> int:
         """Return rank 0's number on all ranks, however long `KeepAlive` lets them wait for it. A collective."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from trireme.base.disk import when_there_is_room
-from trireme.base.errors import ConfigError, PeerDied
+from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
 from trireme.base.paths import atomic_write
 from trireme.base.waiting import Waits
@@ -51,15 +51,7 @@ def prepare_data(config: SftConfig, world: World, waits: Waits) -> tuple[Epochs,
         ConfigError: on rank 0, an entry is no conversation, or no conversation can be learned from.
         PeerDied: on the other ranks.
     """
-    is_ready = 0
-    try:
-        if world.is_main:
-            _write_all(config, waits)
-            is_ready = 1
-    finally:
-        agreed = world.agree(is_ready)
-    if not agreed:
-        raise PeerDied("Rank 0 rejected the data. See its error message.")
+    world.first(lambda: _write_all(config, waits), "the data")
     folder = config.paths.data
     portions = [
         Portion(SampleFiles(folder / f"train_{number}"), source.repeat) for number, source in enumerate(config.sources)
