@@ -97,11 +97,11 @@ def test_a_folder_that_comes_later_or_is_used_again_is_shown_as_it_is_now(tmp_pa
     library.search()
     folder.refresh()
     assert library.runs() == [folder]
-    assert (folder.num_done, folder.state) == (9, "stopped")
+    assert (folder.metrics.num_done, folder.state) == (9, "stopped")
     (run / "metrics.jsonl").rename(tmp_path / "aside")
     write(run, range(2), reward=7.0)
     folder.refresh()
-    assert folder.num_done == 2
+    assert folder.metrics.num_done == 2
     assert folder.metrics.series("reward/mean").values.tolist() == [7.0, 8.0]
 
 

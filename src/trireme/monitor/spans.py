@@ -15,7 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -297,14 +297,11 @@ def read_spans(path: Path, offset: int = 0, most_bytes: int = -1) -> tuple[list[
     Spans of one lane are in order; lanes are mixed.
     """
     lines, offset = read_lines(path, offset, most_bytes)
-    return [span for line in lines if (span := _parse(line)) is not None], offset
-
-
-def _parse(line: bytes) -> Span | None:
-    try:
-        return _decode(line)
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        return None
+    spans = []
+    for line in lines:
+        with suppress(msgspec.DecodeError, ValueError, RecursionError):
+            spans.append(_decode(line))
+    return spans, offset
 
 
 def _last_ends(path: Path) -> dict[str, int]:

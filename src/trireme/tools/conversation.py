@@ -19,6 +19,8 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 KNOWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", *REASONING_KEYS}
 THINK = re.compile(r"\s*<think>(?P<inside>.*?)(?:</think>\s*|\Z)", re.DOTALL)
 
+KIND_WORDS = {"reasoning": "reasoning", "call": "calls", "result": "returned", "other": "also"}
+
 Message = dict[str, Any]
 
 
@@ -34,6 +36,11 @@ class Block(NamedTuple):
     name: str  # of the tool; empty in blocks of text
     text: str
     pictures: tuple[str, ...] = ()  # digests of those that the text names, in order
+
+    @property
+    def heading(self) -> str:
+        """Who did what: "assistant calls python", "tool returned python", "user"."""
+        return " ".join(filter(None, (self.role, KIND_WORDS.get(self.kind), self.name)))
 
 
 class ToolCall(NamedTuple):

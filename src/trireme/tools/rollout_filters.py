@@ -51,19 +51,18 @@ class Term(NamedTuple):
 
     def holds(self, row: Row) -> bool:
         """Evaluate a condition on anything but the text. A number that is missing fails, also when compared by `!=`."""
-        return self._holds(row) != self.is_negated
-
-    def _holds(self, row: Row) -> bool:
+        found = getattr(row, FLAGS[str(self.value)] if self.field == "is" else self.field)
         if self.field == "is":
-            return bool(getattr(row, FLAGS[str(self.value)]))
-        found = getattr(row, self.field)
-        if isinstance(self.value, str):
-            return self.value in found.lower() if self.op == "~" else COMPARE[self.op](found.lower(), self.value)
-        if self.field == "example":
-            return found.lstrip("-").isdecimal() and COMPARE[self.op](int(found), self.value)
-        if found is None:
-            return False
-        return COMPARE[self.op](0.0 if abs(found - self.value) < CLOSE else found - self.value, 0.0)
+            holds = bool(found)
+        elif isinstance(self.value, str):
+            holds = self.value in found.lower() if self.op == "~" else COMPARE[self.op](found.lower(), self.value)
+        elif self.field == "example":
+            holds = found.lstrip("-").isdecimal() and COMPARE[self.op](int(found), self.value)
+        else:
+            holds = found is not None and COMPARE[self.op](
+                0.0 if abs(found - self.value) < CLOSE else found - self.value, 0.0
+            )
+        return holds != self.is_negated
 
 
 class Filter(NamedTuple):

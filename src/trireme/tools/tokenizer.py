@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -29,18 +30,13 @@ def find_decoder(run: Path) -> Decode | None:
     """
     paths = RunPaths(run)
     exported = sorted(paths.weights.glob("step_*"), key=lambda folder: step_of(folder) or 0, reverse=True)
-    for file in [*(folder / "tokenizer.json" for folder in exported), _tokenizer_of_model(paths.run_config)]:
+    files: list[Path | None] = [folder / "tokenizer.json" for folder in exported]
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        files.append(config_file(json.loads(paths.run_config.read_bytes())["model"]["name"], "tokenizer.json"))
+    for file in files:
         if file and file.is_file() and (decode := _load(file, file.stat().st_mtime_ns)):
             return decode
     return None
-
-
-def _tokenizer_of_model(run_config: Path) -> Path | None:
-    """Return the tokenizer in the model's folder, or in the cache of downloads."""
-    try:
-        return config_file(json.loads(run_config.read_bytes())["model"]["name"], "tokenizer.json")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
 
 
 @lru_cache(maxsize=4)

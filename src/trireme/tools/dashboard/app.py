@@ -200,7 +200,9 @@ class Browser:
             dot = ui.element("span").classes(f"tr-dot {'live' if main.is_live else ''}")
             dot.style(f"background: {theme.STATES.get(main.state, theme.QUIET)}")
             total = f"/{main.max_steps}" if main.max_steps else ""
-            ui.label(f"{main.state} {main.num_done}{total}").tooltip(f"{main.name}: {main.state}, steps trained")
+            ui.label(f"{main.state} {main.metrics.num_done}{total}").tooltip(
+                f"{main.name}: {main.state}, steps trained"
+            )
 
     def _choose(self, event: Any) -> None:
         names = list(event.value or [])

@@ -136,9 +136,9 @@ def figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
     metrics = run.metrics
     step_s = _recent(metrics, "time/step")
     of = f" of {run.max_steps}" if run.max_steps else ""
-    left_s = step_s * (run.max_steps - run.num_done) if step_s and run.max_steps else 0.0
+    left_s = step_s * (run.max_steps - run.metrics.num_done) if step_s and run.max_steps else 0.0
     eta = f", {short_time(left_s)} to go" if left_s > 0 and run.is_live else ""
-    yield "Steps trained", f"{run.num_done}{of}", f"{run.state}{eta}"
+    yield "Steps trained", f"{run.metrics.num_done}{of}", f"{run.state}{eta}"
 
     if ends := ends_of(metrics.finite("reward/mean")):
         yield "Reward", f"{ends.last:.3f}", f"from {ends.first:.3f}: means of {ends}"
@@ -267,9 +267,8 @@ async def build_warnings(runs: RunSet) -> None:
                         theme.heading(run.name)
                         theme.soft(f"{lasting} now, {len(findings) - lasting} earlier")
                     if not findings:
-                        searched = (
-                            f"{len(SIGNS)} are looked for in every row of its metrics; {run.num_done} steps so far."
-                        )
+                        steps = run.metrics.num_done
+                        searched = f"{len(SIGNS)} are looked for in every row of its metrics; {steps} steps so far."
                         theme.nothing("No sign of a collapse.", searched, icon="check_circle_outline")
                     for warned, is_lasting in findings[:MOST_LISTED_WARNINGS]:
                         _show_warning(runs, warned, is_lasting=is_lasting)

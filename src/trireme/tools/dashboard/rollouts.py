@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 import sqlite3
 from collections.abc import Awaitable, Callable
@@ -13,6 +12,7 @@ from nicegui import run, ui
 
 from trireme.base.errors import ConfigError
 from trireme.base.safe_text import clean, decimal
+from trireme.journal.message_text import as_text
 from trireme.journal.records import Branch
 from trireme.tools.conversation import Block, Message, blocks
 from trireme.tools.dashboard import theme
@@ -29,7 +29,6 @@ FOLDED = 1_000  # characters of instructions that are shown only when asked for
 MOST_BRANCHES = 100  # of a rollout that are shown
 MOST_PICTURES = 32  # of a message
 ROLES = {"system", "developer", "user", "assistant", "tool"}
-BLOCK_WORDS = {"reasoning": "reasoning", "call": "calls", "result": "returned", "other": "also"}
 EXAMPLES = ("reward<0.5", "is:truncated", "is:failed", "-is:failed", "example=12", "stop~length")
 HELP = (
     "Words are looked for in prompt and completion; of long ones, in beginning and end. `reward<0.5`, `step>=10`, "
@@ -271,10 +270,7 @@ def conversation_html(record: Record, run: str) -> str:
         **(_program_texts(record.info) or {"info": record.info}),
         **record.more,
     }
-    for name, value in rest.items():
-        if value:
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-            parts.append(_message_html("other", _escaped(name), text))
+    parts += [_message_html("other", name, as_text(value)) for name, value in rest.items() if value]
     return "".join(parts)
 
 
@@ -325,21 +321,16 @@ def _program_texts(info: dict[str, Any]) -> dict[str, Any]:
 
 def _block_html(block: Block, run: str) -> str:
     role = block.role if block.role in ROLES else "other"
-    heading = _escaped(f"{block.role} {BLOCK_WORDS.get(block.kind, '')}")
-    shown = _message_html(
-        f"{role} {block.kind}",
-        f"{heading} <b>{_escaped(block.name)}</b>",
-        block.text,
-        pictures_html(block.pictures[:MOST_PICTURES], run),
-    )
+    pictures = pictures_html(block.pictures[:MOST_PICTURES], run)
+    shown = _message_html(f"{role} {block.kind}", block.heading, block.text, pictures)
     if role in ("system", "developer") and len(block.text) > FOLDED:
         return f"<details><summary>{_escaped(block.role)}: {len(block.text):,} characters</summary>{shown}</details>"
     return shown
 
 
-def _message_html(classes: str, heading_html: str, text: str, below_html: str = "") -> str:
+def _message_html(classes: str, heading: str, text: str, below_html: str = "") -> str:
     return (
-        f'<div class="tr-said {classes}"><div class="tr-who">{heading_html}</div>'
+        f'<div class="tr-said {classes}"><div class="tr-who">{_escaped(heading)}</div>'
         f'<div class="tr-words">{_escaped(text)}</div>{below_html}</div>'
     )
 

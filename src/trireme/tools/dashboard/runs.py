@@ -70,22 +70,17 @@ class RunFolder:
         return steps if isinstance(steps, int) else None
 
     @property
-    def num_done(self) -> int:
-        """The number of steps that are trained."""
-        return self.metrics.num_done
-
-    @property
     def state(self) -> str:
         """ "running", "starting", "finished", "stopped", "not started", "not there yet", or the orchestrator's word."""
         if self.status is not None:
             return self.status.state
         if self._launcher is not None:
-            return "running" if self.num_done else "starting"
+            return "running" if self.metrics.num_done else "starting"
         if not self.path.is_dir():
             return "not there yet"
-        if self.max_steps is not None and self.num_done >= self.max_steps:
+        if self.max_steps is not None and self.metrics.num_done >= self.max_steps:
             return "finished"
-        return "stopped" if self.num_done else "not started"
+        return "stopped" if self.metrics.num_done else "not started"
 
     def warnings(self) -> list[tuple[Warned, bool]]:
         """Return the signs of a collapse in the metrics, each with whether it was seen lately: those first, then the

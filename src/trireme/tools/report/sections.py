@@ -290,7 +290,7 @@ class Run:
             return text if left <= 0 else f"{text[:MOST_CHARACTERS]} … ({left} more characters)"
 
         found = blocks([*record.prompt, *record.completion])
-        texts = [f"[{' '.join(filter(None, (each.role, each.name)))}]\n{shortened(each.text)}" for each in found]
+        texts = [f"[{each.heading}]\n{shortened(each.text)}" for each in found]
         if len(texts) > MOST_BLOCKS:
             texts[MOST_BLOCKS:] = [f"… and {len(texts) - MOST_BLOCKS} more messages"]
         facts = [f"{name} {value:.4g}" for name, value in record.metrics.items()]

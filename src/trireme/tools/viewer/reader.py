@@ -17,6 +17,7 @@ from textual.message import Message
 from textual.widgets import RichLog
 
 from trireme.base.safe_text import clean, decimal
+from trireme.journal.message_text import as_text
 from trireme.tools.conversation import Block, blocks
 from trireme.tools.rollouts import Record
 from trireme.tools.token_columns import COLOURS, FAINTEST, TokenColumns, colours_of, facts_of, load_columns, shades_of
@@ -26,7 +27,6 @@ from trireme.tools.viewer.table import reward_style
 LONGEST = 20_000  # characters of a block, unless all are asked for
 ROLES = {"system": "magenta", "developer": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 BAR = "▏"
-MARKS = {"reasoning": "reasoning", "call": "calls", "result": "returned", "other": "also"}
 BLOCK_STYLES = {"reasoning": "italic bright_black", "call": "yellow"}
 
 GIVEN, CURSOR = Style(dim=True), Style(reverse=True, bold=True)
@@ -191,15 +191,14 @@ def page(record: Record, *, longest: int | None) -> Iterator[tuple[Text, str]]:
     if rest:
         yield Text("━━ also ", style="bold bright_black"), ""
     for name, value in rest.items():
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        text = as_text(value)
         text = clean(text if len(text) <= LONGEST else f"{text[:LONGEST]}…")
         yield Text.assemble((f"{clean(name)}: ", "bold bright_black"), (text, "bright_black")), ""
 
 
 def _block(block: Block, longest: int | None) -> Iterator[tuple[Text, str]]:
     colour = ROLES.get(block.role, "white")
-    heading = " ".join(filter(None, (clean(block.role), MARKS.get(block.kind, ""), clean(block.name))))
-    yield Text(f"▌ {heading}", style=f"bold {colour}"), ""
+    yield Text(f"▌ {clean(block.heading)}", style=f"bold {colour}"), ""
     text = clean(block.text)
     if longest is not None and len(text) > longest:
         text = f"{text[:longest]}\n… {len(text) - longest:,} more characters: x shows them"
