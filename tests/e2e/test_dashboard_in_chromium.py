@@ -13,7 +13,7 @@ pytest.importorskip("playwright", reason="playwright is not installed: uv sync")
 from playwright.sync_api import expect
 
 from chromium import Watched, find_chromium, open_chromium
-from dashboard_walk import VIEWS, colour, dashboard_of, fates, metrics, rollouts, search, tab, tokens
+from dashboard_walk import VIEWS, colour, dashboard_of, metrics, rollouts, search, tab, tokens
 from real_run import DEADLINE_S, REPOSITORY
 from tiny_pictures import picture_file, shown
 from trireme.base.paths import RunPaths
@@ -22,6 +22,7 @@ from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.pictures import PictureFiles, pictures_folder
 from trireme.journal.records import BatchRecord
+from trireme.tools.audit.audit import audit_run
 from written_run import rewrite_batch
 
 pytestmark = [
@@ -57,11 +58,13 @@ def watched(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         assert watched.elsewhere() == []
 
 
-def test_pages_that_only_show_are_drawn(watched: Watched) -> None:
+def test_pages_that_only_show_are_drawn_and_audit_as_the_command_does(watched: Watched, folder: Path) -> None:
     """The other pages are used in the tests below. The fixture checks that no script failed."""
-    for name in ("overview", "timeline", "logs", "warnings"):
+    for name in ("overview", "timeline", "logs", "warnings", "fates"):
         VIEWS[name](watched.page)
         expect(watched.page.get_by_text("could not be drawn")).to_have_count(0)
+    verdict = "Nothing was lost" if audit_run(folder).holds else "Contradictions"
+    expect(watched.page.get_by_text(re.compile(verdict))).to_be_visible()
 
 
 def test_rollouts_are_searched_sorted_and_read_as_the_journal_has_them(watched: Watched, folder: Path) -> None:
@@ -130,10 +133,3 @@ def test_a_token_tells_what_engine_and_trainer_said_of_it_and_has_an_address(wat
     page.goto(address)
     expect(page.locator(".tr-main .tr-title").first).to_have_text(heading)
     expect(page.locator(".tr-token").first).to_be_visible()
-
-
-def test_the_audit_in_the_page_is_that_of_the_command(watched: Watched, folder: Path) -> None:
-    fates(watched.page)
-    holds = subprocess.run([sys.executable, "-m", "trireme.cli.trireme", "audit", str(folder)], capture_output=True)
-    verdict = "Nothing was lost" if holds.returncode == 0 else "Contradictions"
-    expect(watched.page.get_by_text(re.compile(verdict))).to_be_visible()

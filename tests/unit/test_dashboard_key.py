@@ -57,6 +57,9 @@ def test_the_key_of_the_address_opens_and_is_remembered():
     first, with_key, afterwards = ask(key, {}, {"url": f"/?{KEY}={key}"}, {})
     assert [answer.status_code for answer in (first, with_key, afterwards)] == [401, 200, 200]
     assert "HttpOnly" in with_key.headers["set-cookie"]
+    for word in ("frame-ancestors 'self'", "connect-src 'self'"):  # what it may talk to, and who may embed it
+        assert word in with_key.headers["content-security-policy"]
+    assert with_key.headers["x-content-type-options"] == "nosniff"
     assert b"rollouts" not in first.content
     for wrong in ("", "x", key[:-1], SECRET, "%ff"):
         assert [answer.status_code for answer in ask(key, {"url": f"/?{KEY}={wrong}"})] == [401]
@@ -96,13 +99,6 @@ def test_a_port_that_is_taken_is_refused_where_it_was_asked_for_and_else_another
         monkeypatch.setattr("trireme.cli.runs.dashboard.PORT", port)
         with listen("127.0.0.1", None) as listener:
             assert listener.getsockname()[1] != port
-
-
-def test_every_page_says_what_it_may_talk_to_and_who_may_embed_it() -> None:
-    (answer,) = ask(None, {})
-    assert "frame-ancestors 'self'" in answer.headers["content-security-policy"]
-    assert "connect-src 'self'" in answer.headers["content-security-policy"]
-    assert answer.headers["x-content-type-options"] == "nosniff"
 
 
 def test_pictures_are_served_by_their_digests_and_no_other_file(tmp_path: Path) -> None:

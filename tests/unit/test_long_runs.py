@@ -34,18 +34,15 @@ def metrics_of(num_steps: int) -> Metrics:
 
 
 def test_a_metric_keeps_its_ends_its_extremes_and_a_bounded_number_of_points() -> None:
-    steps, values = metrics_of(20 * LIMIT).series("loss")
+    metrics = metrics_of(20 * LIMIT)
+    steps, values = metrics.series("loss")
+    assert metrics.hours("loss").tolist() == pytest.approx((steps / 360).tolist(), abs=1e-6)
     assert len(steps) <= LIMIT
     assert steps[:5].tolist() == [0, 1, 2, 3, 4], "the beginning is exact"
     assert steps[-LIMIT // 4 :].tolist() == list(range(20 * LIMIT - LIMIT // 4, 20 * LIMIT)), "so are the newest"
     assert values.max() == np.sin(37) + 100.0
     assert (np.diff(steps) > 0).all()
     assert np.diff(steps).max() < LIMIT, "every twentieth of the run is there"
-
-
-def test_hours_of_a_thinned_metric_are_those_of_its_steps() -> None:
-    metrics = metrics_of(20 * LIMIT)
-    assert metrics.hours("loss").tolist() == pytest.approx((metrics.series("loss").steps / 360).tolist(), abs=1e-6)
 
 
 def test_spans_are_bounded_and_the_shares_of_the_whole_run_stay_right(tmp_path: Path) -> None:

@@ -137,14 +137,15 @@ def test_from_its_choices_comes_the_same_configuration(file: str, tmp_path: Path
 
 
 def test_time_is_told_from_the_spans(copy: RunPaths) -> None:
-    """Of 100 s the trainer trains 25 and waits 75 while the engine is busy 100."""
-    spans = [Span("engine 127.0.0.1:8000", "generate", 1e9, 100.0)]
+    """Of 100 s the trainer trains 25 and waits 75 while the engine is busy 100. Their start counts for nothing."""
+    spans = [Span("trainer", "start", 1e9 - 60, 60.0), Span("engine 127.0.0.1:8000", "generate", 1e9, 100.0)]
     for step in range(25):
         spans.append(Span("trainer", "train", 1e9 + 4 * step, 1.0, step=step))
         spans.append(Span("trainer", "wait", 1e9 + 4 * step + 1, 3.0, step=step, why="no batch yet"))
     copy.spans.write_bytes(b"".join(msgspec.json.encode(span) + b"\n" for span in spans))
     page = build_report(copy.root, num_rollouts=0, audits=False)
     assert not {"Rollouts", "Audit"} & page.sections.keys()
+    assert "Over 100 s, from the first step" in words(page, "Where the time went")
     assert "the trainer waits 75% of the time" in words(page, "Where the time went")
     assert "give more GPUs to inference" in words(page, "Where the time went")
     assert "trainer 75% no batch yet" in words(page, "Where the time went")

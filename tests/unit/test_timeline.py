@@ -173,18 +173,3 @@ def test_a_long_run_is_drawn_with_few_blocks_inside_the_picture(tmp_path):
         assert view.shares[lane] == pytest.approx(shares(mixed(3000), lane, begin, end), abs=1e-9)
     assert all(span.begin_s >= begin - 1e-6 and span.end_s <= end + 1e-6 for span in blocks)
     json.dumps(timeline_chart(view, zero_s=begin), allow_nan=False)
-
-
-def test_the_start_counts_in_no_advice(tmp_path):
-    spans = [Span("trainer", "start", 1.0, 60.0), Span("engine e:1", "start", 1.0, 60.0)]
-    for step in range(10):
-        begin = 61.0 + step
-        spans += [Span("trainer", "train", begin, 0.3), Span("trainer", "wait", begin + 0.3, 0.7, step, "no batch yet")]
-        spans += [Span("engine e:1", "generate", begin, 1.0, step + 1)]
-    store = stored(tmp_path / "spans", spans)
-    view = summarize(store, *store.extent())
-    assert view.counted == (61.0, 71.0)
-    assert view.shares["trainer"] == pytest.approx({"wait": 0.7, "train": 0.3, "other": 0.0}, abs=1e-5)
-    assert "more GPUs to inference" in view.advice
-    assert view.waits["trainer"] == [("no batch yet", pytest.approx(0.7))]
-    assert summarize(store, 61.5, 62.0).shares["trainer"] == pytest.approx({"wait": 1.0, "other": 0.0}, abs=1e-5)
