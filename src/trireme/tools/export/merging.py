@@ -7,9 +7,10 @@ float32, then rounded.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -60,22 +61,18 @@ def export_merged(
     )
     specs = merged.specs(dtype)
 
-    def fill(partial: Path) -> None:
+    def fill(folder: Path) -> None:
         shutil.copytree(
-            checkpoint / DESCRIPTION, partial, ignore=shutil.ignore_patterns(CONFIG, TRAINED_WITH, "README.md")
+            checkpoint / DESCRIPTION, folder, ignore=shutil.ignore_patterns(CONFIG, TRAINED_WITH, "README.md")
         )
-        merged.describe(partial, getattr(torch, dtype))
+        merged.describe(folder, getattr(torch, dtype))
         with open_checkpoint(checkpoint) as stored:
-            write_model(partial, specs, merged.tensors(stored, getattr(torch, dtype)))
+            prefix = f"{MODEL}."
+            names = {name.removeprefix(prefix): name for name in stored.names() if name.startswith(prefix)}
+            trained = {own: partial(stored.read_whole, name) for own, name in names.items()}
+            write_model(folder, specs, merged.tensors(trained, getattr(torch, dtype)))
 
     make_folder(folder, fill, room=sum(map(num_bytes, specs)))
-
-
-class Trained(Protocol):
-    """Trained tensors by their published names: pieces of a checkpoint, or a file of adapters."""
-
-    def names(self) -> list[str]: ...
-    def read_whole(self, name: str) -> torch.Tensor: ...
 
 
 class Merged:
@@ -125,18 +122,20 @@ class Merged:
         """Return shapes of adapters, and of modules that are trained as a whole, by the model's own names."""
         return {name: tuple(each.shape) for name, each in self._model.named_parameters() if each.requires_grad}
 
-    def tensors(self, stored: Trained, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(
+        self, trained: Mapping[str, Callable[[], torch.Tensor]], dtype: torch.dtype
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """
+        Args:
+            trained: read the tensors that were trained, by the model's own names.
+        """
         for own in self._exported:
-            trained = f"{MODEL}.{self._own[own]}"
-            if trained in stored.names():  # it was trained as a whole
-                whole = stored.read_whole(trained)
+            if (read := trained.get(self._own[own])) is not None:  # it was trained as a whole
+                whole = read()
             else:
                 whole = self._laid[own].tensor(self._files.read).to(self._frozen)
             if (product := self._products.get(own)) is not None:
-                left, right = (
-                    stored.read_whole(f"{MODEL}.{self._parameters[id(factor)]}")
-                    for factor in (product.left, product.right)
-                )
+                left, right = (trained[self._parameters[id(each)]]() for each in (product.left, product.right))
                 whole = merge(whole, left, right, product)
             yield from self._names.to_hub(own, whole.to(dtype))
         yield from self._untrained.tensors()

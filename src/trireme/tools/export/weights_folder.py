@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,46 +66,26 @@ class AdaptedModel:
         # with transformers behind them, whose import takes seconds and which whole models do not need
         from trireme.tools.export.merging import Merged
         from trireme.trainer.checkpoint.hf_files import frozen_dtype
+        from trireme.trainer.model.lora import peft_name
 
         settings = read_settings(folder)
         base_model = base or settings["base_model_name_or_path"]
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._merged = Merged(settings, base_model, frozen=frozen_dtype(folder), trust_remote_code=False)
-        self._stored = AdapterFile(folder / ADAPTER_WEIGHTS, self._merged.trained_shapes, base_model)
         self.specs = self._merged.specs(dtype)
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, tensor.contiguous()) for name, tensor in self._merged.tensors(self._stored, self._dtype))
-
-
-class AdapterFile:
-    """A file of adapters, with the methods of a checkpoint: `trireme.trainer.parallel.shards.StoredShards`."""
-
-    def __init__(self, path: Path, wanted: Shapes, base_model: str) -> None:
-        """
-        Args:
-            wanted: by the model's own names, the tensors that are trained.
-
-        Raises: ConfigError where the file is damaged, or for another model.
-        """
-        from trireme.trainer.checkpoint.state import MODEL
-        from trireme.trainer.model.lora import peft_name
-
-        self._files = open_files([path])
-        found = self._files.shapes
-        self._names = {f"{MODEL}.{own}": name for own in wanted if (name := peft_name(own)) in found}
-        theirs = {peft_name(own): shape for own, shape in wanted.items() if ".lora_" in own or peft_name(own) in found}
-        if difference := shape_difference(theirs, found):
+        path = folder / ADAPTER_WEIGHTS
+        files, shapes = open_files([path]), self._merged.trained_shapes
+        names = {own: peft_name(own) for own in shapes}
+        expected = {name: shapes[own] for own, name in names.items() if ".lora_" in own or name in files.shapes}
+        if difference := shape_difference(expected, files.shapes):
             raise ConfigError(
                 f"{path} does not fit {base_model}: {difference} - expected adapters of this very model. Name the one "
                 "that they are for: `--model.base FOLDER`."
             )
+        self._trained = {own: partial(files.read, name, ()) for own, name in names.items() if name in files.shapes}
 
-    def names(self) -> list[str]:
-        return list(self._names)
-
-    def read_whole(self, name: str) -> torch.Tensor:
-        return self._files.read(self._names[name], ())
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, tensor.contiguous()) for name, tensor in self._merged.tensors(self._trained, self._dtype))
 
 
 Source = ModelFiles | AdaptedModel
