@@ -112,10 +112,10 @@ def read_case(words: list[str]) -> Case:
     arguments = parse_arguments(words)
     is_given = any(isinstance(argument, TypedFile) or argument.path == ("run",) for argument in arguments)
     if not is_given:
-        shipped, name = find_shipped(), "reverse-text"
-        quickstart = ["@", str(shipped.configs / name / "rl.toml"), "--model.name", f"{shipped.models}/{name}-tiny"]
-        quickstart += ["--orchestrator.env.0.id", f"{shipped.environments}/reverse_text"]
-        words = [*quickstart, "--orchestrator.env.0.name", name, *words]
+        root = find_shipped().root
+        quickstart = ["@", f"{root}/configs/reverse-text/rl.toml", "--model.name", f"{root}/models/reverse-text-tiny"]
+        quickstart += ["--orchestrator.env.0.id", f"{root}/environments/reverse_text"]
+        words = [*quickstart, "--orchestrator.env.0.name", "reverse-text", *words]
     typed, invocation = load_run_config(words, program="trireme doctor")
     devices = detect_devices()
     config = typed if invocation.run else resolve(typed, devices)

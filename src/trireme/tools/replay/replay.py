@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -48,7 +49,7 @@ def replay(config: RunConfig, span: range, *, keep_going: bool = False) -> int:
 
     Raises: JournalCorrupt where a batch, or the record of a version, is damaged.
     """
-    evidence = Evidence(config.paths)
+    versions, rows = Versions(config.paths.journal), latest_by_step(read_metrics(config.paths.metrics)[0])
     trainer = config.trainer
     with open_world(
         config.device,
@@ -66,7 +67,8 @@ def replay(config: RunConfig, span: range, *, keep_going: bool = False) -> int:
         compared: list[Comparison] = []  # on rank 0 only
         for retraced in retrace(config, world, span):
             if world.is_main:
-                compared.append(evidence.compare(retraced))
+                row = rows.get(("trainer", retraced.version - 1), {})
+                compared.append(compare(retraced, config.paths, versions, row))
                 print(compared[-1], flush=True)
             if world.agree(bool(compared and compared[-1].differences)) and not keep_going:
                 break
@@ -139,54 +141,44 @@ class Comparison:
         return f"version {self.version}: {self.num_tensors} tensors, bit-identical"
 
 
-class Evidence:
-    """The records of the run in a folder."""
+def compare(retraced: Retraced, paths: RunPaths, versions: Versions, row: Mapping[str, Any]) -> Comparison:
+    """Compare a version with all that is recorded of it: confirmations, of which there are several after restarts, its
+    exported weights, and the trainer's metrics.
 
-    def __init__(self, paths: RunPaths) -> None:
-        self._paths = paths
-        self._versions = Versions(paths.journal)
-        self._rows = latest_by_step(read_metrics(paths.metrics)[0])
+    Args:
+        row: the trainer's metrics of the step that made it.
 
-    def compare(self, retraced: Retraced) -> Comparison:
-        """Compare a version. Raises JournalCorrupt where its record is damaged."""
-        recorded, differences = list(self._recorded(retraced)), []
-        for source, ours, theirs in recorded:
-            if differ := [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]:
-                name = differ[0]
-                differences.append(
-                    f"{len(differ)} of {len(ours)} tensors differ from what {source}, the first is {name}: "
-                    f"{theirs.get(name, 'nothing')} then, {ours.get(name, 'nothing')} now"
-                )
-        differences += self._other_metrics(retraced)
-        return Comparison(retraced.version, len(retraced.digests), bool(recorded), tuple(differences))
-
-    def _recorded(self, retraced: Retraced) -> Iterator[tuple[str, Digests, Digests]]:
-        """Yield source, our digests, recorded digests. A version has several confirmations after restarts."""
-        if self._versions.has(retraced.version):
-            confirmations = self._versions.read(retraced.version).confirmations
-            for number, confirmation in enumerate(confirmations, 1):
-                which = f" (confirmation {number} of {len(confirmations)})" if len(confirmations) > 1 else ""
-                source = f"{' and '.join(confirmation.engines)} confirmed{which}"
-                yield source, retraced.digests, confirmation.digests
-        export = step_folder(self._paths.weights, retraced.version)
-        if export.is_dir():
-            yield f"{export} holds", retraced.exported, digests_of_export(export)
-
-    def _other_metrics(self, retraced: Retraced) -> Iterator[str]:
-        """Yield the first metric that differs from the trainer's line about the step that made the version."""
-        row = self._rows.get(("trainer", retraced.version - 1), {})
-        if row and self._versions.has(retraced.version):
-            confirmed = min(one.time for one in self._versions.read(retraced.version).confirmations)
-            if row.get("time_s", confirmed) < confirmed:
-                # the line is of abandoned steps: the run was rewound, and stopped before it repeated this step
-                return
+    Raises: JournalCorrupt where its record is damaged.
+    """
+    recorded: list[tuple[str, Digests, Digests]] = []  # source, our digests, recorded digests
+    confirmations = versions.read(retraced.version).confirmations if versions.has(retraced.version) else []
+    for number, confirmation in enumerate(confirmations, 1):
+        which = f" (confirmation {number} of {len(confirmations)})" if len(confirmations) > 1 else ""
+        source = f"{' and '.join(confirmation.engines)} confirmed{which}"
+        recorded.append((source, retraced.digests, confirmation.digests))
+    export = step_folder(paths.weights, retraced.version)
+    if export.is_dir():
+        recorded.append((f"{export} holds", retraced.exported, digests_of_export(export)))
+    differences = []
+    for source, ours, theirs in recorded:
+        if differ := [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]:
+            name = differ[0]
+            differences.append(
+                f"{len(differ)} of {len(ours)} tensors differ from what {source}, the first is {name}: "
+                f"{theirs.get(name, 'nothing')} then, {ours.get(name, 'nothing')} now"
+            )
+    confirmed = min((one.time for one in confirmations), default=-math.inf)
+    if row.get("time_s", confirmed) >= confirmed:  # else it is of abandoned steps: the run was rewound, and stopped
         others = sorted(retraced.metrics.keys() - CAUSES_FIRST)
         for name in (*CAUSES_FIRST, *others):
             value = retraced.metrics.get(name, math.nan)
-            number = value if math.isfinite(value) else None
-            if name in retraced.metrics and name in row and row[name] != number:
-                yield f"{name} of the step that made it was {row[name]} then ({self._paths.metrics}), is {number} now"
-                return
+            now = value if math.isfinite(value) else None
+            if name in retraced.metrics and name in row and row[name] != now:
+                differences.append(
+                    f"{name} of the step that made it was {row[name]} then ({paths.metrics}), is {now} now"
+                )
+                break
+    return Comparison(retraced.version, len(retraced.digests), bool(recorded), tuple(differences))
 
 
 def digests_of_export(folder: Path) -> Digests:

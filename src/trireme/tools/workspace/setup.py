@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -57,18 +56,6 @@ class Shipped:
 
     root: Path
     is_checkout: bool  # else an installed package, which stays as it is
-
-    @property
-    def configs(self) -> Path:
-        return self.root / "configs"
-
-    @property
-    def environments(self) -> Path:
-        return self.root / "environments"
-
-    @property
-    def models(self) -> Path:
-        return self.root / "models"
 
 
 def find_shipped(package: Path | None = None) -> Shipped:
@@ -136,28 +123,28 @@ class Workspace:
         Returns: their number.
         """
         copies = self.copies or not self.shipped.is_checkout
-        self._write(Path("environments/AGENTS.md"), (self.shipped.environments / "AGENTS.md").read_text())
-        return self._bring([path.parent for path in self.shipped.environments.glob("*/pyproject.toml")], copies=copies)
+        self._bring_file(Path("environments/AGENTS.md"))
+        return self._bring("environments/*/pyproject.toml", copies=copies)
 
     def bring_models(self) -> int:
         """Link the tiny models, and return their number."""
-        return self._bring([path.parent for path in self.shipped.models.glob("*/config.json")], copies=self.copies)
+        return self._bring("models/*/config.json", copies=self.copies)
 
     def write_endpoints(self) -> Path:
-        file = Path("configs/endpoints.py")
-        self._write(file, (self.shipped.root / file).read_text())
-        return file
+        return self._bring_file(Path("configs/endpoints.py"))
 
     def write_examples(self, patterns: tuple[str, ...], size: Size) -> dict[str, int]:
         """Write the example configurations, and return how many there are of each pattern."""
         counts = dict.fromkeys(patterns, 0)
         for pattern in patterns:
-            for file in sorted(self.shipped.configs.glob(pattern)):
+            for file in sorted(self.shipped.root.glob(f"configs/{pattern}")):
                 self._write(file.relative_to(self.shipped.root), sized(file.read_text(), size))
                 counts[pattern] += 1
         return counts
 
-    def _bring(self, folders: Sequence[Path], *, copies: bool) -> int:
+    def _bring(self, pattern: str, *, copies: bool) -> int:
+        """Link or copy the folders of the files that match."""
+        folders = [file.parent for file in self.shipped.root.glob(pattern)]
         for folder in folders:
             target = self.root / folder.relative_to(self.shipped.root)
             if target.is_symlink() and not target.exists():
@@ -170,6 +157,10 @@ class Workspace:
             else:
                 target.symlink_to(folder.resolve(), target_is_directory=True)
         return len(folders)
+
+    def _bring_file(self, file: Path) -> Path:
+        self._write(file, (self.shipped.root / file).read_text())
+        return file
 
     def _write(self, file: Path, text: str) -> None:
         target = self.root / file
