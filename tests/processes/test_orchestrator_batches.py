@@ -75,7 +75,7 @@ def audited(outcome: WholeRun) -> WholeRun:
     assert (outcome.error, outcome.trainer_error) == (None, [])
     write_run(outcome.config, outcome.config.paths.run_config)
     report = audit_run(outcome.config.paths.root)
-    rooms = {one.area for one in report.findings.in_order()} - {"metrics"}
+    rooms = {one.area for one in report.in_order()} - {"metrics"}
     assert not rooms, report.text(everything=True)
     return outcome
 

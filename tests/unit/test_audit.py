@@ -118,14 +118,14 @@ def test_what_may_happen_to_the_files_of_a_run_is_no_contradiction(config: RunCo
         assert_holds(config.paths.root)
     config.paths.metrics.write_bytes(content)
     Versions(config.paths.journal).record(5, ["http://127.0.0.1:8001"], digests_of(5), 0.0)  # confirmed again
-    assert assert_holds(config.paths.root).findings.notes == []
+    assert assert_holds(config.paths.root).notes == []
     shutil.rmtree(config.paths.weights / "step_2")
-    assert "no export of checkpoint 2" in assert_holds(config.paths.root).findings.notes[0]
+    assert "no export of checkpoint 2" in assert_holds(config.paths.root).notes[0]
     shutil.move(config.paths.root, tmp_path / "elsewhere")
     assert_holds(tmp_path / "elsewhere")
     on_gpu = write_whole_run(tmp_path / "gpu", device="cuda")  # where a replay may round differently
     planted_faults.confirm_otherwise(on_gpu)
-    (note,) = assert_holds(on_gpu.paths.root).findings.notes
+    (note,) = assert_holds(on_gpu.paths.root).notes
     assert "2. confirmation says that model.norm.weight" in note
 
 
@@ -173,10 +173,10 @@ def test_no_code_that_a_journal_names_is_run_unless_the_user_names_it_too(config
 
     rewrite_batch(config, 2, as_custom("pydoc:pipepager"))
     for run_code in (None, "mine:advantages"):
-        (note,) = audit_run(config.paths.root, run_code=run_code).findings.notes
+        (note,) = audit_run(config.paths.root, run_code=run_code).notes
         assert "pydoc:pipepager, which is called only with `--run-code`" in note
     rewrite_batch(config, 2, as_custom("gone.py:best"))
-    (note,) = audit_run(config.paths.root, run_code="gone.py:best").findings.notes
+    (note,) = audit_run(config.paths.root, run_code="gone.py:best").notes
     assert "gone.py does not exist" in note
     assert not mark.exists()
 
@@ -199,7 +199,7 @@ def test_a_picture_that_is_missing_or_was_changed_is_found_once(config: RunConfi
     assert_holds(config.paths.root)
     for damage in (lambda path: path.write_bytes(b"another"), Path.unlink):
         damage(files.path(digest))
-        (found,) = audit_run(config.paths.root).findings.in_order()
+        (found,) = audit_run(config.paths.root).in_order()
         assert (found.area, found.step) == ("journal", 1)
         assert digest in found.found
 
@@ -278,8 +278,8 @@ def test_a_turn_that_is_lost_or_changed_is_found(played: RunConfig, plant: Calla
     rollout = Journal(played.paths.journal).read(2).rollouts[1]
     plant(turns_file(played.paths.journal, f"{rollout.group}-{rollout.place}", rollout.attempt))
     report = audit_run(played.paths.root)
-    assert report.findings.total == 1
-    assert words in str(report.findings.in_order()[0])
+    assert report.total == 1
+    assert words in str(report.in_order()[0])
 
 
 def test_turns_that_a_rewind_moved_aside_or_that_the_user_deleted_are_no_contradiction(played: RunConfig) -> None:
@@ -287,7 +287,7 @@ def test_turns_that_a_rewind_moved_aside_or_that_the_user_deleted_are_no_contrad
     assert assert_holds(played.paths.root).summary.turns["not chosen"] == 18
     for folder in played.paths.journal.glob("**/turns"):
         shutil.rmtree(folder)
-    assert "turns of agent programs are not compared" in assert_holds(played.paths.root).findings.notes[0]
+    assert "turns of agent programs are not compared" in assert_holds(played.paths.root).notes[0]
 
 
 @pytest.mark.parametrize("name", [*FAULTS, *RICH_FAULTS])
@@ -308,7 +308,7 @@ def assert_named_first(config: RunConfig, fault: Fault) -> None:
     plant(config)
     report = audit_run(config.paths.root)
     assert not report.holds
-    first = report.findings.in_order()[0]
+    first = report.in_order()[0]
     assert re.search(words, first.found), report.text(everything=True)
     assert step in (-1, first.step)
     assert all((first.expected, first.meaning))
@@ -322,7 +322,7 @@ def test_one_fault_is_not_repeated_in_later_batches_and_thousands_are_only_count
         before = Journal(run.paths.journal).read(3)
         for name in names:
             (FAULTS | RICH_FAULTS)[name][0](run)
-            assert audit_run(run.paths.root).findings.total <= 3, name
+            assert audit_run(run.paths.root).total <= 3, name
             write_entry(Journal(run.paths.journal).path(3), 3, before)
     change_lines(lambda rows: rows.extend({"step": 10**6 + n, "process": "trainer"} for n in range(5000)))(config)
     shutil.rmtree(config.paths.journal)
@@ -335,7 +335,7 @@ def test_after_a_missing_batch_the_others_are_still_audited(tmp_path: Path, gone
     config = write_whole_run(tmp_path, batches=7, rich=rich)
     (config.paths.journal / f"batch_{gone:06d}.msgpack").unlink()
     report = audit_run(tmp_path)
-    assert {one.area for one in report.findings.in_order()} == {"journal"}, report.text(everything=True)
+    assert {one.area for one in report.in_order()} == {"journal"}, report.text(everything=True)
     rewrite_batch(config, 5, lambda record: record.rollouts.pop(1))
     assert "batch 5: group" in audit_run(tmp_path).text(everything=True)
 

@@ -32,7 +32,7 @@ from trireme.journal.versions import Versions
 from trireme.tools.audit.examples import OrderAudit, check_outcomes
 from trireme.tools.audit.fates import Fates
 from trireme.tools.audit.metrics import MetricsLines, compare_batch, compare_lines
-from trireme.tools.audit.report import Findings, Report, Summary
+from trireme.tools.audit.report import Report
 from trireme.tools.audit.tokens import TokenAudit
 from trireme.tools.audit.turns import TurnAudit
 from trireme.tools.audit.weights import VersionAudit, check_checkpoints, list_checkpoints
@@ -51,7 +51,7 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
         ConfigError: the folder holds no run.
     """
     config = read_run(RunConfig, find_run_file(folder, "orchestrator"))
-    paths, findings = RunPaths(folder), Findings()
+    paths, report = RunPaths(folder), Report(folder)
     journal, recorded = Journal(paths.journal), Versions(paths.journal)
     # effects are listed before causes: checkpoints, versions and batches, then metrics, then their causes again
     checkpoints, newest, batches = list_checkpoints(paths.checkpoints), recorded.newest, journal.steps()
@@ -60,64 +60,52 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
     batches_set_aside = _list_set_aside(paths.journal, "batch")
     versions_set_aside = _list_set_aside(paths.journal, "version")
 
-    versions = VersionAudit(recorded, known, versions_set_aside, findings)
+    versions = VersionAudit(recorded, known, versions_set_aside, report)
     versions.read(num_batches=num_batches, may_differ=config.device == "cuda")
     if lines.unreadable:
-        findings.note(f"{lines.unreadable} lines of {paths.metrics} were cut off, and say nothing")
+        report.note(f"{lines.unreadable} lines of {paths.metrics} were cut off, and say nothing")
     compare_lines(
         lines,
         trained=min(newest - MAY_LACK_LINES, num_batches),
         newest=versions.newest,
         num_batches=num_batches,
         set_aside=batches_set_aside | {version - 1 for version in versions_set_aside},
-        findings=findings,
+        report=report,
     )
 
-    order = OrderAudit(findings)
-    fates = Fates(order, findings)
-    tokens = TokenAudit(versions.is_confirmed, findings, run_code)
+    order = OrderAudit(report)
+    fates = Fates(order, report)
+    tokens = TokenAudit(versions.is_confirmed, report, run_code)
     pictures, seen = PictureFiles(pictures_folder(paths.journal)), set[str]()
-    turns, state = TurnAudit(paths.journal, findings), State()
+    turns, state = TurnAudit(paths.journal, report), State()
     run_rules, listed = rules_of(config), set(batches)
     expected, newest_batch = 0, max(batches, default=-1)
     for step in range(newest_batch + 1):
-        if (record := _read_batch(journal, step, listed, findings)) is None:
+        if (record := _read_batch(journal, step, listed, report)) is None:
             continue
         rules, after_gap = record.rules or run_rules, step != expected
         fates.take(record, rules, after_gap=after_gap)
         tokens.take(record, rules, after_gap=after_gap)
         turns.take(record, after_gap=after_gap)
-        _check_pictures(record, pictures, seen, findings)
-        check_outcomes(record, rules, findings)
+        _check_pictures(record, pictures, seen, report)
+        check_outcomes(record, rules, report)
         compare_batch(
             record,
             config.model_copy(update={"max_async_level": rules.max_async_level}),
             lines.batches.get(step),
-            findings,
+            report,
             may_lack_line=step > newest_batch - MAY_LACK_LINES,
             may_have_old_line=step == newest_batch and step in batches_set_aside,
         )
         expected, state = step + 1, record.state
     turns.close(state)
-    check_checkpoints(paths, checkpoints, versions, lines.trained, findings)
+    check_checkpoints(paths, checkpoints, versions, lines.trained, report)
 
-    summary = Summary(
-        batches=len(batches),
-        trained=fates.counts["trained"],
-        dropped=fates.counts["dropped"],
-        dropped_for=dict(fates.reasons),
-        open_groups=fates.num_open,
-        groups=fates.num_begun,
-        epochs=order.epochs,
-        trained_tokens=tokens.num_trained,
-        lag=tokens.lag,
-        turns=dict(turns.counts),
-        versions_used=len(tokens.versions),
-        versions_confirmed=len(versions.confirmed),
-        checkpoints=checkpoints,
-        set_aside=sorted(str(path.relative_to(folder)) for path in folder.glob("*/set_aside_*") if path.is_dir()),
+    report.summary.batches, report.summary.checkpoints = len(batches), checkpoints
+    report.summary.set_aside = sorted(
+        str(path.relative_to(folder)) for path in folder.glob("*/set_aside_*") if path.is_dir()
     )
-    return Report(folder, summary, findings)
+    return report
 
 
 def _list_set_aside(journal: Path, kind: str) -> set[int]:
@@ -126,10 +114,10 @@ def _list_set_aside(journal: Path, kind: str) -> set[int]:
     return {int(name) for name in names if name.isdigit()}
 
 
-def _read_batch(journal: Journal, step: int, listed: set[int], findings: Findings) -> BatchRecord | None:
+def _read_batch(journal: Journal, step: int, listed: set[int], report: Report) -> BatchRecord | None:
     """Read an entry; report where that is impossible, or where it has another number."""
     if step not in listed:
-        findings.add(
+        report.add(
             "journal",
             step,
             f"batch {step} is missing, and batch {max(listed)} is there",
@@ -140,9 +128,9 @@ def _read_batch(journal: Journal, step: int, listed: set[int], findings: Finding
     try:
         record = journal.read(step)
     except (JournalCorrupt, OSError) as error:
-        findings.add("journal", step, str(error), expected=f"batch {step} as it was written")
+        report.add("journal", step, str(error), expected=f"batch {step} as it was written")
         return None
-    findings.compare(
+    report.compare(
         "journal",
         step,
         {"step": record.step, "state.next_batch": record.state.next_batch},
@@ -152,7 +140,7 @@ def _read_batch(journal: Journal, step: int, listed: set[int], findings: Finding
     return record
 
 
-def _check_pictures(record: BatchRecord, files: PictureFiles, seen: set[str], findings: Findings) -> None:
+def _check_pictures(record: BatchRecord, files: PictureFiles, seen: set[str], report: Report) -> None:
     """Read each picture of the rollouts that is not in `seen`, and add it there."""
     samples = [sample for rollout in record.rollouts for sample in rollout.samples]
     for digest in sorted({picture.digest for sample in samples for picture in sample.pictures} - seen):
@@ -160,7 +148,7 @@ def _check_pictures(record: BatchRecord, files: PictureFiles, seen: set[str], fi
         try:
             files.read(digest)
         except (JournalCorrupt, OSError) as error:
-            findings.add(
+            report.add(
                 "journal",
                 record.step,
                 f"batch {record.step} shows a picture that cannot be read: {error}",

@@ -18,7 +18,7 @@ from trireme.algo.filters import FLAWS
 from trireme.algo.rules import Rules
 from trireme.journal.records import BatchRecord, OpenGroup
 from trireme.journal.targets import by_group, outcome_of
-from trireme.tools.audit.report import Findings
+from trireme.tools.audit.report import Report
 
 CAME_TO_THEIR_END = ("no signal", "little signal", *FLAWS)
 """Kinds of reasons for which a group was dropped whose rewards were all there, and counted."""
@@ -27,17 +27,11 @@ CAME_TO_THEIR_END = ("no signal", "little signal", *FLAWS)
 class OrderAudit:
     """Walk the groups in the order of their numbers. Needs the sizes of the data sets from the journal."""
 
-    def __init__(self, findings: Findings) -> None:
-        self._findings = findings
+    def __init__(self, report: Report) -> None:
+        self._report = report
         self._sizes: dict[str, int] | None = None  # None before the first entry; empty where they are unusable
         self._order = DataOrder({})
         self._is_lost = False  # a batch is missing, and what was learnt with it decides what came next
-
-    @property
-    def epochs(self) -> tuple[int, int] | None:
-        """Return the lowest and the highest epoch of the environments; None where the order is unknown."""
-        epochs = [cursor.epoch for cursor in self._order.cursors.values()] or [0]
-        return (min(epochs), max(epochs)) if self._sizes else None
 
     def begin(self, record: BatchRecord, rules: Rules, *, after_gap: bool) -> None:
         """Take the sizes of the data sets from the first entry. They may never change."""
@@ -46,7 +40,7 @@ class OrderAudit:
             self._sizes = sizes
             if sizes.keys() != rules.weights.keys() or not all(size > 0 for size in sizes.values()):
                 self._sizes = {}
-                self._findings.add(
+                self._report.add(
                     "order",
                     step,
                     f"batch {step}: the journal gives the sizes of the training sets as {sizes or 'nothing'}",
@@ -55,7 +49,7 @@ class OrderAudit:
                 )
             self._order = DataOrder(self._sizes)
         elif self._sizes:
-            self._findings.compare(
+            self._report.compare(
                 "order",
                 step,
                 {"state.sizes": sizes},
@@ -77,6 +71,8 @@ class OrderAudit:
         state, sizes = record.state, self._order.sizes
         if not self._sizes:
             return
+        epochs = [cursor.epoch for cursor in state.cursors.values()] or [0]
+        self._report.summary.epochs = min(epochs), max(epochs)
         if self._is_lost:  # continue from the journal's own state, with nothing left to compare
             known = {name: scores for name, scores in state.scores.items() if _fit(scores, sizes.get(name, 0))}
             self._order.resume_from(state.cursors, known, Place(state.stage, state.stage_reward))
@@ -85,7 +81,7 @@ class OrderAudit:
             one for one in record.outcomes if 0 <= one.example < sizes.get(one.env, 0) and math.isfinite(one.mean)
         ]
         self._order.close_batch(outcomes, rules, next_step=record.step + 1)
-        self._findings.compare(
+        self._report.compare(
             "order",
             record.step,
             _position(state.cursors, state.scores, Place(state.stage, state.stage_reward)),
@@ -108,7 +104,7 @@ def _fit(scores: Scores, size: int) -> bool:
     return len(examples) == len(scores.means) and bool(np.all((examples >= 0) & (examples < size)))
 
 
-def check_outcomes(record: BatchRecord, rules: Rules, findings: Findings) -> None:
+def check_outcomes(record: BatchRecord, rules: Rules, report: Report) -> None:
     """Check that each group that was trained, or dropped with all its rewards there, has one outcome.
 
     Outcomes drive difficulty pools and the curriculum.
@@ -121,7 +117,7 @@ def check_outcomes(record: BatchRecord, rules: Rules, findings: Findings) -> Non
     due = {group: outcome_of(rollouts) for group, rollouts in groups.items()}
     for group, one in dropped.items():  # its rewards are kept nowhere else
         due.setdefault(group, Outcome(group, one.env, one.example, means.get(group, math.nan)))
-    findings.compare(
+    report.compare(
         "outcomes",
         record.step,
         {f"outcomes.{number}": outcome for number, outcome in enumerate(record.outcomes)},

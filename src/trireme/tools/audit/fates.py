@@ -14,7 +14,7 @@ from typing import Any
 from trireme.algo.rules import Rules
 from trireme.journal.records import BatchRecord, Dropped, OpenGroup, Rollout
 from trireme.tools.audit.examples import OrderAudit
-from trireme.tools.audit.report import Findings
+from trireme.tools.audit.report import Report
 
 TRAINED = "trained"
 OPEN, UNKNOWN = -1, -2  # instead of a batch; the latter: not listed as open, or decided where it cannot be read
@@ -30,12 +30,9 @@ MOST_BEGUN = 1_000_000
 class Fates:
     """Follow all groups from their start to their end. Takes eight bytes per group."""
 
-    def __init__(self, order: OrderAudit, findings: Findings) -> None:
-        self.counts: Counter[str] = Counter()  # rollouts: trained, dropped
-        self.reasons: Counter[str] = Counter()
-        self.num_open = 0
+    def __init__(self, order: OrderAudit, report: Report) -> None:
         self._order = order
-        self._findings = findings
+        self._report = report
         self._batch_of = array("q")  # by group: which batch decided it
         self._open: dict[int, OpenGroup | None] = {}  # what the data order says that they are
         self._counters: Counter[str] = Counter()  # by the journal
@@ -61,7 +58,7 @@ class Fates:
                 self._open[group] = self._order.task(group, rules)
                 self._batch_of.append(OPEN)
         else:
-            self._findings.add(
+            self._report.add(
                 "fates",
                 step,
                 f"batch {step}: the next group is {next_group}, {self.num_begun} were begun before",
@@ -71,15 +68,18 @@ class Fates:
         for group, fates in sorted(groups.items()):
             self._decide(step, group, fates, rules)
         self._compare_open(record, after_gap=after_gap)
+        summary, reasons = self._report.summary, self._report.summary.dropped_for
         for dropped in record.dropped:
             kind = kind_of(dropped.reason)
-            self.reasons[kind if kind in self.reasons or len(self.reasons) < MOST_REASONS else "others"] += 1
+            kind = kind if kind in reasons or len(reasons) < MOST_REASONS else "others"
+            reasons[kind] = reasons.get(kind, 0) + 1
         numbers = {"trained": len(record.rollouts), "dropped": len(record.dropped)}
-        self.counts.update(numbers)
+        summary.trained, summary.dropped = summary.trained + numbers["trained"], summary.dropped + numbers["dropped"]
+        summary.groups, summary.open_groups = self.num_begun, len({group.id for group in record.state.open_groups})
         counters = {f"state.counters.{name}": record.state.counters.get(name, 0) for name in numbers}
         due = {name: self._counters[name] + number for name, number in zip(counters, numbers.values(), strict=True)}
         num_groups = len({rollout.group for rollout in record.rollouts})
-        self._findings.compare(
+        self._report.compare(
             "fates",
             step,
             {"number of rollouts": len(record.rollouts), "number of groups": num_groups} | counters,
@@ -91,7 +91,7 @@ class Fates:
 
     def _decide(self, step: int, group: int, fates: list[Fate], rules: Rules) -> None:
         """Check a group that was trained or dropped in this batch."""
-        add = partial(self._findings.add, "fates", step)
+        add = partial(self._report.add, "fates", step)
         if not 0 <= group < self.num_begun:
             add(
                 f"batch {step} decides group {group}, which was never begun",
@@ -102,7 +102,7 @@ class Fates:
             self._batch_of[group] = step
             for one in fates:
                 if task is not None and (one.env, one.example) != (task.env, task.example):
-                    self._findings.add(
+                    self._report.add(
                         "order",
                         step,
                         f"batch {step}: group {group}, place {one.place}, attempt {one.attempt} is {one.env} example "
@@ -130,7 +130,7 @@ class Fates:
         tasks = followed if after_gap else self._open  # a batch that cannot be read may have decided the others
         found = {f"open group {group}": listed.get(group) for group in {**listed, **tasks}}
         due: dict[str, Any] = {f"open group {group}": task or listed.get(group, "any") for group, task in tasks.items()}
-        self._findings.compare(
+        self._report.compare(
             "fates",
             record.step,
             {**found, "number of open groups": len(record.state.open_groups)},
@@ -140,7 +140,7 @@ class Fates:
         )
         for group in self._open.keys() - followed.keys():
             self._batch_of[group] = UNKNOWN
-        self._open, self.num_open = followed, len(listed)
+        self._open = followed
 
 
 def kind_of(reason: str) -> str:

@@ -12,7 +12,7 @@ from trireme.journal.records import BatchRecord
 from trireme.monitor.lines import read_lines
 from trireme.monitor.metrics import parse_row
 from trireme.orchestrator.batch_metrics import batch_metrics
-from trireme.tools.audit.report import Findings
+from trireme.tools.audit.report import Report
 from trireme.tools.record_differences import some
 
 
@@ -31,7 +31,7 @@ def compare_batch(
     record: BatchRecord,
     config: RunConfig,
     row: Mapping[str, Any] | None,
-    findings: Findings,
+    report: Report,
     *,
     may_lack_line: bool,
     may_have_old_line: bool,
@@ -49,7 +49,7 @@ def compare_batch(
         due = batch_metrics(step, record.rollouts, record.dropped, config=config, outcomes=record.outcomes)
         due |= {f"data/{name}/epoch": cursor.epoch for name, cursor in record.state.cursors.items()}
         due["curriculum/stage"] = record.state.stage
-        findings.compare(
+        report.compare(
             "metrics",
             step,
             {name: found[name] for name in found if name in due},
@@ -59,10 +59,10 @@ def compare_batch(
         )
     if row is None:
         if not may_lack_line:
-            _add_missing_line(findings, "orchestrator", f"batch {step}", step)
+            _add_missing_line(report, "orchestrator", f"batch {step}", step)
     elif not may_have_old_line:
         # to the last bit: JSON keeps floats exactly, and has null for what is not finite
-        findings.compare(
+        report.compare(
             "metrics",
             step,
             {name: row.get(name) for name in found},
@@ -73,7 +73,7 @@ def compare_batch(
 
 
 def compare_lines(
-    lines: MetricsLines, *, trained: int, newest: int, num_batches: int, set_aside: set[int], findings: Findings
+    lines: MetricsLines, *, trained: int, newest: int, num_batches: int, set_aside: set[int], report: Report
 ) -> None:
     """Check that each trained step has one trainer line, and that no line is about a missing batch or version.
 
@@ -83,10 +83,10 @@ def compare_lines(
         set_aside: abandoned steps, whose lines stay in the file.
     """
     for step in sorted(set(range(trained)) - lines.trained):
-        _add_missing_line(findings, "trainer", f"step {step}", step)
+        _add_missing_line(report, "trainer", f"step {step}", step)
     early = sorted(step for step in lines.trained - set_aside if newest <= step < num_batches)
     if early:
-        findings.add(
+        report.add(
             "metrics",
             early[0],
             f"metrics.jsonl has a line of the trainer for step {some(early)}, and version {newest} is the newest",
@@ -96,7 +96,7 @@ def compare_lines(
     for process, steps in (("trainer", lines.trained), ("orchestrator", lines.batches.keys())):
         beyond = sorted(step for step in steps - set_aside if step >= num_batches)
         if beyond:
-            findings.add(
+            report.add(
                 "metrics",
                 beyond[0],
                 f"metrics.jsonl has lines of the {process} for step {some(beyond)}; there are {num_batches} batches",
@@ -105,8 +105,8 @@ def compare_lines(
             )
 
 
-def _add_missing_line(findings: Findings, process: str, what: str, step: int) -> None:
-    findings.add(
+def _add_missing_line(report: Report, process: str, what: str, step: int) -> None:
+    report.add(
         "metrics",
         step,
         f"{what} has no line of the {process} in metrics.jsonl",

@@ -1,10 +1,10 @@
-"""Findings of an audit: contradictions in three parts, and the report of them as text and as JSON."""
+"""The report of an audit: counts, and contradictions in three parts, as text and as JSON."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,56 @@ class Contradiction:
         return f"{self.found}\n  expected: {self.expected}\n  {self.meaning}"
 
 
-class Findings:
-    """Contradictions, and notes on what is unusual but no contradiction."""
+@dataclass
+class Summary:
+    """Counts of what the run folder has."""
 
-    def __init__(self) -> None:
+    batches: int = 0
+    trained: int = 0  # rollouts
+    dropped: int = 0
+    dropped_for: dict[str, int] = field(default_factory=dict)
+    open_groups: int = 0
+    groups: int = 0  # begun
+    epochs: tuple[int, int] | None = None  # lowest and highest that an environment is in
+    trained_tokens: int = 0
+    lag: tuple[int, int] | None = None  # lowest and highest
+    turns: dict[str, int] = field(default_factory=dict)  # of agent programs, by what became of them
+    versions_used: int = 0
+    versions_confirmed: int = 0
+    checkpoints: list[int] = field(default_factory=list)
+    set_aside: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        often = sorted(self.dropped_for.items(), key=lambda item: (-item[1], item[0]))
+        reasons = some([f"{reason} {count:,}" for reason, count in often], 5)
+        lag = f", lag {self.lag[0]} to {self.lag[1]}, of {_count(self.versions_used, 'version')}" if self.lag else ""
+        steps = self.checkpoints
+        checkpoints = " ".join(map(str, steps)) or "none"
+        if len(steps) > 6:
+            checkpoints = f"{steps[0]} {steps[1]} .. {steps[-1]}"
+        lines = [
+            f"{_count(self.batches, 'batch', 'batches')}, {_count(self.trained, 'rollout')} trained, "
+            f"{self.dropped:,} dropped{f' ({reasons})' if often else ''}, {_count(self.open_groups, 'group')} open",
+            f"{_count(self.groups, 'group')} begun"
+            + (f", up to epoch {self.epochs[1]} of the data" if self.epochs else ""),
+            f"{_count(self.trained_tokens, 'trained token')}{lag}; "
+            f"{_count(self.versions_confirmed, 'version')} confirmed by digest",
+            f"checkpoints: {checkpoints}",
+        ]
+        if total := sum(self.turns.values()):
+            kinds = ", ".join(f"{number:,} {kind}" for kind, number in self.turns.items() if number)
+            lines.insert(3, f"{_count(total, 'turn')} of agent programs on disk: {kinds}")
+        if self.set_aside:
+            lines.append(f"ways not taken, set aside: {some(self.set_aside, 3)}")
+        return lines
+
+
+class Report:
+    """The outcome of an audit: counts, contradictions, and notes on what is unusual but no contradiction."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.summary = Summary()
         self.notes: list[str] = []
         self._kept: list[Contradiction] = []
         self._counts: Counter[str] = Counter()
@@ -114,69 +160,17 @@ class Findings:
 
     @property
     def total(self) -> int:
+        """Return the number of contradictions."""
         return self._counts.total()
-
-    def in_order(self) -> list[Contradiction]:
-        """Return the findings by step; within a step the likelier cause comes first."""
-        areas = list(AREAS)
-        return sorted(self._kept, key=lambda one: (one.step, areas.index(one.area)))
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Counts of what the run folder has."""
-
-    batches: int
-    trained: int  # rollouts
-    dropped: int
-    dropped_for: dict[str, int]
-    open_groups: int
-    groups: int  # begun
-    epochs: tuple[int, int] | None  # lowest and highest that an environment is in
-    trained_tokens: int
-    lag: tuple[int, int] | None
-    turns: dict[str, int]  # of agent programs, by what became of them
-    versions_used: int
-    versions_confirmed: int
-    checkpoints: list[int]
-    set_aside: list[str]
-
-    def lines(self) -> list[str]:
-        often = sorted(self.dropped_for.items(), key=lambda item: (-item[1], item[0]))
-        reasons = some([f"{reason} {count:,}" for reason, count in often], 5)
-        lag = f", lag {self.lag[0]} to {self.lag[1]}, of {_count(self.versions_used, 'version')}" if self.lag else ""
-        steps = self.checkpoints
-        checkpoints = " ".join(map(str, steps)) or "none"
-        if len(steps) > 6:
-            checkpoints = f"{steps[0]} {steps[1]} .. {steps[-1]}"
-        lines = [
-            f"{_count(self.batches, 'batch', 'batches')}, {_count(self.trained, 'rollout')} trained, "
-            f"{self.dropped:,} dropped{f' ({reasons})' if often else ''}, {_count(self.open_groups, 'group')} open",
-            f"{_count(self.groups, 'group')} begun"
-            + (f", up to epoch {self.epochs[1]} of the data" if self.epochs else ""),
-            f"{_count(self.trained_tokens, 'trained token')}{lag}; "
-            f"{_count(self.versions_confirmed, 'version')} confirmed by digest",
-            f"checkpoints: {checkpoints}",
-        ]
-        if total := sum(self.turns.values()):
-            kinds = ", ".join(f"{number:,} {kind}" for kind, number in self.turns.items() if number)
-            lines.insert(3, f"{_count(total, 'turn')} of agent programs on disk: {kinds}")
-        if self.set_aside:
-            lines.append(f"ways not taken, set aside: {some(self.set_aside, 3)}")
-        return lines
-
-
-@dataclass(frozen=True)
-class Report:
-    """The outcome of an audit."""
-
-    run: Path
-    summary: Summary
-    findings: Findings
 
     @property
     def holds(self) -> bool:
-        return self.findings.total == 0
+        return self.total == 0
+
+    def in_order(self) -> list[Contradiction]:
+        """Return the contradictions by step; within a step the likelier cause comes first."""
+        areas = list(AREAS)
+        return sorted(self._kept, key=lambda one: (one.step, areas.index(one.area)))
 
     def text(self, *, everything: bool) -> str:
         """Return the report as text.
@@ -184,7 +178,7 @@ class Report:
         Args:
             everything: show all recorded contradictions and notes, not only the first.
         """
-        match self.findings.total:
+        match self.total:
             case 0:
                 verdict = "nothing was lost, and nothing was trained twice"
             case 1:
@@ -194,14 +188,14 @@ class Report:
         lines = [f"{self.run}: {verdict}", *(f"  {line}" for line in self.summary.lines())]
         if self.holds:
             lines += [f"  {promise}" for promise in PROMISES]
-        notes, contradictions = self.findings.notes, self.findings.in_order()
+        notes, contradictions = self.notes, self.in_order()
         num_notes = len(notes) if everything else 3
         lines += [f"  note: {note}" for note in notes[:num_notes]]
         if len(notes) > num_notes:
             lines.append(f"  {len(notes) - num_notes} more notes: --all shows them")
         for contradiction in contradictions if everything else contradictions[:1]:
             lines += ["", str(contradiction)]
-        if everything and (left_out := self.findings.total - len(contradictions)):
+        if everything and (left_out := self.total - len(contradictions)):
             lines += ["", f"and {left_out} more like these"]
         return "\n".join(lines)
 
@@ -210,9 +204,9 @@ class Report:
             "run": str(self.run),
             "holds": self.holds,
             "summary": asdict(self.summary),
-            "num_contradictions": self.findings.total,
-            "contradictions": [asdict(contradiction) for contradiction in self.findings.in_order()],
-            "notes": self.findings.notes,
+            "num_contradictions": self.total,
+            "contradictions": [asdict(contradiction) for contradiction in self.in_order()],
+            "notes": self.notes,
         }
 
 

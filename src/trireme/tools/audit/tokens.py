@@ -26,7 +26,7 @@ from trireme.journal.targets import (
     why_not_worth_it,
 )
 from trireme.messages import COLUMNS, Tokens
-from trireme.tools.audit.report import Findings
+from trireme.tools.audit.report import Report
 
 HIGHEST_LOGPROB = 1e-3
 """Above 0 only by rounding."""
@@ -44,17 +44,15 @@ class Columns:
 class TokenAudit:
     """Check the tokens of each batch, collect the versions that were used, and follow the running means of `ema`."""
 
-    def __init__(self, is_confirmed: Callable[[int], bool], findings: Findings, run_code: str | None = None) -> None:
+    def __init__(self, is_confirmed: Callable[[int], bool], report: Report, run_code: str | None = None) -> None:
         """Start with the first batch.
 
         Args:
             run_code: the one function ("module:name") that may be called for advantages where the journal names it.
         """
-        self.num_trained = 0
-        self.lag: tuple[int, int] | None = None  # lowest and highest
-        self.versions: set[int] = set()
+        self._versions: set[int] = set()
         self._is_confirmed = is_confirmed
-        self._findings = findings
+        self._report = report
         self._run_code = run_code
         self._baselines: Baselines = {}
 
@@ -75,7 +73,7 @@ class TokenAudit:
             return
         # The author of a run folder could run any code on this machine, if it were called without being named here too.
         if rules.advantage == "custom" and rules.advantage_path != self._run_code:
-            self._findings.note(
+            self._report.note(
                 "advantages of a custom function are not compared: the journal names "
                 f"{rules.advantage_path}, which is called only with `--run-code` and its name"
             )
@@ -111,7 +109,7 @@ class TokenAudit:
         )
 
     def _check_tokens(self, record: BatchRecord, columns: Columns, rules: Rules) -> None:
-        tokens, step = columns.tokens, record.step
+        tokens, step, summary = columns.tokens, record.step, self._report.summary
         trained, versions = tokens.loss_mask == 1, tokens.versions
         lags = step - versions
         allowed = 0 if rules.max_async_level == 0 else rules.max_off_policy_steps
@@ -138,12 +136,14 @@ class TokenAudit:
             self._add_token(record, columns, wrong, column, expected)
         if trained.any():
             lowest, highest = int(lags[trained].min()), int(lags[trained].max())
-            before = self.lag or (lowest, highest)
-            self.lag = min(lowest, before[0]), max(highest, before[1])
-        self.versions |= used
+            before = summary.lag or (lowest, highest)
+            summary.lag = min(lowest, before[0]), max(highest, before[1])
+        self._versions |= used
+        summary.versions_used = len(self._versions)
 
     def _check_counts(self, record: BatchRecord, rules: Rules) -> None:
-        self.num_trained += sum(num_sampled(rollout.samples) for rollout in record.rollouts if rollout.masked is None)
+        trained = (rollout for rollout in record.rollouts if rollout.masked is None)
+        self._report.summary.trained_tokens += sum(num_sampled(rollout.samples) for rollout in trained)
         for rollout in record.rollouts:
             count = num_sampled(rollout.samples)
             if count == 0:
@@ -152,7 +152,7 @@ class TokenAudit:
             longest = max(sample.length for sample in rollout.samples)
             due = {"num_sampled": count, "num_tokens": longest, "temperature": rules.temperature}
             recorded = {name: getattr(rollout, name) for name in due}
-            if self._findings.compare(
+            if self._report.compare(
                 "tokens",
                 record.step,
                 {name: due[name] if value is None else value for name, value in recorded.items()},  # older journals
@@ -182,7 +182,7 @@ class TokenAudit:
             custom = estimator_of(rules)
             per_rollout, due = advantages_of(record.rollouts, rules, self._baselines, custom=custom)
         except ConfigError as error:
-            self._findings.note(f"advantages are not compared: {error}")
+            self._report.note(f"advantages are not compared: {error}")
             return
         expected = np.concatenate([part for per_sample in per_rollout for part in per_sample])
         trained = columns.tokens.loss_mask == 1
@@ -192,7 +192,7 @@ class TokenAudit:
             self._add_token(record, columns, wrong, "advantages", by)
         found = record.state.baselines
         self._baselines = due
-        self._findings.compare(
+        self._report.compare(
             "tokens",
             record.step,
             {f"state.baselines.{name}": found.get(name) for name in sorted(found.keys() | due.keys())},
@@ -204,7 +204,7 @@ class TokenAudit:
     def _compare_flaws(self, record: BatchRecord, filters: Filters, rules: Rules) -> None:
         for rollout in record.rollouts:
             is_flat = is_zero([sample.advantages for sample in rollout.samples])
-            if self._findings.compare(
+            if self._report.compare(
                 "tokens",
                 record.step,
                 {"flaws": rollout.flaws, "masked": rollout.masked, "dropped for": None},
@@ -231,7 +231,7 @@ class TokenAudit:
 
     def _add(self, record: BatchRecord, rollout: Rollout, found: str, *, expected: str, advice: str = "") -> None:
         where = f"batch {record.step}: group {rollout.group}, place {rollout.place}"
-        self._findings.add("tokens", record.step, f"{where}{found}", expected=expected, advice=advice)
+        self._report.add("tokens", record.step, f"{where}{found}", expected=expected, advice=advice)
 
     def _add_token(self, record: BatchRecord, columns: Columns, wrong: np.ndarray, column: str, expected: str) -> None:
         """Report the first token with a wrong value in a column, and the number of such tokens.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trireme.journal.records import BatchRecord, Dropped, Rollout, State
 from trireme.journal.turns import MISSING, TurnRecord, compare_turns, read_turns, turns_file, turns_folder
-from trireme.tools.audit.report import Findings
+from trireme.tools.audit.report import Report
 from trireme.tools.record_differences import some
 
 NAME = re.compile(r"(\d+)-\d+\.\d+\.turns")
@@ -21,9 +21,9 @@ UNDER_WAY, DROPPED, TRAINED = "under way", "of dropped rollouts", "trained"
 class TurnAudit:
     """Compares the turns of each rollout with its samples, batch by batch."""
 
-    def __init__(self, journal: Path, findings: Findings) -> None:
-        self.counts: Counter[str] = Counter()  # turns, by what became of them
-        self._findings = findings
+    def __init__(self, journal: Path, report: Report) -> None:
+        self._counts: Counter[str] = Counter()  # turns, by what became of them
+        self._report = report
         aside = sorted(journal.glob("set_aside_*"), reverse=True)  # a rewind moves the turns of all rollouts
         self._journals = [folder for folder in (journal, *aside) if turns_folder(folder).is_dir()]
         self._left = {file.name for file in turns_folder(journal).glob("*.turns")}  # without a fate so far
@@ -45,9 +45,9 @@ class TurnAudit:
                 )
             elif rollout.branches and not self._is_noted:
                 self._is_noted = True
-                self._findings.note("journal/turns is not there, so turns of agent programs are not compared")
+                self._report.note("journal/turns is not there, so turns of agent programs are not compared")
         for dropped in record.dropped:
-            self.counts[DROPPED] += len(self._read(record.step, dropped) or ())
+            self._counts[DROPPED] += len(self._read(record.step, dropped) or ())
 
     def close(self, state: State) -> None:
         """Check the files that no batch has decided on.
@@ -60,11 +60,12 @@ class TurnAudit:
         for name in sorted(self._left):
             found = NAME.fullmatch(name)
             if found and (int(found[1]) in is_open or int(found[1]) >= state.next_group):
-                self.counts[UNDER_WAY] += len(read_turns(turns_folder(self._journals[0]) / name))
+                self._counts[UNDER_WAY] += len(read_turns(turns_folder(self._journals[0]) / name))
             else:
                 unknown.append(name)
+        self._report.summary.turns = dict(self._counts)
         if unknown and not self._has_gap:  # else a batch that cannot be read may know them
-            self._findings.add(
+            self._report.add(
                 "turns",
                 state.next_batch,
                 f"{some(unknown)} in journal/turns: turns of an unknown rollout",
@@ -88,10 +89,10 @@ class TurnAudit:
 
     def _compare(self, step: int, rollout: Rollout, turns: list[TurnRecord]) -> None:
         compared, unused = compare_turns(rollout.samples, turns)
-        self.counts[TRAINED] += sum(not turn.difference for turn in compared)
+        self._counts[TRAINED] += sum(not turn.difference for turn in compared)
         left_out = Counter(prompt for prompts in rollout.left_out.values() for prompt in prompts)
         for why, prompts in rollout.left_out.items():
-            self.counts[why] += len(prompts)
+            self._counts[why] += len(prompts)
         for turn in compared:
             if turn.difference:
                 where = f"has a turn (sample {turn.sample}, token {turn.begin})"
@@ -108,7 +109,7 @@ class TurnAudit:
             self._add(step, rollout, found, expected="each turn that was answered on disk")
 
     def _add(self, step: int, one: Rollout | Dropped, found: str, *, expected: str) -> None:
-        self._findings.add(
+        self._report.add(
             "turns",
             step,
             f"batch {step}: group {one.group}, place {one.place} {found}",

@@ -11,14 +11,14 @@ from trireme.base.errors import JournalCorrupt
 from trireme.base.paths import RunPaths, step_folder, step_of
 from trireme.journal.manifest import find_damage, read_manifest
 from trireme.journal.versions import Version, Versions
-from trireme.tools.audit.report import Findings
+from trireme.tools.audit.report import Report
 from trireme.tools.record_differences import some
 
 
 class VersionAudit:
     """Read each record once, and collect the confirmed versions."""
 
-    def __init__(self, versions: Versions, known: list[int], set_aside: set[int], findings: Findings) -> None:
+    def __init__(self, versions: Versions, known: list[int], set_aside: set[int], report: Report) -> None:
         """Start an audit of the versions.
 
         Args:
@@ -27,7 +27,7 @@ class VersionAudit:
         self.known = known
         self._versions = versions
         self._set_aside = set_aside
-        self._findings = findings
+        self._report = report
         self.confirmed: set[int] = set()
 
     @property
@@ -46,14 +46,14 @@ class VersionAudit:
         """
         missing = sorted(set(range(self.newest)) - set(self.known))
         for version in missing[:20]:
-            self._findings.add(
+            self._report.add(
                 "versions",
                 version,
                 f"version {version} has no record, and version {self.newest} has",
                 expected="a record of each version that engines ever confirmed, from 0 on",
             )
         for version in self.known:
-            add = partial(self._findings.add, "versions", version)
+            add = partial(self._report.add, "versions", version)
             try:
                 entry = self._versions.read(version)
             except (JournalCorrupt, OSError) as error:
@@ -69,7 +69,7 @@ class VersionAudit:
                     continue
                 found = f"version {version}: its {number}. confirmation says that {difference}, by the first one"
                 if may_differ and entry.confirmations[0].digests.keys() == confirmation.digests.keys():
-                    self._findings.note(f"{found} (a replay on another day may round differently on a GPU)")
+                    self._report.note(f"{found} (a replay on another day may round differently on a GPU)")
                     continue
                 add(
                     found,
@@ -78,8 +78,9 @@ class VersionAudit:
                     "differently), or the record was changed.",
                 )
                 break
+        self._report.summary.versions_confirmed = len(self.confirmed)
         if self.newest > num_batches:
-            self._findings.add(
+            self._report.add(
                 "versions",
                 num_batches,
                 f"version {self.newest} was confirmed, and there are {num_batches} batches",
@@ -111,7 +112,7 @@ def list_checkpoints(folder: Path) -> list[int]:
 
 
 def check_checkpoints(
-    paths: RunPaths, steps: list[int], versions: VersionAudit, trained: set[int], findings: Findings
+    paths: RunPaths, steps: list[int], versions: VersionAudit, trained: set[int], report: Report
 ) -> None:
     """Read and check every byte of the checkpoints.
 
@@ -128,7 +129,7 @@ def check_checkpoints(
             trouble = str(error)
         if not folder.exists():  # removed meanwhile, by the trainer that keeps the last few
             continue
-        add = partial(findings.add, "checkpoints", step)
+        add = partial(report.add, "checkpoints", step)
         if trouble is not None:
             add(
                 trouble,
@@ -143,7 +144,7 @@ def check_checkpoints(
             )
         missing = sorted(set(range(step)) - trained)
         if missing:
-            findings.add(
+            report.add(
                 "metrics",
                 missing[0],
                 f"checkpoint {step} is there, and metrics.jsonl has no line of the trainer for step {some(missing)}",
@@ -151,4 +152,4 @@ def check_checkpoints(
                 advice="Or the checkpoint is of another run.",
             )
         if not list(step_folder(paths.weights, step).glob("*.safetensors")):
-            findings.note(f"there is no export of checkpoint {step} in {paths.weights}; removed, or never finished")
+            report.note(f"there is no export of checkpoint {step} in {paths.weights}; removed, or never finished")

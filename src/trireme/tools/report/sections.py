@@ -313,11 +313,11 @@ class Run:
         if report.holds:
             yield f"Nothing was lost, and nothing was trained twice: {'; '.join(PROMISES)}."
         else:
-            total = report.findings.total
+            total = report.total
             yield f"{total} contradiction{'' if total == 1 else 's'} between the files of the run:"
         yield block("\n".join(report.summary.lines()))
-        yield from (block(str(found)) for found in report.findings.in_order()[:MOST_CONTRADICTIONS])
-        yield from (f"Note: {note}" for note in report.findings.notes[:MOST_NOTES])
+        yield from (block(str(found)) for found in report.in_order()[:MOST_CONTRADICTIONS])
+        yield from (f"Note: {note}" for note in report.notes[:MOST_NOTES])
 
     def configuration(self) -> Iterator[str]:
         yield "Keys that are not at their defaults, without ports and paths:"
