@@ -1,4 +1,5 @@
-"""Comparison of two records, to the bit: the names whose values differ, and the place within a column or a list."""
+"""Comparison of two records, to the bit: the names whose values differ, the place within a column or a list, and values
+as text."""
 
 from __future__ import annotations
 
@@ -68,3 +69,11 @@ def some(values: Sequence[Any], most: int = 6) -> str:
     """
     first = ", ".join(str(value) for value in values[:most])
     return first + (f" and {len(values) - most} more" if len(values) > most else "")
+
+
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """
+    Example:
+        counted(1200, "batch", "batches")  # "1,200 batches"
+    """
+    return f"{number:,} {one if number == 1 else many or one + 's'}"

@@ -35,7 +35,7 @@ from trireme.tools.audit.metrics import MetricsLines, compare_batch, compare_lin
 from trireme.tools.audit.report import Report
 from trireme.tools.audit.tokens import TokenAudit
 from trireme.tools.audit.turns import TurnAudit
-from trireme.tools.audit.weights import VersionAudit, check_checkpoints, list_checkpoints
+from trireme.tools.audit.weights import check_checkpoints, check_versions, list_checkpoints
 
 MAY_LACK_LINES = 2
 """Newest batches, and newest steps, whose lines may be missing: see above."""
@@ -54,20 +54,22 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
     paths, report = RunPaths(folder), Report(folder)
     journal, recorded = Journal(paths.journal), Versions(paths.journal)
     # effects are listed before causes: checkpoints, versions and batches, then metrics, then their causes again
-    checkpoints, newest, batches = list_checkpoints(paths.checkpoints), recorded.newest, journal.steps()
+    checkpoints, newest_at_first, batches = list_checkpoints(paths.checkpoints), recorded.newest, journal.steps()
     lines = MetricsLines(paths.metrics)
     known, num_batches = recorded.known(), max(journal.steps(), default=-1) + 1
     batches_set_aside = _list_set_aside(paths.journal, "batch")
     versions_set_aside = _list_set_aside(paths.journal, "version")
 
-    versions = VersionAudit(recorded, known, versions_set_aside, report)
-    versions.read(num_batches=num_batches, may_differ=config.device == "cuda")
+    newest = max(known, default=-1)
+    confirmed = check_versions(recorded, known, report, num_batches=num_batches, may_differ=config.device == "cuda")
+    # batches that an interrupted rewind has yet to move aside are by versions that it has moved aside already
+    confirmed |= {version for version in versions_set_aside if version > newest}
     if lines.unreadable:
         report.note(f"{lines.unreadable} lines of {paths.metrics} were cut off, and say nothing")
     compare_lines(
         lines,
-        trained=min(newest - MAY_LACK_LINES, num_batches),
-        newest=versions.newest,
+        trained=min(newest_at_first - MAY_LACK_LINES, num_batches),
+        newest=newest,
         num_batches=num_batches,
         set_aside=batches_set_aside | {version - 1 for version in versions_set_aside},
         report=report,
@@ -75,7 +77,7 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
 
     order = OrderAudit(report)
     fates = Fates(order, report)
-    tokens = TokenAudit(versions.is_confirmed, report, run_code)
+    tokens = TokenAudit(confirmed, report, run_code)
     pictures, seen = PictureFiles(pictures_folder(paths.journal)), set[str]()
     turns, state = TurnAudit(paths.journal, report), State()
     run_rules, listed = rules_of(config), set(batches)
@@ -99,7 +101,7 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
         )
         expected, state = step + 1, record.state
     turns.close(state)
-    check_checkpoints(paths, checkpoints, versions, lines.trained, report)
+    check_checkpoints(paths, checkpoints, lines.trained, report, newest=newest)
 
     report.summary.batches, report.summary.checkpoints = len(batches), checkpoints
     report.summary.set_aside = sorted(

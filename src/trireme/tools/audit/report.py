@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from trireme.tools.record_differences import differing, narrowed, shown, some
+from trireme.tools.record_differences import counted, differing, narrowed, shown, some
 
 KEPT_PER_AREA = 200
 """Contradictions of each area that are kept; the rest are counted. Areas report in the order of steps."""
@@ -76,23 +76,23 @@ class Summary:
     def lines(self) -> list[str]:
         often = sorted(self.dropped_for.items(), key=lambda item: (-item[1], item[0]))
         reasons = some([f"{reason} {count:,}" for reason, count in often], 5)
-        lag = f", lag {self.lag[0]} to {self.lag[1]}, of {_count(self.versions_used, 'version')}" if self.lag else ""
+        lag = f", lag {self.lag[0]} to {self.lag[1]}, of {counted(self.versions_used, 'version')}" if self.lag else ""
         steps = self.checkpoints
         checkpoints = " ".join(map(str, steps)) or "none"
         if len(steps) > 6:
             checkpoints = f"{steps[0]} {steps[1]} .. {steps[-1]}"
         lines = [
-            f"{_count(self.batches, 'batch', 'batches')}, {_count(self.trained, 'rollout')} trained, "
-            f"{self.dropped:,} dropped{f' ({reasons})' if often else ''}, {_count(self.open_groups, 'group')} open",
-            f"{_count(self.groups, 'group')} begun"
+            f"{counted(self.batches, 'batch', 'batches')}, {counted(self.trained, 'rollout')} trained, "
+            f"{self.dropped:,} dropped{f' ({reasons})' if often else ''}, {counted(self.open_groups, 'group')} open",
+            f"{counted(self.groups, 'group')} begun"
             + (f", up to epoch {self.epochs[1]} of the data" if self.epochs else ""),
-            f"{_count(self.trained_tokens, 'trained token')}{lag}; "
-            f"{_count(self.versions_confirmed, 'version')} confirmed by digest",
+            f"{counted(self.trained_tokens, 'trained token')}{lag}; "
+            f"{counted(self.versions_confirmed, 'version')} confirmed by digest",
             f"checkpoints: {checkpoints}",
         ]
         if total := sum(self.turns.values()):
             kinds = ", ".join(f"{number:,} {kind}" for kind, number in self.turns.items() if number)
-            lines.insert(3, f"{_count(total, 'turn')} of agent programs on disk: {kinds}")
+            lines.insert(3, f"{counted(total, 'turn')} of agent programs on disk: {kinds}")
         if self.set_aside:
             lines.append(f"ways not taken, set aside: {some(self.set_aside, 3)}")
         return lines
@@ -208,10 +208,6 @@ class Report:
             "contradictions": [asdict(contradiction) for contradiction in self.in_order()],
             "notes": self.notes,
         }
-
-
-def _count(number: int, one: str, many: str | None = None) -> str:
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def _are_close(one: Any, other: Any, rtol: float) -> bool:

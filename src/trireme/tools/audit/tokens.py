@@ -5,7 +5,6 @@ R rollouts of a batch, S samples, T tokens of all of them, one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,14 +43,15 @@ class Columns:
 class TokenAudit:
     """Check the tokens of each batch, collect the versions that were used, and follow the running means of `ema`."""
 
-    def __init__(self, is_confirmed: Callable[[int], bool], report: Report, run_code: str | None = None) -> None:
+    def __init__(self, confirmed: set[int], report: Report, run_code: str | None = None) -> None:
         """Start with the first batch.
 
         Args:
+            confirmed: versions that engines confirmed.
             run_code: the one function ("module:name") that may be called for advantages where the journal names it.
         """
         self._versions: set[int] = set()
-        self._is_confirmed = is_confirmed
+        self._confirmed = confirmed
         self._report = report
         self._run_code = run_code
         self._baselines: Baselines = {}
@@ -65,12 +65,17 @@ class TokenAudit:
         if after_gap:
             self._baselines = dict(record.state.baselines)
         columns = self._read_columns(record)
-        if columns is not None:
-            self._check_tokens(record, columns, rules)
-            self._check_counts(record, rules)
-        if columns is None or not self._has_targets(record, rules):
+        if columns is None:
             self._baselines = dict(record.state.baselines)  # continue from the journal's own
             return
+        self._check_tokens(record, columns, rules)
+        self._check_counts(record, rules)
+        for rollout in record.rollouts:
+            if misfit := _misfit(rollout, rules):
+                advice = "Its targets cannot be worked out again: this batch is not looked at further."
+                self._add(record, rollout, f" {misfit[0]}", expected=misfit[1], advice=advice)
+                self._baselines = dict(record.state.baselines)
+                return
         # The author of a run folder could run any code on this machine, if it were called without being named here too.
         if rules.advantage == "custom" and rules.advantage_path != self._run_code:
             self._report.note(
@@ -127,11 +132,10 @@ class TokenAudit:
             (trained & (lags < 0), "versions", f"at most {step}: a later version is trained from this very batch"),
             (trained & (lags > allowed), "versions", f"at least {step - allowed} ({why})"),
         ]
-        for version in sorted(used):
-            if not self._is_confirmed(version):
-                file = f"journal/version_{version:06d}.msgpack"
-                expected = f"a version that engines confirmed: {file} is missing or empty"
-                checks.append((trained & (versions == version), "versions", expected))
+        for version in sorted(used - self._confirmed):
+            file = f"journal/version_{version:06d}.msgpack"
+            expected = f"a version that engines confirmed: {file} is missing or empty"
+            checks.append((trained & (versions == version), "versions", expected))
         for wrong, column, expected in checks:
             self._add_token(record, columns, wrong, column, expected)
         if trained.any():
@@ -161,20 +165,6 @@ class TokenAudit:
                 by="by its samples and the rules of the batch",
             ):
                 return
-
-    def _has_targets(self, record: BatchRecord, rules: Rules) -> bool:
-        """Return whether targets can be computed again: whether what is given per token belongs to the tokens."""
-        for rollout in record.rollouts:
-            if trouble := _misfit(rollout, rules):
-                self._add(
-                    record,
-                    rollout,
-                    f" {trouble[0]}",
-                    expected=trouble[1],
-                    advice="Its targets cannot be worked out again: this batch is not looked at further.",
-                )
-                return False
-        return True
 
     def _compare_advantages(self, record: BatchRecord, columns: Columns, rules: Rules) -> None:
         """Compare in double precision, then rounded as in the journal."""

@@ -15,79 +15,63 @@ from trireme.tools.audit.report import Report
 from trireme.tools.record_differences import some
 
 
-class VersionAudit:
-    """Read each record once, and collect the confirmed versions."""
+def check_versions(
+    versions: Versions, known: list[int], report: Report, *, num_batches: int, may_differ: bool
+) -> set[int]:
+    """Read and check the records of all versions, and that the journal has the batch that each was made from.
 
-    def __init__(self, versions: Versions, known: list[int], set_aside: set[int], report: Report) -> None:
-        """Start an audit of the versions.
+    Args:
+        may_differ: a replay on a GPU may round differently, so other digests are only worth a note.
 
-        Args:
-            set_aside: versions whose record was moved aside by a rewind.
-        """
-        self.known = known
-        self._versions = versions
-        self._set_aside = set_aside
-        self._report = report
-        self.confirmed: set[int] = set()
-
-    @property
-    def newest(self) -> int:
-        return max(self.known, default=-1)
-
-    def is_confirmed(self, version: int) -> bool:
-        """Return whether a version is confirmed, or was before an interrupted rewind, which moves batches last."""
-        return version in self.confirmed or (version > self.newest and version in self._set_aside)
-
-    def read(self, *, num_batches: int, may_differ: bool) -> None:
-        """Read and check all records, and that the journal has the batch that each version was made from.
-
-        Args:
-            may_differ: a replay on a GPU may round differently, so other digests are only worth a note.
-        """
-        missing = sorted(set(range(self.newest)) - set(self.known))
-        for version in missing[:20]:
-            self._report.add(
-                "versions",
-                version,
-                f"version {version} has no record, and version {self.newest} has",
-                expected="a record of each version that engines ever confirmed, from 0 on",
-            )
-        for version in self.known:
-            add = partial(self._report.add, "versions", version)
-            try:
-                entry = self._versions.read(version)
-            except (JournalCorrupt, OSError) as error:
-                add(str(error), expected="a record as it was written")
+    Returns:
+        the versions that engines confirmed
+    """
+    newest, confirmed = max(known, default=-1), set[int]()
+    missing = sorted(set(range(newest)) - set(known))
+    for version in missing[:20]:
+        report.add(
+            "versions",
+            version,
+            f"version {version} has no record, and version {newest} has",
+            expected="a record of each version that engines ever confirmed, from 0 on",
+        )
+    for version in known:
+        add = partial(report.add, "versions", version)
+        try:
+            entry = versions.read(version)
+        except (JournalCorrupt, OSError) as error:
+            add(str(error), expected="a record as it was written")
+            continue
+        if found := _unsound(version, entry):
+            add(found, expected="the engines that confirmed it, with the digest of each tensor")
+        else:
+            confirmed.add(version)
+        for number, confirmation in enumerate(entry.confirmations[1:], start=2):
+            difference = first_difference(entry.confirmations[0].digests, confirmation.digests)
+            if difference is None:
                 continue
-            if found := _unsound(version, entry):
-                add(found, expected="the engines that confirmed it, with the digest of each tensor")
-            else:
-                self.confirmed.add(version)
-            for number, confirmation in enumerate(entry.confirmations[1:], start=2):
-                difference = first_difference(entry.confirmations[0].digests, confirmation.digests)
-                if difference is None:
-                    continue
-                found = f"version {version}: its {number}. confirmation says that {difference}, by the first one"
-                if may_differ and entry.confirmations[0].digests.keys() == confirmation.digests.keys():
-                    self._report.note(f"{found} (a replay on another day may round differently on a GPU)")
-                    continue
-                add(
-                    found,
-                    expected="the same digests at each confirmation of a version",
-                    advice="A replay did not come to the same version (with another number of ranks it rounds "
-                    "differently), or the record was changed.",
-                )
-                break
-        self._report.summary.versions_confirmed = len(self.confirmed)
-        if self.newest > num_batches:
-            self._report.add(
-                "versions",
-                num_batches,
-                f"version {self.newest} was confirmed, and there are {num_batches} batches",
-                expected=f"batch {self.newest - 1} in the journal: version n is made by batch n - 1",
-                advice="Batches were lost from the journal, or a rewind was cut off on the way: then give the same "
-                "command again.",
+            found = f"version {version}: its {number}. confirmation says that {difference}, by the first one"
+            if may_differ and entry.confirmations[0].digests.keys() == confirmation.digests.keys():
+                report.note(f"{found} (a replay on another day may round differently on a GPU)")
+                continue
+            add(
+                found,
+                expected="the same digests at each confirmation of a version",
+                advice="A replay did not come to the same version (with another number of ranks it rounds "
+                "differently), or the record was changed.",
             )
+            break
+    report.summary.versions_confirmed = len(confirmed)
+    if newest > num_batches:
+        report.add(
+            "versions",
+            num_batches,
+            f"version {newest} was confirmed, and there are {num_batches} batches",
+            expected=f"batch {newest - 1} in the journal: version n is made by batch n - 1",
+            advice="Batches were lost from the journal, or a rewind was cut off on the way: then give the same "
+            "command again.",
+        )
+    return confirmed
 
 
 def _unsound(version: int, entry: Version) -> str | None:
@@ -111,9 +95,7 @@ def list_checkpoints(folder: Path) -> list[int]:
     return sorted(step for step in steps if step is not None)
 
 
-def check_checkpoints(
-    paths: RunPaths, steps: list[int], versions: VersionAudit, trained: set[int], report: Report
-) -> None:
+def check_checkpoints(paths: RunPaths, steps: list[int], trained: set[int], report: Report, *, newest: int) -> None:
     """Read and check every byte of the checkpoints.
 
     Args:
@@ -136,9 +118,9 @@ def check_checkpoints(
                 expected=f"checkpoint {step} as its manifest describes it",
                 advice="Move it away: the run resumes from an earlier one, and comes to the same weights.",
             )
-        if step > versions.newest:
+        if step > newest:
             add(
-                f"{folder} is of version {step}, and the newest confirmed one is {versions.newest}",
+                f"{folder} is of version {step}, and the newest confirmed one is {newest}",
                 expected="checkpoints of versions that engines confirmed before",
                 advice="Confirmations were lost, or it is of another run.",
             )

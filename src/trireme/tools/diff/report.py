@@ -15,7 +15,7 @@ from trireme.tools.diff.aspects import (
 )
 from trireme.tools.diff.compare import Comparison
 from trireme.tools.diff.configuration import flatten, is_below
-from trireme.tools.record_differences import some
+from trireme.tools.record_differences import counted, some
 
 MOST_KEYS = 12
 MOST_CAUSES = 4
@@ -56,22 +56,18 @@ def _configuration(comparison: Comparison, *, everything: bool) -> list[str]:
     telling = comparison.telling_keys
     places = [key for key in comparison.keys if key.is_place]
     num_keys = max(len(dict(flatten(side.configuration))) for side in (comparison.a, comparison.b))
-    head = f"{_count(telling, 'key')} of {num_keys} not the same"
+    head = f"{counted(len(telling), 'key')} of {num_keys} not the same"
     lines = [f"configuration: {head if telling else 'all keys that count are the same'}"]
     lines += [f"  {key}" for key in (telling if everything else telling[:MOST_KEYS])]
     if not everything and len(telling) > MOST_KEYS:
         lines.append(f"  and {len(telling) - MOST_KEYS} more: --all shows them")
     if places:
-        lines.append(f"  of where it runs, {_count(places, 'key')}: {some([key.key for key in places])}")
+        lines.append(f"  of where it runs, {counted(len(places), 'key')}: {some([key.key for key in places])}")
     if everything:
         lines += [f"    {key}" for key in places]
     if comparison.surroundings:
         lines += ["surroundings", *(f"  {key}" for key in comparison.surroundings)]
     return lines
-
-
-def _count(values: list[Any], what: str) -> str:
-    return f"{len(values)} {what}{'' if len(values) == 1 else 's'}"
 
 
 def _aspects(comparison: Comparison) -> list[str]:
