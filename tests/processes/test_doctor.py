@@ -79,9 +79,9 @@ def test_the_run_itself_is_not_tried_where_a_problem_would_end_it(tmp_path):
         Check("run", lambda _: pytest.fail("it was tried"), needs_health=True),
     ]
     answers = list(run_checks(checks, build_case(tmp_path), quick=False))
-    assert [answer.finding.verdict for answer in answers] == ["problem", "ok", "skipped"]
-    assert "RuntimeError: the driver is on fire" in answers[0].finding.found
-    assert "(ill)" in answers[2].finding.found
+    assert [answer.verdict for answer in answers] == ["problem", "ok", "skipped"]
+    assert "RuntimeError: the driver is on fire" in answers[0].found
+    assert "(ill)" in answers[2].found
     assert summary_of([answers[0], *answers, answers[1]]) == "2 ok, 2 problems, 1 skipped"
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from argparse import ArgumentParser
 from contextlib import suppress
+from dataclasses import asdict
 from difflib import get_close_matches
 
 from rich.console import Console
@@ -22,7 +23,7 @@ from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.tools.doctor import machine, models, rehearsal
 from trireme.tools.doctor.configuration import check_configuration, check_hosts, check_ports
-from trireme.tools.doctor.report import Case, Check, run_checks, summary_of, text_of
+from trireme.tools.doctor.report import Case, Check, Finding, run_checks, summary_of, text_of
 from trireme.tools.workspace.setup import find_shipped
 
 CHECKS = (
@@ -77,30 +78,30 @@ def doctor(argv: list[str]) -> int:
         signal.signal(number, lambda received, _: sys.exit(128 + received))
     console = Console(highlight=False, soft_wrap=True, quiet=options.json)
     width = max(LEAST_WIDTH, min(console.width, MOST_WIDTH)) if console.is_terminal else MOST_WIDTH
-    began, answers = time.monotonic(), []
+    began, findings = time.monotonic(), list[Finding]()
     is_new = not case.config.output_dir.exists()
     try:
         with console.status("") as status:
-            for answer in run_checks(checks, case, quick=options.quick, on_check=lambda each: status.update(each.name)):
-                answers.append(answer)
-                style = STYLES[answer.finding.verdict]
-                text = text_of(answer, width)
+            for found in run_checks(checks, case, quick=options.quick, on_check=lambda each: status.update(each.name)):
+                findings.append(found)
+                style = STYLES[found.verdict]
+                text = text_of(found, width)
                 console.print(f"[{style}]{text[:8]}[/]", end="")
                 console.print(text[8:], markup=False)
                 sys.stdout.flush()
     finally:
-        if not any(answer.name == "run" and answer.finding.verdict == "problem" for answer in answers):
+        if not any(found.name == "run" and found.verdict == "problem" for found in findings):
             shutil.rmtree(case.folder, ignore_errors=True)
             with suppress(OSError):  # it holds something else by now
                 if is_new:
                     case.config.output_dir.rmdir()
-    holds = all(answer.finding.verdict != "problem" for answer in answers)
+    holds = all(found.verdict != "problem" for found in findings)
     seconds = time.monotonic() - began
     if options.json:
-        report = {"holds": holds, "seconds": round(seconds, 3), "answers": [answer.as_json() for answer in answers]}
+        report = {"holds": holds, "seconds": round(seconds, 3), "answers": list(map(asdict, findings))}
         print(json.dumps(report, indent=1, default=str))
     else:
-        print(f"\n{summary_of(answers)}; {seconds:.0f} s")
+        print(f"\n{summary_of(findings)}; {seconds:.0f} s")
     return 0 if holds else 1
 
 

