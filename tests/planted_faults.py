@@ -171,9 +171,7 @@ FAULTS: dict[str, Fault] = {
     # journal
     "a batch is gone": (remove("journal/batch_000002.msgpack"), 2, "batch 2 is missing, and batch 4 is there"),
     "a batch is torn": (damage("journal/batch_000002.msgpack", without_last), 2, "do not match"),
-    "the next batch is another": (put(2, "state.next_batch", 2), 2, "state.next_batch is 2"),
     # fates
-    "a rollout is gone": (change(2, "rollouts", without_last), 2, "place 2 has no fate"),
     "a group is trained again": (train_a_group_again, 3, "is trained here, and batch 1 had decided it before"),
     "a trained one is dropped": (edit(2, drop_what_was_trained), 2, "attempt 0 trained, attempt 1 dropped"),
     "a failed attempt is gone": (change_dropped("score: KeyError", list.remove), -1, "place 1 has attempt 1 trained"),
@@ -184,17 +182,14 @@ FAULTS: dict[str, Fault] = {
     "a counter is wrong": (change(3, "state.counters.trained", one_more), 3, "state.counters.trained is 25"),
     # the data order
     "an example is another": (edit(2, exchange_examples), 2, "group .* is . example"),
-    "an open group is another": (change(3, "state.open_groups.0.example", one_more), 3, "open group .* is"),
     "the place in the data is another": (change(3, "state.cursors.a.position", one_more), 3, "state.cursors.a is"),
     "the data set is unknown": (put(0, "state.sizes", {}), 0, "training sets as nothing"),
     # tokens
     "a token is of the future": (change_column("versions", 4), 3, "token . has 4 in `versions`"),
     "a given token has a logprob": (change_column("logprobs", -0.5, masked=False), 3, "has -0.5 in `logprobs`"),
-    "an advantage is another": (change_column("advantages", 0.375), 3, "token . has 0.375 in `advantages`"),
     "a logprob is of no probability": (change_column("logprobs", 0.5), 3, "has 0.5 in `logprobs`"),
     "a column is too short": (change(3, "rollouts.4.samples.0.logprobs", without_last), 3, "values of float32 in"),
     "a rollout has no tokens": (put(3, "rollouts.4.samples", []), 3, "has no token that is trained on"),
-    "a temperature is another": (put(3, "rollouts.4.temperature", 0.5), 3, "temperature is 0.5"),
     # versions
     "a version is gone": (remove("journal/version_000002.msgpack"), 2, "version 2 has no record"),
     "the newest version is gone": (remove("journal/version_000005.msgpack"), 4, "version 4 is the newest"),
@@ -222,10 +217,6 @@ def drop_flawed(filters: Filters) -> Filters:
     return filters.model_copy(update={"truncated": "drop"})
 
 
-def forget_flaws(record: BatchRecord) -> None:
-    next(rollout for rollout in record.rollouts if rollout.flaws).flaws.clear()
-
-
 def add_step_of_no_token(record: BatchRecord) -> None:
     record.rollouts[0].token_rewards.append(np.zeros(3, np.float32))
 
@@ -238,10 +229,7 @@ RICH_FAULTS: dict[str, Fault] = {
     "the length was not punished": (put(3, "rules.length_penalty", None), 3, "in `advantages`"),
     "a step's reward is of no token": (edit(3, add_step_of_no_token), 3, "`token_rewards` for"),
     "a running mean is another": (put(3, "state.baselines.a", 0.125), 3, "state.baselines.a is 0.125"),
-    "a flaw is forgotten": (edit(3, forget_flaws), 3, r"flaws is \[\]"),
     "one should be gone": (change(3, "rules.filters", drop_flawed), 3, "masked is .truncated|dropped for is nothing"),
     "a group says too little": (put(3, "rules.least_variance", 100.0), 3, "is trained, and there is little signal"),
     "a score is another": (change(3, "state.scores.a.means", change_first_mean), 3, "state.scores.a.means, place 0 is"),
-    "the stage is another": (put(3, "state.stage", 0), 3, "state.stage is 0"),
-    "an outcome is missing": (change(3, "outcomes", without_last), 3, "outcomes|state.scores"),
 }

@@ -139,6 +139,7 @@ def _read_batch(journal: Journal, step: int, listed: set[int], report: Report) -
         {"step": step, "state.next_batch": step + 1},
         by="by the name of its file",
     )
+    record.step = step
     return record
 
 
