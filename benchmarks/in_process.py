@@ -25,7 +25,7 @@ from trireme.base.devices import Devices
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.run import RunConfig
-from trireme.journal.rank_shares import row_capacity, share_of
+from trireme.journal.rank_shares import DealtBatch, row_capacity
 from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.journal.targets import advantages_of, flaws_of, with_advantages
 from trireme.messages import Tokens, build_tokens
@@ -102,7 +102,7 @@ def configure(trial: Trial) -> RunConfig:
 
 def train_on(stepper: Stepper, config: RunConfig, step: int, rollouts: list[Rollout]) -> dict[str, float]:
     record = BatchRecord(step=step, rollouts=rollouts, dropped=[], state=State())
-    return stepper.step(share_of(record, rank=0, world=1, capacity=row_capacity(config)))
+    return stepper.step(DealtBatch(record, world=1, capacity=row_capacity(config)).share(0))
 
 
 class Targets:

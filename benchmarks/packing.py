@@ -14,7 +14,7 @@ import numpy as np
 
 from trireme.algo.model.cost import Cost, cost_of
 from trireme.algo.packing import deal, pack
-from trireme.journal.rank_shares import share_of
+from trireme.journal.rank_shares import DealtBatch
 from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.messages import build_tokens, decode_reply, encode
 
@@ -84,7 +84,7 @@ def answer(num_rollouts: int, ranks: int) -> str:
     lengths = np.clip(rng.lognormal(8, 0.7, num_rollouts), 100, 16384).astype(int).tolist()
     record = BatchRecord(0, [_rollout(place, length, rng) for place, length in enumerate(lengths)], [], State())
     began = time.perf_counter()
-    reply = encode(share_of(record, rank=0, world=ranks, capacity=16384))
+    reply = encode(DealtBatch(record, world=ranks, capacity=16384).share(0))
     decode_reply(reply)
     return f"| {sum(lengths):,} | {ranks} | {len(reply) / 1e6:.1f} | {(time.perf_counter() - began) * 1e3:.0f} |"
 

@@ -272,6 +272,7 @@ def test_digests_must_be_those_of_the_announced_tensors():
     assert f"lm_head.weight, {NORM.name}" in str(check_digests(READY, other))
 
 
+LOOP = asyncio.new_event_loop()
 LINES = [
     b'{"type":"ready","num_train":5,"num_eval":0,"name":"toy","versions":{"python":"3.11"}}\n',
     b'{"type":"ask","task":"r1.0","call":"1","messages":[{"role":"user","content":"hi"}],"sampling":{"top_p":0.5}}\n',
@@ -284,10 +285,9 @@ def test_whatever_bytes_come_from_a_worker_are_messages_or_garbage_and_nothing_e
     read: list[wire.FromWorker] = []
     garbage: list[str] = []
     for data in mutations(LINES, 20_000):
-        try:
-            wire.LineReader(read.append).feed(data)
-        except wire.Garbage as error:
-            garbage.append(str(error))
+        answer: asyncio.Future = asyncio.Future(loop=LOOP)
+        wire.Connection(read.append, garbage.append, answer).data_received(data)
+        read += [answer.result()] if answer.done() else []
     assert len(garbage) > 3_000
     assert max(map(len, garbage)) < 1000
     assert {type(message) for message in read} == {wire.Ready, wire.Ask, wire.Done, wire.Error, wire.Pong}
@@ -295,10 +295,12 @@ def test_whatever_bytes_come_from_a_worker_are_messages_or_garbage_and_nothing_e
 
 def test_a_line_without_an_end_is_garbage_before_it_fills_the_memory(monkeypatch):
     monkeypatch.setattr(wire, "LONGEST_LINE", 1000)
-    reader = wire.LineReader(lambda message: None)
-    reader.feed(b"x" * 900)
-    with pytest.raises(wire.Garbage, match="1001 bytes without an end of line, at most 1000"):
-        reader.feed(b"x" * 100 + b"x")
+    garbage: list[str] = []
+    connection = wire.Connection(lambda message: None, garbage.append, asyncio.Future(loop=LOOP))
+    connection.data_received(b"x" * 900)
+    assert not garbage
+    connection.data_received(b"x" * 101)
+    assert garbage == ["sent 1001 bytes without an end of line, at most 1000 expected"]
 
 
 GARBAGE = [

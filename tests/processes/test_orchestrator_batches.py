@@ -18,7 +18,7 @@ from trireme.base.waiting import Waits
 from trireme.config.files import write_run
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
-from trireme.journal.rank_shares import share_of
+from trireme.journal.rank_shares import DealtBatch
 from trireme.journal.records import BatchRecord
 from trireme.journal.versions import Versions
 from trireme.launch.resume import rewind
@@ -349,7 +349,7 @@ def test_a_run_that_goes_by_everything_at_once_and_stopped_in_the_midst_is_what_
     assert any(rollout.masked for record in records for rollout in record.rollouts)
     for record in records:  # those that are masked are in the journal, and in no row
         trained = [rollout for rollout in record.rollouts if rollout.masked is None]
-        reply = share_of(record, rank=0, world=1, capacity=256)
+        reply = DealtBatch(record, world=1, capacity=256).share(0)
         tokens = sum(int(sample.loss_mask.sum()) for rollout in trained for sample in rollout.samples)
         assert sum(int(row.tokens.loss_mask.sum()) for row in reply.micro_batches) == tokens
         assert (reply.loss_tokens, reply.num_rollouts) == (max(1, tokens), 8)

@@ -309,8 +309,10 @@ def test_gpus_and_packages_of_an_environment_are_named_as_they_lie_on_disk(tmp_p
         folder.mkdir()
         (folder / "information").write_text(f"Model: \t {model}\nIRQ:   \t 11\n")
     assert gpu_names(tmp_path) == ["NVIDIA H200", "NVIDIA A100"]
-    for name in ("verifiers-0.1.9.dist-info", "datasets-4.0.0.dist-info", "idna-3.1.dist-info", "verifiers"):
-        (tmp_path / "venv" / "lib" / "python3.11" / "site-packages" / name).mkdir(parents=True)
+    for name, version in (("verifiers", "0.1.9"), ("datasets", "4.0.0"), ("idna", "3.1")):
+        folder = tmp_path / "venv/lib/python3.11/site-packages" / f"{name}-{version}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
     assert describe_environment(None, tmp_path / "venv/bin/python") == {"verifiers": "0.1.9", "datasets": "4.0.0"}
 
 

@@ -23,7 +23,7 @@ from trireme.config.orchestrator import Filters, LengthPenalty
 from trireme.config.run import RunConfig
 from trireme.journal import targets
 from trireme.journal.journal import Journal
-from trireme.journal.rank_shares import Shares, cost_of_model, row_capacity, row_cost, share_of
+from trireme.journal.rank_shares import DealtBatch, Shares, cost_of_model, row_capacity, row_cost
 from trireme.journal.records import AgentRun, BatchRecord, Rollout, State
 from trireme.journal.targets import advantages_of, estimator_of
 from trireme.messages import Kept, Tokens, build_tokens, encode
@@ -180,13 +180,13 @@ def test_a_masked_rollout_is_in_its_groups_mean_and_reaches_no_trainer() -> None
     (first, second), _ = advantages_of(rollouts, order_rules(), {})
     assert first[0].tolist() == [0.0, 0.5, 0.5]
     assert second[0].tolist() == [0.0, -0.5, -0.5]
-    reply = share_of(BatchRecord(0, rollouts, [], State()), rank=0, world=1, capacity=16)
+    reply = DealtBatch(BatchRecord(0, rollouts, [], State()), world=1, capacity=16).share(0)
     assert (reply.loss_tokens, reply.loss_samples, reply.num_rollouts) == (2, 1, 2)
     assert [int(row.tokens.loss_mask.sum()) for row in reply.micro_batches] == [2]
     # if all are masked, every rank has a row without loss
     record = BatchRecord(0, [rollout_of(1.0, place=place, masked="truncated") for place in range(4)], [], State())
     for world, rank in ((1, 0), (2, 1), (3, 2)):
-        reply = share_of(record, rank=rank, world=world, capacity=16)
+        reply = DealtBatch(record, world=world, capacity=16).share(rank)
         assert [row.tokens.loss_mask.tolist() for row in reply.micro_batches] == [[0]]
         assert reply.loss_tokens == reply.loss_samples == 1
 
@@ -247,7 +247,7 @@ def test_all_ranks_get_their_share_of_one_reading(journal: Journal, model: str) 
     shares = Shares(journal, config)
     with patch.object(journal, "read", wraps=journal.read) as reading:
         for step, rank in product(range(2), range(3)):
-            alone = share_of(record_of(step), rank=rank, world=3, capacity=48, cost=row_cost(config))
+            alone = DealtBatch(record_of(step), world=3, capacity=48, cost=row_cost(config)).share(rank)
             assert encode(shares.of(step, rank=rank, world=3)) == encode(alone)
     assert reading.call_count == 2
     samples = random_samples(LENGTHS, seed=1)
@@ -260,7 +260,7 @@ def test_a_first_token_that_was_sampled_counts_no_more_than_it_is_trained_on() -
     """Nothing stands before it that it could be predicted from: an empty prompt."""
     rows = [sample_of(mask) for mask in ([1, 1, 1], [0, 1], [1])]
     record = BatchRecord(0, [Rollout(env="env", example=0, reward=0.0, samples=rows, temperature=1.0)], [], State())
-    found = share_of(record, rank=0, world=1, capacity=16)
+    found = DealtBatch(record, world=1, capacity=16).share(0)
     places, _ = places_of(found.micro_batches[0])
     assert (found.loss_tokens, found.loss_samples) == (len(places), 2) == (3, 2)
     assert num_learned([Sample(tokens, 1.0) for tokens in rows]) == [2, 1, 0]

@@ -32,7 +32,10 @@ class Journal:
             OSError: it could not be written (a full disk); nothing was.
             JournalCorrupt: another orchestrator has written that entry.
         """
-        write_entry(self.path(record.step), record.step, _in_pieces(record), replace=False)
+        # encoded in pieces, with the same bytes: all rollouts at once would block other threads for as long
+        rollouts = [msgspec.Raw(_encoded(rollout)) for rollout in record.rollouts]
+        pieces = msgspec.structs.replace(record, rollouts=rollouts)
+        write_entry(self.path(record.step), record.step, pieces, replace=False)
         self._last = record
 
     def read(self, step: int) -> BatchRecord:
@@ -73,15 +76,10 @@ class Journal:
 
     def rewind(self, step: int) -> None:
         """Move aside the entries from `step` on. Nothing is deleted."""
-        under_way = [folder for folder in (turns_folder(self._folder),) if folder.exists()]
-        move_aside(self._folder, [*(self.path(number) for number in self.steps() if number >= step), *under_way])
+        later = [self.path(number) for number in self.steps() if number >= step]
+        under_way = turns_folder(self._folder)
+        move_aside(self._folder, [*later, under_way] if under_way.exists() else later)
         self._last = None
-
-
-def _in_pieces(record: BatchRecord) -> BatchRecord:
-    """Encode in pieces with the same bytes. Encoding all rollouts at once would block other threads for as long."""
-    rollouts = [msgspec.Raw(_encoded(rollout)) for rollout in record.rollouts]
-    return msgspec.structs.replace(record, rollouts=rollouts)
 
 
 def _encoded(rollout: Rollout) -> bytes:

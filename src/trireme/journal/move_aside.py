@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from trireme.base.log import get_logger
@@ -21,19 +20,12 @@ def move_aside(folder: Path, entries: Sequence[Path]) -> Path | None:
     """
     if not entries:
         return None
-    aside = _new_folder(folder, f"set_aside_{time.strftime('%Y%m%d_%H%M%S')}")
+    name = f"set_aside_{time.strftime('%Y%m%d_%H%M%S')}"
+    names = (name if number == 1 else f"{name}_{number}" for number in itertools.count(1))
+    aside = next(folder / each for each in names if not (folder / each).exists())  # one second may see several calls
+    aside.mkdir()
     for entry in reversed(entries):
         entry.rename(aside / entry.name)
     sync_folder(folder)
     log.info("%s to %s set aside in %s", entries[0].name, entries[-1].name, aside)
     return aside
-
-
-def _new_folder(parent: Path, name: str) -> Path:
-    """Make an empty folder named after the time; several calls may fall into one second."""
-    for number in itertools.count(1):
-        folder = parent / (name if number == 1 else f"{name}_{number}")
-        with suppress(FileExistsError):
-            folder.mkdir()
-            return folder
-    raise AssertionError("unreachable")

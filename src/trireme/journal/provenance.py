@@ -9,8 +9,10 @@ import hashlib
 import json
 import platform
 import re
+import subprocess
 from collections.abc import Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distributions, version
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -32,8 +34,12 @@ def collect_provenance(devices: Devices, environments: Mapping[str, Any], comman
         environments: of each by its name, see `describe_environment`.
         command: that started the run.
     """
+    package = Path(__file__).parents[1]
+    trireme = {"version": _version("trireme") or "unknown", "files": digest_of_files(package)}
+    if commit := _commit(package.parents[1]):
+        trireme["commit"] = commit
     return {
-        "trireme": _trireme(),
+        "trireme": trireme,
         "python": platform.python_version(),
         "packages": {name: found for name in PACKAGES if (found := _version(name))},
         "machine": {
@@ -53,16 +59,11 @@ def describe_environment(folder: Path | None, python: Path | None) -> dict[str, 
         folder: with its code; None where it is installed in our environment.
         python: interpreter of its virtual environment, where it has one.
     """
-    packages = _packages_of(python) if python else {"verifiers": _version("verifiers")}
     code = {"files": digest_of_files(folder)} if folder else {}
-    return code | {name: found for name, found in packages.items() if found}
-
-
-def _trireme() -> dict[str, str]:
-    package = Path(__file__).parents[1]
-    commit = _commit(package.parents[1] / ".git")
-    known = {"version": _version("trireme") or "unknown", "files": digest_of_files(package)}
-    return known | ({"commit": commit} if commit else {})
+    if python is None:
+        return code | ({"verifiers": found} if (found := _version("verifiers")) else {})
+    installed = distributions(path=[str(path) for path in python.parents[1].glob("lib/python*/site-packages")])
+    return code | {each.name: each.version for each in installed if each.name in ("verifiers", "datasets")}
 
 
 def _version(name: str) -> str | None:
@@ -85,26 +86,14 @@ def digest_of_files(folder: Path) -> str:
     return total.hexdigest()[:16]
 
 
-def _commit(git: Path) -> str | None:
-    """Return the commit of a checkout, without running git."""
-    try:
-        head = (git / "HEAD").read_text().strip()
-        if not head.startswith("ref: "):
-            return head
-        name = head.removeprefix("ref: ")
-        if (git / name).is_file():
-            return (git / name).read_text().strip()
-        packed = re.search(rf"^([0-9a-f]+) {re.escape(name)}$", (git / "packed-refs").read_text(), re.MULTILINE)
-    except OSError:
+def _commit(folder: Path) -> str | None:
+    """Return the commit of a checkout; None for a folder that is none, and where there is no git."""
+    if not (folder / ".git").exists():  # in a virtual environment, git would find the project around it
         return None
-    return packed[1] if packed else None
-
-
-def _packages_of(python: Path) -> dict[str, str]:
-    """Return the versions of installed packages that affect rollouts, from the names of their folders."""
-    folders = python.parents[1].glob("lib/python*/site-packages/*.dist-info")
-    named = (folder.name.removesuffix(".dist-info").partition("-") for folder in folders)
-    return {name.replace("_", "-"): found for name, _, found in sorted(named) if name in ("verifiers", "datasets")}
+    with suppress(OSError):
+        command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
+    return None
 
 
 def _processor() -> str:

@@ -17,8 +17,6 @@ from trireme.journal.pictures import PictureFiles, pictures_folder
 from trireme.journal.records import BatchRecord, Rollout
 from trireme.messages import BatchReply
 
-Dealt = list[list[list[int]]]  # of each rank, of each row: numbers of samples
-
 
 class Shares:
     """The shares of a run's batches. The last batch is cached, because all ranks ask for it one after the other."""
@@ -29,39 +27,49 @@ class Shares:
         self._capacity = row_capacity(config)
         self._cost = row_cost(config)
         self._dealing = asyncio.Lock()
-        self._kept: tuple[int, int, _Batch] | None = None  # step, number of ranks
+        self._kept: tuple[int, int, DealtBatch] | None = None  # step, number of ranks
 
     def of(self, step: int, *, rank: int, world: int) -> BatchReply:
         """Return what rank `rank` of `world` trains on; ranks that share rows (`cp`) count as one.
 
         Raises: JournalCorrupt where the batch, or a picture of it, is not what was written.
         """
-        return self._dealt(step, world).share(rank, self._pictures)
+        if self._kept is None or self._kept[:2] != (step, world):
+            batch = DealtBatch(self._journal.read(step), world=world, capacity=self._capacity, cost=self._cost)
+            self._kept = step, world, batch
+        return self._kept[2].share(rank, self._pictures)
 
     async def in_thread(self, step: int, *, rank: int, world: int) -> BatchReply:
         """Return the same from a thread: to balance many ranks takes long (half a second for 64)."""
         async with self._dealing:
             return await asyncio.to_thread(self.of, step, rank=rank, world=world)
 
-    def _dealt(self, step: int, world: int) -> _Batch:
-        if self._kept is None or self._kept[:2] != (step, world):
-            batch = _Batch(self._journal.read(step), world=world, capacity=self._capacity, cost=self._cost)
-            self._kept = step, world, batch
-        return self._kept[2]
 
-
-class _Batch:
+class DealtBatch:
     """A batch split over all ranks."""
 
-    def __init__(self, record: BatchRecord, *, world: int, capacity: int, cost: Cost) -> None:
+    def __init__(self, record: BatchRecord, *, world: int, capacity: int, cost: Cost = LINEAR) -> None:
+        """
+        Args:
+            world: number of ranks.
+            capacity: tokens of a row, see `row_capacity`.
+            cost: function of a row, see `row_cost`.
+        """
         self._samples = samples_of(record.rollouts)
         lengths = [sample.tokens.length for sample in self._samples]
-        self._dealt: Dealt = deal(lengths, capacity=capacity, ranks=world, cost=cost)
+        self._dealt = deal(lengths, capacity=capacity, ranks=world, cost=cost)
         self._counts = num_learned(self._samples)
         self._step = record.step
         self._num_rollouts = len(record.rollouts)
 
     def share(self, rank: int, pictures: PictureFiles | None = None) -> BatchReply:
+        """Return the micro-batches of a rank.
+
+        Where every rollout is masked, each rank gets one empty row, and the counts by which the loss is divided are 1.
+
+        Args:
+            pictures: of the run; the reply has none if not given.
+        """
         rows = rows_of(self._samples, self._dealt[rank])
         digests = {picture.digest for row in rows for picture in row.tokens.pictures}
         return BatchReply(
@@ -72,27 +80,6 @@ class _Batch:
             loss_samples=max(1, sum(map(bool, self._counts))),
             pictures={digest: pictures.read(digest) for digest in sorted(digests)} if pictures else {},
         )
-
-
-def share_of(
-    record: BatchRecord,
-    *,
-    rank: int,
-    world: int,
-    capacity: int,
-    cost: Cost = LINEAR,
-    pictures: PictureFiles | None = None,
-) -> BatchReply:
-    """Return the micro-batches of rank `rank` of `world`.
-
-    Where every rollout is masked, each rank gets one empty row, and the counts by which the loss is divided are 1.
-
-    Args:
-        capacity: tokens of a row, see `row_capacity`.
-        cost: function of a row, see `row_cost`.
-        pictures: of the run; the reply has none if not given.
-    """
-    return _Batch(record, world=world, capacity=capacity, cost=cost).share(rank, pictures)
 
 
 def samples_of(rollouts: list[Rollout]) -> list[Sample]:

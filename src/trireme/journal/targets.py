@@ -25,7 +25,7 @@ from trireme.algo.advantage import (
     process_advantages,
 )
 from trireme.algo.data.difficulty import Outcome
-from trireme.algo.filters import Turn, find_flaws, has_signal, runs_of, shortest_judged
+from trireme.algo.filters import find_flaws, has_signal, runs_of, shortest_judged
 from trireme.algo.length_penalty import with_length_penalty
 from trireme.algo.rules import Rules
 from trireme.base.errors import ConfigError
@@ -52,18 +52,14 @@ def advantages_of(
     left, found = iter(estimated), {}
     for group, of_group in zip(groups, scored, strict=True):
         of_agent = {scores.agent: iter(next(left)) for scores in of_group}
-        per_sample = [_per_sample(rollout, of_agent) for rollout in group]
+        per_sample = []
+        for rollout in group:
+            per_sample.append(advantages_S := np.zeros(len(rollout.samples)))
+            for run in agent_runs(rollout):  # each has the next advantage of its agent
+                advantages_S[run.samples] = next(of_agent[run.agent])
         for rollout, advantages in zip(group, per_token(group, per_sample, rules), strict=True):
             found[id(rollout)] = advantages
     return [found[id(rollout)] for rollout in rollouts], after
-
-
-def _per_sample(rollout: Rollout, of_agent: dict[str, Iterator[float]]) -> np.ndarray:
-    """Return [S] the advantage of each sample: that of its run. Takes the next of its agent for each run."""
-    advantages = np.zeros(len(rollout.samples))
-    for run in agent_runs(rollout):
-        advantages[run.samples] = next(of_agent[run.agent])
-    return advantages
 
 
 def agent_runs(rollout: Rollout) -> list[AgentRun]:
@@ -130,35 +126,19 @@ def per_token(group: list[Rollout], advantages: list[np.ndarray], rules: Rules) 
     Args:
         advantages: [S] per rollout, one for each of its samples.
     """
-    if not any(rollout.token_rewards or rollout.teacher for rollout in group):
-        yield from _same_for_all_tokens(group, advantages, rules)
-        return
     steps = process_advantages([_joined(rollout, rollout.token_rewards) for rollout in group])
     for rollout, advantages_S, worth in zip(group, advantages, steps, strict=True):
-        advantages_T = np.repeat(advantages_S, [sample.length for sample in rollout.samples])
-        values = rules.reward_weight * (advantages_T + worth)
+        lengths = [sample.length for sample in rollout.samples]
+        values = rules.reward_weight * (np.repeat(advantages_S, lengths) + worth)
         if rules.teacher_weight is not None and rollout.teacher:
             logprobs = _joined(rollout, [sample.logprobs for sample in rollout.samples])
             values = values + distillation_term(_joined(rollout, rollout.teacher), logprobs, rules.teacher_weight)
         if rules.clip is not None:
             values = np.clip(values, -rules.clip, rules.clip)
+        parts = np.split(values, np.cumsum(lengths))[:-1]  # behind the last sample nothing is left
         yield [
             np.where(sample.loss_mask == 1, part, 0.0).astype(np.float32)
-            for sample, part in zip(rollout.samples, _split(rollout, values), strict=True)
-        ]
-
-
-def _same_for_all_tokens(
-    group: list[Rollout], advantages: list[np.ndarray], rules: Rules
-) -> Iterator[list[np.ndarray]]:
-    """Spread advantages where nothing is given per token: one number per sample."""
-    for rollout, advantages_S in zip(group, advantages, strict=True):
-        values = rules.reward_weight * (advantages_S + 0.0)
-        if rules.clip is not None:
-            values = np.clip(values, -rules.clip, rules.clip)
-        yield [
-            np.where(sample.loss_mask == 1, value, 0.0).astype(np.float32)
-            for sample, value in zip(rollout.samples, values, strict=True)
+            for sample, part in zip(rollout.samples, parts, strict=True)
         ]
 
 
@@ -167,12 +147,6 @@ def _joined(rollout: Rollout, columns: list[np.ndarray]) -> np.ndarray:
     if not columns or not rollout.samples:
         return np.full(sum(sample.length for sample in rollout.samples), np.nan)
     return np.concatenate(columns).astype(np.float64)
-
-
-def _split(rollout: Rollout, values_T: np.ndarray) -> list[np.ndarray]:
-    if not rollout.samples:
-        return []
-    return np.split(values_T, np.cumsum([sample.length for sample in rollout.samples])[:-1])
 
 
 def with_advantages(sample: Tokens, advantages_T: np.ndarray) -> Tokens:
@@ -187,18 +161,13 @@ def is_zero(advantages: list[np.ndarray]) -> bool:
 def flaws_of(rollout: Rollout, rules: Rules) -> list[str]:
     """Return the flaws of a rollout that can be determined before its batch is full."""
     filters = filters_of(rules)
-    return find_flaws(rollout.truncated, _turns(rollout, at_least=shortest_judged(filters)), filters)
+    judged = [sample for sample in rollout.samples if sample.length >= shortest_judged(filters)]
+    turns = ((sample.ids[run], sample.logprobs[run]) for sample in judged for run in runs_of(sample.loss_mask))
+    return find_flaws(rollout.truncated, turns, filters)
 
 
 def filters_of(rules: Rules) -> Filters:
     return rules.filters or Filters()
-
-
-def _turns(rollout: Rollout, *, at_least: int) -> Iterator[Turn]:
-    """Return the turns of the samples that are long enough for a number of tokens."""
-    for sample in rollout.samples:
-        for run in runs_of(sample.loss_mask) if sample.length >= at_least else ():
-            yield sample.ids[run], sample.logprobs[run]
 
 
 def outcome_of(group: list[Rollout]) -> Outcome:

@@ -115,28 +115,26 @@ class TurnLog:
         Raises: OSError where it could not be written; nothing was.
         """
         with self._lock:
-            if not self._is_closed:
-                self._write(record)
-
-    def _write(self, record: TurnRecord) -> None:
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o600)
-            os.ftruncate(self._file, _whole_length(self.path.read_bytes()))
-            os.lseek(self._file, 0, os.SEEK_END)
-            sync_folder(self.path.parent)
-        payload = encode(record)
-        end = os.lseek(self._file, 0, os.SEEK_CUR)
-        try:
-            data = HEAD.pack(len(payload), zlib.crc32(payload)) + payload
-            while data:
-                data = data[os.write(self._file, data) :]
-            os.fsync(self._file)
-            self.prompts.append(record.prompt)
-        except OSError:
-            os.ftruncate(self._file, end)
-            os.lseek(self._file, end, os.SEEK_SET)
-            raise
+            if self._is_closed:
+                return
+            if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o600)
+                os.ftruncate(self._file, _whole_length(self.path.read_bytes()))
+                os.lseek(self._file, 0, os.SEEK_END)
+                sync_folder(self.path.parent)
+            payload = encode(record)
+            end = os.lseek(self._file, 0, os.SEEK_CUR)
+            try:
+                data = HEAD.pack(len(payload), zlib.crc32(payload)) + payload
+                while data:
+                    data = data[os.write(self._file, data) :]
+                os.fsync(self._file)
+                self.prompts.append(record.prompt)
+            except OSError:
+                os.ftruncate(self._file, end)
+                os.lseek(self._file, end, os.SEEK_SET)
+                raise
 
     def close(self) -> None:
         with self._lock:  # a write under way must not continue in a file that got the same descriptor
@@ -209,7 +207,12 @@ def compare_turns(
             differences: dict[str, TurnRecord] = {}
             for record in answered[prompt]:
                 part = slice(begin, begin + len(record.ids))
-                wrong = [name for name in columns if not _is_column(getattr(record, name), getattr(sample, name)[part])]
+                found = {name: getattr(sample, name)[part] for name in columns}
+                wrong = [
+                    name
+                    for name, column in found.items()
+                    if not np.array_equal(np.array(getattr(record, name), dtype=column.dtype), column)
+                ]
                 differences.setdefault(wrong[0] if wrong else "", record)
             difference = min(differences, default=MISSING)
             if difference != MISSING:
@@ -217,10 +220,6 @@ def compare_turns(
                 end = min(end, begin + len(record.ids))
             compared.append(ComparedTurn(number, begin, is_first, difference))
     return compared, [record for left in answered.values() for record in left]
-
-
-def _is_column(answered: Sequence[float], column: np.ndarray) -> bool:
-    return np.array_equal(np.array(answered, dtype=column.dtype), column)
 
 
 def _whole_length(data: bytes) -> int:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Self, TypeVar
 
 from trireme.orchestrator.environments.open_rollout import AskPolicy, RolloutFailed
-from trireme.orchestrator.environments.wire import Ask, Played, Reply, RunTask, check_scores
+from trireme.orchestrator.environments.wire import Ask, Played, Reply, RunTask, assistant_message, check_scores
 from trireme.orchestrator.gateway.dialects.turn import Call, Problem, Refused, Turn, TurnRequest
 from trireme.orchestrator.gateway.server import Gateway, Session
 from trireme.orchestrator.gateway.sessions import ClientRollout, Outcome, Sessions
@@ -95,7 +95,8 @@ class AgentSession:
             self._num_turns[request.trace] -= 1
             raise Refused(PROBLEMS.get(reply.error_kind, "failed"), reply.error)
         if len(request.messages) >= len(self._longest):
-            self._longest = [*request.messages, _to_message(reply)]
+            message = assistant_message(reply.content or "", reply.reasoning, reply.tool_calls or ())
+            self._longest = [*request.messages, message]
         calls = [Call(call.id, call.name, call.arguments) for call in reply.tool_calls or ()]
         turn = self._turns[digest] = Turn(
             f"t{question.call}",
@@ -158,16 +159,3 @@ class ClientSession(AgentSession):
 
 def _check_outcome(outcome: Outcome) -> None:
     check_scores([] if outcome.reward is None else [outcome.reward], outcome.metrics)
-
-
-def _to_message(reply: Reply) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": reply.content or ""}
-    if reply.reasoning:
-        message["reasoning_content"] = reply.reasoning
-    if reply.tool_calls:
-        functions = [{"name": call.name, "arguments": call.arguments} for call in reply.tool_calls]
-        ids = [call.id for call in reply.tool_calls]
-        message["tool_calls"] = [
-            {"id": id, "type": "function", "function": f} for id, f in zip(ids, functions, strict=True)
-        ]
-    return message

@@ -27,7 +27,7 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,18 +76,17 @@ async def open_environment(
     install_log = logs / f"environment-{name}-install.stdout"
     python = await asyncio.to_thread(environment_python, source, cache=cache, log_file=install_log)
     counts: Counter[str] = Counter()
-    agent = _agent_table(config, logs)
+    agent: dict[str, Any] | None = None
+    if config.agent is not None:  # its folders have the same names after a restart
+        folders = str(logs.resolve() / "agents")
+        agent = config.agent.model_dump(mode="json")
+        agent |= {"folders": folders, "label": f"{folders}:{config.name or config.id}"}
     await _remove_containers(agent)
     workers = [
         EnvironmentWorker(
             name=f"{name}-{number}",
             python=python,
-            load=Load(
-                module=source.module,
-                args=config.args,
-                agent=agent,
-                seed=seed,
-            ),
+            load=Load(module=source.module, args=config.args, agent=agent, seed=seed),
             log_file=logs / f"environment-{name}-{number}.stdout",
             load_timeout_s=load_timeout_s,
             keep_python_path=source.folder is None,
@@ -99,34 +98,22 @@ async def open_environment(
     waits = waits or Waits("orchestrator", logs)
     environment = Environment(config, workers, waits, load_timeout_s=load_timeout_s, counts=counts)
     async with AsyncExitStack() as stack:
-        if config.agent is not None:
-            from trireme.orchestrator.gateway.server import open_gateway  # it imports a web framework
-
-            address = config.agent.host, config.agent.port
-            environment.gateway = await stack.enter_async_context(open_gateway(*address))
-            if config.agent.external:
-                from trireme.orchestrator.gateway.sessions import Sessions
-
-                most = config.max_concurrent
-                environment.sessions = Sessions(environment.gateway, environment.name, address[0], most, waits)
-                stack.callback(environment.sessions.close)
-                log.info("%s: clients open sessions at %s/sessions", environment.name, environment.gateway.url)
         stack.push_async_callback(_remove_containers, agent)
         stack.push_async_callback(environment._close)
         await environment._start()
-        if environment.uses_gateway and environment.gateway is None:
-            from trireme.orchestrator.gateway.server import open_gateway
+        if environment.uses_gateway:
+            from trireme.orchestrator.gateway.server import open_gateway  # it imports a web framework
 
-            environment.gateway = await stack.enter_async_context(open_gateway("127.0.0.1", 0))
+            host, port = (config.agent.host, config.agent.port) if config.agent else ("127.0.0.1", 0)
+            environment.gateway = await stack.enter_async_context(open_gateway(host, port))
+            if config.agent is not None and config.agent.external:
+                from trireme.orchestrator.gateway.sessions import Sessions
+
+                most = config.max_concurrent
+                environment.sessions = Sessions(environment.gateway, environment.name, host, most, waits)
+                stack.callback(environment.sessions.close)
+                log.info("%s: clients open sessions at %s/sessions", environment.name, environment.gateway.url)
         yield environment
-
-
-def _agent_table(config: EnvironmentConfig, logs: Path) -> dict[str, Any] | None:
-    """Return what a worker needs to know of the agent program. Its folders have the same names after a restart."""
-    if config.agent is None:
-        return None
-    folders = str(logs.resolve() / "agents")
-    return config.agent.model_dump(mode="json") | {"folders": folders, "label": f"{folders}:{config.name or config.id}"}
 
 
 async def _remove_containers(agent: dict[str, Any] | None) -> None:
@@ -237,11 +224,13 @@ class Environment:
                         if num_deaths >= 2:
                             suspect = task.group if is_compared else task.task
                             await stack.enter_async_context(self._exclusive.enter(suspect))
-                        slot = await stack.enter_async_context(Slot(self._slots))
+                        await self._slots.acquire()
+                        slot = stack.enter_context(ExitStack())  # closed early where it only waits for its group
+                        slot.callback(self._slots.release)
                         await self._wait_for_worker()
                         # no `await` from here until the worker has registered the rollout, so it is still alive then
                         worker = self._choose_worker(task.group if is_compared else "")
-                        done = await worker.run(OpenRollout(task, ask, timeout_s, num_deaths, on_held=slot.release))
+                        done = await worker.run(OpenRollout(task, ask, timeout_s, num_deaths, on_held=slot.close))
                     if is_compared:
                         await self._barrier.wait(task.group, task.group_size, timeout_s=timeout_s)
                     self.num_rollouts += 1
@@ -363,27 +352,6 @@ class Environment:
                 f"one to finish a rollout within {MAX_RESTARTS} restarts - look at the end of its log for the cause."
             )
             self._worker_came.set()
-
-
-class Slot:
-    """One of the slots of `max_concurrent`, held from entry to exit, or until `release` before that."""
-
-    def __init__(self, slots: asyncio.Semaphore) -> None:
-        self._slots = slots
-        self._is_held = False
-
-    async def __aenter__(self) -> Slot:
-        await self._slots.acquire()
-        self._is_held = True
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.release()
-
-    def release(self) -> None:
-        if self._is_held:
-            self._is_held = False
-            self._slots.release()
 
 
 class ExclusiveSection:

@@ -47,8 +47,7 @@ class Load(_Message, tag="load", kw_only=True):
         Load(module="reverse_text", args={"max_length": 8}, seed=7)
     """
 
-    module: str  # a module's name, or the absolute path of a .py file
-    kind: Literal["auto", "verifiers", "plain"] = "auto"
+    module: str  # a module's name, or the absolute path of a .py file or of a folder of tasks
     args: dict[str, Any] = {}
     agent: dict[str, Any] | None = None  # `config.orchestrator.Agent`: a program plays the rollouts
     seed: int = 0
@@ -85,6 +84,18 @@ class ToolCall(msgspec.Struct, kw_only=True):
     id: str
     name: str
     arguments: str  # as JSON text, unparsed: the environment handles a model's mistakes in it
+
+
+def assistant_message(content: str, reasoning: str | None, tool_calls: Iterable[ToolCall]) -> dict[str, Any]:
+    """Return a turn of the model as a message of a conversation."""
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in tool_calls
+    ]
+    return message | ({"tool_calls": calls} if calls else {})
 
 
 class Played(msgspec.Struct, kw_only=True):
@@ -327,7 +338,10 @@ def _check_depth(*values: Any) -> None:
 
 
 class Connection(asyncio.Protocol):
-    """The orchestrator's end of the socket pair to one worker process."""
+    """The orchestrator's end of the socket pair to one worker process.
+
+    It is closed where the worker sends bytes that are no message, which it reports first.
+    """
 
     def __init__(
         self,
@@ -339,24 +353,30 @@ class Connection(asyncio.Protocol):
         self._on_message = on_message
         self._on_garbage = on_garbage
         self._answer = answer  # to Load; this connection's own, so that an old one's end cannot fail a new one's start
-        self._reader = LineReader(self._receive)
+        self._partial = bytearray()  # a line without its end
         self._transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]  # uvloop's are no asyncio.WriteTransport
 
     def data_received(self, data: bytes) -> None:
+        *lines, rest = data.split(b"\n")
+        if lines:
+            lines[0] = bytes(self._partial) + lines[0]
+            self._partial.clear()
+        self._partial += rest
         try:
-            self._reader.feed(data)
+            for line in lines:
+                message = decode(line)
+                if not isinstance(message, Ready | Failed):
+                    self._on_message(message)
+                elif not self._answer.done():
+                    self._answer.set_result(message)
+            if (length := len(self._partial)) > LONGEST_LINE:
+                raise Garbage(f"sent {length} bytes without an end of line, at most {LONGEST_LINE} expected")
         except Garbage as error:
             self._on_garbage(str(error))
             self.close()
-
-    def _receive(self, message: FromWorker) -> None:
-        if not isinstance(message, Ready | Failed):
-            self._on_message(message)
-        elif not self._answer.done():
-            self._answer.set_result(message)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
@@ -371,29 +391,3 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         if self._transport is not None:
             self._transport.abort()
-
-
-class LineReader:
-    """Cuts the bytes of a stream socket into messages.
-
-    Example:
-        reader = LineReader(on_message)
-        reader.feed(b'{"type":"done"')
-        reader.feed(b',...}\\n')  # on_message(Done(...))
-    """
-
-    def __init__(self, on_message: Callable[[FromWorker], None]) -> None:
-        self._on_message = on_message
-        self._partial = bytearray()
-
-    def feed(self, data: bytes) -> None:
-        """Raises: Garbage."""
-        *lines, rest = data.split(b"\n")
-        if lines:
-            lines[0] = bytes(self._partial) + lines[0]
-            self._partial.clear()
-        self._partial += rest
-        for line in lines:
-            self._on_message(decode(line))
-        if len(self._partial) > LONGEST_LINE:
-            raise Garbage(f"sent {len(self._partial)} bytes without an end of line, at most {LONGEST_LINE} expected")

@@ -9,6 +9,7 @@ import socket
 import time
 from collections import Counter
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -22,21 +23,7 @@ from trireme.base.token import TOKEN
 from trireme.config.files import without_secrets
 from trireme.orchestrator.environments import wire
 from trireme.orchestrator.environments.open_rollout import OpenRollout
-from trireme.orchestrator.environments.wire import (
-    Ask,
-    Cancel,
-    Connection,
-    Done,
-    Failed,
-    Garbage,
-    Held,
-    Load,
-    Ping,
-    Pong,
-    Ready,
-    RunTask,
-    Stop,
-)
+from trireme.orchestrator.environments.wire import Connection, Done, Failed, Held, Load, Ready, RunTask
 
 log = get_logger("environments")
 
@@ -64,33 +51,24 @@ class WorkerDied(PeerDied):
         return WorkerDied(str(self), worker=self.worker, is_only_suspect=self.is_only_suspect)
 
 
+@dataclass(eq=False)
 class EnvironmentWorker:
     """One worker process, from start to death, and the same after each restart."""
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        python: Path,
-        load: Load,
-        log_file: Path,
-        load_timeout_s: float,
-        keep_python_path: bool,
-        max_memory_gib: float | None,
-        counts: Counter[str],
-    ) -> None:
-        self.name = name
+    name: str
+    python: Path
+    load: Load
+    log_file: Path
+    load_timeout_s: float
+    keep_python_path: bool
+    max_memory_gib: float | None
+    counts: Counter[str]  # of reasons that it was killed for
+
+    def __post_init__(self) -> None:
         self.is_ready = False
         self.is_abandoned = False
         self.num_settled = 0  # rollouts that ended, or were found to have killed it: what a restart must achieve
         self.silent_s = 0.0  # since its last message, counted by `watch`
-        self.log_file = log_file
-        self._python = python
-        self._load = load
-        self._load_timeout_s = load_timeout_s
-        self._keep_python_path = keep_python_path
-        self._max_memory_gib = max_memory_gib
-        self._counts = counts  # of reasons that it was killed for
         self._scores_groups = False
         self._rollouts: dict[str, OpenRollout] = {}
         self._num_issued = 0
@@ -117,13 +95,13 @@ class EnvironmentWorker:
         self._blame = ""
         answer: asyncio.Future[Ready | Failed] = asyncio.get_running_loop().create_future()
         await self._spawn(answer)
-        self._send(self._load)
+        self._send(self.load)
         try:
-            async with asyncio.timeout(self._load_timeout_s):
+            async with asyncio.timeout(self.load_timeout_s):
                 loaded = await answer
         except TimeoutError as error:
             await self._end()
-            raise self._load_error(f"was not loaded after {self._load_timeout_s:.0f} s") from error
+            raise self._load_error(f"was not loaded after {self.load_timeout_s:.0f} s") from error
         except PeerDied as error:
             await self._end(timeout_s=EXIT_TIMEOUT_S)
             if self._process is not None and self._process.returncode in (-signal.SIGKILL, -signal.SIGTERM):
@@ -164,7 +142,7 @@ class EnvironmentWorker:
             del self._rollouts[on_wire]
             self._extend_group_timeouts(task)
             if not is_over:
-                self._send(Cancel(task=on_wire))
+                self._send(wire.Cancel(task=on_wire))
 
     def _extend_group_timeouts(self, task: RunTask) -> None:
         for rollout in self._rollouts.values() if self._scores_groups else ():
@@ -180,7 +158,7 @@ class EnvironmentWorker:
         while True:
             began = time.monotonic()
             if self.is_ready:
-                self._send(Ping())
+                self._send(wire.Ping())
             await asyncio.sleep(every_s)
             self.silent_s += min(time.monotonic() - began, 2 * every_s)
             if self.is_ready and self.silent_s >= limit_s:
@@ -190,17 +168,17 @@ class EnvironmentWorker:
 
     async def _excess_memory(self) -> str:
         """Return in words how far it is above its limit; an empty text where it is not, or has none."""
-        if self._max_memory_gib is None or (pid := self.pid) is None:
+        if self.max_memory_gib is None or (pid := self.pid) is None:
             return ""
         held = await asyncio.to_thread(resident_gib, pid)
-        if held <= self._max_memory_gib or pid != self.pid:
+        if held <= self.max_memory_gib or pid != self.pid:
             return ""
-        return f"holds {held:.2f} GiB of memory, {self._max_memory_gib:g} are allowed (`max_memory_gib`)"
+        return f"holds {held:.2f} GiB of memory, {self.max_memory_gib:g} are allowed (`max_memory_gib`)"
 
     def _mark_unhealthy(self, blame: str, *, count: str | None = None) -> None:
         """Take no more rollouts and hang up. `wait_for_death` kills it then."""
         if count and not self._blame:
-            self._counts[count] += 1
+            self.counts[count] += 1
         self._blame = self._blame or blame
         self.is_ready = False
         if self._connection is not None:
@@ -228,13 +206,13 @@ class EnvironmentWorker:
     async def close(self) -> None:
         """Ask it to tear down, then end it with all its children."""
         if was_ready := self.is_ready:
-            self._send(Stop())
+            self._send(wire.Stop())
         await self._end(timeout_s=STOP_TIMEOUT_S if was_ready else 0.0)
         self._fail_rollouts(f"Environment worker {self.name} was closed.")
 
     async def _spawn(self, answer: asyncio.Future[Ready | Failed]) -> None:
         unwanted = {"VIRTUAL_ENV", "PYTHONHOME", "PYTHONSAFEPATH", TOKEN}
-        unwanted |= set() if self._keep_python_path else {"PYTHONPATH"}
+        unwanted |= set() if self.keep_python_path else {"PYTHONPATH"}
         variables = {name: value for name, value in os.environ.items() if name not in unwanted}
         variables |= {"PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
         ours, theirs = socket.socketpair()
@@ -243,7 +221,7 @@ class EnvironmentWorker:
         try:
             with theirs, open(self.log_file, "ab") as output:
                 self._process = await asyncio.create_subprocess_exec(
-                    str(self._python), str(WORKER), str(theirs.fileno()),
+                    str(self.python), str(WORKER), str(theirs.fileno()),
                     pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
                     env=variables, start_new_session=True,
                 )  # fmt: skip
@@ -251,11 +229,7 @@ class EnvironmentWorker:
             ours.close()  # a worker that was started after all exits when it sees this
             raise
         self._is_running = True
-        connection = Connection(
-            self._receive,
-            on_garbage=lambda what: self._mark_unhealthy(what, count="garbage"),
-            answer=answer,
-        )
+        connection = Connection(self._receive, lambda what: self._mark_unhealthy(what, count="garbage"), answer)
         await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=ours)
         self._connection = connection
 
@@ -263,15 +237,15 @@ class EnvironmentWorker:
         if self._connection is not None:
             self._connection.send(message)
 
-    def _receive(self, message: wire.AboutRollout | Pong) -> None:
+    def _receive(self, message: wire.AboutRollout | wire.Pong) -> None:
         """Raises: Garbage where it is about a rollout that this worker never had."""
         self.silent_s = 0.0
-        if isinstance(message, Pong):
+        if isinstance(message, wire.Pong):
             return
         if isinstance(message, Done):
             self._reach("environment.scored")
         if rollout := self._rollouts.get(message.task):
-            self.num_settled += not isinstance(message, Ask | Held)
+            self.num_settled += not isinstance(message, wire.Ask | Held)
             message.task = rollout.task.task
             rollout.deliver(message)
             if isinstance(message, Held):
@@ -279,7 +253,7 @@ class EnvironmentWorker:
             return
         serial = message.task.rpartition(".")[2]
         if not (serial.isdecimal() and int(serial[:20]) < self._num_issued):  # else it was cancelled
-            raise Garbage(f"sent a message about a rollout that it never had, {message.task[:80]!r}")
+            raise wire.Garbage(f"sent a message about a rollout that it never had, {message.task[:80]!r}")
 
     def _reach(self, point: str) -> None:
         if self._is_running:
@@ -329,9 +303,9 @@ class EnvironmentWorker:
     def _load_error(self, what: str, last_words: list[str] | None = None) -> ConfigError:
         lines = last_lines(self.log_file, 12) if last_words is None else last_words[-12:]
         return ConfigError(
-            f"Environment {self._load.module!r} {what.rstrip('.')}. Last lines:\n"
+            f"Environment {self.load.module!r} {what.rstrip('.')}. Last lines:\n"
             + "\n".join(f"  {line}" for line in lines)
-            + f"\nExpected its `load_environment(**{without_secrets(self._load.args)!r})` to return an environment - "
+            + f"\nExpected its `load_environment(**{without_secrets(self.load.args)!r})` to return an environment - "
             f"correct it, or `args`; the whole log is {self.log_file}"
         )
 

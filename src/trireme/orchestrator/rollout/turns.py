@@ -17,7 +17,7 @@ from trireme.base.log import get_logger
 from trireme.config.inference import InferenceModel
 from trireme.orchestrator.engines.pool import Generation, InferencePool
 from trireme.orchestrator.engines.responses import Message
-from trireme.orchestrator.environments.wire import ToolCall
+from trireme.orchestrator.environments.wire import ToolCall, assistant_message
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 
 log = get_logger("turns")
@@ -67,15 +67,7 @@ class ModelMessage:
 
     def to_message(self) -> dict[str, Any]:
         """Return the turn as a message of a conversation."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in self.tool_calls
-            ]
-        return message
+        return assistant_message(self.content, self.reasoning, self.tool_calls)
 
 
 def _comparable(arguments: Any) -> Any:

@@ -15,7 +15,6 @@ Example:
 
 import asyncio
 import contextlib
-import copy
 import ctypes
 import json
 import os
@@ -28,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trireme_plain import PlainAdapter, Played, to_messages
+from trireme_plain import PlainAdapter, Played
 from trireme_rollout import Ask
 from trireme_runtime import LAUNCHER, Program, end_processes, make_runtime
 
@@ -60,15 +59,11 @@ class AgentAdapter(PlainAdapter):
     """Runs an agent program for each rollout."""
 
     offered = frozenset({"folder", "exit_code", "output"})
+    player = "the agent program"
     brings_images = False
 
     def __init__(self, source: object, *, args: dict, versions: dict[str, str], agent: dict) -> None:
         super().__init__(source, args=args, versions=versions)
-        if self._respond is not None or self.group_rewards:
-            raise TypeError(
-                f"{self.name} has `respond`, or a reward that compares rollouts - expected `dataset` and `reward` "
-                "alone, as the agent program takes the turns - remove it, or remove `agent`."
-            )
         self._agent = agent
         readable = [fill_in(path, {"here": os.getcwd()}) for path in agent["readable"]]
         self._runtime = make_runtime(agent, readable)
@@ -87,10 +82,7 @@ class AgentAdapter(PlainAdapter):
 
     async def play(self, request: dict, ask: Ask) -> AgentPlayed:
         """Run the program. Its requests go to the gateway, not through `ask`."""
-        index = request["index"]
-        examples = self.eval if request["split"] == "eval" and self.eval else self.train
-        example = copy.deepcopy(dict(examples[index]))
-        prompt = to_messages(example["prompt"])
+        example, index, prompt = self.begin(request)
         if any(isinstance(message["content"], list) for message in prompt):
             raise ValueError(
                 "The prompt of this example shows pictures - expected text, which is what an agent program is started "
@@ -130,7 +122,14 @@ class AgentAdapter(PlainAdapter):
 
     def _place(self, played: AgentPlayed, values: dict[str, str]) -> None:
         """Make the files that the program finds."""
-        _make_folder(played.folder, fill_in(self._agent["workdir"] or "", values))
+        parent, template = played.folder.parent, fill_in(self._agent["workdir"] or "", values)
+        shutil.rmtree(parent, ignore_errors=True)  # of an attempt that was interrupted
+        parent.mkdir(parents=True, mode=0o700)
+        if template:
+            shutil.copytree(template, played.folder, symlinks=True)
+        else:
+            played.folder.mkdir()
+        os.utime(parent)  # its change time is now, by the clock of the file system
 
     async def _image(self, played: AgentPlayed) -> str | None:
         """Return the image of a rollout's container."""
@@ -191,16 +190,6 @@ def fill_in(text: str, values: dict[str, str]) -> str:
         fill_in('{"task": "{prompt}"}', {"prompt": "hi"})  # '{"task": "hi"}'
     """
     return PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), text)
-
-
-def _make_folder(folder: Path, template: str) -> None:
-    shutil.rmtree(folder.parent, ignore_errors=True)  # of an attempt that was interrupted
-    folder.parent.mkdir(parents=True, mode=0o700)
-    if template:
-        shutil.copytree(template, folder, symlinks=True)
-    else:
-        folder.mkdir()
-    os.utime(folder.parent)  # its change time is now, by the clock of the file system
 
 
 def written_since(time_ns: int, folder: Path) -> dict[str, int]:

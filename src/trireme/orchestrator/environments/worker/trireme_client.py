@@ -22,14 +22,7 @@ class ClientAdapter(PlainAdapter):
     """Shows clients their examples, and scores what they have made of them."""
 
     needs_reward = False
-
-    def __init__(self, source: object, *, args: dict, versions: dict[str, str]) -> None:
-        super().__init__(source, args=args, versions=versions)
-        if self._respond is not None or self.group_rewards:
-            raise TypeError(
-                f"{self.name} has `respond`, or a reward that compares rollouts - expected `dataset`, and perhaps "
-                "`reward`, as a client takes the turns - remove it, or remove `agent`."
-            )
+    player = "a client"
 
     async def play(self, request: dict, ask: Ask) -> ClientPlayed:
         example, index, prompt = self.begin(request)

@@ -62,6 +62,10 @@ class Task:
     needs_image: str = ""  # why it cannot be run in the sandbox
     has_no_image: str = ""  # why it cannot be run in a container
 
+    @property
+    def example(self) -> dict[str, Any]:
+        return {"prompt": self.prompt, "task": self.name, "example_id": self.name}
+
 
 class HarborAdapter(AgentAdapter):
     """Plays the tasks of a folder with an agent program."""
@@ -78,7 +82,12 @@ class HarborAdapter(AgentAdapter):
         """
         self._has_images = agent["runtime"] in ("docker", "podman")
         self._builds: dict[str, asyncio.Task[str]] = {}
-        tasks, refused = _sort_out(find_tasks(Path(folder)), has_images=self._has_images)
+        found = find_tasks(Path(folder))
+        reasons = {
+            each.name: each.obstacle or (each.has_no_image if self._has_images else each.needs_image) for each in found
+        }
+        tasks = [each for each in found if not reasons[each.name]]
+        refused = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
         if refused and not (skip and tasks):
             named = "; ".join([*refused[:8], *(["..."] if refused[8:] else [])])
             raise ValueError(
@@ -99,8 +108,8 @@ class HarborAdapter(AgentAdapter):
         held_out = [task for task in tasks if any(fnmatch.fnmatch(task.name, pattern) for pattern in eval)]
         source = SimpleNamespace(
             __name__=Path(folder).name,
-            dataset=[_example(task) for task in tasks if task not in held_out],
-            eval_dataset=[_example(task) for task in held_out],
+            dataset=[task.example for task in tasks if task not in held_out],
+            eval_dataset=[task.example for task in held_out],
             reward=lambda: 0.0,  # `score` runs the tests
         )
         if agent["runtime"] == "subprocess" or agent["workdir"]:
@@ -160,29 +169,21 @@ class HarborAdapter(AgentAdapter):
     async def score(self, played: list[Played]) -> list[dict]:
         (one,) = played
         assert isinstance(one, AgentPlayed), one
-        try:
-            value, ended = await self._verify(one)
-        except OSError as error:
-            raise RewardError from error
-        scores = checked_scores(value, name=f"tests/test.sh of {self._task(one).name}")
-        fields = self.fields(one)
-        fields["info"] |= {"tests": ended.output[-2000:]}
-        return [scores | fields]
-
-    async def _verify(self, played: AgentPlayed) -> tuple[dict[str, Any], Ended]:
-        """Run the task's tests, and return what they say.
-
-        Tests that do not end in their time are a reward of 0: what the program left behind may be the reason.
-        """
-        task, verifier = self._task(played), played.folder.parent / "verifier"
+        task, verifier = self._task(one), one.folder.parent / "verifier"
         command, tests = ["bash", "/tests/test.sh"], {task.folder / "tests": "/tests"}
-        program = self._program(played, command, task.verifier_env, {}, tests)
+        program = self._program(one, command, task.verifier_env, {}, tests)
         program.writable.append((str(verifier), "/logs/verifier"))
         program.user = task.verifier_user
-        ended = await self._runtime.run(program, timeout_s=task.verifier_timeout_s)
-        if ended.exit_code is None:
-            return {"reward": 0.0, "tests_ended": 0.0}, ended
-        return _read_reward(verifier, ended) | {"tests_ended": 1.0}, ended
+        try:
+            ended = await self._runtime.run(program, timeout_s=task.verifier_timeout_s)
+            # tests that do not end in their time: what the program left behind may be the reason
+            value = {"reward": 0.0} if ended.exit_code is None else _read_reward(verifier, ended)
+        except OSError as error:
+            raise RewardError from error
+        value["tests_ended"] = float(ended.exit_code is not None)
+        fields = self.fields(one)
+        fields["info"] |= {"tests": ended.output[-2000:]}
+        return [checked_scores(value, name=f"tests/test.sh of {task.name}") | fields]
 
     def _program(
         self,
@@ -209,18 +210,6 @@ class HarborAdapter(AgentAdapter):
 
     def _task(self, played: AgentPlayed) -> Task:
         return self._tasks[played.example["task"]]
-
-
-def _example(task: Task) -> dict[str, Any]:
-    return {"prompt": task.prompt, "task": task.name, "example_id": task.name}
-
-
-def _sort_out(tasks: list[Task], *, has_images: bool) -> tuple[list[Task], list[str]]:
-    """Return the tasks that can be run, and why the others cannot."""
-    lacks = {False: "needs_image", True: "has_no_image"}[has_images]
-    reasons = {task.name: task.obstacle or getattr(task, lacks) for task in tasks}
-    good = [task for task in tasks if not reasons[task.name]]
-    return good, [f"{name}: {reason}" for name, reason in reasons.items() if reason]
 
 
 def _read_reward(folder: Path, ended: Ended) -> dict[str, Any]:

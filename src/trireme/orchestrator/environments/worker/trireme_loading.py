@@ -12,47 +12,54 @@ from trireme_plain import PlainAdapter
 from trireme_rollout import Adapter
 
 
-def load_adapter(module: str, *, kind: str, args: dict, agent: dict | None = None) -> Adapter:
+def load_adapter(module: str, *, args: dict, agent: dict | None = None) -> Adapter:
     """
     Args:
         agent: the program that plays the rollouts, as the table `[orchestrator.env.agent]` describes it.
     """
     if Path(module).is_dir():
-        return _harbor_adapter(module, args=args, agent=agent)
+        if agent is None or agent["external"]:
+            raise TypeError(
+                f"{module} holds tasks for agent programs - expected a program that solves them - add "
+                "`[orchestrator.env.agent]` with its `command`."
+            )
+        from trireme_harbor import HarborAdapter
+
+        return HarborAdapter(module, versions=_versions(), agent=agent, **args)
     imported = _import(module)
     # by what it exports; one that has `load_environment` too is treated as v0
-    is_v1 = not hasattr(imported, "load_environment") and _exports(imported, "Taskset", "Env")
-    if agent is not None:
-        return _agent_adapter(imported, module=module, args=args, agent=agent, is_v1=is_v1)
-    if not is_v1 and _exports(imported, "Harness"):
+    makes_one = hasattr(imported, "load_environment")
+    is_v1 = not makes_one and _exports(imported, "Taskset", "Env")
+    if agent is None and not is_v1 and _exports(imported, "Harness"):
         raise TypeError(
             f"{module} is a harness of verifiers v1: it drives an agent and has no tasks - expected an environment - "
             "give the name of one as `id`, and the harness in its `args`: "
             f'{{ agent = {{ harness = {{ id = "{module}" }} }} }}.'
         )
-    if not is_v1 and not hasattr(imported, "load_environment"):
-        return PlainAdapter(imported, args=args, versions=_versions(module))
-    environment = None if is_v1 else imported.load_environment(**args)
+    source, left = (imported.load_environment(**args), {}) if makes_one else (imported, args)
     base = getattr(sys.modules.get("verifiers"), "Environment", None)  # gone since 0.4
-    is_v0 = base is not None and isinstance(environment, base)
-    if not is_v0 and not is_v1:
-        if kind == "verifiers":
-            raise TypeError(
-                f"`load_environment` of {module} returned a {type(environment).__qualname__} - expected a verifiers v0 "
-                "Environment (SingleTurnEnv, MultiTurnEnv, ToolEnv, EnvGroup, ...) - install verifiers 0.2.0, or set "
-                'its kind to "plain" if it is a data set with a reward function.'
-            )
-        return PlainAdapter(environment, args={}, versions=_versions(module))
-    if kind == "plain":
-        what = "exports a verifiers v1 environment" if is_v1 else "returns a verifiers environment"
+    is_v0 = base is not None and isinstance(source, base)
+    if agent is not None and (is_v0 or is_v1):
         raise TypeError(
-            f'{module} {what} - expected a plain data set with a reward function - set its kind to "verifiers".'
+            f"{module} is a verifiers environment, which plays its rollouts itself - expected a plain one, with "
+            "`dataset` and `reward` - remove `agent`, or write the reward as a function."
         )
+    # each is imported where it is used: verifiers alone costs seconds
+    if agent is not None and agent["external"]:
+        from trireme_client import ClientAdapter
+
+        return ClientAdapter(source, args=left, versions=_versions(module))
+    if agent is not None:
+        from trireme_agent import AgentAdapter
+
+        return AgentAdapter(source, args=left, versions=_versions(module), agent=agent)
     versions = _versions(module, "verifiers")
     if is_v0:
-        from trireme_verifiers import VerifiersAdapter  # only here: importing verifiers costs seconds
+        from trireme_verifiers import VerifiersAdapter
 
-        return VerifiersAdapter(environment, name=module, versions=versions)
+        return VerifiersAdapter(source, name=module, versions=versions)
+    if not is_v1:
+        return PlainAdapter(source, args=left, versions=_versions(module))
     if versions.get("verifiers", "0").startswith(("0.0.", "0.1.", "0.2.", "0.3.")):
         raise TypeError(
             f"{module} exports a verifiers v1 environment, and verifiers {versions['verifiers']} is installed - "
@@ -62,35 +69,6 @@ def load_adapter(module: str, *, kind: str, args: dict, agent: dict | None = Non
     from trireme_verifiers_v1 import VerifiersV1Adapter
 
     return VerifiersV1Adapter(module, args=args, versions=versions)
-
-
-def _agent_adapter(imported: ModuleType, *, module: str, args: dict, agent: dict, is_v1: bool) -> Adapter:
-    makes = hasattr(imported, "load_environment")
-    source = imported.load_environment(**args) if makes else imported
-    base = getattr(sys.modules.get("verifiers"), "Environment", None)
-    if is_v1 or (base is not None and isinstance(source, base)):
-        raise TypeError(
-            f"{module} is a verifiers environment, which plays its rollouts itself - expected a plain one, with "
-            "`dataset` and `reward` - remove `agent`, or write the reward as a function."
-        )
-    if agent["external"]:
-        from trireme_client import ClientAdapter
-
-        return ClientAdapter(source, args={} if makes else args, versions=_versions(module))
-    from trireme_agent import AgentAdapter
-
-    return AgentAdapter(source, args={} if makes else args, versions=_versions(module), agent=agent)
-
-
-def _harbor_adapter(folder: str, *, args: dict, agent: dict | None) -> Adapter:
-    if agent is None or agent["external"]:
-        raise TypeError(
-            f"{folder} holds tasks for agent programs - expected a program that solves them - add "
-            "`[orchestrator.env.agent]` with its `command`."
-        )
-    from trireme_harbor import HarborAdapter
-
-    return HarborAdapter(folder, versions=_versions(), agent=agent, **args)
 
 
 def _exports(module: ModuleType, *names: str) -> bool:

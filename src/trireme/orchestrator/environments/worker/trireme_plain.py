@@ -78,6 +78,8 @@ class PlainAdapter(Adapter):
     """More names that functions may ask for."""
 
     needs_reward = True
+    player = ""
+    """What takes the turns in place of the environment."""
 
     def __init__(self, source: object, *, args: dict, versions: dict[str, str]) -> None:
         self.name = getattr(source, "__name__", type(source).__name__)
@@ -88,6 +90,11 @@ class PlainAdapter(Adapter):
         self._reward = _member(source, "reward", required=self.needs_reward)
         self._respond = _member(source, "respond", required=False)
         self.group_rewards = bool(self._reward) and "completions" in inspect.signature(self._reward).parameters
+        if self.player and (self._respond is not None or self.group_rewards):
+            raise TypeError(
+                f"{self.name} has `respond`, or a reward that compares rollouts - expected `dataset` and `reward` "
+                f"alone, as {self.player} takes the turns - remove it, or remove `agent`."
+            )
         known = {"answer", "completion", "messages", "example", *self.offered}
         fields = set((self.train or self.eval or [{}])[0]) | known
         if self._respond is not None:
@@ -109,9 +116,20 @@ class PlainAdapter(Adapter):
         example, index, prompt = self.begin(request)
         played = Played(example, index, list(prompt), len(prompt))
         for num_turns in range(1, 1 << 31):
-            if not await self._take_turn(played, ask, request["sampling"], is_first=num_turns == 1):
+            try:
+                reply = await ask(list(played.messages), tools=None, sampling=request["sampling"])
+            except OverlongPrompt:
+                if num_turns == 1:
+                    raise
+                played.stop, played.truncated = "prompt_too_long", True
                 break
-            if self._respond is None:
+            message = {"role": "assistant", "content": reply.get("content") or ""}
+            if reply.get("reasoning"):
+                message["reasoning_content"] = reply["reasoning"]
+            played.messages.append(message)
+            played.stop = reply.get("finish_reason")
+            played.truncated = played.stop == "length"
+            if played.truncated or self._respond is None:
                 break
             if num_turns == request.get("max_turns"):
                 played.stop = "max_turns_reached"
@@ -121,23 +139,6 @@ class PlainAdapter(Adapter):
                 break
             played.messages += to_messages(said)
         return played
-
-    async def _take_turn(self, played: Played, ask: Ask, sampling: dict, *, is_first: bool) -> bool:
-        """Return whether the conversation may continue: not if the model was cut off, or the context is full."""
-        try:
-            reply = await ask(list(played.messages), tools=None, sampling=sampling)
-        except OverlongPrompt:
-            if is_first:
-                raise
-            played.stop, played.truncated = "prompt_too_long", True
-            return False
-        message = {"role": "assistant", "content": reply.get("content") or ""}
-        played.messages.append(
-            {**message, "reasoning_content": reply["reasoning"]} if reply.get("reasoning") else message
-        )
-        played.stop = reply.get("finish_reason")
-        played.truncated = played.stop == "length"
-        return not played.truncated
 
     async def score(self, played: list[Played]) -> list[dict]:
         name = _callable_name(self._reward)

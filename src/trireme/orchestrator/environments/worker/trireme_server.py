@@ -27,7 +27,7 @@ class Server:
         self._rollouts: dict[str, asyncio.Task] = {}
         self._turns: dict[str, asyncio.Future] = {}
         self._num_calls = 0
-        self._stopped: asyncio.Future | None = None
+        self._stopped = asyncio.Event()
 
     @classmethod
     def load(cls, request: Message) -> tuple["Server | None", Message]:
@@ -46,17 +46,15 @@ class Server:
             numpy.random.seed(seed % 2**32)
         try:
             args, agent = request.get("args") or {}, request.get("agent")
-            adapter = load_adapter(request["module"], kind=request["kind"], args=args, agent=agent)
+            adapter = load_adapter(request["module"], args=args, agent=agent)
             adapter.folder = folder_of(request["module"])
         except (Exception, SystemExit) as error:
             return None, _failed(error)
         return cls(adapter), {"type": "ready", **adapter.facts()}
 
     async def serve(self, orchestrator: socket.socket, *, first: Message, unread: bytes) -> None:
-        loop = asyncio.get_running_loop()
-        self._stopped = loop.create_future()
         orchestrator.setblocking(False)
-        await loop.create_unix_connection(lambda: self._wire, sock=orchestrator)
+        await asyncio.get_running_loop().create_unix_connection(lambda: self._wire, sock=orchestrator)
         async with contextlib.AsyncExitStack() as stack:
             try:
                 await stack.enter_async_context(self._adapter.serving())
@@ -66,7 +64,7 @@ class Server:
             self._wire.send(first)
             if unread:
                 self._wire.data_received(unread)
-            await self._stopped
+            await self._stopped.wait()
 
     def _receive(self, message: Message) -> None:
         kind = message["type"]
@@ -82,8 +80,8 @@ class Server:
                 cancelled.cancel()
         elif kind == "ping":
             self._wire.send({"type": "pong"})
-        elif kind == "stop" and self._stopped and not self._stopped.done():
-            self._stopped.set_result(None)
+        elif kind == "stop":
+            self._stopped.set()
 
     async def _run(self, request: Message) -> None:
         task = request["task"]
