@@ -65,7 +65,7 @@ def on(tmp_path_factory):
 
 
 def member(place: int, size: int, *, attempt: int = 0, group: str = "g", index: int = SHORTEST) -> RunTask:
-    return RunTask(task=f"{group}-{place}.{attempt}", index=index, attempt=attempt, group=group, group_size=size)
+    return RunTask(task=f"{group}-{place}.{attempt}", index=index, group=group, group_size=size)
 
 
 def held(environment: Environment) -> int:

@@ -220,7 +220,7 @@ def test_a_name_used_again_never_gets_the_answer_of_its_cancelled_first_attempt(
         first = asyncio.create_task(run_one(environment, ask_first, 1))
         await first_asked.wait()
         first.cancel()
-        return await run_one(environment, says("2"), 2, attempt=1)
+        return await run_one(environment, says("2"), 2)
 
     assert on(ECHO, use).answer == "2"
 

@@ -28,30 +28,38 @@ def content_text(content: Any) -> str:
     texts = []
     for part in content:
         text = part.get("text") if isinstance(part, dict) else as_text(part)
-        texts.append(text if isinstance(text, str) else _part_text(part))
+        if not isinstance(text, str):
+            text = f"[{part.get('type', 'part')}]"
+            if digest := picture_of(part):
+                size = part["image_url"].get("size")
+                text = " ".join(filter(None, ("[picture", size, f"{digest[:_LETTERS]}…]")))
+        texts.append(text)
     return "\n".join(texts)
 
 
-def _part_text(part: Mapping[str, Any]) -> str:
-    if (digest := picture_of(part)) is None:
-        return f"[{part.get('type', 'part')}]"
-    size = part["image_url"].get("size")
-    return " ".join(filter(None, ("[picture", size, f"{digest[:_LETTERS]}…]")))
+def picture_url(part: Any) -> str | None:
+    """Return the URL of the picture that a part of a message shows; None for any other part."""
+    image = part.get("image_url") if isinstance(part, Mapping) else None
+    url = image.get("url") if isinstance(image, Mapping) else None
+    return url if isinstance(url, str) else None
+
+
+def picture_urls(messages: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the URLs of the pictures that messages show, in order."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [url for part in parts if (url := picture_url(part)) is not None]
 
 
 def picture_of(part: Any) -> str | None:
     """Return the digest of the picture that a part of the journal's messages shows; None for any other."""
-    image = part.get("image_url") if isinstance(part, Mapping) else None
-    url = image.get("url") if isinstance(image, Mapping) else None
-    found = _URL.fullmatch(url) if isinstance(url, str) else None
+    found = _URL.fullmatch(picture_url(part) or "")
     return found[1] if found else None
 
 
 def pictures_in(messages: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the digests of the pictures that messages of the journal show, in order."""
-    contents = [message.get("content") for message in messages]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return [digest for part in parts if (digest := picture_of(part))]
+    return [found[1] for url in picture_urls(messages) if (found := _URL.fullmatch(url))]
 
 
 def as_text(value: Any) -> str:

@@ -25,9 +25,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +83,7 @@ async def open_environment(
         folders = str(logs.resolve() / "agents")
         agent = config.agent.model_dump(mode="json")
         agent |= {"folders": folders, "label": f"{folders}:{config.name or config.id}"}
-    await _remove_containers(agent)
+    await asyncio.to_thread(_remove_containers, agent)
     workers = [
         EnvironmentWorker(
             name=f"{name}-{number}",
@@ -98,7 +100,7 @@ async def open_environment(
     waits = waits or Waits("orchestrator", logs)
     environment = Environment(config, workers, waits, load_timeout_s=load_timeout_s, counts=counts)
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(_remove_containers, agent)
+        stack.push_async_callback(asyncio.to_thread, _remove_containers, agent)
         stack.push_async_callback(environment._close)
         await environment._start()
         if environment.uses_gateway:
@@ -116,23 +118,17 @@ async def open_environment(
         yield environment
 
 
-async def _remove_containers(agent: dict[str, Any] | None) -> None:
+def _remove_containers(agent: dict[str, Any] | None) -> None:
     """Remove the containers that an earlier attempt of this run, or a killed worker, has left behind."""
     if agent is None or agent["runtime"] not in ("docker", "podman"):
         return
-    engine, pipe = agent["runtime"], asyncio.subprocess.PIPE
     label = f"label=trireme.environment={agent['label']}"
-    with suppress(FileNotFoundError, TimeoutError):  # the worker reports an engine that is not there
-        async with asyncio.timeout(CONTAINERS_TIMEOUT_S):
-            listing = await asyncio.create_subprocess_exec(
-                engine, "ps", "--all", "--quiet", "--filter", label, stdout=pipe, stderr=asyncio.subprocess.DEVNULL
-            )
-            if found := (await listing.communicate())[0].decode().split():
-                log.warning("Removing %d containers of an earlier attempt.", len(found))
-                removing = await asyncio.create_subprocess_exec(
-                    engine, "rm", "--force", *found, stdout=asyncio.subprocess.DEVNULL
-                )
-                await removing.wait()
+    with suppress(FileNotFoundError, subprocess.TimeoutExpired):  # the worker reports an engine that is not there
+        run = partial(subprocess.run, capture_output=True, text=True, timeout=CONTAINERS_TIMEOUT_S)
+        found = run([agent["runtime"], "ps", "--all", "--quiet", "--filter", label]).stdout.split()
+        if found:
+            log.warning("Removing %d containers of an earlier attempt.", len(found))
+            run([agent["runtime"], "rm", "--force", *found])
 
 
 class Environment:

@@ -63,7 +63,6 @@ class RunTask(_Message, tag="run", kw_only=True):
     task: str  # the caller's name for it; on the wire, a number is appended that differs between attempts
     split: Split = "train"
     index: int  # of the example in that split
-    attempt: int = 0
     sampling: dict[str, Any] = {}  # wins over the environment's own sampling arguments
     max_turns: int | None = None  # of the model; the environment's own limit may be lower
     group: str = ""  # rollouts of the same name are scored together where the environment's rewards compare them

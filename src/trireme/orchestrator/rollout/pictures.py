@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
 from trireme.algo.pictures import PictureRules
 from trireme.config.vision import MOST_PICTURES
-from trireme.journal.message_text import PREFIX
+from trireme.journal.message_text import PREFIX, content_text, picture_url, picture_urls
 from trireme.journal.pictures import PictureFiles, from_data_uri, size_of, to_data_uri, to_png
 from trireme.messages import Picture
 
@@ -102,7 +102,12 @@ async def read_messages(messages: list[Message], pictures: ConversationPictures 
     """
     if not any(isinstance(message.get("content"), list) for message in messages):
         return messages
-    messages = list(map(_joined, messages))
+    messages = [
+        message | {"content": content_text(message["content"])}
+        if isinstance(message.get("content"), list) and not picture_urls([message])
+        else message
+        for message in messages
+    ]
     if not (urls := picture_urls(messages)):
         return messages
     if pictures is None:
@@ -123,29 +128,10 @@ async def read_transcript(messages: list[Message], pictures: ConversationPicture
     return await pictures.read(messages, urls) if urls and pictures is not None else messages
 
 
-def picture_urls(messages: Iterable[Message]) -> list[str]:
-    """Return the URLs of the pictures of messages, in order."""
-    contents = [content for message in messages if isinstance(content := message.get("content"), list)]
-    return [url for content in contents for part in content if (url := _url_of(part)) is not None]
-
-
-def _url_of(part: Any) -> str | None:
-    image = part.get("image_url") if isinstance(part, dict) and part.get("type") == "image_url" else None
-    url = image.get("url") if isinstance(image, dict) else None
-    return url if isinstance(url, str) else None
-
-
-def _joined(message: Message) -> Message:
-    parts = message.get("content")
-    if not isinstance(parts, list) or any(part["type"] != "text" for part in parts):
-        return message
-    return message | {"content": "\n".join(part["text"] for part in parts)}
-
-
 def _with_digests(message: Message, digests: dict[str, str]) -> Message:
     if not isinstance(parts := message.get("content"), list):
         return message
-    named = [digests.get(_url_of(part) or "") for part in parts]
+    named = [digests.get(picture_url(part) or "") for part in parts]
     return message | {
         "content": [
             {"type": "image_url", "image_url": {"url": PREFIX + digest}} if digest else part

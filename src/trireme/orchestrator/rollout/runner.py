@@ -75,7 +75,6 @@ class RolloutSpec:
             task=f"{self.name}.{self.attempt}",
             split=self.split,
             index=self.example,
-            attempt=self.attempt,
             sampling=sampling or {},
             max_turns=environment.config.max_turns,
             group=self.group or self.name,

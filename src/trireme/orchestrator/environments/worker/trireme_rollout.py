@@ -133,12 +133,8 @@ def checked_turns(rewards: Any, *, name: str) -> list[list[float]]:
             f"Reward function `{name}` returned {_short(rewards)} as `turn_rewards` - expected a list with one entry "
             "per model turn: a number, a number per token, or None - return it so."
         )
-    return [_turn_rewards(turn, name=name) for turn in rewards]
-
-
-def _turn_rewards(turn: Any, *, name: str) -> list[float]:
-    numbers = turn if _is_list(turn) else [] if turn is None else [turn]
-    return [checked_number(number, name=f"{name}, turn_rewards") for number in numbers]
+    of_turns = [turn if _is_list(turn) else [] if turn is None else [turn] for turn in rewards]
+    return [[checked_number(number, name=f"{name}, turn_rewards") for number in turn] for turn in of_turns]
 
 
 def checked_group(values: Any, *, size: int, name: str) -> list[Any]:

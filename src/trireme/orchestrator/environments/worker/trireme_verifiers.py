@@ -52,7 +52,7 @@ class VerifiersAdapter(Adapter):
         self._environment = environment
         self.name = environment.env_id or name
         self.versions = versions
-        self._rubrics = list(_rubrics(environment))
+        self._rubrics = [rubric for member in _tree(environment, "envs") for rubric in _tree(member.rubric, "rubrics")]
         self.group_rewards = any(rubric.has_group_rewards for rubric in self._rubrics)
         self.train = environment.build_dataset()
         self.eval = environment.build_eval_dataset()
@@ -76,15 +76,12 @@ class VerifiersAdapter(Adapter):
                 _let_judge_read_messages(rubric)
         states = [one.state for one in played]
         scoring = Scoring(states)
-        await scoring.run(self._score_all(states))
-        return [_result(one, scoring) for one in played]
-
-    async def _score_all(self, states: list[vf.State]) -> None:
         rubric, scores = self._environment.rubric, self._environment.score_rollouts
         if self.group_rewards:
-            await (rubric.score_group if scores else rubric.dummy_score_group)(states)
+            await scoring.run((rubric.score_group if scores else rubric.dummy_score_group)(states))
         else:
-            await (rubric.score_rollout if scores else rubric.dummy_score_rollout)(states[0])
+            await scoring.run((rubric.score_rollout if scores else rubric.dummy_score_rollout)(states[0]))
+        return [_result(one, scoring) for one in played]
 
     async def dispose(self, played: Played) -> None:
         await self._environment.rubric.cleanup(played.state)
@@ -244,20 +241,11 @@ def _turn_rewards(played: Played, scoring: "Scoring") -> list[list[float]]:
     return rewards
 
 
-def _members(environment: Any) -> Iterator[Any]:
-    """The environment and, of an EnvGroup, its members and theirs."""
-    yield environment
-    for member in getattr(environment, "envs", []):
-        yield from _members(member)
-
-
-def _rubrics(environment: Any) -> Iterator[Any]:
-    """All rubrics of an environment, those inside of a RubricGroup too."""
-    pending = [member.rubric for member in _members(environment)]
-    while pending:
-        rubric = pending.pop()
-        yield rubric
-        pending += getattr(rubric, "rubrics", [])
+def _tree(root: Any, children: str) -> Iterator[Any]:
+    """Yield an environment or a rubric, and of a group (EnvGroup, RubricGroup) its members and theirs."""
+    yield root
+    for member in getattr(root, children, []):
+        yield from _tree(member, children)
 
 
 # scoring by rubrics, without what they hide: each reward function is wrapped where the rubric lists it
@@ -313,7 +301,9 @@ def _watched(function: Callable, *, scores_group: bool) -> Callable:
 
     @functools.wraps(function)
     async def watched(*args: Any, **kwargs: Any) -> Any:
-        scoring, states = _current.get(), _states_in(kwargs)
+        # a function that takes neither `state` nor `states` cannot give a turn a reward
+        scoring = _current.get()
+        states = [*kwargs.get("states", ()), *([kwargs["state"]] if "state" in kwargs else ())]
         if scoring is not None:
             scoring.take_back(states)
         try:
@@ -321,7 +311,10 @@ def _watched(function: Callable, *, scores_group: bool) -> Callable:
             value = await value if inspect.isawaitable(value) else value
             if scoring is not None:
                 scoring.note_own_rewards(states)
-            return _checked(value, name=name, num_states=scoring.num_states if scores_group and scoring else None)
+            if scoring is None or not scores_group:
+                return checked_number(value, name=name)
+            values = checked_group(value, size=scoring.num_states, name=name)
+            return [checked_number(number, name=name) for number in values]
         except (Exception, SystemExit) as error:
             if scoring is not None:
                 scoring.errors.append(error)
@@ -330,14 +323,3 @@ def _watched(function: Callable, *, scores_group: bool) -> Callable:
     watched.__name__ = name
     watched._watched_by_trireme = True  # type: ignore[attr-defined]
     return watched
-
-
-def _states_in(arguments: dict[str, Any]) -> list[Any]:
-    """A function that takes neither `state` nor `states` cannot give a turn a reward."""
-    return [*arguments.get("states", ()), *([arguments["state"]] if "state" in arguments else ())]
-
-
-def _checked(value: Any, *, name: str, num_states: int | None) -> Any:
-    if num_states is None:
-        return checked_number(value, name=name)
-    return [checked_number(number, name=name) for number in checked_group(value, size=num_states, name=name)]
