@@ -116,16 +116,17 @@ def build_tokens(
 
 
 def concat_tokens(parts: list[Tokens]) -> Tokens:
+    """Return one row of several samples: the places of pictures move along, and gaps of `kept` and `routed` are filled.
+
+    Tokens of a sample without one of them count as sampled from the whole vocabulary, and as of unknown experts.
+    """
     columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS}
-    return Tokens(**columns, kept=_concat_kept(parts), routed=_concat_routed(parts), pictures=_concat_pictures(parts))
-
-
-def _concat_pictures(parts: list[Tokens]) -> list[Picture]:
-    pictures, begin = [], 0
+    pictures: list[Picture] = []
+    begin = 0
     for part in parts:
         pictures += [msgspec.structs.replace(each, place=begin + each.place) for each in part.pictures]
         begin += part.length
-    return pictures
+    return Tokens(**columns, kept=_concat_kept(parts), routed=_concat_routed(parts), pictures=pictures)
 
 
 def _concat_kept(parts: list[Tokens]) -> Kept | None:

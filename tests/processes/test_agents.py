@@ -75,6 +75,9 @@ def test_an_unmodified_program_is_trained_on_the_very_tokens_that_were_sampled(p
     assert_exact(rollout, policy, num_turns=2)
     assert [message["role"] for message in rollout.completion] == ["assistant", "tool", "assistant"]
     assert rollout.completion[0]["tool_calls"][0]["function"]["name"] == "bash"
+    rollouts, policy = play(agent(CHAT), WRITES, ENDS, count=6)  # which see nothing of each other
+    assert [(rollout.reward, rollout.num_turns) for rollout in rollouts] == [(1.0, 2)] * 6
+    assert len(policy.given) == 12
 
 
 SIDE = """
@@ -104,12 +107,6 @@ def test_a_check_counts_turns_branches_and_those_that_do_not_reproduce_what_was_
         ids[place] += 1
         assert report(samples=[msgspec.structs.replace(rollout.samples[1], ids=ids)]).drift == 1
     assert report(branches=[]).branches == found.branches  # as where the policy answers in text
-
-
-def test_rollouts_side_by_side_see_nothing_of_each_other(play):
-    rollouts, policy = play(agent(CHAT), WRITES, ENDS, count=6)
-    assert [(rollout.reward, rollout.num_turns) for rollout in rollouts] == [(1.0, 2)] * 6
-    assert len(policy.given) == 12
 
 
 SHOWS = """
@@ -226,12 +223,9 @@ ASKS_ON = """
 """
 
 
-def test_a_program_that_asks_on_after_its_last_turn_is_refused(play):
+def test_a_program_that_asks_on_after_its_last_turn_is_refused_and_one_that_never_asks_has_no_rollout(play):
     (rollout,), policy = play(ASKS_ON, max_turns=2)
     assert (rollout.metrics["exit_code"], len(policy.given)) == (7.0, 2)
-
-
-def test_a_program_that_never_asks_costs_its_rollout_alone(play):
     with pytest.raises(RolloutFailed, match="Nothing was sampled"):
         play("print('I know everything.')")
 

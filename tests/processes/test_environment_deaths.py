@@ -71,8 +71,8 @@ def test_a_worker_killed_in_mid_rollout_costs_no_rollout(tmp_path):
     assert num_restarts == 1
 
 
-@pytest.mark.parametrize("point", ["environment.asked", "environment.scored"])
-def test_a_worker_that_dies_at_a_point_of_the_protocol_costs_no_rollout(tmp_path, monkeypatch, point):
+def test_a_worker_that_dies_after_it_has_scored_costs_no_rollout(tmp_path, monkeypatch):
+    point = "environment.scored"
     monkeypatch.setenv("TRIREME_FAULTS", f"folder={tmp_path}")
 
     async def use(environment):
@@ -160,22 +160,17 @@ HOARDS = ("hoard.append(b'x' * (96 << 20))", {"max_memory_gib": 0.08})
 def test_a_rollout_that_kills_its_worker_is_dropped_and_named(tmp_path, warnings, line, config, blame, counts):
     async def use(environment):
         (failure,) = await asyncio.gather(run_one(environment, says("x"), 3), return_exceptions=True)
-        return failure, await run_all(environment, says("x"), 3), environment.counts
+        found = Counter(environment.counts)
+        return failure, await run_all(environment, says("x"), 8), found
 
     failure, outcomes, found = with_toy(tmp_path, KILLS.format(line).replace("SPARE", "False"), use, **config)
-    assert (type(failure), failure.stage) == (RolloutFailed, "worker")
+    for each in (failure, outcomes.pop(3)):
+        assert (type(each), each.stage) == (RolloutFailed, "worker")
     assert "worker died twice" in failure.error
     assert blame in failure.error
-    assert [outcome.reward for outcome in outcomes] == [1.0] * 3
+    assert [outcome.reward for outcome in outcomes] == [1.0] * 7  # those that ran with it
     assert found == Counter(worker_death=2, worker_error=1, **counts)
     assert "Under way in it: train 3." in warnings.text
-
-
-def test_a_rollout_that_kills_its_worker_does_not_take_those_beside_it_along(tmp_path, warnings):
-    code = KILLS.format("os._exit(7)").replace("SPARE", "False")
-    outcomes = with_toy(tmp_path, code, lambda environment: run_all(environment, says("x"), 8))
-    assert [getattr(outcome, "reward", outcome) for outcome in outcomes if outcome is not outcomes[3]] == [1.0] * 7
-    assert (type(outcomes[3]), outcomes[3].stage) == (RolloutFailed, "worker")
 
 
 @pytest.mark.parametrize(

@@ -110,16 +110,13 @@ def test_groups_that_begin_in_each_others_midst_each_end_in_one_of_the_workers(o
         tasks = [member(place, 4, group=f"g{number}") for place in range(4) for number in range(6)]
         return await asyncio.wait_for(asyncio.gather(*(environment.run(task, says("x")) for task in tasks)), 20)
 
+    with pytest.raises(ConfigError, match=r"compare the 7 rollouts of a group, and its `max_concurrent` is 6"):
+        on(lambda environment: environment.run(member(0, 7), says("x")))  # a whole group has to fit
     outcomes = on(use)
     assert [outcome.reward for outcome in outcomes] == [1.0] * 24
     groups = Counter((done.task.partition("-")[0], done.metrics["pid"]) for done in outcomes)
     assert set(groups.values()) == {4}
     assert len({pid for _, pid in groups}) == 2
-
-
-def test_a_group_that_cannot_run_at_once_is_a_configuration_error(on):
-    with pytest.raises(ConfigError, match=r"compare the 7 rollouts of a group, and its `max_concurrent` is 6"):
-        on(lambda environment: environment.run(member(0, 7), says("x")))
 
 
 def test_a_member_that_fails_is_run_again_and_the_others_wait_for_it(on):
@@ -148,20 +145,15 @@ def test_a_cancelled_member_leaves_its_group(on):
     assert [outcome.reward for outcome in on(use)] == [0.0, 1.0]
 
 
-def test_a_group_whose_scoring_raises_fails_as_one_and_may_come_again(on):
+def test_a_group_whose_scoring_fails_fails_as_one_and_may_come_again(on):
     async def use(environment):
-        return [await run_group(environment, ["x"] * 3, index=ONCE, name="again") for _ in range(2)]
+        twice = [await run_group(environment, ["x"] * 3, index=ONCE, name="again") for _ in range(2)]
+        return twice, [await run_group(environment, ["x", "y"], index=i) for i in range(len(BAD))]
 
-    first, second = on(use)
+    (first, second), of_bad_rewards = on(use)
     assert [(each.stage, each.error) for each in first] == [("score", "KeyError: 'judge'")] * 3
     assert [each.reward for each in second] == [1.0] * 3
-
-
-def test_a_group_reward_that_is_no_list_of_as_many_numbers_is_an_error_for_all_of_the_group(on):
-    async def use(environment):
-        return [await run_group(environment, ["x", "y"], index=i) for i in range(len(BAD))]
-
-    for outcomes in on(use):
+    for outcomes in of_bad_rewards:
         assert [(type(each), each.stage) for each in outcomes] == [(RolloutFailed, "score")] * 2
         assert all("Reward function `reward` returned" in each.error for each in outcomes)
 
@@ -253,9 +245,8 @@ FIRST_OF_ITS_GROUP = """
 """
 
 
-@pytest.mark.parametrize("max_async_level", [0, 1])
-def test_each_group_that_is_trained_on_was_compared_within_itself(tmp_path, max_async_level):
-    outcome = run(build_config(tmp_path, FIRST_OF_ITS_GROUP, max_steps=2, max_async_level=max_async_level))
+def test_each_group_that_is_trained_on_was_compared_within_itself(tmp_path):
+    outcome = run(build_config(tmp_path, FIRST_OF_ITS_GROUP, max_steps=2, max_async_level=1))
     assert (tmp_path / "died").exists()
     assert outcome.error is None
     groups = defaultdict(list)

@@ -51,14 +51,11 @@ def num_installs(tmp_path: Path) -> int:
     return (tmp_path / "calls").read_text().count("pip install")
 
 
-def test_a_package_is_found_under_each_of_its_spellings_and_by_its_path(root):
+def test_an_id_is_a_package_by_name_or_path_or_a_file_or_an_installed_distribution(root):
     found = [find_environment(id, root=root) for id in ("word-count", "word_count", "someone/word-count")]
     found.append(find_environment(f"{root}/word_count", root=Path("/nowhere")))
     package = ("package", "word_count", (root / "word_count").resolve())
     assert [(source.kind, source.module, source.folder) for source in found] == [package] * 4
-
-
-def test_a_file_and_an_installed_distribution_run_with_this_interpreter(root):
     file = str(root / "word_count" / "word_count.py")
     for id, kind in [(file, "file"), ("safetensors", "installed")]:
         source = find_environment(id, root=root)

@@ -17,7 +17,7 @@ def toys(on):
     return lambda which, use, **args: on("trireme-toys", use, which=which, **args)
 
 
-def test_verifiers_swallows_what_a_reward_raises_and_we_do_not(toys):
+def test_verifiers_swallows_what_a_reward_raises_or_returns_and_we_do_not(toys):
     async def use(environment):
         return await run_all(environment, says("x"), 20), await run_one(environment, says(""), 3)
 
@@ -25,10 +25,7 @@ def test_verifiers_swallows_what_a_reward_raises_and_we_do_not(toys):
     assert [isinstance(outcome, RolloutFailed) for outcome in outcomes] == [i % 10 == 0 for i in range(20)]
     assert (outcomes[0].stage, outcomes[0].error) == ("score", "ZeroDivisionError: division by zero")
     assert outcomes[3].reward == empty.reward == pytest.approx(1 / 3)  # an empty completion is scored
-
-
-def test_a_verifiers_reward_that_is_no_number_is_an_error_even_with_weight_zero(toys):
-    with pytest.raises(RolloutFailed, match=r"score: RewardError: Reward function `judge` returned"):
+    with pytest.raises(RolloutFailed, match=r"score: RewardError: Reward function `judge` returned"):  # its weight is 0
         toys("returning", lambda environment: run_one(environment, says("x")), value="none")
 
 
@@ -63,12 +60,10 @@ def test_a_picture_of_a_data_set_is_shown(toys):
     assert done.reward == 1.0
 
 
-def test_the_runs_own_turn_limit_ends_and_scores_a_rollout(toys):
+def test_a_rollout_that_reaches_the_runs_turn_limit_or_outgrows_the_context_is_scored(toys):
     done = toys("multi_turn", lambda environment: run_one(environment, says("x"), max_turns=2))
     assert (done.metrics["num_turns"], done.stop, done.truncated) == (2.0, "max_turns_reached", False)
 
-
-def test_a_conversation_that_outgrows_the_context_is_truncated_and_scored(toys):
     async def ask(question: Ask) -> Reply:
         full = refuses("530 tokens, the model takes 512", "overlong_prompt")
         return await (full if len(question.messages) > 1 else says("x"))(question)

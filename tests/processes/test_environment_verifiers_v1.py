@@ -145,11 +145,13 @@ def test_tasks_of_an_infinite_taskset_are_the_same_wherever_they_are_drawn(on, t
     assert asyncio.run(in_another_worker()) == [drawn[3], drawn[2]]
 
 
-def test_an_agent_that_names_a_model_and_no_endpoint_is_refused_at_load(on):
-    with pytest.raises(ConfigError, match=r"Agent 'agent' names the model 'gpt' and no endpoint"):
-        on("v1-echo", lambda environment: None, agent={"model": "gpt"})
-
-
-def test_a_harness_given_as_an_environment_is_told_where_it_belongs(on):
-    with pytest.raises(ConfigError, match=r'v1_harness is a harness of verifiers v1.*harness = \{ id = "v1_harness"'):
-        on("v1-harness", lambda environment: None)
+@pytest.mark.parametrize(
+    ("package", "args", "words"),
+    [
+        ("v1-echo", {"agent": {"model": "gpt"}}, "Agent 'agent' names the model 'gpt' and no endpoint"),
+        ("v1-harness", {}, r'v1_harness is a harness of verifiers v1.*harness = \{ id = "v1_harness"'),
+    ],
+)
+def test_what_cannot_be_played_is_refused_at_load_with_what_to_give(on, package, args, words):
+    with pytest.raises(ConfigError, match=words):
+        on(package, lambda environment: None, **args)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+import trireme
 from resolved_runs import run_in
 from trireme.base.devices import Devices
 from trireme.base.errors import JournalCorrupt
@@ -23,7 +23,7 @@ from trireme.config.run import RunConfig
 from trireme.journal.entry import read_entry
 from trireme.journal.journal import Journal
 from trireme.journal.manifest import complete_steps, find_damage
-from trireme.journal.provenance import collect_provenance, describe_environment, digest_of_files, gpu_names
+from trireme.journal.provenance import describe_environment, digest_of_files, gpu_names
 from trireme.journal.provenance import read_provenance as read
 from trireme.journal.provenance import write_provenance as write
 from trireme.journal.records import BatchRecord, Cursor, Dropped, OpenGroup, Rollout, State
@@ -258,26 +258,6 @@ def test_a_launcher_killed_anywhere_leaves_a_run_that_either_way_can_go_on(paths
     assert left(paths) == AT_2
 
 
-def test_moves_of_one_rewind_do_not_meet_those_of_another(paths: RunPaths) -> None:
-    rewind(paths, 4)
-    write_checkpoint(step_folder(paths.checkpoints, 6), 6)
-    rewind(paths, 4)
-    asides = sorted(path for path in paths.checkpoints.iterdir() if path.name.startswith("set_aside"))
-    assert [os.listdir(aside) for aside in asides] == [["step_6"], ["step_6"]]
-
-
-def test_surroundings_say_what_runs_here(tmp_path: Path) -> None:
-    around = collect_provenance(Devices(cores=3), {"say": describe_environment(tmp_path, None)}, ["rl", "@", "x.toml"])
-    assert around["packages"]["torch"] == torch.__version__.partition("+")[0]
-    assert around["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert around["machine"]["cores"] == 3
-    assert around["command"] == ["rl", "@", "x.toml"]
-    assert around["environments"]["say"]["files"] == digest_of_files(tmp_path)
-    paths = RunPaths(tmp_path / "run")
-    write(paths, around)
-    assert read(paths) == around
-
-
 def test_surroundings_of_before_a_resumption_stay_and_what_cannot_be_read_is_as_if_it_were_not_there(tmp_path) -> None:
     paths = RunPaths(tmp_path)
     assert read(paths) == {}
@@ -316,13 +296,15 @@ def test_gpus_and_packages_of_an_environment_are_named_as_they_lie_on_disk(tmp_p
     assert describe_environment(None, tmp_path / "venv/bin/python") == {"verifiers": "0.1.9", "datasets": "4.0.0"}
 
 
-def test_a_run_notes_the_code_of_its_environments_where_it_is_found(tmp_path: Path) -> None:
+def test_a_run_notes_what_runs_here_and_the_code_of_its_environments_where_it_is_found(tmp_path: Path) -> None:
     config = load_run_config(["@", "configs/reverse-text/rl.toml"], program="rl")[0]
     config = updated(config, {"output_dir": tmp_path / "known"})
     note_provenance(config, Devices(cores=2))
     noted = read(config.paths)
     assert noted["environments"]["reverse-text"]["files"] == digest_of_files(Path("environments/reverse_text"))
     assert noted["packages"]["transformers"] == metadata.version("transformers")
+    assert noted["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert (noted["machine"]["cores"], noted["trireme"]["files"]) == (2, digest_of_files(Path(trireme.__path__[0])))
     gone = {"output_dir": str(tmp_path), "orchestrator": {"env": [{"id": "not-installed"}, {"id": "gone.py"}]}}
     config = RunConfig.model_validate(gone)
     note_provenance(config, Devices(cores=2))

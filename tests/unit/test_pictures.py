@@ -29,9 +29,7 @@ def test_a_picture_has_as_many_tokens_as_the_image_processor_gives_it() -> None:
     for width, height in np.random.default_rng(0).integers(10, 900, (300, 2)):
         resized = smart_resize(int(height), int(width), RULES.block, RULES.min_pixels, RULES.max_pixels)
         assert RULES.grid(int(width), int(height)) == tuple(side // RULES.block for side in resized)
-
-
-def test_a_strip_is_refused_as_the_image_processor_refuses_it() -> None:
+    # a strip is refused, as by the image processor
     with pytest.raises(ValueError, match="4000 x 10"):
         RULES.grid(4000, 10)
 
@@ -103,6 +101,10 @@ def test_what_is_transparent_is_white() -> None:
 def test_bytes_that_are_no_picture_and_files_that_were_changed_are_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="no picture"):
         to_png(b"GIF89a, but not really")
+    for url in ("http://host/a.png", "file:///a.png", "data:text/html;base64,AAAA", "data:image/png;base64,?"):
+        with pytest.raises(ValueError):  # noqa: PT011
+            from_data_uri(url)
+    assert from_data_uri("data:image/png;base64," + base64.b64encode(_png()).decode()) == _png()
     files = PictureFiles(tmp_path)
     with pytest.raises(ValueError, match="no digest"):
         files.path("../config")
@@ -125,13 +127,6 @@ def test_how_a_model_reads_pictures_is_in_its_files(tmp_path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(ConfigError, match=r"of the kind qwen3 .*Remove `\[model.vlm\]`"):
         rules_of_model(str(tmp_path))
-
-
-def test_a_data_uri_is_read_and_no_address_is_looked_up() -> None:
-    assert from_data_uri("data:image/png;base64," + base64.b64encode(_png()).decode()) == _png()
-    for url in ("http://host/a.png", "file:///a.png", "data:text/html;base64,AAAA", "data:image/png;base64,?"):
-        with pytest.raises(ValueError):  # noqa: PT011
-            from_data_uri(url)
 
 
 def test_the_example_shows_other_pictures_when_it_evaluates_and_the_same_one_when_they_are_blank() -> None:

@@ -43,7 +43,15 @@ def write_logprobs(folder: Path, step: int, rank: int, rows: Sequence[MicroBatch
 
     Raises: OSError where it cannot be written.
     """
-    samples = [sample for row in rows for sample in _samples_of(row)]
+    samples = []
+    for row in rows:
+        begin = 0
+        for length in row.lengths:
+            part = slice(begin, begin + length)
+            columns = {name: getattr(row.tokens, name)[part] for name in COLUMNS}
+            pictures = [picture for picture in row.tokens.pictures if part.start <= picture.place < part.stop]
+            samples.append(Tokens(**columns, pictures=pictures))
+            begin += length
     counts = np.array([int(counting(sample).sum()) for sample in samples], np.int32)
     assert len(logprobs) == counts.sum(), f"{len(logprobs)} logprobs for {counts.sum()} tokens that count"
     path = path_of(folder, step, rank)
@@ -51,17 +59,6 @@ def write_logprobs(folder: Path, step: int, rank: int, rows: Sequence[MicroBatch
     folder.mkdir(exist_ok=True)
     partial.write_bytes(encode(Scored(step, [identity(sample) for sample in samples], counts, logprobs)))
     os.replace(partial, path)
-
-
-def _samples_of(row: MicroBatch) -> list[Tokens]:
-    samples, begin = [], 0
-    for length in row.lengths:
-        part = slice(begin, begin + length)
-        columns = {name: getattr(row.tokens, name)[part] for name in COLUMNS}
-        pictures = [picture for picture in row.tokens.pictures if part.start <= picture.place < part.stop]
-        samples.append(Tokens(**columns, pictures=pictures))
-        begin += length
-    return samples
 
 
 def read_logprobs(folder: Path, step: int) -> dict[bytes, np.ndarray]:

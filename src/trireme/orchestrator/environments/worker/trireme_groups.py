@@ -6,6 +6,7 @@ the others wait, for as long as the orchestrator lets them.
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from trireme_rollout import RewardError
@@ -39,7 +40,7 @@ class Groups:
                 "together - the group cannot be completed any more and will be replaced."
             )
         members = self._waiting.setdefault(group, [])
-        members.append(member := _Member(name, played))
+        members.append(member := _Member(name, played, asyncio.get_running_loop().create_future()))
         if len(members) == size:
             # in a task of its own: cancelling one member must not end the scoring, only cancelling all of them
             whole = sorted(self._waiting.pop(group), key=lambda member: member.name)
@@ -60,30 +61,22 @@ class Groups:
         try:
             results = await self._score([member.played for member in members])
         except (Exception, SystemExit) as error:
-            for member in members:
-                member.fail(error)
+            # an error per member: one that is raised in sixteen places would have the traceback of all of them
+            for member in (each for each in members if not each.result.done()):
+                failure = RewardError(str(error))
+                failure.__cause__ = (error.__cause__ or error) if isinstance(error, RewardError) else error
+                member.result.set_exception(failure)
             return
-        wanted = [(member, result) for member, result in zip(members, results, strict=True) if not member.result.done()]
-        for member, result in wanted:
-            member.result.set_result(result)
-        if wanted:
-            self._scored[group] = None
+        for member, result in zip(members, results, strict=True):
+            if not member.result.done():
+                member.result.set_result(result)
+                self._scored[group] = None
         if len(self._scored) > REMEMBERED:
             del self._scored[next(iter(self._scored))]
 
 
+@dataclass(eq=False)
 class _Member:
-    __slots__ = ("name", "played", "result")
-
-    def __init__(self, name: str, played: Any) -> None:
-        self.name = name
-        self.played = played
-        self.result: asyncio.Future[dict] = asyncio.get_running_loop().create_future()
-
-    def fail(self, error: BaseException) -> None:
-        """An error per member: one that is raised in sixteen places would have the traceback of all of them."""
-        if not self.result.done():
-            cause = (error.__cause__ or error) if isinstance(error, RewardError) else error
-            failure = RewardError(str(error))
-            failure.__cause__ = cause
-            self.result.set_exception(failure)
+    name: str
+    played: Any
+    result: asyncio.Future[dict]

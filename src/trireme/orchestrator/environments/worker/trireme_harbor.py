@@ -252,7 +252,8 @@ def read_task(folder: Path, *, name: str) -> Task:
         environment, verifier = table.get("environment", {}), table.get("verifier", {})
         task.agent_timeout_s = float(table.get("agent", {}).get("timeout_sec", DEFAULT_TIMEOUT_S))
         task.verifier_timeout_s = float(verifier.get("timeout_sec", DEFAULT_TIMEOUT_S))
-        task.agent_user, task.verifier_user = (_user(table.get(each, {})) for each in ("agent", "verifier"))
+        users = [table.get(each, {}).get("user") for each in ("agent", "verifier")]
+        task.agent_user, task.verifier_user = (None if user in (None, 0, "0", "root") else str(user) for user in users)
         task.env = dict(environment.get("env", {}))
         task.limits = {key: float(environment[key]) for key in ("cpus", "memory_mb") if environment.get(key)}
         task.has_network = environment.get("network_mode", "public") == "public" and environment.get(
@@ -303,12 +304,6 @@ def _obstacle(task: Task, table: dict) -> str:
     if asked := [name for name, value in variables.items() if "${" in str(value)]:
         return f"it asks for the variable {asked[0]} of this machine"
     return ""
-
-
-def _user(table: dict) -> str | None:
-    """Return the user that task.toml asks for, where that is not root."""
-    user = table.get("user")
-    return None if user in (None, 0, "0", "root") else str(user)
 
 
 def _read_dockerfile(task: Task) -> None:

@@ -14,7 +14,7 @@ compared with the runs of the same agent. There is no evaluation split in v1: gi
 """
 
 import random
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -184,22 +184,24 @@ class _EpisodeFailed(Exception):
 def _result(traces: list[Any], task: Any) -> dict:
     """Return the mean reward of several runs, means of metrics by agent, and the messages of the longest."""
     trace = max(traces, key=lambda each: each.num_turns)
-    is_full = any(map(_is_full, traces))
+    refusals = [each.calls[-1].error.message for each in traces if each.calls and each.calls[-1].error is not None]
+    is_full = any(words in refusal for words in FULL for refusal in refusals)
     # the last branch of the conversation, up to the first thing that the model said and from there on
     nodes = trace.branches[-1].nodes if trace.branches else []
     first = next((place for place, node in enumerate(nodes) if node.sampled), len(nodes))
     messages = [message_to_wire(node.message) for node in nodes]
-    metrics_of_each = [_metrics_of(each) for each in traces]
-    runs = [
-        {"agent": each.agent.name, "trace": each.id, "reward": checked_number(each.reward, name="(the sum of all)")}
-        for each in traces
-    ]
-    of_runs: dict[str, list[float]] = {}
-    for metrics, run in zip(metrics_of_each, runs, strict=True):
+    runs, of_runs = [], defaultdict(list)
+    for each in traces:
+        scores = {name: value.score for name, value in each.rewards.items() if value is not None}
+        scores |= {name: value for name, value in each.metrics.items() if value is not None}
+        metrics = {name: checked_number(value, name=name) for name, value in scores.items()}
+        metrics["num_turns"] = float(each.num_turns)
+        reward, agent = checked_number(each.reward, name="(the sum of all)"), each.agent.name
+        runs.append({"agent": agent, "trace": each.id, "reward": reward})
         if len(traces) > 1:
-            metrics = {f"{run['agent']}/{name}": value for name, value in (metrics | {"reward": run["reward"]}).items()}
+            metrics = {f"{agent}/{name}": value for name, value in (metrics | {"reward": reward}).items()}
         for name, value in metrics.items():
-            of_runs.setdefault(name, []).append(value)
+            of_runs[name].append(value)
     answer = getattr(task.data, "answer", None)
     return {
         "reward": sum(run["reward"] for run in runs) / len(runs),
@@ -213,15 +215,3 @@ def _result(traces: list[Any], task: Any) -> dict:
         "stop": "prompt_too_long" if is_full else trace.stop_condition,
         "truncated": is_full or any(each.is_truncated for each in traces),
     }
-
-
-def _metrics_of(trace: Any) -> dict[str, float]:
-    rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
-    values = rewards | {name: value for name, value in trace.metrics.items() if value is not None}
-    numbers = {name: checked_number(value, name=name) for name, value in values.items()}
-    return {**numbers, "num_turns": float(trace.num_turns)}
-
-
-def _is_full(trace: Any) -> bool:
-    refusal = trace.calls[-1].error if trace.calls else None
-    return refusal is not None and any(words in refusal.message for words in FULL)
