@@ -207,19 +207,6 @@ def test_problems_differ_and_training_never_sees_what_is_evaluated_whatever_the_
     assert make(200, 40, seed=2) == sets[2]
 
 
-@pytest.mark.parametrize(
-    ("pattern", "solve"),
-    [
-        (r"buys (\d+) boxes with (\d+) .* gives (\d+) ", lambda a, b, c: a * b - c),
-        (r"(\d+) classes of (\d+) .* (\d+) teachers\. A bus has (\d+)", lambda n, p, t, s: -(-(n * p + t) // s)),
-    ],
-)
-def test_answers_are_what_the_numbers_in_the_words_give(pattern, solve):
-    made = problems.make_problems(2000, 0, seed=0)[0]
-    match, answer = next((m, p.answer) for p in made if (m := re.search(pattern, p.question)))
-    assert solve(*map(int, match.groups())) == answer
-
-
 def test_a_right_number_in_a_box_is_rewarded_in_a_real_worker(tmp_path_factory):
     async def use(environment):
         assert (environment.num_train, environment.num_eval) == (12, 4)
@@ -306,29 +293,31 @@ def test_the_last_line_is_compared_word_by_word_and_a_list_of_everything_does_no
     assert on("wiki-search", use, num_train=40) == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
-@pytest.fixture(scope="module")
-def made() -> dict[int, list]:
-    return {level: maths.make_problems(150, 0, difficulties=(level, level), seed=3)[0] for level in range(1, 6)}
+def of_level(level: int) -> list[Any]:
+    return maths.make_problems(150, 0, difficulties=(level, level), seed=3)[0]
 
 
-def test_expressions_have_the_value_that_python_gives_them(made):
-    for problem in made[1] + made[2]:
+def test_expressions_have_the_value_that_python_gives_them():
+    for problem in of_level(1) + of_level(2):
         assert eval(problem.question.removeprefix("Compute ").removesuffix(".")) == problem.answer
 
 
-SOLUTIONS = [
-    (3, r"remainder of (\d+)\^(\d+) divided by (\d+)", lambda a, b, m: a**b % m),
-    (3, r"divisor of (\d+) and (\d+)\?", math.gcd),
-    (4, r"from 1 to (\d+) are divisible by (\d+) but not by (\d+)", lambda n, a, b: n // a - n // math.lcm(a, b)),
-]
+WORDS = {
+    r"buys (\d+) boxes with (\d+) .* gives (\d+) ": lambda a, b, c: a * b - c,
+    r"(\d+) classes of (\d+) .* (\d+) teachers\. A bus has (\d+)": lambda n, p, t, s: -(-(n * p + t) // s),
+    r"remainder of (\d+)\^(\d+) divided by (\d+)": lambda a, b, m: a**b % m,
+    r"divisor of (\d+) and (\d+)\?": math.gcd,
+    r"from 1 to (\d+) are divisible by (\d+) but not by (\d+)": lambda n, a, b: n // a - n // math.lcm(a, b),
+}
 
 
-@pytest.mark.parametrize(("difficulty", "pattern", "solve"), SOLUTIONS)
-def test_answers_agree_with_another_way_to_compute_them(made, difficulty, pattern, solve):
-    found = [(m, p.answer) for p in made[difficulty] if (m := re.search(pattern, p.question))]
-    assert len(found) > 10
-    for match, answer in found[:10]:
-        assert solve(*map(int, match.groups())) == answer, match.string
+def test_answers_are_what_the_numbers_in_the_words_give():
+    made = problems.make_problems(2000, 0, seed=0)[0] + of_level(3) + of_level(4)
+    for pattern, solve in WORDS.items():
+        found = [(m, p.answer) for p in made if (m := re.search(pattern, p.question))]
+        assert len(found) > 10
+        for match, answer in found[:10]:
+            assert solve(*map(int, match.groups())) == answer, match.string
 
 
 def call(code: str, name: str = "python") -> str:

@@ -214,16 +214,8 @@ SHAPE = {"model_type": "llama"} | SIZES
 
 def record_of(step: int) -> BatchRecord:
     rollouts = [
-        Rollout(
-            group=step,
-            place=place,
-            env="env",
-            example=0,
-            reward=0.0,
-            samples=[sample.tokens],
-            temperature=sample.temperature,
-        )
-        for place, sample in enumerate(random_samples(LENGTHS, seed=step))
+        Rollout(group=step, env="env", example=0, reward=0.0, samples=[sample.tokens], temperature=sample.temperature)
+        for sample in random_samples(LENGTHS, seed=step)
     ]
     return BatchRecord(step, rollouts, [], State(next_batch=step + 1))
 

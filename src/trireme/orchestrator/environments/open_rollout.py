@@ -44,7 +44,6 @@ class OpenRollout:
 
     def __post_init__(self) -> None:
         self._limit = asyncio.timeout(self.timeout_s)
-        self._turn_tokens: dict[str, int] = {}  # completion tokens of each Ask, by its call, in their order
         self._answering: set[asyncio.Task[None]] = set()
         self._end: Done | wire.Error | Exception | None = None
         self._ended = asyncio.Event()
@@ -63,7 +62,6 @@ class OpenRollout:
             if isinstance(self._end, Exception):
                 raise self._end
             assert self._end is not None, "ended without an end"
-            self._check_turn_rewards(self._end)
             return self._end
         except TimeoutError as error:
             if not self._limit.expired():
@@ -90,7 +88,6 @@ class OpenRollout:
         elif len(self._answering) >= TURNS_AT_ONCE:
             self.deliver(RolloutFailed("rollout", f"asked for more than {TURNS_AT_ONCE} model turns at once"))
         else:
-            self._turn_tokens[message.call] = 0
             answering = asyncio.create_task(self._answer(message))
             self._answering.add(answering)
             answering.add_done_callback(self._answering.discard)
@@ -102,29 +99,12 @@ class OpenRollout:
             self.deliver(error)
             return
         reply.call = question.call
-        self._turn_tokens[question.call] = len(reply.completion_ids)
         self._send(reply)
 
     def extend(self) -> None:
         """Extend the timeout of a held rollout: another of its group has begun, ended or failed."""
         if self.is_held and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time() + 2 * self.timeout_s)
-
-    def _check_turn_rewards(self, done: Done) -> None:
-        num_tokens = list(self._turn_tokens.values())
-        if len(done.turn_rewards) > len(num_tokens):
-            raise RolloutFailed(
-                "score",
-                f"{len(done.turn_rewards)} turns were given rewards, and the rollout had {len(num_tokens)} - expected "
-                "one entry per model turn at most - look at what the environment gives as `turn_rewards`.",
-            )
-        for turn, (rewards, tokens) in enumerate(zip(done.turn_rewards, num_tokens, strict=False)):
-            if len(rewards) > 1 and len(rewards) != tokens:
-                raise RolloutFailed(
-                    "score",
-                    f"Turn {turn} was given {len(rewards)} rewards and has {tokens} tokens - expected none, one for "
-                    "the whole turn, or one per completion token - look at the environment's `turn_rewards`.",
-                )
 
 
 async def cancel_all(tasks: Iterable[asyncio.Future]) -> None:

@@ -362,7 +362,7 @@ class Trajectory:
             if turn is None or num_tokens == 0 or len(rewards) not in (1, num_tokens):
                 raise ValueError(
                     f"turn {number + 1} was given {len(rewards)} rewards and has {num_tokens} tokens - "
-                    "expected one reward for the whole turn, or one per token"
+                    "expected one reward for the whole turn, or one per token - look at its `turn_rewards`"
                 )
             columns[id(turn.sample)][turn.end - len(rewards) : turn.end] = rewards
         return [columns[id(sample)] for sample in self._trained()]

@@ -29,7 +29,7 @@ from typing import Any
 
 from trireme_plain import PlainAdapter, Played
 from trireme_rollout import Ask
-from trireme_runtime import LAUNCHER, Program, end_processes, make_runtime
+from trireme_runtime import LAUNCHER, Ended, Program, end_processes, make_runtime
 
 KEPT_FILES = 50
 """Files that the program wrote whose names and sizes are kept."""
@@ -39,6 +39,7 @@ MOST_FILES = 10_000
 
 TRANSCRIPT_TIMEOUT_S = 60.0
 _PR_SET_CHILD_SUBREAPER = 36
+UNSTARTED = Ended(0, "agent_ended", "")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 UNSAFE = re.compile(r"[^\w.-]")
 
@@ -48,8 +49,7 @@ class AgentPlayed(Played):
     """A rollout whose program has ended."""
 
     folder: Path = Path()
-    exit_code: int | None = None
-    output: str = ""
+    ended: Ended = UNSTARTED
     seconds: float = 0.0  # that it ran
     files: dict[str, int] = field(default_factory=dict)  # that it wrote: their sizes
     solve: str = ""  # "oracle" or "nothing": in place of the program
@@ -108,7 +108,8 @@ class AgentAdapter(PlainAdapter):
             await asyncio.to_thread(self._place, played, values)
             await self._runtime.open(parent, await self._image(played), self._limits(played))
             began, began_ns = time.monotonic(), played.folder.parent.stat().st_ctime_ns
-            await self._run(played, values)
+            played.ended = await self._run(played, values)
+            played.stop = played.ended.stop
             played.seconds = time.monotonic() - began
             played.files = await asyncio.to_thread(written_since, began_ns, played.folder)
             said = await asyncio.to_thread(_read_transcript, request["gateway"], request["api_key"])
@@ -139,7 +140,7 @@ class AgentAdapter(PlainAdapter):
         """Return the `cpus` and `memory_mb` of a rollout's container, where they are not those of the environment."""
         return {}
 
-    async def _run(self, played: AgentPlayed, values: dict[str, str]) -> None:
+    async def _run(self, played: AgentPlayed, values: dict[str, str]) -> Ended:
         parent = played.folder.parent
         program = Program(
             parent,
@@ -150,8 +151,7 @@ class AgentAdapter(PlainAdapter):
             stdin=fill_in(self._agent["stdin"] or "", values),
             writable=[(str(parent), str(parent))],
         )
-        ended = await self._runtime.run(program, timeout_s=self._agent["timeout_s"])
-        played.exit_code, played.stop, played.output = ended.exit_code, ended.stop, ended.output
+        return await self._runtime.run(program, timeout_s=self._agent["timeout_s"])
 
     def _inherited(self) -> dict[str, str]:
         names = (*self._agent["inherit"], *LAUNCHER) if self._runtime.inherits else ()
@@ -166,12 +166,12 @@ class AgentAdapter(PlainAdapter):
 
     def offer(self, played: Played) -> dict[str, Any]:
         assert isinstance(played, AgentPlayed), played
-        run = {"folder": played.folder, "exit_code": played.exit_code, "output": played.output}
+        run = {"folder": played.folder, "exit_code": played.ended.exit_code, "output": played.ended.output}
         return super().offer(played) | run
 
     def fields(self, played: Played) -> dict[str, Any]:
         assert isinstance(played, AgentPlayed), played
-        run: dict[str, Any] = {"exit_code": played.exit_code, "output": played.output[-2000:]}
+        run: dict[str, Any] = {"exit_code": played.ended.exit_code, "output": played.ended.output[-2000:]}
         run |= {"seconds": round(played.seconds, 3), "files": played.files}
         return super().fields(played) | {"info": run}
 

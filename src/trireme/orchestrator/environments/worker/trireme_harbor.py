@@ -25,7 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import trireme_sandbox
-from trireme_agent import AgentAdapter, AgentPlayed, fill_in
+from trireme_agent import UNSTARTED, AgentAdapter, AgentPlayed, fill_in
 from trireme_plain import Played
 from trireme_rollout import RewardError, checked_scores
 from trireme_runtime import Container, Ended, Program, names_network
@@ -149,12 +149,11 @@ class HarborAdapter(AgentAdapter):
     def _limits(self, played: AgentPlayed) -> dict[str, float]:
         return self._task(played).limits
 
-    async def _run(self, played: AgentPlayed, values: dict[str, str]) -> None:
+    async def _run(self, played: AgentPlayed, values: dict[str, str]) -> Ended:
         task = self._task(played)
         timeout_s = min(task.agent_timeout_s, self._agent["timeout_s"])
         if played.solve == "nothing":
-            played.exit_code, played.stop = 0, "agent_ended"
-            return
+            return UNSTARTED
         if played.solve == "oracle":
             command, variables = ["bash", "/solution/solve.sh"], task.solution_env
             program = self._program(played, command, variables, values, {task.folder / "solution": "/solution"})
@@ -163,8 +162,7 @@ class HarborAdapter(AgentAdapter):
             command = [fill_in(word, values) for word in self._agent["command"]]
             program = self._program(played, command, self._policy(values), values)
             program.stdin, program.user = fill_in(self._agent["stdin"] or "", values), task.agent_user
-        ended = await self._runtime.run(program, timeout_s=timeout_s)
-        played.exit_code, played.stop, played.output = ended.exit_code, ended.stop, ended.output
+        return await self._runtime.run(program, timeout_s=timeout_s)
 
     async def score(self, played: list[Played]) -> list[dict]:
         (one,) = played

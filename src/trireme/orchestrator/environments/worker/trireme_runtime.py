@@ -62,7 +62,7 @@ class Program:
     writable: list[tuple[str, str]] = field(default_factory=list)  # the same, below `parent`; copied out of a container
 
 
-@dataclass
+@dataclass(frozen=True)
 class Ended:
     """The end of a program."""
 
@@ -105,22 +105,21 @@ class Subprocess:
                 stdin.write(program.stdin.encode())
                 stdin.seek(0)
                 process = await self._start(program, stdin, write_end, report)
-                ended = Ended(None, "agent_timeout", "")
+                exit_code: int | None = None
+                stop = "agent_timeout"
                 try:
                     async with asyncio.timeout(timeout_s):
-                        await process.wait()
-                    ended = Ended(process.returncode, "agent_ended", "")
+                        exit_code, stop = await process.wait(), "agent_ended"
                 except TimeoutError:
                     pass
                 finally:
                     await end_processes(program.parent)
                     async with asyncio.timeout(REAP_S):
                         await process.wait()
-                if ended.stop == "agent_ended":
+                if stop == "agent_ended":
                     report.seek(0)
-                    self._read_report(report.read(), ended)
-        ended.output = output.decode(errors="replace")
-        return ended
+                    exit_code, stop = self._read_report(report.read(), exit_code)
+        return Ended(exit_code, stop, output.decode(errors="replace"))
 
     async def _start(self, program: Program, stdin: IO, output: int, report: IO) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
@@ -133,8 +132,9 @@ class Subprocess:
             start_new_session=True,
         )
 
-    def _read_report(self, report: bytes, ended: Ended) -> None:
-        """Correct how a program ended by what its launcher reports."""
+    def _read_report(self, report: bytes, exit_code: int | None) -> tuple[int | None, str]:
+        """Return a program's exit code and how it ended, as its launcher reports them; else the process's own."""
+        return exit_code, "agent_ended"
 
 
 class Sandbox(Subprocess):
@@ -224,11 +224,11 @@ class Sandbox(Subprocess):
                 start_new_session=True,
             )
 
-    def _read_report(self, report: bytes, ended: Ended) -> None:
+    def _read_report(self, report: bytes, exit_code: int | None) -> tuple[int | None, str]:
         said = {name: value for line in report.splitlines() for name, value in json.loads(line).items()}
         if "failed" in said or not said:
             raise OSError(f"The sandbox could not run the program: {said.get('failed', 'its launcher was killed')}")
-        ended.exit_code, ended.stop = said.get("exit"), said.get("stop", ended.stop)
+        return said.get("exit"), said.get("stop", "agent_ended")
 
 
 def names_network(agent: dict) -> bool:
