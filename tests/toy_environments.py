@@ -51,6 +51,23 @@ def refuses(error: str, kind: Any = "engine") -> Callable[[Ask], Awaitable[Reply
     return ask
 
 
+def fills_up(ask: Callable[[Ask], Awaitable[Reply]]) -> Callable[[Ask], Awaitable[Reply]]:
+    """The first turn is that of `ask`; then the conversation no longer fits."""
+    full = refuses("530 tokens, the model takes 512", "overlong_prompt")
+    return lambda question: (full if len(question.messages) > 1 else ask)(question)
+
+
+def noting(ask: Callable[[Ask], Awaitable[Reply]]) -> tuple[Callable[[Ask], Awaitable[Reply]], list[Ask]]:
+    """What answers as `ask` does, and all that it was asked."""
+    questions: list[Ask] = []
+
+    async def note(question: Ask) -> Reply:
+        questions.append(question)
+        return await ask(question)
+
+    return note, questions
+
+
 async def never(question: Ask) -> Any:
     await asyncio.sleep(60)
 
@@ -163,12 +180,7 @@ async def run_one(environment: Environment, ask: Callable[[Ask], Awaitable[Reply
 
 async def asked_and_done(environment: Environment) -> tuple[list[dict], Any]:
     """The messages of a rollout's last turn, and its result."""
-    asked: list[Ask] = []
-
-    async def ask(question: Ask) -> Reply:
-        asked.append(question)
-        return await says("red")(question)
-
+    ask, asked = noting(says("red"))
     done = await run_one(environment, ask)
     return asked[-1].messages, done
 

@@ -10,6 +10,7 @@ from toy_environments import (
     ECHO,
     asked_and_done,
     never,
+    noting,
     open_toy,
     refuses,
     run_all,
@@ -250,13 +251,7 @@ GUESSING = """
     ],
 )
 def test_a_plain_environment_may_take_turns(on, turns, reward, stop, truncated, num_guesses):
-    questions: list[Ask] = []
-    answer = says_in_turn(*turns)
-
-    async def ask(question: Ask) -> Reply:
-        questions.append(question)
-        return await answer(question)
-
+    ask, questions = noting(says_in_turn(*turns))
     done = on(GUESSING, lambda environment: run_one(environment, ask, max_turns=4))
     assert (done.reward, done.stop, done.truncated, done.metrics) == (reward, stop, truncated, {"guesses": num_guesses})
     assert [len(question.messages) for question in questions] == list(range(1, 2 * len(questions), 2))

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from fake_chat import FakeChat, completion
-from toy_environments import asked_and_done, never, refuses, run_all, run_group, run_one, says
+from toy_environments import asked_and_done, fills_up, never, refuses, run_all, run_group, run_one, says
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask, ToolCall
 
@@ -63,12 +63,7 @@ def test_a_picture_of_a_data_set_is_shown(toys):
 def test_a_rollout_that_reaches_the_runs_turn_limit_or_outgrows_the_context_is_scored(toys):
     done = toys("multi_turn", lambda environment: run_one(environment, says("x"), max_turns=2))
     assert (done.metrics["num_turns"], done.stop, done.truncated) == (2.0, "max_turns_reached", False)
-
-    async def ask(question: Ask) -> Reply:
-        full = refuses("530 tokens, the model takes 512", "overlong_prompt")
-        return await (full if len(question.messages) > 1 else says("x"))(question)
-
-    done = toys("multi_turn", lambda environment: run_one(environment, ask))
+    done = toys("multi_turn", lambda environment: run_one(environment, fills_up(says("x"))))
     assert (done.stop, done.truncated, done.reward, len(done.completion)) == ("prompt_too_long", True, 1.5, 1)
 
 

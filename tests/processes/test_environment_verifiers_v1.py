@@ -4,7 +4,18 @@ import asyncio
 
 import pytest
 
-from toy_environments import asked_and_done, never, open_package, packages_folder, refuses, run_all, run_one, says
+from toy_environments import (
+    asked_and_done,
+    fills_up,
+    never,
+    noting,
+    open_package,
+    packages_folder,
+    refuses,
+    run_all,
+    run_one,
+    says,
+)
 from trireme.algo.data.order import ENDLESS
 from trireme.base.errors import ConfigError
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
@@ -42,22 +53,14 @@ def test_a_v1_environment_runs_beside_a_v0_one(tmp_path_factory):
 
 
 def test_what_v1_asks_for_arrives_as_from_any_environment_and_so_does_how_it_ends(on):
-    questions: list[Ask] = []
-
-    async def noted(question: Ask) -> Reply:
-        questions.append(question)
-        return await echo(question)
-
-    async def until_full(question: Ask) -> Reply:
-        full = refuses("530 tokens, the model takes 512", "overlong_prompt")
-        return await (full if len(question.messages) > 1 else echo)(question)
+    noted, questions = noting(echo)
 
     async def cut_off(question: Ask) -> Reply:
         return Reply(content="", finish_reason="length", completion_ids=[1] * 7)
 
     async def use(environment):
         sampling = {"temperature": 0.5, "top_k": 3, "max_tokens": 7}
-        full, cut = await run_one(environment, until_full, OFTEN), await run_one(environment, cut_off, WORD)
+        full, cut = await run_one(environment, fills_up(echo), OFTEN), await run_one(environment, cut_off, WORD)
         return full, cut, await run_one(environment, noted, OFTEN, max_turns=3, sampling=sampling)
 
     full, cut, limited = on("v1-echo", use)
@@ -84,12 +87,7 @@ def test_a_picture_of_the_package_is_shown_and_one_outside_is_not_read(on):
 
 @pytest.mark.parametrize("dialect", ["responses", "messages"])
 def test_programs_of_v1_ask_in_the_dialect_of_their_sdk(on, dialect):
-    questions: list[Ask] = []
-
-    async def noted(question: Ask) -> Reply:
-        questions.append(question)
-        return await echo(question)
-
+    noted, questions = noting(echo)
     agent = {"harness": {"id": "v1_harness", "dialect": dialect}}
     done = on("v1-echo", lambda environment: run_one(environment, noted, WORD), system="be brief", agent=agent)
     said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "say: word"}]
