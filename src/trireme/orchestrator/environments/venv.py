@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal
 
 from trireme.base.disk import is_full
 from trireme.base.errors import ConfigError, DeadlineExceeded
@@ -38,8 +38,6 @@ from trireme.base.processes import last_lines, try_lock
 from trireme.base.token import TOKEN
 
 log = get_logger("environments")
-
-T = TypeVar("T", list, dict, str)
 
 COMPLETE = "trireme-complete"  # marker file of a virtual environment that was built to the end
 BUILD_TIMEOUT_S = 1800.0
@@ -189,11 +187,14 @@ def undeclared_verifiers(folder: Path) -> list[str]:
     Example:
         undeclared_verifiers(folder)  # ["verifiers==0.4.0"] for `import verifiers.v1 as vf`
     """
-    declared = _project(folder, "project", "dependencies", kind=list)
-    if "verifiers" in _project(folder, "tool", "uv", "sources", kind=dict) or any(
-        DECLARES_VERSION.match(str(each).strip().lower()) for each in declared
-    ):
-        return []
+    project: dict[str, Any] = {}
+    with suppress(OSError, ValueError):  # uv reports a broken file, and better
+        project = tomllib.loads((folder / "pyproject.toml").read_text())
+    with suppress(AttributeError, TypeError):
+        declared = project.get("project", {}).get("dependencies", [])
+        sources = project.get("tool", {}).get("uv", {}).get("sources", {})
+        if "verifiers" in sources or any(DECLARES_VERSION.match(str(each).strip().lower()) for each in declared):
+            return []
     inside = sorted(folder.rglob("*.py"))
     own = [path for path in inside if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
     code = [path.read_text(errors="replace") for path in own if path.is_file()]
@@ -202,26 +203,12 @@ def undeclared_verifiers(folder: Path) -> list[str]:
     return [VERIFIERS["v0"]] if any(IMPORTS_VERIFIERS.search(text) for text in code) else []
 
 
-def _project(folder: Path, *keys: str, kind: type[T]) -> T:
-    """Return a value of a package's pyproject.toml; an empty one where there is none of that kind.
-
-    It is empty too where the file is broken: uv reports that, and better.
-    """
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        value = tomllib.loads((folder / "pyproject.toml").read_text())
-        for key in keys:
-            value = value[key]
-        if isinstance(value, kind):
-            return value
-    return kind()
-
-
 def _base_python(folder: Path) -> str:
     """Return our own Python, or which one uv has to find, where a package does not support ours."""
     from packaging.specifiers import SpecifierSet  # 0.1 s that no import of this module should take
 
-    required = _project(folder, "project", "requires-python", kind=str)
-    with suppress(ValueError):  # no specifier
+    with suppress(OSError, ValueError, KeyError, TypeError):  # uv reports a broken file, and better
+        required = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["requires-python"]
         if platform.python_version() not in SpecifierSet(required):
             return required
     return sys.executable
@@ -295,19 +282,21 @@ def _build(venv: Path, source: EnvironmentSource, *, uv: str | None, log_file: P
                     command, cwd=folder, env=variables, stdin=subprocess.DEVNULL, stdout=output,
                     stderr=subprocess.STDOUT, check=True, timeout=BUILD_TIMEOUT_S,
                 )  # fmt: skip
-            except (subprocess.SubprocessError, OSError) as error:
-                what = str(error)
-                if isinstance(error, subprocess.CalledProcessError):
-                    what = f"uv ended with code {error.returncode}"
-                raise ConfigError(
-                    f"Environment {source.id!r} could not be installed: {what}. Last lines:\n"
-                    + "\n".join(f"  {line}" for line in last_lines(log_file, 12))
-                    + f"\nExpected {source.folder} and its dependencies to install into an environment of their own - "
-                    f"correct its pyproject.toml, or see that uv reaches its package index; the whole log is {log_file}"
-                ) from error
+            except (subprocess.CalledProcessError, subprocess.TimeoutExpired, OSError) as error:
+                raise _install_error(source, error, log_file) from error
     with atomic_write(venv / COMPLETE) as file:
         file.write(f"{source.id}\n".encode())
     log.info("Installed environment %s in %.0f s", source.id, time.monotonic() - start)
+
+
+def _install_error(source: EnvironmentSource, error: Exception, log_file: Path) -> ConfigError:
+    what = f"uv ended with code {error.returncode}" if isinstance(error, subprocess.CalledProcessError) else str(error)
+    return ConfigError(
+        f"Environment {source.id!r} could not be installed: {what}. Last lines:\n"
+        + "\n".join(f"  {line}" for line in last_lines(log_file, 12))
+        + f"\nExpected {source.folder} and its dependencies to install into an environment of their own - correct its "
+        f"pyproject.toml, or see that uv reaches its package index; the whole log is {log_file}"
+    )
 
 
 @dataclass(frozen=True)
@@ -356,14 +345,17 @@ def local_packages(folder: Path) -> list[LocalPackage]:
 
 
 def _local_packages_of(folder: Path) -> Iterator[LocalPackage]:
-    for name, entries in _project(folder, "tool", "uv", "sources", kind=dict).items():
+    project = folder / "pyproject.toml"
+    sources: Any = {}
+    with suppress(OSError, ValueError, AttributeError):  # uv reports a broken file, and better
+        sources = tomllib.loads(project.read_text()).get("tool", {}).get("uv", {}).get("sources", {})
+    for name, entries in sources.items() if isinstance(sources, dict) else ():
         for entry in entries if isinstance(entries, list) else [entries]:
             if isinstance(entry, dict) and "path" in entry:
                 path = (folder / str(entry["path"])).resolve()
                 if not path.exists():
                     raise ConfigError(
-                        f"{folder / 'pyproject.toml'} takes {name!r} from {entry['path']!r}, and there is nothing at "
-                        f"{path} - expected the package there - correct `path` in its [tool.uv.sources]; it is "
-                        "relative to that file."
+                        f"{project} takes {name!r} from {entry['path']!r}, and there is nothing at {path} - expected "
+                        "the package there - correct `path` in its [tool.uv.sources]; it is relative to that file."
                     )
                 yield LocalPackage(name, path, bool(entry.get("editable")) and path.is_dir())
