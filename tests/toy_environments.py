@@ -178,10 +178,10 @@ async def run_one(environment: Environment, ask: Callable[[Ask], Awaitable[Reply
     return await environment.run(RunTask(**{"task": "r", "index": index} | task), ask)
 
 
-async def asked_and_done(environment: Environment) -> tuple[list[dict], Any]:
+async def asked_and_done(environment: Environment, index: int = 0) -> tuple[list[dict], Any]:
     """The messages of a rollout's last turn, and its result."""
     ask, asked = noting(says("red"))
-    done = await run_one(environment, ask)
+    done = await run_one(environment, ask, index, task=f"r{index}")
     return asked[-1].messages, done
 
 

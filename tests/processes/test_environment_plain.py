@@ -1,6 +1,7 @@
 """Plain environments, examples and a reward function in one file, and their rollouts in real worker processes."""
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
@@ -67,14 +68,15 @@ SHOWING = """
 
     folder = pathlib.Path(__file__).parent
 
-    def dataset(url):
+    def dataset(urls):
         (folder / "in").mkdir(exist_ok=True)
         for name in ("in/a.png", "notes.txt", "../outside.png"):
             (folder / name).write_bytes(b"pixels")
         if not (folder / "in/link.png").is_symlink():
             (folder / "in/link.png").symlink_to("../../outside.png")
-        content = [{"type": "text", "text": "look"}, {"type": "image_url", "image_url": {"url": url}}]
-        return [{"prompt": [{"role": "user", "content": content}], "url": url}]
+        text = {"type": "text", "text": "look"}
+        pictures = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        return [{"prompt": [{"role": "user", "content": [text, p]}], "url": u} for p, u in zip(pictures, urls)]
 
     def respond(messages, example):
         return None if len(messages) > 2 else [{"role": "user", "content": [{"type": "text", "text": "sure?"}]}]
@@ -83,26 +85,24 @@ SHOWING = """
         return float(messages[0]["content"][1]["image_url"]["url"] == url)
 """
 PIXELS = "data:image/png;base64,cGl4ZWxz"
-
-
-@pytest.mark.parametrize("url", [PIXELS, "in/a.png", "in/../in/a.png", "file:in/a.png"])
-def test_pictures_of_its_folder_are_shown_and_rewards_see_what_it_wrote(on, url):
-    asked, done = on(SHOWING, asked_and_done, args={"url": url})
-    assert asked[0]["content"] == [
-        {"type": "text", "text": "look"},
-        {"type": "image_url", "image_url": {"url": PIXELS}},
-    ]
-    assert (asked[2]["content"], done.reward, done.prompt) == ("sure?", 1.0, asked[:1])
-
-
+SHOWN = [PIXELS, "in/a.png", "in/../in/a.png", "file:in/a.png"]
 ELSEWHERE = ["../outside.png", "in/link.png", "/etc/x.png", "file:///etc/x.png", "file://host/in/a.png", "notes.txt"]
+ELSEWHERE += ["http://host/a.png", "data:text/html;base64,AAAA", "data:image/png,raw"]
 
 
-@pytest.mark.parametrize("url", [*ELSEWHERE, "http://host/a.png", "data:text/html;base64,AAAA", "data:image/png,raw"])
-def test_a_picture_elsewhere_is_an_error_of_its_rollout_which_names_what_is_allowed(on, url):
-    with pytest.raises(RolloutFailed, match=r"^rollout: ValueError: .* expected data:image/...;base64") as failure:
-        on(SHOWING, asked_and_done, args={"url": url})
-    assert repr(url) in failure.value.error
+def test_pictures_of_its_folder_are_shown_and_one_elsewhere_is_an_error_of_its_rollout(on):
+    async def use(environment):
+        rollouts = [asked_and_done(environment, place) for place in range(len(SHOWN + ELSEWHERE))]
+        return await asyncio.gather(*rollouts, return_exceptions=True)
+
+    outcomes = on(SHOWING, use, args={"urls": SHOWN + ELSEWHERE})
+    for asked, done in outcomes[: len(SHOWN)]:
+        assert asked[0]["content"][1] == {"type": "image_url", "image_url": {"url": PIXELS}}
+        assert (asked[2]["content"], done.prompt) == ("sure?", asked[:1])
+        assert done.reward == 1.0  # it sees what the environment wrote
+    for url, failure in zip(ELSEWHERE, outcomes[len(SHOWN) :], strict=True):
+        assert re.match(r"rollout: ValueError: .* expected data:image/...;base64", str(failure)), failure
+        assert repr(url) in failure.error
 
 
 EVALUATING = """
