@@ -146,13 +146,12 @@ class Ready(_Message, tag="ready", kw_only=True):
     """The environment is loaded.
 
     Example:
-        Ready(num_train=2000, num_eval=100, name="reverse-text", versions={"python": "3.11.7", "verifiers": "0.2.0"})
-        Ready(num_train=50, num_eval=0, name="debate", versions={"python": "3.11.7"}, group_rewards=True)
+        Ready(num_train=2000, num_eval=100, versions={"python": "3.11.7", "verifiers": "0.2.0"})
+        Ready(num_train=50, num_eval=0, versions={"python": "3.11.7"}, group_rewards=True)
     """
 
     num_train: int  # 0 where it has only an evaluation set
     num_eval: int  # 0 where it has none of its own: an eval run then reads the training set
-    name: str
     versions: dict[str, str]
     group_rewards: bool = False  # a group's rollouts are scored together, once all of them are in
     has_solutions: bool = False  # its tasks bring solutions, which `RunTask.solve` can ask for

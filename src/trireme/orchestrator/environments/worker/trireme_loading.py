@@ -57,7 +57,7 @@ def load_adapter(module: str, *, args: dict, agent: dict | None = None) -> Adapt
     if is_v0:
         from trireme_verifiers import VerifiersAdapter
 
-        return VerifiersAdapter(source, name=module, versions=versions)
+        return VerifiersAdapter(source, versions=versions)
     if not is_v1:
         return PlainAdapter(source, args=left, versions=_versions(module))
     if versions.get("verifiers", "0").startswith(("0.0.", "0.1.", "0.2.", "0.3.")):

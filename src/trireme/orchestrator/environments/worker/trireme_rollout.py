@@ -29,7 +29,6 @@ class Adapter(ABC):
     """Its rewards compare rollouts of one example: `score` wants a whole group."""
     uses_gateway = False
     """Its agents ask the policy through the gateway, not with `ask`."""
-    name: str
     folder = Path()
     """Its own folder, whose pictures it may show."""
     versions: dict[str, str]
@@ -41,7 +40,6 @@ class Adapter(ABC):
         return {
             "num_train": len(self.train) if self.train is not None else 0,
             "num_eval": len(self.eval) if self.eval is not None else 0,
-            "name": self.name,
             "versions": self.versions,
             "group_rewards": self.group_rewards,
             "uses_gateway": self.uses_gateway,

@@ -48,9 +48,8 @@ class Played:
 class VerifiersAdapter(Adapter):
     """One verifiers environment."""
 
-    def __init__(self, environment: Any, *, name: str, versions: dict[str, str]) -> None:
+    def __init__(self, environment: Any, *, versions: dict[str, str]) -> None:
         self._environment = environment
-        self.name = environment.env_id or name
         self.versions = versions
         self._rubrics = [rubric for member in _tree(environment, "envs") for rubric in _tree(member.rubric, "rubrics")]
         self.group_rewards = any(rubric.has_group_rewards for rubric in self._rubrics)

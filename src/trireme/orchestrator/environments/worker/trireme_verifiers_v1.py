@@ -41,7 +41,6 @@ class VerifiersV1Adapter(Adapter):
     uses_gateway = True
 
     def __init__(self, module: str, *, args: dict, versions: dict[str, str]) -> None:
-        self.name = module
         self.versions = versions
         select = vf.SelectConfig.model_validate(args.get("select", {}))
         config = _configured(module, {name: value for name, value in args.items() if name != "select"})
