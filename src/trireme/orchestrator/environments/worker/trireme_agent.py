@@ -106,7 +106,7 @@ class AgentAdapter(PlainAdapter):
         try:
             await end_processes(parent)  # of a worker that was killed: they would work in the same folder
             await asyncio.to_thread(self._place, played, values)
-            await self._runtime.open(parent, await self._image(played), self._limits(played))
+            await self._runtime.open(parent, *await self._container(played))
             began, began_ns = time.monotonic(), played.folder.parent.stat().st_ctime_ns
             played.ended = await self._run(played, values)
             played.stop = played.ended.stop
@@ -132,13 +132,9 @@ class AgentAdapter(PlainAdapter):
             played.folder.mkdir()
         os.utime(parent)  # its change time is now, by the clock of the file system
 
-    async def _image(self, played: AgentPlayed) -> str | None:
-        """Return the image of a rollout's container."""
-        return self._agent["image"]
-
-    def _limits(self, played: AgentPlayed) -> dict[str, float]:
-        """Return the `cpus` and `memory_mb` of a rollout's container, where they are not those of the environment."""
-        return {}
+    async def _container(self, played: AgentPlayed) -> tuple[str | None, dict[str, float]]:
+        """Return the image of a rollout's container, and its `cpus` and `memory_mb` where they are not the usual."""
+        return self._agent["image"], {}
 
     async def _run(self, played: AgentPlayed, values: dict[str, str]) -> Ended:
         parent = played.folder.parent

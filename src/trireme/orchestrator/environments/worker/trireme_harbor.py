@@ -137,17 +137,14 @@ class HarborAdapter(AgentAdapter):
             copy_into(task.folder / "environment", source, played.folder, below)
         os.utime(parent)  # what changes from now on was written by the program
 
-    async def _image(self, played: AgentPlayed) -> str | None:
+    async def _container(self, played: AgentPlayed) -> tuple[str | None, dict[str, float]]:
         """Build an image once, and go on with that although the rollout is cancelled."""
         task = self._task(played)
         if task.image or not isinstance(self._runtime, Container):
-            return task.image
+            return task.image, task.limits
         if task.name not in self._builds or (self._builds[task.name].done() and self._builds[task.name].exception()):
             self._builds[task.name] = asyncio.create_task(self._runtime.build(task.folder / "environment"))
-        return await asyncio.shield(self._builds[task.name])
-
-    def _limits(self, played: AgentPlayed) -> dict[str, float]:
-        return self._task(played).limits
+        return await asyncio.shield(self._builds[task.name]), task.limits
 
     async def _run(self, played: AgentPlayed, values: dict[str, str]) -> Ended:
         task = self._task(played)
