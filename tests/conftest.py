@@ -36,6 +36,13 @@ def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIREME_TOKEN", "")
 
 
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random two-layer model and a tokenizer of single characters."""

@@ -15,11 +15,7 @@ from trireme.config.section import walk
 from trireme.config.sft import SftConfig
 
 DATA = Path(__file__).parent.parent / "data"
-
-
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def write(name: str, text: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from resolved_runs import CPU, ENV, resolved, value_at
 from trireme.base.devices import Devices, detect_devices
-from trireme.config.files import PROCESSES, process_table, read_run, to_toml, write_process_files, write_run
+from trireme.config.files import PROCESSES, read_run, to_toml, write_process_files, write_run
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve, resolve_sft
 from trireme.config.run import RunConfig
@@ -66,6 +66,9 @@ def test_a_machine_without_gpus_runs_on_cpu_in_full_precision():
         ("", gpus(2), "trainer.try_step", True),
         ("--trainer.try-step true", CPU, "trainer.try_step", True),
         ("--trainer.try-step false", gpus(2), "trainer.try_step", False),
+        ("--orchestrator.env.0.id x", CPU, "orchestrator.env.0.name", "x"),
+        ("--orchestrator.eval.env.0.id x", CPU, "orchestrator.eval.env.0.name", "x"),
+        ("--orchestrator.eval.env.0.id x --orchestrator.eval.env.0.name y", CPU, "orchestrator.eval.env.0.name", "y"),
         # lengths follow from the run's, and an evaluation is greedy unless its temperature is given
         ("--seq-len 64", CPU, "inference.model.max_model_len", 64),
         ("--seq-len 64", CPU, "trainer.micro_batch_tokens", 64),
@@ -104,12 +107,6 @@ def test_a_process_started_alone_takes_all_it_sees():
     assert resolved(on=gpus(4), section="trainer").trainer_gpu_ids == (0, 1, 2, 3)
     assert resolved(on=gpus(4), section="inference").inference_gpu_ids == (0, 1, 2, 3)
     assert {resolved(on=gpus(1), section=room).weight_broadcast.type for room in PROCESSES} == {"nccl"}
-
-
-def test_environments_are_named_after_their_ids():
-    environments = """--orchestrator.env.0.id x --orchestrator.eval.env '[{id = "y", name = "why"}]'"""
-    orchestrator = resolved(environments).orchestrator
-    assert [env.name for env in orchestrator.env + orchestrator.eval.env] == ["x", "why"]
 
 
 def test_rl_finds_free_ports_and_commands_alone_take_the_known_ones():
@@ -159,7 +156,6 @@ def test_toml_is_written_as_it_is_read():
     table = {"a": 1, "b c": 'quote " and \\ and ü', "small": 1e-06, "on": True, "list": [1, 2], "empty": []}
     table |= {"t": {"x": {"y": "z"}, "none": {}}, "many": [{"id": "a", "args": {"k": [{"deep": 1}]}}, {"id": "b"}]}
     assert tomllib.loads(to_toml(table)) == table
-    assert tomllib.loads(to_toml(process_table(RunConfig(), "trainer")))["optim"]["lr"] == 1e-6
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from trireme.config.orchestrator import sampling_notes
 from trireme.config.rules import check, launch_problems
 from trireme.config.trainer import Optimizer, optim_launch_problems
 
+pytestmark = pytest.mark.usefixtures("here")
 ROOT = Path(__file__).parents[2]
 SAMPLED = " --eval.sampling.temperature 1.0"
 WSD = "--scheduler.type wsd --scheduler.warmup-steps"
@@ -25,11 +26,6 @@ REPLAY = "--trainer.model.moe.router-replay true"
 COSINE = "--scheduler.type cosine"
 STAGES = "--curriculum [{weights={a=1.0}},{weights={a=1.0},from_step=10},{weights={b=1.0}"
 SHARED = "--inference-gpu-ids 0,1 --trainer-gpu-ids"
-
-
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def rows(table: str, on: Devices, *cases: tuple[str, str, str]) -> list[Any]:

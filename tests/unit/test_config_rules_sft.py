@@ -15,8 +15,7 @@ from trireme.config.sft import SftConfig, data_files, is_on_a_hub
 
 
 @pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def _data(here: Path) -> None:
     Path("here.jsonl").touch()
 
 

@@ -62,12 +62,6 @@ def test_health_checks_use_an_address_that_this_machine_reaches():
     assert the_plan["trainer"].health is None
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def command(monkeypatch: pytest.MonkeyPatch, program: str, *argv: str) -> int | str | None:
     """Run a command in this process. Returns its exit code."""
     monkeypatch.setattr(sys, "argv", [program, *argv])

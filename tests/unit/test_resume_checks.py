@@ -89,11 +89,8 @@ def test_a_run_is_trained_when_it_has_all_its_steps(earlier, fine_tuned):
     assert not is_trained(updated(fine_tuned, {"max_steps": 4}))
 
 
-def test_epochs_say_nothing_of_steps(fine_tuned):
+def test_epochs_say_nothing_of_steps_and_without_a_checkpoint_any_optimizer_will_do(fine_tuned, tmp_path):
     by_epochs = fine_tuned.model_copy(update={"num_epochs": 2.0, "max_steps": 1})
     check_resume(by_epochs)
     assert not is_trained(by_epochs)
-
-
-def test_before_there_is_a_checkpoint_any_optimizer_will_do(tmp_path):
     check_resume(updated(written(build_config(tmp_path / "run")), MUON))

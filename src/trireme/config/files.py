@@ -115,17 +115,14 @@ def read_run(root: type[AnySection], file: Path) -> AnySection:
 
 def write_process_files(config: RunConfig, folder: Path, names: tuple[ProcessName, ...] = PROCESSES) -> list[Path]:
     """Write `trainer.toml` and so on: each starts its process alone, as `uv run trainer @ trainer.toml`."""
-    tables = {folder / f"{name}.toml": process_table(config, name) for name in names}
-    for file, table in tables.items():
-        _write_table(table, to_toml(table), file)
-    return list(tables)
-
-
-def process_table(config: RunConfig, name: ProcessName) -> dict[str, Any]:
-    """Return the file of one process: the run's keys, and over them those of its own table, without its name."""
     whole = to_table(config)
     shared = {key: value for key, value in whole.items() if key not in PROCESSES}
-    return shared | whole[name]
+    files = []
+    for name in names:
+        table = shared | whole[name]  # the run's keys, and over them those of its own table, without its name
+        files.append(folder / f"{name}.toml")
+        _write_table(table, to_toml(table), files[-1])
+    return files
 
 
 def to_table(value: Any) -> Any:

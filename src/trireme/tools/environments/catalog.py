@@ -135,8 +135,7 @@ def _framework_version(dependencies: Any) -> str | None:
 def _is_environment(file: Path) -> bool:
     """Return whether the module defines or imports an environment's entry points, without importing it."""
     try:
-        body = ast.parse(file.read_text(encoding="utf-8")).body
+        names = names_at_the_top(file)
     except (OSError, ValueError, SyntaxError):
         return False
-    names = names_at_the_top(body)
     return any(wanted <= names for wanted in ENTRY_POINTS)
