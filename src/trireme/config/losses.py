@@ -211,10 +211,7 @@ def loss_problems(loss: Loss) -> Iterator[str]:
                 f"every token would be masked. Lower `{low_key}` below 1 and raise `{high_key}` above 1."
             )
     if recipe.surrogate == "custom" and not recipe.path:
-        yield (
-            '`trainer.loss.type = "custom"` without a path - expected the function to call. '
-            'Write `trainer.loss.path = "my_file.py:my_loss"`; `docs/algorithms.md` shows one.'
-        )
+        yield '`trainer.loss.type = "custom"` without a path - expected one. Write `trainer.loss.path = "my.py:loss"`.'
 
 
 def _way_out(key: str) -> str:

@@ -168,10 +168,7 @@ def model_launch_problems(table: str, model: TrainerModel, device: str) -> Itera
     """
     package = PACKAGES.get(model.attn)
     if device == "cpu" and model.attn.startswith("fl"):
-        yield (
-            f'{table}.attn = "{model.attn}" with device = "cpu" - its backward pass runs on GPUs only. '
-            'Write "sdpa" (the default) or "eager".'
-        )
+        yield f'{table}.attn = "{model.attn}" on a CPU: it runs on GPUs only - expected sdpa or eager. Write one.'
     elif package and not find_spec(package) and not find_spec(KERNELS):
         yield (
             f'{table}.attn = "{model.attn}", and neither the package {package} nor {KERNELS} is installed - expected '
@@ -229,10 +226,7 @@ def architecture_problems(table: str, model: TrainerModel, config: dict[str, Any
     elif (switch := SWITCHES.get(model.attn)) and not _offers(source, switch):
         here = ("sdpa", "eager") if device == "cpu" else ("sdpa", "flex_attention", "eager")
         has = [name for name in here if _offers(source, SWITCHES.get(name))]
-        yield (
-            f'{table}.attn = "{model.attn}": transformers has no such attention for {kind} - expected one of '
-            f"{', '.join(has)}. Set `{table}.attn`."
-        )
+        yield f'{table}.attn = "{model.attn}" with {kind} - expected one of {", ".join(has)}. Set `{table}.attn`.'
     elif model.attn == "sdpa" and caps_scores(config):
         kept = "eager" if device == "cpu" else "eager, flex_attention or flash attention"
         together = f", with which ranks cannot share a row (`{table}.cp = 1`)" if model.cp > 1 else ""

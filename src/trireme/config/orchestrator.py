@@ -363,10 +363,7 @@ def orchestrator_problems(config: OrchestratorConfig, *, longest: int) -> Iterat
     for table, environments in (("env", config.env), ("eval.env", config.eval.env if config.eval else ())):
         for name, count in Counter(environment.name or environment.id for environment in environments).items():
             if count > 1:
-                yield (
-                    f'{count} tables `[[orchestrator.{table}]]` are called "{name}" - metrics need a name each. '
-                    f'Add `name = "{name}-2"` to one of them.'
-                )
+                yield f'{count} tables `[[orchestrator.{table}]]` are called "{name}" - expected a name each. Add it.'
         for environment in environments:
             yield from _agent_problems(environment, f"orchestrator.{table}.agent")
     batch, group = config.batch_size, config.rollouts_per_example
@@ -393,10 +390,7 @@ def orchestrator_problems(config: OrchestratorConfig, *, longest: int) -> Iterat
             )
     penalty = config.length_penalty
     if penalty and penalty.buffer and penalty.buffer > (longest := penalty.max_length or longest):
-        yield (
-            f"orchestrator.length_penalty.buffer = {penalty.buffer} is more than its max_length = {longest} - expected "
-            "at most as much, or even an empty answer would be punished. Lower `buffer`."
-        )
+        yield f"orchestrator.length_penalty.buffer = {penalty.buffer} > max_length = {longest} - expected less. Lower it."
 
 
 OF_PROGRAMS = ("command", "env", "inherit", "workdir", "stdin", "runtime", "readable", "network", "timeout_s")
@@ -510,21 +504,15 @@ def _advantage_problems(config: OrchestratorConfig) -> Iterator[str]:
             '`advantage.type = "batch"`, "ema" or "none".'
         )
     if advantage.type == "custom" and not advantage.path:
-        yield (
-            'orchestrator.advantage.type = "custom" without `path` - expected the function\'s. '
-            'Add `path = "module:function"` or "file.py:function".'
-        )
+        yield 'orchestrator.advantage.type = "custom" without `path` - expected one. Add `path = "file.py:function"`.'
     if advantage.type != "custom" and advantage.path:
         yield (
-            f'orchestrator.advantage.path = "{advantage.path}" with `type = "{advantage.type}"` - expected `type = '
-            '"custom"`, or the function would never be called. Write that, or remove `path`.'
+            f'orchestrator.advantage.path = "{advantage.path}" with `type = "{advantage.type}"` - expected "custom", or '
+            "the function would never be called. Write that, or remove `path`."
         )
     clip = advantage.reward_clip
     if clip is not None and clip[0] >= clip[1]:
-        yield (
-            f"orchestrator.advantage.reward_clip = {list(clip)} - expected the lower end first, below the other one. "
-            "Exchange them."
-        )
+        yield f"orchestrator.advantage.reward_clip = {list(clip)} - expected the lower end first. Exchange them."
 
 
 def _sampling_problems(table: str, sampling: Sampling) -> Iterator[str]:
@@ -546,15 +534,10 @@ def _sampling_problems(table: str, sampling: Sampling) -> Iterator[str]:
             advice = f"Did you mean `{near[0]}`?" if near else "Remove it."
             yield f"{table}.extra_body.{key} - expected a parameter of vLLM's SamplingParams. {advice}"
     if sampling.top_k is not None and sampling.top_k < -1:
-        yield (
-            f"{table}.top_k = {sampling.top_k} - expected the number of tokens to choose from. "
-            "Leave it out to choose from all."
-        )
+        yield f"{table}.top_k = {sampling.top_k} - expected a number of tokens. Leave it out to choose from all."
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
-        yield (
-            f"{table}.min_tokens = {sampling.min_tokens}, max_tokens = {sampling.max_tokens} - expected at most as "
-            "many. Lower `min_tokens`, or raise `max_tokens`."
-        )
+        least, most = sampling.min_tokens, sampling.max_tokens
+        yield f"{table}.min_tokens = {least}, max_tokens = {most} - expected at most as many. Lower `min_tokens`."
 
 
 def evaluation_problems(evaluation: Evaluation, above: str = "") -> Iterator[str]:
@@ -573,10 +556,7 @@ def evaluation_problems(evaluation: Evaluation, above: str = "") -> Iterator[str
     if len(set(ks)) < len(ks):
         yield f"{above}pass_at = {list(ks)} names a k twice - expected each once. Remove the second."
     if not math.isfinite(evaluation.pass_threshold):
-        yield (
-            f"{above}pass_threshold = {evaluation.pass_threshold} - expected the finite reward from which on an answer "
-            "has passed. Set the one that a right answer gets, usually 1.0."
-        )
+        yield f"{above}pass_threshold = {evaluation.pass_threshold} - expected a finite reward, usually 1.0. Set it."
     if rollouts > 1 and evaluation.sampling.temperature == 0:
         yield (
             f"{above}rollouts_per_example = {rollouts} with {above}sampling.temperature = 0 - expected a temperature "

@@ -209,10 +209,7 @@ def _run_problems(config: RunConfig) -> Iterator[str]:
 
 def _name_problems(name: str | None) -> Iterator[str]:
     if name is not None and (not name.strip() or "/" in name or name in (".", "..")):
-        yield (
-            f'name = "{name}" - expected the plain name of a folder. Write a name without `/`, and set `output_dir` '
-            "for the rest."
-        )
+        yield f'name = "{name}" - expected the plain name of a folder. Set `output_dir` for the folders above it.'
 
 
 def _rollout_problems(config: RunConfig) -> Iterator[str]:

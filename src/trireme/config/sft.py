@@ -100,10 +100,7 @@ def data_files(folder: Path) -> list[Path]:
 def sft_problems(config: SftConfig) -> Iterator[str]:
     """Yield what is wrong with the data, as far as it can be seen without reading them, and with how long to train."""
     if not config.sources:
-        yield (
-            "no data is given - expected a file of conversations, a folder of such, or a data set's name on a hub. "
-            "Write `--data file.jsonl`."
-        )
+        yield "no data is given - expected conversations: files, or a data set on a hub. Write `--data FILE`."
     named = [("data", config.data), *((f"source[{i}].data", source.data) for i, source in enumerate(config.source))]
     for key, data in (*named, ("validation", config.validation)):
         if data is not None and not is_on_a_hub(data):
@@ -114,25 +111,16 @@ def sft_problems(config: SftConfig) -> Iterator[str]:
             "template. Check the path, or leave it out for the tokenizer's own."
         )
     if config.validation and config.validation_fraction:
-        yield (
-            f'validation = "{config.validation}" and validation_fraction = {config.validation_fraction:g} - expected '
-            "one of the two. Remove `validation_fraction` (or write 0)."
-        )
+        yield f"`validation` and validation_fraction = {config.validation_fraction:g} - expected one of the two. Set 0."
     if config.validation_interval and not config.validation and not config.validation_fraction:
         yield (
             f"validation_interval = {config.validation_interval}, and there is nothing to measure on - expected "
             "`validation` or `validation_fraction`. Write `validation_fraction = 0.01`, or leave the interval out."
         )
     if config.num_epochs is not None and config.max_steps != SftConfig.model_fields["max_steps"].default:
-        yield (
-            f"max_steps = {config.max_steps} and num_epochs = {config.num_epochs:g} - expected one of the two. "
-            "Remove the other one."
-        )
+        yield f"max_steps = {config.max_steps} and num_epochs = {config.num_epochs:g} - expected one. Remove the other."
     if not config.loss_on:
-        yield (
-            "loss_on = [] - expected the roles whose messages are trained on. "
-            'Write `loss_on = ["assistant"]`, or leave it out.'
-        )
+        yield 'loss_on = [] - expected the roles whose messages are trained on. Write `loss_on = ["assistant"]`.'
 
 
 def _check_files(key: str, path: Path) -> Iterator[str]:

@@ -57,15 +57,9 @@ def state_layer_problems(table: str, model: TrainerModel, config: Config) -> Ite
             )
         return
     if model.cp > 1:
-        yield (
-            f"{table}.cp = {model.cp} with {kind}, whose layers carry a state from token to token - expected 1, as "
-            f"ranks that share a row meet only in attention. Set `{table}.cp = 1`."
-        )
+        yield f"{table}.cp = {model.cp} with {kind}, whose layers carry a state - expected 1. Set `{table}.cp = 1`."
     if model.moe.router_replay:
-        yield (
-            f"{table}.moe.router_replay = true with {kind} - expected false: vLLM returns its routes from its prefix "
-            "cache, which was not shown to be exact for layers that carry a state. Remove the line."
-        )
+        yield f"{table}.moe.router_replay = true with {kind} - expected false: its routes are inexact. Remove it."
 
 
 def serving_problems(
@@ -85,22 +79,13 @@ def serving_problems(
         )
     of_nemotron = "moe" in (text.get("layers_block_type") or ()) or "E" in (text.get("hybrid_override_pattern") or "")
     if device == "cpu" and (of_nemotron or kind in EXPERTS_WITHOUT_CPU_KERNEL):
-        yield (
-            f"{table}: vLLM has no kernel on a CPU for the experts of {kind} - expected a model without experts. "
-            "Use GPUs, or choose another model."
-        )
+        yield f"{table}: vLLM has no kernel on a CPU for the experts of {kind} - expected one without experts, or GPUs."
     if not mixers:
         return
     if leaves_out_vision(config) and not arguments.get("language_model_only", True):
-        yield (
-            f"inference.args.language_model_only = false with {kind} - expected true: the vision tower is not trained, "
-            "so that engines could not confirm that they hold all weights. Remove the line."
-        )
+        yield f"inference.args.language_model_only = false with {kind} - expected true: no tower is trained. Remove it."
     if kind.startswith("qwen3_5") and find_spec("torchvision") is None:
-        yield (
-            f"{table}: vLLM serves {kind} only with the package torchvision, which is not installed - expected "
-            "the version that pyproject.toml pins. Run `uv sync`."
-        )
+        yield f"{table}: vLLM serves {kind} with torchvision only, which is not installed - expected it. Run `uv sync`."
     if text.get("mamba_rms_norm") and text.get("mamba_norm_before_gate", True) and kind == "falcon_h1":
         yield (
             f"{table}: its config.json has mamba_norm_before_gate = true, which vLLM ignores, so that its logprobs are "
@@ -109,21 +94,11 @@ def serving_problems(
     if device != "cpu":
         return
     if kind not in SERVED_ON_CPU:
-        yield (
-            f"{table}: vLLM does not serve {kind} on a CPU - expected one of {', '.join(SERVED_ON_CPU)}. "
-            "Use GPUs, or choose another model."
-        )
+        yield f"{table}: vLLM does not serve {kind} on a CPU - expected one of {', '.join(SERVED_ON_CPU)}. Use GPUs."
     if mixers & {*DELTA} and dtype != "bfloat16":
-        yield (
-            f'inference.model.dtype = "{dtype}" with {kind} on a CPU - expected bfloat16, the only precision of '
-            "vLLM's gated delta net there. "
-            'Leave it out, or write "bfloat16".'
-        )
+        yield f'inference.model.dtype = "{dtype}" with {kind} on a CPU - expected bfloat16, as vLLM has. Leave it out.'
     if mixers & {*MAMBA} and arguments.get("enable_prefix_caching"):
-        yield (
-            f"inference.args.enable_prefix_caching with {kind} on a CPU - expected false: vLLM's engine dies when it "
-            "stores the state of a Mamba-2 layer. Remove the line; the cache is then off."
-        )
+        yield f"inference.args.enable_prefix_caching with {kind} on a CPU - expected false, or vLLM dies. Remove it."
 
 
 def mixers_of(config: Config) -> set[str]:

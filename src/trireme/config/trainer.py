@@ -248,11 +248,7 @@ def model_problems(table: str, model: TrainerModel, ranks: int) -> Iterator[str]
             "else as it is, the vision encoder included. Remove the line, or train the whole model without the table."
         )
     if model.ep > 1:
-        yield (
-            f"{table}.ep = {model.ep} - expected 1, as expert parallelism is not implemented. Remove the line: FSDP "
-            "shards experts over all ranks like every other parameter, so they take no more memory, but are gathered "
-            "for each layer."
-        )
+        yield f"{table}.ep = {model.ep} - expected 1: experts are sharded by FSDP alone. Remove the line."
 
 
 def divisors_of(number: int) -> str:
@@ -267,10 +263,7 @@ def lora_problems(table: str, lora: Lora | None, *, has_engines: bool = True) ->
     if lora.sync == "adapter" and not has_engines:
         yield f'`{table}.sync = "adapter"` without engines - expected no such key in supervised training. Remove it.'
     if not lora.target_modules and not lora.modules_to_save:
-        yield (
-            f"`{table}.target_modules` is empty - expected the names of layers to adapt. "
-            f'Leave it out, or write `{table}.target_modules = ["all-linear"]`.'
-        )
+        yield f'`{table}.target_modules` is empty - expected layers. Write `{table}.target_modules = ["all-linear"]`.'
     if both := sorted(set(lora.target_modules) & set(lora.modules_to_save)):
         yield (
             f"`{table}` names {', '.join(both)} in `target_modules` and in `modules_to_save` - expected each in one: "
@@ -292,10 +285,7 @@ def optim_problems(
         prefix: what stands before the names of tables ("trainer.", or nothing), for messages.
     """
     if not all(0 <= beta < 1 for beta in optim.betas):
-        yield (
-            f"{prefix}optim.betas = {list(optim.betas)} - expected two numbers from 0 to below 1. "
-            "Write [0.9, 0.999] or leave it out."
-        )
+        yield f"{prefix}optim.betas = {list(optim.betas)} - expected two numbers from 0 to below 1. Write [0.9, 0.999]."
     if scheduler.min_lr > optim.lr:
         yield (
             f"{prefix}scheduler.min_lr = {scheduler.min_lr:g}, {prefix}optim.lr = {optim.lr:g} - expected the rate to "

@@ -49,10 +49,7 @@ def vision_problems(table: str, model: TrainerModel, config: Mapping[str, Any]) 
             "model that also sees is trained. Add the table, which may be empty."
         )
     elif model.vlm is not None and model.cp > 1 and not mixers_of(config):  # with such layers, cp is refused anyway
-        yield (
-            f"{table}.cp = {model.cp} with `[model.vlm]` - expected 1: ranks that share a row cannot share its "
-            f"pictures. Set `{table}.cp = 1`."
-        )
+        yield f"{table}.cp = {model.cp} with `[model.vlm]` - expected 1: ranks cannot share its pictures. Set it to 1."
 
 
 def picture_run_problems(config: RunConfig) -> Iterator[str]:
@@ -66,7 +63,4 @@ def picture_run_problems(config: RunConfig) -> Iterator[str]:
             "preprocessor_config.json."
         )
     if config.orchestrator.teacher is not None:
-        yield (
-            "`[orchestrator.teacher]` with `[model.vlm]` - expected no teacher, which is sent tokens and would not see "
-            "the pictures. Remove one of the two."
-        )
+        yield "`[orchestrator.teacher]` with `[model.vlm]` - expected no teacher, as it sees no pictures. Remove it."
