@@ -390,7 +390,10 @@ def orchestrator_problems(config: OrchestratorConfig, *, longest: int) -> Iterat
             )
     penalty = config.length_penalty
     if penalty and penalty.buffer and penalty.buffer > (longest := penalty.max_length or longest):
-        yield f"orchestrator.length_penalty.buffer = {penalty.buffer} > max_length = {longest} - expected less. Lower it."
+        yield (
+            f"orchestrator.length_penalty.buffer = {penalty.buffer}, max_length = {longest} - expected no more, "
+            "or even an empty answer would be punished. Lower `buffer`."
+        )
 
 
 OF_PROGRAMS = ("command", "env", "inherit", "workdir", "stdin", "runtime", "readable", "network", "timeout_s")
@@ -507,8 +510,8 @@ def _advantage_problems(config: OrchestratorConfig) -> Iterator[str]:
         yield 'orchestrator.advantage.type = "custom" without `path` - expected one. Add `path = "file.py:function"`.'
     if advantage.type != "custom" and advantage.path:
         yield (
-            f'orchestrator.advantage.path = "{advantage.path}" with `type = "{advantage.type}"` - expected "custom", or '
-            "the function would never be called. Write that, or remove `path`."
+            f'orchestrator.advantage.path = "{advantage.path}" with `type = "{advantage.type}"` - expected `type = '
+            '"custom"`, or the function would never be called. Write that, or remove `path`.'
         )
     clip = advantage.reward_clip
     if clip is not None and clip[0] >= clip[1]:
