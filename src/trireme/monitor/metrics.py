@@ -29,17 +29,11 @@ class MetricsFile(LinesFile):
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
         head: Row = {"step": step, "process": self.process, "time_s": round(time.time(), 3)}
-        numbers = {name: _number(value) for name, value in metrics.items()}
-        self.put(json.dumps(head | numbers | head, allow_nan=False).encode())
+        # Scalars of numpy and torch become Python's; JSON has neither NaN nor infinity.
+        numbers = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
+        finite = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
+        self.put(json.dumps(head | finite | head, allow_nan=False).encode())
         self.flush()
-
-
-def _number(value: float) -> float | int | None:
-    """Convert a value for JSON: numpy and torch scalars to Python's, NaN and infinity to None."""
-    if isinstance(value, int):
-        return value
-    number = float(value)
-    return number if math.isfinite(number) else None
 
 
 def read_metrics(path: Path, offset: int = 0, most_bytes: int = -1) -> tuple[list[Row], int]:

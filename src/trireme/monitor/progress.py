@@ -77,9 +77,6 @@ class Status(msgspec.Struct, frozen=True):
         roots = [wait for wait in self.waits if wait.peer and wait.peer not in waiting]
         return max(roots or self.waits, key=lambda wait: wait.waited_s, default=None)
 
-    def waits_of(self, process: str) -> list[StatusWait]:
-        return [wait for wait in self.waits if wait.who == process]
-
 
 class Evaluation(NamedTuple):
     """Mean reward of one policy version on one environment's held-out examples."""

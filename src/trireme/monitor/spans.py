@@ -115,49 +115,36 @@ class Lane:
         """
         self.name = name
         self._keeps = keeps
-        self._words = words
+        self.words = words
         self._clock = clock or steady_clock()
         self._lock = threading.Lock()
-        self._what = what
-        self._step = -1
+        self.now = what  # the current activity; None for unnamed time
+        self.step = -1
         self._why = ""
         self._since_us = self._counted_us = self._clock() if since_us is None else since_us
         self._done: list[Piece] = []
         self._sums_us: dict[str, int] = defaultdict(int)
 
-    @property
-    def now(self) -> What | None:
-        """Return the current activity; None for unnamed time."""
-        return self._what
-
-    @property
-    def step(self) -> int:
-        return self._step
-
     def enter(self, what: What | None, *, step: int = -1, why: str = "") -> None:
         """Switch to another activity."""
         with self._lock:
-            if (what, step, why) != (self._what, self._step, self._why):
+            if (what, step, why) != (self.now, self.step, self._why):
                 self._close(self._clock())
-                self._what, self._step, self._why = what, step, why
+                self.now, self.step, self._why = what, step, why
 
     def explain(self, why: str) -> None:
         """Set what the current wait is for. Other details of the same reason change nothing."""
         with self._lock:
-            if not why or self._what is None or (":" in self._why and reason_of(why) == reason_of(self._why)):
+            if not why or self.now is None or (":" in self._why and reason_of(why) == reason_of(self._why)):
                 return
             if self._why not in ("", reason_of(why)):
                 self._close(self._clock())
             self._why = why
 
-    def ask_why(self) -> None:
-        if self._what == "wait":
-            self.explain(self._words())
-
     @contextmanager
     def doing(self, what: What, *, step: int = -1, why: str = "") -> Iterator[None]:
         """Do something for the duration of the context, then return to the activity before."""
-        before = self._what, self._step, self._why
+        before = self.now, self.step, self._why
         self.enter(what, step=step, why=why)
         try:
             yield
@@ -181,12 +168,12 @@ class Lane:
     def _close(self, now_us: int) -> None:
         """End a piece; the activity continues."""
         self._count(now_us)
-        if self._keeps and self._what is not None and now_us > self._since_us:
-            self._done.append(Piece(self._what, self._step, self._why, self._since_us, now_us))
+        if self._keeps and self.now is not None and now_us > self._since_us:
+            self._done.append(Piece(self.now, self.step, self._why, self._since_us, now_us))
         self._since_us = now_us
 
     def _count(self, now_us: int) -> None:
-        self._sums_us[self._what or "other"] += now_us - self._counted_us
+        self._sums_us[self.now or "other"] += now_us - self._counted_us
         self._counted_us = now_us
 
 
@@ -224,7 +211,8 @@ class SpansFile:
             return
         with self._flushing:
             for lane in self._lanes:
-                lane.ask_why()
+                if lane.now == "wait":
+                    lane.explain(lane.words())
                 for piece in settled(lane.drain()):
                     seconds = (piece.end_us - piece.begin_us) / 1e6
                     span = Span(lane.name, piece.what, piece.begin_us / 1e6, seconds, piece.step, piece.why)

@@ -349,7 +349,7 @@ class LiveView(View):
         rows = []
         for process in self.processes:
             is_coming_up = process.state == "running" and (status is None or status.state == "starting")
-            waits = "; ".join(wait.text for wait in status.waits_of(process.name)) if status else ""
+            waits = "; ".join(wait.text for wait in (status.waits if status else ()) if wait.who == process.name)
             if status and process.name == "orchestrator":
                 waits = f"{status.in_flight} in flight  {waits}"
             state = startup_phase(process.log, process.log_start) if is_coming_up else process.story

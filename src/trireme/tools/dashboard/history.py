@@ -352,14 +352,3 @@ def summarize(spans: Spans, begin_s: float, end_s: float, *, most: int = DRAWN_S
         advice=timeline.advice_for(known, *counted),
         counted=counted,
     )
-
-
-STEP_PARTS = {
-    "time/wait_for_batch": "wait for a batch",
-    "time/forward_backward": "forward and backward",
-    "time/optimizer": "optimizer",
-    "time/publish": "send weights",
-    "time/confirm": "wait until they are confirmed",
-    "time/checkpoint": "save a checkpoint",
-}
-"""The trainer's metrics of the parts of a step, each with its name."""

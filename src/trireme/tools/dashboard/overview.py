@@ -20,8 +20,8 @@ from trireme.monitor.metrics import read_metrics
 from trireme.monitor.progress import ends_of
 from trireme.monitor.run_text import short_time
 from trireme.tools.dashboard import theme
-from trireme.tools.dashboard.charts import Canvas, Line, line_chart, lines_of
-from trireme.tools.dashboard.history import STEP_PARTS, Frame, Metrics, curve
+from trireme.tools.dashboard.charts import Canvas, line_chart, lines_of
+from trireme.tools.dashboard.history import Frame, Metrics
 from trireme.tools.dashboard.runs import RunFolder, RunSet, changed_s
 from trireme.tools.diff.configuration import flatten
 
@@ -30,7 +30,6 @@ TAIL_BYTES = 16 * 1024  # of the metrics of each run in the list
 MOST_WARNINGS = 3  # on the overview
 MOST_LISTED_WARNINGS = 100  # of a run, on the page of warnings
 MOST_HELD_OUT = 3
-STACKED = "Where the seconds of a step go"
 OWN_KEYS = {"name", "output_dir", "resume", "ports", "hosts"}
 """Keys that say where a run is, not what it does."""
 
@@ -79,32 +78,23 @@ class Overview:
         await self._show_others()
 
     def _show_charts(self) -> None:
-        chosen, metrics = self._runs.chosen, self._run.metrics
+        chosen = self._runs.chosen
         names = {"": "validation/loss"} | {env: name for run in chosen for env, name in run.metrics.held_out().items()}
         held_out = [
             line
             for env, name in sorted(names.items())
             for line in lines_of(chosen, name, Frame(), env if len(names) > 2 else "")
         ]
-        parts = [
-            Line(label, theme.run_color(place), found)
-            for place, (name, label) in enumerate(STEP_PARTS.items())
-            if (found := curve(metrics, name, Frame())).raw
-        ]
         for title, lines in {
             "Reward of the batches": lines_of(chosen, "reward/mean", Frame()) or lines_of(chosen, "loss", Frame()),
             "Reward of held-out examples": held_out,
-            STACKED: parts,
             "Tokens a second": lines_of(chosen, "perf/tokens_per_s", Frame()),
         }.items():
             if lines:
-                options = line_chart(lines, Frame())
-                if title == STACKED:
-                    _stack(options)
                 if title not in self._charts:
                     with self._chart_grid, theme.card(title):
                         self._charts[title] = Canvas().classes("tr-chart")
-                self._charts[title].draw(options)
+                self._charts[title].draw(line_chart(lines, Frame()))
 
     async def _show_others(self) -> None:
         """List all runs, with the end of each one's metrics. It is read again only where runs have come or gone."""
@@ -165,20 +155,6 @@ def figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
 def _recent(metrics: Metrics, name: str) -> float | None:
     values = metrics.finite(name)[-PACE_STEPS:]
     return float(np.median(values)) if values else None
-
-
-def _stack(options: dict[str, Any]) -> None:
-    """Stack the curves. The axis ends above most steps, so that the first one, with the start in it, flattens none."""
-    sums: dict[float, float] = {}
-    for series in options["series"]:
-        series |= {"stack": "seconds", "areaStyle": {"opacity": 0.55}, "showSymbol": False}
-        series["lineStyle"]["width"] = 0.5
-        for x, y in series["data"]:
-            sums[x] = sums.get(x, 0.0) + (y or 0.0)
-    usual = 1.5 * float(np.percentile(list(sums.values()), 95))
-    ends_early = 0.0 < usual < max(sums.values())
-    options["yAxis"] |= {"scale": False, "max": float(f"{usual:.2g}") if ends_early else None}
-    options["tooltip"]["order"] = "seriesDesc"
 
 
 def _state_lines(run: RunFolder) -> Iterator[str]:
