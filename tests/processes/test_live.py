@@ -314,7 +314,7 @@ def test_the_start_is_told_in_the_order_in_which_it_happens(vf_rl):
     assert vf_rl.look() == ""
 
 
-def test_a_step_is_a_row_of_the_trainer_and_a_line(vf_rl):
+def test_a_step_is_a_row_of_the_trainer_and_a_line_with_a_sample_at_every_fifth(vf_rl):
     """2 groups a step of 200 examples: the first step is a hundredth of an epoch."""
     vf_rl.look()
     vf_rl.sample(0)
@@ -324,10 +324,7 @@ def test_a_step_is_a_row_of_the_trainer_and_a_line(vf_rl):
     ]
     vf_rl.train(1, **{"eval/e/reward": 0.12345})
     assert "{'eval_reward': 0.1235, 'step': 1} (e)" in vf_rl.look()
-
-
-def test_samples_come_with_every_fifth_step(vf_rl):
-    for step in range(5):
+    for step in range(1, 5):
         vf_rl.sample(step)
     sample = ["=== Step 5 Sample ===", 'Prompt: Reverse: "hello"', "Completion: olleh", "Reward: 1.0"]
     assert vf_rl.look().splitlines()[-4:] == sample

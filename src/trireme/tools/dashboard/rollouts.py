@@ -140,21 +140,20 @@ class RolloutsPage:
         self._runs = runs
         self._index = index_of(runs.main.path)
         self._index.keep_current()
-        self._line = runs.query.get("q", "")
-        self._step = whole_number(runs.query.get("step"))
         self._number = whole_number(runs.query.get("rollout"))
         self._progress = self._index.progress()
         with theme.card():
             with theme.row():
-                self._input = ui.input(
-                    "Search: words, reward<0.5, is:truncated …", value=self._line, on_change=self._typed
-                )
+                self._input = ui.input("Search: words, reward<0.5, is:truncated …", value=runs.query.get("q", ""))
                 self._input.props("dense outlined clearable debounce=300 autocomplete=off").tooltip(HELP)
                 self._input.style("flex: 1; min-width: 260px")
-                self._step_field = ui.number("Step", value=self._step, min=0, precision=0, on_change=self._typed)
+                step = whole_number(runs.query.get("step"))
+                self._step_field = ui.number("Step", value=step, min=0, precision=0)
                 self._step_field.props('dense outlined clearable debounce=300 placeholder="every"').style(
                     "width: 110px"
                 )
+                for field in (self._input, self._step_field):
+                    field.on_value_change(lambda: self.refresh(first_page=True))
             with theme.row():
                 self._summary = theme.soft().props("aria-live=polite")
                 ui.space()
@@ -167,10 +166,10 @@ class RolloutsPage:
             self._reading = ui.element("section").classes("tr-card tr-reading").props('aria-label="Rollout" tabindex=0')
         ui.timer(LOOK_S, self._look, immediate=False)
 
-    async def _typed(self) -> None:
-        self._line = self._input.value or ""
-        self._step = None if self._step_field.value is None else int(self._step_field.value)
-        await self.refresh(first_page=True)
+    @property
+    def _step(self) -> int | None:
+        """The only step whose rollouts are listed, where there is one."""
+        return None if self._step_field.value is None else int(self._step_field.value)
 
     async def refresh(self, *, first_page: bool = False) -> None:
         try:
@@ -184,12 +183,12 @@ class RolloutsPage:
             self._summary.set_text(f"{found.total:,} rollout{'' if found.total == 1 else 's'}{more}")
             self._list.mark(f"{self._step if self._step is not None else ''}/{self._number}")
             rollout = self._number if self._step is not None else None
-            link = self._runs.link("/rollouts", q=self._line or None, step=self._step, rollout=rollout)
+            link = self._runs.link("/rollouts", q=self._input.value or None, step=self._step, rollout=rollout)
             ui.navigate.history.replace(link)  # an address that can be shared
 
     def _read(self, **page: Any) -> Found:
         in_step = "" if self._step is None else f"step={self._step} "
-        found = self._index.search(in_step + self._line, **page)
+        found = self._index.search(in_step + (self._input.value or ""), **page)
         for row in found.rows:
             advantage = row["advantage"]
             row |= {"id": f"{row['step']}/{row['number']}", "ended": row["error"] or row["stop"]}
