@@ -151,7 +151,6 @@ def evaluate_model(
     for session in sessions:
         for result in session.results.values() if shows_rollouts else ():
             print(conversation_of(result), end="\n\n")
-    for session in sessions:
         print(text_of(session))
         if session.file is not None:
             progress.show(f"every rollout: {session.file.path} (`trireme eval tui` shows them)")
@@ -166,15 +165,8 @@ def _address(url: str | None) -> str:
 
 def _read_sampling(arguments: Namespace) -> Sampling:
     """Raises: ConfigError."""
-    given = dict(arguments.sampling_args or {})
-    for name in ("temperature", "max_tokens"):
-        value = getattr(arguments, name)
-        if value is not None and given.get(name, value) != value:
-            raise ConfigError(
-                f"--sampling-args has {name} = {given[name]!r}, --{name.replace('_', '-')} is {value!r} - expected one "
-                "of the two. Leave one out."
-            )
-        given |= {name: value} if value is not None else {}
+    typed = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
+    given = {**(arguments.sampling_args or {}), **{name: value for name, value in typed.items() if value is not None}}
     fields = {name: value for name, value in given.items() if name in Sampling.model_fields}
     more = {name: value for name, value in given.items() if name not in fields}
     fields["extra_body"] = {**fields.get("extra_body", {}), **more}
