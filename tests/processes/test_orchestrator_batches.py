@@ -177,27 +177,21 @@ def test_that_nothing_ever_has_signal_is_said_again_and_again(tmp_path, caplog):
     assert run(config, meanwhile=meanwhile, stop_after_meanwhile=True).found
 
 
-def without_its_last_logprob(response: dict) -> dict:
-    response["choices"][0]["logprobs"]["content"].pop()
-    return response
-
-
 @pytest.mark.parametrize(
-    ("code", "engine", "words"),
+    ("code", "words"),
     [
-        (ALL_FAIL, {}, ["All of the first ", "Traceback (most recent", "NameError: name 'wings_of_the_bird' is not"]),
-        (ALL_ALIKE, {"mangle": without_its_last_logprob}, ["All of the first ", "tokens but"]),
-        (ALL_ALIKE.replace('f"say {i}"', '"x" * 300'), {}, ["the model takes 256"]),
-        (SYSTEM_MESSAGE_LAST, {}, ["The chat template refuses this conversation: Only one system message"]),
-        (EVEN_ONES_SAY_NOTHING, {}, ["NameError: name 'wings' is not defined"]),
+        (ALL_FAIL, ["All of the first ", "Traceback (most recent", "NameError: name 'wings_of_the_bird' is not"]),
+        (ALL_ALIKE.replace('f"say {i}"', '"x" * 300'), ["the model takes 256"]),
+        (SYSTEM_MESSAGE_LAST, ["The chat template refuses this conversation: Only one system message"]),
+        (EVEN_ONES_SAY_NOTHING, ["NameError: name 'wings' is not defined"]),
     ],
 )
-def test_when_no_batch_can_become_full_the_run_ends_with_the_words_of_what_fails(tmp_path, code, engine, words):
+def test_when_no_batch_can_become_full_the_run_ends_with_the_words_of_what_fails(tmp_path, code, words):
     own = tmp_path / "mine.py"
     own.write_text("def best(groups):\n    return [wings for g in groups]\n")
     advantage = {"advantage": {"type": "custom", "path": f"{own}:best"}}
     model = {"name": str(write_tokenizer(tmp_path / "llama", LLAMA_3))}
-    outcome = run(build_config(tmp_path, code, model=model, orchestrator=advantage), engine=engine)
+    outcome = run(build_config(tmp_path, code, model=model, orchestrator=advantage))
     assert [word for word in words if word not in str(outcome.error)] == []
     assert outcome.error.exit_code in FINAL_EXIT_CODES  # a restart would fail in the same way
     assert outcome.records == []

@@ -539,7 +539,7 @@ async def test_an_answer_by_weights_that_nobody_confirmed_is_thrown_away_and_ask
     stage.engine.version = -1  # a successor that holds the base model
     turn = asyncio.create_task(stage.pool.generate([5], {}))
     await until(lambda: stage.pool.engines[0].life == 2)  # suspected at once, whatever the interval
-    assert (len(stage.engine.requests), stage.pool.interruptions) == (1, 1)
+    assert stage.pool.interruptions == 1
     await until(lambda: stage.updates.needed(0))
     await stage.publish(0)
     assert (await turn).versions == [0, 0]

@@ -42,6 +42,16 @@ def config_of(**orchestrator: Any) -> RunConfig:
     return RunConfig.model_validate({"device": "cpu", "orchestrator": given | {"env": [{"id": "a"}]} | orchestrator})
 
 
+def sample(versions: list[int], *, advantage: float = 1.0) -> Tokens:
+    mask, all_versions = np.array([0, 0] + [1] * len(versions)), [-1, -1, *versions]
+    return build_tokens(ids=mask, loss_mask=mask, logprobs=0 * mask, advantages=advantage * mask, versions=all_versions)
+
+
+def rollout(group: int, reward: float, versions: list[int], **fields) -> Rollout:
+    given = {"env": "a", "place": 0, "attempt": 0, "example": group, "temperature": 1.0}
+    return Rollout(group=group, reward=reward, samples=[sample(versions)], **given | fields)
+
+
 REWARDS = {"flat": [0.5, 0.5, 0.5], "nearly flat": [0.5, 0.5, 0.55]}
 
 
@@ -51,13 +61,9 @@ def group_of(number: int, fate: str) -> Group:
         group.drop("group given up: rollout 1 failed 3 times", SIZE)
         return group
     version = STEP - ALLOWED - 1 if fate == "stale" else STEP - number % (ALLOWED + 1)
-    rewards = REWARDS.get(fate, [0.0, 0.5, 1.0])
-    for place in range(SIZE):
-        columns = {"ids": [1, 2], "loss_mask": [0, 1], "logprobs": [0.0, -1.0], "advantages": [0.0, 0.0]}
-        sample, cut = build_tokens(**columns, versions=[-1, version]), fate == "truncated" and place == 1
-        about = {"group": number, "place": place, "env": "a", "example": group.task.example, "temperature": 1.0}
-        rollout = Rollout(**about, reward=rewards[place], samples=[sample], truncated=cut)
-        group.rollouts.append(rollout)
+    for place, reward in enumerate(REWARDS.get(fate, [0.0, 0.5, 1.0])):
+        about = {"place": place, "example": group.task.example, "truncated": fate == "truncated" and place == 1}
+        group.rollouts.append(rollout(number, reward, [version], **about))
     return group
 
 
@@ -127,18 +133,8 @@ def test_a_running_mean_goes_on_from_where_the_journal_left_it() -> None:
     config = config_of(advantage={"type": "ema", "decay": 0.5})
     filled, _ = fill(config, [group_of(0, "good"), group_of(1, "good")], State(baselines={"a": 0.25}))
     assert filled.baselines == {"a": 0.375}
-    advantages = [float(rollout.samples[0].advantages[1]) for rollout in filled.rollouts[:3]]
+    advantages = [float(rollout.samples[0].advantages[-1]) for rollout in filled.rollouts[:3]]
     assert advantages == [-0.25, 0.25, 0.75]
-
-
-def sample(versions: list[int], *, advantage: float = 1.0) -> Tokens:
-    mask, all_versions = np.array([0, 0] + [1] * len(versions)), [-1, -1, *versions]
-    return build_tokens(ids=mask, loss_mask=mask, logprobs=0 * mask, advantages=advantage * mask, versions=all_versions)
-
-
-def rollout(group: int, reward: float, versions: list[int], **fields) -> Rollout:
-    given = {"env": "a", "place": 0, "attempt": 0, "example": group, "temperature": 1.0}
-    return Rollout(group=group, reward=reward, samples=[sample(versions)], **given | fields)
 
 
 def drop(group: int, reason: str, env: str = "a") -> Dropped:

@@ -5,6 +5,7 @@ A line that cannot be written (a full disk) is kept in memory and retried; a lin
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections import deque
@@ -48,7 +49,7 @@ class LinesFile:
     def flush(self) -> None:
         """Write waiting lines in order, as far as possible now."""
         try:
-            _append_lines(self.path, self._waiting, sync=self._sync)
+            append_lines(self.path, self._waiting, sync=self._sync)
         except OSError as error:
             while len(self._waiting) > MOST_WAITING:
                 self._waiting.popleft()
@@ -79,8 +80,11 @@ class LinesFile:
             logger.error(f"{self.path} could not be written to the end: {self.lost} lines are lost.")
 
 
-def _append_lines(path: Path, lines: deque[bytes], *, sync: bool) -> None:
-    """Write lines and remove them from `lines`. A line that was cut short stays, to be written again."""
+def append_lines(path: Path, lines: deque[bytes], *, sync: bool) -> None:
+    """Write lines and remove them from `lines`. A line that was cut short stays, to be written again.
+
+    Raises: OSError where not all could be written.
+    """
     pretend_full()
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -95,7 +99,7 @@ def _append_lines(path: Path, lines: deque[bytes], *, sync: bool) -> None:
             while lines and left > len(lines[0]):
                 left -= len(lines.popleft()) + 1
             if written < len(data):
-                raise OSError(f"only {written} of {len(data)} bytes were written")
+                raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes were written")
             if sync:
                 os.fsync(descriptor)
     finally:

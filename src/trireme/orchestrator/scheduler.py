@@ -45,10 +45,6 @@ class Group:
     runner: asyncio.Task | None = None
     exhausted: set[int] = field(default_factory=set)  # places whose last attempt has failed
 
-    def note_failure(self, place: int, attempt: int, reason: str) -> None:
-        if self.reason is None:  # else it was dropped already, with its group
-            self.dropped.append(_drop(self.task, place, attempt, reason))
-
     def drop(self, reason: str, size: int) -> None:
         """Drop the group: record each of its `size` rollouts, finished or under way, as dropped.
 
@@ -163,7 +159,9 @@ class Scheduler:
                 rollout = await self.runner.run(environment, spec, sampling=sampling)
             except RolloutFailed as failure:
                 self._count_failure(task, failure)
-                group.note_failure(place, attempt, last := str(failure))
+                last = str(failure)
+                if group.reason is None:  # else it was dropped already, with its group
+                    group.dropped.append(_drop(task, place, attempt, last))
                 continue
             rollout.group, rollout.place = task.id, place
             reach("rollout.finished")

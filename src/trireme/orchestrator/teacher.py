@@ -21,6 +21,7 @@ from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Teacher as TeacherConfig
 from trireme.journal.records import Rollout
 from trireme.messages import Tokens
+from trireme.orchestrator.engines.engine import words_of
 from trireme.orchestrator.engines.responses import BadAnswer, prompt_logprobs_of, read_prompted
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 
@@ -67,7 +68,7 @@ class Teacher:
                 async with self._places, self.session.post(f"{_base(self.config)}/completions", json=body) as response:
                     data = await response.read()
                     if response.status >= 400:
-                        raise BadAnswer(f"status {response.status}: {data[:300].decode(errors='replace')}")
+                        raise BadAnswer(f"status {response.status}: {words_of(data)}")
                     found = prompt_logprobs_of(read_prompted(data), ids)
                 return np.where(sample.loss_mask > 0, np.array([np.nan, *found]), np.nan).astype(np.float32)
             except (aiohttp.ClientError, TimeoutError, BadAnswer) as error:

@@ -37,7 +37,10 @@ HEALTH_TIMEOUT_S = 5.0
 REQUEST_ERRORS = (aiohttp.ClientError, TimeoutError, ConnectionError)
 """Raised by a request that got no whole answer."""
 
-_encode = msgspec.json.Encoder().encode
+
+def words_of(answer: bytes) -> str:
+    """Return the beginning of an answer, for messages."""
+    return answer[:500].decode(errors="replace")
 
 
 @asynccontextmanager
@@ -127,7 +130,7 @@ class Engine:
 
         Raises: PeerDied with the engine's words, or because the answer is no `returns`.
         """
-        return await self._call(path, b"" if body is None else _encode(body), returns)
+        return await self._call(path, b"" if body is None else msgspec.json.encode(body), returns)
 
     async def get(self, path: str, *, returns: Any = Any) -> Any:
         """Read a control route, see `post`."""
@@ -137,8 +140,7 @@ class Engine:
         try:
             status, answer = await self.request(path, body)
             if status >= 400:
-                words = answer[:500].decode(errors="replace")
-                raise PeerDied(f"{self.url}/{path} failed ({status}): {words}")
+                raise PeerDied(f"{self.url}/{path} failed ({status}): {words_of(answer)}")
             return msgspec.json.decode(answer or b"null", type=returns)
         except (*REQUEST_ERRORS, ValueError, RecursionError) as error:
             self.suspected.set()

@@ -29,7 +29,7 @@ from trireme.base.errors import DeadlineExceeded, PeerDied
 from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
 from trireme.messages import Picture
-from trireme.orchestrator.engines.engine import LARGEST_ANSWER, REQUEST_ERRORS, Engine, open_engine_session
+from trireme.orchestrator.engines.engine import LARGEST_ANSWER, REQUEST_ERRORS, Engine, open_engine_session, words_of
 from trireme.orchestrator.engines.expert_routes import ExpertShape
 from trireme.orchestrator.engines.generation import Generation, Unconfirmed, largest_answer, read_turn
 from trireme.orchestrator.engines.responses import (
@@ -167,7 +167,7 @@ class InferencePool:
         async def ask(engine: Engine) -> Message:
             status, answer = await engine.request("v1/chat/completions/derender", data, timeout=self.request_timeout)
             if status >= 400:
-                raise ValueError(f"The engine could not parse a turn ({status}): {_words(answer)}")
+                raise ValueError(f"The engine could not parse a turn ({status}): {words_of(answer)}")
             return read_message(answer)
 
         return await self._retry(ask)
@@ -219,9 +219,9 @@ class InferencePool:
         finally:
             self.count(engine, -1)
         if 400 <= status < 500:
-            raise ValueError(f"The engine refused a request ({status}): {_words(data)}")
+            raise ValueError(f"The engine refused a request ({status}): {words_of(data)}")
         if status != 200:
-            raise ConnectionError(f"status {status}: {_words(data)}")
+            raise ConnectionError(f"status {status}: {words_of(data)}")
         return read_response(data)
 
     def count(self, engine: Engine, more: int) -> None:
@@ -316,7 +316,3 @@ def with_placeholders(ids: list[int], pictures: Sequence[Picture]) -> list[int]:
             "model sampled one, or a text contains it."
         )
     return short
-
-
-def _words(data: bytes) -> str:
-    return data[:500].decode(errors="replace")

@@ -101,33 +101,25 @@ class Evaluator:
         assert self._eval is not None
         began = time.perf_counter()
         self.version = version
-        files: dict[str, EvalResultsFile] = {}
-        for name, environment in self.environments.items():
-            # by a hash of the configuration, so that an evaluation with another one never resumes from partial results
-            configuration = f"{self._eval.sampling!r} {environment.config!r}"
-            digest = hashlib.sha256(configuration.encode()).hexdigest()[:8]
-            path = results_path(self.config.paths, version, environment.name)
-            files[name] = EvalResultsFile(path, partial=f".{path.stem}.{digest}.partial")
         try:
             with self.waits.busy():
                 evaluated = await gather_or_cancel(
-                    self._evaluate_environment(version, env, files[name]) for name, env in self.environments.items()
+                    self._evaluate_environment(version, each) for each in self.environments.values()
                 )
         finally:
             self.version = None
-        others = set().union(*(versions for _, versions in evaluated)) - {version}
+        others = set().union(*(versions for _, _, versions in evaluated)) - {version}
         if others:
             log.warning("evaluation of version %d: version %d sampled a part of it", version, max(others))
-            for file in files.values():
+            for file, _, _ in evaluated:
                 file.discard()
             return False
-        results = [each for each, _ in evaluated]
 
         def write_all() -> None:
             reach("evaluation.before_write")
-            for file, each in zip(files.values(), results, strict=True):
+            for file, results, _ in evaluated:
                 move_aside(file.path)
-                file.finish(each)
+                file.finish(results)
 
         await self._write(write_all, version)
         reach("evaluation.written")
@@ -150,11 +142,16 @@ class Evaluator:
         log.info("version %d: %s", version, row)
 
     async def _evaluate_environment(
-        self, version: int, environment: Environment, file: EvalResultsFile
-    ) -> tuple[list[EvalResult], set[int]]:
-        """Return its results, and the policy versions that sampled any token of them."""
+        self, version: int, environment: Environment
+    ) -> tuple[EvalResultsFile, list[EvalResult], set[int]]:
+        """Return the file of its results, these, and the policy versions that sampled any token of them."""
         assert self._eval is not None
         evaluation = self._eval
+        # by a hash of the configuration, so that an evaluation with another one never resumes from partial results
+        configuration = f"{evaluation.sampling!r} {environment.config!r}"
+        digest = hashlib.sha256(configuration.encode()).hexdigest()[:8]
+        path = results_path(self.config.paths, version, environment.name)
+        file = EvalResultsFile(path, partial=f".{path.stem}.{digest}.partial")
         self._num_begun += 1
         num_rollouts = evaluation.rollouts_per_example
         extent = read_extent(
@@ -205,7 +202,7 @@ class Evaluator:
                 self.config.orchestrator.max_rollout_attempts,
                 errors[0],
             )
-        return ordered, versions
+        return file, ordered, versions
 
     async def _write(self, write: Callable[[], None], version: int) -> None:
         what = f"the evaluation of version {version}"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +15,7 @@ from trireme.algo.pass_at_k import mean_pass_at_k, powers_of_two
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths, atomic_write, step_folder
 from trireme.config.orchestrator import Evaluation
+from trireme.monitor.lines import append_lines
 from trireme.monitor.metrics import means
 from trireme.orchestrator.rollout.driver import RolloutOutcome
 from trireme.orchestrator.rollout.runner import RolloutKey
@@ -104,7 +104,6 @@ class EvalResultsFile:
         """
         self.path = path
         self.partial = path.with_name(partial or f"{path.name}.partial")
-        self._ends_whole = False  # the partial file ends with a whole line, as far as is known
 
     def read_all(self) -> dict[RolloutKey, EvalResult]:
         """Return results of earlier evaluations, the newest of each rollout; without those that failed.
@@ -118,21 +117,9 @@ class EvalResultsFile:
         return _by_key(_read_lines(self.partial))
 
     def append(self, result: EvalResult) -> None:
-        """Raises OSError where the disk is full; then nothing is written."""
-        if not self._ends_whole:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.partial.exists() and not self.partial.read_bytes().endswith(b"\n"):
-                with open(self.partial, "ab") as file:
-                    file.write(b"\n")  # after the torn line of an evaluation that was killed
-            self._ends_whole = True
-        size = self.partial.stat().st_size if self.partial.exists() else 0
-        try:
-            with open(self.partial, "ab") as file:
-                file.write(_to_line(result))
-        except OSError:
-            with suppress(OSError):
-                os.truncate(self.partial, size)
-            raise
+        """Raises OSError where the disk is full. What is written of a line then is left out by `read_partial`."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        append_lines(self.partial, deque([_to_line(result)]), sync=False)
 
     def discard(self) -> None:
         """Remove what has come: it will not be resumed."""
@@ -166,11 +153,11 @@ def _read_lines(path: Path) -> Iterator[EvalResult]:
 
 def write_eval_results(path: Path, results: Iterable[EvalResult]) -> None:
     with atomic_write(path) as file:
-        file.writelines(map(_to_line, results))
+        file.writelines(_to_line(result) + b"\n" for result in results)
 
 
 def _to_line(result: EvalResult) -> bytes:
-    return json.dumps(msgspec.to_builtins(result)).encode() + b"\n"
+    return json.dumps(msgspec.to_builtins(result)).encode()
 
 
 def read_eval_results(path: Path) -> list[EvalResult]:

@@ -36,6 +36,7 @@ from trireme.orchestrator.gateway.dialects.anthropic import ANTHROPIC
 from trireme.orchestrator.gateway.dialects.chat import CHAT
 from trireme.orchestrator.gateway.dialects.responses import RESPONSES, as_items, output_items
 from trireme.orchestrator.gateway.dialects.turn import STATUS, Dialect, Event, Refused, Turn, TurnRequest
+from trireme.transport.bearer import read_body as receive_body
 
 log = get_logger("gateway")
 
@@ -328,16 +329,10 @@ def _encode_event(event: Event) -> bytes:
 
 async def read_body(request: Request, most_bytes: int | None = None) -> dict[str, Any]:
     """Read a request's JSON object. Raises: Refused."""
-    most_bytes = most_bytes or LARGEST_BODY
-    data = bytearray()
-    async for part in request.stream():
-        data += part
-        if len(data) > most_bytes:
-            raise Refused("invalid", f"The request has more than {most_bytes >> 20} MiB, expected less.")
     try:
-        body = msgspec.json.decode(bytes(data))
+        body = msgspec.json.decode(await receive_body(request.receive, most_bytes or LARGEST_BODY))
     except (ValueError, RecursionError) as error:
-        raise Refused("invalid", f"The request is no JSON: {error}") from error
+        raise Refused("invalid", f"The request is too large, or no JSON: {error}") from error
     if not isinstance(body, dict):
         raise Refused("invalid", f"The request is a {type(body).__name__}, expected a JSON object.")
     return body

@@ -20,7 +20,7 @@ from trireme.algo.data.order import ENDLESS
 from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.log import get_logger
 from trireme.journal.records import Rollout
-from trireme.orchestrator.environments.open_rollout import RolloutFailed
+from trireme.orchestrator.environments.open_rollout import RolloutFailed, cancel_all
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Done, Split
 from trireme.orchestrator.rollout.runner import RolloutKey, RolloutSpec
@@ -224,6 +224,4 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, Value]]) -> 
     try:
         return list(await asyncio.gather(*tasks))
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
