@@ -25,6 +25,12 @@ def one_line(value: object, longest: int) -> str:
     return clean(" ".join(text[: 2 * longest].split())[:longest])
 
 
+def shortened(text: str, longest: int) -> str:
+    """Return the beginning of a text, with the number of characters that were left out."""
+    left = len(text) - longest
+    return text if left <= 0 else f"{text[:longest]} … ({left:,} more characters)"
+
+
 def decimal(value: float | None, digits: int = 3) -> str:
     """Format a number: 0.5 -> "0.500"; "-" for None, infinities and NaN."""
     if value is None or not math.isfinite(value):

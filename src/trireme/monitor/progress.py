@@ -17,7 +17,7 @@ from trireme.monitor.metrics import Row, merge_processes
 PACE_STEPS = 20  # steps that the estimate of the time left looks back on
 MOST_END_STEPS = 5  # steps at each end of a curve
 
-_EVAL_REWARD = re.compile(r"eval/(?P<env>.+)/reward")
+EVAL_REWARD = re.compile(r"eval/(?P<env>.+)/reward")
 
 
 class ProcessState(NamedTuple):
@@ -175,7 +175,7 @@ class Progress:
         found = []
         for version in sorted(self.steps):
             for name, value in sorted(self.steps[version].get("orchestrator", {}).items()):
-                match = _EVAL_REWARD.fullmatch(name)
+                match = EVAL_REWARD.fullmatch(name)
                 if match and value is not None:
                     found.append(Evaluation(match["env"], version, value))
         return found

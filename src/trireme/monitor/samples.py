@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trireme.base.errors import JournalCorrupt
+from trireme.base.safe_text import shortened
 from trireme.config.run import RunConfig
 from trireme.journal.message_text import as_text, content_text
 
@@ -67,8 +68,8 @@ def sample_text(step: int, rollout: Rollout, which: str = "") -> str:
     return "\n".join(
         [
             f"=== Step {step + 1} Sample{which} ===",
-            f"Prompt: {_shorten(prompt)}",
-            f"Completion: {_shorten(conversation_text(rollout.completion))}",
+            f"Prompt: {shortened(prompt, MOST_CHARACTERS)}",
+            f"Completion: {shortened(conversation_text(rollout.completion), MOST_CHARACTERS)}",
             f"Reward: {rollout.reward:.4g}" + ("" if rollout.reward % 1 else ".0"),
         ]
     )
@@ -88,8 +89,3 @@ def message_text(message: Message) -> str:
         function = call.get("function", call) if isinstance(call, dict) else {}
         texts.append(f"{function.get('name', '?')}({as_text(function.get('arguments', ''))})")
     return "\n".join(filter(None, texts))
-
-
-def _shorten(text: str) -> str:
-    left = len(text) - MOST_CHARACTERS
-    return text if left <= 0 else f"{text[:MOST_CHARACTERS]} … ({left} more characters)"

@@ -167,15 +167,11 @@ def _dict(value: Any) -> dict[str, Any]:
 def record_of_rollout(step: int, number: int, rollout: Rollout) -> Record:
     trained = [sample.advantages[sample.loss_mask == 1] for sample in rollout.samples]
     advantages = np.concatenate(trained) if trained else np.zeros(0)
-    row = Row(
-        number=number,
-        example=str(rollout.example),
-        rollout=rollout.place,
+    row = _row_of(
+        rollout,
+        step,
+        number,
         reward=rollout.reward,
-        env=rollout.env,
-        step=step,
-        group=rollout.group,
-        attempt=rollout.attempt,
         fate=MASKED if rollout.masked else TRAINED,
         tokens=len(advantages),
         turns=rollout.num_turns,
@@ -203,20 +199,22 @@ def record_of_rollout(step: int, number: int, rollout: Rollout) -> Record:
 
 def record_of_dropped(step: int, number: int, dropped: Dropped) -> Record:
     """Return all that is known of a rollout that was dropped: the reason."""
-    row = Row(
-        number=number,
-        example=str(dropped.example),
-        rollout=dropped.place,
-        reward=None,
-        env=dropped.env,
-        step=step,
-        group=dropped.group,
-        attempt=dropped.attempt,
-        fate=DROPPED,
-        stop=DROPPED,
-        error=one_line(dropped.reason, PREVIEW),
-    )
+    error = one_line(dropped.reason, PREVIEW)
+    row = _row_of(dropped, step, number, reward=None, fate=DROPPED, stop=DROPPED, error=error)
     return Record(row, more={"error": dropped.reason} if len(dropped.reason) > PREVIEW else {})
+
+
+def _row_of(one: Rollout | Dropped, step: int, number: int, **known: Any) -> Row:
+    return Row(
+        number=number,
+        example=str(one.example),
+        rollout=one.place,
+        env=one.env,
+        step=step,
+        group=one.group,
+        attempt=one.attempt,
+        **known,
+    )
 
 
 # files

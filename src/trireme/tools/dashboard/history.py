@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import threading
 import time
 from array import array
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from trireme.monitor import timeline
 from trireme.monitor.metrics import Row
+from trireme.monitor.progress import EVAL_REWARD
 from trireme.monitor.spans import ENGINE, TRAINER, Span, read_spans
 from trireme.monitor.timeline import Shares
 
@@ -125,8 +125,7 @@ class Metrics:
 
     def held_out(self) -> dict[str, str]:
         """Return the names of rewards of evaluations, by environment."""
-        named = ((re.fullmatch("eval/(.+)/reward", name), name) for name in self.names())
-        return {match[1]: name for match, name in named if match}
+        return {match["env"]: name for name in self.names() if (match := EVAL_REWARD.fullmatch(name))}
 
     @property
     def num_done(self) -> int:

@@ -11,7 +11,7 @@ from nicegui import run as threads
 from nicegui import ui
 
 from trireme.base.paths import RunPaths
-from trireme.base.safe_text import clean
+from trireme.base.safe_text import clean, shortened
 from trireme.tools.dashboard import theme
 from trireme.tools.dashboard.runs import RunSet
 
@@ -71,8 +71,7 @@ def tail(file: Path, *, words: str = "", level: Level = "all", most: int = MOST_
 
 def shown_line(line: str) -> str:
     """Return a line without colours and control characters; of a progress bar that was redrawn, the last state."""
-    line = clean(ANSI.sub("", line).rstrip("\r").rpartition("\r")[2])
-    return line if len(line) <= LONGEST else f"{line[:LONGEST]} … ({len(line) - LONGEST} characters more)"
+    return shortened(clean(ANSI.sub("", line).rstrip("\r").rpartition("\r")[2]), LONGEST)
 
 
 def level_of(line: str) -> Literal["", "warn", "bad"]:

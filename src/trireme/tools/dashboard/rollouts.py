@@ -11,7 +11,7 @@ from typing import Any
 from nicegui import run, ui
 
 from trireme.base.errors import ConfigError
-from trireme.base.safe_text import clean, decimal
+from trireme.base.safe_text import clean, decimal, shortened
 from trireme.journal.message_text import as_text
 from trireme.journal.records import Branch
 from trireme.tools.conversation import Block, Message, blocks
@@ -335,8 +335,7 @@ def _message_html(classes: str, heading: str, text: str, below_html: str = "") -
 
 
 def _escaped(text: str) -> str:
-    shown = html.escape(clean(text[:LONGEST]))
-    return shown if len(text) <= LONGEST else f"{shown}<i> … and {len(text) - LONGEST:,} more characters</i>"
+    return html.escape(clean(shortened(text, LONGEST)))
 
 
 def components_html(metrics: dict[str, float], reward: float | None) -> str:

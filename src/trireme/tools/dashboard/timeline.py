@@ -9,7 +9,7 @@ from nicegui import ui
 from nicegui.events import KeyEventArguments
 
 from trireme.monitor.run_text import short_time
-from trireme.monitor.timeline import Shares, is_engine
+from trireme.monitor.timeline import WORTH_TELLING, Shares, is_engine
 from trireme.tools.dashboard import theme
 from trireme.tools.dashboard.charts import GRID, LABEL, Canvas
 from trireme.tools.dashboard.colours import ACTIVITIES
@@ -169,7 +169,9 @@ class TimelinePage:
             theme.heading("What holds it up, and which side should get more GPUs?")
             ui.label(_sentence(shown.advice)).style("font-size: 16px; line-height: 1.5")
             for process, waits in shown.waits.items():
-                reasons = ", ".join(f"{why} {share:.0%}" for why, share in waits[:MOST_REASONS] if share >= 0.005)
+                reasons = ", ".join(
+                    f"{why} {share:.0%}" for why, share in waits[:MOST_REASONS] if share >= WORTH_TELLING
+                )
                 if waits:
                     ui.label(f"{process} waits: {reasons}" if reasons else f"{process} hardly waits").classes("tr-soft")
         part = "" if shown.counted == (shown.begin_s, shown.end_s) else ", from the first step to the last"

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from PIL import Image
 
 from trireme.journal.pictures import to_data_uri
-from trireme.monitor.timeline import in_words
+from trireme.monitor.timeline import WORTH_TELLING, in_words
 from trireme.tools.dashboard.colours import ACTIVITIES, RUNS
 from trireme.tools.dashboard.history import CURVE_POINTS, Values, extremes, smoothed
 
@@ -38,7 +38,6 @@ STYLE: Any = {
 WIDE, NARROW = (9.0, 3.2), (4.4, 2.4)  # inches
 PICTURE_PIXELS = 320  # of the longer side of a rollout's picture
 OUTSIDE = re.compile(r"^.*?(?=<svg)|<metadata>.*?</metadata>\s*|<style.*?</style>\s*|<!--.*?-->\s*", re.DOTALL)
-LEAST_SHARE = 0.005  # of the time, that is named
 SMOOTH_FROM = 40  # points from which on a curve is smoothed
 SMOOTHING = 0.8  # weight of the past
 
@@ -96,7 +95,7 @@ def line_plot(title: str, lines: Sequence[Line], *, is_wide: bool = False, log: 
 def shares_plot(title: str, shares: Mapping[str, Mapping[str, float]]) -> Markup:
     """Plot a bar for each process, in parts that add up to its time."""
     processes = list(shares)
-    seen = [what for what in ACTIVITIES if any(shares[each].get(what, 0.0) >= LEAST_SHARE for each in processes)]
+    seen = [what for what in ACTIVITIES if any(shares[each].get(what, 0.0) >= WORTH_TELLING for each in processes)]
 
     def draw(axes: Axes) -> None:
         left = np.zeros(len(processes))

@@ -16,6 +16,7 @@ from markupsafe import Markup
 
 from trireme.base.errors import JournalCorrupt
 from trireme.base.paths import RunPaths, step_of
+from trireme.base.safe_text import shortened
 from trireme.config.files import find_run_file, read_run, read_table, to_table, to_toml, without_secrets
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
@@ -28,12 +29,13 @@ from trireme.monitor.metrics import read_metrics
 from trireme.monitor.progress import Evaluation, ends_of
 from trireme.monitor.run_text import held_out_lines, short_time
 from trireme.monitor.samples import choose
+from trireme.monitor.timeline import WORTH_TELLING
 from trireme.tools.audit.audit import audit_run
 from trireme.tools.audit.report import PROMISES
 from trireme.tools.conversation import blocks
 from trireme.tools.dashboard.history import Metrics, Spans, summarize
 from trireme.tools.diff.configuration import flatten
-from trireme.tools.report.plots import LEAST_SHARE, Line, line_plot, picture, shares_plot
+from trireme.tools.report.plots import Line, line_plot, picture, shares_plot
 from trireme.tools.report.writing import Report, block, folded, paragraphs, prose, table
 from trireme.tools.rollouts import BatchFile, Record, ResultsFile, record_of_rollout
 
@@ -216,7 +218,7 @@ class Run:
                 (process, f"{share:.0%}", why)
                 for process, waits in shown.waits.items()
                 for why, share in waits[:MOST_REASONS]
-                if share >= LEAST_SHARE
+                if share >= WORTH_TELLING
             ]
             if rows:
                 yield table(rows, ["process that waited", "of the time", "for what"])
@@ -285,12 +287,8 @@ class Run:
             yield from self._conversation(f"version {version}: reward {_reward(record):.4g}", record)
 
     def _conversation(self, title: str, record: Record) -> Iterator[str]:
-        def shortened(text: str) -> str:
-            left = len(text) - MOST_CHARACTERS
-            return text if left <= 0 else f"{text[:MOST_CHARACTERS]} … ({left} more characters)"
-
         found = blocks([*record.prompt, *record.completion])
-        texts = [f"[{each.heading}]\n{shortened(each.text)}" for each in found]
+        texts = [f"[{each.heading}]\n{shortened(each.text, MOST_CHARACTERS)}" for each in found]
         if len(texts) > MOST_BLOCKS:
             texts[MOST_BLOCKS:] = [f"… and {len(texts) - MOST_BLOCKS} more messages"]
         facts = [f"{name} {value:.4g}" for name, value in record.metrics.items()]
@@ -302,7 +300,7 @@ class Run:
         for digest, folder in product(list(digests)[:MOST_PICTURES], folders):
             with suppress(OSError, ValueError, JournalCorrupt):  # it is not there, or damaged
                 yield picture(digest, PictureFiles(folder).read(digest))
-        yield shortened(" · ".join([*facts, *record.facts]))
+        yield shortened(" · ".join([*facts, *record.facts]), MOST_CHARACTERS)
 
     # audit, configuration, machine
 

@@ -16,7 +16,7 @@ from textual.events import Key, Resize
 from textual.message import Message
 from textual.widgets import RichLog
 
-from trireme.base.safe_text import clean, decimal
+from trireme.base.safe_text import clean, decimal, shortened
 from trireme.journal.message_text import as_text
 from trireme.tools.conversation import Block, blocks
 from trireme.tools.rollouts import Record
@@ -191,8 +191,7 @@ def page(record: Record, *, longest: int | None) -> Iterator[tuple[Text, str]]:
     if rest:
         yield Text("━━ also ", style="bold bright_black"), ""
     for name, value in rest.items():
-        text = as_text(value)
-        text = clean(text if len(text) <= LONGEST else f"{text[:LONGEST]}…")
+        text = clean(shortened(as_text(value), LONGEST))
         yield Text.assemble((f"{clean(name)}: ", "bold bright_black"), (text, "bright_black")), ""
 
 
