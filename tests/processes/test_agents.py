@@ -106,7 +106,6 @@ def test_a_check_counts_turns_branches_and_those_that_do_not_reproduce_what_was_
         ids = rollout.samples[1].ids.copy()
         ids[place] += 1
         assert report(samples=[msgspec.structs.replace(rollout.samples[1], ids=ids)]).drift == 1
-    assert report(branches=[]).branches == found.branches  # as where the policy answers in text
 
 
 SHOWS = """

@@ -1,7 +1,8 @@
 """Sessions of an agent program in a check: the size of its turns, its branches, and whether its tokens are exact.
 
 The watch stands between the environment and the policy. It keeps what the policy answered, and compares that with the
-samples that a rollout would be trained on. Where the policy answers in text, characters are counted.
+samples that a rollout would be trained on. Where the policy answers in text, characters are counted, and conversations
+are not told apart.
 """
 
 from __future__ import annotations
@@ -13,21 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
 from trireme.journal.message_text import content_text
 from trireme.journal.records import Branch
 from trireme.journal.turns import TurnRecord, compare_turns, prompt_digest
-from trireme.orchestrator.engines.pool import Generation
 from trireme.orchestrator.environments.open_rollout import AskPolicy
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Done, Reply, RunTask
-from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.driver import RolloutOutcome
-from trireme.orchestrator.rollout.trajectory import Trajectory
-from trireme.orchestrator.rollout.turns import ModelMessage
 
 SYSTEM = ("system", "developer")
 
@@ -58,7 +55,7 @@ class SessionReport:
     system: Spread  # characters of a turn's system messages
     tools: Spread  # characters of a turn's tools, as JSON
     most_tools: int  # of a turn
-    branches: dict[str, int]  # conversations, by why each began
+    branches: dict[str, int]  # conversations, by why each began; none where the policy answers in text
     without_tools: int  # conversations
     continuing: int  # turns that continue a conversation and were compared
     drift: int  # of these, those that do not reproduce the tokens that were sampled
@@ -71,9 +68,9 @@ class SessionReport:
         yield "sampled", f"{self.sampled} {self.unit} of a turn"
         yield "system", f"{self.system} characters"
         yield "tools", f"{self.tools} characters, up to {self.most_tools} tools"
-        yield "branches", ", ".join(f"{why} ({number})" for why, number in self.branches.items())
-        yield "side", f"{self.without_tools} conversations without tools"
         if self.unit == "tokens":
+            yield "branches", ", ".join(f"{why} ({number})" for why, number in self.branches.items())
+            yield "side", f"{self.without_tools} conversations without tools"
             yield "drift", f"{self.drift} of {self.continuing} turns that continue a conversation"
         yield "time", f"in the model {self.model_s} s, outside it {self.outside_s} s of a rollout"
 
@@ -98,7 +95,6 @@ class _Session:
 
     began: float = field(default_factory=time.monotonic)
     turns: list[_Turn] = field(default_factory=list)
-    text: Trajectory = field(default_factory=lambda: Trajectory(cast(ChatTokenizer, _NoTokens()), "tolerant"))
     seconds: float = 0.0  # that the program ran
 
     @property
@@ -133,13 +129,10 @@ class SessionWatch:
         async def answer(question: Ask) -> Reply:
             if question.only_counts:
                 return await ask(question)
-            asked = session.text.ask(question.messages, question.tools, question.trace)
             began = time.monotonic()
             reply = await ask(question)
             if reply.error is None:
                 session.turns.append(_turn(question, reply, began))
-                message = ModelMessage(reply.content or "", reply.reasoning, tuple(reply.tool_calls or ()))
-                session.text.record(asked, Generation([0], [0.0], [0], "stop"), message)
             return reply
 
         done = await self._environment.run(task, answer, on_retry=restart)
@@ -157,7 +150,7 @@ class SessionWatch:
                 continue
             sessions.append(session)
             turns += session.turns
-            branches += outcome.rollout.branches or session.text.branches()
+            branches += outcome.rollout.branches
             records = [turn.answered for turn in session.turns if turn.answered is not None]
             # replies do not say which pictures their prompts had
             samples = [msgspec.structs.replace(sample, pictures=[]) for sample in outcome.rollout.samples]
@@ -215,22 +208,3 @@ def _turn(question: Ask, reply: Reply, began: float) -> _Turn:
         began,
         time.monotonic(),
     )
-
-
-class _NoTokens:
-    """Stands for a tokenizer where the policy answers in text: conversations are followed, their tokens are not."""
-
-    def render(self, messages: list[dict[str, Any]], *, tools: list[dict] | None, generate: bool) -> str:
-        return "".join(map(str, messages)) + ">" * generate
-
-    def prompt_ids(self, messages: list[dict[str, Any]], *, tools: list[dict] | None) -> list[int]:
-        return self.encode(self.render(messages, tools=tools, generate=True))
-
-    def encode(self, text: str) -> list[int]:
-        return [0]
-
-    def decode(self, ids: list[int], *, keep_special: bool = False) -> str:
-        return ""
-
-    def is_special(self, token: int) -> bool:
-        return False
