@@ -9,9 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
-from trireme.journal.message_text import content_text
 from trireme.orchestrator.evaluation.results import EvalResult
-from trireme.tools.conversation import tool_calls
+from trireme.tools.conversation import blocks
 from trireme.tools.environments.check_report import difficulty_in_words, rewards_of
 from trireme.tools.evaluate.session import EvalSession
 
@@ -93,11 +92,9 @@ def conversation_of(result: EvalResult) -> str:
     if result.error is not None:
         return f"{title}\nfailed: {result.error}"
     lines = [title]
-    for message in (*result.prompt, *result.completion):
-        text = content_text(message.get("content"))
-        cut = " …" if len(text) > _MAX_CHARACTERS else ""
-        lines.append(f"[{message.get('role')}] {text[:_MAX_CHARACTERS]}{cut}")
-        lines += [f"  calls {call.name}({call.arguments})" for call in tool_calls(message)]
+    for block in blocks([*result.prompt, *result.completion]):
+        cut = " …" if len(block.text) > _MAX_CHARACTERS else ""
+        lines.append(f"[{block.heading}] {block.text[:_MAX_CHARACTERS]}{cut}")
     if result.answer is not None:
         lines.append(f"answer: {result.answer!r}")
     metrics = {name: round(value, 4) for name, value in result.metrics.items()}
