@@ -117,16 +117,11 @@ def watch_connections() -> None:
         with suppress(OSError):  # gone meanwhile, or not connected
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 with socket.socket(fileno=os.dup(descriptor)) as found:
-                    if found.type == socket.SOCK_STREAM and _leaves_the_machine(found):
-                        _watch(found)
-
-
-def _leaves_the_machine(connection: socket.socket) -> bool:
-    if connection.family not in (socket.AF_INET, socket.AF_INET6):
-        return False
-    peer = ipaddress.ip_address(connection.getpeername()[0])
-    mapped = peer.ipv4_mapped if isinstance(peer, ipaddress.IPv6Address) else None
-    return not (mapped or peer).is_loopback
+                    if found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6):
+                        peer = ipaddress.ip_address(found.getpeername()[0])
+                        mapped = peer.ipv4_mapped if isinstance(peer, ipaddress.IPv6Address) else None
+                        if not (mapped or peer).is_loopback:
+                            _watch(found)
 
 
 def _watch(connection: socket.socket) -> None:

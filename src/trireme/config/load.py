@@ -191,7 +191,8 @@ class _Reading:
                 )
         words = " ".join(flag.values)
         if found is None:
-            value = _free_value(words or "true")
+            lower = words.lower() or "true"  # a table that takes any key (`args` of an environment): JSON, TOML or text
+            value = None if lower in (NONE, "null") else read_structure(lower if lower in ("true", "false") else words)
         elif is_negated:  # `--no-resume` is `--resume false`; `--no-wandb` removes the whole table
             if flag.values or not (found.kind == "bool" or found.optional):
                 raise ConfigError(
@@ -319,12 +320,6 @@ def _leaves(
             yield from _leaves(value, path, root)
         else:
             yield path, value
-
-
-def _free_value(text: str) -> Any:
-    """Return a value of a table that takes any key (`args` of an environment): JSON or TOML, text otherwise."""
-    lower = text.lower()
-    return None if lower in (NONE, "null") else read_structure(lower if lower in ("true", "false") else text)
 
 
 def _without_alias(path: KeyPath) -> KeyPath:

@@ -167,12 +167,17 @@ def _check_resumable(paths: RunPaths, step: int | None) -> None:
 
 
 def move_aside(paths: RunPaths, also: Collection[str] = ()) -> Path:
-    """Move the files of a run to a new folder next to its own. Other runs inside it, and files of the user, stay.
+    """Move the files of a run to a new folder next to its own; inside it where that is a mount point.
+
+    Other runs inside it, and files of the user, stay.
 
     Args:
         also: names of further files to move.
     """
-    aside = _name_aside(paths.root.resolve())
+    root = paths.root.resolve()
+    base = root / "run" if os.path.ismount(root) else root  # a move must not copy
+    names = (base.with_name(f"{base.name}.earlier-{number}") for number in count(1))
+    aside = next(name for name in names if not name.exists())
     locks = LOCKS.values()
     mine = [entry for entry in paths.root.iterdir() if _is_of_a_run(entry, also) and entry.name not in locks]
     aside.mkdir()
@@ -189,10 +194,3 @@ def _holds_runs(entry: Path) -> bool:
     """Return whether the entry is the folder of another run, or of a group of runs."""
     folders = [entry, *entry.iterdir()] if entry.is_dir() else []
     return any(RunPaths(folder).holds_run or RunPaths(folder).run_config.exists() for folder in folders)
-
-
-def _name_aside(root: Path) -> Path:
-    """Return a free name next to the folder; inside it where it is a mount point, because a move must not copy."""
-    base = root / "run" if os.path.ismount(root) else root
-    names = (base.with_name(f"{base.name}.earlier-{number}") for number in count(1))
-    return next(name for name in names if not name.exists())

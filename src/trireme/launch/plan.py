@@ -45,71 +45,56 @@ def plan(config: RunConfig, run_file: Path, devices: Devices | None = None) -> P
         devices: names of the visible GPUs; None to use the ids of the configuration.
     """
     names = devices.gpus if devices else ()
-    gpus, engine = config.inference_gpu_ids or (), config.inference.server
-    environment = _environment(_visible(gpus, names), config.inference.cpu.threads) | {
+
+    def spec(
+        name: ProcessName,
+        gpus: tuple[int, ...],
+        threads: int | None,
+        ports: Mapping[str, int | None],
+        *,
+        more: Mapping[str, str] | None = None,
+        health: str | None = None,
+    ) -> ProcessSpec:
+        environment = {
+            # An empty value hides all.
+            "CUDA_VISIBLE_DEVICES": ",".join(names[gpu] if gpu < len(names) else str(gpu) for gpu in gpus),
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONDONTWRITEBYTECODE": "",  # byte code halves the start-up time
+            "OMP_WAIT_POLICY": "PASSIVE",  # idle OpenMP threads sleep: spinning ones take a core from a busy process
+        }
+        return ProcessSpec(
+            name=name,
+            argv=(sys.executable, "-m", f"trireme.cli.{name}", "--run", str(run_file)),
+            env=environment | ({"OMP_NUM_THREADS": str(threads)} if threads else {}) | dict(more or {}),
+            log=config.paths.log(name),
+            gpus=gpus,
+            ports={purpose: port for purpose, port in ports.items() if port is not None},
+            num_ranks=config.trainer.num_ranks or 1 if name == "trainer" else 1,
+            health=health,
+        )
+
+    vllm = {
         "VLLM_SERVER_DEV_MODE": "1",  # the routes for pausing and for weight updates
         "VLLM_PLUGINS": "trireme",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
+    cpu, engine, server = config.inference.cpu, config.inference.server, config.orchestrator.server
     if config.device == "cpu":
-        environment["VLLM_CPU_KVCACHE_SPACE"] = str(config.inference.cpu.kv_cache_gib)
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    health = _health(engine.host, engine.port)
-    inference = _spec("inference", config, run_file, environment, gpus, {"http": engine.port}, health=health)
-
-    server = config.orchestrator.server
+        vllm |= {"VLLM_CPU_KVCACHE_SPACE": str(cpu.kv_cache_gib), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    health, gpus = _health(engine.host, engine.port), config.inference_gpu_ids or ()
+    inference = spec("inference", gpus, cpu.threads, {"http": engine.port}, more=vllm, health=health)
     ports = {"status": server.port, "batches": config.ports.batches}
-    health = _health(server.host, server.port)
-    orchestrator = _spec("orchestrator", config, run_file, _environment("", 1), (), ports, health=health)
-
-    gpus, ranks = config.trainer_gpu_ids or (), config.trainer.num_ranks or 1
-    environment = _environment(_visible(gpus, names), config.trainer.threads)
-    trainer = _spec("trainer", config, run_file, environment, gpus, {"weights": config.ports.weights}, ranks)
-    return {spec.name: spec for spec in (inference, orchestrator, trainer)}
-
-
-def _spec(
-    name: ProcessName,
-    config: RunConfig,
-    run_file: Path,
-    environment: dict[str, str],
-    gpus: tuple[int, ...],
-    ports: Mapping[str, int | None],
-    num_ranks: int = 1,
-    health: str | None = None,
-) -> ProcessSpec:
-    return ProcessSpec(
-        name=name,
-        argv=(sys.executable, "-m", f"trireme.cli.{name}", "--run", str(run_file)),
-        env=environment,
-        log=config.paths.log(name),
-        gpus=gpus,
-        ports={purpose: port for purpose, port in ports.items() if port is not None},
-        num_ranks=num_ranks,
-        health=health,
-    )
+    orchestrator = spec("orchestrator", (), 1, ports, health=_health(server.host, server.port))
+    gpus, ports = config.trainer_gpu_ids or (), {"weights": config.ports.weights}
+    trainer = spec("trainer", gpus, config.trainer.threads, ports)
+    return {each.name: each for each in (inference, orchestrator, trainer)}
 
 
 def _health(host: str, port: int | None) -> str | None:
     """Return the health check URL under which this machine reaches a server that listens on `host`."""
     here = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     return f"http://{f'[{here}]' if ':' in here else here}:{port}/health" if port else None
-
-
-def _environment(visible: str, threads: int | None) -> dict[str, str]:
-    environment = {
-        "CUDA_VISIBLE_DEVICES": visible,
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONDONTWRITEBYTECODE": "",  # byte code halves the start-up time
-        "OMP_WAIT_POLICY": "PASSIVE",  # idle OpenMP threads sleep: spinning ones take a core from a busy process
-    }
-    return environment | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
-
-
-def _visible(gpus: tuple[int, ...], names: tuple[str, ...]) -> str:
-    """Return CUDA_VISIBLE_DEVICES for these GPUs; an empty value hides all."""
-    return ",".join(names[gpu] if gpu < len(names) else str(gpu) for gpu in gpus)
 
 
 def describe(plan: Plan, config: RunConfig, *, only: ProcessName | None = None) -> str:
