@@ -36,11 +36,11 @@ def test_who_dies_first_is_named_with_its_last_words_and_nobody_is_left(stage, c
     stage.config.paths.metrics.touch()
     write_checkpoint(stage.config.paths, 40)
     plan = stage.plan(
-        trainer="all_are_here(3)\nprint('INFO step 7')\nraise ValueError('boom')",
-        orchestrator="signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); all_are_here(3); time.sleep(600)",
+        trainer="all_are_here(6)\ntime.sleep(1.5)\nprint('INFO step 7')\nraise ValueError('boom')",
+        orchestrator=f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); {KIN}; time.sleep(600)",
     )
     assert supervise(plan, stage.config, grace_s=GRACE_S) == 1
-    assert stage.alive() == []
+    assert (len(stage.pids()), stage.alive()) == (6, []), "children of children do not outlive it either"
     out = capsys.readouterr().out
     last_words = ["    Traceback (most recent call last):", "    ValueError: boom", str(log)]
     for words in ["trainer died at", "exit code 1", *last_words, "step 40: the same command with --resume"]:
@@ -72,12 +72,6 @@ def test_a_program_that_does_not_exist_is_named_and_nobody_is_left(stage):
     with pytest.raises(TriremeError, match="trainer could not be started"):
         supervise(plan | {"trainer": missing}, stage.config)
     assert stage.alive() == []
-
-
-def test_children_of_children_do_not_outlive_a_failed_run(stage):
-    stage.set(restart=False)
-    assert supervise(stage.plan(orchestrator=f"{KIN}; sys.exit(1)"), stage.config, grace_s=GRACE_S) == 1
-    assert (len(stage.pids()), stage.alive()) == (6, [])
 
 
 def test_a_signal_stops_everything(stage):

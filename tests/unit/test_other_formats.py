@@ -39,6 +39,14 @@ def vf(args: dict[str, Any], gpus: tuple[int, int] = (1, 1), engine: dict[str, A
     }  # fmt: skip
 
 
+FLAT: dict[str, Any] = {"model_name": "owner/model", "num_gpus": 8, "tensor_parallel_size": 4, "learning_rate": 1e-5}
+FLAT |= {"max_steps": 1000, "batch_size": 512, "rollouts_per_example": 16}
+FLAT |= {"env": {"id": "wiki-search", "args": {"max_turns": 10}}, "wandb": {"project": "wiki-search", "name": "first"}}
+FLAT |= {"sampling": {"max_tokens": 1024, "temperature": 1.0, "top_p": 0.9}}
+HOSTED: dict[str, Any] = {"model": "owner/model", "max_steps": 500, "batch_size": 256, "rollouts_per_example": 8}
+HOSTED |= {"env": [{"id": "gsm8k"}, {"id": "owner/reverse-text", "weight": 0.5, "args": {"num_train": 9}}]}
+HOSTED |= {"sampling": {"max_tokens": 512}, "env_file": ["secrets.env"]}
+HOSTED |= {"checkpointing": {"save_every_n_steps": 50, "keep_n_checkpoints": 10}}
 SAMPLING = {"max_tokens": 99, "temperature": 0.8, "top_k": 50, "min_p": 0.05, "repetition_penalty": 1.1}
 
 
@@ -180,22 +188,16 @@ def test_the_run_lies_where_its_name_says():
         ),
         (vf({"vllm_server_port": 8002}, engine={"port": 8001}), "8001"),
         ({"model": "m"}, "`inference`"),
+        (FLAT | {"pipeline_parallel_size": 2}, "tensor_parallel_size"),
+        (FLAT | {"lora_rank": 8}, "use_lora"),
+        (FLAT | {"difficulty_threshold": 0.3}, "use_difficulty_filtering"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_write(table, words):
+    format, devices = (FLAT_FORMAT, EIGHT) if "model_name" in table else (VF_RL, CPU)
     with pytest.raises(ConfigError) as caught:
-        translate(VF_RL, table, CPU, where="mine.toml")
+        translate(format, table, devices, where="mine.toml")
     assert words in str(caught.value)
-
-
-FLAT: dict[str, Any] = {"model_name": "owner/model", "num_gpus": 8, "tensor_parallel_size": 4, "learning_rate": 1e-5}
-FLAT |= {"max_steps": 1000, "batch_size": 512, "rollouts_per_example": 16}
-FLAT |= {"env": {"id": "wiki-search", "args": {"max_turns": 10}}, "wandb": {"project": "wiki-search", "name": "first"}}
-FLAT |= {"sampling": {"max_tokens": 1024, "temperature": 1.0, "top_p": 0.9}}
-HOSTED: dict[str, Any] = {"model": "owner/model", "max_steps": 500, "batch_size": 256, "rollouts_per_example": 8}
-HOSTED |= {"env": [{"id": "gsm8k"}, {"id": "owner/reverse-text", "weight": 0.5, "args": {"num_train": 9}}]}
-HOSTED |= {"sampling": {"max_tokens": 512}, "env_file": ["secrets.env"]}
-HOSTED |= {"checkpointing": {"save_every_n_steps": 50, "keep_n_checkpoints": 10}}
 
 
 @pytest.mark.parametrize(
@@ -228,19 +230,6 @@ HOSTED |= {"checkpointing": {"save_every_n_steps": 50, "keep_n_checkpoints": 10}
 def test_a_flat_file_arrives_whole(keys, devices, expected):
     table = {key: value for key, value in (FLAT | keys).items() if value is not None}
     check(translate(FLAT_FORMAT, table, devices), devices, expected)
-
-
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"pipeline_parallel_size": 2}, "tensor_parallel_size"),
-        ({"lora_rank": 8}, "use_lora"),
-        ({"difficulty_threshold": 0.3}, "use_difficulty_filtering"),
-    ],
-)
-def test_a_flat_file_that_cannot_be_is_refused_with_what_to_write(keys, words):
-    with pytest.raises(ConfigError, match=words):
-        translate(FLAT_FORMAT, FLAT | keys, EIGHT)
 
 
 def test_a_hosted_file_arrives_whole():

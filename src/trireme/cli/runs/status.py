@@ -14,7 +14,7 @@ from trireme.config.files import find_run_file, read_run
 from trireme.config.run import RunConfig
 from trireme.launch.folder import launcher_of
 from trireme.launch.run_state import look_at
-from trireme.monitor.view import View, open_view
+from trireme.monitor.view import open_view
 from trireme.monitor.wandb_mirror import open_wandb_mirror
 from trireme.tools.cluster import kubernetes, slurm
 from trireme.tools.cluster.job import SECRETS, Submission, find_submission, read_token
@@ -75,44 +75,26 @@ def _follow(options: Namespace) -> int:
     signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: signals.append(received))
-    watch = _Watch(options.run, config.max_steps, is_remote=is_remote)
+    has_answered, num_done, seen_at, is_deserted = False, -1, time.monotonic(), False
     with open_wandb_mirror(config) if options.mirror else nullcontext(), open_view(config) as view:
-        while not signals and watch.continues(view):
+        while not signals:
+            moved, num_done = view.progress.num_done != num_done, view.progress.num_done
+            has_answered |= view.status is not None
+            if moved or view.status is not None or launcher_of(RunPaths(options.run)) is not None:
+                seen_at = time.monotonic()
+            is_deserted, is_trained = time.monotonic() - seen_at > DESERTED_S, num_done >= config.max_steps
+            # Of a run on other machines only its orchestrator can be asked, and that may be about to resume a run that
+            # was over.
+            if is_trained and view.status is None and (has_answered or not is_remote):
+                break
+            if is_deserted and (is_trained or not is_remote):
+                break
             view.tick(())
             time.sleep(POLL_S)
         view.tick((), final=True)
-    if watch.is_deserted and not signals:
+    if is_deserted and not signals:
         print("\n".join(look_at(options.run).lines()))
     return 0
-
-
-class _Watch:
-    """Return whether there is more to follow.
-
-    Of a run on other machines only its orchestrator can be asked, and that may be about to resume a run that was over.
-    """
-
-    def __init__(self, run: Path, max_steps: int, *, is_remote: bool) -> None:
-        self._run = run
-        self._max_steps = max_steps
-        self._is_remote = is_remote
-        self._has_answered = False
-        self._num_done = -1
-        self._seen_at = time.monotonic()
-
-    @property
-    def is_deserted(self) -> bool:
-        return time.monotonic() - self._seen_at > DESERTED_S
-
-    def continues(self, view: View) -> bool:
-        moved, self._num_done = view.progress.num_done != self._num_done, view.progress.num_done
-        self._has_answered |= view.status is not None
-        if moved or view.status is not None or launcher_of(RunPaths(self._run)) is not None:
-            self._seen_at = time.monotonic()
-        is_trained = self._num_done >= self._max_steps
-        if is_trained and view.status is None and (self._has_answered or not self._is_remote):
-            return False
-        return not self.is_deserted or (self._is_remote and not is_trained)
 
 
 def _wait_for_config(run: Path) -> RunConfig:
