@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from toy_environments import import_shipped, packages_folder, run_all, run_one, says, with_package
-from trireme.orchestrator.environments.wire import Ask, Reply, ToolCall
+from trireme.orchestrator.environments.wire import Ask, Reply
+from trireme.orchestrator.gateway.dialects.turn import ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.turns import split_tool_calls
 

@@ -7,7 +7,8 @@ import pytest
 from fake_chat import FakeChat, completion
 from toy_environments import asked_and_done, fills_up, never, refuses, run_all, run_group, run_one, says
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
-from trireme.orchestrator.environments.wire import Ask, Reply, RunTask, ToolCall
+from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
+from trireme.orchestrator.gateway.dialects.turn import ToolCall
 
 pytestmark = pytest.mark.xdist_group("verifiers")  # one process, so that tests share workers
 

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from trireme.orchestrator.gateway import server
 from trireme.orchestrator.gateway.dialects import anthropic as anthropic_dialect
 from trireme.orchestrator.gateway.dialects import chat, responses
-from trireme.orchestrator.gateway.dialects.turn import Call, Refused, Turn, TurnRequest
+from trireme.orchestrator.gateway.dialects.turn import Refused, ToolCall, Turn, TurnRequest
 from trireme.orchestrator.gateway.server import Gateway, Session
 
 KEY = "key-of-the-first-session"
-CALLS = (Call("call00100", "bash", '{"cmd":  "ls"}'), Call("call00101", "add", '{"a": 1, "b": [2]}'))
+CALLS = (ToolCall("call00100", "bash", '{"cmd":  "ls"}'), ToolCall("call00101", "add", '{"a": 1, "b": [2]}'))
 TURNS = {
     "text": Turn("t1", "It is  3.\n", num_prompt=7, num_sampled=5),
     "thought": Turn("t1", "3", reasoning=" 1 + 2\n", num_prompt=7, num_sampled=9),
@@ -201,7 +201,7 @@ def test_custom_tools_and_namespaces_are_functions_to_the_model_and_themselves_t
     request = responses.read({"input": "Go.", "tools": tools})
     assert [tool["function"]["name"] for tool in request.tools] == ["patch", "crm__find"]
     assert "start: X" in request.tools[0]["function"]["description"]
-    calls = (Call("c1", "patch", '{"input": "*** Begin"}'), Call("c2", "crm__find", "{}"))
+    calls = (ToolCall("c1", "patch", '{"input": "*** Begin"}'), ToolCall("c2", "crm__find", "{}"))
     items = responses.answer(Turn("t1", "", calls=calls, finish="tool_calls"), request)["output"]
     assert [(i["type"], i["name"], i.get("namespace"), i.get("input")) for i in items] == [
         ("custom_tool_call", "patch", None, "*** Begin"),
@@ -213,7 +213,7 @@ def test_custom_tools_and_namespaces_are_functions_to_the_model_and_themselves_t
 
 def test_arguments_that_are_no_json_come_back_as_the_model_wrote_them():
     request = anthropic_dialect.read({"messages": [{"role": "user", "content": "Go."}]})
-    turn = Turn("t1", "", calls=(Call("c1", "bash", '{"cmd": '),), finish="tool_calls")
+    turn = Turn("t1", "", calls=(ToolCall("c1", "bash", '{"cmd": '),), finish="tool_calls")
     content = anthropic_dialect.answer(turn, request)["content"]
     again = anthropic_dialect.read({"messages": [{"role": "assistant", "content": content}]}).messages[0]
     assert again["tool_calls"][0]["function"]["arguments"] == '{"cmd": '

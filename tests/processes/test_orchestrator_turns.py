@@ -24,7 +24,8 @@ from trireme.config.run import RunConfig
 from trireme.journal.records import Rollout
 from trireme.orchestrator.engines.pool import Generation, OverlongPrompt, open_inference_pool
 from trireme.orchestrator.engines.responses import Called, CalledFunction, Message
-from trireme.orchestrator.environments.wire import Ask, Done, Reply, ToolCall
+from trireme.orchestrator.environments.wire import Ask, Done, Reply
+from trireme.orchestrator.gateway.dialects.turn import ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec
 from trireme.orchestrator.rollout.turns import ModelMessage, TurnReader, split_tool_calls

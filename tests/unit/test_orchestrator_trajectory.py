@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tiny_tokenizer import CHATML, END, LLAMA_3, QWEN_3, write_tokenizer
 from trireme.orchestrator.engines.pool import Generation
-from trireme.orchestrator.environments.wire import ToolCall
+from trireme.orchestrator.gateway.dialects.turn import ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer, _for_template
 from trireme.orchestrator.rollout.continuation import Rewritten
 from trireme.orchestrator.rollout.trajectory import Trajectory

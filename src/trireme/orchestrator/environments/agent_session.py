@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 
 from trireme.orchestrator.environments.open_rollout import AskPolicy, RolloutFailed
 from trireme.orchestrator.environments.wire import Ask, Played, Reply, RunTask, assistant_message, check_scores
-from trireme.orchestrator.gateway.dialects.turn import Call, Problem, Refused, Turn, TurnRequest
+from trireme.orchestrator.gateway.dialects.turn import Problem, Refused, Turn, TurnRequest
 from trireme.orchestrator.gateway.server import Gateway, Session
 from trireme.orchestrator.gateway.sessions import ClientRollout, Outcome, Sessions
 
@@ -97,12 +97,11 @@ class AgentSession:
         if len(request.messages) >= len(self._longest):
             message = assistant_message(reply.content or "", reply.reasoning, reply.tool_calls or ())
             self._longest = [*request.messages, message]
-        calls = [Call(call.id, call.name, call.arguments) for call in reply.tool_calls or ()]
         turn = self._turns[digest] = Turn(
             f"t{question.call}",
             reply.content or "",
             reply.reasoning or "",
-            tuple(calls),
+            tuple(reply.tool_calls or ()),
             reply.finish_reason or "stop",
             num_prompt=len(reply.prompt_ids),
             num_sampled=len(reply.completion_ids),

@@ -30,6 +30,7 @@ import msgspec
 
 from trireme.base.errors import PeerDied, TriremeError
 from trireme.journal.records import EnvironmentResult
+from trireme.orchestrator.gateway.dialects.turn import ToolCall
 
 Split = Literal["train", "eval"]
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -71,18 +72,6 @@ class RunTask(_Message, tag="run", kw_only=True):
     gateway: str = ""  # where agent programs find the policy: a URL without a path
     api_key: str = ""  # of this rollout there
     solve: Literal["", "oracle", "nothing"] = ""  # in place of an agent program: a task's own solution, or nothing
-
-
-class ToolCall(msgspec.Struct, kw_only=True):
-    """A tool call that the model made.
-
-    Example:
-        ToolCall(id="call_1", name="add", arguments='{"a": 1, "b": 2}')
-    """
-
-    id: str
-    name: str
-    arguments: str  # as JSON text, unparsed: the environment handles a model's mistakes in it
 
 
 def assistant_message(content: str, reasoning: str | None, tool_calls: Iterable[ToolCall]) -> dict[str, Any]:

@@ -28,7 +28,8 @@ from trireme.journal.turns import TurnLog, TurnRecord, prompt_digest, turns_file
 from trireme.orchestrator.engines.pool import Generation, InferencePool, OverlongPrompt
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.environments.wire import Ask, Done, FinishReason, Reply, RunTask, Split, ToolCall
+from trireme.orchestrator.environments.wire import Ask, Done, FinishReason, Reply, RunTask, Split
+from trireme.orchestrator.gateway.dialects.turn import ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.continuation import Rewritten
 from trireme.orchestrator.rollout.pictures import ConversationPictures, read_messages, read_transcript

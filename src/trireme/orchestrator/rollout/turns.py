@@ -17,7 +17,8 @@ from trireme.base.log import get_logger
 from trireme.config.inference import InferenceModel
 from trireme.orchestrator.engines.pool import Generation, InferencePool
 from trireme.orchestrator.engines.responses import Message
-from trireme.orchestrator.environments.wire import ToolCall, assistant_message
+from trireme.orchestrator.environments.wire import assistant_message
+from trireme.orchestrator.gateway.dialects.turn import ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 
 log = get_logger("turns")

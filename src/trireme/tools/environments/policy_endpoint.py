@@ -18,7 +18,8 @@ from trireme.base.waiting import Wait, Waits
 from trireme.config.orchestrator import Sampling
 from trireme.journal.records import Rollout
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.environments.wire import Ask, FinishReason, Reply, ToolCall
+from trireme.orchestrator.environments.wire import Ask, FinishReason, Reply
+from trireme.orchestrator.gateway.dialects.turn import ToolCall
 from trireme.orchestrator.rollout.driver import build_rollout
 from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.orchestrator.rollout.sampling import sampling_arguments

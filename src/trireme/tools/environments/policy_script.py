@@ -13,7 +13,8 @@ from typing import Any
 
 from trireme.journal.records import Rollout
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.environments.wire import Ask, Reply, ToolCall
+from trireme.orchestrator.environments.wire import Ask, Reply
+from trireme.orchestrator.gateway.dialects.turn import ToolCall
 from trireme.orchestrator.rollout.driver import build_rollout
 from trireme.orchestrator.rollout.runner import RolloutSpec
 

@@ -10,11 +10,11 @@ from typing import Any
 from trireme.orchestrator.gateway.dialects.turn import (
     ERROR_TYPES,
     STATUS,
-    Call,
     Dialect,
     Event,
     Message,
     Refused,
+    ToolCall,
     Turn,
     TurnRequest,
     as_messages,
@@ -135,7 +135,7 @@ def _blocks(turn: Turn) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]
         yield block, [{"type": "input_json_delta", "partial_json": call.arguments}]
 
 
-def _arguments(call: Call) -> dict[str, Any]:
+def _arguments(call: ToolCall) -> dict[str, Any]:
     """Return arguments as the object that this API wants, even where the model wrote none."""
     try:
         arguments = json.loads(call.arguments or "{}")

@@ -9,11 +9,11 @@ from typing import Any
 from trireme.orchestrator.gateway.dialects.turn import (
     ERROR_TYPES,
     STATUS,
-    Call,
     Dialect,
     Event,
     Message,
     Refused,
+    ToolCall,
     Turn,
     TurnRequest,
     as_messages,
@@ -97,7 +97,7 @@ def answer(turn: Turn, request: TurnRequest) -> dict[str, Any]:
     return _head(turn, "chat.completion") | {"choices": [choice], "usage": _usage(turn)}
 
 
-def _write_call(call: Call) -> dict[str, Any]:
+def _write_call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 

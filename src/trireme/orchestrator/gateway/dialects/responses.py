@@ -8,12 +8,12 @@ from typing import Any
 
 from trireme.orchestrator.gateway.dialects.chat import error
 from trireme.orchestrator.gateway.dialects.turn import (
-    Call,
     Dialect,
     Event,
     Message,
     Refused,
     Tool,
+    ToolCall,
     Turn,
     TurnRequest,
     as_messages,
@@ -171,7 +171,7 @@ def output_items(turn: Turn, request: TurnRequest) -> list[dict[str, Any]]:
     return items
 
 
-def _write_call(call: Call, item_id: str, request: TurnRequest) -> dict[str, Any]:
+def _write_call(call: ToolCall, item_id: str, request: TurnRequest) -> dict[str, Any]:
     tool = request.declared.get(call.name, Tool(call.name))
     head = {"id": item_id, "call_id": call.id, "name": tool.name, "status": "completed"}
     if tool.namespace is not None:

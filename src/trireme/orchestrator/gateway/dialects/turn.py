@@ -35,16 +35,16 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     """A tool call of the model.
 
     Example:
-        Call(id="call00100", name="bash", arguments='{"command": "ls"}')
+        ToolCall(id="call00100", name="bash", arguments='{"command": "ls"}')
     """
 
     id: str
     name: str
-    arguments: str  # JSON text as the model wrote it, perhaps invalid
+    arguments: str  # JSON text as the model wrote it, perhaps invalid: the environment handles that
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Turn:
     id: str  # unique within the session; letters and digits
     content: str
     reasoning: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     finish: Literal["stop", "length", "tool_calls"] = "stop"
     num_prompt: int = 0  # tokens
     num_sampled: int = 0  # tokens
