@@ -2,18 +2,17 @@
 
 import asyncio
 import json
-import socket
-import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import anthropic
 import httpx
 import openai
 import pytest
-import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fake_chat import served
 from trireme.orchestrator.gateway import server
 from trireme.orchestrator.gateway.dialects import anthropic as anthropic_dialect
 from trireme.orchestrator.gateway.dialects import chat, responses
@@ -55,18 +54,10 @@ class Policy:
 
 
 @contextmanager
-def serving(policy: Policy):
-    gateway, opened = Gateway(), Session("rollout", policy.ask, policy.count, list)
-    gateway.open(KEY, opened)
-    listener = socket.create_server(("127.0.0.1", 0))
-    running = uvicorn.Server(uvicorn.Config(gateway.app, log_level="error", lifespan="off"))
-    thread = threading.Thread(target=running.run, args=([listener],))
-    thread.start()
-    try:
-        yield gateway, opened, f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        running.should_exit = True
-        thread.join()
+def serving(policy: Policy) -> Iterator[tuple[Gateway, str]]:
+    with served(lambda: server.open_gateway("127.0.0.1", 0)) as gateway:
+        gateway.open(KEY, Session("rollout", policy.ask, policy.count, list))
+        yield gateway, gateway.url
 
 
 def openai_client(url: str, key: str = KEY) -> openai.OpenAI:
@@ -151,7 +142,7 @@ READS = {"chat": chat.read, "responses": responses.read, "anthropic": anthropic_
 def test_an_sdk_reads_a_turn_and_what_it_sends_back_is_that_turn(kind, dialect, streams):
     turn, policy = TURNS[kind], Policy(TURNS[kind])
     user = {"role": "user", "content": "What is 1 + 2?"}
-    with serving(policy) as (_, _, url):
+    with serving(policy) as (_, url):
         returned, read = ASKS[dialect](url, [user], streams=streams)
         more = returned if isinstance(returned, list) else [returned]
         ASKS[dialect](url, [user, *more, user], streams=streams)
@@ -221,7 +212,7 @@ def test_arguments_that_are_no_json_come_back_as_the_model_wrote_them():
 
 def test_a_response_may_be_continued_by_its_id():
     policy = Policy(TURNS["calls"], TURNS["text"])
-    with serving(policy) as (_, _, url):
+    with serving(policy) as (_, url):
         client = openai_client(url)
         first = client.responses.create(model="policy", input="List.", tools=RESPONSES_TOOLS)
         output = [{"type": "function_call_output", "call_id": "call00100", "output": "a"}]
@@ -242,7 +233,7 @@ def test_a_response_may_be_continued_by_its_id():
     ],
 )  # fmt: skip
 def test_a_refusal_is_the_error_that_each_sdk_knows(refused, openai_error, anthropic_error, code, words):
-    with serving(Policy(refused)) as (_, _, url):
+    with serving(Policy(refused)) as (_, url):
         with pytest.raises(openai_error) as caught:
             openai_client(url).chat.completions.create(model="policy", messages=[{"role": "user", "content": "a"}])
         assert caught.value.code == code
@@ -256,7 +247,7 @@ def test_a_refusal_is_the_error_that_each_sdk_knows(refused, openai_error, anthr
 
 def test_a_session_is_reached_by_bearer_key_header_key_or_path_and_by_no_other_key():
     question = {"messages": [{"role": "user", "content": "a"}]}
-    with serving(Policy(TURNS["text"])) as (gateway, _, url):
+    with serving(Policy(TURNS["text"])) as (gateway, url):
 
         def status(headers: dict, path: str = "/v1/messages") -> int:
             return httpx.post(url + path, json=question, headers=headers).status_code
@@ -276,7 +267,7 @@ def test_a_session_is_reached_by_bearer_key_header_key_or_path_and_by_no_other_k
 def test_a_client_that_left_before_its_answer_gets_the_same_turn_when_it_asks_again():
     policy = Policy(TURNS["text"], TURNS["thought"], pause_s=0.5)
     question = {"messages": [{"role": "user", "content": "a"}]}
-    with serving(policy) as (_, _, url):
+    with serving(policy) as (_, url):
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{url}/s/{KEY}/v1/messages", json=question, timeout=0.2)
         again = httpx.post(f"{url}/s/{KEY}/v1/messages", json=question)
@@ -289,7 +280,7 @@ def test_a_client_that_left_before_its_answer_gets_the_same_turn_when_it_asks_ag
 def test_the_policy_is_told_of_requests_that_it_may_have_answered_before():
     policy = Policy(TURNS["text"])
     question = {"messages": [{"role": "user", "content": "a"}]}
-    with serving(policy) as (_, _, url):
+    with serving(policy) as (_, url):
         for headers in ({}, {"x-stainless-retry-count": "0"}, {"x-stainless-retry-count": "1"}):
             httpx.post(f"{url}/s/{KEY}/v1/messages", json=question, headers=headers)
     assert policy.retries == [False, False, True]
@@ -299,7 +290,7 @@ def test_a_long_wait_shows_signs_of_life_and_its_error_comes_in_the_stream(monke
     monkeypatch.setattr(server, "QUIET_S", 0.05)
     policy = Policy(TURNS["text"], Refused("failed", "no engine"), pause_s=0.3)
     user = [{"role": "user", "content": "a"}]
-    with serving(policy) as (_, _, url):
+    with serving(policy) as (_, url):
         assert ask_anthropic(url, user, streams=True)[1]["content"] == TURNS["text"].content
         with pytest.raises(anthropic.APIStatusError, match="no engine"):
             ask_anthropic(url, user, streams=True)
@@ -317,7 +308,7 @@ def test_a_flood_costs_its_session_a_pause_and_a_giant_is_refused(monkeypatch):
             posts = [client.post(f"{url}/s/{KEY}/v1/messages", json=body) for body in bodies]
             return sorted(answer.status_code for answer in await asyncio.gather(*posts))
 
-    with serving(Policy(TURNS["text"], pause_s=0.5)) as (_, _, url):
+    with serving(Policy(TURNS["text"], pause_s=0.5)) as (_, url):
         assert asyncio.run(flood(url)) == [200] * 3 + [429] * 5
         giant = {"messages": [{"role": "user", "content": "a" * 2000}]}
         assert httpx.post(f"{url}/s/{KEY}/v1/messages", json=giant).status_code == 400
