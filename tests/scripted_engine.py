@@ -193,9 +193,6 @@ class Core(FakeEngine):
             return web.Response(status=404, text=f"asked for {named}, known is {self.names}")
         return await super().generate(request)
 
-    async def _abort_requests(self, body: dict[str, Any]) -> dict[str, Any]:
-        return {"status": "aborted", "aborted": 0}
-
     async def _init_weight_transfer_engine(self, body: dict[str, Any]) -> None:
         import torch
 

@@ -60,8 +60,8 @@ def serving(policy: Policy) -> Iterator[tuple[Gateway, str]]:
         yield gateway, gateway.url
 
 
-def openai_client(url: str, key: str = KEY) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+def openai_client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
 
 
 def ask_chat(url: str, messages: list, *, streams: bool) -> tuple[dict, dict]:

@@ -31,15 +31,15 @@ class Talk(Trajectory):
         self.tokenizer = ChatTokenizer(write_tokenizer(folder, template, extra_words=("hello", "hel")))
         super().__init__(self.tokenizer, mode)
 
-    def answer(self, messages, sampled: str | list[int], *, version: int = 0) -> list[int]:
+    def answer(self, messages, sampled: str | list[int]) -> list[int]:
         question = self.ask(messages, None)
         ids = self.tokenizer.encode(sampled) if isinstance(sampled, str) else sampled
-        self.record(question, turn(ids, version=version), ModelMessage(self.tokenizer.decode(ids)))
+        self.record(question, turn(ids), ModelMessage(self.tokenizer.decode(ids)))
         return question.ids
 
 
-def turn(ids: list[int], *, version: int = 0) -> Generation:
-    return Generation(ids, [-0.5 - place for place in range(len(ids))], [version] * len(ids), "stop")
+def turn(ids: list[int]) -> Generation:
+    return Generation(ids, [-0.5 - place for place in range(len(ids))], [0] * len(ids), "stop")
 
 
 def says(content: str, **more: object) -> dict[str, object]:
