@@ -355,12 +355,13 @@ def test_rollouts_that_fail_are_counted_and_only_they_are_tried_again(here, caps
     """
     Path("say.py").write_text(SAY + textwrap.dedent(unlucky))
     with FakeChat().running() as chat:
-        words = ["run", "say.py", "-m", "m", "-b", chat.url, "-n", "4", "-r", "1", "-o", "o", "-s", "--into", "mine"]
+        words = ["run", "say.py", "-m", "m", "-b", chat.url, "-n", "4", "-r", "1", "-o", "o", "-s"]
         assert eval_command(words) == 1
         assert "2 rollouts failed: score: ZeroDivisionError" in capsys.readouterr().out
         assert len(chat.requests) == 2 + 2 * 3
         Path("mended").touch()
         assert eval_command(words) == 0
         assert len(chat.requests) == 8 + 2
-    rollouts = [json.loads(line) for line in Path("o/say--m/mine/results.jsonl").read_text().splitlines()]
+    [file] = Path("o/say--m").glob("*/results.jsonl")
+    rollouts = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["reward"] for line in rollouts] == [1.0] * 4

@@ -72,7 +72,6 @@ def eval_run(argv: list[str]) -> int:
         arguments.model or _address(wanted.base_url),
         saves=arguments.save_results,
         starts_new=arguments.anew,
-        run_id=arguments.into,
         shows_rollouts=arguments.verbose,
     )
 
@@ -94,7 +93,6 @@ def evaluate_model(
     *,
     saves: bool,
     starts_new: bool = False,
-    run_id: str | None = None,
     shows_rollouts: bool = False,
     dry_run: bool = False,
 ) -> int:
@@ -103,7 +101,6 @@ def evaluate_model(
     Args:
         model: its name for people, and in folder names.
         starts_new: never resume unfinished results.
-        run_id: folder of the results; a new one, or that of unfinished results, where not given.
 
     Raises: ConfigError, TriremeError as `eval_run`.
     """
@@ -126,9 +123,8 @@ def evaluate_model(
         session = EvalSession(environment, policy, config, purpose="eval", settings=settings)
         if saves:
             home = homes[environment.name]
-            folder = home / (run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}")
-            if run_id is None and not starts_new:
-                folder = _find_unfinished(home, session) or folder
+            unfinished = None if starts_new else _find_unfinished(home, session)
+            folder = unfinished or home / f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
             session.resume(folder / RESULTS, folder / METADATA)
         return session
 
@@ -181,7 +177,7 @@ def _read_sampling(arguments: Namespace) -> Sampling:
 
 
 def _find_unfinished(home: Path, session: EvalSession) -> Path | None:
-    """Return the newest results that were begun with the same settings and are not finished."""
+    """Return the newest results with the same settings that miss rollouts, or have some that failed."""
     for file in sorted(home.glob(f"*/{METADATA}"), key=lambda file: file.stat().st_mtime, reverse=True):
         try:
             before = json.loads(file.read_text())
@@ -221,9 +217,7 @@ def _parser() -> ArgumentParser:
     add("-c", "--max-concurrent", metavar="N", type=positive_int, default=32, help="rollouts at once; 32")
     add("-s", "--save-results", action="store_true", help=f"into {OUTPUT}/ENV--MODEL/RUN_ID/{RESULTS}")
     add("-v", "--verbose", action="store_true", help="show every conversation")
-    add("--anew", action="store_true", help="start new results, even where unfinished ones could be resumed")
-    into = "RUN_ID of the results: where there are some, what is missing or failed is asked again"
-    add("--into", metavar="RUN_ID", help=into)
+    add("--anew", action="store_true", help="start new results, where some are that miss rollouts or have failed ones")
     add("-e", "--endpoints-path", metavar="FILE", type=Path, help="configs/endpoints.toml or .py where not given")
     add("-o", "--output-dir", metavar="DIR", type=Path, help=f"instead of {OUTPUT}")
     return parser

@@ -192,7 +192,7 @@ class EvalSession:
             return
         content = self.settings | self.size
         content |= {"date": time.strftime("%Y-%m-%d %H:%M:%S"), "time_ms": round(self.seconds * 1000)}
-        content["finished"] = finished
+        content["finished"] = finished and not self.num_failed
         if finished:
             metrics = self.metrics
             own = {name for result in self.results.values() for name in result.metrics}
