@@ -1,11 +1,4 @@
-"""The filter line of the viewer and the dashboard. Pure.
-
-capital of france           rollouts that say all three words, in any case
-"capital of" france         a phrase and a word
-reward<0.5 turns>=2         numbers: reward, advantage, tokens, turns, rollout; of training also step, group, attempt
-example=12 env=wordle       names: example, env, stop, error, flaws; `~` for a part of it: stop~length
-is:truncated -is:failed     flags: truncated, failed, flawed; `-` before any term negates it
-"""
+"""The filter line of the viewer and the dashboard. Pure."""
 
 from __future__ import annotations
 
@@ -18,6 +11,15 @@ from typing import Any, NamedTuple
 
 from trireme.base.errors import ConfigError
 from trireme.tools.rollouts import Record, Row
+
+SYNTAX = """\
+two words    rollouts that say both, in any case; quotes make a phrase
+reward<0.5   also advantage, tokens, turns, rollout, step, group, attempt,
+             and > >= <= = !=
+example=12   also env, stop, error, flaws; ~ for a part of it: stop~len
+is:failed    also is:truncated and is:flawed
+-word        rollouts without it; - negates any of these terms"""
+"""What users are told of it."""
 
 NUMBERS = ("reward", "advantage", "tokens", "turns", "rollout", "step", "group", "attempt")
 NAMES = ("example", "env", "stop", "error", "flaws")

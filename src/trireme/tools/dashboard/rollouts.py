@@ -20,6 +20,7 @@ from trireme.tools.dashboard.pictures import pictures_html
 from trireme.tools.dashboard.rollout_index import ROLLOUT_SORTS, Found, index_of
 from trireme.tools.dashboard.runs import RunSet
 from trireme.tools.dashboard.tokens import LoadedRollout, load_rollout, show_group
+from trireme.tools.rollout_filters import SYNTAX
 from trireme.tools.rollouts import DROPPED, Record
 
 ROWS = 50  # of a page of the list
@@ -30,11 +31,6 @@ MOST_BRANCHES = 100  # of a rollout that are shown
 MOST_PICTURES = 32  # of a message
 ROLES = {"system", "developer", "user", "assistant", "tool"}
 EXAMPLES = ("reward<0.5", "is:truncated", "is:failed", "-is:failed", "example=12", "stop~length")
-HELP = (
-    "Words are looked for in prompt and completion; of long ones, in beginning and end. `reward<0.5`, `step>=10`, "
-    "`turns>1`, `tokens`, `advantage`, `group`, `rollout`, `env=name`, `example=12`, `stop~length`, `error~timeout`, "
-    "`is:truncated`, `is:failed` (dropped), `is:flawed`; - in front negates a term."
-)
 COLUMNS = {
     **{"step": "step", "env": "environment", "example": "example", "rollout": "rollout", "fate": "fate"},
     **{"reward": "reward", "advantage": "advantage", "tokens": "tokens", "turns": "turns"},
@@ -145,8 +141,11 @@ class RolloutsPage:
         with theme.card():
             with theme.row():
                 self._input = ui.input("Search: words, reward<0.5, is:truncated …", value=runs.query.get("q", ""))
-                self._input.props("dense outlined clearable debounce=300 autocomplete=off").tooltip(HELP)
-                self._input.style("flex: 1; min-width: 260px")
+                self._input.props("dense outlined clearable debounce=300 autocomplete=off")
+                with self._input.style("flex: 1; min-width: 260px"):
+                    ui.tooltip(f"{SYNTAX}\n\nOf long rollouts, beginning and end are searched.").classes(
+                        "tr-mono tr-words"
+                    )
                 step = whole_number(runs.query.get("step"))
                 self._step_field = ui.number("Step", value=step, min=0, precision=0)
                 self._step_field.props('dense outlined clearable debounce=300 placeholder="every"').style(

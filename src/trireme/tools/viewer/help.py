@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from textwrap import indent
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -9,6 +10,8 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Static
+
+from trireme.tools.rollout_filters import SYNTAX
 
 KEYS = """\
 Everywhere
@@ -35,11 +38,7 @@ Reading
   c            colour tokens by probability, advantage, version …
   x            long texts in full
 Filters
-  two words    rollouts that say both; quotes make a phrase, - before a
-               word means without it
-  reward<0.5   also tokens, turns, advantage, rollout, and > >= <= = !=
-  example=12   also env, stop, error, flaws; ~ for a part of it: stop~len
-  is:failed    also is:truncated and is:flawed"""
+""" + indent(SYNTAX, "  ")
 
 
 class Help(ModalScreen[None]):
