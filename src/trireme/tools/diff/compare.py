@@ -50,17 +50,13 @@ class Side:
         self.journal = Journal(paths.journal)
         self.logprobs = paths.logprobs
         self.batches = set(self.journal.require_all())
-        self._rows = latest_by_step(read_metrics(paths.metrics)[0])
-        self.steps = {step for process, step in self._rows if process == "trainer"}
+        self.rows = latest_by_step(read_metrics(paths.metrics)[0])
+        self.steps = {step for process, step in self.rows if process == "trainer"}
         self._confirmed = Versions(paths.journal)
         self._exports = paths.weights
         exported = {step for folder in paths.weights.glob("step_*") if (step := step_of(folder)) is not None}
         self.versions = {*self._confirmed.known(), *exported}
         self.surroundings = read_provenance(paths)
-
-    def row(self, process: str, step: int) -> Row:
-        """Return a row of metrics; empty where there is none."""
-        return self._rows.get((process, step), {})
 
     def confirmed(self, version: int) -> dict[str, str] | None:
         """Return confirmed digests by tensor. Raises JournalCorrupt where the record is damaged."""
@@ -160,7 +156,7 @@ def _compare_at(step: int, a: Side, b: Side, compared: Counter[str], decode: Dec
         compared["weights"] += 1
         unit = f"tensors, as {source}"
         yield from compare_tables("weights", step, f"version {step}, ", ours, theirs, unit=unit, show=str)
-    row_a, row_b = a.row("orchestrator", step), b.row("orchestrator", step)
+    row_a, row_b = (side.rows.get(("orchestrator", step), {}) for side in (a, b))
     if evaluated := [name for name in row_a if name.startswith("eval/") and name in row_b]:
         compared["evaluation"] += 1
         yield from _compare_metrics("evaluation", step, f"version {step}", evaluated, row_a, row_b)
@@ -177,7 +173,7 @@ def _compare_at(step: int, a: Side, b: Side, compared: Counter[str], decode: Dec
             yield from compare_scored(a.journal.read(step), scores_a, scores_b)
     if step in a.steps and step in b.steps:
         compared.update(STEP_ASPECTS)
-        row_a, row_b = a.row("trainer", step), b.row("trainer", step)
+        row_a, row_b = a.rows["trainer", step], b.rows["trainer", step]
         # only those that both have: another version of Trireme may record more
         names = sorted(row_a.keys() & row_b.keys() - {"step", "process", *STEP_ASPECTS})
         rest = [name for name in names if not name.startswith(CLOCKED)]

@@ -77,8 +77,10 @@ class Estimate:
         engine = self.engine.total if self.engine else 0.0
         if on_cpu:
             others = ORCHESTRATOR_BYTES + engine if self.engine else 0.0
-            return Need(parts | held, (self.machine.memory - others) / self.ranks - sum(self.training.host.values()))
-        return Need(parts | held, self.machine.memory - (engine if self.is_shared else 0.0))
+            return Need(
+                parts | held, (self.machine.chip.memory - others) / self.ranks - sum(self.training.host.values())
+            )
+        return Need(parts | held, self.machine.chip.memory - (engine if self.is_shared else 0.0))
 
     @cached_property
     def engine(self) -> Need | None:
@@ -86,7 +88,9 @@ class Estimate:
         if self.serving is None:
             return None
         parts = self.serving.parts | {"KV cache": max(0.0, self.serving.room)}
-        return Need(parts | ({"process": ENGINE_STARTED_BYTES} if self.serving.is_on_cpu else {}), self.machine.memory)
+        return Need(
+            parts | ({"process": ENGINE_STARTED_BYTES} if self.serving.is_on_cpu else {}), self.machine.chip.memory
+        )
 
     @cached_property
     def host(self) -> Need:

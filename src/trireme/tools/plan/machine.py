@@ -39,11 +39,6 @@ class Machine:
     def devices(self) -> Devices:
         return Devices(gpus=tuple(map(str, range(self.num_gpus))), cores=self.cores)
 
-    @property
-    def memory(self) -> float:
-        """Return the bytes of one device."""
-        return self.chip.memory
-
 
 def describe_machine(
     here: Devices,

@@ -49,7 +49,7 @@ def _facts(estimate: Estimate) -> Iterator[Text]:
         yield Text(f"{'':9}its family ({model.model_type or 'unnamed'}) is not known: counted as Llama's", "yellow")
     elif model.is_counted:
         yield Text(f"{'':9}parameters are exact; the memory of its activations is an estimate", "yellow")
-    memory = f"{machine.memory / GIB:,.0f} GiB"
+    memory = f"{machine.chip.memory / GIB:,.0f} GiB"
     if machine.is_on_cpu:
         yield _fact("machine", f"{machine.cores} cores, {memory}; trainer on {estimate.ranks} rank(s)")
     elif serving is None:

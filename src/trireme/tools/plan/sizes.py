@@ -260,12 +260,12 @@ def serving_of(config: RunConfig, model: Architecture, machine: Machine) -> Serv
     inference, on_cpu = config.inference, config.device == "cpu"
     max_model_len = inference.model.max_model_len or config.seq_len
     # vLLM's own default for a server
-    is_large = machine.memory >= LARGE_GPU and "A100" not in machine.chip.name
-    batched = 16384 if machine.memory >= HUGE_GPU else 8192 if is_large else 2048
+    is_large = machine.chip.memory >= LARGE_GPU and "A100" not in machine.chip.name
+    batched = 16384 if machine.chip.memory >= HUGE_GPU else 8192 if is_large else 2048
     batched = max(2048, max_model_len) if on_cpu else batched
     return Serving(
         model,
-        memory=machine.memory,
+        memory=machine.chip.memory,
         utilization=float(inference.args.get("gpu_memory_utilization", inference.gpu_memory_utilization)),
         value_bytes=BYTES[config.served_dtype],
         tp=inference.parallel.tp,
