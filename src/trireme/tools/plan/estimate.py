@@ -200,7 +200,9 @@ def estimate_run(
     samples = [min(length, row_tokens) for length in lengths.samples or [math.ceil(lengths.total)] * rollouts]
     rows = max(1, math.ceil(len(pack(samples, row_tokens)) / teams))
     training = training_of(config, sized.architecture, rows=rows)
-    estimate = Estimate(
+    engine_ids = (run.inference_gpu_ids or ()) if run else ()
+    trainer_ids = (run.trainer_gpu_ids or ()) if run else tuple(range(0 if machine.is_on_cpu else ranks))
+    return Estimate(
         sized,
         machine,
         changed(training, packed=row_tokens >= 2 * lengths.total or len(lengths.samples) > rows),
@@ -217,20 +219,13 @@ def estimate_run(
             steps=config.max_steps,
         ),
         longest_sample=config.seq_len,
-        trainer_gpus=0 if machine.is_on_cpu else ranks,
-        rates=rates or Rates(),
-        mfu=mfu,
-    )
-    if run is None:
-        return estimate
-    engine_ids, trainer_ids = run.inference_gpu_ids or (), run.trainer_gpu_ids or ()
-    return replace(
-        estimate,
-        serving=serving_of(run, sized.architecture, machine),
+        serving=serving_of(run, sized.architecture, machine) if run else None,
         engine_gpus=len(engine_ids),
         trainer_gpus=len(trainer_ids),
         is_shared=set(trainer_ids) == set(engine_ids),
-        synchronous=run.synchronous,
+        synchronous=bool(run and run.synchronous),
+        rates=rates or Rates(),
+        mfu=mfu,
     )
 
 

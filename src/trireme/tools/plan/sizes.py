@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from trireme.config.model_folder import config_file, num_experts_of
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.config.state_layers import MIXERS
-from trireme.config.trainer import TOWER, Lora, TrainerModel, Vlm
+from trireme.config.trainer import TOWER, Lora, TrainerConfig, TrainerModel, Vlm
 from trireme.config.vision import WITHOUT_TEXT_MODEL
 from trireme.tools.plan.machine import Machine
 from trireme.tools.plan.memory import Serving, Training
@@ -200,13 +200,19 @@ def training_of(config: RunConfig | SftConfig, model: Architecture, *, rows: int
     Args:
         rows: that a rank goes through before it updates.
     """
-    on_cpu, trainer = config.device == "cpu", config.trainer if isinstance(config, RunConfig) else config
-    settings, lora = trainer.model, trainer.model.lora
+    trainer: TrainerConfig | SftConfig
+    if isinstance(config, RunConfig):
+        trainer, broadcast = config.trainer, config.weight_broadcast
+        has_reference, served_bytes = bool(trainer.loss.beta), BYTES[config.served_dtype]
+        bucket_bytes = None if broadcast.type == "ipc" else broadcast.bucket_mib << 20
+    else:
+        trainer, has_reference, served_bytes, bucket_bytes = config, False, 2, 0
+    on_cpu, settings, lora = config.device == "cpu", trainer.model, trainer.model.lora
     value_bytes = BYTES[settings.optimization_dtype]
     targets = lora.target_modules if lora else None
     if targets and ALL_LINEAR in targets:
         targets = tuple({matrix.name for layer in model.layers for matrix in layer.matrices})
-    training = Training(
+    return Training(
         model,
         Pass(
             tokens=trainer.micro_batch_tokens or config.seq_len,
@@ -233,17 +239,9 @@ def training_of(config: RunConfig | SftConfig, model: Architecture, *, rows: int
         offload_parameters=settings.fsdp_cpu_offload,
         reshard=settings.reshard_after_forward,
         head_chunk=settings.head_chunk,
-        served_bytes=4 if on_cpu else 2,
-        bucket_bytes=0,
-    )
-    if isinstance(config, SftConfig):
-        return training
-    broadcast = config.weight_broadcast
-    return replace(
-        training,
-        has_reference=bool(config.trainer.loss.beta),
-        served_bytes=4 if on_cpu else BYTES[config.served_dtype],
-        bucket_bytes=None if broadcast.type == "ipc" else broadcast.bucket_mib << 20,
+        has_reference=has_reference,
+        served_bytes=4 if on_cpu else served_bytes,
+        bucket_bytes=bucket_bytes,
     )
 
 
