@@ -88,10 +88,8 @@ def digest_of_files(folder: Path) -> str:
 
 def _commit(folder: Path) -> str | None:
     """Return the commit of a checkout; None for a folder that is none, and where there is no git."""
-    if not (folder / ".git").exists():  # in a virtual environment, git would find the project around it
-        return None
     with suppress(OSError):
-        command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+        command = ["git", f"--git-dir={folder / '.git'}", "rev-parse", "--verify", "--quiet", "HEAD"]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
     return None
 
