@@ -173,10 +173,6 @@ class Environment:
         self._waiting_for_worker = asyncio.Lock()  # held by the rollout that waits in `/status`, for all of them
         self._given_up: str | None = None
 
-    @property
-    def num_running(self) -> int:
-        return sum(worker.num_running for worker in self._workers)
-
     def check_group_size(self, group_size: int) -> None:
         """Raises: ConfigError where rewards compare a whole group, and `max_concurrent` is smaller than a group."""
         if self.group_rewards and group_size > self.config.max_concurrent:

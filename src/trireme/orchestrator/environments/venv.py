@@ -64,10 +64,6 @@ class EnvironmentSource:
     folder: Path | None = None  # of a package: where its pyproject.toml is
 
 
-def default_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trireme"
-
-
 def find_environment(id: str, *, root: Path = Path("environments")) -> EnvironmentSource:
     """Resolve an id: a .py file, a package in `root` (or a path to one), task folders, or an installed distribution.
 
@@ -151,7 +147,7 @@ def environment_python(
     """
     if source.folder is None:
         return Path(sys.executable)
-    venv = _venv_folder(source, cache or default_cache())
+    venv = _venv_folder(source, cache)
     if again or not _is_complete(venv):
         with _locked(venv.with_name(f"{venv.name}.lock"), source):
             if again or not _is_complete(venv):  # another process may have built it while we waited
@@ -163,12 +159,13 @@ def installed_venv(source: EnvironmentSource, *, cache: Path | None = None) -> P
     """Return its virtual environment, if one was built for the present pyproject.toml."""
     if source.folder is None:
         return None
-    venv = _venv_folder(source, cache or default_cache())
+    venv = _venv_folder(source, cache)
     return venv if _is_complete(venv) else None
 
 
-def _venv_folder(source: EnvironmentSource, cache: Path) -> Path:
+def _venv_folder(source: EnvironmentSource, cache: Path | None) -> Path:
     assert source.folder is not None
+    cache = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trireme"
     decides = [
         (source.folder / "pyproject.toml").read_bytes(),
         sys.version.encode(),
