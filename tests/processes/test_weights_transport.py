@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from trireme.algo.digest import tensor_digest
-from trireme.messages import TensorSpec
 from trireme.transport.weights import buckets as packing
 from trireme.transport.weights.backends import Receiver, Sender, open_receiver, open_sender
 from weight_ends import BUCKET_BYTES, DEADLINE_S, SHORT_S, Ends, digests_of, outcome, random_model, receive, specs_of
@@ -60,15 +59,6 @@ def test_a_restarted_sender_does_not_write_over_what_an_engine_may_be_reading(tm
     restarted, receiver = _through_files(tmp_path)
     assert restarted.send(specs_of(MODEL), iter(MODEL.values())) != first
     assert receive(receiver, MODEL, first) == digests_of(MODEL)
-
-
-def test_buckets_by_hand():
-    sizes = {"a": 10, "b": 16, "c": 17, "d": 100, "e": 1}  # bytes; aligned to 16: 16, 16, 32, 112, 16
-    specs = [TensorSpec(name=name, dtype="uint8", shape=[size]) for name, size in sizes.items()]
-    buckets = packing.split_into_buckets(specs, 64)
-    assert [[spec.name for spec in bucket] for bucket in buckets] == [["a", "b", "c"], ["d"], ["e"]]
-    assert [packing.bucket_size(bucket) for bucket in buckets] == [64, 112, 16]
-    assert packing.num_bytes(packing.spec_of("norm", torch.bfloat16, [3, 5])) == 30
 
 
 def test_a_bucket_unpacks_to_what_was_packed_and_stays_as_it_is_while_the_next_one_is_filled():

@@ -21,13 +21,6 @@ def experts(of: Callable[[str], Any]) -> Any:
     return torch.transpose(torch.stack(pairs), 1, 2)
 
 
-def test_values_are_those_of_the_same_operations_on_tensors():
-    expected = experts(lambda name: SOURCES[name])
-    found = experts(laid)
-    assert found.shape == expected.shape == (2, 6, 8)
-    assert torch.equal(found.tensor(lambda name, region: SOURCES[name][region]), expected)
-
-
 @pytest.mark.parametrize("region", [(0, 2, 1, 5, 3, 7), (1, 2, 0, 6, 0, 1), (0, 1, 5, 6, 2, 8), (1, 1, 0, 6, 0, 8)])
 def test_a_part_is_read_from_the_parts_of_the_sources_that_it_needs(region):
     parts = tuple(slice(*region[i : i + 2]) for i in (0, 2, 4))

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tiny import largest_difference, one_row, random_samples, take_gradients
-from trireme.algo.loss.logprobs import Choices, token_logprobs
+from trireme.algo.loss.logprobs import Choices
 from trireme.config.trainer import TrainerModel
 from trireme.messages import MicroBatch
 from trireme.trainer.model.forward import Scorer, attach_scorer, compute_columns, scorer_of
@@ -154,28 +154,6 @@ def test_the_gradient_of_a_low_precision_head_does_not_suffer_from_chunks():
     expected = gradient(torch.float64, 4000)
     errors = [float((gradient(torch.bfloat16, chunk) - expected).norm()) for chunk in (4000, 8)]
     assert errors[1] < 1.5 * errors[0]
-
-
-def test_what_an_adapter_of_the_head_dropped_is_dropped_again_in_the_backward_pass():
-    torch.manual_seed(1)
-    model, targets = qwen({"target_modules": ["lm_head"], "lora_dropout": 0.5}).double().train(), random_targets()
-    hidden, found = hidden_of(model).detach(), []
-    for chunk in (K, 1024):
-        torch.manual_seed(5)
-        output = score_in_chunks(Head(model), hidden, targets, chunk=chunk)
-        torch.manual_seed(77)  # what else draws meanwhile
-        output.logprobs.sum().backward()
-        found.append((output, take_gradients(model)))
-        after = torch.rand(3)
-        torch.manual_seed(77)
-        assert torch.equal(after, torch.rand(3))
-    torch.manual_seed(5)
-    expected, _ = token_logprobs(model.lm_head(hidden), targets.ids, targets.temperatures)
-    expected.sum().backward()
-    gradients = take_gradients(model)
-    for output, ours in found:
-        torch.testing.assert_close(output.logprobs, expected)
-        assert largest_difference(ours, gradients) < 1e-9
 
 
 def test_a_rank_without_a_token_gives_gradients_of_zero():

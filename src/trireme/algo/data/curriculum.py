@@ -47,12 +47,12 @@ def after_batch(place: Place, curriculum: Sequence[Stage], outcomes: Sequence[Ou
         mean = sum(means) / len(means)
         before = mean if reward is None else reward
         reward = before + (mean - before) / stage.smoothing
-    while number + 1 < len(curriculum) and _begins(curriculum[number + 1], reward, next_step):
+    for following in curriculum[number + 1 :]:
+        if following.from_step is not None:
+            begins = next_step >= following.from_step
+        else:
+            begins = following.from_reward is not None and reward is not None and reward >= following.from_reward
+        if not begins:
+            break
         number, reward = number + 1, None
     return Place(number, reward)
-
-
-def _begins(stage: Stage, reward: float | None, next_step: int) -> bool:
-    if stage.from_step is not None:
-        return next_step >= stage.from_step
-    return stage.from_reward is not None and reward is not None and reward >= stage.from_reward

@@ -160,15 +160,10 @@ class Architecture:
         """Return whether it was read from the model that transformers builds, not worked out."""
         return self.outside is not None
 
-    @property
-    def outside_layers(self) -> int:
-        if self.outside is not None:
-            return self.outside
-        return self.embedding * (1 if self.tied else 2) + self.hidden
-
     @cached_property
     def num_parameters(self) -> int:
-        return self.tower + self.outside_layers + sum(layer.num_parameters for layer in self.layers)
+        outside = self.embedding * (1 if self.tied else 2) + self.hidden if self.outside is None else self.outside
+        return self.tower + outside + sum(layer.num_parameters for layer in self.layers)
 
     @cached_property
     def active_parameters(self) -> int:

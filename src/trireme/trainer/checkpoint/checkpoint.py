@@ -218,11 +218,10 @@ class CheckpointStore:
             path.unlink()
         if exporter := self._exporter:
             self._when_there_is_room(lambda: exporter.write(copy.folder, copy.version), f"weights {copy.name}")
-        manifest = msgspec.json.encode(Manifest(copy.version, self._world.size, time.time(), files))
 
         def write_manifest() -> None:
             with atomic_write(copy.folder / MANIFEST) as file:
-                file.write(manifest)
+                file.write(msgspec.json.encode(Manifest(copy.version, self._world.size, time.time(), files)))
 
         self._when_there_is_room(write_manifest, f"checkpoint {copy.name}")
         reach("checkpoint.before_rename")

@@ -265,12 +265,11 @@ def _try_shortcuts(scorer: Scorer, device: torch.device) -> Scorer:
 
 
 def _depends_on_the_past_only(model: PreTrainedModel) -> bool:
-    """Return whether a token's result depends on the tokens before it and on nothing random.
+    """Return whether a token's result depends on the tokens before it and on nothing random: adapters may drop.
 
     Models with experts count their load token by token, so they do not share prefixes either.
     """
     drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
-    drops |= (getattr(model.config.get_text_config(), "attention_dropout", None) or 0.0) > 0
     return not drops and not mixtures_of(model)
 
 

@@ -9,8 +9,7 @@ Letters: K positions of a row whose next token counts, V vocabulary, H hidden si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -59,11 +58,6 @@ class Head:
         """Return the trained parameters that logits depend on. They are whole while the root's are gathered."""
         return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
 
-    def drops(self) -> bool:
-        """Return whether dropout is on in an adapter of the head."""
-        layers = (module for module in self._model.modules() if isinstance(module, nn.Dropout))
-        return any(layer.training and layer.p > 0 for layer in layers)
-
 
 class NoHead(Head):
     """Passes logits through that take the place of hidden states."""
@@ -97,7 +91,8 @@ def score_in_chunks(
 class _InChunks(torch.autograd.Function):
     """Computes each chunk's logits again in the backward pass, and adds up the chunks' gradients of the parameters.
 
-    The sum is in float32, because autograd would round to the parameters' bfloat16 after every chunk.
+    The sum is in float32, because autograd would round to the parameters' bfloat16 after every chunk. Both passes
+    compute the same, as nothing is dropped in a head: adapters with dropout are refused there.
     """
 
     @staticmethod
@@ -111,10 +106,6 @@ class _InChunks(torch.autograd.Function):
         *_: nn.Parameter,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.head, ctx.score, ctx.chunk = head, score, chunk
-        ctx.random = None
-        if head.drops():
-            on_gpu = hidden_KH.device.type == "cuda"
-            ctx.random = [torch.get_rng_state(), *([torch.cuda.get_rng_state(hidden_KH.device)] if on_gpu else [])]
         ctx.save_for_backward(hidden_KH)
         parts = [score(first, hidden_KH[first : first + chunk]) for first in _starts(hidden_KH, chunk)]
         logprobs, entropies = (torch.cat(each) for each in zip(*parts, strict=True))
@@ -128,7 +119,7 @@ class _InChunks(torch.autograd.Function):
         (hidden_KH,) = ctx.saved_tensors
         parameters, starts = ctx.head.parameters(), _starts(hidden_KH, ctx.chunk)
         of_hidden, sums = torch.empty_like(hidden_KH), [_Sum(len(starts)) for _ in parameters]
-        with _drawing_from(ctx.random, hidden_KH.device), torch.enable_grad():
+        with torch.enable_grad():
             for first in starts:
                 chunk = slice(first, first + ctx.chunk)
                 hidden_kH = hidden_KH[chunk].detach().requires_grad_()
@@ -166,19 +157,6 @@ class _Sum:
 
     def in_dtype(self, dtype: torch.dtype) -> torch.Tensor | None:
         return None if self._total is None else self._total.to(dtype)
-
-
-@contextmanager
-def _drawing_from(state: list[torch.Tensor] | None, device: torch.device) -> Iterator[None]:
-    """Draw again what was drawn from this random state, and restore the current one afterwards."""
-    if state is None:
-        yield
-        return
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.set_rng_state(state[0])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(state[1], device)
-        yield
 
 
 @dataclass

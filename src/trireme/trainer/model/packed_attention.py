@@ -150,7 +150,7 @@ def _attention() -> Callable[..., tuple[torch.Tensor, Any]]:
         found = []
         for bucket in packed_row.buckets:
             theirs = tuple(map(bucket.gather, (query, key, value)))
-            if is_faster_on_cpu(theirs[0]) and not options.get("dropout"):
+            if is_faster_on_cpu(theirs[0]):
                 attended = attend_on_cpu(*theirs, scaling=options["scaling"])
             else:
                 attended, _weights = plain(module, *theirs, None, **options)
