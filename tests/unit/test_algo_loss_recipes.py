@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from trireme.algo.columns import Columns, Totals
 from trireme.algo.loss.divergence import kl_estimate
-from trireme.algo.loss.logprobs import Choices, token_logprobs
+from trireme.algo.loss.logprobs import token_logprobs
 from trireme.algo.loss.loss import effective_share, policy_loss
 from trireme.config.losses import RECIPES, Loss, has_ratio, resolve_loss
 
@@ -320,45 +320,6 @@ def test_a_ratio_out_of_all_bounds_gives_no_nan(name: str, log_ratio: float) -> 
     value, sums, gradient = solved(recipe(name), to_columns(b), b.totals)
     assert (value, gradient) == (0.0, [0.0, 0.0, 0.0])
     assert math.isfinite(sums["weights"])
-
-
-K, V = 40, 11
-
-
-@pytest.mark.parametrize("entropy_gradient", [False, True])
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_logprobs_entropies_and_gradient_are_those_of_the_plain_definition(is_cut, entropy_gradient) -> None:
-    """Where sampling was cut, probabilities are those among what was kept."""
-    generator = torch.Generator().manual_seed(7)
-    logits = 2 * torch.randn(K, V, generator=generator)
-    targets = torch.randint(0, V, (K,), generator=generator)
-    temperatures = torch.rand(K, generator=generator) + 0.5
-    temperatures[0] = 0.0  # greedy counts as 1
-    among = {  # every second position was drawn from a few tokens, every tenth had no choice
-        k: sorted({int(targets[k]), *torch.randint(0, V, (k % 5,), generator=generator).tolist()})
-        for k in range(0, K, 2)
-    }
-    choices = Choices(
-        positions=torch.tensor(list(among)),
-        counts=torch.tensor([len(ids) for ids in among.values()]),
-        ids=torch.tensor([token for ids in among.values() for token in ids]),
-    )
-    options = {"choices": choices if is_cut else None, "entropy_gradient": entropy_gradient}
-    ours, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    logprobs, entropies = token_logprobs(ours, targets, temperatures, **options)
-    temperatures[0] = 1.0
-    expected = []
-    for k, target in enumerate(targets.tolist()):
-        kept = among[k] if is_cut and k in among else list(range(V))
-        naive = torch.log_softmax(plain[k][kept] / temperatures[k], -1)
-        expected.append(torch.stack([naive[kept.index(target)], -(naive.exp() * naive).sum()]))
-    torch.testing.assert_close(torch.stack([logprobs, entropies], 1), torch.stack(expected))
-    assert entropies.requires_grad == entropy_gradient
-    weights = torch.linspace(-1, 1, K)
-    (logprobs @ weights + entropies @ weights.flip(0)).backward()
-    both = torch.stack([weights, weights.flip(0) * entropy_gradient], 1)
-    (torch.stack(expected) * both).sum().backward()
-    torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_entropies_of_an_even_choice_of_none_and_of_logits_that_rule_a_token_out() -> None:

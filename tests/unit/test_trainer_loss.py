@@ -22,11 +22,7 @@ from trireme.algo.packing import Sample, empty_micro_batch, micro_batches_of_ran
 from trireme.config.losses import resolve_loss
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import Loss, Optimizer, Scheduler, TrainerConfig, TrainerModel
-from trireme.journal.journal import Journal
-from trireme.journal.rank_shares import Shares
-from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.messages import COLUMNS, Kept, MicroBatch, build_tokens
-from trireme.tools.replay.replay import retrace
 from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.model.forward import compute_columns
 from trireme.trainer.model.model import load_model
@@ -234,28 +230,6 @@ def test_logprobs_are_those_among_what_the_sampler_could_choose_from(tiny_model,
             expected.append((float(logprobs[among.index(int(ids[place]))]), float(entropy)))
     for found, values in zip((columns.logprobs, columns.entropies), zip(*expected, strict=True), strict=True):
         assert sorted(found.tolist()) == pytest.approx(sorted(values), abs=1e-5)
-
-
-def test_a_replay_finds_the_same_bits_with_a_moving_reference_and_several_iterations(tmp_path, tiny_model, world):
-    loss = Loss(type="decoupled", beta=0.2, reference_update_every=2)
-    trainer = TrainerConfig(optim=Optimizer(lr=1e-3), loss=loss, num_iterations=2, micro_batch_tokens=CAPACITY)
-    model = Model(name=str(tiny_model))
-    config = RunConfig(output_dir=tmp_path, device="cpu", seq_len=CAPACITY, model=model, trainer=trainer)
-    journal = Journal(config.paths.journal)
-    for step in range(4):
-        given = {"group": step, "attempt": 0, "env": "e", "example": 0, "reward": 0.0, "temperature": 1.0}
-        rollouts = [Rollout(place=n, samples=[sample.tokens], **given) for n, sample in enumerate(samples_at(step))]
-        journal.append(BatchRecord(step=step, rollouts=rollouts, dropped=[], state=State(next_batch=step + 1)))
-    original = list(retrace(config, world, range(4)))
-
-    state = base_state(config, world)
-    stepper = Stepper(config, state, world)
-    for step in range(3):
-        stepper.step(Shares(journal, config).of(step, rank=0, world=1))
-    tiny.save(config.paths.checkpoints, state, world)
-    again = list(retrace(config, world, range(3, 4)))
-    assert [(each.version, each.digests) for each in again] == [(each.version, each.digests) for each in original[3:]]
-    assert again[1].metrics == original[4].metrics
 
 
 def gradients(folder: Path, world: World, samples, *, capacity=80, **settings) -> tuple[dict[str, float], Tensors]:

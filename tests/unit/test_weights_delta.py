@@ -14,14 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tiny import save_tiny_model
-from trireme.algo.digest import tensor_digest
 from trireme.algo.patch import Form, Patch, build_patch, changed, to_integers, whole_patch
 from trireme.base.background import in_background
 from trireme.base.errors import ConfigError
 from trireme.tools.export import weights_folder
-from trireme.transport.weights.backends import open_receiver, open_sender, take_transfer
+from trireme.transport.weights.backends import take_transfer
 from trireme.transport.weights.deltas import HostCopy, pack_body, pack_head
-from weight_ends import BUCKET_BYTES, DEADLINE_S, SHORT_S, Ends, Tensors, digests_of, outcome, random_model, specs_of
+from weight_ends import DEADLINE_S, Ends, Tensors, digests_of, outcome, random_model, specs_of
 
 CPU = torch.device("cpu")
 
@@ -100,24 +99,6 @@ def test_a_head_that_makes_no_sense_is_refused(row):
     assert dict(copy.take(specs, pack_head(whole, CPU), pack_body(whole, CPU))).keys() == {"norm"}
     with pytest.raises(RuntimeError, match="a patch of norm changes"):
         copy.body_size(specs, torch.tensor([row]))
-
-
-def test_files_bring_changes_to_the_bit(tmp_path):
-    options = {"host": "", "port": 0, "bucket_bytes": BUCKET_BYTES, "timeout_s": SHORT_S}
-    sender = open_sender("filesystem", folder=tmp_path / "broadcast", delta=True, **options)
-    receiver = open_receiver("filesystem", device=CPU, **options)
-    before, model, sizes = None, random_model(), []
-    for share in (0.01, 0.01, 0.01):
-        payload = sender.send(specs_of(model), patches(model, before))
-        found = {name: tensor_digest(tensor) for name, tensor in receiver.tensors(specs_of(model), payload)}
-        assert found == digests_of(model)
-        sizes.append(sum(path.stat().st_size for path in Path(payload["folder"]).iterdir()))
-        before, model = model, moved(model, share)
-    assert sizes[1] < sizes[0] / 5
-    receiver.join("another epoch", 1, 2)
-    payload = sender.send(specs_of(model), patches(model, before))
-    with pytest.raises(RuntimeError, match="arrived before its values"):
-        list(receiver.tensors(specs_of(model), payload))
 
 
 def receive_ahead(ends: Ends, model: Tensors) -> Future[list[tuple[str, torch.Tensor]]]:

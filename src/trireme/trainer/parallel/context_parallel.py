@@ -173,11 +173,6 @@ def share_attention(model: PreTrainedModel, team_size: int) -> None:
             f"trainer.model.cp = {team_size}, and the model has {text.num_attention_heads} attention heads - expected "
             "a divisor of them, as ranks that share a row share its heads. Set `cp` to one."
         )
-    if getattr(text, "attention_chunk_size", None):
-        raise ConfigError(
-            f"trainer.model.cp = {team_size}, and the model attends within chunks of {text.attention_chunk_size} "
-            "tokens - expected windows or full attention, whose masks can be made for a shared row. Set `cp = 1`."
-        )
     AttentionInterface.register(NAMES[name], _team_attention(name))
     AttentionMaskInterface.register(NAMES[name], lambda *_, **__: None)  # `SharedRow` builds that of the whole row
     model.set_attn_implementation(NAMES[name])
