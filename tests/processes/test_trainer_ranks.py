@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from rank_processes import require_success, started_ranks
-from trireme.trainer.parallel.mesh import KeepAlive, open_world
+from trireme.trainer.parallel.mesh import keep_alive, open_world
 
 PATIENCE_S = 6.0
 
@@ -19,7 +19,7 @@ def test_ranks_wait_for_the_first_one_longer_than_their_timeout_where_it_tells_t
 def wait_longer(folder: Path) -> None:
     with open_world("cpu", threads=1, timeout_s=PATIENCE_S) as world:
         world.barrier()
-        hold_on, began = KeepAlive(world, timeout_s=PATIENCE_S), time.monotonic()
+        hold_on, began = keep_alive(world, timeout_s=PATIENCE_S), time.monotonic()
         while world.is_main and time.monotonic() - began < 1.5 * PATIENCE_S:
             time.sleep(0.05)
             hold_on()

@@ -28,7 +28,7 @@ from trireme.trainer.heartbeat import Activity, heartbeat
 from trireme.trainer.logprob_log import LogprobLog
 from trireme.trainer.model.forward import shared_frac
 from trireme.trainer.model.model import open_tokenizer
-from trireme.trainer.parallel.mesh import CONTEXT, KeepAlive, World, open_world
+from trireme.trainer.parallel.mesh import CONTEXT, World, keep_alive, open_world
 from trireme.trainer.perf import flops_per_token, packing_metrics, peak_memory, throughput
 from trireme.trainer.publish.publisher import Publisher
 from trireme.trainer.step import Stepper, base_state
@@ -91,7 +91,9 @@ class Trainer:
         spans = stack.enter_context(open_spans(config.paths.spans if world.is_main else None))
         self.lane = spans.lane(TRAINER, what="start", ago_s=age_s(), words=lambda: _missing(self.waits))
         address = f"tcp://{config.hosts.orchestrator}:{config.ports.batches}"
-        self.control = ControlClient(address, self.waits, meanwhile=KeepAlive(world, timeout_s=trainer.batch_timeout_s))
+        self.control = ControlClient(
+            address, self.waits, meanwhile=keep_alive(world, timeout_s=trainer.batch_timeout_s)
+        )
         stack.callback(self.control.close)
         self.activity = Activity()
         if world.is_main:

@@ -13,8 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +40,6 @@ log = get_logger("checkpoint")
 
 WRITE_S = 3600.0  # timeout for writing a checkpoint, apart from waits for room on the disk
 CLOSE_S = 20.0
-CHECK_S = 0.5
 POLL_S = 0.05
 
 Files = dict[str, FileEntry]
@@ -85,7 +83,8 @@ class CheckpointStore:
         self._waits = waits
         self._disk_timeout_s = disk_timeout_s
         self._exporter = exporter
-        self._host_buffers = HostBuffers(world.device)
+        self._host_buffers: dict[str, torch.Tensor] = {}  # of copies, by name
+        self._on_gpu = world.device.type == "cuda"
         self._writing: Future[float] | None = None  # the last checkpoint: the seconds that it takes
         self._what = ""  # the last checkpoint, for those who wait for it
         self._write_seconds: float | None = None
@@ -111,24 +110,31 @@ class CheckpointStore:
         for name, tensor in tensors_of(state).items():
             shard = shard_of(tensor)
             if is_written_by(tensor, self._world.rank) and shard.num_bytes:
-                shards[name] = replace(shard, tensor=self._host_buffers.copy(name, shard.tensor))
-        self._host_buffers.finish()
+                shards[name] = replace(shard, tensor=self._copy_to_host(name, shard.tensor))
         random = {"cpu": torch.get_rng_state()}
-        if self._world.device.type == "cuda":
+        if self._on_gpu:
+            torch.cuda.synchronize()  # until here copies are under way
             random["cuda"] = torch.cuda.get_rng_state()
         copy = _Copy(state.version, partial, shards, random)
         self._what = f"checkpoint {copy.name} to be written"
         self._writing = in_background(lambda: self._write(copy), name=self._what)
 
+    def _copy_to_host(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Start a copy into a CPU buffer, which is allocated once and reused by every checkpoint.
+
+        For tensors on a GPU the buffers are pinned, so that the driver copies directly into them.
+        """
+        buffer = self._host_buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._on_gpu)
+            self._host_buffers[name] = buffer
+        return buffer.copy_(tensor.detach(), non_blocking=self._on_gpu)
+
     def wait(self) -> None:
         """Wait until the last checkpoint of all ranks is on disk. Raises what its writing raised."""
         if self._writing is None:
             return
-        if not self._writing.done():
-            deadline_s = WRITE_S + 4 * self._disk_timeout_s  # the deadlines of the job itself come first
-            with self._waits.waiting(self._what, peer=DISK, deadline_s=deadline_s) as wait:
-                while not wait_for([self._writing], CHECK_S).done:
-                    wait.check()
+        self._wait_for(self._writing.done, self._what, peer=DISK, times=4)  # the deadlines of the job come first
         written, self._writing = self._writing, None  # what it raised is raised once
         self._write_seconds = written.result()
 
@@ -136,7 +142,7 @@ class CheckpointStore:
         """Give the last checkpoint some time to be written. Raises nothing; call `wait` before to be sure."""
         if self._writing is None:
             return
-        if not wait_for([self._writing], CLOSE_S).done:
+        if not wait([self._writing], CLOSE_S).done:
             log.warning("%s: abandoned, as the process ends", self._what)
         elif (error := self._writing.exception()) is not None:
             log.error("%s: %s: %s", self._what, type(error).__name__, error)
@@ -273,26 +279,3 @@ def load_checkpoint(state: TrainerState, folder: Path, *, rank: int) -> None:
 
 def _list_of_rank(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank}.done"
-
-
-class HostBuffers:
-    """CPU buffers for copies of tensors, by name: allocated once and reused by every checkpoint.
-
-    For tensors on a GPU the buffers are pinned, so that the driver copies directly into them.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._buffers: dict[str, torch.Tensor] = {}
-
-    def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Start a copy, which is complete after `finish`."""
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._on_gpu)
-            self._buffers[name] = buffer
-        return buffer.copy_(tensor.detach(), non_blocking=self._on_gpu)
-
-    def finish(self) -> None:
-        if self._on_gpu:
-            torch.cuda.synchronize()

@@ -91,7 +91,7 @@ class World:
         return agreed
 
     def agree(self, number: int) -> int:
-        """Return rank 0's number on all ranks, however long `KeepAlive` lets them wait for it. A collective."""
+        """Return rank 0's number on all ranks, however long `keep_alive` lets them wait for it. A collective."""
         while (found := self.broadcast(number)) == KEEP_ALIVE:
             pass
         return found
@@ -106,22 +106,23 @@ class World:
         dist.barrier()
 
 
-class KeepAlive:
-    """Restarts the timeout of the other ranks, whose next collective is `agree`, while rank 0 waits."""
+def keep_alive(world: World, *, timeout_s: float) -> Callable[[], None]:
+    """Return a function that restarts the timeout of the other ranks, whose next collective is `agree`.
 
-    def __init__(self, world: World, *, timeout_s: float) -> None:
-        """
-        Args:
-            timeout_s: that of a collective, as given to `open_world`.
-        """
-        self._world = world
-        self._every_s = timeout_s / 4
-        self._sent_at = time.monotonic()
+    Rank 0 calls it again and again while it waits.
 
-    def __call__(self) -> None:
-        if self._world.is_main and self._world.size > 1 and time.monotonic() - self._sent_at > self._every_s:
-            self._sent_at = time.monotonic()
-            self._world.broadcast(KEEP_ALIVE)
+    Args:
+        timeout_s: that of a collective, as given to `open_world`.
+    """
+    sent_at = time.monotonic()
+
+    def restart_timeout() -> None:
+        nonlocal sent_at
+        if world.is_main and world.size > 1 and time.monotonic() - sent_at > timeout_s / 4:
+            sent_at = time.monotonic()
+            world.broadcast(KEEP_ALIVE)
+
+    return restart_timeout
 
 
 @contextmanager
