@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trireme.algo.packing import Sample, micro_batches_of_rank
 from trireme.base.waiting import Waits
+from trireme.config.run import RunConfig
 from trireme.config.trainer import Checkpoints, Loss, Optimizer, TrainerModel
 from trireme.messages import BatchReply, MicroBatch, build_tokens
 from trireme.trainer.checkpoint.checkpoint import CheckpointStore
@@ -22,7 +23,7 @@ from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.model.model import load_model, open_tokenizer
 from trireme.trainer.optim.optimizer import build_optimizer
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.step import forward_backward, policy_gradient, update
+from trireme.trainer.step import Stepper, forward_backward, policy_gradient, update
 
 VOCABULARY = 128
 
@@ -107,6 +108,17 @@ def train_step(state: TrainerState, samples: list[Sample], world: World, *, capa
     metrics = backward(state.model, samples, world, capacity=capacity, step=state.version)
     metrics |= update(state.model, state.optimizer, 1.0)
     state.version += 1
+    return metrics
+
+
+def train(
+    config: RunConfig, state: TrainerState, world: World, *, until: int, lengths: list[int], capacity: int = 64
+) -> list[dict[str, float]]:
+    """Take the trainer's own steps on a random batch of its own each, up to a version; return their metrics."""
+    stepper, metrics = Stepper(config, state, world), []
+    while state.version < until:
+        samples = random_samples(lengths, seed=state.version)
+        metrics.append(stepper.step(batch_reply(samples, world, capacity=capacity, step=state.version)))
     return metrics
 
 

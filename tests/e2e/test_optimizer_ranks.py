@@ -16,7 +16,7 @@ from trireme.trainer.checkpoint.checkpoint import load_checkpoint
 from trireme.trainer.model.lora import is_adapter, peft_name
 from trireme.trainer.parallel.mesh import World
 from trireme.trainer.publish.served_weights import merged_tensors
-from trireme.trainer.step import Stepper, base_state
+from trireme.trainer.step import base_state
 
 KINDS = ("adamw", "adamw_8bit", "muon", "sgd", "adapters", "iterations")
 SWITCHES = ("adamw becomes adamw_8bit", "adamw_8bit becomes adamw")
@@ -46,16 +46,13 @@ def config_of(kind: str, model: Path) -> RunConfig:
 def train(kind: str, model: Path, folder: Path, world: World) -> dict[str, Any]:
     config = config_of(kind, model)
     state = base_state(config, world)
-    begun, metrics, saved = tiny.weights_of(state.model), [], {}
+    begun = tiny.weights_of(state.model)
     exporter = tiny.open_exporter(folder / kind / "weights", model, state.model, world)
     store = tiny.open_store(folder / kind, world, exporter=exporter)
-    while state.version < STEPS:
-        samples = tiny.random_samples(LENGTHS, seed=state.version)
-        reply = tiny.batch_reply(samples, world, capacity=CAPACITY, step=state.version)
-        metrics.append(Stepper(config, state, world).step(reply))
-        if state.version == SAVED_AT:
-            saved = tiny.content_of(state)
-            store.save(state)
+    metrics = tiny.train(config, state, world, until=SAVED_AT, lengths=LENGTHS, capacity=CAPACITY)
+    saved = tiny.content_of(state)
+    store.save(state)
+    metrics += tiny.train(config, state, world, until=STEPS, lengths=LENGTHS, capacity=CAPACITY)
     store.wait()
     served = dict(merged_tensors(state.model, torch.float32))
     weights = tiny.weights_of(state.model)

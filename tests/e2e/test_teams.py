@@ -10,13 +10,13 @@ from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3Fo
 
 import tiny
 from rank_processes import require_success, run_stages, stage_results, started_ranks
-from trireme.algo.packing import Sample, empty_micro_batch
+from trireme.algo.packing import empty_micro_batch
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import ActivationCheckpointing, Loss, Optimizer, TrainerConfig, TrainerModel
 from trireme.trainer.model.forward import compute_columns
 from trireme.trainer.model.model import load_model
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.step import Stepper, base_state
+from trireme.trainer.step import base_state
 
 pytestmark = pytest.mark.slow
 
@@ -62,16 +62,15 @@ def run(stage: Stage, models: Path, folder: Path, world: World) -> dict[str, Any
     model = load_model(config, str(models / stage.model), world)
     return {
         "gradients": {
-            name: (tiny.backward(model, batch(0), world, capacity=CAPACITY, loss=loss), tiny.take_gradients(model))
+            name: (
+                tiny.backward(model, tiny.random_samples(LENGTHS), world, capacity=CAPACITY, loss=loss),
+                tiny.take_gradients(model),
+            )
             for name, loss in LOSSES.items()
         },
         "empty": logprobs_of_an_empty_row(model, world),
         "trained": train(config, str(models / stage.model), folder, world),
     }
-
-
-def batch(step: int) -> list[Sample]:
-    return tiny.random_samples(LENGTHS, seed=step)
 
 
 def logprobs_of_an_empty_row(model: Any, world: World) -> list[bool]:
@@ -87,9 +86,7 @@ def train(model: TrainerModel, name: str, folder: Path, world: World) -> dict[st
     trainer = TrainerConfig(model=model, optim=optim, num_iterations=2, loss=loss)
     config = RunConfig(model=Model(name=name), trainer=trainer)
     state = base_state(config, world)
-    stepper = Stepper(config, state, world)
-    replies = (tiny.batch_reply(batch(step), world, capacity=CAPACITY, step=step) for step in range(2))
-    metrics = [stepper.step(reply) for reply in replies]
+    metrics = tiny.train(config, state, world, until=2, lengths=LENGTHS, capacity=CAPACITY)
     store = tiny.open_store(folder / "checkpoints", world)
     store.save(state)
     store.wait()

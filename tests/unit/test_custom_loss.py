@@ -23,7 +23,7 @@ def written(folder: Path, code: str) -> str:
     return f"{folder}/mine.py:loss"
 
 
-def loaded(path: str | None, **args: object) -> CustomLoss:
+def loaded(path: str, **args: object) -> CustomLoss:
     loss = load_custom_loss(resolve_loss(Loss(type="custom", path=path, args=args), length=1))
     assert loss is not None
     return loss
@@ -67,7 +67,6 @@ def test_what_it_returns_is_normalized_like_any_other(tmp_path):
         ("loss = 3\n", "no function is called `loss`"),
         ("def loss(columns:\n", "line 1"),
         ("raise RuntimeError('no')\ndef loss(columns): ...\n", "raised RuntimeError: no"),
-        (None, "without a path"),
         ("mine.py", "names no function"),
         ("mine:", "names no function"),
         ("no_such_file.py:loss", "no_such_file.py does not exist"),
@@ -78,7 +77,7 @@ def test_what_it_returns_is_normalized_like_any_other(tmp_path):
 def test_what_is_wrong_with_a_function_is_said_before_anything_is_trained(tmp_path, code, what):
     """Either a path, or the code of a file."""
     with pytest.raises(ConfigError) as error:
-        loaded(written(tmp_path, code) if code and "\n" in code else code)
+        loaded(written(tmp_path, code) if "\n" in code else code)
     assert what in str(error.value)
     assert "trainer.loss.path" in str(error.value)
     assert "xpected" in str(error.value)

@@ -24,9 +24,10 @@ from trireme.trainer.model.model import load_model, open_tokenizer
 from trireme.trainer.optim.optimizer import build_optimizer
 from trireme.trainer.parallel.mesh import World
 from trireme.trainer.publish.served_weights import merged_tensors, served_specs, served_tensors
-from trireme.trainer.step import Stepper, base_state
+from trireme.trainer.step import base_state
 
 LORA = Lora(rank=4, alpha=8)
+LENGTHS = [40, 30, 18, 33]
 SELECTIVE = ActivationCheckpointing(mode="selective")
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 128}
 SIZES = {"vocab_size": tiny.VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, **HEADS}
@@ -76,7 +77,7 @@ def trained(folder: Path, world: World, lora: Lora = LORA, steps: int = 2) -> Tr
 
 
 def samples(step: int) -> list:
-    return tiny.random_samples([40, 30, 18, 33], seed=step)
+    return tiny.random_samples(LENGTHS, seed=step)
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -245,7 +246,7 @@ def test_the_reference_is_the_base_model_without_a_second_copy(folder, world):
     assert state.reference is not None
     assert state.reference.model is state.model
     base = logits(load_model(TrainerModel(), str(folder), world))
-    metrics = step_all(config, state, world, steps=2)
+    metrics = tiny.train(config, state, world, until=2, lengths=LENGTHS)
     assert metrics[0]["reference_kl"] == 0.0
     assert metrics[1]["reference_kl"] > 0.0
     trained_before = tiny.weights_of(state.model)
@@ -258,19 +259,11 @@ def test_a_checkpoint_holds_adapters_only_and_training_goes_on_from_it_to_the_bi
     lora = LORA.model_copy(update={"dropout": 0.2})
     config = run_config(folder, lora, beta=0.5, reference_update_every=2)
     straight, resumed = base_state(config, world), base_state(config, world)
-    step_all(config, straight, world, steps=3)
+    tiny.train(config, straight, world, until=3, lengths=LENGTHS)
     assert {name for name in tensors_of(straight) if ".lora_" not in name} <= {"progress.skipped_in_a_row"}
     tiny.save(tmp_path, straight, world)
     load_checkpoint(resumed, tmp_path / "step_3", rank=0)
     assert tiny.are_equal(tiny.content_of(resumed), tiny.content_of(straight))
     for state in (straight, resumed):
-        step_all(config, state, world, steps=2)
+        tiny.train(config, state, world, until=5, lengths=LENGTHS)
     assert tiny.are_equal(tiny.content_of(resumed), tiny.content_of(straight))
-
-
-def step_all(config: RunConfig, state: TrainerState, world: World, steps: int) -> list[dict[str, float]]:
-    stepper = Stepper(config, state, world)
-    return [
-        stepper.step(tiny.batch_reply(samples(state.version), world, capacity=64, step=state.version))
-        for _ in range(steps)
-    ]

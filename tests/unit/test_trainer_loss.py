@@ -28,7 +28,7 @@ from trireme.trainer.model.forward import compute_columns
 from trireme.trainer.model.model import load_model
 from trireme.trainer.optim.optimizer import build_optimizer, set_lr
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.step import Stepper, base_state, forward_backward, merge_iterations, policy_gradient, update
+from trireme.trainer.step import base_state, forward_backward, merge_iterations, policy_gradient, update
 
 CAPACITY = 48
 LENGTHS = [30, 20, 12, 7]
@@ -94,11 +94,7 @@ def samples_at(step: int) -> list[Sample]:
 
 
 def go_on(config: RunConfig, state: TrainerState, world: World, *, until: int) -> list[dict[str, float]]:
-    stepper = Stepper(config, state, world)
-    return [
-        stepper.step(tiny.batch_reply(samples_at(step), world, capacity=CAPACITY, step=step))
-        for step in range(state.version, until)
-    ]
+    return tiny.train(config, state, world, until=until, lengths=LENGTHS, capacity=CAPACITY)
 
 
 def trained(config: RunConfig, world: World, *, until: int = 1) -> tuple[TrainerState, list[dict[str, float]]]:

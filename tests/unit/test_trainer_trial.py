@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from moe import save_moe
-from tiny import are_equal, batch_reply, content_of, open_state, random_samples, weights_of
+from tiny import are_equal, batch_reply, content_of, open_state, random_samples, train, weights_of
 from trireme.algo.packing import Sample
 from trireme.base.paths import RunPaths
 from trireme.config.losses import Loss
@@ -37,8 +37,7 @@ def trained(config: RunConfig, world: World, *, tried_at: list[int]) -> tuple[li
     for version in range(3):
         if version in tried_at:
             try_step(config, state, world)
-        reply = batch_reply(random_samples([30, 20, 12], seed=version), world, capacity=CAPACITY, step=version)
-        metrics.append(Stepper(config, state, world).step(reply))
+        metrics += train(config, state, world, until=version + 1, lengths=[30, 20, 12], capacity=CAPACITY)
     return metrics, content_of(state)
 
 

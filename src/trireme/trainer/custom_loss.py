@@ -23,8 +23,7 @@ def load_custom_loss(recipe: Loss) -> CustomLoss | None:
     """
     if recipe.surrogate != "custom":
         return None
-    if not recipe.path:
-        raise ConfigError(f'`trainer.loss.type = "custom"` without a path - expected a function. Set `{KEY}`.')
+    assert recipe.path, "`loss_problems` asks for a path"
     function = load_function(recipe.path, key=KEY)
     try:
         inspect.signature(function).bind(None, **recipe.args)
