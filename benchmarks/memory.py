@@ -150,11 +150,11 @@ def measured_bytes(case: Case, config: Any, world: Any) -> tuple[float, float]:
 
 def tried_bytes(config: Any, world: Any) -> float:
     """Of tensors, in the step that changes nothing."""
-    from trireme.trainer.step import base_state
+    from trireme.trainer.step import Stepper, base_state
     from trireme.trainer.try_step import try_step
 
     state = base_state(config, world)
-    return _held(state) + highest_of(lambda: try_step(config, state, world))
+    return _held(state) + highest_of(lambda: try_step(Stepper(config, state, world)))
 
 
 def batch_of(case: Case) -> Any:

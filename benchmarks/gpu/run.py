@@ -339,7 +339,7 @@ def a_tried_step(device: str) -> dict[str, Any]:
         config = RunConfig(device=device, seq_len=length, model=Model(name=folder), trainer=trainer)
         state = base_state(config, world)
         before = [parameter.detach().clone() for parameter in state.model.parameters()]
-        peaks = {"tried_gib": peak_gib(lambda: try_step(config, state, world), device)}
+        peaks = {"tried_gib": peak_gib(lambda: try_step(Stepper(config, state, world)), device)}
         after = list(state.model.parameters())
         assert all(torch.equal(one.to_local(), other.to_local()) for one, other in zip(before, after, strict=True))
         assert not state.optimizer.state

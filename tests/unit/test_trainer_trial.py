@@ -36,7 +36,7 @@ def trained(config: RunConfig, world: World, *, tried_at: list[int]) -> tuple[li
     state, metrics = base_state(config, world), []
     for version in range(3):
         if version in tried_at:
-            try_step(config, state, world)
+            try_step(Stepper(config, state, world))
         metrics += train(config, state, world, until=version + 1, lengths=[30, 20, 12], capacity=CAPACITY)
     return metrics, content_of(state)
 
@@ -79,7 +79,7 @@ def test_a_tried_step_holds_all_that_a_later_one_holds(tiny_model, world):
     state.model.base_model.register_forward_pre_hook(
         lambda *_: seen.append((sum(each.grad is not None for each in parameters), len(state.optimizer.state)))
     )
-    try_step(config, state, world)
+    try_step(Stepper(config, state, world))
     assert seen[-1] == (len(parameters), len(parameters))
     assert all(parameter.grad is None for parameter in parameters)
     assert not state.optimizer.state

@@ -142,7 +142,7 @@ class Trainer:
         if self.config.trainer.try_step and self.state.version < self.config.max_steps:
             with self.lane.doing("start", why="a step is tried"):
                 began = time.perf_counter()
-                try_step(self.config, self.state, self.world)
+                try_step(self._stepper)
                 peak_memory(self.world.device)  # resets the peak: that of the first step is its own
                 log.info("a step on a row of full length was tried: %.1f s", time.perf_counter() - began)
 

@@ -88,7 +88,7 @@ class Stepper:
         lr = set_lr(
             state.optimizer, trainer.optim, trainer.scheduler, step=state.version, max_steps=self.config.max_steps
         )
-        fixed = FixedLogprobs(recomputed=self._recipe.proximal == "recomputed", reference=state.reference)
+        fixed = self.fixed_logprobs()
         for model in (state.model, *([state.reference.model] if state.reference else [])):
             give_pictures(model, batch.pictures)
         if self.logprob_log:
@@ -100,25 +100,34 @@ class Stepper:
             state.reference.update_if_due(state.model, state.version)
         return metrics | {"lr": lr}
 
+    def fixed_logprobs(self) -> FixedLogprobs:
+        """Return what a batch's logprobs are compared with, still empty."""
+        return FixedLogprobs(recomputed=self._recipe.proximal == "recomputed", reference=self.state.reference)
+
+    def compute_gradients(
+        self, batch: BatchReply, fixed: FixedLogprobs, logprob_log: LogprobLog | None = None
+    ) -> dict[str, float]:
+        """Accumulate the gradients of the whole batch's loss; return metrics. A collective."""
+        return forward_backward(
+            self.state.model,
+            batch.micro_batches,
+            loss_tokens=batch.loss_tokens,
+            loss_samples=batch.loss_samples,
+            step=self.state.version,
+            loss_function=self._loss,
+            world=self.world,
+            fixed=fixed,
+            entropy_gradient=self._recipe.entropy_bonus > 0,
+            logprob_log=logprob_log,
+        ) | expert_metrics(self.state.model, self.world)
+
     def _iterate(self, batch: BatchReply, fixed: FixedLogprobs, logprob_log: LogprobLog | None) -> dict[str, float]:
         """Take one optimizer step on the whole batch."""
-        state = self.state
         with self.timer.span("forward_backward"):
-            metrics = forward_backward(
-                state.model,
-                batch.micro_batches,
-                loss_tokens=batch.loss_tokens,
-                loss_samples=batch.loss_samples,
-                step=state.version,
-                loss_function=self._loss,
-                world=self.world,
-                fixed=fixed,
-                entropy_gradient=self._recipe.entropy_bonus > 0,
-                logprob_log=logprob_log,
-            ) | expert_metrics(state.model, self.world)
+            metrics = self.compute_gradients(batch, fixed, logprob_log)
         self.before_weights_change()
         with self.timer.span("optimizer"):
-            return metrics | optimizer_step(state, self.config.trainer.optim)
+            return metrics | optimizer_step(self.state, self.config.trainer.optim)
 
 
 def merge_iterations(iterations: list[dict[str, float]]) -> dict[str, float]:

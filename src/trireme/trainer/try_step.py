@@ -15,20 +15,16 @@ from transformers import PreTrainedModel
 
 from trireme.algo.packing import positions
 from trireme.algo.weight_checks import probe_ids
-from trireme.config.losses import resolve_loss
 from trireme.config.run import RunConfig
 from trireme.journal.rank_shares import row_capacity
-from trireme.messages import MicroBatch, build_tokens
+from trireme.messages import BatchReply, MicroBatch, build_tokens
 from trireme.trainer.checkpoint.state import TrainerState
-from trireme.trainer.model.moe import expert_metrics
-from trireme.trainer.model.reference import FixedLogprobs
-from trireme.trainer.parallel.mesh import World
-from trireme.trainer.step import forward_backward, policy_gradient, update
+from trireme.trainer.step import Stepper, update
 
 SHORT = 2  # tokens of the shortest sample of which one is learned
 
 
-def try_step(config: RunConfig, state: TrainerState, world: World) -> None:
+def try_step(stepper: Stepper) -> None:
     """Compute gradients of the longest row that a batch can have. A collective.
 
     Gradients of earlier rows and the optimizer's state exist meanwhile, as in any step. Afterwards weights, state and
@@ -37,22 +33,19 @@ def try_step(config: RunConfig, state: TrainerState, world: World) -> None:
     Raises:
         RuntimeError: torch's own, if there is not enough memory.
     """
+    config, state, ranks = stepper.config, stepper.state, stepper.world.dp_size
     with _temporary_optimizer_state(state, config.trainer.optim.max_norm):
         _zero_gradients(state.model)
-        recipe = resolve_loss(config.trainer.loss, length=config.loss_length)
         row = longest_row(config, vocabulary=state.model.config.get_text_config().vocab_size, version=state.version)
-        forward_backward(
-            state.model,
-            [row],
-            loss_tokens=row.tokens.length * world.dp_size,
-            loss_samples=len(row.lengths) * world.dp_size,
+        num_samples = len(row.lengths) * ranks
+        batch = BatchReply(
             step=state.version,
-            loss_function=policy_gradient(recipe),
-            world=world,
-            fixed=FixedLogprobs(recomputed=recipe.proximal == "recomputed", reference=state.reference),
-            entropy_gradient=recipe.entropy_bonus > 0,
+            micro_batches=[row],
+            loss_tokens=row.tokens.length * ranks,
+            num_rollouts=num_samples,
+            loss_samples=num_samples,
         )
-        expert_metrics(state.model, world)  # takes the counts of these tokens, so that they count nowhere
+        stepper.compute_gradients(batch, stepper.fixed_logprobs())  # also takes the counts of experts for these tokens
         state.optimizer.zero_grad(set_to_none=True)
 
 
