@@ -10,7 +10,7 @@ from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3Fo
 
 import tiny
 from rank_processes import require_success, run_stages, stage_results, started_ranks
-from trireme.algo.packing import empty_micro_batch
+from trireme.algo.packing import unsampled_row
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import ActivationCheckpointing, Loss, Optimizer, TrainerConfig, TrainerModel
 from trireme.trainer.model.forward import compute_columns
@@ -74,7 +74,7 @@ def run(stage: Stage, models: Path, folder: Path, world: World) -> dict[str, Any
 
 
 def logprobs_of_an_empty_row(model: Any, world: World) -> list[bool]:
-    columns = compute_columns(model, empty_micro_batch(), world.device)
+    columns = compute_columns(model, unsampled_row([0], [1]), world.device)
     columns.logprobs.sum().backward()
     model.zero_grad(set_to_none=True)
     return columns.mask.tolist()

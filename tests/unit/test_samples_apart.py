@@ -15,10 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tiny import take_gradients
-from trireme.algo.packing import buckets, positions, share_prefixes
+from trireme.algo.packing import buckets, positions, share_prefixes, unsampled_row
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import TrainerModel
-from trireme.messages import MicroBatch, build_tokens
+from trireme.messages import MicroBatch
 from trireme.trainer.model import packed_attention
 from trireme.trainer.model.cpu_attention import attend_on_cpu
 from trireme.trainer.model.forward import Scorer, attach_scorer, scorer_of, shared_frac
@@ -100,10 +100,7 @@ def test_tokens_are_shared_where_everything_up_to_them_is_the_same_and_nowhere_e
 
 
 def row_of(samples: list[list[int]]) -> MicroBatch:
-    ids = np.concatenate(samples).tolist()
-    zeros = [0.0] * len(ids)
-    tokens = build_tokens(ids=ids, loss_mask=[1] * len(ids), logprobs=zeros, advantages=zeros, versions=[0] * len(ids))
-    return MicroBatch(tokens=tokens, lengths=[len(sample) for sample in samples], temperatures=[1.0] * len(samples))
+    return unsampled_row(np.concatenate(samples).tolist(), [len(sample) for sample in samples])
 
 
 def test_logprobs_and_gradients_of_samples_that_share_are_those_of_samples_that_share_nothing() -> None:

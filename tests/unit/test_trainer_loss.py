@@ -18,7 +18,7 @@ import tiny
 from families import build_config, save_family
 from trireme.algo.columns import LossFunction, Totals
 from trireme.algo.loss.loss import cross_entropy, policy_loss
-from trireme.algo.packing import Sample, empty_micro_batch, micro_batches_of_rank
+from trireme.algo.packing import Sample, micro_batches_of_rank, unsampled_row
 from trireme.config.losses import resolve_loss
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import Loss, Optimizer, Scheduler, TrainerConfig, TrainerModel
@@ -323,7 +323,7 @@ def test_an_empty_row_changes_nothing(tiny_model, world, loss_function):
     samples, model = tiny.random_samples([20]), tiny.open_state(tiny_model, world).model
     rows = micro_batches_of_rank(samples, capacity=64, rank=0, world=1)
     expected, gradient = passed(model, samples, world, loss_function, rows=rows)
-    padded = [empty_micro_batch(), *rows, empty_micro_batch()]
+    padded = [unsampled_row([0], [1]), *rows, unsampled_row([0], [1])]
     found, other_gradient = passed(model, samples, world, loss_function, rows=padded)
     assert found == expected
     assert tiny.are_equal(gradient, other_gradient)

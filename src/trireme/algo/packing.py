@@ -105,15 +105,16 @@ def rows_of(samples: list[Sample], rows: list[list[int]]) -> list[MicroBatch]:
             temperatures=[samples[i].temperature for i in row],
         )
         if row
-        else empty_micro_batch()
+        else unsampled_row([0], [1])  # keeps a rank in step with the others
         for row in rows
     ]
 
 
-def empty_micro_batch() -> MicroBatch:
-    """One token that no loss looks at: keeps a rank in step with the others."""
-    tokens = build_tokens(ids=[0], loss_mask=[0], logprobs=[0.0], advantages=[0.0], versions=[-1])
-    return MicroBatch(tokens=tokens, lengths=[1], temperatures=[1.0])
+def unsampled_row(ids: list[int], lengths: list[int]) -> MicroBatch:
+    """Build a row of tokens that no policy sampled and no loss looks at."""
+    zeros = [0.0] * len(ids)
+    tokens = build_tokens(ids=ids, loss_mask=[0] * len(ids), logprobs=zeros, advantages=zeros, versions=[-1] * len(ids))
+    return MicroBatch(tokens=tokens, lengths=lengths, temperatures=[1.0] * len(lengths))
 
 
 def positions(lengths: list[int]) -> np.ndarray:

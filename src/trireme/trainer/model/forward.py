@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 
 from trireme.algo.columns import Columns
 from trireme.algo.loss.logprobs import Choices
-from trireme.algo.packing import SharedPrefixes, positions, share_prefixes
+from trireme.algo.packing import SharedPrefixes, positions, share_prefixes, unsampled_row
 from trireme.algo.pictures import distinct_ids
 from trireme.algo.weight_checks import probe_ids
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
 from trireme.config.trainer import TrainerModel
-from trireme.messages import Kept, MicroBatch, build_tokens
+from trireme.messages import Kept, MicroBatch
 from trireme.trainer.model.head import Head, HeadOutput, NoHead, Targets, run_gathered, score_in_chunks
 from trireme.trainer.model.moe import mixtures_of, routes_argument
 from trireme.trainer.model.packed_attention import (
@@ -231,9 +231,7 @@ def _try_shortcuts(scorer: Scorer, device: torch.device) -> Scorer:
     model = scorer.model
     ids = probe_ids(model.config.get_text_config().vocab_size, PROMPT)
     ids[-7:-3] = ids[:4]  # the second of two samples begins like the first
-    zeros = [0.0] * PROMPT
-    tokens = build_tokens(ids=ids, loss_mask=[0] * PROMPT, logprobs=zeros, advantages=zeros, versions=[-1] * PROMPT)
-    row = MicroBatch(tokens=tokens, lengths=[PROMPT - 7, 7], temperatures=[1.0, 1.0])
+    row = unsampled_row(ids, [PROMPT - 7, 7])
     with _dropout_off(model), torch.no_grad():
         alone = replace(scorer, team=Team())
         own = alone.score(row, PLACES, device).logprobs

@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import Linear, LoraLayer, ParamWrapper
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from trireme.algo.weight_checks import PREFIX
 from trireme.base.errors import ConfigError
 from trireme.config.state_layers import MAMBA
 from trireme.config.trainer import TOWER, Dtype, Lora
-from trireme.trainer.model.sharding import class_name
-from trireme.trainer.parallel.shards import shard_of
+from trireme.trainer.model.sharding import class_name, reshard
+from trireme.trainer.parallel.shards import local_part, shard_of
 
 ADAPTER = "default"  # PEFT's name for the only one
 ALL_LINEAR = "all-linear"
@@ -344,8 +343,6 @@ def exchanged(model: PreTrainedModel, others: dict[str, torch.Tensor]) -> Iterat
 
 @torch.no_grad()
 def _overwrite(model: PreTrainedModel, values: dict[str, torch.Tensor]) -> None:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # parameters that are still gathered have the other values
+    reshard(model)  # parameters that are still gathered have the other values
     for name, tensor in trained_tensors(model).items():
-        shard_of(tensor).tensor.copy_(shard_of(values[name]).tensor)
+        local_part(tensor).copy_(local_part(values[name]))

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from trireme.algo.packing import unsampled_row
 from trireme.algo.weight_checks import probe_ids
-from trireme.messages import MicroBatch, Probe, build_tokens
+from trireme.messages import Probe
 from trireme.trainer.model.forward import scorer_of
 from trireme.trainer.model.sharding import decoder_layers
 
@@ -43,7 +44,7 @@ def compute_probe(
         *(torch.finfo(dtype).eps / 2 for dtype in dtypes if dtype != torch.float32)
     )  # of a rounded value
     places = np.arange(1, PROBE_TOKENS)
-    found = scorer.score(_row(ids, 1), places, device).logprobs
+    found = scorer.score(unsampled_row(ids, [PROBE_TOKENS]), places, device).logprobs
     if error == low_bit == 0:
         return Probe(ids=ids, logprobs=found.tolist())
     # Copies share nothing, and the head runs as the module that noise is added to.
@@ -57,21 +58,13 @@ def compute_probe(
     hooks = [layer.register_forward_hook(_add_noise(each, generator)) for layer, each in errors.items()]
     try:
         with torch.compiler.set_stance("force_eager"):
-            noisy = scorer.score(_row(ids, COPIES), places, device).logprobs
+            row = unsampled_row(ids * COPIES, [PROBE_TOKENS] * COPIES)
+            noisy = scorer.score(row, places, device).logprobs
     finally:
         for hook in hooks:
             hook.remove()
     noise = (noisy.view(COPIES, -1) - found).abs().mean(dim=1).max()
     return Probe(ids=ids, logprobs=found.tolist(), noise=float(noise))
-
-
-def _row(ids: list[int], copies: int) -> MicroBatch:
-    count = len(ids) * copies
-    zeros = [0.0] * count
-    tokens = build_tokens(
-        ids=ids * copies, loss_mask=[1] * count, logprobs=zeros, advantages=zeros, versions=[-1] * count
-    )
-    return MicroBatch(tokens=tokens, lengths=[len(ids)] * copies, temperatures=[1.0] * copies)
 
 
 def _add_noise(error: float, generator: torch.Generator) -> Callable[..., Any]:
