@@ -16,7 +16,7 @@ gradient 2,500 times smaller than the largest of its block keeps its m there and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,14 +82,6 @@ class AdamW8bit(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
         )
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state. torch's own method would turn codes into floats. Each rank takes its part of whole ranges."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        self.state.clear()
-        for number, saved in state_dict["state"].items():
-            parameter = parameters[number]
-            self.state[parameter] = {key: _as_held(key, tensor, parameter) for key, tensor in saved.items()}
-
 
 def block_of(parameter: torch.Tensor) -> int | None:
     """Return the number of values that share a range; None for moments in float32."""
@@ -101,12 +93,13 @@ def block_of(parameter: torch.Tensor) -> int | None:
 
 
 def in_eight_bits(saved: dict[str, torch.Tensor], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Convert the saved state of a parameter, in either form, to what this optimizer holds. Ranges may be whole."""
+    """Convert the saved state of a parameter, in either form, to what this optimizer holds."""
     block = block_of(parameter)
     if block is None:
         return in_float32(saved, parameter)
-    if RANGE in saved:
-        return saved
+    if RANGE in saved:  # whole on every rank, and sharded as the parameter except for the last dimension
+        ranges = saved[RANGE][shard_of(parameter).region[:-1]]
+        return saved | {RANGE: _sharded_as(parameter, ranges.contiguous())}
     mean, square = (local_part(saved[key]) for key in MOMENTS)
     *rows, length = mean.shape
     blocks = length // block
@@ -175,15 +168,6 @@ def _take_step(
 
 _compiled = torch.compile(_take_step, dynamic=False)
 """The step, compiled on a GPU to save passes over memory. A CPU runs it as it is: compiling takes half a minute."""
-
-
-def _as_held(key: str, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    if key == "step" or isinstance(tensor, DTensor):
-        return tensor
-    if not isinstance(parameter, DTensor):
-        return tensor.to(parameter.device)
-    rows = shard_of(parameter).region[:-1]  # ranges are sharded as their parameter, except for the last dimension
-    return _sharded_as(parameter, tensor[rows].contiguous())
 
 
 def _sharded_as(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -63,10 +63,6 @@ class Muon(torch.optim.AdamW):
         finally:
             self.param_groups = groups
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Skip AdamW's own method, which expects step counters that matrices do not have."""
-        torch.optim.Optimizer.__setstate__(self, state)
-
 
 def rate_of(shape: torch.Size) -> float:
     """Return the factor of `lr` that makes updates as large as AdamW's (arXiv 2502.16982, equation 4)."""

@@ -35,18 +35,16 @@ def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, sto
     Raises:
         ConfigError: it was saved by another kind of optimizer, or in an earlier format.
     """
-    parameters = dict(model.named_parameters())
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    saved = _read(parameters, stored)
-    groups = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    state: dict[int, Remembered] = {}
-    for number, (group, parameter) in enumerate(groups):
-        if remembered := saved.get(names[id(parameter)]):
-            has_momentum = isinstance(optimizer, torch.optim.SGD) or group.get("is_hidden")
-            if not ({MOMENTUM} if has_momentum else set(MOMENTS)) <= remembered.keys():
-                raise _another_kind(optimizer, saved)
-            state[number] = _as_held(remembered, parameter, optimizer)
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    saved = _read(dict(model.named_parameters()), stored)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        has_momentum = isinstance(optimizer, torch.optim.SGD) or group.get("is_hidden")
+        for parameter in group["params"]:
+            if remembered := saved.get(names[id(parameter)]):
+                if not ({MOMENTUM} if has_momentum else set(MOMENTS)) <= remembered.keys():
+                    raise _another_kind(optimizer, saved)
+                optimizer.state[parameter] = _as_held(remembered, parameter, optimizer)
 
 
 def _read(parameters: dict[str, torch.nn.Parameter], stored: StoredShards) -> dict[str, Remembered]:
@@ -76,7 +74,10 @@ def _as_held(remembered: Remembered, parameter: torch.Tensor, optimizer: torch.o
             "did - codes with them were expected, as small moments are lost without. Begin a new run with the weights "
             "of this one as `model.name`, or resume with the version that wrote the checkpoint."
         )
-    return (in_eight_bits if isinstance(optimizer, AdamW8bit) else in_float32)(remembered, parameter)
+    if isinstance(optimizer, AdamW8bit):
+        return in_eight_bits(remembered, parameter)
+    held = in_float32(remembered, parameter)
+    return held | {"step": held["step"].to(parameter.device)}  # where the fused kernel counts
 
 
 def _another_kind(optimizer: torch.optim.Optimizer, saved: dict[str, Remembered]) -> ConfigError:
