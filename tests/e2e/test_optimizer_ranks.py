@@ -15,7 +15,7 @@ from trireme.config.trainer import Lora, Loss, Optimizer, TrainerConfig, Trainer
 from trireme.trainer.checkpoint.checkpoint import load_checkpoint
 from trireme.trainer.model.lora import is_adapter, peft_name
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.publish.served_weights import merged_tensors
+from trireme.trainer.publish.served_weights import served_tensors
 from trireme.trainer.step import base_state
 
 KINDS = ("adamw", "adamw_8bit", "muon", "sgd", "adapters", "iterations")
@@ -54,7 +54,7 @@ def train(kind: str, model: Path, folder: Path, world: World) -> dict[str, Any]:
     store.save(state)
     metrics += tiny.train(config, state, world, until=STEPS, lengths=LENGTHS, capacity=CAPACITY)
     store.wait()
-    served = dict(merged_tensors(state.model, torch.float32))
+    served = dict(served_tensors(state.model, torch.float32))
     weights = tiny.weights_of(state.model)
     return {"begun": begun, "metrics": metrics, "saved": saved, "weights": weights, "served": served}
 

@@ -19,7 +19,7 @@ from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.model.model import load_model
 from trireme.trainer.optim.optimizer import build_optimizer
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.publish.served_weights import merged_tensors
+from trireme.trainer.publish.served_weights import served_tensors
 from trireme.transport.weights.buckets import spec_of
 
 
@@ -130,7 +130,7 @@ def adapted(tiny_model: Path, world: World, tmp_path: Path) -> tuple[Path, dict[
     state = TrainerState(model, build_optimizer(model, Optimizer(lr=1e-2)))
     train_step(state, random_samples([20, 30]), world)
     save_run(tmp_path / "run", state, base, world)
-    return tmp_path / "run", dict(merged_tensors(model, torch.bfloat16))
+    return tmp_path / "run", dict(served_tensors(model, torch.bfloat16))
 
 
 def test_adapters_are_merged_into_what_engines_got_also_where_the_base_model_has_moved(adapted, tmp_path):

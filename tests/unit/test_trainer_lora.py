@@ -23,7 +23,7 @@ from trireme.trainer.model.lora import is_adapter
 from trireme.trainer.model.model import load_model, open_tokenizer
 from trireme.trainer.optim.optimizer import build_optimizer
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.publish.served_weights import merged_tensors, served_specs, served_tensors
+from trireme.trainer.publish.served_weights import served_specs, served_tensors
 from trireme.trainer.step import base_state
 
 LORA = Lora(rank=4, alpha=8)
@@ -156,7 +156,7 @@ def test_adapters_are_served_after_their_base_model_as_the_specs_announce(folder
     assert all(torch.equal(tensor, base[name]) for name, tensor in list(served.items())[:-28])
     announced = [(spec.name, spec.dtype, spec.shape) for spec in served_specs(state.model, torch.float32)]
     assert announced == [(name, "float32", list(tensor.shape)) for name, tensor in served.items()]
-    merged = dict(merged_tensors(state.model, torch.float32))
+    merged = dict(served_tensors(trained(folder, world).model, torch.float32))
     name = "model.layers.1.mlp.up_proj"
     product = only[f"base_model.model.{name}.lora_B.weight"] @ only[f"base_model.model.{name}.lora_A.weight"]
     torch.testing.assert_close(base[f"{name}.weight"] + product, merged[f"{name}.weight"])

@@ -23,9 +23,8 @@ def check_request(request: Request, *, max_steps: int, num_batches: int) -> str 
         max_steps: of the run.
         num_batches: in the journal. No batch after the one being filled can be requested, and no later version trained.
     """
-    for problem in _problems(request, max_steps, num_batches):
-        return f"{type(request).__name__} {problem}"
-    return None
+    problem = next(_problems(request, max_steps, num_batches), None)
+    return problem and f"{type(request).__name__} {problem}"
 
 
 def _problems(request: Request, max_steps: int, num_batches: int) -> Iterator[str]:

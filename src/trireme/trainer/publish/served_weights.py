@@ -47,7 +47,7 @@ def served_tensors(
         only_adapters: leave out the base model, which does not change; only if `serves_adapters`.
     """
     if not serves_adapters(model):
-        yield from merged_tensors(model, dtype)
+        yield from _published(model, dtype, products(model))
         return
     if not only_adapters:
         yield from _published(model, dtype, {})
@@ -63,11 +63,6 @@ def serves_adapters(model: PreTrainedModel) -> bool:
     return adapters is not None and adapters.config.sync == "adapter"
 
 
-def merged_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the model with its adapters merged in: added in float32, then rounded. A collective."""
-    yield from _published(model, dtype, products(model))
-
-
 def exported_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield all that is trained, as a folder of adapters holds it: under PEFT's names, in float32. A collective."""
     for name, tensor in trained_tensors(model).items():
@@ -77,6 +72,7 @@ def exported_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor
 def _published(
     model: PreTrainedModel, dtype: torch.dtype, added: dict[str, Product]
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the model with these products added: in float32, then rounded. A collective."""
     names = hub_names(model)
     held = {base_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     for name in names.parameters:
