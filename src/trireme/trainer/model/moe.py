@@ -190,12 +190,11 @@ class Mixture:
             chosen = torch.where(known, self._routes.experts[:, self._index].to(own.dtype), own)
             weights = torch.where(known, self.weighing(logits, chosen).to(weights.dtype), weights)
         if torch.is_grad_enabled():  # count tokens that are trained on only
-            with torch.no_grad():
-                places = chosen.reshape(-1)
-                per_expert = torch.zeros(logits.shape[-1], dtype=torch.int64, device=own.device)
-                per_expert.scatter_add_(0, places, torch.ones_like(places))
-                moved = (own.sort(-1).values != chosen.sort(-1).values).any(-1)
-                counts = torch.cat([per_expert, known.sum()[None], moved.sum()[None]])
+            places = chosen.reshape(-1)
+            per_expert = torch.zeros(logits.shape[-1], dtype=torch.int64, device=own.device)
+            per_expert.scatter_add_(0, places, torch.ones_like(places))
+            moved = (own.sort(-1).values != chosen.sort(-1).values).any(-1)
+            counts = torch.cat([per_expert, known.sum()[None], moved.sum()[None]])
             self._counts = counts if self._counts is None else self._counts + counts
         return logits, weights, chosen
 

@@ -40,9 +40,8 @@ def compute_probe(
     """
     ids = probe_ids(model.config.get_text_config().vocab_size, PROBE_TOKENS)
     scorer = scorer_of(model, device)
-    error = math.hypot(
-        *(torch.finfo(dtype).eps / 2 for dtype in dtypes if dtype != torch.float32)
-    )  # of a rounded value
+    # The largest relative error of a rounded value; 0 in float32.
+    error = math.hypot(*(torch.finfo(dtype).eps / 2 for dtype in dtypes if dtype != torch.float32))
     places = np.arange(1, PROBE_TOKENS)
     found = scorer.score(unsampled_row(ids, [PROBE_TOKENS]), places, device).logprobs
     if error == low_bit == 0:
