@@ -1,6 +1,7 @@
 """Tensors in bytes, to the bit: what changed in them, their fingerprint, and two moments in 8 bits each."""
 
 import hashlib
+import math
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from trireme.algo import digest, patch
 from trireme.algo.digest import model_digest, tensor_digest
 from trireme.algo.patch import Form, Patch, apply_patch, build_patch, changed, to_bytes, to_integers, whole_patch
 from trireme.algo.weight_checks import first_difference
-from trireme.trainer.optim.adamw_8bit import decode, encode
+from trireme.trainer.optim.adamw_8bit import SPAN, decode, encode
 
 DTYPES = [torch.uint8, torch.bool, torch.int16, torch.int32, torch.int64]
 DTYPES += [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64]
@@ -149,3 +150,4 @@ def test_zeros_stay_zeros_and_nothing_else_becomes_one() -> None:
     square[0, :3] = torch.tensor([1.0, 1e-38, 1e-20])
     found = decode(*encode(mean, square, 2, 0.0))[1]
     assert torch.equal(found > 0, square > 0)
+    assert float(found[0, 1].sqrt()) == pytest.approx(math.exp(-SPAN), rel=1e-4)  # raised to what has a code of its own
