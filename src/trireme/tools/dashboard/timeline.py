@@ -167,7 +167,7 @@ class TimelinePage:
             theme.legend({what: color for what, color in ACTIVITIES.items() if what in seen})
         with self._answer:
             theme.heading("What holds it up, and which side should get more GPUs?")
-            ui.label(_sentence(shown.advice)).style("font-size: 16px; line-height: 1.5")
+            ui.label(f"{shown.advice[:1].upper()}{shown.advice[1:]}.").style("font-size: 16px; line-height: 1.5")
             for process, waits in shown.waits.items():
                 reasons = ", ".join(
                     f"{why} {share:.0%}" for why, share in waits[:MOST_REASONS] if share >= WORTH_TELLING
@@ -245,7 +245,3 @@ def _show_shares(process: str, shares: Shares) -> None:
                 color = ACTIVITIES.get(what, ACTIVITIES["other"])
                 ui.element("div").style(f"width: {share:.4%}; background: {color}").tooltip(f"{what} {share:.1%}")
         theme.soft(words)
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")

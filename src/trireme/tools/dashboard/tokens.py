@@ -63,9 +63,7 @@ def load_rollout(run: Path, step: int, number: int) -> LoadedRollout | str:
     return LoadedRollout(record, samples, [row for row in rows if row.group == record.row.group], has_texts)
 
 
-@lru_cache(maxsize=4)
-def _batch_file(file: Path) -> BatchFile:
-    return BatchFile(file)
+_batch_file = lru_cache(maxsize=4)(BatchFile)
 
 
 # the page
