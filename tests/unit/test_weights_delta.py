@@ -95,6 +95,8 @@ def test_a_delta_that_cannot_be_applied_ends_the_transfer_on_both_sides_at_once(
 def test_a_head_that_makes_no_sense_is_refused(row):
     model = {"norm": torch.zeros(16)}
     copy, specs = HostCopy(), specs_of(model)
+    with pytest.raises(RuntimeError, match="arrived before its values"):
+        copy.body_size(specs, torch.tensor([[int(Form.BITS), 1]]))
     whole = patches(model, None)
     assert dict(copy.take(specs, pack_head(whole, CPU), pack_body(whole, CPU))).keys() == {"norm"}
     with pytest.raises(RuntimeError, match="a patch of norm changes"):

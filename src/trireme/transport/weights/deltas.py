@@ -43,26 +43,20 @@ class HostCopy:
 
     def _sizes(self, specs: list[TensorSpec], head: torch.Tensor) -> Iterator[tuple[int, int]]:
         for spec, (form, count) in zip(specs, head.tolist(), strict=True):
-            tensor = self._tensor(spec, is_whole=form == Form.WHOLE)
+            tensor = self._tensors.get(spec.name)
+            if tensor is None or (tensor.dtype, list(tensor.shape)) != (dtype_of(spec), spec.shape):
+                if form != Form.WHOLE:
+                    raise RuntimeError(
+                        f"a patch of {spec.name} arrived before its values - the first transfer to an engine was "
+                        "expected to bring all values. The transfer is broken and will be retried"
+                    )
+                tensor = self._tensors[spec.name] = torch.empty(spec.shape, dtype=dtype_of(spec))
             if not (0 <= form < len(Form) and 0 <= count <= tensor.numel()):
                 raise RuntimeError(
                     f"a patch of {spec.name} changes {count} of {tensor.numel()} values in form {form} - at most all "
                     f"values and a form below {len(Form)} were expected. The transfer is broken and will be retried"
                 )
             yield sizes_of(Form(form), count, tensor)
-
-    def _tensor(self, spec: TensorSpec, *, is_whole: bool) -> torch.Tensor:
-        found = self._tensors.get(spec.name)
-        if found is not None and (found.dtype, list(found.shape)) == (dtype_of(spec), spec.shape):
-            return found
-        if not is_whole:
-            raise RuntimeError(
-                f"a patch of {spec.name} arrived before its values - the first transfer to an engine was expected to "
-                "bring all values. The transfer is broken and will be retried"
-            )
-        fresh = torch.empty(spec.shape, dtype=dtype_of(spec))
-        self._tensors[spec.name] = fresh
-        return fresh
 
     def take(
         self, specs: list[TensorSpec], head: torch.Tensor, body: torch.Tensor

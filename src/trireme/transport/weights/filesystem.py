@@ -65,11 +65,7 @@ class FilesystemReceiver(Receiver):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._copy = HostCopy()
-
-    def join(self, epoch: str, rank: int, world_size: int) -> None:
-        """Nothing to join; what came in another epoch is no longer patched."""
-        self._copy = HostCopy()
+        self._copy = HostCopy()  # of one epoch: an engine opens another receiver for the next
 
     def tensors(self, specs: list[TensorSpec], payload: dict) -> Iterator[tuple[str, torch.Tensor]]:
         paths = sorted(Path(payload["folder"]).glob("*.safetensors"))
