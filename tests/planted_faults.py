@@ -99,14 +99,6 @@ def train_a_group_again(config: RunConfig) -> None:
     rewrite_batch(config, 3, lambda record: record.rollouts.extend(before))
 
 
-def exchange_examples(record: BatchRecord) -> None:
-    one, other = record.rollouts[:GROUP], record.rollouts[GROUP:]
-    example = other[0].example
-    assert one[0].env != other[0].env or one[0].example != example
-    for rollout in one:
-        rollout.env, rollout.example = other[0].env, example
-
-
 def change_dropped(reason: str, how: Callable[[list[Dropped], Dropped], Any]) -> Plant:
     def plant(config: RunConfig) -> None:
         journal = Journal(config.paths.journal)
@@ -141,7 +133,6 @@ def copy_checkpoint(config: RunConfig) -> None:
 
 remove_row = change_lines(lambda rows: rows.remove(row_of(rows, "orchestrator", 2)))
 remove_step = change_lines(lambda rows: rows.remove(row_of(rows, "trainer", 2)))
-change_metric = change_lines(lambda rows: row_of(rows, "orchestrator", 2).update({"reward/mean": 0.123}))
 add_line = change_lines(lambda rows: rows.append(row_of(rows, "trainer", 2) | {"step": 6}))
 
 
@@ -181,7 +172,6 @@ FAULTS: dict[str, Fault] = {
     "group numbers leap": (put(4, "state.next_group", 10**15), 4, "the next group is 1000000000000000"),
     "a counter is wrong": (change(3, "state.counters.trained", one_more), 3, "state.counters.trained is 25"),
     # the data order
-    "an example is another": (edit(2, exchange_examples), 2, "group .* is . example"),
     "the place in the data is another": (change(3, "state.cursors.a.position", one_more), 3, "state.cursors.a is"),
     "the data set is unknown": (put(0, "state.sizes", {}), 0, "training sets as nothing"),
     # tokens
@@ -203,7 +193,6 @@ FAULTS: dict[str, Fault] = {
     "a manifest is gone": (remove(f"checkpoints/step_2/{MANIFEST}"), 2, "it is half a checkpoint"),
     "a checkpoint is too new": (copy_checkpoint, 5, "checkpoint 9 is there, and metrics.jsonl has no line .* step 5"),
     # metrics
-    "a metric is another": (change_metric, 2, "in metrics.jsonl reward/mean is 0.123"),
     "a line of the orchestrator is gone": (remove_row, 2, "batch 2 has no line of the orchestrator"),
     "a line of the trainer is gone": (remove_step, 2, "step 2 has no line of the trainer"),
     "a line is about a step that never was": (add_line, 6, "lines of the trainer for step 6; there are 5 batches"),

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import planted_faults
-from planted_faults import FAULTS, RICH_FAULTS, Fault, change_column, change_lines, replaced, row_of
+from planted_faults import FAULTS, RICH_FAULTS, Fault, change_column, change_lines, flip_last, replaced, row_of
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
 from trireme.cli.runs.audit import audit
@@ -129,15 +129,11 @@ def test_what_may_happen_to_the_files_of_a_run_is_no_contradiction(config: RunCo
     assert "2. confirmation says that model.norm.weight" in note
 
 
-def test_the_summary_counts_what_there_is(written: dict[bool, RunConfig]) -> None:
+def test_the_summary_counts_tokens_that_are_trained_on(written: dict[bool, RunConfig]) -> None:
     journal = Journal(written[True].paths.journal)
-    records = [journal.read(step) for step in range(5)]
-    summary = assert_holds(written[True].paths.root).summary
-    assert summary.dropped == sum(len(record.dropped) for record in records) == sum(summary.dropped_for.values())
-    assert (summary.trained, summary.groups) == (30, records[-1].state.next_group)
-    assert (summary.open_groups, summary.versions_confirmed) == (len(records[-1].state.open_groups), 6)
-    trained = [rollout for record in records for rollout in record.rollouts if rollout.masked is None]
-    assert summary.trained_tokens == sum(int(sample.loss_mask.sum()) for one in trained for sample in one.samples)
+    rollouts = [rollout for step in range(5) for rollout in journal.read(step).rollouts if rollout.masked is None]
+    expected = sum(int(sample.loss_mask.sum()) for rollout in rollouts for sample in rollout.samples)
+    assert assert_holds(written[True].paths.root).summary.trained_tokens == expected
 
 
 def test_the_command_shows_the_first_contradiction_all_or_json_and_exits_with_0_1_or_2(
@@ -242,12 +238,6 @@ def write_turns(file: Path, turns: list[TurnRecord]) -> None:
     log.close()
 
 
-def flip_a_byte(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-
-
 def of_last_turn(**changed: Any) -> Callable[[Path], None]:
     def change(file: Path) -> None:
         *turns, last = read_turns(file)
@@ -259,7 +249,7 @@ def of_last_turn(**changed: Any) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("plant", "words"),
     [
-        (flip_a_byte, "that is missing on disk"),
+        (lambda file: file.write_bytes(flip_last(file.read_bytes())), "that is missing on disk"),
         (lambda file: write_turns(file, read_turns(file)[:-1]), "that is missing on disk"),
         (lambda file: write_turns(file, read_turns(file)[1:]), "left out 1 turns that are missing on disk"),
         (lambda file: write_turns(file, read_turns(file)[:1] + read_turns(file)), "answered 1 turns that are in no"),
