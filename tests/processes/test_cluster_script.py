@@ -8,13 +8,13 @@ import stat
 import subprocess
 import sys
 import textwrap
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stage import until
 from trireme.tools.cluster.job import NODE_SCRIPT, SECRETS, Job, SubmitOptions, node_script, write_secrets
 from trireme.tools.cluster.nodes import plan_nodes
 from trireme.tools.cluster.slurm import batch_script
@@ -182,10 +182,7 @@ def test_every_process_is_told_all_addresses_its_place_and_its_gpus(machine):
 def test_a_machine_that_is_asked_to_end_asks_each_process_once_and_waits(machine, number):
     """Twice would mean "at once" to `rl`."""
     process = machine.start(1, trainer=["stay"], orchestrator=["stay"])
-    give_up = time.monotonic() + DEADLINE_S
-    while not (machine.notes("trainer") and machine.notes("orchestrator")):
-        assert time.monotonic() < give_up
-        time.sleep(0.01)
+    until(lambda: machine.notes("trainer") and machine.notes("orchestrator"))
     process.send_signal(number)
     said, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 143, said
