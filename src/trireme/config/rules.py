@@ -34,13 +34,7 @@ from trireme.config.problems import raise_together
 from trireme.config.run import RunConfig, place_of
 from trireme.config.sft import SftConfig, sft_problems
 from trireme.config.state_layers import leaves_out_vision, mixers_of, serving_problems
-from trireme.config.trainer import (
-    ENGINE_RANKS,
-    lora_problems,
-    model_problems,
-    optim_launch_problems,
-    optim_problems,
-)
+from trireme.config.trainer import ENGINE_RANKS, lora_problems, model_problems, optim_launch_problems, optim_problems
 from trireme.config.vision import OF_PICTURES, picture_run_problems
 
 

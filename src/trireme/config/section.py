@@ -42,12 +42,7 @@ class Section(BaseModel):
 Kind = Literal["section", "sections", "list", "table", "choice", "bool", "integer", "number", "text"]
 
 _SCALARS: dict[Any, Kind] = {bool: "bool", int: "integer", float: "number", str: "text", Path: "text"}
-_WORDS: dict[Kind, str] = {
-    "section": "table",
-    "sections": "array of tables",
-    "table": "table",
-    "bool": "true or false",
-}
+_WORDS: dict[Kind, str] = {"section": "table", "sections": "array of tables", "table": "table", "bool": "true or false"}
 _BOUNDS = {Gt: ("gt", ">"), Ge: ("ge", ">="), Lt: ("lt", "<"), Le: ("le", "<=")}
 
 

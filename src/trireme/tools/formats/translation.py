@@ -115,12 +115,7 @@ def as_toml(translation: Translation) -> str:
 
 
 def translate(
-    format: Format,
-    table: dict[str, Any],
-    devices: Devices,
-    *,
-    where: str = "the file",
-    flags: Sequence[TypedFlag] = (),
+    format: Format, table: dict[str, Any], devices: Devices, *, where: str = "the file", flags: Sequence[TypedFlag] = ()
 ) -> Translation:
     """Translate a file that was read already.
 
