@@ -136,8 +136,8 @@ def test_a_process_reads_its_own_file_or_the_whole_runs(flags, max_steps, run_mo
     """Without a whole file, its flags mean its own table first."""
     write("own.toml", 'max_steps = 3\n[model]\nname = "a/b"\n[optim]\nlr = 0.5')
     write("run.toml", 'max_steps = 7\n[model]\nname = "a/b"\n[trainer.optim]\nlr = 0.5\n[orchestrator]\nbatch_size=16')
-    config = load(f"{flags} --seq-len 9", section="trainer")
-    assert (config.max_steps, config.seq_len) == (max_steps, 9)
+    config = load(f"{flags} --seq-len 9 --no-restart", section="trainer")
+    assert (config.max_steps, config.seq_len, config.supervisor.restart) == (max_steps, 9, False)
     assert (config.model.name, config.trainer.model.name) == (run_model or RunConfig().model.name, trainer_model)
     assert (config.trainer.optim.lr, config.trainer.optim.eps) == (0.5, 0.1)
 

@@ -53,13 +53,12 @@ def run_translated(program: str, argv: list[str]) -> int:
     if command.dry_run:
         return dry_run(config, devices)
     with their_keys_named(typed.file, typed.translation):
-        for section in STARTED.get(program, (None,)):
-            check_launch(config, devices, section=section)
-    if program in PANES and not command.one_terminal and wants_panes(command.session):
-        again = [sys.executable, "-m", __spec__.name, program, *_without_session(argv), "--one-terminal"]
-        return open_panes(command.session or program, config.paths, PANES[program], again)
-    set_variables(typed.translation.env_files)
-    return launch(config, devices, STARTED.get(program, ()))
+        if program in PANES and not command.one_terminal and wants_panes(command.session):
+            check_launch(config, devices)  # while it can be seen in this terminal
+            again = [sys.executable, "-m", __spec__.name, program, *_without_session(argv), "--one-terminal"]
+            return open_panes(command.session or program, config.paths, PANES[program], again)
+        set_variables(typed.translation.env_files)
+        return launch(config, devices, STARTED.get(program, ()))
 
 
 def _without_session(argv: list[str]) -> list[str]:
