@@ -1,10 +1,11 @@
-"""Pictures of each view of the dashboard, of a run's folder, for docs/dashboard.md.
+"""Pictures of each view of the dashboard, and of the viewer in a terminal, of a run's folder, for the documentation.
 
 python scripts/dashboard_pictures.py RUN [--out docs/dashboard] [--dark]
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from argparse import ArgumentParser
 from pathlib import Path
@@ -17,10 +18,13 @@ from playwright.sync_api import Page, expect
 
 from chromium import open_chromium, picture
 from dashboard_walk import VIEWS, colour, dashboard_of, search
+from viewing import Viewer, view
 
 SIZE = (1440, 900)
 MOST_BYTES = 200_000  # of a picture in the repository
 SETTLE_MS = 700  # charts draw themselves after they are there
+VIEWER_KEYS = (*["down"] * 4, "enter", "down", "enter")  # to a rollout of an evaluation
+FETCHED = re.compile(r"@font-face\s*\{.*?\}\s*|<!--.*?-->\s*", re.DOTALL)
 
 
 def main() -> None:
@@ -35,6 +39,14 @@ def main() -> None:
             for name in VIEWS:
                 take(watched.page, name, arguments.out / f"{name}.png")
             assert not watched.troubles, watched.troubles
+    view(arguments.run, lambda viewer: take_viewer(viewer, arguments.out.parent / "evaluation-view.svg"), size=(120, 30))
+
+
+async def take_viewer(viewer: Viewer, file: Path) -> None:
+    """Write the screen in the fonts of its reader, so that nothing is fetched."""
+    await viewer.press(*VIEWER_KEYS)
+    file.write_text(FETCHED.sub("", viewer.app.export_screenshot(title=viewer.app.TITLE, simplify=True)))
+    print(f"{file}: {file.stat().st_size:,} bytes")
 
 
 def take(page: Page, name: str, file: Path) -> None:
