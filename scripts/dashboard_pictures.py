@@ -39,7 +39,9 @@ def main() -> None:
             for name in VIEWS:
                 take(watched.page, name, arguments.out / f"{name}.png")
             assert not watched.troubles, watched.troubles
-    view(arguments.run, lambda viewer: take_viewer(viewer, arguments.out.parent / "evaluation-view.svg"), size=(120, 30))
+    view(
+        arguments.run, lambda viewer: take_viewer(viewer, arguments.out.parent / "evaluation-view.svg"), size=(120, 30)
+    )
 
 
 async def take_viewer(viewer: Viewer, file: Path) -> None:
