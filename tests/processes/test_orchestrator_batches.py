@@ -17,17 +17,13 @@ from trireme.base.errors import FINAL_EXIT_CODES
 from trireme.base.waiting import Waits
 from trireme.config.files import write_run
 from trireme.config.run import RunConfig
-from trireme.journal.journal import Journal
 from trireme.journal.rank_shares import DealtBatch
 from trireme.journal.records import BatchRecord
 from trireme.journal.versions import Versions
-from trireme.launch.resume import rewind
-from trireme.monitor.metrics import MetricsFile
 from trireme.orchestrator.evaluation.results import read_eval_results, results_path
 from trireme.orchestrator.scheduler import Scheduler
 from trireme.orchestrator.weights.policy import Policy
 from trireme.tools.audit.audit import audit_run
-from trireme.tools.audit.report import Report as AuditReport
 from whole_run import WholeRun, block_until, build_config, entries, run
 
 REWARD = """
@@ -45,7 +41,6 @@ def reward(completion, answer):
     calls += 1
     usual = (len(completion) * 7 + ord(completion[0])) % 10 / 10
     """
-STORMY = REWARD.replace("/ 10\n", "// 8\n") + "return usual if calls % 10 else 1 / 0"
 EVEN_ONES_SAY_NOTHING = REWARD + "return usual if answer % 2 else 0.5"
 EVEN_ONES_FAIL = REWARD + "return usual if answer % 2 else 1 / 0"
 ALL_ALIKE = REWARD + "return 0.5"
@@ -197,18 +192,6 @@ def test_when_no_batch_can_become_full_the_run_ends_with_the_words_of_what_fails
     assert outcome.records == []
 
 
-async def slow_now_and_then(asked):
-    await asyncio.sleep(0.1 if asked.number % 17 == 0 else 0.0)
-
-
-STORM = {"delay": slow_now_and_then, "refuse": lambda asked: 400 if asked.number % 19 == 0 else None}
-
-
-def stormy_config(folder: Path, level: int) -> RunConfig:
-    how = {"max_off_policy_steps": level, "max_rollout_attempts": 2, "oversampling_factor": 2.0}
-    return build_config(folder, STORMY, max_async_level=level, max_steps=8, orchestrator=FILTERED | how)
-
-
 def test_a_rollout_that_is_issued_again_because_its_worker_died_is_trained_on_once(tmp_path):
     records = whole_batches_of(run(build_config(tmp_path, DIES_ONCE, max_steps=2)), reasons=())
     assert (tmp_path / "died").exists()
@@ -293,18 +276,13 @@ EVERYTHING: dict[str, Any] = {
 }  # fmt: skip
 
 
-def with_second_environment(config: RunConfig, folder: Path, **more: Any) -> dict[str, Any]:
-    values = config.model_dump()
-    first = values["orchestrator"]["env"][0]
-    second = shutil.copy(folder / "toy.py", folder / "second.py")
-    values["orchestrator"]["env"] = [first, first | {"id": str(second)} | more]
-    return values
-
-
 def curated_config(folder: Path, level: int, **orchestrator: Any) -> RunConfig:
     """Two environments, the second one from batch 2 on, alone once it is worth 0.9: never."""
     config = build_config(folder, EASY_AND_HARD, max_async_level=level, max_steps=6, orchestrator=orchestrator)
-    values = with_second_environment(config, folder, name="later", args={"size": 5})
+    values = config.model_dump()
+    (first,) = values["orchestrator"]["env"]
+    second = shutil.copy(folder / "toy.py", folder / "second.py")
+    values["orchestrator"]["env"] = [first, first | {"id": str(second), "name": "later", "args": {"size": 5}}]
     values["orchestrator"]["curriculum"] = [
         {"weights": {"say": 1.0}},
         {"weights": {"say": 1.0, "later": 0.5}, "from_step": 2},
@@ -351,57 +329,6 @@ def test_a_run_that_goes_by_everything_at_once_and_stopped_in_the_midst_is_what_
         whole = curated_config(tmp_path / "whole", level, **EVERYTHING)
         assert run(whole, engine=RAMBLING).error is None
         assert entries(config) == entries(whole)
-
-
-# audited while they go on
-
-
-def holds(config: RunConfig) -> AuditReport:
-    report = audit_run(config.paths.root)
-    assert report.holds, report.text(everything=True)
-    return report
-
-
-def run_and_audit(config: RunConfig, *, until: int, engine: dict[str, Any], version: int = 0) -> None:
-    """Run up to a version, and audit meanwhile. The trainer writes lines as the real one does."""
-    count, metrics = 0, MetricsFile(config.paths.metrics, process="trainer")
-
-    async def look(running):
-        nonlocal count
-        while running.orchestrator.policy.version < until and not running.trainer.stop.is_set():
-            await asyncio.to_thread(holds, config)
-            count += 1
-            await asyncio.sleep(0.01)
-
-    def write_line(version: int) -> None:
-        if version:
-            metrics.append(version - 1, {"loss": 0.1})
-
-    trainer = {"before_step": write_line, "version": version, "until": until}
-    outcome = run(config, engine=engine, trainer=trainer, meanwhile=look, stop_after_meanwhile=until < config.max_steps)
-    assert count > 1
-    assert outcome.error is None
-
-
-def test_a_stormy_run_that_is_stopped_resumed_and_rewound_holds_at_every_moment(tmp_path):
-    few = {"name": "few", "weight": 0.5, "args": {"size": 3}}
-    config = RunConfig.model_validate(with_second_environment(stormy_config(tmp_path, 2), tmp_path, **few))
-    write_run(config, config.paths.run_config)
-    run_and_audit(config, until=3, engine=dict(STORM))
-    assert 3 <= holds(config).summary.batches < 8
-    resumed = config.model_copy(update={"resume": True})
-    run_and_audit(resumed, until=8, engine=dict(STORM), version=Versions(config.paths.journal).newest)
-    summary = holds(config).summary
-    assert (summary.batches, summary.trained, summary.versions_confirmed) == (8, 64, 9)
-    assert {"score", "no signal"} < {reason.partition(":")[0] for reason in summary.dropped_for}, summary
-    before = Journal(config.paths.journal).path(5).read_bytes()
-    rewind(config.paths, 3)
-    assert holds(config).summary.batches == 3
-    run_and_audit(resumed, until=8, engine={"delay": slow_now_and_then}, version=3)
-    summary = holds(config).summary
-    assert summary.batches == 8
-    assert Journal(config.paths.journal).path(5).read_bytes() != before
-    assert summary.set_aside
 
 
 # examples that break what reads them cost those rollouts: the run, and its evaluation, go on
