@@ -134,18 +134,15 @@ def test_a_package_that_supports_another_python_gets_that_one(root, build, tmp_p
         assert f"--python {python} " in (tmp_path / "calls").read_text()
 
 
-def test_a_failed_install_shows_the_last_words_of_uv_and_is_tried_again(build, tmp_path):
+def test_what_stops_an_install_is_named_with_what_to_do_and_is_tried_again(build, tmp_path, monkeypatch):
     log = tmp_path / "install.log"
     with pytest.raises(ConfigError, match=rf"uv ended with code 2(.|\n)*no version of numpie(.|\n)*{log}"):
         build('echo "no version of numpie"; exit 2', log_file=log)
     assert build().exists()
-
-
-def test_a_cache_that_cannot_be_written_to_and_a_missing_uv_are_named_with_what_to_do(build, tmp_path, monkeypatch):
     monkeypatch.delenv("UV", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"uv was not found(.|\n)*pip install uv"):
-        build(uv=None)
+        build(uv=None, again=True)
     (tmp_path / "file").touch()  # where a folder is to be
     with pytest.raises(ConfigError, match=rf"installed in {tmp_path}/file/environments.*set XDG_CACHE_HOME"):
         build(cache=tmp_path / "file")

@@ -122,7 +122,7 @@ def test_an_environment_that_stops_waiting_for_a_turn_ends_the_turn(toys):
     assert (done.stop, done.reward) == ("timeout_reached", 0.25)
 
 
-def test_a_group_is_scored_by_its_group_rewards_and_its_own_together(toys):
+def test_a_group_is_scored_by_its_group_rewards_and_its_own_together_or_fails_as_a_whole(toys):
     async def use(environment):
         assert environment.group_rewards
         return await run_group(environment, ["5 and much more", "5", "six", "7"], index=5)
@@ -131,16 +131,10 @@ def test_a_group_is_scored_by_its_group_rewards_and_its_own_together(toys):
     assert [outcome.reward for outcome in outcomes] == [0.5, 1.5, 0.0, 1.0]
     assert [outcome.metrics["rank"] for outcome in outcomes] == [3.0, 0.0, 2.0, 0.0]
     assert [outcome.turn_rewards for outcome in outcomes] == [[]] * 4  # verifiers gives each turn the rollout's own
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [("short", "returned 1 values for a group of 3 rollouts"), ("nan", "returned nan - expected a finite number")],
-)
-def test_a_group_reward_of_the_wrong_shape_fails_its_whole_group(toys, value, words):
-    outcomes = toys("bad_group", lambda environment: run_group(environment, ["a", "b", "c"]), value=value)
-    assert [(type(outcome), outcome.stage) for outcome in outcomes] == [(RolloutFailed, "score")] * 3
-    assert all(f"`judge` {words}" in outcome.error for outcome in outcomes)
+    for value, words in (("short", "1 values for a group of 3 rollouts"), ("nan", "nan - expected a finite number")):
+        outcomes = toys("bad_group", lambda environment: run_group(environment, ["a", "b", "c"]), value=value)
+        assert [(type(outcome), outcome.stage) for outcome in outcomes] == [(RolloutFailed, "score")] * 3
+        assert all(f"`judge` returned {words}" in outcome.error for outcome in outcomes)
 
 
 async def turn_by_turn(question: Ask) -> Reply:
