@@ -246,6 +246,9 @@ def test_a_port_in_use_is_named_with_its_server_by_the_process_that_listens_ther
     assert not any(str(busy_port) in text for text in launch_problems(resolved(flags), CPU, section="trainer"))
     there = f"--hosts.orchestrator 203.0.113.1 --ports.batches {busy_port} --device cpu"
     assert refusals(f"--model.name a/b {there}", f"port {busy_port}", at_launch=True) == []
+    agent = f"--env.0.id a --env.0.agent.external true --env.0.agent.port {busy_port}"
+    agent = f"--model.name a/b {prefixed('orchestrator', agent)}"
+    assert len(refusals(agent, "is in use, wanted for agent programs", at_launch=True)) == 1
 
 
 def test_a_local_model_folder_must_hold_a_model():

@@ -469,6 +469,7 @@ def file_problems(config: RunConfig, *, section: ProcessName | None = None) -> I
 PORTS: dict[str, tuple[ProcessName, str]] = {
     "inference.server.port": ("inference", "the inference server"),
     "orchestrator.server.port": ("orchestrator", "the orchestrator's status server"),
+    "orchestrator.env.agent.port": ("orchestrator", "agent programs and clients of a harness"),
     "ports.batches": ("orchestrator", "batches from the orchestrator to the trainer"),
     "ports.weights": ("trainer", "the meeting of trainer and engines"),
     "ports.ranks": ("trainer", "the meeting of the trainer's ranks"),
@@ -482,6 +483,11 @@ def ports(config: RunConfig) -> list[tuple[str, str, int]]:
     known = (
         ("inference.server.port", config.inference.server.host, config.inference.server.port),
         ("orchestrator.server.port", config.orchestrator.server.host, config.orchestrator.server.port),
+        *(
+            ("orchestrator.env.agent.port", each.agent.host, each.agent.port or None)
+            for each in config.orchestrator.all_environments
+            if each.agent is not None
+        ),
         ("ports.batches", config.hosts.orchestrator, config.ports.batches),
         ("ports.weights", trainers[0], config.ports.weights),
         ("ports.ranks", trainers[0], config.ports.ranks if len(trainers) > 1 else None),
@@ -494,9 +500,10 @@ def port_problems(config: RunConfig, key: str) -> Iterator[str]:
     for name, host, port in ports(config):
         if name == key and port and port_is_free(0, host) and not port_is_free(port, host):
             free = next((number for number in range(port + 1, min(port + 50, 65536)) if port_is_free(number, host)), 0)
+            flag = f"`--{key.replace('_', '-')} {free}`" if ".env." not in key else f"`port = {free}` in its file"
             yield (
                 f"port {port} on {host} is in use, wanted for {PORTS[key][1]} ({key}) - expected a free one. `lsof -i "
-                f":{port}` shows which process has it; or take another: `--{key.replace('_', '-')} {free}`."
+                f":{port}` shows which process has it; or take another: {flag}."
             )
 
 
