@@ -1,6 +1,6 @@
-"""What Python has no function for: namespaces, mounts and system call filters of Linux, through ctypes.
+"""Namespaces, mounts and system call filters of Linux, through ctypes, as Python has no functions for them.
 
-Surprising: `os.fork` cannot make namespaces, and `os.unshare` would need one process more for the new process numbers
+`os.fork` cannot make namespaces, and `os.unshare` would need one process more for the new process numbers
 to count. `clone` is therefore called directly; the caller has one thread, so nothing is left locked in the child.
 """
 
@@ -94,7 +94,7 @@ IOCTLS = (0x8901, 0x8902, 0x5412, 0x541C, 0x40086602)  # FIOSETOWN, SIOCSPGRP, T
 
 
 def number(name: str) -> int | None:
-    """Of a system call on this machine; None where it has no such call."""
+    """Return the number of a system call on this machine; None where it has no such call."""
     return _NUMBERS[name][_machine()[0]]
 
 
@@ -117,7 +117,7 @@ def _syscall(name: str, *arguments: object) -> int:
 
 
 def clone(flags: int) -> int:
-    """As `os.fork`, into namespaces of its own."""
+    """Fork into namespaces of its own, as `os.fork` does otherwise."""
     zero = ctypes.c_ulong(0)
     return _syscall("clone", ctypes.c_ulong(flags | SIGCHLD), zero, zero, zero, zero)
 
@@ -195,7 +195,9 @@ X32 = 0x40000000  # another set of numbers for the same calls
 
 
 def filter_calls(*, confine_all: bool, allow_network: bool) -> None:
-    """For this process and all that it starts, for good; `prctl(PR_SET_NO_NEW_PRIVS)` comes first.
+    """Filter the system calls of this process and all that it starts, for good.
+
+    `prctl(PR_SET_NO_NEW_PRIVS)` comes first.
 
     Args:
         confine_all: the filter stands alone: no writing of files, no processes, no signals to others.

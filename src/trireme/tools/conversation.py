@@ -39,7 +39,7 @@ class Block(NamedTuple):
 
     @property
     def heading(self) -> str:
-        """Who did what: "assistant calls python", "tool returned python", "user"."""
+        """The actor and what it did: "assistant calls python", "tool returned python", "user"."""
         return " ".join(filter(None, (self.role, KIND_WORDS.get(self.kind), self.name)))
 
 

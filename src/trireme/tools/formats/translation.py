@@ -52,7 +52,7 @@ class To:
 
     @property
     def doc(self) -> str:
-        """Return what the key means, where its schema does not say it: the words of our key, or why it sets nothing."""
+        """The meaning of a key whose schema gives none: the words of our key, or why it sets nothing."""
         ours = self.target if isinstance(self.target, str) else self.like
         found = find(RunConfig, tuple(ours.split(".")))
         return found.doc if found else self.otherwise

@@ -70,7 +70,7 @@ class Estimate:
 
     @cached_property
     def trainer(self) -> Need:
-        """What one rank needs of its device."""
+        """The memory that one rank needs of its device."""
         on_cpu, parts = self.machine.is_on_cpu, self.training.parts
         process = PROCESS_BYTES + STARTED_BYTES if on_cpu else CUDA_BYTES
         held = {"allocator": scattered_bytes(parts, CPU_SCATTERED if on_cpu else GPU_SCATTERED), "process": process}
@@ -84,7 +84,7 @@ class Estimate:
 
     @cached_property
     def engine(self) -> Need | None:
-        """What an engine needs of one GPU, or of the machine on CPU."""
+        """The memory that an engine needs of one GPU, or of the machine on CPU."""
         if self.serving is None:
             return None
         parts = self.serving.parts | {"KV cache": max(0.0, self.serving.room)}
@@ -94,7 +94,7 @@ class Estimate:
 
     @cached_property
     def host(self) -> Need:
-        """What processes on GPUs need of one node's own memory."""
+        """The memory that processes on GPUs need of one node itself."""
         trainers = min(self.machine.gpus_per_node, self.trainer_gpus)
         parts = {
             "trainer": trainers * (4 * STARTED_BYTES + sum(self.training.host.values())),
