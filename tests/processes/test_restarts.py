@@ -72,13 +72,6 @@ def test_a_process_that_cannot_stay_alive_is_given_up_and_its_last_words_are_tol
     assert stage.alive() == []
 
 
-def test_an_error_at_the_start_that_comes_again_ends_the_run_at_once(stage, capsys):
-    plan = stage.plan(inference="raise ValueError('no such model')", trainer=SLEEP)
-    assert supervise(plan, stage.config, grace_s=GRACE_S) == 1
-    assert len(stage.runs_of("inference")) == 2
-    assert "Its restart ended with the same error" in capsys.readouterr().out
-
-
 def test_a_newly_trained_step_gives_new_patience(stage):
     stage.set(max_restarts=1)
     plan = stage.plan(trainer=f"train(RUN)\nif RUN < 3: sys.exit(1)\n{OVER}", orchestrator=DONE)

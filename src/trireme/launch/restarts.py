@@ -92,7 +92,6 @@ class _Backoff:
 
     in_a_row: int = 0  # restarts since the last one that was followed by a newly trained step
     trained: int = -1  # newest step when it died last
-    error: str = ""  # last line of its log then, where it ended by itself
     due: float | None = None  # when it will be restarted; None while it runs
     clear_by: float = 0.0  # when its remaining descendants are killed
 
@@ -101,8 +100,7 @@ class Restarts:
     """Restart a process that dies, alone; the other processes keep running and wait for it.
 
     Not restarted are: exit codes 2 and 3 (a refused configuration, wrong weights), more than `max_restarts` in a row
-    without a newly trained step between them, an exit with the same error as the one before while no step has been
-    trained since the launcher started, and every process where `supervisor.restart` is false.
+    without a newly trained step between them, and every process where `supervisor.restart` is false.
     """
 
     def __init__(
@@ -177,9 +175,6 @@ class Restarts:
         if newest > backoff.trained:
             backoff.in_a_row = 0
         backoff.trained = newest
-        before, backoff.error = backoff.error, _last_error(child)
-        if newest < 0 and backoff.error and backoff.error == before:
-            return "Its restart ended with the same error, before any step was trained."
         if backoff.in_a_row < self._config.max_restarts:
             return None
         if not self._config.max_restarts:
@@ -217,12 +212,6 @@ def _may_have_left(child: Child) -> bool:
 def _death(child: Child) -> str:
     """ "trainer died at 12:01:03 (exit code 1; ValueError: boom)"."""
     assert child.exit is not None
-    error = f"; {_last_error(child)}" if _last_error(child) else ""
-    return f"{child.name} died at {clock_time(child.exit.at)} ({child.exit.short}{error})"
-
-
-def _last_error(child: Child) -> str:
-    """Return the last line of what a process that ended by itself has logged; an empty text for one that was killed."""
-    assert child.exit is not None
-    lines = failure_lines(child.spec.log, child.log_start) if child.exit.code > 0 else []
-    return lines[-1].strip()[:WORD_LENGTH] if lines else ""
+    words = failure_lines(child.spec.log, child.log_start) if child.exit.code > 0 else []
+    said = f"; {words[-1].strip()[:WORD_LENGTH]}" if words else ""
+    return f"{child.name} died at {clock_time(child.exit.at)} ({child.exit.short}{said})"
