@@ -1,0 +1,165 @@
+"""A run on three machines, without a scheduler: real sockets, HTTP and gloo between network namespaces. A machine is
+cut off without a word and comes back; strangers on the same switch are let in nowhere."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from machines import Machine, open_machines, why_not
+from real_run import Process, Run, wait_until
+from scripted_kills import Faults, audit
+from trireme.base.token import TOKEN
+from trireme.journal.versions import Versions
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
+
+SECRET = "the-machines-of-this-test-share-it"
+ENGINE = Path(__file__).parents[2] / "scripted_engine.py"
+DEADLINE_S = 180.0
+HELD = "trainer.batch_received"
+
+KNOCK = """
+import sys, urllib.request, urllib.error
+headers = {"Authorization": "Bearer " + sys.argv[1]} if sys.argv[1] else {}
+for route in sys.argv[2:]:
+    method, url = route.split(" ")
+    request = urllib.request.Request(url, method=method, headers=headers, data=b"{}" if method == "POST" else None)
+    try:
+        print(urllib.request.urlopen(request, timeout=20).status)
+    except urllib.error.HTTPError as error:
+        print(error.code)
+"""
+ASK = """
+import sys
+from trireme.base.errors import DeadlineExceeded
+from trireme.base.waiting import Waits
+from trireme.messages import Heartbeat
+from trireme.transport.control import ControlClient
+client = ControlClient(sys.argv[1], Waits("stranger"), ask_again_s=1.0)
+try:
+    beat = Heartbeat(run_id=sys.argv[2], process="stranger", state="curious", version=0, waits=[])
+    print(type(client.ask(beat, what="its heartbeat", deadline_s=2.5)).__name__)
+except DeadlineExceeded:
+    print("nothing")
+"""
+CONTROL = ("pause", "resume", "init_weight_transfer_engine", "start_weight_update", "update_weights", "collective_rpc")
+
+
+@dataclass
+class SpreadRun:
+    folder: Path
+    engines: list[Machine]
+    orchestrator: Machine
+    trainers: list[Machine]
+    processes: dict[str, Process] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.faults = Faults(self.folder / "faults")
+        self.run = Run(self.folder / "run")
+
+    @property
+    def flags(self) -> list[str]:
+        inference, trainer = ([machine.address for machine in side] for side in (self.engines, self.trainers))
+        return [
+            *("@", "tests/e2e/hosts.toml", "--output-dir", str(self.run.root)),
+            *("--hosts.inference", *inference, "--hosts.orchestrator", self.orchestrator.address),
+            *("--hosts.trainer", *trainer, "--trainer.num-ranks", str(len(trainer))),
+        ]
+
+    @contextmanager
+    def started(self) -> Iterator[None]:
+        commands = {f"trainer-{number}": (machine, "trainer") for number, machine in enumerate(self.trainers)}
+        for number, machine in enumerate(self.engines):
+            commands[f"inference-{number}"] = (machine, sys.executable, str(ENGINE))
+        commands["orchestrator"] = (self.orchestrator, "orchestrator")
+        try:
+            for name, (machine, *words) in commands.items():
+                log = self.folder / f"{name}.log"
+                self.processes[name] = machine.start(*words, *self.flags, log=log, env=self.faults.env)
+            yield
+        finally:
+            for process in self.processes.values():
+                process.end()
+
+    @property
+    def version(self) -> int:
+        return Versions(self.run.paths.journal).newest
+
+    def engines_of(self, version: int) -> set[str]:
+        first = Versions(self.run.paths.journal).read(version).confirmations[0]
+        return {url.removeprefix("http://").partition(":")[0] for url in first.engines}
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        wait_until(condition, what, list(self.processes.values()), deadline_s=DEADLINE_S)
+
+    def said(self, name: str, words: str) -> int:
+        return self.processes[name].output.count(words)
+
+    def finish(self) -> None:
+        for name in self.processes:
+            if not name.startswith("inference"):
+                assert self.processes[name].wait(deadline_s=DEADLINE_S) == 0, self.processes[name].tail()
+        found = audit(self.run)
+        assert found.returncode == 0, found.stdout
+        assert self.version == 16
+
+
+def test_a_machine_with_an_engine_is_cut_off_and_the_run_goes_on_without_it_and_then_with_it(tmp_path: Path) -> None:
+    with open_machines(4, **{TOKEN: SECRET}) as (first, second, third, stranger):
+        run = SpreadRun(tmp_path, [first, third], first, [second])
+        run.faults.arm(HELD)
+        with run.started():
+            run.until(lambda: run.faults.is_reached(HELD), "the first batch")
+            refused_everywhere(run, stranger)
+            run.faults.release(HELD)
+            run.until(lambda: run.version >= 2, "the run to get going")
+            assert run.engines_of(1) == {first.address, third.address}
+            third.cut()
+            cut_at = run.version
+            run.until(lambda: third.address not in run.engines_of(run.version), "the run to go on without it")
+            run.faults.arm(HELD)
+            run.until(lambda: run.faults.is_reached(HELD), "the trainer to hold still")
+            third.mend()
+            up = f"{third.address}:8000 is up after"
+            run.until(lambda: run.said("orchestrator", up) == 2, "the engine to be found again")
+            run.faults.release(HELD)
+            run.finish()
+        assert 2 <= cut_at < 14
+        assert run.engines_of(16) == {first.address, third.address}
+
+
+def refused_everywhere(run: SpreadRun, stranger: Machine) -> None:
+    """A stranger on the same network gets `/health` alone, no answer over ZeroMQ, and finds no other open port."""
+    engines = [f"http://{machine.address}:8000" for machine in run.engines]
+    status = f"http://{run.orchestrator.address}:8001"
+    shut = [f"POST {url}/{route}" for url in engines for route in (*CONTROL, "inference/v1/generate")]
+    shut += [f"GET {url}/{route}" for url in engines for route in ("weight_info", "v1/models", "metrics")]
+    shut += [f"GET {status}/{route}" for route in ("status", "metrics", "openapi.json")]
+    open_to_all = [f"GET {url}/health" for url in (*engines, status)]
+    for token in ("", "a-token-of-a-stranger"):
+        answers = stranger.run_python(KNOCK, token, *shut, *open_to_all).split()
+        assert answers == ["401"] * len(shut) + ["200"] * len(open_to_all)
+    control = (f"tcp://{run.orchestrator.address}:5555", str(run.run.root))
+    assert stranger.run_python(ASK, *control) == "nothing\n"
+    assert stranger.run_python(ASK, *control, env={TOKEN: "a-token-of-a-stranger"}) == "nothing\n"
+    assert stranger.run_python(ASK, *control, env={TOKEN: SECRET}) == "Ok\n"
+    assert stranger.run_python(KNOCK, SECRET, f"GET {status}/status").split() == ["200"]
+    meant = {f"{run.orchestrator.address}:{port}" for port in (5555, 8001, 8000)}
+    assert meant <= run.orchestrator.listening()
+    assert all(address.startswith("10.77.0.") for address in run.orchestrator.listening())
+
+
+def test_ranks_on_two_machines_end_when_one_is_cut_off_and_go_on_together_when_it_is_back(tmp_path: Path) -> None:
+    with open_machines(3, **{TOKEN: SECRET}) as (first, second, third):
+        run = SpreadRun(tmp_path, [first], first, [second, third])
+        with run.started():
+            run.until(lambda: run.version >= 3, "the run to get going")
+            third.cut()
+            again = "this machine's ranks ended with code"
+            run.until(lambda: run.said("trainer-0", again) and run.said("trainer-1", again), "both to notice")
+            third.mend()
+            run.finish()

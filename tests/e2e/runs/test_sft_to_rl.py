@@ -1,0 +1,76 @@
+"""`sft`: on two ranks as on one, stopped and gone on with; and its result into `rl`, and out with `trireme export`."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from real_run import QUICKSTART, Run, started
+from tiny import largest_difference
+from trireme.cli.runs.export import export
+from trireme.journal.manifest import complete_steps, read_manifest
+from trireme.monitor.metrics import read_metrics
+
+
+def run(folder: Path, program: str, *arguments: str) -> None:
+    words = (*arguments, "--output-dir", str(folder), "--name", program, "--max-steps", "2")
+    with started(program, "@", *words, log=folder / f"{program}.log", forked=program != "rl") as process:
+        assert process.wait() == 0, process.tail()
+
+
+def test_a_model_goes_through_sft_and_rl_and_every_export_is_what_the_run_had_left(tmp_path: Path) -> None:
+    weights = tmp_path / "sft/weights/step_2"
+    sft = ["--batch-size", "8", "--model.from-scratch", "false", "--validation-fraction", "0"]
+    run(tmp_path, "sft", "configs/reverse-text/sft.toml", *sft, "--scheduler.warmup-steps", "0")
+    left = {path.name: path.read_bytes() for path in weights.iterdir()}
+    shutil.rmtree(weights.parent)
+    export([str(tmp_path / "sft")])
+    assert {path.name: path.read_bytes() for path in weights.iterdir()} == left
+
+    rl = ["--model.name", str(weights), "--orchestrator.batch-size", "16", "--orchestrator.rollouts-per-example", "8"]
+    run(tmp_path, "rl", QUICKSTART, *rl, "--no-orchestrator.eval", "--trainer.ckpt.interval", "1")
+    rows = Run(tmp_path / "rl").rows("trainer")
+    assert [row["step"] for row in rows] == [0, 1]
+    assert all(row["mismatch_kl"] < 1e-4 for row in rows if "mismatch_kl" in row)
+
+    export([str(tmp_path / "rl"), "--step", "1", "--to", str(tmp_path / "model")])
+    folders = (tmp_path / "model", tmp_path / "rl/weights/step_1")
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in folders)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def sft(folder: Path, arguments: dict[str, Any]) -> None:
+    words = [str(word) for pair in arguments.items() for word in pair]
+    with started("sft", *words, log=folder / "sft.log", env={"OMP_NUM_THREADS": "1"}, forked=True) as training:
+        assert training.wait() == 0, training.tail()
+
+
+@pytest.mark.slow  # one rank is stopped and resumed in tests/processes/trainer/test_sft.py
+def test_two_ranks_and_a_stop_change_nothing_but_rounding(tiny_model: Path, tmp_path: Path) -> None:
+    lines = [
+        {"messages": [{"role": "user", "content": letter}, {"role": "assistant", "content": letter * (number % 7 + 1)}]}
+        for number, letter in enumerate("abcde" * 12)
+    ]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    common = {"--data": tmp_path / "data.jsonl", "--model.name": tiny_model, "--output-dir": tmp_path}
+    common |= {"--validation-fraction": 0.2, "--validation-interval": 2, "--batch-size": 12, "--seq-len": 40}
+    common |= {"--optim.lr": 1e-3, "--ckpt.interval": 2, "--threads": 1, "--device": "cpu"}
+    sft(tmp_path, common | {"--name": "one", "--max-steps": 4})
+    sft(tmp_path, common | {"--name": "two", "--max-steps": 2, "--num-ranks": 2, "--scheduler.type": "constant"})
+    sft(tmp_path, common | {"--name": "two", "--max-steps": 4, "--resume": "true"})
+    one, two = (read_metrics(tmp_path / name / "metrics.jsonl")[0] for name in ("one", "two"))
+    assert [row["step"] for row in one] == [row["step"] for row in two] == [0, 1, 2, 3]
+    for ours, theirs in zip(one, two, strict=True):
+        compared = {"loss", "loss_tokens", "epoch", "validation/loss", "validation/accuracy", "validation/base_loss"}
+        assert (found := compared & ours.keys()) == compared & theirs.keys()
+        assert {name: ours[name] for name in found} == pytest.approx({name: theirs[name] for name in found}, rel=1e-4)
+    weights = [load_file(tmp_path / name / "weights/step_4/model.safetensors") for name in ("one", "two")]
+    assert largest_difference(*weights) < 1e-3
+    checkpoints = tmp_path / "two" / "checkpoints"
+    assert complete_steps(checkpoints) == [2, 4]
+    assert [read_manifest(checkpoints / f"step_{step}").world_size for step in (2, 4)] == [2, 1]

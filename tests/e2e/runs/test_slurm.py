@@ -1,0 +1,199 @@
+"""Jobs that a real Slurm checks, runs on several machines, stops at its time limit, puts back and cancels."""
+
+import json
+import os
+import re
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from machines import open_machines, why_not
+from slurm_cluster import Cluster, missing, open_cluster
+from trireme.base.errors import ConfigError
+from trireme.cli.runs.audit import audit
+from trireme.cli.runs.cancel import cancel
+from trireme.cli.runs.status import status
+from trireme.cli.runs.submit import submit
+from trireme.tools.cluster.job import Submission, find_submission
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("Slurm"), pytest.mark.skipif(bool(missing()), reason=missing())]
+
+ROOT = Path(__file__).parents[3]
+DEADLINE_S = 180
+
+RECORDER = """
+    import json, os, signal, sys, time
+    notes = os.environ["NOTES"]
+    room = sys.argv[2].rpartition(".")[2]
+    note = {"argv": sys.argv[3:], "machine": os.environ["SLURMD_NODENAME"], "place": os.environ.get("TRIREME_NODE"),
+            "token": os.environ["TRIREME_TOKEN"], "key": os.environ["API_KEY"]}
+    with open(f"{notes}/{room}.{note['machine']}", "w") as file:
+        json.dump(note, file)
+    def end(*_):
+        open(f"{notes}/{room}.{note['machine']}.asked", "a").close()
+        sys.exit(143)
+    signal.signal(signal.SIGTERM, end)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and room != "trireme":
+        others = [name for name in os.listdir(notes) if not name.startswith("trireme")]
+        if room == "orchestrator" and len(others) >= 4:
+            time.sleep(1)
+            break
+        time.sleep(0.1)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with open_cluster(tmp_path_factory.mktemp("slurm"), machines=3, gpus=2) as opened:
+        yield opened
+
+
+@pytest.fixture
+def run_file(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("SLURM_CONF", "PATH"):  # for our own calls of Slurm's commands
+        monkeypatch.setenv(name, cluster.environment[name])
+    file = tmp_path / "hosted.toml"
+    (tmp_path / "secrets.env").write_text("API_KEY='s3cret word'\n")
+    file.write_text(
+        textwrap.dedent(f"""
+        model = "{ROOT}/models/reverse-text-tiny"
+        max_steps = 3
+        batch_size = 4
+        rollouts_per_example = 2
+        env_file = ["{tmp_path}/secrets.env"]
+
+        [[env]]
+        id = "reverse-text"
+        """)
+    )
+    return file
+
+
+def write_program(file: Path, text: str) -> Path:
+    file.write_text(f"#!{sys.executable}\n{textwrap.dedent(text)}")
+    file.chmod(0o755)
+    return file
+
+
+def submitted(run: Path) -> Submission:
+    found = find_submission(run)
+    assert found is not None
+    return found
+
+
+def submit_recorder(run_file: Path, folder: Path, name: str, *flags: str) -> Submission:
+    program = write_program(folder / "program", RECORDER)
+    words = ["--python", str(program), "--output-dir", f"{folder}/out", "--gpus-per-node", "2", *flags]
+    assert submit([str(run_file), "--on", "slurm", "--name", name, *words]) == 0
+    return submitted(folder / "out" / name)
+
+
+def wait_for(condition: Callable[[], object], told: Callable[[], str]) -> None:
+    give_up = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < give_up, told()
+        time.sleep(0.05)
+
+
+def log_of(run: Path) -> str:
+    return "\n".join(file.read_text() for file in submitted(run).folder.glob("slurm-*.log"))
+
+
+def test_what_is_only_shown_or_what_slurm_refuses_is_not_submitted(run_file, tmp_path, cluster, capsys):
+    words = [str(run_file), "--on=slurm", f"--output-dir={tmp_path}/out", "--nodes=3", "--gpus-per-node=2"]
+    before = cluster.ask("squeue", "--noheader")
+    assert submit([*words, "--dry-run", "--time", "20"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"Slurm says: Job \d+ to start at .* on nodes m\[0-2\] in partition tiny", shown), shown
+    assert "s3cret" not in shown
+    for flag, value, said in (
+        ("--partition", "huge", "Choose one with `--partition`: tiny"),
+        ("--nodes", "9", "The cluster has (machines, GPUs): tiny* 3 x gpu:2"),
+        ("--gpus-per-node", "4", "node configuration is not available"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            submit([*words, flag, value])
+        assert said in str(refused.value)
+    assert cluster.ask("squeue", "--noheader") == before
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_process_runs_on_its_machine_and_all_end_together(run_file, tmp_path, cluster, monkeypatch, capsys):
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    monkeypatch.setenv("NOTES", str(notes))
+    submission = submit_recorder(run_file, tmp_path, "spread", "--nodes", "3")
+    run = tmp_path / "out" / "spread"
+    assert cluster.wait_until(submission.job, "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED", log_of(run)
+    found = {file.name: json.loads(file.read_text()) for file in notes.iterdir() if file.suffix != ".asked"}
+    placed = {name for name in found if not name.startswith("trireme")}
+    assert placed == {"inference.m0", "inference.m1", "orchestrator.m2", "trainer.m2"}
+    hosts = ["--hosts.inference", "m0", "m1", "--hosts.orchestrator", "m2", "--hosts.trainer", "m2"]
+    for name in placed:
+        assert found[name]["argv"][2 : 2 + len(hosts)] == hosts
+        assert found[name]["key"] == "s3cret word"
+    assert found["inference.m1"]["place"] == "1"
+    assert len({note["token"] for note in found.values()}) == 1
+    assert {file.name for file in notes.glob("*.asked")} >= {"inference.m0.asked", "inference.m1.asked"}
+    scripts = "".join(file.read_text() for file in submission.folder.iterdir() if file.name != "started")
+    assert "s3cret" not in scripts
+    assert found["trainer.m2"]["token"] not in scripts
+    assert not (submission.folder / "secrets.sh").exists()
+    capsys.readouterr()
+    assert status([str(run)]) == 0
+    assert f"slurm {submission.job}: COMPLETED" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_a_run_on_two_machines_whose_time_is_up_goes_on_by_itself_and_loses_nothing(tmp_path):
+    program = write_program(
+        tmp_path / "program",
+        f"""
+        import os, sys
+        engine = sys.argv[2] == "trireme.cli.inference"
+        words = ["{ROOT}/tests/scripted_engine.py", *sys.argv[3:]] if engine else sys.argv[1:]
+        os.environ["PYTHONPATH"] = "{ROOT}/tests"
+        os.execv(sys.executable, [sys.executable, *words])
+        """,
+    )
+    run = tmp_path / "out" / "again"
+    flags = ["--nodes", "2", "--gpus-per-node", "0", "--python", str(program), "--output-dir", str(run.parent)]
+    flags += ["--name", "again", "--max-steps", "12", "--inference.start-timeout-s", "240"]
+    with open_machines(2) as machines, open_cluster(tmp_path / "slurm", machines=machines) as cluster:
+        words = [sys.executable, "-m", "trireme.cli.trireme", "submit", "tests/e2e/scripted.toml", "--on", "slurm"]
+        assert "submitted as Slurm's job" in cluster.ask(*words, *flags)
+        job = submitted(run).job
+        metrics = run / "metrics.jsonl"
+        wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 4, lambda: told(cluster, run))
+        cluster.ask("scancel", "--signal=TERM", "--batch", job)
+        wait_for(lambda: cluster.waiting(job) == "PENDING", lambda: told(cluster, run))
+        assert "back into the queue" in log_of(run)
+        assert f"slurm {job}: PENDING (BeginTime)" in cluster.ask(*words[:3], "status", str(run))
+        cluster.ask("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm lets two minutes pass before
+        wait_for(lambda: "http://m0:8000" in cluster.ask(*words[:3], "status", str(run)), lambda: told(cluster, run))
+        state = cluster.wait_until(job, "COMPLETED", "FAILED", within_s=DEADLINE_S)
+        assert state == "COMPLETED", told(cluster, run)
+    assert audit([str(run)]) == 0
+    assert not list(run.parent.glob("again.earlier-*")), "it began afresh"
+    assert re.search(r"step +12/12", log_of(run)), log_of(run)
+
+
+def told(cluster: Cluster, run: Path) -> str:
+    logs = [log_of(run), *(f"{file.name}\n{file.read_text()[-3000:]}" for file in run.glob("logs/*.stdout"))]
+    return "\n".join([cluster.ask("scontrol", "show", "job"), *logs])
+
+
+def test_a_job_that_is_cancelled_does_not_come_back(run_file, tmp_path, cluster, monkeypatch):
+    monkeypatch.setenv("NOTES", str(tmp_path))
+    submission = submit_recorder(run_file, tmp_path, "unwanted", "--nodes", "2")
+    run = tmp_path / "out" / "unwanted"
+    wait_for((tmp_path / "trainer.m1").exists, lambda: log_of(run))
+    assert cancel([str(run)]) == 0
+    assert cluster.wait_until(submission.job, "CANCELLED") == "CANCELLED"
+    assert not (submission.folder / "secrets.sh").exists()
+    assert os.listdir(submission.folder)

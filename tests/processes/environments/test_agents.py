@@ -1,0 +1,500 @@
+"""Agent programs play rollouts: unmodified, through the API that their SDK knows, and every token is the policy's."""
+
+import importlib
+import json
+import os
+import shutil
+import socket
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import httpx
+import msgspec
+import numpy as np
+import psutil
+import pytest
+
+from agent_play import ENDS, TASKS, ScriptedPolicy, assert_exact, calls, player
+from real_run import is_alive
+from toy_environments import open_toy, running
+from trireme.base.errors import ConfigError, DeadlineExceeded
+from trireme.journal.turns import compare_turns, read_turns, turns_file
+from trireme.orchestrator.environments import agent_session
+from trireme.orchestrator.environments.open_rollout import RolloutFailed
+from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome
+from trireme.orchestrator.rollout.runner import RolloutSpec
+from trireme.tools.environments.check import check_solutions
+from trireme.tools.environments.progress import Progress
+from trireme.tools.environments.sessions import Spread
+
+LOOP = """
+    # As any agent: ask, run what the model calls for, return the result, until it calls for nothing.
+    import json, subprocess, sys
+
+    def run(arguments):
+        command = json.loads(arguments)["cmd"]
+        return subprocess.run(command, shell=True, capture_output=True, text=True).stdout or "done"
+
+    SCHEMA = {"type": "object", "properties": {"cmd": {"type": "string"}}}
+"""
+CHAT = """
+    import openai
+    client = openai.OpenAI()
+    tools = [{"type": "function", "function": {"name": "bash", "parameters": SCHEMA}}]
+    messages = [{"role": "user", "content": sys.argv[1]}]
+    while True:
+        message = client.chat.completions.create(model="x", messages=messages, tools=tools).choices[0].message
+        calls, text = message.tool_calls or [], (message.content or "").strip()
+        again = [{"name": "bash", "arguments": json.dumps(json.loads(c.function.arguments))} for c in calls]
+        again = [{"id": c.id, "type": "function", "function": f} for c, f in zip(calls, again)]
+        messages.append({"role": "assistant", "content": text, **({"tool_calls": again} if calls else {})})
+        if not calls:
+            break
+        messages += [{"role": "tool", "tool_call_id": c.id, "content": run(c.function.arguments)} for c in calls]
+    print(message.content)
+"""
+SPEC = RolloutSpec("train", 0, 0, name="0-0")
+WRITES = calls("bash", cmd="echo 5 > sum.txt")
+
+
+@pytest.fixture
+def play(tmp_path):
+    return player(tmp_path)
+
+
+def agent(dialect: str) -> str:
+    return textwrap.dedent(LOOP) + textwrap.dedent(dialect)
+
+
+def test_an_unmodified_program_is_trained_on_the_very_tokens_that_were_sampled(play):
+    (rollout,), policy = play(agent(CHAT), WRITES, ENDS)
+    assert rollout.reward == 1.0
+    assert (rollout.metrics["exit_code"], rollout.stop, rollout.num_turns) == (0.0, "agent_ended", 2)
+    assert_exact(rollout, policy, num_turns=2)
+    assert [message["role"] for message in rollout.completion] == ["assistant", "tool", "assistant"]
+    assert rollout.completion[0]["tool_calls"][0]["function"]["name"] == "bash"
+    rollouts, policy = play(agent(CHAT), WRITES, ENDS, count=6)  # which see nothing of each other
+    assert [(rollout.reward, rollout.num_turns) for rollout in rollouts] == [(1.0, 2)] * 6
+    assert len(policy.given) == 12
+
+
+SIDE = """
+    import openai
+    client, title = openai.OpenAI(), [{"role": "system", "content": "Title?"}, {"role": "user", "content": "hi"}]
+    client.chat.completions.create(model="x", messages=title)
+"""
+
+
+def test_a_check_counts_turns_branches_and_those_that_do_not_reproduce_what_was_sampled(play):
+    watches = []
+    (rollout,), policy = play(agent(SIDE) + textwrap.dedent(CHAT), WRITES, ENDS, watches=watches)
+
+    def report(**changed):
+        outcome = RolloutOutcome(SPEC, 1.0, msgspec.structs.replace(rollout, **changed))
+        return watches[0].report([outcome])
+
+    found = report()
+    lengths = sorted(len(prompt) for prompt, _ in policy.given)
+    assert (found.turns, found.prompt, found.unit) == (3, Spread(lengths[1], lengths[2]), "tokens")
+    assert found.branches == {"first request": 1, "new conversation": 1}
+    assert (found.without_tools, found.most_tools, found.system) == (1, 1, Spread(0, len("Title?")))
+    assert 0 < found.model_s.median < found.outside_s.median
+    assert (found.continuing, found.drift) == (1, 0)
+    for place in np.flatnonzero(rollout.samples[1].loss_mask):  # each token of each turn counts
+        ids = rollout.samples[1].ids.copy()
+        ids[place] += 1
+        assert report(samples=[msgspec.structs.replace(rollout.samples[1], ids=ids)]).drift == 1
+
+
+SHOWS = """
+    import json, os, pathlib, sys
+    shown = {"args": sys.argv[1:], "env": dict(os.environ), "stdin": sys.stdin.read(), "here": sorted(os.listdir())}
+    pathlib.Path(%r).write_text(json.dumps(shown))
+    pathlib.Path("made").mkdir()
+    pathlib.Path("made/here").write_text("hi")
+    import openai
+    openai.OpenAI().chat.completions.create(model="x", messages=[{"role": "user", "content": "hi"}])
+    sys.exit(3)
+"""
+
+
+def test_a_program_gets_its_task_and_no_secret_of_the_run(play, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "a secret")
+    monkeypatch.setenv("TRIREME_TOKEN", "t" * 40)
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "readme.txt").write_text("hi")
+    (rollout,), _ = play(
+        SHOWS % str(tmp_path / "shown"),
+        command=(sys.executable, str(tmp_path / "agent.py"), "{file}: {prompt}", '{"a": "{base_url}"}', "{unknown}"),
+        env={"MY_URL": "{gateway}/s/{api_key}"}, workdir=str(tmp_path / "start"), stdin="Please: {prompt}",
+    )  # fmt: skip
+    shown = json.loads((tmp_path / "shown").read_text())
+    url, key = shown["env"]["OPENAI_BASE_URL"], shown["env"]["OPENAI_API_KEY"]
+    assert shown["args"] == ["sum.txt: Write 5 into sum.txt.", f'{{"a": "{url}"}}', "{unknown}"]
+    assert (shown["stdin"], shown["here"]) == ("Please: Write 5 into sum.txt.", ["readme.txt"])
+    assert shown["env"]["MY_URL"] == f"{shown['env']['ANTHROPIC_BASE_URL']}/s/{key}"
+    assert "secret" not in str(shown["env"])
+    assert "t" * 40 not in str(shown["env"])
+    assert rollout.metrics["exit_code"] == 3.0
+    assert (rollout.info["exit_code"], rollout.info["files"]) == (3, {"made/here": 2})  # not those that were copied
+    assert not Path(shown["env"]["HOME"]).exists()  # its folder is removed
+    with pytest.raises(httpx.ConnectError):  # and so is the server, with the environment
+        httpx.get(f"{url}/models", headers={"authorization": f"Bearer {key}"})
+
+
+LINGERS = """
+    import os, subprocess, sys, time, urllib.request  # a client that starts in no time: the program's time is short
+    url, key = f"{os.environ['OPENAI_BASE_URL']}/chat/completions", os.environ["OPENAI_API_KEY"]
+    body = b'{"messages": [{"role": "user", "content": "hi"}]}'
+    urllib.request.urlopen(urllib.request.Request(url, body, {"authorization": f"Bearer {key}"}))
+    if os.fork() == 0:  # a process that leaves the group, loses its parent and ignores SIGTERM
+        os.setsid()
+        if os.fork() == 0:
+            import signal
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            subprocess.run([sys.executable, "-c", "import time; time.sleep(600)", "%s"])
+        os._exit(0)
+    print("x" * 200_000, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_program_that_does_not_end_is_ended_with_all_that_it_started_and_scored(play, tmp_path):
+    mark = f"lingering-{os.getpid()}"
+    (rollout,), _ = play(LINGERS % mark, timeout_s=4.0)
+    assert (rollout.stop, rollout.metrics["exit_code"], rollout.reward) == ("agent_timeout", -1.0, 0.0)
+    assert 0 < rollout.metrics["output"] <= 130_000
+    deadline = time.monotonic() + 10
+    while left := [p for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+LEAVES_A_SERVER = """
+    import openai, subprocess, sys
+    openai.OpenAI().chat.completions.create(model="x", messages=[{"role": "user", "content": "hi"}])
+    subprocess.Popen(["sleep", "600"], start_new_session=True)  # it holds the output open
+    print("x" * 500_000 + "END", flush=True)
+"""
+
+
+def test_a_program_has_ended_although_what_it_left_behind_has_not(play):
+    tasks = TASKS.replace('"output": len(output)', '"output": output.endswith("END\\n")')
+    (rollout,), _ = play(LEAVES_A_SERVER, tasks=tasks, timeout_s=60.0)
+    assert (rollout.stop, rollout.metrics["exit_code"], rollout.metrics["output"]) == ("agent_ended", 0.0, 1.0)
+
+
+BRANCHES = """
+    import openai
+    client = openai.OpenAI()
+    def ask(*messages, **more):
+        client.chat.completions.create(model="x", messages=[{"role": r, "content": c} for r, c in messages], **more)
+    tools = [{"type": "function", "function": {"name": "bash", "parameters": {}}}]
+    ask(("user", "A title?"))
+    ask(("user", "a"), tools=tools)
+    ask(("user", "a"), ("assistant", "Yes."), ("user", "b"), tools=tools)
+    ask(("user", "a"), ("assistant", "Yes."), ("user", "c"), tools=tools)  # leaves it after its first turn
+    ask(("user", "summary"), tools=tools)  # as after a compaction
+"""
+
+
+@pytest.mark.parametrize(
+    ("choice", "turns"),
+    [({}, [1, 2, 1, 1]), ({"train": "main"}, [2]), ({"train": "last"}, [1]), ({"only_with_tools": True}, [2, 1, 1])],
+)
+def test_each_branch_is_a_sample_and_the_user_chooses_which_train(play, choice, turns):
+    (rollout,), policy = play(BRANCHES, "Yes.<|im_end|>", **choice)
+    assert rollout.num_turns == 5
+    length = len(policy.given[0][1].ids)
+    assert [int(sample.loss_mask.sum()) / length for sample in rollout.samples] == turns
+
+
+ASKS_ON = """
+    import openai
+    chat = openai.OpenAI(max_retries=0).chat.completions
+    for number in range(3):
+        try:
+            chat.create(model="x", messages=[{"role": "user", "content": str(number)}])
+        except openai.PermissionDeniedError as error:
+            raise SystemExit(7)
+"""
+
+
+def test_a_program_that_asks_on_after_its_last_turn_is_refused_and_one_that_never_asks_has_no_rollout(play):
+    (rollout,), policy = play(ASKS_ON, max_turns=2)
+    assert (rollout.metrics["exit_code"], len(policy.given)) == (7.0, 2)
+    with pytest.raises(RolloutFailed, match="Nothing was sampled"):
+        play("print('I know everything.')")
+
+
+@pytest.mark.parametrize(
+    ("tasks", "command", "words"),
+    [
+        (TASKS, ("no-such-program",), "was not found"),
+        (TASKS + "\n    def respond(completion):\n        return None\n", ("true",), "`respond`"),
+        (TASKS.replace("exit_code, output", "exit_code, result"), ("true",), "asks for result"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_any_rollout(play, tasks, command, words):
+    with pytest.raises(ConfigError, match=words):
+        play("", tasks=tasks, command=command)
+
+
+def test_turns_that_were_sampled_before_a_crash_are_not_sampled_again(play, tmp_path):
+    journal = tmp_path / "journal"
+    texts = (calls("bash", cmd="echo 4 > sum.txt"), WRITES, ENDS)
+    _, undisturbed = play(agent(CHAT), *texts)
+    broken = ScriptedPolicy(undisturbed.tokenizer, list(texts), fails_after=2)
+    with pytest.raises(DeadlineExceeded):
+        play(agent(CHAT), policy=broken, journal=journal)
+    (rollout,), resumed = play(agent(CHAT), *texts, journal=journal)
+    assert len(resumed.given) == 1  # the last turn alone
+    assert rollout.reward == 1.0
+    (sample,) = rollout.samples
+    prompt, last = undisturbed.given[-1]
+    assert sample.ids.tolist() == prompt + last.ids
+    assert int(sample.loss_mask.sum()) == sum(len(turn.ids) for _, turn in undisturbed.given)
+    logprobs = [logprob for _, turn in (*broken.given, *resumed.given) for logprob in turn.logprobs]
+    assert sample.logprobs[sample.loss_mask == 1].tolist() == np.float32(logprobs).tolist()
+    (other,), _ = play(agent(CHAT).replace("sys.argv[1]", "'else'"), *texts, journal=journal)  # it does something else
+    compared, unused = compare_turns(other.samples, read_turns(turns_file(journal, "0-0", 0)))
+    assert [turn.difference for turn in compared] == [""] * 3
+    assert other.left_out == {"not used when played again": sorted(turn.prompt for turn in unused)}
+    assert len(unused) == 3
+
+
+DIES_ONCE = """
+    import openai, os, pathlib, signal, time
+    first = pathlib.Path(%r)
+    openai.OpenAI().chat.completions.create(model="x", messages=[{"role": "user", "content": "hi"}])
+    if not first.exists():
+        first.write_text(str(os.getpid()))
+        os.kill(os.getppid(), signal.SIGKILL)  # the worker of its environment
+        time.sleep(600)
+"""
+
+
+def test_a_worker_that_dies_costs_no_turn(play, tmp_path):
+    (rollout,), policy = play(DIES_ONCE % str(tmp_path / "first"), journal=tmp_path / "journal")
+    assert (rollout.metrics["exit_code"], rollout.num_turns, len(policy.given)) == (0.0, 1, 1)
+    assert not is_alive((tmp_path / "first").read_text())  # it would work in its successor's folder
+
+
+LOOKS_AROUND = """
+    for path in {home} {secret} /etc/shadow /sys; do [ -e $path ] && echo sees $path; done
+    for path in /usr/x /x /dev/x /proc/sys/kernel/domainname {python}/x; do (: >> $path) && echo writes $path; done
+    for host in 127.0.0.1/{port} 192.0.2.1/80; do timeout 2 bash -c "exec 3<>/dev/tcp/$host" && echo reaches it; done
+    unshare -Ur true && echo privileges; chmod 0666 /dev/null && echo owns a device
+    [ $(ls -d /proc/[0-9]* | wc -l) -lt 10 ] || echo sees processes; echo 5 > sum.txt
+"""
+
+
+@pytest.fixture
+def sandboxed(play, tmp_path, monkeypatch):
+    """Return what plays a rollout with a program in the sandbox, and shows it that program's folder."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    program = tmp_path / "program"
+    program.mkdir()
+
+    def run(code: str, *texts: str, arguments: tuple[str, ...] = (), **more: object):
+        file = program / "agent.py"
+        file.write_text(textwrap.dedent(code))
+        command = (sys.executable, str(file), *arguments)
+        return play("", *texts, command=command, runtime="sandbox", readable=(str(program),), **more)
+
+    return run
+
+
+def test_a_program_in_the_sandbox_reaches_the_policy_and_its_own_folder_alone(sandboxed, tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "secret").write_text("42")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        places = {"home": tmp_path / "home", "secret": tmp_path / "secret", "python": sys.prefix}
+        looks = LOOKS_AROUND.format(**places, port=other.getsockname()[1])
+        (rollout,), policy = sandboxed(agent(CHAT), calls("bash", cmd=looks), ENDS, arguments=("{prompt}",))
+    assert (rollout.stop, rollout.metrics["exit_code"], rollout.reward) == ("agent_ended", 0.0, 1.0)
+    assert rollout.completion[1]["content"] == "done"  # it has printed nothing
+    assert_exact(rollout, policy, num_turns=2)
+
+
+@pytest.mark.parametrize(
+    ("grows", "stop", "limits"),
+    [
+        ("kept = b'1' * (600 << 20)", "agent_memory", {"memory_gib": 0.5}),
+        ("for _ in range(40): os.fork() or time.sleep(60)", "agent_processes", {"num_processes": 32}),
+        ("", "agent_timeout", {"timeout_s": 8.0}),
+    ],
+)
+def test_a_program_that_takes_too_much_is_ended_and_scored(sandboxed, grows, stop, limits):
+    program = f"""
+    import os, time, urllib.request  # it starts sooner than an SDK
+    body, key = b'{{"messages": [{{"role": "user", "content": "hi"}}]}}', os.environ["ANTHROPIC_API_KEY"]
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, {{"x-api-key": key}})
+    urllib.request.urlopen(request).read()
+    {grows}
+    time.sleep(60)
+    """
+    (rollout,), _ = sandboxed(program, **limits)
+    assert (rollout.stop, rollout.metrics["exit_code"], rollout.reward) == (stop, -1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "writable", "words"),
+    [(0o755, "", "private folder"), (0o700, "/..", "may not be written"), (0o700, "/link", "may not be written")],
+)
+def test_the_sandbox_writes_to_no_folder_but_a_private_one(tmp_path, monkeypatch, mode, writable, words):
+    monkeypatch.syspath_prepend(Path(agent_session.__file__).parent / "worker")
+    folder = tmp_path / "private"
+    folder.mkdir(mode=mode)
+    (folder / "link").symlink_to(tmp_path)
+    order = {"folder": str(folder), "inode": [folder.stat().st_dev, folder.stat().st_ino], "network": False}
+    order |= {"readable": [], "writable": [[f"{folder}{writable}", "/app"]]}
+    with pytest.raises(PermissionError, match=words):
+        list(importlib.import_module("trireme_sandbox").plan(order))
+
+
+SHIPPED_TASKS = Path(__file__).parents[3] / "environments" / "examples" / "harbor_tasks"
+
+
+@pytest.fixture
+def task(tmp_path):
+    """Return what writes a copy of a shipped task, with some of its files changed, and its data set."""
+
+    def write_task(**files: str) -> str:
+        folder = tmp_path / "tasks" / "count-errors"
+        shutil.copytree(SHIPPED_TASKS / "count-errors", folder)
+        for name, text in files.items():
+            (folder / name.replace("__", "/").replace("_", ".")).write_text(text)
+        return str(folder.parent)
+
+    return write_task
+
+
+def test_a_program_solves_a_task_folder_and_its_own_tests_give_the_reward(sandboxed):
+    looks = "ls /tests /solution /logs/verifier; ls; echo 1 > /logs/verifier/reward.txt; ls /logs/agent"
+    shows = calls("bash", cmd=f"({looks}) 2>/dev/null; pwd"), calls("bash", cmd="echo 3 > answer.txt"), ENDS
+    (rollout,), policy = sandboxed(agent(CHAT), *shows, id=str(SHIPPED_TASKS), arguments=("{prompt}",))
+    assert (rollout.reward, rollout.example_id) == (1.0, "count-errors")
+    assert rollout.metrics == {"untouched": 1.0, "tests_ended": 1.0}
+    assert rollout.completion[1]["content"] == "logs\n/app\n"
+    assert_exact(rollout, policy, num_turns=3)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"environment__Dockerfile": "FROM debian\nRUN apt-get install -y gcc\n"}, "has 'RUN apt-get"),
+        ({"environment__Dockerfile": "FROM debian\nWORKDIR /app\nCOPY a.log /etc/\n"}, "copies to /etc/"),
+        ({"environment__Dockerfile": "FROM debian\nWORKDIR /tests\n"}, "working folder is /tests"),
+        ({"task_toml": "[[steps]]\nname = 'one'\n"}, "several steps"),
+        ({"task_toml": "[environment]\ngpus = 1\n"}, "gpus"),
+        ({"task_toml": "[environment]\nenv = { KEY = '${KEY}' }\n"}, "the variable KEY"),
+        ({"task_toml": "[verifier.environment]\ncpus = 1\n"}, "an environment of their own"),
+        ({"task_toml": "[agent]\nuser = 'ann'\n"}, "as the user ann"),
+        ({"task_toml": "[agent]\ntimeout_sec = 'long'\n"}, "cannot be read"),
+    ],
+)
+def test_a_task_that_cannot_be_run_is_named_with_the_reason(sandboxed, task, files, words):
+    with pytest.raises(ConfigError, match=f"count-errors.*{words}"):
+        sandboxed("", id=task(**files))
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, ""),
+        ({"solution__solve_sh": "true"}, "oracle: task count-errors: its own solution earned 0"),
+        ({"tests__test_sh": "echo 1 > /logs/verifier/reward.txt"}, "nothing: task count-errors: no solution"),
+        ({"tests__test_sh": "true"}, "oracle: example 0 (score: RewardError: tests/test.sh ended with code 0"),
+        ({"tests__test_sh": "sleep 60", "task_toml": "verifier = { timeout_sec = 1 }"}, "its own solution earned 0"),
+    ],
+)
+def test_a_check_names_the_tasks_whose_tests_cannot_tell_a_solution_from_none(tmp_path, task, files, expected):
+    async def check(environment):
+        return await check_solutions(environment, Extent("train", [0], 1), Progress())
+
+    toy = open_toy(tmp_path, task(**files), agent={"command": ("true",), "runtime": "sandbox"})
+    with running(toy) as on:
+        earned, troubles = on(check)
+    assert sorted(earned) == ["nothing", "oracle"]
+    assert expected in "; ".join(f"{trouble.stage}: {trouble.error}" for trouble in troubles)
+    assert bool(troubles) == bool(expected)
+
+
+ENGINE = """
+    # A container engine whose containers are folders: their absolute paths are below ROOT, their processes run here.
+    import json, os, pathlib, re, shutil, subprocess, sys
+    ROOT = pathlib.Path(os.environ["FAKE_ENGINE"])
+    words = sys.argv[1:]
+    with open(ROOT / "calls", "a") as file:
+        file.write(json.dumps(words) + "\\n")
+    def inside(path):
+        return str(ROOT / path.lstrip("/")) if re.match("/(app|tests|logs|solution)|/.*/agents/", path) else path
+    if words[0] == "cp":
+        source, target = (inside(word.partition(":")[2]) if word.startswith("trireme-") else word for word in words[1:])
+        shutil.copytree(source, target, dirs_exist_ok=True)
+    elif words[0] == "exec":
+        place = next(i for i, word in enumerate(words) if word.startswith("trireme-"))
+        given = [value.partition("=") for option, value in zip(words[:place], words[1:]) if option == "--env"]
+        env = {name: value if sign else os.environ[name] for name, sign, value in given}
+        cwd = inside(dict(zip(words[:place], words[1:])).get("--workdir", "/"))
+        os.makedirs(cwd, exist_ok=True)
+        command = [inside(word) for word in words[place + 1 :]]
+        sys.exit(subprocess.run(command, cwd=cwd, env={"PATH": os.environ["PATH"]} | env).returncode)
+    elif words[0] == "ps":
+        print("leftover")
+    sys.exit(words[:2] == ["image", "inspect"])
+"""
+
+
+@pytest.fixture
+def engine(tmp_path, monkeypatch):
+    """Put a fake `docker` into PATH. Return what reads how it was called."""
+    (root := tmp_path / "engine").mkdir()
+    (root / "docker").write_text(f"#!{sys.executable}\n{textwrap.dedent(ENGINE)}")
+    (root / "docker").chmod(0o755)
+    monkeypatch.setenv("FAKE_ENGINE", str(root))
+    monkeypatch.setenv("PATH", f"{root}:{os.environ['PATH']}")
+    monkeypatch.setenv("OPENAI_API_KEY", "a secret of the run")
+    return lambda: [json.loads(line) for line in (root / "calls").read_text().splitlines()]
+
+
+def test_a_program_runs_in_a_container_that_is_removed_with_its_rollout(play, engine):
+    more = {"runtime": "docker", "image": "agents:1", "network": True, "container_args": ("--cpus=2",)}
+    (rollout,), policy = play(agent(CHAT), WRITES, ENDS, **more)
+    assert (rollout.stop, rollout.metrics["exit_code"], rollout.reward) == ("agent_ended", 0.0, 1.0)
+    assert_exact(rollout, policy, num_turns=2)
+    (started,) = (call for call in engine() if "--detach" in call)
+    assert started[-6:] == ["--network=host", "--cpus=2", "--entrypoint", "sleep", "agents:1", "infinity"]
+    name = started[started.index("--name") + 1]
+    order = [call[0] for call in engine() if name in call and call[0] != "exec"]
+    assert order == ["rm", "run", "start", "stop", "rm"]
+    assert [call[0] for call in engine()[:2]] == ["ps", "rm"]
+    assert "leftover" in engine()[1]
+    assert "secret" not in str(engine())
+
+
+def test_tasks_that_need_an_image_run_in_containers(play, engine, task, caplog, tmp_path):
+    files = {
+        "environment__Dockerfile": "FROM debian\nRUN apt-get install -y gcc\nWORKDIR /app\n",
+        "tests__test_sh": 'cd "$(dirname "$0")" && cat ../app/answer.txt > ../logs/verifier/reward.txt',
+        "task_toml": "[agent]\nuser = 'ann'\n[environment]\ncpus = 2\nmemory_mb = 512\nenv = { ANSWER = '3' }\n"
+        "allow_internet = false\n",
+    }
+    shows = calls("bash", cmd="echo $ANSWER > answer.txt"), ENDS
+    (rollout,), policy = play(agent(CHAT), *shows, id=task(**files), runtime="docker", network=True)
+    assert rollout.reward == 3.0
+    assert_exact(rollout, policy, num_turns=2)
+    (built,) = (call for call in engine() if call[0] == "build")
+    started = next(call for call in engine() if "--detach" in call)
+    assert {built[2], "--memory=512m", "--cpus=2"} <= set(started)
+    users = [call[call.index("--user") + 1] for call in engine() if "--interactive" in call and "--user" in call]
+    assert users == ["ann"]
+    assert "1 tasks of" in caplog.text
+    assert "`--network=...` in `agent.container_args`" in caplog.text
+    caplog.clear()
+    play(agent(CHAT), *shows, id=str(tmp_path / "tasks"), runtime="docker", container_args=("--network=inner",))
+    assert "--network=inner" in next(call for call in engine()[::-1] if "--detach" in call)
+    assert "no network" not in caplog.text

@@ -1,0 +1,326 @@
+"""`trireme env check`, by a script, a fake engine or a fake chat endpoint; and `env init`, `install` and `list`."""
+
+import asyncio
+import json
+import re
+import tomllib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from fake_chat import FakeChat, completion, served
+from fake_engine import Asked, open_fake_engine
+from local_packages import write_package
+from tiny_tokenizer import END, write_tokenizer
+from toy_environments import write
+from trireme.base.errors import ConfigError, DeadlineExceeded
+from trireme.base.waiting import Waits
+from trireme.cli.workspace.env import env
+from trireme.config.orchestrator import Sampling
+from trireme.orchestrator.environments.venv import find_environment
+from trireme.orchestrator.environments.wire import Ask, Done, Reply
+from trireme.orchestrator.rollout.runner import RolloutSpec
+from trireme.tools.environments.catalog import list_environments
+from trireme.tools.environments.policy_endpoint import look_at, open_chat_endpoint
+from trireme.tools.environments.template import KINDS, checked_name
+
+REPOSITORY = Path(__file__).parents[3]
+ECHO = """
+    def dataset(size=40):
+        return [{"prompt": f"say {i}", "answer": str(i)} for i in range(size)]
+
+    def eval_dataset():
+        return [{"prompt": "held out", "answer": "yes"}] * 3
+
+    def reward(completion, answer):
+        return {"reward": float(completion == answer), "length": len(completion)}
+"""
+PLAIN = "def dataset():\n    return [{'prompt': 'p'}]\n\n\ndef reward(completion):\n    return 1.0\n"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("UV_OFFLINE", "1")
+    return tmp_path
+
+
+def checked(capsys, *words: str | int | Path) -> tuple[int, dict[str, Any]]:
+    capsys.readouterr()
+    code = env(["check", *map(str, words), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_an_environment_that_works_is_said_to_and_no_baseline_is_claimed(here, capsys):
+    assert env(["check", write(here, ECHO), "-n", "5", "-r", "6"]) == 0
+    said = capsys.readouterr().out
+    assert "5 train examples x 6: 30 scored, none failed" in said
+    assert "40 to train on, 3 held out" in said
+    assert "no baseline was measured" in said
+    written = (here / "outputs" / "env-check" / "toy" / "rollouts.jsonl").read_text()
+    lines = [json.loads(line) for line in written.splitlines()]
+    expected = [(example, place) for example in (0, 8, 16, 24, 32) for place in range(6)]
+    assert [(line["example"], line["rollout"]) for line in lines] == expected
+    assert any(line["completion"][0]["content"] == "" for line in lines)
+
+
+def test_what_fails_is_told_with_its_examples_and_the_end_of_its_traceback(here, capsys):
+    code = """
+    def reward(completion, answer):
+        import asyncio
+        return {"1": float("nan"), "2": asyncio.sleep(60)}.get(answer) or 1 / (int(answer) % 4)
+    """
+    words = [write(here, ECHO + code), "-n", 8, "-r", 2, "-a", '{"size": 8}', "--timeout", 0.5]
+    status, report = checked(capsys, *words)
+    assert (status, report["holds"], report["num_done"]) == (1, False, 8)
+    assert report["troubles"][0]["count"] == 4  # the most frequent first
+    troubles = {trouble.pop("stage") + str(trouble["count"]): trouble for trouble in report["troubles"]}
+    found = {name: (trouble["examples"], trouble["error"].split(" - ")[0]) for name, trouble in troubles.items()}
+    assert found == {
+        "score4": ([0, 4], "ZeroDivisionError: division by zero"),
+        "score2": ([1], "RewardError: Reward function `reward` returned nan"),
+        "timeout2": ([2], "not finished after 0.5 s (`rollout_timeout_s`)"),
+    }
+    assert "1 / (int(answer) % 4)" in troubles["score4"]["traceback"]
+
+
+COMPARING = """
+    def dataset():
+        return [{"prompt": f"say {i}"} for i in range(4)]
+
+    def reward(completions):
+        longest = max(map(len, completions))
+        return [len(completion) / longest for completion in completions]
+"""
+
+
+def test_rewards_that_compare_a_group_are_given_whole_groups(here, capsys):
+    status, report = checked(capsys, write(here, COMPARING), "-r", 6, "--split", "eval")
+    assert (status, report["num_done"], report["rewards"]["most"], report["split"]) == (0, 24, 1.0, "train")
+
+
+def test_an_environment_that_cannot_be_loaded_is_the_checks_result(here, capsys):
+    status, report = checked(capsys, write(here, "def load_environment():\n    raise RuntimeError('no data')\n"))
+    assert (status, report["holds"]) == (1, False)
+    assert "RuntimeError: no data" in report["error"]
+
+
+def test_a_plain_environment_of_the_template_works(here, capsys):
+    assert env(["init", "my-env", "--kind", "plain"]) == 0
+    status, report = checked(capsys, "environments/my_env/my_env.py", "-r", 2)
+    assert (status, report["num_done"], report["loaded"]["num_train"]) == (0, 40, 200)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["tyo.py"], "names a file that does not exist"),
+        (["toy.py", "--model", "models/gone"], "models/gone"),
+        (["toy.py", "--base-url", "http://127.0.0.1:9/v1"], "nothing answers at http://127.0.0.1:9/v1"),
+        (["toy.py", "--output", "run"], "run is a run's folder"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(here, words, problem):
+    write(here, "raise SystemExit('it was loaded')\n")
+    (here / "run" / "journal").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=problem):
+        env(["check", *words])
+    assert not (here / "outputs").exists()
+
+
+def test_a_configuration_gives_arguments_and_flags_win(here, capsys):
+    write(here, ECHO.replace("size=40", "size=40, word='say'"))
+    (here / "run.toml").write_text(
+        'name = "demo"\n[[orchestrator.env]]\nid = "toy.py"\nname = "toy"\nargs = { size = 6, word = "tell" }\n'
+        "num_workers = 2\n"
+    )
+    status, report = checked(capsys, "toy", "-r", 1, "-a", '{"size": 7}', "@", "run.toml")
+    assert status == 0
+    assert (report["loaded"]["num_train"], report["loaded"]["num_workers"], report["num_examples"]) == (7, 2, 7)
+    assert (here / "outputs" / "env-check" / "demo" / "rollouts.jsonl").exists()
+    assert not report["is_baseline"]  # the file names no model
+
+
+def test_an_engine_that_serves_no_version_answers_as_in_training(here, capsys):
+    """Rewards by hand: the engine answers `a` on every second request, and only that is rewarded."""
+    model = write_tokenizer(here / "model")
+    letter = Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id
+    toy = write(here, ECHO + "\n    def reward(completion, answer): return float('a' in completion)\n")
+
+    def every_second(asked: Asked) -> list[int]:
+        return [letter("a" if asked.number % 2 else "b"), letter("c"), END]
+
+    with served(lambda: open_fake_engine(end=END, answer=every_second)) as engine:
+        words = ["-n", 10, "-r", 4, "--base-url", engine.url, "--model", str(model), "--seq-len", "64"]
+        status, report = checked(capsys, toy, *words, "--temperature", "0.5", "--max-tokens", "7")
+    sampled = {(asked.sampling["temperature"], asked.sampling["max_tokens"]) for asked in engine.requests}
+    assert (sampled, any("seed" in asked.sampling for asked in engine.requests)) == ({(0.5, 7)}, False)
+    assert (status, report["num_done"], len(engine.requests)) == (0, 40, 40)
+    assert report["is_baseline"]
+    assert report["rewards"]["mean"] == pytest.approx(0.5)
+    assert report["sampled"] == {"mean": 3.0, "least": 3.0, "most": 3.0}
+    assert report["tokens"]["least"] > report["sampled"]["most"]
+    assert "temperature 0.5" in report["policy"]
+
+
+class OneTurn:
+    name = "toy"
+
+    def __init__(self, **question: Any) -> None:
+        self.config = type("Config", (), {"max_turns": None})
+        messages = [{"role": "user", "content": "q"}]
+        self.question = Ask(task="t", call="c", messages=messages, **{"sampling": {}} | question)
+
+    async def run(self, task: Any, ask: Callable[[Ask], Awaitable[Reply]], **_: Any) -> Any:
+        self.reply = await ask(self.question)
+        return Done(task="t", reward=0.0, metrics={}, prompt=[], completion=[], example_id=0)
+
+
+def test_a_foreign_endpoint_is_asked_with_its_key_and_its_only_model(here, capsys, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "secret-words")
+    with FakeChat().running() as chat:
+        words = ["--base-url", chat.url, "--api-key-var", "MY_KEY", "--split", "eval", "--temperature", "0.25"]
+        status, report = checked(capsys, write(here, ECHO), "-r", 3, *words)
+    assert (status, report["split"], report["num_done"], report["rewards"]["mean"]) == (0, "eval", 9, 1.0)
+    assert chat.keys == {"Bearer secret-words"}
+    assert {(body["model"], body["temperature"]) for body in chat.requests} == {("grand-model", 0.25)}
+    assert (report["sampled"]["mean"], report["tokens"]["mean"]) == (2.0, 12.0)
+    assert "secret-words" not in json.dumps(report)
+
+
+def reply_of(chat: FakeChat, timeout_s: float = 20, **question: Any) -> Reply:
+    environment, waits = OneTurn(**question), Waits("the check")
+
+    async def main() -> None:
+        known = {"model": None, "key": None, "sampling": Sampling(), "timeout_s": timeout_s, "waits": waits}
+        async with open_chat_endpoint(await look_at(chat.url), **known) as endpoint:
+            endpoint.pause_s = 0.01
+            await endpoint.rollout(environment, RolloutSpec("train", 0, 0, name="0-0"))  # type: ignore[arg-type]
+
+    with chat.running():
+        asyncio.run(main())
+    return environment.reply
+
+
+def test_tool_calls_and_thinking_of_an_endpoint_reach_the_environment():
+    chat = FakeChat()
+    call = {"id": "x7", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    chat.answers = lambda number: (200, completion(None, tool_calls=[call], reasoning_content="hm"))
+    reply = reply_of(chat, tools=[{"type": "function"}], sampling={"n": 3, "max_tokens": 5, "top_k": 2})
+    assert [(call.id, call.name, call.arguments) for call in reply.tool_calls or []] == [("x7", "add", '{"a": 1}')]
+    assert (reply.content, reply.reasoning, reply.finish_reason) == (None, "hm", "tool_calls")
+    [asked] = chat.requests
+    assert (asked["tools"], asked["max_tokens"]) == ([{"type": "function"}], 5)
+    assert not {"n", "top_k"} & asked.keys()
+
+
+@pytest.mark.parametrize(
+    ("answers", "outcome"),
+    [
+        ([(429, {}), (503, {}), (200, completion("", reason="length"))], ("", "length", None)),
+        ([(400, {"error": "This model's maximum context length is 8 tokens"})], (None, None, "overlong_prompt")),
+        ([(200, {"choices": []})], (None, None, "engine")),
+    ],
+)
+def test_an_endpoint_that_is_busy_is_asked_again_and_what_it_cannot_answer_costs_only_its_rollout(answers, outcome):
+    chat = FakeChat()
+    chat.answers = lambda number: answers[number]
+    reply = reply_of(chat)
+    assert (reply.content, reply.finish_reason, reply.error_kind) == outcome
+    assert len(chat.requests) == len(answers)
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "words"),
+    [
+        (401, ConfigError, "answered 401 .*the key was refused.*what is wrong.*--api-key-var"),
+        (503, DeadlineExceeded, "waits .* for an answer from http.*503 .*what is wrong"),
+    ],
+)
+def test_an_endpoint_that_refuses_the_key_or_stays_busy_ends_the_check_with_its_words(status, error, words):
+    chat = FakeChat()
+    chat.answers = lambda number: (status, {"error": "what is wrong"})
+    with pytest.raises(error, match=re.compile(words)):
+        reply_of(chat, timeout_s=0.05 if status == 503 else 20)
+
+
+@pytest.mark.parametrize("name", ["My Env!", "2048", "json", "class", "", "x" * 61])
+def test_a_name_that_will_not_do_is_refused(name):
+    with pytest.raises(ConfigError, match="cannot be the name of an environment"):
+        checked_name(name)
+    assert checked_name("x" * 60) == "x" * 60
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_written_package_is_found_and_pins_exactly_what_the_shipped_ones_do(here, kind):
+    name = f"try-{kind}"
+    assert env(["init", f"try_{kind.replace('-', '_')}", "--kind", kind]) == 0
+    source = find_environment(name)
+    assert (source.kind, source.module) == ("package", name.replace("-", "_"))
+    written = tomllib.loads((source.folder / "pyproject.toml").read_text())
+    shipped = tomllib.loads((REPOSITORY / "environments/reverse_text/pyproject.toml").read_text())
+    for project in (written, shipped) if kind == "plain" else ():
+        project["project"]["dependencies"] = []
+    assert written["build-system"] == shipped["build-system"]
+    assert all(written["project"][key] == shipped["project"][key] for key in ("dependencies", "requires-python"))
+    texts = {file.name: file.read_text() for file in source.folder.iterdir()}
+    assert sorted(texts) == ["README.md", "pyproject.toml", f"{source.module}.py"]
+    [entry] = list_environments(here / "environments")
+    assert (entry.id, entry.kind, entry.venv) == (name, "package", None)
+
+
+@pytest.mark.parametrize("there", ["my_env", "my-env", "my_env.py"])
+def test_nothing_is_overwritten(here, there):
+    (here / "environments" / there).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"exists already - .*my-env-2"):
+        env(["init", "my-env"])
+    assert list((here / "environments").rglob("*")) == [here / "environments" / there]
+
+
+def test_an_environment_is_installed_once_and_found_offline_from_then_on(here, monkeypatch, capsys):
+    root = here / "environments"
+    write_package(root, "verifiers", "__version__ = '0'\n")
+    needs_verifiers = {"verifiers": '{ path = "../verifiers" }'}
+    write_package(root, "toy", PLAIN + "raise SystemExit('imported')\n", sources=needs_verifiers)
+    assert env(["install", "owner/toy"]) == 0
+    said, place = capsys.readouterr().out.strip().split(", in ")
+    assert said.startswith("owner/toy installed in ")
+    assert place.startswith(str(here / "cache" / "trireme" / "environments" / "toy-"))
+    monkeypatch.setenv("PATH", "/nowhere")  # no uv any more
+    monkeypatch.delenv("UV", raising=False)
+    assert env(["install", "toy", "--path", "environments"]) == 0
+    assert f"installed already, in {place}" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="uv was not found"):
+        env(["install", "toy", "--again"])
+    with pytest.raises(ConfigError, match=r"'tyo' was not found .*did you mean 'toy'\?"):
+        env(["install", "tyo"])
+    assert env(["list", "--json"]) == 0
+    [toy, _] = json.loads(capsys.readouterr().out)
+    assert (toy["id"], toy["kind"], toy["verifiers"], toy["venv"]) == ("toy", "package", "0", place)
+    (here / "file.py").write_text(PLAIN)
+    assert env(["install", "file.py"]) == 0
+    assert "needs no virtual environment of its own" in capsys.readouterr().out
+
+
+def test_the_list_tells_environments_from_libraries_and_imports_neither(here, capsys):
+    root = here / "environments"
+    (root / "examples").mkdir(parents=True)
+    write_package(root, "toy", PLAIN + "raise SystemExit('imported')\n")
+    write_package(root, "box", "value = 1\n")
+    (root / "examples" / "shout.py").write_text('"""Shout.\n\nMore."""\n' + PLAIN)
+    (root / "broken").mkdir()
+    (root / "broken" / "pyproject.toml").write_text("[project\n")
+    entries = {Path(entry.id).name: entry for entry in list_environments(root)}
+    kinds = {"toy": "package", "box": "library", "shout.py": "file", "broken": "package"}
+    assert {name: entry.kind for name, entry in entries.items()} == kinds
+    assert "no readable [project] name" in entries["broken"].trouble
+    assert entries["shout.py"].description == "Shout."
+    assert env(["list"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    assert "not yet" in lines["toy"]
+    assert "broken" in lines["broken"].split(None, 1)[1]

@@ -1,0 +1,260 @@
+"""Workers die, freeze, grow too large or send garbage, and come back; rollouts are issued again."""
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from real_run import is_alive
+from toy_environments import ECHO, Use, never, run_all, run_one, says, with_environment, write
+from trireme.base.errors import PeerDied
+from trireme.base.waiting import Waits
+from trireme.config.orchestrator import Environment as EnvironmentConfig
+from trireme.orchestrator.environments import pool
+from trireme.orchestrator.environments.open_rollout import RolloutFailed
+from trireme.orchestrator.environments.pool import open_environment
+from trireme.orchestrator.environments.wire import Ask, Done, Reply
+from trireme.orchestrator.environments.worker_process import resident_gib
+
+TOY = (
+    ECHO
+    + """
+    import asyncio, os, pathlib, subprocess, sys, time
+    once = pathlib.Path(__file__).with_name("once")
+"""
+)
+SECOND_LOAD = """
+    if once.exists():
+        {}
+    once.touch()
+"""
+
+
+def with_toy(folder: Path, code: str, use: Use, **config: Any) -> Any:
+    return with_environment(folder, write(folder, TOY + code), use, **config)
+
+
+@pytest.fixture
+def warnings(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("trireme"), "propagate", True)
+    monkeypatch.setattr(pool, "LONGEST_BACKOFF_S", 0.05)
+    monkeypatch.setattr(pool, "PING_EVERY_S", 0.1)
+    caplog.set_level("WARNING")
+    return caplog
+
+
+def test_a_worker_killed_in_mid_rollout_costs_no_rollout(tmp_path):
+    asked: list[str] = []
+
+    async def use(environment):
+        async def ask(question: Ask) -> Reply:
+            asked.append(question.task)
+            if len(asked) == 10:
+                os.kill(environment._workers[0].pid, signal.SIGKILL)
+            if len(asked) <= 10:
+                await never(question)  # the engine is slow; the worker's death must end this wait
+            return Reply(content="x", finish_reason="stop")
+
+        return await asyncio.wait_for(run_all(environment, ask, 10), 30), environment.num_restarts
+
+    outcomes, num_restarts = with_toy(tmp_path, "", use)
+    assert [outcome.task for outcome in outcomes] == [f"r{i}" for i in range(10)]
+    assert sorted(asked) == sorted(2 * [f"r{i}" for i in range(10)])
+    assert num_restarts == 1
+
+
+def test_a_worker_that_dies_after_it_has_scored_costs_no_rollout(tmp_path, monkeypatch):
+    point = "environment.scored"
+    monkeypatch.setenv("TRIREME_FAULTS", f"folder={tmp_path}")
+
+    async def use(environment):
+        first = environment._workers[0].pid
+        (tmp_path / point).write_text("kill")
+        outcomes = await run_all(environment, says("x"), 8)
+        while not environment.num_restarts:  # its last rollout may have been in before it died
+            await asyncio.sleep(0.01)
+        return outcomes, first, environment.num_restarts
+
+    outcomes, first, num_restarts = with_toy(tmp_path, "", use)
+    assert (tmp_path / f"{point}.reached").read_text() == str(first)
+    assert [outcome.task for outcome in outcomes] == [f"r{i}" for i in range(8)]
+    assert num_restarts == 1
+
+
+async def kill(environment) -> None:
+    os.kill(environment._workers[0].pid, signal.SIGKILL)
+    while environment._workers[0].is_ready:
+        await asyncio.sleep(0.01)
+
+
+def test_rollouts_without_a_worker_wait_by_one_name_and_with_a_deadline(tmp_path):
+    """The second load ends once the wait was seen."""
+    waits = Waits("orchestrator", tmp_path / "logs")
+    code = SECOND_LOAD.format("while not once.with_name('seen').exists(): time.sleep(0.01)")
+
+    async def main():
+        settings = EnvironmentConfig(id=write(tmp_path, TOY + code), name="slow")
+        async with open_environment(settings, logs=tmp_path / "logs", load_timeout_s=60, waits=waits) as environment:
+            await kill(environment)
+            running = asyncio.create_task(run_all(environment, says("x"), 5))
+            while not (waiting := waits.now()):
+                await asyncio.sleep(0.01)
+            (tmp_path / "seen").touch()
+            return [(wait.what, wait.deadline_s, wait.log) for wait in waiting], await running
+
+    named, outcomes = asyncio.run(main())
+    assert named == [("a worker of environment 'slow'", 6 * 90.0, tmp_path / "logs/environment-slow-0.stdout")]
+    assert [type(outcome) for outcome in outcomes] == [Done] * 5
+    assert waits.now() == []
+
+
+@pytest.mark.parametrize(
+    ("second_load", "words"),
+    [
+        ("time.sleep(30)", "orchestrator waits 0 s for a worker of environment"),
+        ("raise RuntimeError('no memory left')", "All 1 workers"),
+    ],
+)
+def test_an_environment_whose_workers_never_come_back_says_so_to_all(tmp_path, monkeypatch, second_load, words):
+    monkeypatch.setattr(pool, "MAX_RESTARTS", 1)
+
+    async def use(environment):
+        environment._longest_absence_s = 0.2 if "sleep" in second_load else 60
+        await kill(environment)
+        return await run_all(environment, says("x"), 3)
+
+    outcomes = with_toy(tmp_path, SECOND_LOAD.format(second_load), use)
+    assert [type(outcome) for outcome in outcomes] == [PeerDied] * 3
+    assert words in str(outcomes[0])
+
+
+KILLS = """
+    hoard = []
+
+    async def reward(completion, answer):
+        if answer == "3" and not (SPARE and once.exists()):
+            once.touch()
+            {}
+            await asyncio.sleep(60)
+        await asyncio.sleep(0.2)
+        return 1.0
+"""
+HOARDS = ("hoard.append(b'x' * (96 << 20))", {"max_memory_gib": 0.08})
+
+
+@pytest.mark.parametrize(
+    ("line", "config", "blame", "counts"),
+    [
+        ("os._exit(7)", {}, "exited with code 7", {}),
+        (*HOARDS, "GiB of memory, 0.08 are allowed (`max_memory_gib`), and was killed", {"memory": 2}),
+    ],
+)
+def test_a_rollout_that_kills_its_worker_is_dropped_and_named(tmp_path, warnings, line, config, blame, counts):
+    async def use(environment):
+        (failure,) = await asyncio.gather(run_one(environment, says("x"), 3), return_exceptions=True)
+        found = Counter(environment.counts)
+        return failure, await run_all(environment, says("x"), 8), found
+
+    failure, outcomes, found = with_toy(tmp_path, KILLS.format(line).replace("SPARE", "False"), use, **config)
+    for each in (failure, outcomes.pop(3)):
+        assert (type(each), each.stage) == (RolloutFailed, "worker")
+    assert "worker died twice" in failure.error
+    assert blame in failure.error
+    assert [outcome.reward for outcome in outcomes] == [1.0] * 7  # those that ran with it
+    assert found == Counter(worker_death=2, worker_error=1, **counts)
+    assert "Under way in it: train 3." in warnings.text
+
+
+@pytest.mark.parametrize(
+    ("line", "blame", "num_garbage"),
+    [
+        ("time.sleep(60)", "has not answered anything for", 0),
+        ("os.write(int(sys.argv[1]), b'not a message\\n')", "not a message", 1),
+    ],
+)
+def test_a_worker_that_is_blocked_or_sends_garbage_is_killed_and_named(tmp_path, warnings, line, blame, num_garbage):
+    async def use(environment):
+        (first,) = await asyncio.gather(run_one(environment, says("x"), 3), return_exceptions=True)
+        while not environment.num_restarts:
+            await asyncio.sleep(0.01)
+        return first, await run_all(environment, says("x"), 5), environment.counts
+
+    code = KILLS.format(line).replace("SPARE", "True")
+    first, outcomes, counts = with_toy(tmp_path, code, use, rollout_timeout_s=0.5)
+    assert isinstance(first, RolloutFailed | Done)  # it may have been issued again before its time was over
+    assert [outcome.reward for outcome in outcomes] == [1.0] * 5
+    assert (counts["worker_death"], counts["garbage"]) == (1, num_garbage)
+    assert blame in warnings.text
+
+
+def test_memory_is_that_of_the_process_and_its_children_with_what_they_share_counted_once(tmp_path):
+    code = """
+        import os, time
+        hoard = b"x" * (64 << 20)
+        for _ in range(3):
+            if os.fork() == 0:
+                break
+        os.write(1, f"{os.getpid()}\\n".encode())
+        time.sleep(60)
+    """
+    command = [sys.executable, write(tmp_path, code)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
+        for _ in range(4):
+            process.stdout.readline()
+        held = resident_gib(process.pid)
+        os.killpg(process.pid, signal.SIGKILL)
+    assert 64 / 1024 < held < 2 * 64 / 1024
+    assert resident_gib(2**30) == 0.0
+
+
+STARTS_PROGRAMS = """
+    import multiprocessing
+    forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(300,), daemon=True)
+    forked.start()
+    apart = subprocess.Popen(["sleep", "300"], start_new_session=True)  # which no signal to the group reaches
+    once.write_text(f"{os.getpid()} {forked.pid} {apart.pid}")
+"""
+
+
+def test_no_worker_and_no_child_of_it_outlives_an_orchestrator_that_is_killed(tmp_path):
+    orchestrator = f"""
+        import asyncio, sys
+        sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+        from toy_environments import Path, open_toy
+
+        async def main():
+            async with open_toy(Path({str(tmp_path)!r}), {write(tmp_path, TOY + STARTS_PROGRAMS)!r}):
+                print("open", flush=True)
+                await asyncio.sleep(300)
+
+        asyncio.run(main())
+    """
+    command = [sys.executable, write(tmp_path, orchestrator, "orchestrator.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"open\n"
+        pids = (tmp_path / "once").read_text().split()
+        process.kill()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and any(map(is_alive, pids)):
+        time.sleep(0.01)
+    assert [pid for pid in pids if is_alive(pid)] == []
+
+
+def test_programs_that_an_environment_started_end_with_their_killed_worker(tmp_path):
+    async def use(environment):
+        old = (tmp_path / "once").read_text().split()
+        environment._workers[0]._mark_unhealthy("is in the way of this test")
+        await run_all(environment, says("x"), 1)
+        return old + (tmp_path / "once").read_text().split()
+
+    pids = with_toy(tmp_path, STARTS_PROGRAMS, use)
+    assert len(set(pids)) == 6
+    assert [pid for pid in pids if is_alive(pid)] == []

@@ -1,0 +1,373 @@
+"""The terminal view, its numbers and the script that shows the logs; and what `vf-rl` says and writes."""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from answering import answering_http
+from stage import until
+from trireme.config.resolve import updated
+from trireme.config.run import RunConfig
+from trireme.journal.journal import Journal
+from trireme.journal.manifest import MANIFEST, FileEntry, Manifest, describe_file
+from trireme.journal.records import BatchRecord, Rollout, State
+from trireme.monitor.checkpoint_folders import CheckpointFolders
+from trireme.monitor.logs import failure_lines, startup_phase
+from trireme.monitor.progress import EngineStatus, ProcessState, Progress, Status, StatusWait
+from trireme.monitor.run_text import summary
+from trireme.monitor.view import LiveView, StatusPoller, VfRlView, View
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+NUMBERS = {"loss": 0.0123, "grad_norm": 0.812, "mismatch_kl": 3e-7, "policy/entropy": 1.25, "importance_ratio": 1.02}
+
+
+class Stage:
+    def __init__(self, folder: Path, **values: Any) -> None:
+        self.config = RunConfig.model_validate({"output_dir": str(folder), "name": "demo", "max_steps": 200} | values)
+        self.config.paths.logs.mkdir(parents=True)
+        self.poller = StatusPoller("http://nobody.invalid/status")  # never started: `latest` is set by hand
+        self.now = 0.0
+        self.out = io.StringIO()
+        names = ("inference", "orchestrator", "trainer")
+        self.processes = [ProcessState(name, "running", self.config.paths.log(name)) for name in names]
+
+    def plain(self) -> View:
+        view = View(self.config, self.poller, Console(file=self.out), clock=lambda: self.now)
+        self.tick(view)
+        return view
+
+    def terminal(self) -> LiveView:
+        console = Console(file=self.out, force_terminal=True, width=140, height=60)
+        return LiveView(self.config, self.poller, console, clock=lambda: self.now)
+
+    def report(self, step: int, process: str, time_s: float = 0.0, **metrics: float) -> None:
+        with open(self.config.paths.metrics, "a") as file:
+            file.write(json.dumps({"step": step, "process": process, "time_s": time_s} | metrics) + "\n")
+
+    def train(self, step: int, *, reward: float = 0.5, pace_s: float = 1.0) -> None:
+        self.report(step, "orchestrator", **{"reward/mean": reward, "lag/mean": 0.9})
+        self.report(step, "trainer", step * pace_s, **NUMBERS, **{"perf/tokens_per_s": 12345.0})
+
+    def tick(self, view: View, *, after_s: float = 1.0, final: bool = False) -> str:
+        self.now += after_s
+        self.out.seek(0)
+        self.out.truncate()
+        view.tick(self.processes, final=final)
+        return self.out.getvalue()
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path)
+
+
+def test_a_completed_step_and_an_evaluation_are_one_plain_line_each(stage: Stage) -> None:
+    view = stage.plain()
+    stage.train(10, pace_s=0.5)
+    stage.train(11, pace_s=0.5, reward=0.534)
+    _, line = stage.tick(view).splitlines()
+    assert line == (
+        "step    12/200  reward 0.534  loss 0.0123  grad 0.81  entropy 1.25  ratio 1.02  lag 0.9  12.3k tok/s  ETA 1:34"
+    )
+    stage.report(0, "orchestrator", **{"eval/words/reward": 0.412})
+    assert stage.tick(view) == "eval words 0.412 at version 0\n"
+    assert stage.tick(view) == ""
+    waits = tuple(StatusWait("trainer", "batch 1", "orchestrator", waited, text=f"w{waited:.0f}") for waited in (2, 7))
+    stage.poller.latest = Status(state="starting", waits=waits)
+    stage.train(12)
+    assert "waits: w7" in stage.tick(view)
+
+
+def test_a_warning_is_a_plain_line_once_and_stays_in_the_picture_while_it_lasts(stage: Stage) -> None:
+    view, picture = stage.plain(), stage.terminal()
+    stage.train(0)
+    stage.report(1, "trainer", skipped_update=1.0)
+    (said,) = [line for line in stage.tick(view).splitlines() if line.startswith("warning")]
+    assert said.startswith("warning at step 2, not_finite: skipped_update is 1: the gradient was not finite. ")
+    assert "warning" not in stage.tick(view)
+    assert "warning at step 2, not_finite" in stage.tick(picture)
+    for step in range(2, 7):
+        stage.report(step, "trainer", skipped_update=0.0)
+    assert "not_finite" not in stage.tick(picture)
+    picture.close()
+    assert "warning at step 2, not_finite" in summary(view.progress, stage.config, 1.0)
+
+
+def test_each_change_of_state_is_a_line_once(stage: Stage) -> None:
+    first = View(stage.config, stage.poller, Console(file=stage.out), clock=lambda: stage.now)
+    started = ["run: starting", "inference: running", "orchestrator: running", "trainer: running"]
+    assert stage.tick(first).splitlines() == started
+    for engine, said in (
+        (EngineStatus("http://e", "loading"), ["run: starting -> running", "engine http://e: loading"]),
+        (EngineStatus("http://e", "live", 0), ["engine http://e: loading -> live"]),
+        (EngineStatus("http://e", "live", 0), []),
+    ):
+        stage.poller.latest = Status(state="running", engines=(engine,))
+        assert stage.tick(first).splitlines() == said
+    *others, trainer = stage.processes
+    for state, said in (
+        (trainer._replace(state="exit code 1; restarting in 2 s"), "running -> exit code 1; restarting in 2 s"),
+        (trainer._replace(num_restarts=2), "exit code 1; restarting in 2 s -> running, restarted 2x"),
+    ):
+        stage.processes = [*others, state]
+        assert stage.tick(first) == f"trainer: {said}\n"
+    picture = stage.terminal()
+    assert "running, restarted 2x" in stage.tick(picture)
+    picture.close()
+
+
+def test_silence_is_broken_by_what_is_being_waited_for(stage: Stage) -> None:
+    view = stage.plain()
+    stage.config.paths.log("inference").write_text("INFO Starting to load model m\n")
+    assert stage.tick(view, after_s=9) == ""
+    assert stage.tick(view, after_s=5).startswith("inference: loading the model; ")
+    assert stage.tick(view, after_s=5) == ""
+    wait = StatusWait("orchestrator", "an engine", "inference", 14.2, note="not up")
+    stage.poller.latest = Status(state="starting", waits=(wait,))
+    assert stage.tick(view, after_s=5) == "inference: not up, 14 s …\n"
+    wait = StatusWait("trainer", "batch 4", "orchestrator", 61, text="trainer waits 61 s for batch 4")
+    stage.poller.latest = Status(state="running", waits=(wait,))
+    stage.tick(view)
+    assert stage.tick(view, after_s=59) == ""
+    assert stage.tick(view, after_s=2) == "step 0/200 done, waits: trainer waits 61 s for batch 4\n"
+
+
+def test_a_resumed_run_does_not_tell_its_history_again(stage: Stage) -> None:
+    for step in range(5):
+        stage.train(step)
+    view = stage.plain()
+    assert "step" not in stage.out.getvalue()
+    stage.train(3)  # from the checkpoint of step 3 on
+    assert "step     4/200" in stage.tick(view)
+    assert "(1 in this session)" in summary(view.progress, stage.config, 1.0)
+
+
+def test_a_number_that_cannot_be_shown_does_not_end_the_run(stage: Stage) -> None:
+    view = stage.plain()
+    with open(stage.config.paths.metrics, "w") as file:
+        file.write('{"step": 0, "process": "trainer", "loss": "much"}\n{"step": 1, "process": "trainer"}\n')
+    for _ in range(2):
+        stage.tick(view)
+
+
+def test_the_live_picture_shows_steps_processes_engines_and_evaluations(stage: Stage) -> None:
+    stage.config.paths.log("inference").write_text("(EngineCore pid=1) INFO Loading weights took 3 s\n")
+    view = stage.terminal()
+    assert "loading the model" in stage.tick(view), "before anything else is known"
+    view.say("[not markup] \x1b[2J a line above the picture")
+    assert "[not markup] ␛[2J a line above the picture" in stage.out.getvalue()
+    for step in range(12):
+        stage.train(step, reward=step / 20)
+    stage.report(0, "orchestrator", **{"eval/words/reward": 0.412})
+    wait = StatusWait("trainer", "batch 12", "orchestrator", 3, text="trainer waits 3 s for batch 12")
+    engine = EngineStatus("http://127.0.0.1:8000", "live", 12)
+    stage.poller.latest = Status(state="running", version=12, in_flight=64, waits=(wait,), engines=(engine,))
+    picture = stage.tick(view)
+    view.close()
+    parts = ["demo", "step 12/200", "ETA 3:08", "inference", "64 in flight", "trainer waits 3 s for batch 12", "live"]
+    parts += ["version 12  http://127.0.0.1:8000", "0.550", "0.0123", "12.3k", "3.0e-07", "1.250", "▁", "█"]
+    assert [part for part in [*parts, "eval words 0.412 at version 0"] if part not in picture] == []
+    assert (" 4  " in picture, " 5  " in picture) == (False, True), "only the newest steps have a row"
+
+
+def test_the_summary_tells_what_was_learned_and_where_it_lies(stage: Stage) -> None:
+    progress = Progress(stage.config.max_steps)
+    progress.begin_session()
+    for step in range(200):
+        progress.add([{"step": step, "process": "orchestrator", "reward/mean": step / 200, "time_s": 0}])
+        progress.add([{"step": step, "process": "trainer", "time_s": 0}])
+    for version, reward in ((0, 0.412), (200, 0.893)):
+        progress.add([{"step": version, "process": "orchestrator", "eval/reverse-text/reward": reward}])
+    for folder in ("weights/step_100", "weights/step_200", "checkpoints"):
+        (stage.config.paths.root / folder).mkdir(parents=True)
+    text = summary(progress, stage.config, 312, {"inference": 1, "orchestrator": 0, "trainer": 2})
+    for part in (
+        "200 of 200 steps in 5:12",
+        "reward 0.010 -> 0.985",
+        "held-out reverse-text: 0.412 -> 0.893",
+        f"weights      {stage.config.paths.weights / 'step_200'}",
+        f"none in {stage.config.paths.checkpoints}",
+        str(stage.config.paths.logs),
+        "\n3 restarts: inference 1, trainer 2\n",
+    ):
+        assert part in text
+    assert " restart" not in summary(progress, stage.config, 1.0, {"trainer": 0})
+
+
+def test_the_last_words_are_the_cause_and_not_the_symptom(tmp_path: Path) -> None:
+    log = tmp_path / "inference.stdout"
+    core = "(EngineCore pid=7) Traceback (most recent call last):\n(EngineCore pid=7)   File x\n"
+    api = "Traceback (most recent call last):\n  File y\nRuntimeError: Engine core failed. See root cause above.\n"
+    log.write_text(f"INFO fine\n{core}(EngineCore pid=7) ValueError: no memory\n{api}resource_tracker: leaks\n")
+    words = failure_lines(log)
+    assert words[0].endswith("Traceback (most recent call last):")
+    assert "(EngineCore pid=7) ValueError: no memory" in words
+    assert not any("INFO fine" in line or "resource_tracker" in line for line in words)
+    frames = "".join(f'  File "f{i}.py", line {i}\n' for i in range(100))
+    log.write_text(f"Traceback (most recent call last):\n{frames}ValueError: boom\n")
+    assert (failure_lines(log)[-1], len(failure_lines(log)) < 20) == ("ValueError: boom", True)
+    log.write_text("\n".join(["ERROR no space", *(f"line {i}" for i in range(100))]))
+    assert [failure_lines(log)[0], failure_lines(log)[-1]] == ["ERROR no space", "line 99"]
+    log.write_text("Application startup complete\nTraceback (most recent call last):\nValueError: old\n")
+    start = log.stat().st_size  # of the process that was started again
+    assert (startup_phase(log, start), failure_lines(log, start)) == ("starting", [])
+
+
+def test_status_is_taken_when_it_can_be_had_and_missing_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trireme.monitor.view.POLL_S", 0.01)
+    answers = [b'{"state": "running", "waits": [{"who": "trainer", "waited_s": 3}], "new": 1}']
+    said = Status(state="running", waits=(StatusWait(who="trainer", waited_s=3),))
+    with (
+        answering_http(lambda *_: (200, answers[0])) as port,
+        StatusPoller(f"http://127.0.0.1:{port}/status") as poller,
+    ):
+        until(lambda: poller.latest == said)
+        answers[0] = b"not json"
+        until(lambda: poller.latest is None)
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+def test_tmux_panes_follow_logs_that_do_not_exist_yet(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TMUX"} | {"TMUX_TMPDIR": str(tmp_path)}
+    run = tmp_path / "a run"
+
+    def said(*command: str) -> str:
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20, check=True).stdout
+
+    def shows(pane: str, words: str) -> Callable[[], bool]:
+        return lambda: words in said("tmux", "capture-pane", "-p", "-t", pane)
+
+    said(str(REPOSITORY / "scripts" / "tmux.sh"), str(run), "test")
+    try:
+        lines = said("tmux", "list-panes", "-t", "test", "-F", "#{pane_title} #{pane_id}").splitlines()
+        panes = dict(line.split() for line in lines)
+        assert set(panes) == {"trainer", "orchestrator", "inference"}
+        (run / "logs").mkdir(parents=True)
+        for name in panes:
+            (run / "logs" / f"{name}.stdout").write_text(f"hello from {name}\n")
+        for name, pane in panes.items():
+            until(shows(pane, f"hello from {name}"))
+    finally:
+        said("tmux", "kill-server")
+
+
+# `vf-rl`
+
+VF_RL: dict[str, Any] = {
+    "max_steps": 100, "device": "cpu", "console": {"style": "vf-rl", "samples_every": 5},
+    "model": {"name": "owner/model"}, "trainer": {"model": {"name": "owner/model"}},
+    "inference": {"server": {"port": 8000}},
+    "orchestrator": {"batch_size": 8, "rollouts_per_example": 4, "env": [{"id": "owner/reverse-text"}]},
+}  # fmt: skip
+VF_NUMBERS = {"loss": 0.23412, "lr": 1e-05, "policy/entropy": 2.341, "importance_ratio": 1.0201}
+
+
+class VfRlStage(Stage):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, **VF_RL)
+        console = Console(file=self.out, width=140)
+        self.view = VfRlView(self.config, self.poller, console, clock=lambda: self.now)
+
+    def look(self) -> str:
+        return self.tick(self.view)
+
+    def train(self, step: int, **more: float) -> None:
+        self.report(step, "orchestrator", **{"reward/mean": 0.45} | more)
+        self.report(step, "trainer", **VF_NUMBERS)
+
+    def sample(self, step: int) -> None:
+        self.train(step)
+        prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 'Reverse: "hello"'}]
+        said: dict[str, Any] = {"prompt": prompt, "completion": [{"role": "assistant", "content": "olleh"}]}
+        facts: dict[str, Any] = {"group": 0, "place": 0, "attempt": 0, "env": "e", "example": 0, "temperature": 1.0}
+        rollout = Rollout(**facts, **said, reward=1.0, samples=[])
+        folder = self.config.paths.journal
+        folder.mkdir(exist_ok=True)
+        state = State(sizes={"e": 200})
+        Journal(folder).append(BatchRecord(step=step, rollouts=[rollout], dropped=[], state=state))
+
+
+@pytest.fixture
+def vf_rl(tmp_path: Path) -> VfRlStage:
+    return VfRlStage(tmp_path)
+
+
+def test_the_start_is_told_in_the_order_in_which_it_happens(vf_rl):
+    assert vf_rl.look().splitlines() == [
+        "Loading model owner/model...",
+        "No GPU is used: inference and training share the CPU.",
+        "Starting vLLM server on port 8000...",
+        "Waiting for vLLM server to be ready...",
+    ]
+    assert vf_rl.look() == ""
+    vf_rl.poller.latest = Status(state="starting", engines=(EngineStatus(url="u", state="live"),))
+    assert vf_rl.look().splitlines() == ["vLLM server is ready", "Loading environment owner/reverse-text..."]
+    assert vf_rl.look() == ""
+
+
+def test_a_step_is_a_row_of_the_trainer_and_a_line_with_a_sample_at_every_fifth(vf_rl):
+    """2 groups a step of 200 examples: the first step is a hundredth of an epoch."""
+    vf_rl.look()
+    vf_rl.sample(0)
+    assert vf_rl.look().splitlines()[-2:] == [
+        "{'loss': 0.2341, 'learning_rate': 1e-05, 'epoch': 0.01}",
+        "Step 1/100: reward=0.45, entropy=2.34, importance_ratio=1.02",
+    ]
+    vf_rl.train(1, **{"eval/e/reward": 0.12345})
+    assert "{'eval_reward': 0.1235, 'step': 1} (e)" in vf_rl.look()
+    for step in range(1, 5):
+        vf_rl.sample(step)
+    sample = ["=== Step 5 Sample ===", 'Prompt: Reverse: "hello"', "Completion: olleh", "Reward: 1.0"]
+    assert vf_rl.look().splitlines()[-4:] == sample
+
+
+def write_checkpoint(vf_rl: VfRlStage, step: int) -> Path:
+    paths = vf_rl.config.paths
+    weights, checkpoint = paths.weights / f"step_{step}", paths.checkpoints / f"step_{step}"
+    for folder in (weights, checkpoint):
+        folder.mkdir(parents=True, exist_ok=True)
+    (weights / "adapter_model.safetensors").write_bytes(b"weights")
+    (checkpoint / "rank_0.safetensors").write_bytes(b"weights")
+    files: dict[str, FileEntry] = {"rank_0.safetensors": describe_file(checkpoint / "rank_0.safetensors")}
+    (checkpoint / MANIFEST).write_bytes(msgspec.json.encode(Manifest(step, 1, 0.0, files)))
+    return weights
+
+
+def test_a_checkpoint_folder_holds_what_its_users_look_for_and_takes_no_room(vf_rl):
+    for step in range(60):
+        vf_rl.train(step)
+    weights = write_checkpoint(vf_rl, 50)
+    vf_rl.config.paths.log("trainer").write_text("hello\n")
+    folder, runs = (vf_rl.config.paths.root / name for name in ("checkpoint-50", "runs"))
+    assert f"Saved {folder}" in vf_rl.look()
+    assert sorted(file.name for file in folder.iterdir()) == ["adapter_model.safetensors", "trainer_state.json"]
+    assert (folder / "adapter_model.safetensors").samefile(weights / "adapter_model.safetensors")
+    assert (runs / "logs" / "trainer.stdout").read_text() == "hello\n"
+    assert (runs / "metrics.jsonl").samefile(vf_rl.config.paths.metrics)
+    state = json.loads((folder / "trainer_state.json").read_text())
+    assert (state["step"], state["global_step"], state["max_steps"]) == (50, 50, 100)
+    assert [row["step"] for row in state["log_history"]] == list(range(1, 51))
+    assert (state["log_history"][0]["learning_rate"], state["log_history"][0]["reward"]) == (1e-05, 0.45)
+
+
+@pytest.mark.parametrize(("keep_last", "left"), [(1, {"60", "mine"}), (None, {"50", "60", "mine"})])
+def test_a_whole_checkpoint_gets_a_folder_once_which_goes_with_it_unless_all_are_kept(keep_last, left, vf_rl):
+    root = vf_rl.config.paths.root
+    (root / "checkpoint-mine").mkdir()  # not one of ours
+    folders = CheckpointFolders(updated(vf_rl.config, {"trainer.ckpt.keep_last": keep_last}))
+    for step in (50, 60, 70):
+        write_checkpoint(vf_rl, step)
+    (vf_rl.config.paths.checkpoints / "step_70" / "rank_0.safetensors").unlink()
+    assert [folders.write_due(), folders.write_due()] == [[50, 60], []]
+    shutil.rmtree(vf_rl.config.paths.checkpoints / "step_50")
+    folders.write_due()
+    assert {folder.name.partition("-")[2] for folder in root.glob("checkpoint-*")} == left

@@ -1,0 +1,206 @@
+"""`trireme gepa`: real workers, the real library, and an endpoint whose answers depend on the prompt alone."""
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fake_engine import FakeEngine, open_fake_engine
+from interrupts import heed_interrupts
+from reflecting import ENVIRONMENT, RULES, Endpoint
+from trireme.base.errors import ConfigError, Refused
+from trireme.base.paths import RunPaths
+from trireme.cli.workspace.gepa import gepa
+from trireme.launch.folder import hold_folder
+from trireme.tools.environments import policy as env_policy
+
+TINY = str(Path(__file__).parents[3] / "models" / "reverse-text-tiny")
+SMALL = ("-n", "6", "-N", "4", "--minibatch-size", "2", "--perfect-score", "1")
+BEST = "\n".join(["You are a parrot.", *RULES.values()])
+OUTPUT = Path("outputs", "gepa", "harbour")
+CODE = textwrap.dedent(ENVIRONMENT)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    Path("harbour.py").write_text(CODE)
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    with Endpoint().running() as running:
+        yield running
+
+
+def search(endpoint: Endpoint, *words: str) -> int:
+    return gepa(["run", "harbour.py", "-m", "follower", "-M", "reflector", "-b", endpoint.url, *SMALL, *words])
+
+
+def lines_of(name: str, folder: Path = OUTPUT) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def summary(folder: Path = OUTPUT) -> dict[str, Any]:
+    return json.loads((folder / "metadata.json").read_text())["summary"]
+
+
+def best(folder: Path = OUTPUT) -> str:
+    return (folder / "best_prompt.txt").read_text()
+
+
+def test_a_prompt_becomes_better_on_examples_that_nothing_has_seen(endpoint, capsys):
+    """By hand: each of three rules is a third of the reward, and each reflection finds one of them."""
+    assert search(endpoint, "--num-test", "3", "--max-calls", "100") == 0
+    said = capsys.readouterr().out
+    assert "validation  0.000 -> 1.000" in said
+    assert "held out    0.000 -> 1.000 (3 examples that nothing had seen)" in said
+    assert best() == f"{BEST}\n"
+    assert json.loads((OUTPUT / "best_args.json").read_text()) == {"system_prompt": BEST}
+    assert [line["validation"] for line in lines_of("candidates.jsonl")] == pytest.approx([0, 1 / 3, 2 / 3, 1])
+    frontier = lines_of("pareto_frontier.jsonl")
+    found = [(line["best_score"], line["prompt_numbers"], line["best_prompts"]) for line in frontier]
+    assert found == [(1.0, [3], [BEST])] * 4
+    metadata = json.loads((OUTPUT / "metadata.json").read_text())
+    assert (metadata["env_id"], metadata["model"], metadata["minibatch_size"]) == ("harbour.py", "follower", 2)
+    # 4 for the first prompt; 2 + 2 + 4 for each of three new ones; 3 + 3 for the test
+    assert summary()["calls"] == {"total": 34, "train": 12, "validation": 16, "test": 6}
+    assert [len(endpoint.asked(model)) for model in ("follower", "reflector")] == [34, 3]
+    seen: dict[str, set[int]] = {}
+    for line in lines_of("rollouts.jsonl"):
+        seen.setdefault(line["purpose"], set()).add(line["example"])
+    assert not seen["train"] & seen["validation"]
+    assert not seen["test"] & (seen["train"] | seen["validation"])
+
+
+def test_a_search_that_is_stopped_anywhere_ends_as_if_it_had_not_been(endpoint):
+    """Stopped again and again, by an endpoint that refuses the key now and then."""
+    whole, parts = Path("whole"), Path("parts")
+    search(endpoint, "--num-test", "2", "--output", "whole", "--max-concurrent", "1")
+    num_asked, num_stops = [len(endpoint.asked(model)) for model in ("follower", "reflector")], 0
+    endpoint.status = lambda body: 401 if len(endpoint.requests) % 13 == 0 else 200
+    while not (parts / "metadata.json").exists() or summary(parts)["state"] != "finished":
+        with suppress(ConfigError):  # the key was refused
+            search(endpoint, "--num-test", "2", "--output", "parts", "--max-concurrent", "1")
+        num_stops += 1
+    assert num_stops > 2
+    for name in ("best_prompt.txt", "candidates.jsonl"):
+        assert (parts / name).read_text() == (whole / name).read_text()
+    for key in ("calls", "validation", "held_out", "num_reflections", "best"):
+        assert summary(parts)[key] == summary(whole)[key]
+    assert [len(endpoint.asked(model)) for model in ("follower", "reflector")] == [2 * num for num in num_asked]
+
+
+def test_a_search_keeps_its_budget_goes_on_with_a_larger_one_and_is_not_mixed_with_others(endpoint, capsys):
+    """A new prompt costs 8 here, the first one 4."""
+    for max_calls, total in ((12, 12), (12, 12), (19, 12), (20, 20)):
+        search(endpoint, "--max-calls", str(max_calls))
+        assert summary()["calls"]["total"] == len(endpoint.asked("follower")) == total
+        assert "one more prompt may take 8" in summary()["why"]
+    assert capsys.readouterr().out.count("it was finished before") == 1
+    search(endpoint, "--max-calls", "100")
+    assert (len(endpoint.asked("follower")), summary()["validation"]["after"]) == (28, 1)
+    with pytest.raises(ConfigError, match="28 rollouts were made already"):
+        search(endpoint, "--max-calls", "20")
+    with pytest.raises(ConfigError, match=r"other settings: seed was 0, is 1 - .*--fresh"):
+        search(endpoint, "--seed", "1")
+    search(endpoint, "--max-calls", "12", "--seed", "1", "--fresh")
+    assert best(OUTPUT.with_name("harbour.earlier-1"))
+
+
+def test_ctrl_c_ends_it_with_what_was_found_and_the_same_command_goes_on(endpoint):
+    words = ["harbour.py", "-m", "follower", "-M", "reflector", "-b", endpoint.url, *SMALL]
+    command = [sys.executable, "-m", "trireme.cli.trireme", "gepa", "run", *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=heed_interrupts)
+    try:
+        give_up = time.monotonic() + 60
+        while not endpoint.asked("reflector"):
+            assert time.monotonic() < give_up
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        endpoint.delay_s = 0.3
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, summary()["state"]) == (130, "stopped"), said
+    assert b"the same command resumes the search" in said
+    endpoint.delay_s = 0.0
+    num_before = len(lines_of("rollouts.jsonl"))
+    assert search(endpoint) == 0
+    assert best() == f"{BEST}\n"
+    assert len(lines_of("rollouts.jsonl")) == 28 > num_before
+
+
+def test_rewards_that_fail_always_or_compare_a_group_and_a_second_search_are_refused(endpoint):
+    rewards = CODE + "\ndef reward(completion):\n    return 1 / 0\n"
+    Path("harbour.py").write_text(rewards)
+    with pytest.raises(Refused, match=r"all 4 rollouts of the first evaluation failed.*division by zero"):
+        search(endpoint)
+    Path("harbour.py").write_text(rewards.replace("(completion)", "(completions)"))
+    with pytest.raises(ConfigError, match="compare the rollouts of a group"):
+        search(endpoint)
+    Path("harbour.py").write_text(CODE)
+    with hold_folder(RunPaths(OUTPUT)), pytest.raises(ConfigError, match="another command writes into outputs/gepa"):
+        search(endpoint)
+    assert search(endpoint) == 0, "no score was left behind"
+
+
+def test_a_reflection_model_that_refuses_or_has_nothing_new_ends_the_search_with_what_was_found(endpoint):
+    endpoint.status = lambda body: 401 if body["model"] == "reflector" else 200
+    with pytest.raises(ConfigError, match="401 to a question for 'reflector'"):
+        search(endpoint)
+    assert sum(body["model"] == "reflector" for body in endpoint.requests) == 1
+    assert endpoint.asked("follower") == []
+    endpoint.status = lambda body: 403 if body["model"] == "reflector" and endpoint.asked("reflector") else 200
+    with pytest.raises(ConfigError, match="403 to a question for 'reflector'"):
+        search(endpoint)
+    assert (summary()["state"], summary()["num_prompts"]) == ("stopped", 2)
+    endpoint.status = lambda body: 200
+    endpoint.minds["reflector"] = lambda messages: "```\nYou are a parrot.\n```"
+    with pytest.raises(Refused, match="gave no new prompt 5 times in a row"):
+        search(endpoint, "--fresh")
+
+
+FOLLOWER = ["harbour.py", "-m", "follower", "-b", "URL"]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ([*FOLLOWER, "-k", "NO_SUCH_KEY"], "NO_SUCH_KEY: this variable is not set"),
+        ([*FOLLOWER, "-n", "40", "-N", "9"], "48 to train on and 0 held out"),
+        ([*FOLLOWER, "-B", "30"], "too few for a single new prompt.*expected 38"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_any_model_is_asked(endpoint, words, problem):
+    with pytest.raises(ConfigError, match=f"(?s){problem}"):
+        gepa([endpoint.url if word == "URL" else word for word in words])
+    assert endpoint.requests == []
+
+
+def test_a_model_in_a_folder_answers_and_reflects_by_one_engine_with_its_own_sampling(monkeypatch):
+    engines: list[FakeEngine] = []
+
+    @asynccontextmanager
+    async def open_engine(*_: Any) -> AsyncIterator[str]:
+        async with open_fake_engine() as engine:
+            engines.append(engine)
+            yield engine.url
+
+    monkeypatch.setattr(env_policy, "open_engine", open_engine)
+    words = ["harbour.py", "-m", TINY, *SMALL, "-B", "12", "--device", "cpu", "--seq-len", "4096"]
+    assert gepa([*words, "--sampling.temperature", "0.25", "--reflection-sampling.max-tokens", "9"]) == 0
+    [engine] = engines
+    asked = [(one.sampling["temperature"], one.sampling.get("max_tokens")) for one in engine.requests]
+    assert (sum(one[0] == 0.25 for one in asked), asked.count((1.0, 9)), len(asked)) == (8, 1, 9)
+    assert "by an engine of this command" in summary()["teacher"]

@@ -1,0 +1,75 @@
+"""Recipes of losses: every choice is written out, can be overridden, and is refused where it would change nothing."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from resolved_runs import CPU, prefixed, refusals, resolved
+from trireme.config.files import read_run, to_toml, write_run
+from trireme.config.losses import RECIPES, Loss, has_ratio, resolve_loss
+from trireme.config.resolve import resolve
+from trireme.config.run import RunConfig
+
+TABLE = "trainer.loss"
+
+
+def loss(flags: str) -> Loss:
+    return resolved(prefixed(TABLE, flags)).trainer.loss
+
+
+def test_the_default_is_written_out_and_keeps_out_what_it_does_not_use():
+    found = resolved().trainer.loss
+    chosen = ("importance", "behaviour", "none", "token")
+    assert (found.surrogate, found.proximal, found.correction, found.normalize) == chosen
+    assert (found.ratio_low, found.ratio_high, found.kl_tau) == (0.125, 8.0, 0.0)
+    assert (found.clip_low, found.correction_high, found.kl_estimator, found.normalize_length) == (None,) * 4
+    older = resolve_loss(Loss(ratio_low=0.2, ratio_high=math.inf, kl_tau=0.1), length=1)
+    assert (older.surrogate, older.ratio_low, older.ratio_high, older.kl_tau) == ("importance", 0.2, math.inf, 0.1)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "custom"])
+def test_a_recipe_that_was_written_out_is_the_same_recipe(name, tmp_path):
+    flags = f"--trainer.loss.type {name} --trainer.loss.beta 0.1 --seq-len 77"
+    config = resolved(flags)
+    assert refusals(flags) == []
+    assert resolve(config, CPU) == config
+    assert resolve_loss(config.trainer.loss, length=1) == resolve_loss(Loss(type=name, beta=0.1), length=77)
+    write_run(config, tmp_path / "run.json")
+    assert f'type = "{name}"' in to_toml(config.trainer.loss.model_dump(exclude_none=True))
+    assert read_run(RunConfig, tmp_path / "run.json").trainer.loss == config.trainer.loss
+
+
+def test_any_choice_can_be_overridden_and_brings_the_usual_values_of_its_own_keys():
+    found = loss("--type dapo --clip-high 0.5 --normalize sequence")
+    assert (found.surrogate, found.clip_low, found.clip_high, found.normalize) == ("clip", 0.2, 0.5, "sequence")
+    found = loss("--type dapo --surrogate clipped_weight")
+    assert (found.clip_low, found.clip_high) == (1.0, 4.0)  # those of CISPO, not those of DAPO
+    found = loss("--type decoupled --correction token_mask")
+    assert (found.correction_low, found.correction_high) == (0.5, 5.0)  # not without a bound
+    assert loss("--type grpo --correction token_truncate").proximal == "recomputed"
+
+
+def test_the_constant_of_dr_grpo_is_what_may_be_sampled():
+    assert loss("--type dr_grpo").normalize_length == 2048
+    config = resolved("--trainer.loss.type dr_grpo --orchestrator.sampling.max-tokens 100")
+    assert config.trainer.loss.normalize_length == 100
+    assert loss("--type dr_grpo --normalize-length 9").normalize_length == 9
+
+
+def test_the_documentation_has_every_recipe_with_its_values_and_every_key():
+    page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+    recipes = page.partition("\n### Recipes\n")[2].partition("\n### ")[0]
+    rows = {line.split("|")[1].strip(): line for line in recipes.splitlines() if line.startswith("| `")}
+    recipes = {name: resolve_loss(Loss(type=name), length=1) for name in RECIPES}
+    for name, recipe in recipes.items():
+        row = rows[f"`{name}`"].replace("own", "recomputed").replace("| mu |", "| behaviour |")
+        assert f"| {recipe.normalize} |" in row
+        assert not has_ratio(recipe) or f"| {recipe.proximal} |" in row
+    documented = {"clip_low": ("dapo", "gspo", "cispo"), "clip_high": ("dapo", "gspo", "cispo")}
+    documented |= {"correction_high": ("tis", "icepop", "decoupled")}
+    for key, names in documented.items():
+        for name in names:
+            value = f"{getattr(recipes[name], key):g}".replace("0.0003", "3e-4").replace("0.0004", "4e-4")
+            assert f"`{key}` {value}" in rows[f"`{name}`"]
+    assert [key for key in Loss.model_fields if f"`{key}" not in page and f"{key} =" not in page] == []

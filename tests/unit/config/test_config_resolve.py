@@ -1,0 +1,180 @@
+"""A resolved run leaves nothing open, and its defaults follow from the machine."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from resolved_runs import CPU, ENV, resolved, value_at
+from trireme.base.devices import Devices, detect_devices
+from trireme.config.files import PROCESSES, read_run, to_toml, write_process_files, write_run
+from trireme.config.load import load_run_config
+from trireme.config.resolve import resolve, resolve_sft
+from trireme.config.run import RunConfig
+from trireme.config.sft import SftConfig
+
+EIGHT_CORES = Devices(cores=8)
+DATA = Path(__file__).parents[2] / "data"
+TOLERANCE = "weight_broadcast.probe_tolerance"
+
+
+def gpus(count: int) -> Devices:
+    return Devices(gpus=tuple(map(str, range(count))), cores=16)
+
+
+def test_a_machine_without_gpus_runs_on_cpu_in_full_precision():
+    expected = {"device": "cpu", "inference_gpu_ids": [], "trainer_gpu_ids": [], TOLERANCE: 1e-3}
+    expected |= {"weight_broadcast.type": "gloo", "inference.model.dtype": "float32", "trainer.num_ranks": 1}
+    expected |= {"trainer.threads": 4, "inference.cpu.threads": 4}
+    config = resolved(on=EIGHT_CORES)
+    assert {key: value_at(config, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "on", "key", "value"),
+    [
+        # with half precision anywhere, the trainer measures it
+        ("--trainer.model.optimization-dtype bfloat16", CPU, TOLERANCE, None),
+        ("--inference.model.dtype bfloat16", CPU, TOLERANCE, None),
+        ("", gpus(2), TOLERANCE, None),
+        ("--weight-broadcast.probe-tolerance 0.1", CPU, TOLERANCE, 0.1),
+        # one GPU is shared and leaves room for the trainer
+        ("", gpus(1), "weight_broadcast.type", "ipc"),
+        ("", gpus(2), "weight_broadcast.type", "nccl"),
+        ("", gpus(1), "inference.gpu_memory_utilization", 0.4),
+        ("--inference.gpu-memory-utilization 0.7", gpus(1), "inference.gpu_memory_utilization", 0.7),
+        # GPUs that are asked for are never replaced by the CPU without a word
+        ("--trainer-gpus 1", CPU, "device", "cuda"),
+        ("--trainer-gpus 1 --device cpu", CPU, "device", "cpu"),
+        # one model's name is every process's
+        ("--model.name a/b", CPU, "trainer.model.name", "a/b"),
+        ("--model.name a/b", CPU, "trainer.tokenizer.name", "a/b"),
+        ("--model.name a/b", CPU, "inference.model.name", "a/b"),
+        ("--trainer.model.name a/b", CPU, "inference.model.name", "a/b"),
+        ("--model.name a/b --trainer.tokenizer.name c/d", CPU, "trainer.tokenizer.name", "c/d"),
+        # engine and trainer share the cores unless they take turns, and ranks share the trainer's
+        ("--max-async-level 0", EIGHT_CORES, "trainer.threads", 8),
+        ("--max-async-level 0", EIGHT_CORES, "inference.cpu.threads", 8),
+        ("--trainer.num-ranks 2", EIGHT_CORES, "trainer.threads", 2),
+        ("--trainer.num-ranks 3 --max-async-level 0", EIGHT_CORES, "trainer.threads", 2),
+        ("--trainer.num-ranks 99", EIGHT_CORES, "trainer.threads", 1),
+        ("--trainer.threads 5", EIGHT_CORES, "trainer.threads", 5),
+        # a step is tried where it disturbs no engine
+        ("", CPU, "trainer.try_step", False),
+        ("", gpus(1), "trainer.try_step", False),
+        ("", gpus(2), "trainer.try_step", True),
+        ("--trainer.try-step true", CPU, "trainer.try_step", True),
+        ("--trainer.try-step false", gpus(2), "trainer.try_step", False),
+        ("--orchestrator.env.0.id x", CPU, "orchestrator.env.0.name", "x"),
+        ("--orchestrator.eval.env.0.id x", CPU, "orchestrator.eval.env.0.name", "x"),
+        ("--orchestrator.eval.env.0.id x --orchestrator.eval.env.0.name y", CPU, "orchestrator.eval.env.0.name", "y"),
+        # lengths follow from the run's, and an evaluation is greedy unless its temperature is given
+        ("--seq-len 64", CPU, "inference.model.max_model_len", 64),
+        ("--seq-len 64", CPU, "trainer.micro_batch_tokens", 64),
+        ("--orchestrator.eval.interval 5 --orchestrator.sampling.max-tokens 8", CPU, "orchestrator.eval.sampling", 8),
+        ("--orchestrator.eval.sampling.max-tokens 16", CPU, "orchestrator.eval.sampling.temperature", 0),
+        ("--orchestrator.eval.sampling.temperature 0.5", CPU, "orchestrator.eval.sampling.temperature", 0.5),
+    ],
+)
+def test_a_value_that_is_left_open_follows_from_the_machine_and_the_rest(flags, on, key, value):
+    found = value_at(resolved(flags, on=on), key)
+    assert (found["max_tokens"] if isinstance(found, dict) else found) == value
+
+
+@pytest.mark.parametrize(
+    ("flags", "count", "engines", "trainer"),
+    [
+        ("--inference-gpus 6 --trainer-gpus 2", 8, (0, 1, 2, 3, 4, 5), (6, 7)),
+        ("", 8, (0, 1, 2, 3), (4, 5, 6, 7)),
+        ("", 3, (0, 1), (2,)),
+        ("", 1, (0,), (0,)),
+        ("--trainer-gpus 2", 8, (0, 1, 2, 3, 4, 5), (6, 7)),
+        ("--inference-gpus 1", 4, (0,), (1, 2, 3)),
+        ("--trainer-gpu-ids 0", 4, (1, 2, 3), (0,)),
+        ("--inference-gpu-ids 3 --trainer-gpus 2", 4, (3,), (0, 1)),
+        ("--inference-gpus 6 --trainer-gpus 2", 4, (0, 1, 2, 3, 4, 5), (6, 7)),  # for the rules to refuse
+    ],
+)
+def test_gpus_are_contiguous_engines_first(flags, count, engines, trainer):
+    config = resolved(flags, on=gpus(count))
+    assert (config.inference_gpu_ids, config.trainer_gpu_ids) == (engines, trainer)
+    assert config.trainer.num_ranks == len(trainer)
+    assert config.inference.parallel.dp == len(engines)
+
+
+def test_a_process_started_alone_takes_all_it_sees():
+    assert resolved(on=gpus(4), section="trainer").trainer_gpu_ids == (0, 1, 2, 3)
+    assert resolved(on=gpus(4), section="inference").inference_gpu_ids == (0, 1, 2, 3)
+    assert {resolved(on=gpus(1), section=room).weight_broadcast.type for room in PROCESSES} == {"nccl"}
+
+
+def test_rl_finds_free_ports_and_commands_alone_take_the_known_ones():
+    config = resolved("--ports.batches 7777 --ports.weights 0")
+    ports = [config.inference.server.port, config.orchestrator.server.port, config.ports.weights]
+    assert all(ports)
+    assert len(set(ports)) == 3
+    assert config.ports.batches == 7777
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert not [port for port in ports if first <= port <= last], "a connection could get it before the run listens"
+    alone = resolved(section="trainer")
+    known = (alone.inference.server.port, alone.orchestrator.server.port, alone.ports.batches, alone.ports.weights)
+    assert known == (8000, 8001, 5555, 5556)
+
+
+def test_resolving_twice_changes_nothing():
+    for machine in (CPU, gpus(1), gpus(4)):
+        config = resolved(ENV, on=machine)
+        assert resolve(config, machine) == config
+
+
+def test_supervised_runs_resolve_too():
+    on_gpus = resolve_sft(SftConfig(), gpus(4))
+    assert (on_gpus.device, on_gpus.num_ranks, on_gpus.threads) == ("cuda", 4, 4)
+    on_cpu = resolve_sft(SftConfig(seq_len=64), CPU)
+    assert (on_cpu.device, on_cpu.num_ranks, on_cpu.micro_batch_tokens) == ("cpu", 1, 64)
+    assert on_cpu.model.name == on_cpu.tokenizer.name == RunConfig().model.name
+
+
+def test_a_written_run_reads_back_the_same(tmp_path):
+    write_run(config := resolved("--trainer.loss.ratio-high inf", on=gpus(4)), tmp_path / "run.json")
+    assert read_run(RunConfig, tmp_path / "run.json") == config
+    assert load_run_config(["--run", str(tmp_path / "run.json")], program="rl")[0] == config
+    assert json.loads((tmp_path / "run.json").read_text())["trainer"]["micro_batch_tokens"] == 2048
+
+
+@pytest.mark.parametrize("room", PROCESSES)
+def test_each_process_can_be_started_alone_from_what_a_run_wrote(room, tmp_path):
+    config = resolved(f"@ {DATA / 'guide_example.toml'} --orchestrator.eval.num-examples none", on=gpus(4))
+    write_process_files(config, tmp_path)
+    alone = resolved(f"@ {tmp_path / room}.toml", on=gpus(4), section=room)
+    for key in (room, "max_steps", "weight_broadcast", "ports"):
+        assert getattr(alone, key) == getattr(config, key)
+
+
+def test_toml_is_written_as_it_is_read():
+    table = {"a": 1, "b c": 'quote " and \\ and ü', "small": 1e-06, "on": True, "list": [1, 2], "empty": []}
+    table |= {"t": {"x": {"y": "z"}, "none": {}}, "many": [{"id": "a", "args": {"k": [{"deep": 1}]}}, {"id": "b"}]}
+    assert tomllib.loads(to_toml(table)) == table
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [
+        (None, ("0", "1")),
+        ("", ()),
+        ("-1", ()),
+        ("1", ("1",)),
+        ("1,0", ("1", "0")),
+        ("0,7,1", ("0",)),  # CUDA stops at the first entry that names no GPU
+        ("GPU-1234", ("GPU-1234",)),
+    ],
+)
+def test_visible_gpus_are_what_cuda_would_see(tmp_path, visible, found):
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert detect_devices(environ, tmp_path).gpus == (), "a variable does not make GPUs"
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    devices = detect_devices(environ, tmp_path)
+    assert devices.gpus == found
+    assert devices.cores >= 1

@@ -1,0 +1,300 @@
+"""Contradictions are refused before anything starts, with the values and what to type instead."""
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resolved_runs import CPU, GPUS, prefixed, refusals, resolved
+from trireme.base.devices import Devices
+from trireme.base.errors import ConfigError
+from trireme.config import inference, trainer
+from trireme.config.model_folder import looks_local
+from trireme.config.orchestrator import sampling_notes
+from trireme.config.rules import check, launch_problems
+from trireme.config.trainer import Optimizer, optim_launch_problems
+
+pytestmark = pytest.mark.usefixtures("here")
+ROOT = Path(__file__).parents[3]
+SAMPLED = " --eval.sampling.temperature 1.0"
+WSD = "--scheduler.type wsd --scheduler.warmup-steps"
+MASK = "--inference.args.return-sampling-mask true"
+DELTA = "--weight-broadcast.delta --trainer.model.lora.rank 8"
+REPLAY = "--trainer.model.moe.router-replay true"
+COSINE = "--scheduler.type cosine"
+STAGES = "--curriculum [{weights={a=1.0}},{weights={a=1.0},from_step=10},{weights={b=1.0}"
+SHARED = "--inference-gpu-ids 0,1 --trainer-gpu-ids"
+
+
+def rows(table: str, on: Devices, *cases: tuple[str, str, str]) -> list[Any]:
+    """Flags that are refused, flags just beside them that are accepted, and words of the refusal.
+
+    What is accepted may begin with "...", for the refused flags without the last value, or with "+", for all of them.
+    """
+
+    def row(refused: str, accepted: str, words: str) -> Any:
+        accepted = accepted.replace("...", refused.rpartition(" ")[0]).replace("+", refused)
+        flags = [prefixed(table, flags) if table else flags for flags in (refused, accepted)]
+        return pytest.param(*flags, words, on, id=f"{table} {refused}")
+
+    return [row(*case) for case in cases]
+
+
+RUN = rows("", CPU,
+    ("--seq-len 64 --inference.model.max-model-len 65", "--seq-len 64 --inference.model.max-model-len 64", "= 65"),
+    ("--trainer.micro-batch-tokens 2047", "--trainer.micro-batch-tokens 2048", "micro_batch_tokens = 2047, seq_len"),
+    ("--name a/b", "--name ab", "plain name of a folder"),
+    ("--name ..", "--name ..b", "plain name of a folder"),
+    ("--device cuda", "--device cpu", "this machine shows none"),
+    ("--weight-broadcast.type nccl", "--weight-broadcast.type gloo", '"nccl" with device = "cpu"'),
+    ("--weight-broadcast.type ipc", "--weight-broadcast.type filesystem", '"ipc" with device = "cpu"'),
+    ("--ports.batches 7000 --ports.weights 7000", "--ports.batches 7000 --ports.weights 7001", "expected a port each"),
+    ("--orchestrator.env.1.rollout-timeout-s 3600", "", "trainer.batch_timeout_s = 3600 ... of environment 'b'"),
+    ("--orchestrator.env.1.rollout-timeout-s 3600", "", "orchestrator.trainer_timeout_s ... to 14400 or so"),
+    ("--max-async-level 2 --orchestrator.max-off-policy-steps 1", "--max-async-level 2", "off_policy_steps = 1, max_"),
+    ("--inference.model.tool-call-parser hermess", "--inference.model.tool-call-parser hermes", "mean `hermes`?"),
+    ("--inference.model.reasoning-parser deepseek-r1", "--inference.model.reasoning-parser qwen3", "`deepseek_r1`?"),
+    ("--inference.model.tool-call-parser mine", "+ --inference.args.tool-parser-plugin m.py", '_call_parser = "mine"'),
+    ("--inference.model.enable-auto-tool-choice", "+ --inference.model.tool-call-parser hermes", "without a `tool_"),
+    (f"{MASK} --orchestrator.sampling.top-k 20", "", "on GPUs only"),
+    ("--orchestrator.sampling.seed 7", "+ --max-async-level 0", "orchestrator.sampling.seed = 7"),
+    ("--orchestrator.eval.sampling.seed 7", "+ --max-async-level 0", "orchestrator.eval.sampling.seed = 7"),
+)  # fmt: skip
+PLACES = rows("", GPUS,
+    ("--inference-gpus 6 --trainer-gpus 2", "--inference-gpus 2 --trainer-gpus 2", "[4, 5] do not exist - 4 GPUs"),
+    ("--inference-gpus 4", "--inference-gpus 3", "no GPU is left for trainer"),
+    ("--inference-gpu-ids 0 --inference-gpus 2", "--inference-gpu-ids 0 --inference-gpus 1", "gpus = 2 and "),
+    ("--trainer-gpu-ids 3,3", "--trainer-gpu-ids 3", "names a GPU twice"),
+    (f"{SHARED} 1,2", f"{SHARED} 0,1", "overlap in [1]"),
+    (f"{SHARED} 2,3 --weight-broadcast.type ipc", f"{SHARED} 2,3 --weight-broadcast.type nccl", "on one GPU"),
+    (f"{SHARED} 0,1 --weight-broadcast.delta", f"{SHARED} 2,3 --weight-broadcast.delta", "broadcast.delta = true"),
+    ("--inference.parallel.tp 2 --inference-gpus 3", "... 2", "tp = 2 x dp = 1 takes 2 GPUs ... has 3 ... `tp = 3`"),
+    ("--trainer.num-ranks 3", "--trainer.num-ranks 2", "num_ranks = 3, and the trainer has 2 GPUs"),
+    (MASK, f"{MASK} --orchestrator.sampling.top-k 20", "orchestrator.sampling at temperature 1 and top_k None"),
+    (f"{MASK} --orchestrator.sampling.top-k 20 --orchestrator.eval.interval 5", "", "eval.sampling at temperature 0"),
+)  # fmt: skip
+TRAINER = rows("trainer", CPU,
+    (f"{WSD} 40 --scheduler.decay-steps 61", f"{WSD} 40 --scheduler.decay-steps 60", "steps = 40 ... take 101"),
+    (f"{WSD} 91", f"{WSD} 90", "and decay_steps = 10 of max_steps = 100"),
+    (f"{COSINE} --scheduler.decay-steps 5", COSINE, 'steps = 5 with type = "cosine"'),
+    (f"{COSINE} --optim.lr 1e-5 --scheduler.min-lr 1e-4", "... 1e-5", "min_lr = 0.0001, trainer.optim.lr = 1e-05"),
+    ("--optim.lr 1e-5 --scheduler.min-lr 1e-6", "", 'with type = "constant"'),
+    ("--optim.betas [0.9,1.0]", "--optim.betas [0.0,0.99]", "betas = [0.9, 1.0]"),
+    ("--optim.type muon --model.lora.rank 8", "--optim.type adamw_8bit --model.lora.rank 8", "[trainer.model.lora]"),
+    ("--num-ranks 8 --model.dp-replicate 3", "... 4", "dp_replicate = 3 with 8 ranks"),
+    ("--num-ranks 8 --model.cp 3", "... 4", "cp = 3 with 8 ranks - expected a divisor of their number: 1, 2, 4, 8"),
+    ("--model.attn flash_attention_2", "+ --model.optimization-dtype bfloat16", 'optimization_dtype = "bfloat16"'),
+    ("--num-ranks 2 --model.attn eager --model.cp 2", "... 1", '`trainer.model.attn = "sdpa"`'),
+)  # fmt: skip
+ORCHESTRATOR = rows("orchestrator", CPU,
+    ("--batch-size 100", "--batch-size 96", "100 % 16 = 4 ... to 96 or 112 ... one of 10, 20"),
+    ("--batch-size 8", "--batch-size 16", "`orchestrator.batch_size` to 16, or"),
+    ("--sampling.max-tokens 2048", "--sampling.max-tokens 2047", "orchestrator.sampling.max_tokens = 2048"),
+    ("--eval.sampling.max-tokens 2048", "--eval.sampling.max-tokens 2047", "orchestrator.eval.sampling.max_tokens"),
+    ("--sampling.extra-body.top-p 0.9", "--sampling.extra-body.ignore-eos true", "`top_p` ... 0.9"),
+    ("--sampling.extra-body.stop-tokens-ids 7", "--sampling.extra-body.stop-token-ids [7]", "`stop_token_ids`?"),
+    *((f"--sampling.extra-body.{key} 1", "", f"extra_body.{key}") for key in ("n", "logprobs", "prompt_logprobs")),
+    ("--sampling.max-tokens 4 --sampling.min-tokens 5", "... 4", "_tokens = 5"),
+    ("--sampling.top-k -2", "--sampling.top-k -1", "top_k = -2"),
+    ("--env.0.agent.command a --env.0.agent.timeout-s 600", "... 599", "orchestrator.env.agent.timeout_s = 600"),
+    ("--env.0.agent.timeout-s 1", "--env.0.agent.command a --env.0.agent.timeout-s 1", "has no `command`"),
+    ("--env.0.agent.external true", "... --env.0.agent.port 8090", "and no `port`"),
+    ("--env.0.agent.external true --env.0.agent.port 1 --env.0.agent.command a", "", "and a `command` (('a',))"),
+    ("--env.1.id a", "--env.1.id a --env.1.name b", '2 tables `[[orchestrator.env]]` are called "a"'),
+    # evaluation
+    (f"{SAMPLED} --eval.pass-at [1,8] --eval.rollouts-per-example 4", "... 8", "pass@8 takes at ... or leave [8] out"),
+    ("--eval.pass-at [1,1]", "--eval.pass-at [1]", "names a k twice"),
+    ("--eval.pass-threshold nan", "--eval.pass-threshold 0.5", "pass_threshold = nan"),
+    ("--eval.rollouts-per-example 2", "--eval.rollouts-per-example 1", "would all be the same"),
+    ("--max-concurrent 16 --eval.max-concurrent 16", "--max-concurrent 16 --eval.max-concurrent 15", "below 16"),
+    # what is trained on
+    ("--curriculum [{weights={a=1.0},from_step=3}]", "", "first ... has `from_step = 3`"),
+    ("--curriculum [{weights={a=1.0},from_reward=0.5}]", "--curriculum [{weights={a=1.0}}]", "`from_reward = 0.5`"),
+    ("--curriculum [{weights={a=1.0}},{weights={b=1.0}}]", "", "stage 1 ... has neither"),
+    ("--curriculum [{weights={a=1.0}},{weights={b=1.0},from_step=2,from_reward=0.1}]", "", "stage 1 ... has both"),
+    (f"{STAGES},from_step=10}}]", f"{STAGES},from_step=11}}]", "a stage from step 10 is followed by one from step 10"),
+    ("--curriculum [{weights={a=1.0,c=1.0}}]", "--curriculum [{weights={a=1.0,b=0.0}}]", "a weight to c ... a, b"),
+    ("--curriculum [{weights={a=0.0}}]", "", "gives no environment any weight"),
+    ("--buffer.pools.easy-threshold 0.5 --buffer.pools.hard-threshold 0.5", "... 0.4", "= 0.5, hard_threshold = 0.5"),
+    ("--buffer.pools {normal_weight=0.0}", "--buffer.pools {easy_weight=0.0,hard_weight=0.0}", "never seen are normal"),
+    ("--buffer.use-difficulty-filtering", "+ --buffer.difficulty-threshold 0.3", "with difficulty_threshold = 0"),
+    ("--buffer.difficulty-threshold 0.3", "", "without `use_difficulty_filtering`"),
+    ("--rollouts-per-example 1", "--rollouts-per-example 2", '"group_mean" with orchestrator.rollouts_per_example = 1'),
+    ("--rollouts-per-example 1 --advantage.type leave_one_out", "... batch", '"leave_one_out" with'),
+    ("--rollouts-per-example 1", "--rollouts-per-example 1 --teacher.base-url http://x", "at least 2"),
+    ("--advantage.type custom", "--advantage.type custom --advantage.path m:f", "without `path`"),
+    ("--advantage.path m:f", "--advantage.type custom --advantage.path m:f", 'path = "m:f" with `type = "group_mean"`'),
+    ("--advantage.reward-clip [1.0,1.0]", "--advantage.reward-clip [-1.0,1.0]", "reward_clip = [1.0, 1.0]"),
+    ("--length-penalty {max_length=50,buffer=51}", "--length-penalty {max_length=50,buffer=50}", "buffer = 51"),
+)  # fmt: skip
+
+LOSS = rows("trainer.loss", CPU,
+    # a key that would change nothing
+    ("--clip-high 0.3", "--type ppo --clip-high 0.3", 'loss.clip_high = ... surrogate = "clip"'),
+    ("--type ppo --kl-tau 0.1", "", 'loss.kl_tau = ... surrogate = "importance"'),
+    ("--type ppo --ratio-low 0.1", "", 'loss.ratio_low = ... surrogate = "importance"'),
+    ("--type gspo --dual-clip 3", "", 'loss.dual_clip = ... surrogate = "clip"'),
+    ("--type ppo --correction-high 3", "", "loss.correction_high = ... correction = "),
+    ("--type tis --correction-low 0.3", "", 'loss.correction_low = ... correction = "token_mask"'),
+    ("--type ppo --normalize-length 3", "", 'loss.normalize_length = ... normalize = "constant"'),
+    ("--kl-estimator k1", "+ --beta 0.1", "loss.kl_estimator = ... beta = 0.01"),
+    ("--reference-update-every 5", "", "loss.reference_update_every = ... beta = 0.01"),
+    ("--type reinforce --proximal behaviour", "", 'loss.proximal = ... surrogate = "clip"'),
+    ("--path a.py:b", "", 'loss.path = ... surrogate = "custom"'),
+    ("--type custom --path a.py:b --correction token_mask", "", "loss.correction = ... Remove it"),
+    # contradictions
+    ("--type tis --proximal behaviour", "", "expected a proximal policy of its own"),
+    ("--ratio-low 8", "... 7.9", "every token would be masked"),
+    ("--type icepop --correction-high 0.4", "", "every token would be masked"),
+    ("--type custom", "+ --path a.py:b", "without a path"),
+)  # fmt: skip
+MODEL = rows("trainer.model", CPU,
+    ("--lora.modules-to-save lm_head --lora.sync adapter", "... merged", "modules_to_save = ['lm_head']"),
+    ("--lora.target-modules all-linear --lora.sync adapter", "... merged", "all-linear in target_modules"),
+    ("--lora.target-modules q_proj,lm_head --lora.sync adapter", "... merged", "lm_head in target_modules"),
+    ("--lora.target-modules q_proj --lora.modules-to-save q_proj", "", "q_proj in `target_modules` and in"),
+    ("--lora.target-modules embed_tokens", "--lora.modules-to-save embed_tokens", '["embed_tokens"]'),
+    ("--lora.target-modules []", "... all-linear", "all-linear"),
+    ("--lora.rank 513 --lora.sync adapter", "--lora.rank 512 --lora.sync adapter", "rank = 513"),
+    ("--ep 2", "--ep 1", "trainer.model.ep = 2 - expected 1"),
+)  # fmt: skip
+MODEL += rows("", CPU,
+    (f"{DELTA} --trainer.model.lora.sync adapter", DELTA, "weight_broadcast.delta"),
+    (f"{REPLAY} --inference.args.enable-prefix-caching false", REPLAY, "prefix_caching"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("refused", "accepted", "words", "on"), RUN + PLACES + TRAINER + ORCHESTRATOR + LOSS + MODEL)
+def test_a_rule_refuses_what_is_wrong_and_accepts_what_is_next_to_it(refused, accepted, words, on):
+    assert len(refusals(refused, words, on=on)) == 1
+    assert refusals(accepted, on=on) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "on"),
+    [
+        ("", GPUS),
+        ("", Devices(gpus=("0",), cores=4)),
+        (f"@ {ROOT / 'configs/reverse-text/lora.toml'}", CPU),
+        ("--orchestrator.sampling.seed 7", GPUS),
+        ("--weight-broadcast.delta", CPU),
+        (f"--inference-gpu-ids 0,1 --trainer-gpu-ids 2,3 --device cpu {prefixed('trainer', WSD)} 40", CPU),
+        ("--trainer.optim.type muon --trainer.scheduler.type linear --trainer.scheduler.warmup-steps 10", CPU),
+        ("--orchestrator.env.0.rollout-timeout-s 3599", CPU),
+        (prefixed("orchestrator", f"--eval.interval 100 --eval.rollouts-per-example 8 {SAMPLED}"), CPU),
+    ],
+)
+def test_a_run_without_contradictions_is_accepted(flags, on):
+    assert refusals(flags, on=on) == []
+
+
+def test_the_example_of_the_guide_holds_on_four_gpus_and_on_cpu():
+    example = f"@ {ROOT / 'tests/data/guide_example.toml'}"
+    check(resolved(example, on=GPUS), GPUS)
+    check(resolved(f"{example} --device cpu"), CPU)
+    with pytest.raises(ConfigError, match=r"this machine shows none.*--device cpu"):
+        check(resolved(example), CPU)
+
+
+def test_a_run_needs_an_environment_but_a_trainer_alone_does_not():
+    with pytest.raises(ConfigError, match="no environment is configured"):
+        check(resolved(), CPU)
+    check(resolved(section="trainer"), CPU, section="trainer")
+
+
+def test_names_of_parsers_are_left_to_the_engine_where_vllm_is_not_installed(monkeypatch):
+    monkeypatch.setattr(inference, "find_spec", lambda name: None)
+    inference.parser_names.cache_clear()
+    try:
+        assert refusals("--inference.model.tool-call-parser whatever") == []
+    finally:
+        inference.parser_names.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "words"),
+    [
+        ("", None),
+        ("--presence-penalty 0.5", "presence_penalty"),
+        ("--min-tokens 3", "min_tokens"),
+        ("--min-tokens 3 --top-k 9", None),  # what it forbids is not among what was kept
+        ("--top-p 0.9", "the 64 likeliest tokens"),
+    ],
+)
+def test_sampling_that_biases_the_importance_ratio_gets_a_note(sampling, words):
+    notes = sampling_notes(resolved(sampling and prefixed("orchestrator.sampling", sampling)).orchestrator.sampling)
+    assert len(notes) == (words is not None)
+    assert words is None or words in notes[0]
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def test_a_port_in_use_is_named_with_its_server_by_the_process_that_listens_there(busy_port):
+    flags = f"--model.name a/b --inference.server.port {busy_port}"
+    (message,) = refusals(flags, at_launch=True)
+    assert f"port {busy_port} on 127.0.0.1 is in use, wanted for the inference server" in message
+    assert "--inference.server.port " in message
+    assert f"`lsof -i :{busy_port}` shows which" in message
+    assert not any(str(busy_port) in text for text in launch_problems(resolved(flags), CPU, section="trainer"))
+    there = f"--hosts.orchestrator 203.0.113.1 --ports.batches {busy_port} --device cpu"
+    assert refusals(f"--model.name a/b {there}", f"port {busy_port}", at_launch=True) == []
+    agent = f"--env.0.id a --env.0.agent.external true --env.0.agent.port {busy_port}"
+    agent = f"--model.name a/b {prefixed('orchestrator', agent)}"
+    assert len(refusals(agent, "is in use, wanted for agent programs", at_launch=True)) == 1
+
+
+def test_a_local_model_folder_must_hold_a_model():
+    def missing(name: str) -> str:
+        return "\n".join(refusals(f"--model.name {name}", at_launch=True))
+
+    assert missing("./tiny").count("this folder does not exist") == 1
+    for room in ("trainer", "inference"):
+        assert len(launch_problems(resolved("--model.name ./tiny", section=room), CPU, section=room)) == 1
+    Path("tiny").mkdir()
+    assert "this folder has no config.json" in missing("./tiny")
+    Path("tiny/config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
+    Path("tiny/model.safetensors").touch()
+    assert missing("./tiny") == ""
+    assert "Found nearby: tiny" in missing("./tyni")
+    Path("adapters").mkdir()
+    Path("adapters/adapter_config.json").touch()
+    assert "adapters, not a model" in missing("./adapters")
+
+
+def test_names_on_a_hub_are_told_from_folders():
+    Path("here").mkdir()
+    local = ["./gpt2", "/data/gpt2", "~/gpt2", "models/tiny", "outputs/run/weights/step_3", "here/tiny", "here"]
+    assert [name for name in ("Qwen/Qwen3-0.6B", "gpt2", "hear/tiny", *local) if looks_local(name)] == local
+
+
+@pytest.mark.parametrize(
+    ("flags", "file"),
+    [
+        ("--orchestrator.env.0.id ./mine.py", "mine.py"),
+        ("--orchestrator.advantage.type custom --orchestrator.advantage.path mine.py:f", "mine.py"),
+        ("--trainer.loss.type custom --trainer.loss.path mine.py:f", "mine.py"),
+    ],
+)
+def test_a_file_of_the_users_must_exist_when_the_run_starts(flags, file):
+    typed = f"--model.name a/b {flags}"
+    assert refusals(typed) == []
+    assert len(refusals(typed, file, at_launch=True)) == 1
+    Path(file).write_text("def f(columns): ...\n")
+    assert refusals(typed, file, at_launch=True) == []
+
+
+def test_8_bit_moments_need_a_compiler_on_gpus(monkeypatch):
+    eight = Optimizer(type="adamw_8bit")
+    assert [*optim_launch_problems("", eight, "cpu")] == []
+    monkeypatch.setattr(trainer.shutil, "which", lambda name: None)
+    assert len([*optim_launch_problems("trainer.", eight, "cuda")]) == 1
+    assert [*optim_launch_problems("", eight, "cpu")] == []
+    assert [*optim_launch_problems("trainer.", Optimizer(), "cuda")] == []

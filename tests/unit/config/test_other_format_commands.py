@@ -1,0 +1,193 @@
+"""`vf-rl`, `prime-rl` and the `vf-` names: what is typed there, and what is started for it."""
+
+import os
+import shutil
+import socket
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stage import until
+from trireme.base.devices import Devices
+from trireme.base.errors import ConfigError
+from trireme.base.paths import RunPaths
+from trireme.base.processes import free_port
+from trireme.cli import other_formats, vf_commands
+from trireme.cli.other_formats import run_translated, set_variables
+from trireme.config.load import load_run_config, read_as
+from trireme.config.run import RunConfig
+from trireme.launch.plan import Plan
+from trireme.tools.formats.run_file import read_run_file, resolve_run
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+CPU = Devices((), 4)
+
+ENV = 'env = { id = "reverse-text" }\n'
+VF = f'model = "models/reverse-text-tiny"\n{ENV}inference = {{ gpus = 1 }}\n'
+VF += "trainer = { gpus = 1, args = { batch_size = 64, max_tokens = 16, max_seq_len = 128 } }\n"
+FLAT = f'model_name = "models/reverse-text-tiny"\nnum_gpus = 2\n{ENV}sampling = {{ max_tokens = 16 }}\n'
+
+
+@pytest.fixture(autouse=True)
+def at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture
+def vf_file(tmp_path: Path) -> str:
+    (tmp_path / "vf.toml").write_text(VF)
+    return str(tmp_path / "vf.toml")
+
+
+@pytest.fixture
+def flat_file(tmp_path: Path) -> str:
+    (tmp_path / "flat.toml").write_text(FLAT)
+    return str(tmp_path / "flat.toml")
+
+
+def read(argv: list[str]) -> RunConfig:
+    return resolve_run(read_run_file(argv, CPU, program="vf-rl", kinds=("vf-rl",)), CPU)
+
+
+def test_flags_may_be_theirs_or_ours(vf_file):
+    config = read(["@", vf_file, "--trainer.args.temperature", "0.9", "--max-steps", "3", "--no-restart"])
+    found = (config.orchestrator.sampling.temperature, config.max_steps, config.supervisor.restart)
+    assert found == (0.9, 3, False)
+
+
+def test_the_printed_translation_is_a_file_of_rl(vf_file, capsys):
+    flags = ["--print-config", "--max-steps", "3", "--trainer.optim.nonfinite", "stop"]
+    assert run_translated("vf-rl", ["@", vf_file, *flags]) == 0
+    printed = capsys.readouterr().out
+    config = read_as(RunConfig, tomllib.loads(printed), where="printed")
+    assert (config.orchestrator.batch_size, config.max_steps, config.trainer.optim.nonfinite) == (64, 3, "stop")
+    assert "# trainer.args.batch_size = 64 -> orchestrator.batch_size = 64" in printed
+    assert "# --max-steps 3 was typed" in printed
+
+
+def test_a_flat_file_needs_no_at_sign_and_a_flag_that_both_formats_have_is_theirs(flat_file, capsys):
+    flags = ["--max-steps", "3", "--model-name", "other/model", "--sampling.top-p", "0.9"]
+    for argv in ([flat_file], ["@", flat_file]):
+        assert run_translated("prime-rl", [*argv, "--print-config", *flags]) == 0
+        table = tomllib.loads(capsys.readouterr().out)
+        assert (table["max_steps"], table["model"]["name"]) == (3, "other/model")
+        assert table["orchestrator"]["sampling"]["top_p"] == 0.9
+
+
+def test_a_dry_run_starts_nothing_and_shows_the_plan(vf_file, tmp_path, capsys):
+    assert run_translated("vf-rl", ["@", vf_file, "--dry-run", "--output-dir", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "64 rollouts = 4 groups x 16" in shown
+    assert "http 8000" in shown
+    assert not (tmp_path / "reverse-text" / "logs").exists()
+    ours = ["@", "configs/reverse-text/rl.toml", "--dry-run", "--output-dir", str(tmp_path)]
+    assert run_translated("prime-rl", ours) == 0
+    assert "150 steps on cpu" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--trainer.args.temprature", "0.9"], "--trainer.args.temperature"),
+        (["--trainer.args.batch-size", "100"], "`orchestrator.batch_size` is `trainer.args.batch_size` in FILE"),
+        (["--inference.args.dtype", "fp3"], "`inference.model.dtype` is `inference.args.dtype`"),
+    ],
+)
+def test_what_is_wrong_is_said_in_the_words_of_the_file(flags, words, vf_file):
+    with pytest.raises(ConfigError) as caught:
+        read(["@", vf_file, *flags])
+    assert words.replace("FILE", vf_file) in str(caught.value)
+
+
+def test_each_command_sends_other_formats_on(flat_file, vf_file):
+    with pytest.raises(ConfigError, match=f"Type `prime-rl {flat_file}`"):
+        run_translated("vf-rl", ["@", flat_file])
+    with pytest.raises(ConfigError, match=f"Type `vf-rl @ {vf_file}`"):
+        run_translated("prime-rl", [vf_file])
+    with pytest.raises(ConfigError, match="takes one"):
+        run_translated("vf-rl", [])
+
+
+def test_keys_of_an_env_file_reach_the_run_and_the_shell_counts_more(tmp_path, monkeypatch):
+    (tmp_path / "secrets.env").write_text("# keys\nMY_TEST_KEY=abc\nMY_OTHER_KEY='d e'\n")
+    environ = {"MY_OTHER_KEY": "mine"}
+    monkeypatch.setattr(os, "environ", environ)
+    set_variables([tmp_path / "secrets.env"])
+    assert environ == {"MY_TEST_KEY": "abc", "MY_OTHER_KEY": "mine"}
+
+
+def test_flags_of_vllm_become_flags_of_inference():
+    argv = ["--model", "m", "--port", "8007", "--max-model-len", "1024", "--enforce-eager", "--disable-log-requests"]
+    flags = list(vf_commands.engine_flags([*argv, "--max-num-batched-tokens", "4096", "--dry-run"]))
+    assert flags == [
+        *("--model.name", "m", "--inference.server.port", "8007"),
+        *("--inference.model.max-model-len", "1024", "--seq-len", "1024", "--inference.model.enforce-eager"),
+        *("--inference.args.max-num-batched-tokens", "4096", "--dry-run"),
+    ]
+
+
+def test_environments_of_the_repository_need_no_fetching(monkeypatch, capsys):
+    asked: list[list[str]] = []
+    monkeypatch.setattr(vf_commands, "trireme", lambda argv: asked.append(argv) or 0)
+    assert vf_commands.known_name("vf-nowhere") == "vf-nowhere"
+    assert vf_commands.install(["vf-math-python", "--from-repo", "-p", "environments"]) == 0
+    assert asked == [["env", "install", "math-python", "--path", "environments"]]
+    assert "already" in capsys.readouterr().out
+
+
+def test_a_file_can_be_served_by_one_command_and_trained_by_another(vf_file, tmp_path, monkeypatch):
+    served: list[list[str]] = []
+    started: list[tuple[list[str], RunConfig]] = []
+
+    def supervise(plan: Plan, config: RunConfig, **_: object) -> int:
+        started.append((list(plan), config))
+        return 0
+
+    monkeypatch.setattr("trireme.cli.inference.inference", served.append)
+    monkeypatch.setattr("trireme.launch.supervise.supervise", supervise)
+    argv = ["@", vf_file, "--trainer.args.vllm-server-port", str(free_port()), "--output-dir", str(tmp_path)]
+    vf_commands.serve(argv)
+    engine, _ = load_run_config(served[0], section="inference", program="inference")
+    with socket.create_server(("127.0.0.1", int(argv[3]))):  # as the first would hold it
+        assert run_translated("vf-train", argv) == 0
+    names, config = started[0]
+    assert names == ["orchestrator", "trainer"]
+    assert engine.inference.server.port == config.inference.server.port == int(argv[3])
+    assert engine.model.name == config.model.name
+
+
+needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+
+
+@pytest.fixture
+def tmux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("TMUX", raising=False)
+    yield
+    subprocess.run(["tmux", "kill-server"], check=False, capture_output=True)
+
+
+def listed(session: str, format: str) -> list[str]:
+    return subprocess.check_output(["tmux", "list-panes", "-t", session, "-F", format], text=True).splitlines()
+
+
+@needs_tmux
+def test_logs_are_above_the_run_and_the_run_has_this_shells_environment(tmux, tmp_path, monkeypatch, capsys):
+    subprocess.run(["tmux", "new-session", "-d", "-s", "another"], check=True)  # a server that knows nothing of it
+    monkeypatch.setenv("MY_TEST_KEY", "a 'b' c")
+    wrote = tmp_path / "wrote"
+    command = ["sh", "-c", f'echo "$MY_TEST_KEY" > {wrote}']
+    assert other_formats.open_panes("mine", RunPaths(tmp_path), ["inference"], command) == 0
+    assert "tmux attach -t mine" in capsys.readouterr().out
+    assert listed("=mine", "#{pane_title}") == ["inference", "run"]
+    until(lambda: wrote.exists() and wrote.read_text() == "a 'b' c\n")
+
+
+def test_without_tmux_or_a_terminal_there_is_one_terminal(monkeypatch):
+    assert not other_formats.wants_panes(None)  # tests have no terminal
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert not other_formats.wants_panes("named")

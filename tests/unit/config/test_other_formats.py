@@ -1,0 +1,260 @@
+"""Files of `vf-rl`, `prime-rl` and hosted training as runs of ours: every key arrives, or something is said of it."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resolved_runs import value_at
+from trireme.base.devices import Devices
+from trireme.base.errors import ConfigError
+from trireme.config.load import load_run_config, read_as
+from trireme.config.resolve import resolve
+from trireme.config.rules import problems
+from trireme.config.run import RunConfig
+from trireme.tools.formats.flat import FLAT as FLAT_FORMAT
+from trireme.tools.formats.flat import HOSTED as HOSTED_FORMAT
+from trireme.tools.formats.translation import Translation, as_toml, translate
+from trireme.tools.formats.vf_rl import VF_RL, VfArgs
+
+CPU, ONE, EIGHT = Devices((), 4), Devices(("0",), 8), Devices(tuple("01234567"), 64)
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def config_of(translation: Translation, devices: Devices = CPU) -> RunConfig:
+    return resolve(read_as(RunConfig, tomllib.loads(as_toml(translation)), where="translated"), devices)
+
+
+def check(translation: Translation, devices: Devices, expected: dict[str, Any]) -> None:
+    config = config_of(translation, devices)
+    assert {key: value_at(config, key) for key in expected} == expected
+    assert problems(config, devices) == []
+
+
+def vf(args: dict[str, Any], gpus: tuple[int, int] = (1, 1), engine: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {
+        "model": "owner/model", "env": {"id": "owner/reverse-text"},
+        "inference": {"gpus": gpus[0], "args": engine or {}}, "trainer": {"gpus": gpus[1], "args": args},
+    }  # fmt: skip
+
+
+FLAT: dict[str, Any] = {"model_name": "owner/model", "num_gpus": 8, "tensor_parallel_size": 4, "learning_rate": 1e-5}
+FLAT |= {"max_steps": 1000, "batch_size": 512, "rollouts_per_example": 16}
+FLAT |= {"env": {"id": "wiki-search", "args": {"max_turns": 10}}, "wandb": {"project": "wiki-search", "name": "first"}}
+FLAT |= {"sampling": {"max_tokens": 1024, "temperature": 1.0, "top_p": 0.9}}
+HOSTED: dict[str, Any] = {"model": "owner/model", "max_steps": 500, "batch_size": 256, "rollouts_per_example": 8}
+HOSTED |= {"env": [{"id": "gsm8k"}, {"id": "owner/reverse-text", "weight": 0.5, "args": {"num_train": 9}}]}
+HOSTED |= {"sampling": {"max_tokens": 512}, "env_file": ["secrets.env"]}
+HOSTED |= {"checkpointing": {"save_every_n_steps": 50, "keep_n_checkpoints": 10}}
+SAMPLING = {"max_tokens": 99, "temperature": 0.8, "top_k": 50, "min_p": 0.05, "repetition_penalty": 1.1}
+
+
+def test_what_the_reference_gives_as_defaults_holds():
+    lora = {"rank": 16, "alpha": 16, "dropout": 0.0, "use_rslora": False, "modules_to_save": []}
+    sampling = {"temperature": 0.7, "top_p": 1.0, "top_k": None, "min_p": 0.0, "max_tokens": None}
+    expected = {f"trainer.model.lora.{key}": value for key, value in lora.items()}
+    expected |= {f"orchestrator.sampling.{key}": value for key, value in sampling.items()}
+    expected |= {"orchestrator.batch_size": 512, "orchestrator.rollouts_per_example": 16, "seq_len": 2048}
+    expected |= {"max_steps": 500, "trainer.optim.lr": 1e-5, "max_async_level": 1, "trainer.ckpt.interval": 50}
+    expected |= {"inference.server.port": 8000, "inference.start_timeout_s": 300.0, "wandb": None}
+    expected |= {"orchestrator.engine_timeout_s": 600.0, "orchestrator.eval": None}
+    check(translate(VF_RL, vf({}), CPU), CPU, expected)
+    modules = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert set(value_at(config_of(translate(VF_RL, vf({}), CPU)), "trainer.model.lora.target_modules")) == modules
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ({"weight_decay": 0.01}, {"trainer.optim.weight_decay": 0.01}),
+        ({"mask_truncated_completions": True}, {"orchestrator.filters.truncated": "mask"}),
+        ({"num_batches_ahead": 0, "seed": 7}, {"max_async_level": 0, "seed": 7}),
+        ({"max_concurrent": 64}, {"orchestrator.max_concurrent": 64, "orchestrator.env.0.max_concurrent": 64}),
+        (
+            {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 100},
+            {"trainer.loss.beta": 0.1, "trainer.loss.reference_update_every": 100},
+        ),
+        # attention costs by the square of a row on a CPU: 512 tokens, or the longest sample where that is longer
+        ({"max_seq_len": 16, "micro_batch_size": 16}, {"trainer.micro_batch_tokens": 256}),
+        ({"vllm_server_timeout": 999.0}, {"inference.start_timeout_s": 999.0, "orchestrator.engine_timeout_s": 999.0}),
+        ({"max_seq_len": 128, "micro_batch_size": 16}, {"trainer.micro_batch_tokens": 512}),
+        ({"wandb": {"project": "p"}}, {"wandb.project": "p"}),
+        ({"eval_strategy": "no", "eval_steps": 10}, {"orchestrator.eval": None}),
+        (
+            {"eval_strategy": "steps", "eval_steps": 20} | SAMPLING,
+            {"orchestrator.eval.interval": 20}
+            | {
+                f"orchestrator.{table}.{key}": SAMPLING[key]
+                for table in ("sampling", "eval.sampling")
+                for key in SAMPLING
+            },
+        ),
+        ({"resume_from_checkpoint": "outputs/x/checkpoint-50"}, {"trainer.ckpt.resume_step": 50}),
+        ({"resume_from_checkpoint": "true"}, {"resume": True}),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_a_key_of_the_trainers_arguments_arrives(args, expected):
+    check(translate(VF_RL, vf(args), CPU), CPU, expected)
+
+
+VLLM = {"enforce-eager": True, "tensor_parallel_size": 2, "max-model-len": 1024, "max_num_batched_tokens": 4096}
+OLD = {"num_generations": 8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
+
+
+@pytest.mark.parametrize(
+    ("table", "devices", "expected"),
+    [
+        # 4 rollouts at once on each of 2 GPUs, 8 times: a batch of 64
+        (
+            vf(OLD, (1, 2)),
+            EIGHT,
+            {"orchestrator.batch_size": 64, "orchestrator.rollouts_per_example": 8}
+            | {"trainer.micro_batch_tokens": 4 * 2048},
+        ),
+        (
+            vf({}, (3, 2)),
+            EIGHT,
+            {"inference_gpu_ids": [0, 1, 2], "trainer_gpu_ids": [3, 4], "trainer.num_ranks": 2}
+            | {"trainer.model.optimization_dtype": "bfloat16"},
+        ),
+        (vf({}), ONE, {"inference_gpu_ids": [0], "trainer_gpu_ids": [0], "weight_broadcast.type": "ipc"}),
+        (vf({}, (3, 5), {"port": 8001}), CPU, {"device": "cpu", "inference.server.port": 8001}),
+        # flags of vLLM that have keys of their own, and one that is passed through
+        (
+            vf({}, (2, 1), VLLM),
+            EIGHT,
+            {"inference.model.enforce_eager": True, "inference.parallel.tp": 2, "inference.parallel.dp": 1}
+            | {"inference.model.max_model_len": 1024, "inference.args": {"max_num_batched_tokens": 4096}},
+        ),
+    ],
+)
+def test_batches_gpus_and_flags_of_the_engine_arrive(table, devices, expected):
+    check(translate(VF_RL, table, devices), devices, expected)
+
+
+# Every key of `[trainer.args]` with a value that is not its default.
+OTHER: dict[str, Any] = {
+    **{"run_name": "x", "output_dir": "a/b", "seed": 1, "resume_from_checkpoint": "checkpoint-50"},
+    **{"use_lora": False, "lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.1, "lora_target_modules": ["q_proj"]},
+    **{"lora_modules_to_save": ["lm_head"], "lora_use_rslora": True},
+    **{"learning_rate": 1e-4, "lr_scheduler_type": "linear", "warmup_steps": 5, "max_grad_norm": 0.1},
+    **{"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-6, "bf16": False},
+    **{"gradient_checkpointing": True, "max_steps": 5, "num_iterations": 2, "beta": 0.1, "sync_ref_model": True},
+    **{"ref_model_sync_steps": 9, "mask_truncated_completions": True, "mask_env_responses": False},
+    **{"micro_batch_size": 4, "batch_size": 64, "rollouts_per_example": 8, "num_generations": 8},
+    **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_seq_len": 512, "max_prompt_len": 99},
+    **{"max_tokens": 64, "temperature": 1.2, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1},
+    **{"presence_penalty": 0.1, "frequency_penalty": 0.1, "num_batches_ahead": 2, "generation_timeout": 9.0},
+    **{"max_concurrent": 8, "generation_batch_size": 16, "vllm_server_host": "localhost", "vllm_server_port": 8001},
+    **{"vllm_server_timeout": 600.0, "eval_strategy": "steps", "eval_steps": 10, "save_strategy": "no"},
+    **{"save_steps": 10, "save_total_limit": 2, "logging_steps": 5, "log_completions": False},
+    **{"num_completions_to_print": 5, "report_to": "wandb", "wandb": {"project": "p"}},
+    "ds3_gather_for_generation": False,
+}
+
+
+@pytest.mark.parametrize("key", sorted(VfArgs.model_fields))
+def test_no_key_that_was_given_goes_without_a_word(key):
+    try:
+        told = translate(VF_RL, vf({key: OTHER[key]}), CPU).notes
+    except ConfigError as error:
+        told = tuple(str(error).split("`"))
+    assert any(line.startswith(f"trainer.args.{key}") for line in told)
+
+
+def test_the_run_lies_where_its_name_says():
+    given = ({"run_name": "alphabet"}, {}, {"output_dir": "elsewhere/mine", "run_name": "alphabet"})
+    roots = [str(config_of(translate(VF_RL, vf(args), CPU)).paths.root) for args in given]
+    assert roots == ["outputs/alphabet", "outputs/reverse-text", "elsewhere/mine"]
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        (vf({"lora_rnk": 8}), "lora_rank"),
+        (vf({"eval_strategy": "epoch"}), '"steps"'),
+        (vf({"mask_env_responses": False}), "never trained on"),
+        (vf({"sync_ref_model": True}), "ref_model_sync_steps"),
+        (vf({"ref_model_sync_steps": 9}), "beta"),
+        (vf({"save_strategy": "epoch"}), '"steps"'),
+        (vf({"resume_from_checkpoint": "the last"}), "checkpoint-N"),
+        # two names of one number must agree
+        (vf({"rollouts_per_example": 16, "num_generations": 8}), "Remove one of the two"),
+        (
+            vf({"batch_size": 100, "micro_batch_size": 8, "gradient_accumulation_steps": 8}),
+            "gradient_accumulation_steps",
+        ),
+        (vf({"vllm_server_port": 8002}, engine={"port": 8001}), "8001"),
+        ({"model": "m"}, "`inference`"),
+        (FLAT | {"pipeline_parallel_size": 2}, "tensor_parallel_size"),
+        (FLAT | {"lora_rank": 8}, "use_lora"),
+        (FLAT | {"difficulty_threshold": 0.3}, "use_difficulty_filtering"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_to_write(table, words):
+    format, devices = (FLAT_FORMAT, EIGHT) if "model_name" in table else (VF_RL, CPU)
+    with pytest.raises(ConfigError) as caught:
+        translate(format, table, devices, where="mine.toml")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "devices", "expected"),
+    [
+        (
+            {},
+            EIGHT,
+            {"trainer.model.name": "owner/model", "inference.model.name": "owner/model", "max_steps": 1000}
+            | {"orchestrator.batch_size": 512, "orchestrator.rollouts_per_example": 16, "trainer.optim.lr": 1e-5}
+            | {"orchestrator.env.0.id": "wiki-search", "orchestrator.env.0.args": {"max_turns": 10}}
+            | {"orchestrator.sampling.max_tokens": 1024, "orchestrator.sampling.top_p": 0.9, "seq_len": 4 * 1024}
+            | {"wandb.project": "wiki-search", "wandb.name": "first"}
+            | {"inference_gpu_ids": [0, 1, 2, 3], "trainer_gpu_ids": [4, 5, 6, 7]}
+            | {"inference.parallel.tp": 4, "inference.parallel.dp": 1},
+        ),
+        ({"num_gpus": 1, "tensor_parallel_size": 1}, ONE, {"inference_gpu_ids": [0], "trainer_gpu_ids": [0]}),
+        ({"learning_rate": None, "use_lora": False}, CPU, {"trainer.optim.lr": 1e-6}),
+        # a sample has room for some turns
+        ({"sampling": {"max_tokens": 100}}, EIGHT, {"seq_len": 2048}),
+        # keys of the run may stand where the guide shows them: below `[sampling]`
+        (
+            {"num_gpus": None, "tensor_parallel_size": None}
+            | {"sampling": {"max_tokens": 64, "num_gpus": 4, "tensor_parallel_size": 2}},
+            EIGHT,
+            {"inference_gpu_ids": [0, 1], "trainer_gpu_ids": [2, 3], "orchestrator.sampling.max_tokens": 64},
+        ),
+    ],
+)
+def test_a_flat_file_arrives_whole(keys, devices, expected):
+    table = {key: value for key, value in (FLAT | keys).items() if value is not None}
+    check(translate(FLAT_FORMAT, table, devices), devices, expected)
+
+
+def test_a_hosted_file_arrives_whole():
+    keys = {"output_dir": "there", "seed": 4096, "max_async_level": 3, "seq_len": 4095}
+    expected = {"orchestrator.env.0.id": "gsm8k", "orchestrator.env.0.weight": 1.0, "max_steps": 500, "name": "gsm8k"}
+    expected |= {"orchestrator.env.1.id": "owner/reverse-text", "orchestrator.env.1.weight": 0.5}
+    expected |= {"orchestrator.env.1.args": {"num_train": 9}, "orchestrator.sampling.max_tokens": 512}
+    check(
+        translate(HOSTED_FORMAT, HOSTED | keys, EIGHT), EIGHT,
+        keys | expected | {"trainer.ckpt.interval": 50, "trainer.ckpt.keep_last": 10},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("table", "command"),
+    [
+        (FLAT, "prime-rl {}"),
+        (HOSTED, "trireme submit {}"),
+        ({"trainer": {"args": {}}}, "vf-rl @ {}"),
+        ({"env_id": "e"}, "trireme gepa {}"),
+    ],
+)
+def test_rl_answers_a_foreign_file_with_the_command_to_type(table, command, tmp_path):
+    file = tmp_path / "theirs.toml"
+    file.write_text(as_toml(Translation(table)))
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(["@", str(file)], program="rl")
+    assert f"`{command.format(file)}`" in str(caught.value)

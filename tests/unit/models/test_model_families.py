@@ -1,0 +1,290 @@
+"""Every architecture is the model that transformers would have loaded, and stays itself in packed rows."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import families
+from families import ATTENTION, CONFIGS, HYBRIDS, build_config, build_vision_config, logits, row, save_family
+from tiny import are_equal, one_row, random_samples, take_gradients, whole
+from trireme.base.errors import ConfigError
+from trireme.config.trainer import ActivationCheckpointing, Lora, TrainerModel
+from trireme.orchestrator.weights.update import TIMES_NOISE
+from trireme.trainer.checkpoint.export import describe_model
+from trireme.trainer.model.forward import compute_columns, scorer_of
+from trireme.trainer.model.hub_names import hub_names, sources_of
+from trireme.trainer.model.model import load_model, published_config
+from trireme.trainer.model.moe import mixtures_of
+from trireme.trainer.model.sharding import decoder_layers
+from trireme.trainer.parallel.mesh import World
+from trireme.trainer.publish.probe import compute_probe
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("families")
+    return {kind: save_family(root / kind, build_config(kind)) for kind in CONFIGS}
+
+
+def settings(kind: str, **changes: object) -> TrainerModel:
+    return TrainerModel(attn=ATTENTION.get(kind, "sdpa")).model_copy(update=changes)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_it_is_the_model_that_transformers_loads(checkpoints: dict[str, Path], kind: str, world: World) -> None:
+    options = {"dtype": torch.float32, "attn_implementation": ATTENTION.get(kind, "sdpa")}
+    expected = AutoModelForCausalLM.from_pretrained(checkpoints[kind], **options).train()
+    found = load_model(settings(kind), str(checkpoints[kind]), world)
+    held = found.state_dict()
+    assert list(held) == list(expected.state_dict())
+    assert all(torch.equal(whole(held[name]), tensor) for name, tensor in expected.state_dict().items())
+    buffers = dict(found.named_buffers())
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in expected.named_buffers())
+    assert found.generation_config.to_dict() == expected.generation_config.to_dict()
+    lengths = (9, 14, 1, 7)
+    ids, positions = row(*lengths)
+    eager = ("eager",) if kind in ("qwen3", "mistral", "gemma3_text") else ()
+    others = [load_model(settings(kind, attn=attn), str(checkpoints[kind]), world) for attn in eager]
+    with torch.no_grad():
+        assert torch.equal(logits(found, *row(12)), logits(expected, *row(12)))
+        together = logits(found, ids, positions)
+        alone = [logits(found, *each) for each in zip(ids.split(lengths, 1), positions.split(lengths, 1), strict=True)]
+        for other in (torch.cat(alone), *(logits(model, ids, positions) for model in others)):
+            torch.testing.assert_close(together, other, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_drawn_weights_are_those_of_transformers_and_published_names_lead_to_the_model_and_back(
+    checkpoints: dict[str, Path], kind: str, world: World
+) -> None:
+    torch.manual_seed(5)
+    drawn = load_model(settings(kind, from_scratch=True), str(checkpoints[kind]), world).state_dict()
+    after = torch.rand(1)
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoints[kind]), dtype=torch.float32)
+    if kind in HYBRIDS:  # their constructors draw values too, which are replaced
+        assert all(bool(whole(tensor).isfinite().all()) for tensor in drawn.values())
+    else:
+        assert all(torch.equal(whole(drawn[name]), tensor) for name, tensor in model.state_dict().items())
+        assert torch.equal(after, torch.rand(1))
+    published = load_file(checkpoints[kind] / "model.safetensors")
+    sources = sources_of(model, {name: tuple(tensor.shape) for name, tensor in published.items()})
+    assert sources.unexpected == []
+    names, back = hub_names(model), {}
+    for name in names.parameters:
+        tensor = sources.layouts[name].tensor(lambda source, region: published[source][region])
+        parts = names.to_hub(name, tensor)
+        assert [(key, part.shape) for key, part in parts] == names.specs(name)
+        if kind == "qwen3_moe":  # experts are published one by one, and are views of what the model holds
+            assert all(part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for _, part in parts)
+        back |= dict(parts)
+    assert are_equal(back, published)
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_samples_of_a_packed_row_begin_with_an_empty_state(checkpoints, kind: str, world: World) -> None:
+    """Logprobs and gradients are those of each sample alone, where layers are recomputed and prefixes shared."""
+    model = load_model(settings(kind, ac=ActivationCheckpointing()), str(checkpoints[kind]), world)
+    samples = random_samples([70, 9, 1, 14, 14])
+    for sample in samples:
+        sample.tokens.ids[:] %= families.VOCABULARY
+    samples[4].tokens.ids[:8] = samples[3].tokens.ids[:8]
+    packed = one_row(samples)
+    found = compute_columns(model, packed, world.device)
+    weights = torch.linspace(-1, 2, len(found.logprobs))
+    (found.logprobs * weights).sum().backward()
+    has_experts = bool(mixtures_of(model))
+    scorer = scorer_of(model, world.device)
+    assert (scorer.is_packed, scorer.shares_prefixes) == (kind != "mamba2", kind != "mamba2" and not has_experts)
+    assert (scorer.head is None) == (kind in ("falcon_h1", "mamba2"))  # they need more of their decoder
+    plain = AutoModelForCausalLM.from_pretrained(checkpoints[kind], dtype=torch.float32, attn_implementation="eager")
+    expected, begin = [], 0
+    for length, temperature in zip(packed.lengths, packed.temperatures, strict=True):
+        ids = torch.from_numpy(packed.tokens.ids[begin : begin + length].astype(int))[None]
+        counted = torch.from_numpy(packed.tokens.loss_mask[begin : begin + length].astype(bool))[1:]
+        scores = (plain(ids, use_cache=False).logits[0, :-1].float() / temperature).log_softmax(-1)
+        expected.append(scores.gather(-1, ids[0, 1:, None])[counted, 0])
+        begin += length
+    (torch.cat(expected) * weights).sum().backward()
+    torch.testing.assert_close(found.logprobs, torch.cat(expected), rtol=1e-4, atol=1e-4)
+    theirs = take_gradients(plain)
+    for name, gradient in take_gradients(model).items():
+        assert (gradient - theirs[name]).abs().max() <= 1e-4 * max(1.0, float(theirs[name].abs().max())), name
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "qwen3_5_text", "lfm2_moe", "mamba2"])
+def test_a_probe_admits_the_same_weights_in_bfloat16_and_no_others(checkpoints, kind: str, world: World) -> None:
+    """Others: another cap of attention scores, or a convolution that stayed as it was, both off by a little."""
+    half = AutoModelForCausalLM.from_pretrained(checkpoints[kind], dtype=torch.bfloat16, attn_implementation="eager")
+    folder = str(checkpoints[kind])
+    probe = compute_probe(load_model(settings(kind, attn="eager"), folder, world), world.device, (torch.bfloat16,))
+    ids = torch.tensor([probe.ids])
+
+    def difference() -> float:
+        with torch.no_grad():
+            logprobs = half(ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        return float((logprobs.gather(-1, ids[0, 1:, None])[:, 0] - torch.tensor(probe.logprobs)).abs().mean())
+
+    assert difference() <= TIMES_NOISE * probe.noise
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in half.named_parameters():
+            if "conv" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    for layer in half.model.layers if kind == "gemma2" else []:
+        layer.self_attn.attn_logit_softcapping = 0.5
+    assert (difference() > TIMES_NOISE * probe.noise) == (kind != "qwen3")
+
+
+def test_the_page_of_models_shows_what_was_measured_with_what_is_installed() -> None:
+    """Every family has its row, and every model that a rule refuses; `benchmarks/models.py` measures and writes it."""
+    models = SimpleNamespace(**run_path(str(Path(__file__).parents[3] / "benchmarks" / "models.py")))
+    stored, page = models.read_stored(), models.PAGE.read_text()
+    assert page.partition(f"{models.BEGIN}\n")[2].partition(models.END)[0] == models.page_of(stored)
+    measured = stored["families"]
+    assert measured.keys() == {*CONFIGS, *families.SERVED}
+    assert [kind for kind, result in measured.items() if result["versions"] != models.installed()] == []
+    assert stored["refused"] == models.refused_families()
+    assert {"mamba", "jamba", "nemotron_h with experts"} <= stored["refused"].keys()
+
+
+def test_a_decoder_within_a_model_that_sees_is_found_and_trained(tmp_path: Path, world: World) -> None:
+    folder = str(save_family(tmp_path, build_vision_config()))
+    model = load_model(TrainerModel(), folder, world)
+    assert decoder_layers(model) == list(model.model.language_model.layers)
+    families.backward(model, *row(9, 14))
+    trained = {name.split(".")[1] for name, p in model.named_parameters() if p.grad is not None}
+    assert trained == {"language_model"}
+
+
+def change(folder: Path, changes: dict[str, torch.Tensor | None]) -> str:
+    tensors = load_file(folder / "model.safetensors") | changes
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "tensor", "words"),
+    [
+        ("llama", "norm.weight", None, "1 missing: model.norm.weight"),
+        ("llama", "extra.weight", (1,), "1 without a place in the model: model.extra.weight"),
+        ("llama", "layers.0.mlp.up_proj.weight", (3, 32), "1 of another shape: model.layers.0.mlp.up_proj.weight"),
+        (
+            "qwen3_moe",
+            "layers.1.mlp.experts.3.down_proj.weight",
+            None,
+            "experts.down_proj ([3, 32, 16] for [4, 32, 16]",
+        ),
+    ],
+)
+def test_weights_of_another_model_are_refused_by_name(
+    kind: str, name: str, tensor: tuple[int, ...] | None, words: str, tmp_path: Path, world: World
+) -> None:
+    folder = save_family(tmp_path, build_config(kind))
+    change(folder, {f"model.{name}": None if tensor is None else torch.zeros(tensor)})
+    with pytest.raises(ConfigError) as error:
+        load_model(TrainerModel(), str(folder), world)
+    assert words in str(error.value)
+
+
+def test_damaged_quantized_and_missing_files_are_refused(tmp_path: Path, world: World) -> None:
+    folder = save_family(tmp_path / "model", build_config("llama"))
+    config = json.loads((folder / "config.json").read_text())
+    quantized = json.dumps(config | {"quantization_config": {"quant_method": "fp8"}})
+    for change_files, words in (
+        (lambda: (folder / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0 garbage"), "cannot be read"),
+        (lambda: (folder / "config.json").write_text(quantized), r"quantized \(fp8, weight_block_size = None\)"),
+        (lambda: shutil.rmtree(folder), r"cannot be loaded(.|\n)*Set `model.name`"),
+    ):
+        change_files()
+        for from_scratch in {False, words.startswith("cannot be loaded")}:
+            with pytest.raises(ConfigError, match=words):
+                load_model(TrainerModel(from_scratch=from_scratch), str(folder), world)
+
+
+@pytest.mark.parametrize("kind", families.NOT_FOR_PACKED_ROWS)
+def test_models_that_cannot_keep_samples_of_a_row_apart_are_refused(kind: str, tmp_path: Path, world: World) -> None:
+    build_config(kind).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be trained on packed rows"):
+        load_model(TrainerModel(from_scratch=True, attn="eager"), str(tmp_path), world)
+
+
+def test_a_model_without_sdpa_is_held_with_eager_attention(tmp_path: Path, world: World) -> None:
+    build_config("gpt_oss").save_pretrained(tmp_path)
+    assert load_model(TrainerModel(from_scratch=True), str(tmp_path), world).config._attn_implementation == "eager"
+
+
+def test_a_head_that_is_tied_may_be_in_the_files_if_it_agrees(tmp_path: Path, world: World) -> None:
+    folder = save_family(tmp_path, build_config("qwen3"))
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    model = load_model(TrainerModel(), change(folder, {"lm_head.weight": embedding.clone()}), world)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    with pytest.raises(ConfigError, match=r"lm_head.weight and model.embed_tokens.weight, which differ"):
+        load_model(TrainerModel(), change(folder, {"lm_head.weight": embedding + 1}), world)
+
+
+def test_files_in_parts_and_in_half_precision_are_read(tmp_path: Path, world: World) -> None:
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(build_config("qwen3_moe"), dtype=torch.bfloat16)
+    plain.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    held = load_model(TrainerModel(), str(tmp_path), world).state_dict()
+    assert all(torch.equal(whole(held[name]), tensor.float()) for name, tensor in plain.state_dict().items())
+
+
+def test_a_pass_without_gradients_leaves_each_rank_its_float32_parts(tiny_model: Path, world: World) -> None:
+    """What is gathered, in bfloat16, would otherwise be saved or sent as the model."""
+    config = TrainerModel(reshard_after_forward=False, optimization_dtype="bfloat16")
+    model = load_model(config, str(tiny_model), world)
+    with torch.no_grad():
+        compute_columns(model, one_row(random_samples([9, 14])), world.device)
+    assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in model.parameters())
+
+
+SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128}
+NOISY = {
+    "gpt2": {"n_positions": 128},
+    "opt": {"ffn_dim": 128, "max_position_embeddings": 128, "word_embed_proj_dim": 64, "layerdrop": 0.2},
+    "phi": {"intermediate_size": 128, "resid_pdrop": 0.1},
+    "llama": {"intermediate_size": 128, "attention_dropout": 0.1},
+    "falcon": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+}
+
+
+@pytest.mark.parametrize("kind", NOISY)
+def test_dropout_of_a_model_is_switched_off_and_published_again(kind: str, tmp_path: Path, world: World) -> None:
+    folder = save_noisy(kind, tmp_path / "published")
+    model = load_model(TrainerModel(), str(folder), world)
+    row = one_row(random_samples([40, 20]))
+    with torch.no_grad():
+        once, again = (compute_columns(model, row, world.device).logprobs for _ in range(2))
+        assert torch.equal(once, again)
+        assert torch.equal(once, compute_columns(model.eval(), row, world.device).logprobs)
+    (exported := tmp_path / "exported").mkdir()
+    describe_model(exported, published_config(model), None, torch.float32, type(model).__name__)
+    said, says = (json.loads((each / "config.json").read_text()) for each in (folder, exported))
+    drops = {name: value for name, value in said.items() if "drop" in name}
+    assert any(drops.values())
+    assert {name: says[name] for name in drops} == drops
+
+
+def test_dropout_of_adapters_stays(tmp_path: Path, world: World) -> None:
+    model = load_model(TrainerModel(lora=Lora(dropout=0.3)), str(save_noisy("llama", tmp_path)), world)
+    assert {layer.p for layer in model.modules() if isinstance(layer, torch.nn.Dropout)} == {0.3}
+
+
+def save_noisy(kind: str, folder: Path) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **NOISY[kind])).save_pretrained(folder)
+    return folder

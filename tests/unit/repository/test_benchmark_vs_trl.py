@@ -1,0 +1,22 @@
+"""The comparison with TRL measures what it says."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks" / "trl"))
+from summary import rate, reached
+
+
+def test_a_reward_is_reached_when_five_steps_have_it_in_the_mean_and_rates_count_from_the_first_request():
+    rewards = [0.9, 0.2, 0.6, 0.7, 0.6, 0.7, 0.9, 0.9]
+    steps = [
+        {"step": step, "ended_s": 1000.0 + 2 * step, "reward": reward, "tokens": 100, "cpu_s": 3.0 * step}
+        for step, reward in enumerate(rewards, 1)
+    ]
+    times = {"began_s": 990.0, "first_s": 997.0, "first_cpu_s": 5.0, "ended_s": 2000.0}
+    result = times | {"steps": steps, "prompts": [[1]]}
+    assert reached(result, 0.7)["step"] == 7  # (0.6 + 0.7 + 0.6 + 0.7 + 0.9) / 5
+    assert reached(result, 0.8) is None
+    assert rate(result) == pytest.approx(8 * 100 / 19)

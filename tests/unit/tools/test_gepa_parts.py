@@ -1,0 +1,113 @@
+"""What `trireme gepa` is made of: prompts, examples, feedback, the journal, and what is typed."""
+
+import textwrap
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reflecting import ENVIRONMENT
+from toy_environments import with_environment
+from trireme.base.errors import ConfigError
+from trireme.base.processes import free_port
+from trireme.cli.workspace.gepa import gepa, to_flags
+from trireme.config.load import load_config
+from trireme.orchestrator.environments.pool import Environment
+from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
+from trireme.tools.environments.policy import PolicyWanted
+from trireme.tools.gepa.config import GepaConfig
+from trireme.tools.gepa.optimize import places_of
+from trireme.tools.gepa.prompts import PromptedEnvironment, own_prompt, with_system
+from trireme.tools.gepa.records import Example, Records, Reflection, draw_examples
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def test_an_environment_is_asked_with_the_candidate_as_if_it_had_been_loaded_with_it(tmp_path, monkeypatch):
+    asked: list[list[dict[str, Any]]] = []
+
+    async def ask(question: Ask) -> Reply:
+        asked.append(question.messages)
+        return Reply(content="SEA", finish_reason="stop")
+
+    async def use(environment: Environment) -> None:
+        task = RunTask(task="t", index=0)
+        loaded = await environment.run(task, ask)
+        tried = await PromptedEnvironment(environment, "Be loud.", columns=["heard", "gone"]).run(task, ask)
+        assert await own_prompt(environment, [Example("train", 0), Example("train", 1)]) == "Be quiet."
+        assert asked[0] == with_system(asked[1], "Be quiet.")
+        assert tried.prompt[0]["content"] == "Be loud."
+        assert loaded.prompt == with_system(tried.prompt, "Be quiet.")
+        assert (loaded.columns, loaded.state_keys) == ({}, [])
+        assert (tried.columns, tried.state_keys) == ({"heard": "sea"}, ["answer", "heard", "prompt"])
+
+    monkeypatch.chdir(tmp_path)
+    Path("harbour.py").write_text(textwrap.dedent(ENVIRONMENT))
+    with_environment(tmp_path, "harbour.py", use, args={"system_prompt": "Be quiet."})
+
+
+@pytest.mark.parametrize(
+    ("given", "num_train", "num_eval", "sizes"),
+    [
+        ({}, 2000, 100, (100, 50, 0)),
+        ({}, 48, 0, (32, 16, 0)),
+        ({}, 0, 60, (40, 20, 0)),
+        ({"num_val": 10}, 14, 0, (4, 10, 0)),
+        ({"num_test": 6}, 24, 0, (12, 6, 6)),
+    ],
+)
+def test_defaults_shrink_to_what_there_is_and_no_example_is_drawn_twice(given, num_train, num_eval, sizes):
+    drawn = draw_examples(GepaConfig(env_id="e", model="m", **given), num_train=num_train, num_eval=num_eval)
+    parts = (drawn.train, drawn.validation, drawn.test)
+    assert tuple(map(len, parts)) == sizes
+    assert len({(each.split, each.index) for part in parts for each in part}) == sum(sizes)
+
+
+def test_flags_mean_what_keys_of_a_file_mean(tmp_path):
+    (tmp_path / "my.toml").write_text(
+        'env_id = "my-env"\nmodel = "a/small"\nreflection_model = "a/large"\nmax_calls = 1000\nnum_train = 200\n'
+        'num_val = 90\nstate_columns = ["parsed_answer", "tool_calls"]\nfresh = true\n'
+    )
+    typed = [f"run {tmp_path / 'my.toml'}"]
+    flags = "-m a/small -M a/large -B 1000 -n 200 -N 90 --state-columns parsed_answer tool_calls"
+    typed += [f"run my-env {flags} --fresh", f"{flags} --fresh my-env", f"--fresh my-env {flags.replace('-m ', '-m=')}"]
+    file, *same = (load_config(to_flags(words.split()), GepaConfig, program="trireme gepa")[0] for words in typed)
+    assert same == [file] * 3
+
+
+def test_the_reflection_model_is_looked_for_where_the_model_is_unless_it_is_named_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPENAI_API_KEY", "mine")
+    Path("endpoints.toml").write_text('[large]\nmodel = "org/large"\nurl = "http://127.0.0.1:2/v1"\nkey = "two"\n')
+    Path("folder").mkdir()
+    large = PolicyWanted("org/large", "http://127.0.0.1:2/v1", "two")
+    assert places_of(GepaConfig(env_id="e", model="large")) == (large, large)
+    found = places_of(GepaConfig(env_id="e", model="folder", reflection_model="large"))
+    assert found == (PolicyWanted("folder"), large)
+    for url, key in (("http://127.0.0.1:3/v1", None), ("https://127.0.0.1:3/v1", "mine")):  # in clear only if asked
+        _, elsewhere = places_of(GepaConfig(env_id="e", model="m", base_url=url))
+        assert elsewhere == PolicyWanted("m", url, key)
+        assert "mine" not in repr(elsewhere)
+
+
+@pytest.mark.parametrize("file", sorted((REPOSITORY / "configs" / "gepa").glob("*.toml")), ids=lambda file: file.name)
+def test_every_shipped_file_loads(file, monkeypatch, capsys):
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setenv("OPENAI_API_KEY", "a key")
+    for named in ([], ["-b", f"http://127.0.0.1:{free_port()}/v1"]):
+        assert gepa([str(file.relative_to(REPOSITORY)), "--dry-run", *named]) == 0
+        env_id = tomllib.loads(capsys.readouterr().out)["env_id"]
+        assert (REPOSITORY / "environments" / env_id.replace("-", "_")).exists()
+
+
+def test_a_line_that_was_not_written_to_its_end_is_done_again(tmp_path):
+    file = tmp_path / "reflections.jsonl"
+    records = Records(file, Reflection)
+    for name in "abc":
+        records.add(Reflection(question_name=name, nth=0, question="q", answer=name))
+    file.write_bytes(file.read_bytes()[:-5])
+    assert list(Records(file, Reflection).lines) == [("a", 0), ("b", 0)]
+    file.write_text("{}\n" + file.read_text())
+    with pytest.raises(ConfigError, match="line 1 cannot be read"):
+        Records(file, Reflection)

@@ -1,0 +1,115 @@
+"""`trireme VERB` and `rl`: what ends a command, what is typed after a flag, and what is written before a start."""
+
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+from argparse import ArgumentTypeError
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trireme.base.errors import ConfigError
+from trireme.cli.command import run_command
+from trireme.cli.rl import rl, write_configs
+from trireme.cli.trireme import VERBS, trireme
+from trireme.config.arguments import count, json_table, not_negative, positive, positive_int, share
+from trireme.config.run import RunConfig
+
+ROOT = Path(__file__).parents[3]
+LIST = [sys.executable, "-m", "trireme.cli.trireme", "env", "list"]
+
+
+def test_help_names_every_verb_with_a_line_and_so_does_no_verb_at_all(capsys):
+    for argv, code in ((["--help"], 0), (["-h"], 0), ([], 2)):
+        with pytest.raises(SystemExit, match=str(code)):
+            trireme(argv)
+    said = [line.split(None, 1) for line in capsys.readouterr().out.splitlines()]
+    assert all(said.count([name, verb.line]) == 3 for name, verb in VERBS.items())
+
+
+def test_an_unknown_verb_is_refused_with_the_one_that_was_meant():
+    with pytest.raises(ConfigError, match=r"no `trireme audti` - expected one of .*Did you mean `trireme audit`\?"):
+        trireme(["audti", "outputs/run"])
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_every_verb_has_help_of_its_own(name, capsys):
+    with suppress(SystemExit):
+        assert trireme([name, "--help"]) == 0
+    assert f"usage: trireme {name}" in capsys.readouterr().out
+
+
+def test_a_mistake_of_the_user_is_one_line_and_one_of_ours_keeps_its_traceback(monkeypatch, capsys, tmp_path):
+    (tmp_path / "file").touch()
+    example = str(ROOT / "configs" / "reverse-text" / "rl.toml")
+    monkeypatch.setattr("sys.argv", ["rl", "@", example, "--output-dir", str(tmp_path / "file"), "--dry-run"])
+    with pytest.raises(SystemExit) as ended:
+        run_command("rl", rl)
+    said = capsys.readouterr().err
+    assert (ended.value.code, said.count("\n")) == (2, 1)
+    assert said.startswith(f"rl: {tmp_path / 'file'}")
+
+    def fail(error: OSError) -> None:
+        def main(_: list[str]) -> int:
+            raise error
+
+        run_command("rl", main)
+
+    with pytest.raises(SystemExit, match="2"):
+        fail(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.safetensors"))
+    assert capsys.readouterr().err.startswith("rl: model.safetensors: No space left on device - expected free space")
+    with pytest.raises(OSError, match="of an unknown cause"):
+        fail(OSError("of an unknown cause"))
+
+
+def test_a_full_disk_and_a_reader_that_stops_behind_standard_output_get_no_traceback(tmp_path):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(LIST, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("trireme: its output cannot be written: No space left on device")
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(LIST, stdout=writing, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=60)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_settings_that_a_resumed_run_did_not_have_are_told_and_the_earlier_ones_kept(tmp_path, capsys):
+    def write(**values: Any) -> str:
+        write_configs(RunConfig.model_validate({"output_dir": str(tmp_path)} | values), tmp_path)
+        return capsys.readouterr().out
+
+    assert write(seed=1) == ""
+    assert write(seed=1) == ""
+    told = write(seed=2, ports={"batches": 4000})
+    assert told.startswith(f"other settings than before (those are in {tmp_path}/run.earlier-1.json):")
+    assert "seed: 1 -> 2" in told
+    assert "ports" not in told  # where it runs is no matter
+    seeds = {path.name: json.loads(path.read_text())["seed"] for path in tmp_path.glob("run*.json")}
+    assert seeds == {"run.json": 2, "run.earlier-1.json": 1}
+    write(orchestrator={"env": [{"id": "e", "args": {"judge_api_key": "sk-secret"}}]})
+    write(seed=2)
+    (secret,) = (path for path in tmp_path.glob("run.earlier-*.json") if "sk-secret" in path.read_text())
+    assert secret.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("read", "taken", "refused"),
+    [
+        (positive_int, "3", "0"),
+        (count, "0", "-1"),
+        (positive, "0.5", "nan"),
+        (not_negative, "0", "-0.1"),
+        (share, "1", "1.01"),
+        (json_table('{"a": 1}'), '{"a": [1]}', "[1]"),
+    ],
+)
+def test_a_value_of_a_flag_is_taken_where_it_makes_sense_and_else_repeated(read, taken, refused):
+    assert read(taken) == json.loads(taken)
+    with pytest.raises(ArgumentTypeError, match=re.escape(repr(refused))):
+        read(refused)

@@ -1,0 +1,131 @@
+"""`trireme lab setup`: an empty folder becomes one in which what people know can be typed."""
+
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from trireme.base.errors import ConfigError
+from trireme.cli.other_formats import run_translated
+from trireme.cli.rl import rl
+from trireme.cli.workspace.lab import lab
+from trireme.tools.environments.catalog import list_environments
+from trireme.tools.evaluate.endpoints import read_endpoints
+from trireme.tools.workspace.setup import IN_PACKAGE, PARTS, Workspace, find_shipped
+
+ROOT = Path(__file__).parents[3]
+ENVIRONMENTS = {"alphabet-sort", "gsm8k", "math-python", "reverse-text", "wiki-search", "wordle"}
+
+
+@pytest.fixture
+def lab_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "My Lab"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_the_folder_of_the_tutorial(lab_folder, capsys):
+    assert lab(["setup", "--vf-rl", "--size", "cpu"]) == 0
+    expected = {f"{name}.toml" for name in ENVIRONMENTS}
+    assert {file.name for file in (lab_folder / "configs" / "vf-rl").iterdir()} == expected
+    assert (lab_folder / "environments" / "AGENTS.md").is_file()
+    said = capsys.readouterr().out
+    assert "✓ Wrote example configs for a CPU" in said
+    assert said.splitlines()[-1] == "Next: uv run vf-rl @ configs/vf-rl/reverse-text.toml"
+    assert 'name = "my-lab"' in Path("pyproject.toml").read_text(), "a name that a project may have"
+    listed = {entry.id for entry in list_environments(Path("environments")) if entry.kind == "package"}
+    assert listed == ENVIRONMENTS
+    assert all(endpoint.url for endpoint in read_endpoints(Path("configs/endpoints.py")).values())
+    lab(["setup", "--vf-rl", "--path", "new/lab", "--size", "one-gpu"])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Next: cd new/lab && uv run vf-rl @")
+    text = Path("new/lab/configs/vf-rl/reverse-text.toml").read_text()
+    assert 'model = "PrimeIntellect/Qwen3-0.6B-Reverse-Text-SFT"\n' in text
+    assert "#|" not in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "folders", "command"),
+    [
+        (["--vf-rl"], ("vf-rl",), partial(run_translated, "vf-rl")),
+        (["--prime-rl"], ("prime-rl",), partial(run_translated, "prime-rl")),
+        (["--prime-rl"], ENVIRONMENTS, rl),
+        ([], ("rl",), partial(run_translated, "prime-rl")),
+    ],
+    ids=["vf-rl", "prime-rl", "ours", "hosted"],
+)
+def test_every_example_that_was_set_up_is_ready_to_run_from_there(kind, folders, command, lab_folder, capsys):
+    lab(["setup", *kind, "--size", "cpu"])
+    files = [file for folder in folders for file in Path("configs", folder).glob("*.toml")]
+    assert len(files) == len(ENVIRONMENTS)
+    for file in files:
+        assert command(["@", str(file), "--dry-run", "--device", "cpu"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if "not ready" in line and "is in use" not in line] == []
+
+
+def test_nothing_that_is_there_is_written_over(lab_folder, capsys):
+    def files() -> dict[str, str]:
+        return {str(file): file.read_text() for file in Path().rglob("*.*") if file.is_file()}
+
+    lab(["setup", "--vf-rl", "--size", "cpu"])
+    before = files()
+    Path("configs/vf-rl/wordle.toml").write_text("# mine\n")
+    Path("configs/vf-rl/gsm8k.toml").unlink()
+    lab(["setup", "--vf-rl", "--size", "cpu"])
+    assert files() == before | {"configs/vf-rl/wordle.toml": "# mine\n"}
+    assert "kept configs/vf-rl/wordle.toml" in capsys.readouterr().out
+
+
+def test_each_kind_of_examples_comes_when_it_is_asked_for(lab_folder):
+    def folders() -> set[str]:
+        return {folder.name for folder in (lab_folder / "configs").iterdir() if folder.is_dir()}
+
+    lab(["setup", "--vf-rl"])
+    assert folders() == {"vf-rl"}
+    lab(["setup", "--prime-rl"])
+    assert folders() == {"vf-rl", "prime-rl", "agent", "color-squares", *ENVIRONMENTS}
+    lab(["setup"])
+    assert folders() >= {"vf-rl", "prime-rl", "rl", *ENVIRONMENTS}
+    with pytest.raises(SystemExit):
+        lab(["setup", "--vf-rl", "--prime-rl"])
+
+
+def test_environments_are_copied_out_of_an_installed_package(tmp_path):
+    """The package is not to be written in, and results of an environment are written beside it."""
+    package = tmp_path / "site-packages" / "trireme"
+    for part in PARTS:
+        ignored = shutil.ignore_patterns("__pycache__", "outputs")
+        shutil.copytree(ROOT / part, package / IN_PACKAGE / part, ignore=ignored)
+    shipped = find_shipped(package)
+    assert (shipped.root, shipped.is_checkout) == (package / IN_PACKAGE, False)
+    workspace = Workspace(tmp_path / "lab", shipped, copies=False)
+    workspace.bring_environments()
+    workspace.bring_models()
+    assert not (workspace.root / "environments" / "wordle").is_symlink()
+    assert (workspace.root / "models" / "wordle-tiny").is_symlink()
+
+
+def test_what_cannot_be_set_up_is_refused_with_what_to_do(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file cannot be set up: .* Expected a folder .* Name another by `--path`"):
+        lab(["setup", "--path", str(tmp_path / "file")])
+    with pytest.raises(ConfigError, match=r"in none of .* Expected configs, environments, models .* Install it again"):
+        find_shipped(tmp_path / "lib" / "python" / "trireme")
+
+
+def test_a_project_that_is_there_never_gets_a_link_that_its_own_sync_would_follow(lab_folder, capsys):
+    project = lab_folder / "pyproject.toml"
+    project.write_text('[project]\nname = "mine"\nversion = "1"\n')
+    lab(["setup"])
+    assert project.read_text() == '[project]\nname = "mine"\nversion = "1"\n'
+    assert not (lab_folder / ".venv").is_symlink()
+    assert "✓ Kept the Python project that was here" in capsys.readouterr().out
+
+
+def test_in_the_checkout_itself_nothing_is_touched(capsys):
+    before = (ROOT / "configs" / "reverse-text" / "rl.toml").read_text()
+    assert lab(["setup", "--path", str(ROOT), "--size", "eight-gpus"]) == 0
+    assert (ROOT / "configs" / "reverse-text" / "rl.toml").read_text() == before
+    assert "--path ../lab --size eight-gpus" in capsys.readouterr().out
