@@ -139,7 +139,8 @@ class Evaluator:
                 name, read_eval_results(results_path(self.config.paths, version, name)), self._eval
             )
         self.metrics.append(version, row)
-        log.info("version %d: %s", version, row)
+        shown = ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in row.items())
+        log.info("version %d is evaluated: %s", version, shown)
 
     async def _evaluate_environment(
         self, version: int, environment: Environment

@@ -50,6 +50,7 @@ class PagedTable:
         *,
         opens: str,
         backwards: bool = False,
+        on_page: Callable[[Found], None] = lambda found: None,
     ) -> None:
         """
         Args:
@@ -59,8 +60,9 @@ class PagedTable:
                 sqlite3.DatabaseError, the rows that are shown stay.
             open: called with a row that was clicked.
             opens: the column that is a button, for the keyboard, and sorted by at first.
+            on_page: called with each page that is shown, whoever asked for it.
         """
-        self._read = read
+        self._read, self._on_page = read, on_page
         self._requests = 0
         self.rows: list[dict[str, Any]] = []
         self.page: dict[str, Any] = {"page": 1, "rowsPerPage": ROWS, "rowsNumber": 0}
@@ -93,8 +95,8 @@ class PagedTable:
             self.page["descending"] = bool(wanted["descending"])
         await self.refresh()
 
-    async def refresh(self, *, first_page: bool = False) -> Found | None:
-        """Read the page that is shown. Return it, or None where another request came meanwhile."""
+    async def refresh(self, *, first_page: bool = False) -> None:
+        """Read the page that is shown. Nothing changes where another request came meanwhile."""
         if first_page:
             self.page["page"] = 1
         self._requests += 1
@@ -105,9 +107,9 @@ class PagedTable:
                 self._read, sort=page["sortBy"], backwards=page["descending"], limit=ROWS, offset=offset
             )
         except sqlite3.DatabaseError:  # the index is built again
-            return None
+            return
         if found is None or request != self._requests or self._table.is_deleted:
-            return None
+            return
         self.rows = found.rows
         self.page["rowsNumber"] = found.total
         self._table.pagination = dict(self.page)
@@ -115,7 +117,7 @@ class PagedTable:
         if len({row["env"] for row in found.rows}) > 1:
             self._table.columns = self._columns
         self._table.update()
-        return found
+        self._on_page(found)
 
     def mark(self, id: str) -> None:
         for row in self.rows:
@@ -161,7 +163,15 @@ class RolloutsPage:
                     button.props("flat dense no-caps size=sm").classes("tr-mono")
         with ui.element("div").classes("tr-split"):
             with theme.card():
-                self._list = PagedTable(COLUMNS, ROLLOUT_SORTS, self._read, self._open, opens="step", backwards=True)
+                self._list = PagedTable(
+                    COLUMNS,
+                    ROLLOUT_SORTS,
+                    self._read,
+                    self._open,
+                    opens="step",
+                    backwards=True,
+                    on_page=self._summarize,
+                )
             self._reading = ui.element("section").classes("tr-card tr-reading").props('aria-label="Rollout" tabindex=0')
         ui.timer(LOOK_S, self._look, immediate=False)
 
@@ -172,18 +182,18 @@ class RolloutsPage:
 
     async def refresh(self, *, first_page: bool = False) -> None:
         try:
-            found = await self._list.refresh(first_page=first_page)
+            await self._list.refresh(first_page=first_page)
         except ConfigError as error:
             self._summary.set_text(str(error))
-            return
-        if found:
-            done, total = self._progress
-            more = f" · {done:,} of {total:,} batches are indexed, the others follow" if done < total else ""
-            self._summary.set_text(f"{found.total:,} rollout{'' if found.total == 1 else 's'}{more}")
-            self._list.mark(f"{self._step if self._step is not None else ''}/{self._number}")
-            rollout = self._number if self._step is not None else None
-            link = self._runs.link("/rollouts", q=self._input.value or None, step=self._step, rollout=rollout)
-            ui.navigate.history.replace(link)  # an address that can be shared
+
+    def _summarize(self, found: Found) -> None:
+        done, total = self._progress
+        more = f" · {done:,} of {total:,} batches are indexed, the others follow" if done < total else ""
+        self._summary.set_text(f"{found.total:,} rollout{'' if found.total == 1 else 's'}{more}")
+        self._list.mark(f"{self._step if self._step is not None else ''}/{self._number}")
+        rollout = self._number if self._step is not None else None
+        link = self._runs.link("/rollouts", q=self._input.value or None, step=self._step, rollout=rollout)
+        ui.navigate.history.replace(link)  # an address that can be shared
 
     def _read(self, **page: Any) -> Found:
         in_step = "" if self._step is None else f"step={self._step} "
