@@ -2,13 +2,12 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from safetensors import safe_open
 import forkserver
 from interrupts import heed_interrupts
 from trireme.base.paths import RunPaths, step_folder
-from trireme.base.processes import die_with_parent
+from trireme.base.processes import die_with_parent, free_port
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord
 from trireme.monitor.metrics import Row, read_metrics
@@ -176,14 +175,6 @@ def listening_sockets(processes: Iterable[Process]) -> set[tuple[str, int]]:
     return found
 
 
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-
-
 # an engine that many runs share
 
 
@@ -195,7 +186,7 @@ class SharedEngine:
 
 @contextmanager
 def open_engine(folder: Path, *flags: str | Path, config=SYNCHRONOUS, forked: bool = False) -> Iterator[SharedEngine]:
-    (port,) = free_ports(1)
+    port = free_port()
     arguments = ["@", config, "--output-dir", folder, "--server.port", str(port), *flags]
     with started("inference", *arguments, log=folder / "inference.log", forked=forked) as process:
         engine = SharedEngine(process, port)
@@ -298,7 +289,7 @@ class Pair:
 
 @contextmanager
 def started_apart(engine: SharedEngine, root: Path, *flags: str | Path, config: str = SYNCHRONOUS) -> Iterator[Pair]:
-    status, batches, weights = free_ports(3)
+    status, batches, weights = (free_port() for _ in range(3))
     meeting = {"inference.server.port": engine.port, "orchestrator.server.port": status}
     meeting |= {"ports.batches": batches, "ports.weights": weights}
     ports = [word for key, port in meeting.items() for word in (f"--{key}", str(port))]

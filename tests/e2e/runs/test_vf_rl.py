@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from real_run import free_ports, started, wait_until
+from real_run import started, wait_until
+from trireme.base.processes import free_port
 from trireme.journal.versions import Versions
 
 pytestmark = pytest.mark.slow
@@ -46,7 +47,7 @@ FLAGS = ("--one-terminal", "--weight-broadcast.probe-tolerance", "1e9", "--train
 
 def write_file(folder: Path) -> Path:
     file = folder / "said.toml"
-    file.write_text(FILE.format(port=free_ports(1)[0]))
+    file.write_text(FILE.format(port=free_port()))
     return file
 
 
