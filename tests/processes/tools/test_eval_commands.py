@@ -123,9 +123,10 @@ def test_an_engine_that_dies_is_named_and_only_what_is_missing_or_was_torn_is_as
         with pytest.raises(PeerDied, match=f"{found.url} is gone"):
             run_eval(found, *one_by_one)
         assert found.url in capsys.readouterr().err
+        num_answered = len(found.answered)  # an open connection may be answered once more
     done = Path("run/evals/step_10/toy.jsonl")
     kept = done.with_name("toy.jsonl.partial").read_text().splitlines()
-    assert 1 <= len(kept) <= 3
+    assert 1 <= len(kept) <= num_answered - 5 < 5
     assert not done.exists()
     with engine() as found:
         assert run_eval(found, *one_by_one) == 0
@@ -230,6 +231,7 @@ REFUSED = [
     (["--rollouts-per-example", "2", "--sampling.temperature", "0"], "would all be the same"),
     (["run", "say.py"], "no model is named"),
     (["run", "say.py", "-b", "http://h/v1", "-S", '{"top_p": 7}'], "sampling-args: top_p = 7"),
+    (["run", "say.py", "-b", "http://h/v1", "-S", '{"temperature": 1}', "-T", "0.5"], "expected one of the two"),
     (["rnu", "wordle"], "Did you mean `eval run`"),
     (["wordle"], "trireme eval run wordle -m MODEL"),
 ]
@@ -268,7 +270,7 @@ def test_the_analysis_of_the_guide_runs_on_what_is_saved(here, capsys, monkeypat
     """Every second answer of `yes` is right: of six examples three always, three never."""
     monkeypatch.setenv("MY_KEY", "secret-words")
     words = ["say.py", "-m", "big", "-n", "-1", "-r", "5", "-a", '{"size": 6}']
-    words += ["-S", '{"top_p": 0.5, "temperature": 1, "logit_bias": {"7": -1}}', "-t", "9", "-T", "0.25"]
+    words += ["-S", '{"top_p": 0.5, "logit_bias": {"7": -1}}', "-t", "9", "-T", "0.25"]
     with FakeChat().running() as chat:
         endpoint = {"model": "grand", "url": chat.url, "key": "MY_KEY"}
         Path("configs/endpoints.py").write_text(f'ENDPOINTS = {{"big": {endpoint}}}')

@@ -71,7 +71,7 @@ def eval_run(argv: list[str]) -> int:
         wanted,
         arguments.model or _address(wanted.base_url),
         saves=arguments.save_results,
-        starts_new=arguments.anew,
+        starts_new=arguments.new,
         shows_rollouts=arguments.verbose,
     )
 
@@ -161,8 +161,14 @@ def _address(url: str | None) -> str:
 
 def _read_sampling(arguments: Namespace) -> Sampling:
     """Raises: ConfigError."""
+    given = dict(arguments.sampling_args or {})
     typed = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
-    given = {**(arguments.sampling_args or {}), **{name: value for name, value in typed.items() if value is not None}}
+    for name, value in ((name, value) for name, value in typed.items() if value is not None):
+        if given.setdefault(name, value) != value:
+            raise ConfigError(
+                f"--sampling-args has {name} = {given[name]!r}, --{name.replace('_', '-')} is {value!r} - expected one "
+                "of the two. Leave one out."
+            )
     fields = {name: value for name, value in given.items() if name in Sampling.model_fields}
     more = {name: value for name, value in given.items() if name not in fields}
     fields["extra_body"] = {**fields.get("extra_body", {}), **more}
@@ -217,7 +223,7 @@ def _parser() -> ArgumentParser:
     add("-c", "--max-concurrent", metavar="N", type=positive_int, default=32, help="rollouts at once; 32")
     add("-s", "--save-results", action="store_true", help=f"into {OUTPUT}/ENV--MODEL/RUN_ID/{RESULTS}")
     add("-v", "--verbose", action="store_true", help="show every conversation")
-    add("--anew", action="store_true", help="start new results, where some are that miss rollouts or have failed ones")
+    add("--new", action="store_true", help="start new results instead of completing those of the same command")
     add("-e", "--endpoints-path", metavar="FILE", type=Path, help="configs/endpoints.toml or .py where not given")
     add("-o", "--output-dir", metavar="DIR", type=Path, help=f"instead of {OUTPUT}")
     return parser
