@@ -329,10 +329,12 @@ def _encode_event(event: Event) -> bytes:
 
 async def read_body(request: Request, most_bytes: int | None = None) -> dict[str, Any]:
     """Read a request's JSON object. Raises: Refused."""
+    most_bytes = most_bytes or LARGEST_BODY
     try:
-        body = msgspec.json.decode(await receive_body(request.receive, most_bytes or LARGEST_BODY))
+        body = msgspec.json.decode(await receive_body(request.receive, most_bytes))
     except (ValueError, RecursionError) as error:
-        raise Refused("invalid", f"The request is too large, or no JSON: {error}") from error
+        expected = f"expected a JSON object of at most {most_bytes >> 20} MiB"
+        raise Refused("invalid", f"The request cannot be read ({error}), {expected}.") from error
     if not isinstance(body, dict):
         raise Refused("invalid", f"The request is a {type(body).__name__}, expected a JSON object.")
     return body
