@@ -18,6 +18,14 @@ KINDS: tuple[TemplateKind, ...] = get_args(TemplateKind)
 
 VERIFIERS = "verifiers==0.2.0"
 
+REWARDS: dict[TemplateKind, str] = {
+    "verifiers": "1 where the last word of the answer is the sum, else 0; 0.1 more for an answer of one word.",
+    "plain": "1 for the sum and nothing else, 0.5 where it stands somewhere in the answer, else 0.",
+    "tool": "1 where the last answer holds the product, else 0; 0.2 more for having called the tool.",
+    "multi-turn": "1 for the number, less 0.1 for each guess after the first, 0 where it was not found.",
+}
+"""The reward of each template, for the README that is written."""
+
 _TAKEN = {"verifiers", "datasets", "openai", "numpy", "torch", "pip", "uv", "hatchling", "test", "tests", "trireme"}
 """Modules that an environment of the same name would hide from itself."""
 
@@ -38,7 +46,7 @@ def write_environment(name: str, *, kind: TemplateKind, root: Path) -> Path:
             f"Take another name (`trireme env init {name}-2`), or move {taken} away."
         )
     root.mkdir(parents=True, exist_ok=True)
-    values = {"name": name, "module": folder.name}
+    values = {"name": name, "module": folder.name, "reward": REWARDS[kind]}
     values["dependencies"] = "" if kind == "plain" else f'"{VERIFIERS}"'
     templates = {"pyproject.toml": "pyproject.toml", f"{folder.name}.py": f"{kind.replace('-', '_')}.py"}
     partial = root / f".{folder.name}.{os.getpid()}.partial"
