@@ -19,7 +19,7 @@ reward<0.5   also advantage, tokens, turns, rollout, step, group, attempt,
 example=12   also env, stop, error, flaws; ~ for a part of it: stop~len
 is:failed    also is:truncated and is:flawed
 -word        rollouts without it; - negates any of these terms"""
-"""What users are told of it."""
+"""The syntax of the filter line, for users."""
 
 NUMBERS = ("reward", "advantage", "tokens", "turns", "rollout", "step", "group", "attempt")
 NAMES = ("example", "env", "stop", "error", "flaws")

@@ -26,7 +26,7 @@ AREAS = {
     "checkpoints": "It cannot be resumed from as it was saved.",
     "metrics": "What was shown of the run is not what it did: a line was lost (a full disk), or the file was changed.",
 }
-"""What a contradiction of each area means. Within a step the likelier cause comes first."""
+"""The meaning of a contradiction in each area. Within a step the likelier cause comes first."""
 
 PROMISES = (
     "every rollout has one fate, and every group is the example that the data order says",

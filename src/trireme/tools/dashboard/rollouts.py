@@ -60,7 +60,7 @@ class PagedTable:
                 sqlite3.DatabaseError, the rows that are shown stay.
             open: called with a row that was clicked.
             opens: the column that is a button, for the keyboard, and sorted by at first.
-            on_page: called with each page that is shown, whoever asked for it.
+            on_page: called with each page that is shown, also after a click on a column.
         """
         self._read, self._on_page = read, on_page
         self._requests = 0

@@ -79,7 +79,7 @@ class PlainAdapter(Adapter):
 
     needs_reward = True
     player = ""
-    """What takes the turns in place of the environment."""
+    """The name of the program or client that takes the turns in place of the environment."""
 
     def __init__(self, source: object, *, args: dict, versions: dict[str, str]) -> None:
         self.name = getattr(source, "__name__", type(source).__name__)

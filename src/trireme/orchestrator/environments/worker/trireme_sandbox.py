@@ -35,7 +35,17 @@ WATCH_EVERY_S = 0.2  # memory and number of processes
 PAGE = os.sysconf("SC_PAGE_SIZE")
 CHUNK = 1 << 16
 MOST_CONNECTIONS = 128
-SYSTEM = "/usr /bin /sbin /lib /lib32 /lib64 /etc/ld.so.cache /etc/alternatives /etc/localtime".split()  # noqa: SIM905
+SYSTEM = (
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/etc/alternatives",
+    "/etc/localtime",
+)
 CERTIFICATES = ("/etc/ssl/certs", "/etc/ssl/openssl.cnf", "/etc/pki/tls/certs", "/etc/pki/ca-trust/extracted")
 NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
