@@ -64,7 +64,11 @@ def find(victim: str, launcher: int, ranks: int = 1) -> psutil.Process | None:
         root = psutil.Process(launcher)
         if victim == "launcher":
             return root
-        for process in root.children(recursive=True):
+        below = root.children(recursive=True)
+        if victim == "agent programs":  # their process outlives its parent, and is below the launcher no more
+            below = [each for each in psutil.process_iter() if "trireme_programs.py" in " ".join(each.cmdline())]
+            below = [each for each in below if each.environ().get("TRIREME_PARENT") == str(launcher)]
+        for process in below:
             with suppress(psutil.Error):
                 if process.status() != psutil.STATUS_ZOMBIE and _plays(process, victim, ranks):
                     return process
@@ -84,7 +88,9 @@ def _plays(process: psutil.Process, victim: str, ranks: int) -> bool:
         case "engine core":
             return "scripted_engine.py --core" in words or "VLLM::EngineCore" in words
         case "environment worker":
-            return "environments/worker" in words
+            return "environments/worker" in words and "environments/worker/" not in words
+        case "agent programs":
+            return True
     raise AssertionError(f"{victim} is none of {VICTIMS}")
 
 

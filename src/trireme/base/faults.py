@@ -31,6 +31,7 @@ POINTS = {
     "turn.sampled": "a turn of an agent program is sampled, nothing of it is on disk",
     "turn.continued": "a later turn of a rollout is sampled, nothing of it is on disk",
     "turn.written": "it is on disk, and the program has not seen it",
+    "request.written": "so is the request, and the program has not been answered",
     "session.taken": "a rollout is given to a client of a user's own harness, and the client has not been answered",
     "session.rewarded": "a client's reward has come, nothing of it is on disk, and the client has not been answered",
     "environment.scored": "a worker has answered with a reward (a `kill` hits the worker)",

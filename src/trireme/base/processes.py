@@ -19,6 +19,13 @@ from trireme.base.errors import ConfigError
 RANK_STORE = "TRIREME_RANK_STORE"
 """Environment variable of trainer ranks on one machine: the file in which they find each other, a `FileStore`."""
 
+PROCESS = "TRIREME_PROCESS"
+"""Environment variable with the name of the run's process that a process is, or descends from. The launcher ends all of
+one name before it starts that process again."""
+
+TEMPORARY = "TRIREME_TEMPORARY"
+"""Environment variable of a folder that is private to a run, and removed when its launcher ends."""
+
 _PR_SET_PDEATHSIG = 1
 
 LOWEST_PORT = 12_000  # above those that servers listen at by custom, our own defaults among them

@@ -137,7 +137,7 @@ class Environment(Section):
     max_turns: PositiveInt | None = None
     """Model turns per rollout; the environment's own limit if not set."""
     max_memory_gib: PositiveFloat | None = None
-    """A worker whose processes hold more than this is restarted; no limit if not set."""
+    """A worker whose processes hold more than this is restarted; no limit if not set. Agent programs do not count."""
     agent: Agent | None = None
     """A program that plays the rollouts; the environment itself does if not set."""
 

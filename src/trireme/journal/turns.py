@@ -18,7 +18,7 @@ import threading
 import zlib
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,13 +120,13 @@ class TurnLog:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o600)
-                os.ftruncate(self._file, _whole_length(self.path.read_bytes()))
+                os.ftruncate(self._file, whole_length(self.path.read_bytes()))
                 os.lseek(self._file, 0, os.SEEK_END)
                 sync_folder(self.path.parent)
             payload = encode(record)
             end = os.lseek(self._file, 0, os.SEEK_CUR)
             try:
-                data = HEAD.pack(len(payload), zlib.crc32(payload)) + payload
+                data = framed(payload)
                 while data:
                     data = data[os.write(self._file, data) :]
                 os.fsync(self._file)
@@ -171,14 +171,9 @@ def read_turns(path: Path) -> list[TurnRecord]:
         data = path.read_bytes()
     except FileNotFoundError:
         return []
-    records, at, end = [], 0, _whole_length(data)
-    while at < end:
-        length, _ = HEAD.unpack_from(data, at)
-        at += HEAD.size + length
-        records.append(decode_as(TurnRecord, data[at - length : at]))
-    if end < len(data):
+    if (end := whole_length(data)) < len(data):
         log.warning("%s ends with %d bytes of a turn that was not written to its end", path, len(data) - end)
-    return records
+    return [decode_as(TurnRecord, payload) for payload in payloads_of(data)]
 
 
 def compare_turns(
@@ -222,13 +217,23 @@ def compare_turns(
     return compared, [record for left in answered.values() for record in left]
 
 
-def _whole_length(data: bytes) -> int:
-    """Return where the last whole record ends."""
+def framed(payload: bytes) -> bytes:
+    """Return a record with its length and its checksum before it."""
+    return HEAD.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+def payloads_of(data: bytes) -> Iterator[bytes]:
+    """Yield the whole records at the beginning of a file."""
     at = 0
     while at + HEAD.size <= len(data):
         length, checksum = HEAD.unpack_from(data, at)
         payload = data[at + HEAD.size : at + HEAD.size + length]
         if len(payload) < length or zlib.crc32(payload) != checksum:
-            break
+            return
+        yield payload
         at += HEAD.size + length
-    return at
+
+
+def whole_length(data: bytes) -> int:
+    """Return where the last whole record ends."""
+    return sum(HEAD.size + len(payload) for payload in payloads_of(data))

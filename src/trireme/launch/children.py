@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from trireme.base.errors import TriremeError
+from trireme.base.processes import TEMPORARY
 from trireme.launch.process_tree import (
     MARKER,
     MEMBER,
@@ -136,10 +137,12 @@ class Child:
 
     def ask_family_to_end(self) -> None:
         self.family.scan()
+        self.family.release(self.name)
         self.family.send(signal.SIGTERM)
 
     def end(self) -> None:
         """End it and its descendants at once, to restart this child alone."""
+        self.family.release(self.name)
         kill_all(self.family, mark_of(os.getpid(), self.name))
         self.reap()
 
@@ -174,6 +177,8 @@ def _environment(spec: ProcessSpec, temporary: Path) -> dict[str, str]:
             user = str(os.getuid())
         compiled = environment.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{user}"
         environment |= {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": compiled}
+    if spec.name == "orchestrator" and len(str(temporary)) <= LONGEST_TEMPORARY:
+        environment |= {TEMPORARY: str(temporary)}
     return environment | dict(spec.env) | {MARKER: str(os.getpid()), MEMBER: spec.name}
 
 

@@ -116,6 +116,20 @@ class Descendants:
                 if process.pid != os.getpid() and wanted <= set(environment):
                     self._starts[process.pid] = process.start
 
+    def release(self, name: str) -> None:
+        """Forget descendants that bear the name of another process of the run, with what descends from them."""
+        table = read_processes()
+        queue = []
+        for process in self.alive():
+            with suppress(OSError):
+                environment = (_PROC / str(process.pid) / "environ").read_bytes().split(b"\0")
+                names = [entry for entry in environment if entry.startswith(f"{MEMBER}=".encode())]
+                if names and f"{MEMBER}={name}".encode() not in names:
+                    queue.append(process.pid)
+        for pid in queue:  # grows as it is walked
+            self._starts.pop(pid, None)
+            queue += [process.pid for process in table.values() if process.parent == pid]
+
     def members(self, table: dict[int, Process]) -> list[Process]:
         """Return the recorded processes that are in the table."""
         return [

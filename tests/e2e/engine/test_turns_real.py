@@ -94,9 +94,9 @@ def test_trainer_and_engine_agree_on_tokens_of_a_cut_sampler_with_weights_throug
 
 
 def test_weights_change_under_requests_in_flight(engine, tmp_path):
-    """All three batches are begun by version 0, one request at a time: versions 1 and 2 come long before the last."""
+    """The fourth batch begins when version 1 is there, one request at a time: version 2 comes long before its end."""
     ahead = ["--max-async-level", "2", "--orchestrator.max-concurrent", "1", "--orchestrator.max-off-policy-steps", "3"]
-    small = ["--max-steps", "3", "--orchestrator.batch-size", "8", "--no-orchestrator.eval"]
+    small = ["--max-steps", "5", "--orchestrator.batch-size", "8", "--no-orchestrator.eval"]
     long = ["--orchestrator.sampling.max-tokens", "100", "--orchestrator.sampling.extra-body", '{"ignore_eos": true}']
     run = run_apart(engine, tmp_path / "run", *ahead, *small, *long)
     samples = [s for batch in run.batches() for rollout in batch.rollouts for s in rollout.samples]

@@ -6,6 +6,7 @@ process once in each phase of a step; the slow ones kill it at every point, in o
 vLLM.
 """
 
+import json
 import os
 import signal
 from collections import Counter
@@ -17,6 +18,7 @@ from threading import Event
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from filelock import FileLock
 
@@ -54,7 +56,7 @@ ON_THE_WAY_UP = {
 """Points that are reached only after the death of this process."""
 AT_THE_START = ("launcher.started",)
 AT_THE_END = ("trainer.finishing", "orchestrator.finishing")
-IN_A_SESSION = ("turn.", "session.")
+IN_A_SESSION = ("turn.", "request.", "session.")
 """Points that only agent programs and clients of a user's own harness come to begin so."""
 EVERY_FEW_STEPS = tuple(
     point
@@ -194,7 +196,15 @@ V1 = ("--orchestrator.env.0.id", "tests/environments/v1_echo", "--orchestrator.e
 IN_SESSIONS = {
     "turn.sampled": ("orchestrator",),
     "turn.written": ("orchestrator", "environment worker", "launcher"),
-    "turn.continued": ("orchestrator", "environment worker", "engine core", "trainer rank 0", "launcher"),
+    "turn.continued": (
+        "orchestrator",
+        "environment worker",
+        "engine core",
+        "trainer rank 0",
+        "launcher",
+        "agent programs",
+    ),
+    "request.written": ("orchestrator",),
     "session.taken": ("orchestrator", "engine core"),
     "session.rewarded": ("orchestrator", "environment worker", "launcher"),
     "environment.scored": ("orchestrator", "environment worker", "engine core"),
@@ -207,7 +217,7 @@ IN_SESSIONS = {
     ("environment", "points"),
     [
         (AGENT, {point for point in IN_SESSIONS if not point.startswith("session.")}),
-        (HARNESS, IN_SESSIONS.keys()),
+        (HARNESS, IN_SESSIONS.keys() - {"request.written"}),
         (V1, {"turn.continued", "environment.scored"}),
     ],
     ids=["agent program", "own harness", "verifiers v1"],
@@ -216,6 +226,7 @@ def test_sessions_lose_no_turn_whatever_is_killed(environment, points, tiny_mode
     """The weights are those of the run in which nothing dies, and no turn was sampled twice."""
     environment_python(find_environment(V1[1]))  # a run would wait while it is installed
     kills = [(victim, point) for point in IN_SESSIONS if point in points for victim in IN_SESSIONS[point]]
+    kills = [(victim, point) for victim, point in kills if victim != "agent programs" or environment is AGENT]
     steps = len(kills) + 6
     flags = ("--max-steps", str(steps), "--seq-len", "256", "--no-orchestrator.eval", *environment)
     plain = KilledRun(tmp_path / "plain", [*flags, "--model.name", str(tiny_model)], name="plain")
@@ -227,8 +238,59 @@ def test_sessions_lose_no_turn_whatever_is_killed(environment, points, tiny_mode
                 run.kill_at(victim, point)
     assert_same_weights(run, undisturbed, steps)
     assert statuses.keys() <= {200, 401, 403, 404, 429}, statuses
+    assert len(list(turns_folder(run.run.paths.journal).glob("*.turns"))) >= steps * 4
+    assert_no_turn_twice(run)
+
+
+OUTLIVED = ("turn.continued", "request.written", "turn.written")
+
+
+@pytest.mark.parametrize("tries", [3, 1], ids=["asks again", "gives up"])
+def test_an_agent_program_outlives_the_orchestrator_and_its_worker(tries, tiny_model, tmp_path):
+    """One that gives up when its connection breaks is played again, from the turns on disk."""
+    file = tmp_path / "had"
+    env = json.dumps({"TALKER_LOG": str(file), "TALKER_TRIES": str(tries)})
+    flags = ("--max-steps", "10", "--seq-len", "256", "--no-orchestrator.eval", *AGENT)
+    at_work: dict[int, str] = {}
+
+    def turns_had() -> Counter[tuple[str, int]]:
+        lines = file.read_text().split("\n")[:-1] if file.exists() else []
+        return Counter((rollout, int(pid)) for rollout, pid in map(str.split, lines))
+
+    with started(tmp_path, tiny_model, *flags, "--orchestrator.env.0.agent.env", env, name="outlived", ranks=1) as run:
+        run.start()
+        for point in OUTLIVED:
+            for victim in ("orchestrator", "environment worker"):
+                run.faults.arm(point)
+                run.until(lambda point=point: run.faults.is_reached(point), point)
+                had = turns_had()
+                programs = {pid: rollout for pid, rollout in talkers(run) if had[rollout, pid] < 3}
+                assert programs, f"no program waits at {point}"
+                at_work |= programs
+                run.kill(victim)
+                run.faults.release(point)
+                version = run.version
+                run.until(lambda version=version: run.version > version, f"a version after {victim} died at {point}")
+    assert_audited(run)
+    had = turns_had()
+    for pid, rollout in at_work.items() if tries > 1 else ():
+        assert {each: count for each, count in had.items() if each[0] == rollout} == {(rollout, pid): 3}
+    assert_no_turn_twice(run)
+
+
+def talkers(run: KilledRun) -> Iterator[tuple[int, str]]:
+    """Find the agent programs of a run, with their rollouts."""
+    folders = f"{run.run.paths.logs}/agents/"
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            folder = process.environ().get("TRIREME_ROLLOUT", "")
+            if folder.startswith(folders) and "talker.py" in " ".join(process.cmdline()):
+                yield process.pid, os.path.basename(folder)
+
+
+def assert_no_turn_twice(run: KilledRun) -> None:
     files = list(turns_folder(run.run.paths.journal).glob("*.turns"))
-    assert len(files) >= steps * 4
+    assert files
     for file in files:
         prompts = [turn.prompt for turn in read_turns(file)]
         assert len(set(prompts)) == len(prompts) <= 3, file

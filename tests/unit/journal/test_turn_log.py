@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from trireme.journal.journal import Journal
+from trireme.journal.requests import AgentRequest, RequestLog
 from trireme.journal.turns import TurnLog, TurnRecord, prompt_digest, read_turns, turns_file
 
 
@@ -101,3 +102,35 @@ def test_prompts_that_differ_have_other_digests_and_rewound_runs_replay_nothing(
     keep(TurnLog(path), record("p", 1))
     Journal(tmp_path).rewind(0)
     assert TurnLog(path).replay("p") is None
+
+
+MESSAGES = [{"role": "user", "content": str(number)} for number in range(4)]
+ASKED = [
+    AgentRequest(session="a", number=1, messages=MESSAGES[:1], tools=[{"name": "x"}]),
+    AgentRequest(session="a", number=2, messages=MESSAGES[:3], tools=[{"name": "x"}]),
+    AgentRequest(session="a", number=3, messages=[MESSAGES[0], MESSAGES[3]], trace="t"),
+    AgentRequest(session="a", number=4, messages=MESSAGES, calls_tools=False),
+]
+
+
+def test_requests_are_read_whole_by_the_next_process_and_each_message_is_written_once(tmp_path):
+    def whole(requests):
+        return [(each.number, each.messages, each.tools, each.calls_tools, each.trace) for each in requests]
+
+    path = tmp_path / "turns" / "0-0.0.requests"
+    RequestLog(path).write(AgentRequest(session="b", number=1, messages=MESSAGES))
+    written = RequestLog(path)
+    for request in ASKED[:2]:  # of a new session
+        written.write(request)
+    assert path.read_bytes().count(b"content") == 3
+    with open(path, "ab") as file:
+        file.write(b"cut off")
+    after = RequestLog(path)
+    assert whole(after.read("a")) == whole(ASKED[:2])
+    for request in ASKED[2:]:
+        after.write(request)
+    assert whole(RequestLog(path).read("a")) == whole(ASKED)
+    assert RequestLog(path).read("b") == []
+    assert [one.continues(ASKED[0]) for one in ASKED] == [False, True, True, True]
+    after.remove()
+    assert RequestLog(path).read("a") == []

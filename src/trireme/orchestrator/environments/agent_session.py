@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Self, TypeVar
 
+from trireme.base.faults import reach
+from trireme.base.log import get_logger
+from trireme.journal.requests import AgentRequest, RequestLog
 from trireme.orchestrator.environments.open_rollout import AskPolicy, RolloutFailed
 from trireme.orchestrator.environments.wire import Ask, Played, Reply, RunTask, assistant_message, check_scores
 from trireme.orchestrator.gateway.dialects.turn import Problem, Refused, Turn, TurnRequest
-from trireme.orchestrator.gateway.server import Gateway, Session
+from trireme.orchestrator.gateway.server import Gateway, Session, conversation_digest
 from trireme.orchestrator.gateway.sessions import ClientRollout, Outcome, Sessions
+
+log = get_logger("environments")
 
 T = TypeVar("T")
 
@@ -25,26 +31,67 @@ class AgentSession:
 
     Example:
         with AgentSession(gateway, task, ask) as session:
+            session.open()
             done = await session.watch(run(task))  # `task` holds the address and the key
     """
 
-    def __init__(self, gateway: Gateway, task: RunTask, ask: AskPolicy, *, has_traces: bool = False) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        task: RunTask,
+        ask: AskPolicy,
+        *,
+        has_traces: bool = False,
+        requests: RequestLog | None = None,
+    ) -> None:
         """
         Args:
             has_traces: several agent runs may share the session; `max_turns` is for each.
+            requests: where requests are written, for a program that outlives this process.
         """
         self._gateway, self._task, self._ask, self._has_traces = gateway, task, ask, has_traces
+        self._requests = requests
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._open()
+        self.is_resumed = False  # and its program has not asked for anything since
 
-    def _open(self) -> None:
+    def open(self) -> None:
+        """Begin, with a new key."""
+        self._begin(secrets.token_urlsafe(24))
+        self._gateway.open(self._task.api_key, self._session)
+
+    def _begin(self, key: str) -> None:
         self._turns: dict[str, Turn] = {}  # the newest of each request, by its digest
         self._num_turns: Counter[str] = Counter()  # by trace
         self._num_asked = 0
         self._longest: list[dict[str, Any]] = []  # conversation
-        self._task.gateway, self._task.api_key = self._gateway.url, secrets.token_urlsafe(24)
-        session = Session(self._task.task, self._answer, self._count, lambda: self._longest, self._has_traces)
-        self._gateway.open(self._task.api_key, session)
+        self._task.gateway, self._task.api_key = self._gateway.url, key
+        self._name = hashlib.sha256(key.encode()).hexdigest()[:16]  # in the file of requests
+        self._session = Session(self._task.task, self._answer, self._count, lambda: self._longest, self._has_traces)
+
+    async def resume(self, key: str) -> bool:
+        """Continue the session of a program that outlived the orchestrator: its turns are on disk.
+
+        Returns: whether that is possible. If not, the program has to be started again.
+        """
+        self._begin(key)
+        if self._requests is None:
+            return False
+        asked = await asyncio.to_thread(self._requests.read, self._name)
+        for each in sorted(asked, key=lambda request: request.number):
+            request = TurnRequest(
+                each.messages, each.tools, {}, streams=False, calls_tools=each.calls_tools, trace=each.trace
+            )
+            digest, self._num_asked = conversation_digest(request), each.number - 1
+            try:
+                turn = await self._answer(request, digest, False, is_known=True)
+            except Refused as refused:
+                log.warning("An agent program is started again, as its turn %d is not found: %s", each.number, refused)
+                return False
+            if not any(other.continues(each) for other in asked):
+                self._session.keep(digest, turn)  # perhaps the program has not got it
+        self._gateway.open(key, self._session)
+        self.is_resumed = True
+        return True
 
     def __enter__(self) -> Self:
         return self
@@ -53,12 +100,14 @@ class AgentSession:
         why = f"its rollout failed: {error}" if isinstance(error, RolloutFailed) else "its rollout is over"
         self._gateway.close(self._task.api_key, why)
         self._failure.cancel()
+        if self._requests is not None:
+            self._requests.remove()
 
     def restart(self, forget: Callable[[], None]) -> None:
         """Begin again, with another key: the program of the lost attempt may still be there."""
         self._gateway.close(self._task.api_key, "its rollout was begun again")
         forget()
-        self._open()
+        self.open()
 
     async def watch(self, run: Coroutine[Any, Any, T]) -> T:
         """Await the rollout.
@@ -77,13 +126,15 @@ class AgentSession:
                 running.cancel()
                 await asyncio.wait({running})
 
-    async def _answer(self, request: TurnRequest, digest: str, is_retry: bool) -> Turn:
+    async def _answer(self, request: TurnRequest, digest: str, is_retry: bool, *, is_known: bool = False) -> Turn:
+        self.is_resumed = is_known
         if is_retry and digest in self._turns:
             return self._turns[digest]
         most = self._task.max_turns
         if most is not None and self._num_turns[request.trace] >= most:
             raise Refused("ended", f"This rollout has had its {most} model turns (`max_turns`).")
         self._num_turns[request.trace] += 1
+        self._num_asked += 1
         question = self._question(request)
         try:
             reply = await self._ask(question)
@@ -94,6 +145,8 @@ class AgentSession:
         if reply.error is not None:
             self._num_turns[request.trace] -= 1
             raise Refused(PROBLEMS.get(reply.error_kind, "failed"), reply.error)
+        if not is_known:
+            self._write(request, int(question.call))
         if len(request.messages) >= len(self._longest):
             message = assistant_message(reply.content or "", reply.reasoning, reply.tool_calls or ())
             self._longest = [*request.messages, message]
@@ -108,6 +161,26 @@ class AgentSession:
         )
         return turn
 
+    def _write(self, request: TurnRequest, number: int) -> None:
+        """Write a request that has a turn. Where it cannot be written, the program cannot outlive this process."""
+        if self._requests is None:
+            return
+        asked = AgentRequest(
+            session=self._name,
+            number=number,
+            messages=request.messages,
+            tools=request.tools,
+            calls_tools=request.calls_tools,
+            trace=request.trace,
+        )
+        try:
+            self._requests.write(asked)
+        except OSError as error:
+            log.warning("%s; after a restart, the program of this rollout is started again.", error)
+            self._requests.remove()
+            self._requests = None
+        reach("request.written")
+
     async def _count(self, request: TurnRequest) -> int:
         question = self._question(request)
         question.only_counts = True
@@ -117,7 +190,6 @@ class AgentSession:
         return len(reply.prompt_ids)
 
     def _question(self, request: TurnRequest) -> Ask:
-        self._num_asked += 1
         return Ask(
             task=self._task.task,
             call=str(self._num_asked),

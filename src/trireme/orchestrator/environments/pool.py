@@ -27,7 +27,7 @@ import asyncio
 import re
 import subprocess
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,9 @@ from trireme.base.errors import ConfigError, PeerDied
 from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
+from trireme.journal.requests import RequestLog
 from trireme.orchestrator.environments.open_rollout import AskPolicy, OpenRollout, RolloutFailed, cancel_all
+from trireme.orchestrator.environments.programs import AgentPrograms, listen
 from trireme.orchestrator.environments.venv import environment_python, find_environment
 from trireme.orchestrator.environments.wire import Done, Load, Ready, RunTask
 from trireme.orchestrator.environments.worker_process import LOAD_TIMEOUT_S, EnvironmentWorker, WorkerDied
@@ -79,11 +81,15 @@ async def open_environment(
     python = await asyncio.to_thread(environment_python, source, cache=cache, log_file=install_log)
     counts: Counter[str] = Counter()
     agent: dict[str, Any] | None = None
+    programs: AgentPrograms | None = None
     if config.agent is not None:  # its folders have the same names after a restart
-        folders = str(logs.resolve() / "agents")
+        folders = logs.resolve() / "agents" / name
         agent = config.agent.model_dump(mode="json")
-        agent |= {"folders": folders, "label": f"{folders}:{config.name or config.id}"}
-    await asyncio.to_thread(_remove_containers, agent)
+        agent |= {"folders": str(folders), "label": f"{folders}:{config.name or config.id}"}
+        if not config.agent.external:
+            log_file, address = logs / f"environment-{name}-programs.stdout", (config.agent.host, config.agent.port)
+            programs = AgentPrograms(python, folders=folders, log_file=log_file, address=address)
+            agent["programs"] = str(programs.path)
     workers = [
         EnvironmentWorker(
             name=f"{name}-{number}",
@@ -98,8 +104,13 @@ async def open_environment(
         for number in range(config.num_workers)
     ]
     waits = waits or Waits("orchestrator", logs)
-    environment = Environment(config, workers, waits, load_timeout_s=load_timeout_s, counts=counts)
+    environment = Environment(config, workers, waits, programs, load_timeout_s=load_timeout_s, counts=counts)
     async with AsyncExitStack() as stack:
+        if programs is not None:
+            stack.push_async_callback(asyncio.to_thread, programs.close)
+            await asyncio.to_thread(programs.open)
+        if programs is None or not programs.found:
+            await asyncio.to_thread(_remove_containers, agent)
         stack.push_async_callback(asyncio.to_thread, _remove_containers, agent)
         stack.push_async_callback(environment._close)
         await environment._start()
@@ -107,7 +118,10 @@ async def open_environment(
             from trireme.orchestrator.gateway.server import open_gateway  # it imports a web framework
 
             host, port = (config.agent.host, config.agent.port) if config.agent else ("127.0.0.1", 0)
-            environment.gateway = await stack.enter_async_context(open_gateway(host, port))
+            listener = programs.listener if programs is not None and programs.listener else listen(host, port)
+            environment.gateway = await stack.enter_async_context(open_gateway(listener, host))
+            for key in programs.found.values() if programs is not None else ():
+                environment.gateway.expect(key)
             if config.agent is not None and config.agent.external:
                 from trireme.orchestrator.gateway.sessions import Sessions
 
@@ -139,6 +153,7 @@ class Environment:
         config: EnvironmentConfig,
         workers: list[EnvironmentWorker],
         waits: Waits,
+        programs: AgentPrograms | None,
         *,
         load_timeout_s: float,
         counts: Counter[str],
@@ -161,6 +176,7 @@ class Environment:
         self.sessions: Sessions | None = None  # where clients of a user's own harness play its rollouts
         self._workers = workers
         self._waits = waits
+        self._programs = programs
         self._longest_absence_s = (MAX_RESTARTS + 1) * (load_timeout_s + LONGEST_BACKOFF_S)
         self._ping_every_s = min(PING_EVERY_S, config.rollout_timeout_s / 4)
         self._keepers: list[asyncio.Task[None]] = []
@@ -182,28 +198,65 @@ class Environment:
                 f"`max_concurrent` to {group_size} or more, or lower `rollouts_per_example`."
             )
 
-    async def run(self, task: RunTask, ask: AskPolicy, *, on_retry: Callable[[], None] = lambda: None) -> Done:
+    async def run(
+        self,
+        task: RunTask,
+        ask: AskPolicy,
+        *,
+        on_retry: Callable[[], None] = lambda: None,
+        requests: RequestLog | None = None,
+    ) -> Done:
         """Run and score one rollout.
 
         Args:
             on_retry: called before the rollout is issued again; what it has asked so far is void.
+            requests: where the requests of its agent program are written.
 
         Raises:
             RolloutFailed: for a reason of its own.
             PeerDied: all workers of the environment are dead and could not be restarted.
         """
+
+        async def forget() -> None:
+            on_retry()
+
         if self.gateway is None:
-            return await self._run(task, ask, on_retry)
+            return await self._run(task, ask, forget)
         # it imports a web framework
         from trireme.orchestrator.environments.agent_session import AgentSession, ClientSession
 
         if self.sessions is not None:
-            with ClientSession(self.gateway, task, ask) as session:  # whose conversation outlives the worker
-                return await session.play(self.sessions, lambda play: self._run(task, play, lambda: None))
-        with AgentSession(self.gateway, task, ask, has_traces=self.config.agent is None) as session:
-            return await session.watch(self._run(task, ask, lambda: session.restart(on_retry)))
+            with ClientSession(self.gateway, task, ask) as client_session:
+                client_session.open()
+                return await client_session.play(self.sessions, lambda play: self._run(task, play))
+        kept = requests if self._programs is not None else None  # where no program outlives a worker
+        with AgentSession(self.gateway, task, ask, has_traces=self.config.agent is None, requests=kept) as session:
 
-    async def _run(self, task: RunTask, ask: AskPolicy, on_retry: Callable[[], None]) -> Done:
+            async def begin_again() -> None:
+                if self._programs is None or task.task not in await asyncio.to_thread(self._programs.running):
+                    session.restart(on_retry)
+
+            key = self._programs.found.pop(task.task, None) if self._programs is not None else None
+            if key is None:
+                session.open()
+            elif not await session.resume(key):
+                assert self._programs is not None
+                await asyncio.to_thread(self._programs.end, task.task)
+                session.restart(on_retry)
+            try:
+                done = await session.watch(self._run(task, ask, begin_again))
+            except RolloutFailed:
+                if not session.is_resumed:
+                    raise
+            else:
+                if not session.is_resumed:
+                    return done
+            session.restart(on_retry)  # perhaps its program could not bear that the orchestrator died
+            return await session.watch(self._run(task, ask, begin_again))
+
+    async def _run(
+        self, task: RunTask, ask: AskPolicy, begin_again: Callable[[], Awaitable[None]] | None = None
+    ) -> Done:
         self.check_group_size(task.group_size)
         timeout_s = self.config.rollout_timeout_s
         is_compared = self.group_rewards and bool(task.group)
@@ -235,7 +288,8 @@ class Environment:
                         often = "twice" if num_deaths == 2 else f"{num_deaths} times"
                         words = f"worker died {often} with this rollout under way; the last time: {death}"
                         raise RolloutFailed("worker", words) from death
-                on_retry()
+                if begin_again is not None:  # else its player and its session outlive the worker
+                    await begin_again()
         except RolloutFailed as failure:
             self._barrier.release(task.group)
             self.counts[COUNTED[failure.stage]] += 1
@@ -331,6 +385,8 @@ class Environment:
             num_restarts_in_a_row += 1
             self.num_restarts += 1
             try:
+                if self._programs is not None:
+                    await asyncio.to_thread(self._programs.start)
                 await worker.start()
             except Exception as error:  # it loaded before, so this may pass: memory or disk was short
                 log.warning("%s: %s", type(error).__name__, error)

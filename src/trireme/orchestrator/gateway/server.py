@@ -21,7 +21,7 @@ import hashlib
 import socket
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +30,6 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
 
-from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
 from trireme.orchestrator.gateway.dialects.anthropic import ANTHROPIC
 from trireme.orchestrator.gateway.dialects.chat import CHAT
@@ -48,6 +47,9 @@ MOST_AT_ONCE = 64
 
 QUIET_S = 15.0
 """A stream without a turn by then begins with comments, so that its client does not give up."""
+
+EXPECTED_S = 600.0
+"""Requests of a session that outlived the orchestrator wait this long for it, as long as SDKs wait for an answer."""
 
 KEPT_RESPONSES = 1000
 """Responses of a session that `previous_response_id` can name."""
@@ -86,10 +88,10 @@ class Session:
     ended: str | None = None  # why no more requests are answered
     num_open: int = 0  # requests that are being answered
     _tasks: set[asyncio.Task[Turn]] = field(default_factory=set)  # turns under way
-    _orphans: dict[str, asyncio.Task[Turn]] = field(default_factory=dict)  # turns whose client went away, by digest
+    _orphans: dict[str, asyncio.Future[Turn]] = field(default_factory=dict)  # turns whose client went away, by digest
     _responses: OrderedDict[str, list[dict[str, Any]]] = field(default_factory=OrderedDict)  # conversations, by id
 
-    def begin(self, request: TurnRequest, digest: str, *, is_retry: bool) -> asyncio.Task[Turn]:
+    def begin(self, request: TurnRequest, digest: str, *, is_retry: bool) -> asyncio.Future[Turn]:
         """Return the task that answers a request: the one that its client left behind, or a new one."""
         if (orphan := self._orphans.pop(digest, None)) is not None:
             return orphan
@@ -98,11 +100,17 @@ class Session:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def settle(self, digest: str, task: asyncio.Task[Turn], *, is_delivered: bool) -> None:
+    def settle(self, digest: str, task: asyncio.Future[Turn], *, is_delivered: bool) -> None:
         """Note whether the client has got its answer. If not, keep it for when the client asks again."""
         has_failed = task.done() and (task.cancelled() or task.exception() is not None)
         if not is_delivered and not has_failed and not self.ended:
             self._orphans[digest] = task
+
+    def keep(self, digest: str, turn: Turn) -> None:
+        """Keep a turn for the next request with a digest, as its client may not have got it."""
+        kept = asyncio.get_running_loop().create_future()
+        kept.set_result(turn)
+        self._orphans[digest] = kept
 
     def whole_input(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the input of a Responses request with the conversation that it continues. Raises: Refused."""
@@ -113,7 +121,7 @@ class Session:
             raise Refused("unknown", f"previous_response_id: this session has no response {earlier!r:.80}")
         return self._responses[earlier] + items
 
-    def remember_response(self, items: list[dict[str, Any]], task: asyncio.Task[Turn], request: TurnRequest) -> None:
+    def remember_response(self, items: list[dict[str, Any]], task: asyncio.Future[Turn], request: TurnRequest) -> None:
         """Keep the conversation that a task has answered, unless it failed, for `previous_response_id`."""
         if not task.cancelled() and task.exception() is None:
             self._responses[f"resp_{task.result().id}"] = items + output_items(task.result(), request)
@@ -136,6 +144,7 @@ class Gateway:
         self.url = url  # without a path
         self._sessions: dict[bytes, Session] = {}  # by the key's digest: a lookup takes as long for a wrong key
         self._ended: OrderedDict[bytes, str] = OrderedDict()
+        self._expected: dict[bytes, asyncio.Event] = {}  # keys of sessions that will be opened again
         self.app = FastAPI(openapi_url=None)
         for prefix in ("", "/s/{key}"):
             self.app.add_api_route(f"{prefix}/", _greet, methods=["HEAD", "GET"])
@@ -147,8 +156,17 @@ class Gateway:
                 answer = self.serve(dialect, self._answer)
                 self.app.add_api_route(f"{prefix}/v1/{path}", answer, methods=["POST"])
 
+    def expect(self, key: str) -> None:
+        """Let requests of a key wait, as its session outlived the orchestrator and is opened again."""
+        self._expected[_digest(key.encode())] = asyncio.Event()
+
     def open(self, key: str, session: Session) -> None:
         self._sessions[_digest(key.encode())] = session
+        self._settle(key)
+
+    def _settle(self, key: str) -> None:
+        if (expected := self._expected.pop(_digest(key.encode()), None)) is not None:
+            expected.set()
 
     def close(self, key: str, why: str) -> None:
         """End the session of a key. The key is refused from now on, with the reason."""
@@ -158,6 +176,7 @@ class Gateway:
             self._ended[_digest(key.encode())] = why
             while len(self._ended) > KEPT_KEYS:
                 self._ended.popitem(last=False)
+        self._settle(key)
 
     def serve(
         self, dialect: Dialect, answer: Callable[[Request, Session, Dialect], Awaitable[Response]]
@@ -166,7 +185,7 @@ class Gateway:
 
         async def endpoint(request: Request) -> Response:
             try:
-                return await answer(request, self.find(request), dialect)
+                return await answer(request, await self._find(request), dialect)
             except Refused as refused:
                 return refusal(refused, dialect)
             except Exception as error:
@@ -175,12 +194,17 @@ class Gateway:
 
         return endpoint
 
+    async def _find(self, request: Request) -> Session:
+        """Return the session of a request, once it is open again. Raises: Refused."""
+        for digest in _keys_of(request):
+            if digest in self._expected:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._expected[digest].wait(), EXPECTED_S)
+        return self.find(request)
+
     def find(self, request: Request) -> Session:
         """Return the session of a request. Raises: Refused."""
-        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-        given = (request.path_params.get("key"), bearer if scheme.lower() == "bearer" else None)
-        digests = [_digest(key.strip().encode()) for key in (*given, request.headers.get("x-api-key")) if key]
-        for digest in digests:
+        for digest in _keys_of(request):
             if digest in self._sessions:
                 return self._sessions[digest]
             if digest in self._ended:
@@ -227,21 +251,12 @@ class Gateway:
 
 
 @asynccontextmanager
-async def open_gateway(host: str, port: int) -> AsyncIterator[Gateway]:
-    """Serve sessions at an address, on the running event loop.
+async def open_gateway(listener: socket.socket, host: str) -> AsyncIterator[Gateway]:
+    """Serve sessions at a socket that listens, on the running event loop.
 
     Args:
-        port: 0 takes a free one.
-
-    Raises: ConfigError where nothing can listen there.
+        host: by which agents reach it.
     """
-    try:
-        listener = socket.create_server((host, port), backlog=1024)
-    except OSError as error:
-        raise ConfigError(
-            f"No server for agent programs can listen at {host}:{port}: {error} - expected a free port of this machine "
-            "- correct `host` and `port` of `[orchestrator.env.agent]`, or leave them out."
-        ) from error
     gateway = Gateway(f"http://{host}:{listener.getsockname()[1]}")
     config = uvicorn.Config(gateway.app, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=75)
     server = _Server(config)
@@ -266,7 +281,7 @@ class _TurnResponse(Response):
     """Waits for a turn and sends it: whole, or as a stream of events. Then the session's request is no longer open."""
 
     def __init__(
-        self, session: Session, dialect: Dialect, request: TurnRequest, digest: str, task: asyncio.Task[Turn]
+        self, session: Session, dialect: Dialect, request: TurnRequest, digest: str, task: asyncio.Future[Turn]
     ) -> None:
         super().__init__()
         self._session, self._dialect, self._request, self._digest, self._task = session, dialect, request, digest, task
@@ -286,7 +301,8 @@ class _TurnResponse(Response):
         gone = asyncio.create_task(wait_for_disconnect(receive))
         try:
             while not task.done():
-                await asyncio.wait({task, gone}, timeout=QUIET_S, return_when=asyncio.FIRST_COMPLETED)
+                either: set[asyncio.Future[Any]] = {task, gone}
+                await asyncio.wait(either, timeout=QUIET_S, return_when=asyncio.FIRST_COMPLETED)
                 if gone.done():
                     return
                 if not task.done() and request.streams:
@@ -344,6 +360,13 @@ def conversation_digest(request: TurnRequest) -> str:
     """Return a digest of the conversation and its tools: requests that have the same one are retries."""
     decides = [request.messages, request.tools, request.calls_tools, request.trace]
     return _digest(msgspec.json.encode(decides, order="sorted")).hex()
+
+
+def _keys_of(request: Request) -> list[bytes]:
+    """Return the digests of the keys that a request gives."""
+    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+    given = (request.path_params.get("key"), bearer if scheme.lower() == "bearer" else None)
+    return [_digest(key.strip().encode()) for key in (*given, request.headers.get("x-api-key")) if key]
 
 
 def _digest(data: bytes) -> bytes:

@@ -24,6 +24,7 @@ from trireme.config.orchestrator import Sampling, sampling_notes
 from trireme.config.run import RunConfig
 from trireme.journal.pictures import PictureFiles, pictures_folder, rules_of_model
 from trireme.journal.records import Rollout
+from trireme.journal.requests import RequestLog
 from trireme.journal.turns import TurnLog, TurnRecord, prompt_digest, turns_file
 from trireme.orchestrator.engines.pool import Generation, InferencePool, OverlongPrompt
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
@@ -152,13 +153,15 @@ class RolloutRunner:
             trained=trained,
             vocab_size=self.tokenizer.vocab_size or self.tokenizer.num_tokens,
         )
-        kept = None
+        kept, requests = None, None
         if self.journal is not None and trained and environment.uses_gateway:
-            kept = await asyncio.to_thread(TurnLog, turns_file(self.journal, spec.name, spec.attempt))
+            file = turns_file(self.journal, spec.name, spec.attempt)
+            kept, requests = await asyncio.to_thread(TurnLog, file), RequestLog(file.with_suffix(".requests"))
         conversation = _Conversation(self, turns, environment, trained, kept)
         task = spec.task(environment, turns.own)
         try:
-            done = await environment.run(task, conversation.answer, on_retry=conversation.restart)
+            answer, restart = conversation.answer, conversation.restart
+            done = await environment.run(task, answer, on_retry=restart, requests=requests)
         finally:
             conversation.close()
         try:
@@ -216,7 +219,8 @@ class _Conversation:
 
         Raises: ConfigError where the chat template cannot be trained on as the run is configured.
         """
-        number, runner = self._num_asked + 1, self.runner
+        runner = self.runner
+        number = int(question.call) if self._has_programs else self._num_asked + 1
         try:
             if question.only_counts:
                 messages = await read_messages(question.messages, runner.pictures)

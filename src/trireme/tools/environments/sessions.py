@@ -117,7 +117,7 @@ class SessionWatch:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._environment, name)
 
-    async def run(self, task: RunTask, ask: AskPolicy, *, on_retry: Callable[[], None] = lambda: None) -> Done:
+    async def run(self, task: RunTask, ask: AskPolicy, *, on_retry: Callable[[], None] = lambda: None, **more: Any) -> Done:
         """Run a rollout, see `Environment.run`."""
         session = self._sessions[task.task] = _Session()
 
@@ -135,7 +135,7 @@ class SessionWatch:
                 session.turns.append(_turn(question, reply, began))
             return reply
 
-        done = await self._environment.run(task, answer, on_retry=restart)
+        done = await self._environment.run(task, answer, on_retry=restart, **more)
         session.seconds = float(done.info.get("seconds", time.monotonic() - session.began))
         return done
 

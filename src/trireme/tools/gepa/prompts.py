@@ -59,7 +59,7 @@ class PromptedEnvironment:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._environment, name)
 
-    async def run(self, task: RunTask, ask: AskPolicy, *, on_retry: Callable[[], None] = lambda: None) -> Done:
+    async def run(self, task: RunTask, ask: AskPolicy, *, on_retry: Callable[[], None] = lambda: None, **more: Any) -> Done:
         """Run a rollout as `Environment.run` does."""
 
         async def ask_prompted(question: Ask) -> Reply:
@@ -67,7 +67,7 @@ class PromptedEnvironment:
             return await ask(msgspec.structs.replace(question, messages=self.asked))
 
         task = msgspec.structs.replace(task, columns=self._columns)
-        done = await self._environment.run(task, ask_prompted, on_retry=on_retry)
+        done = await self._environment.run(task, ask_prompted, on_retry=on_retry, **more)
         return msgspec.structs.replace(done, prompt=with_system(done.prompt, self._prompt))
 
 

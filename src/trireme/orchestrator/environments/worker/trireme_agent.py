@@ -15,12 +15,10 @@ Example:
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import re
 import shutil
-import time
 import urllib.request
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -28,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme_plain import PlainAdapter, Played
+from trireme_programs import Programs
 from trireme_rollout import Ask
 from trireme_runtime import LAUNCHER, Ended, Program, end_processes, make_runtime
 
@@ -38,7 +37,6 @@ MOST_FILES = 10_000
 """Files of its folder that are looked at."""
 
 TRANSCRIPT_TIMEOUT_S = 60.0
-_PR_SET_CHILD_SUBREAPER = 36
 UNSTARTED = Ended(0, "agent_ended", "")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 UNSAFE = re.compile(r"[^\w.-]")
@@ -48,7 +46,10 @@ UNSAFE = re.compile(r"[^\w.-]")
 class AgentPlayed(Played):
     """A rollout whose program has ended."""
 
+    rollout: str = ""  # its name
+    key: str = ""  # of its session at the gateway
     folder: Path = Path()
+    began_ns: int = 0  # when its program began, by the clock of the file system
     ended: Ended = UNSTARTED
     seconds: float = 0.0  # that it ran
     files: dict[str, int] = field(default_factory=dict)  # that it wrote: their sizes
@@ -65,8 +66,9 @@ class AgentAdapter(PlainAdapter):
     def __init__(self, source: object, *, args: dict, versions: dict[str, str], agent: dict) -> None:
         super().__init__(source, args=args, versions=versions)
         self._agent = agent
-        readable = [fill_in(path, {"here": os.getcwd()}) for path in agent["readable"]]
-        self._runtime = make_runtime(agent, readable)
+        self._readable = [fill_in(path, {"here": os.getcwd()}) for path in agent["readable"]]
+        self._runtime = make_runtime(agent, self._readable)
+        self._programs = Programs(agent["programs"])
         if agent["runtime"] in ("docker", "podman") and not (agent["image"] or self.brings_images):
             raise ValueError(
                 f"`agent.runtime = {agent['runtime']!r}` without `agent.image` - expected the image that holds the "
@@ -75,7 +77,6 @@ class AgentAdapter(PlainAdapter):
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans of a program stay below this process
         await self._runtime.check()
         async with super().serving():
             yield
@@ -89,9 +90,10 @@ class AgentAdapter(PlainAdapter):
                 "with - put the pictures into `agent.workdir` for the program to send."
             )
         # the same name when it is played again after a crash, as programs put it into their prompts
-        parent = Path(self._agent["folders"], UNSAFE.sub("_", request["task"].rpartition(".")[0]))
-        played = AgentPlayed(example, index, list(prompt), len(prompt), folder=parent / "work")
-        played.solve = request.get("solve", "")
+        rollout = request["task"].rpartition(".")[0]
+        parent = Path(self._agent["folders"], UNSAFE.sub("_", rollout))
+        played = AgentPlayed(example, index, list(prompt), len(prompt), rollout=rollout, folder=parent / "work")
+        played.key, played.solve = request["api_key"], request.get("solve", "")
         gateway = self._runtime.gateway(request["gateway"])
         values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in example.items()}
         values |= {
@@ -104,13 +106,15 @@ class AgentAdapter(PlainAdapter):
             "here": os.getcwd(),
         }
         try:
-            await end_processes(parent)  # of a worker that was killed: they would work in the same folder
-            await asyncio.to_thread(self._place, played, values)
-            await self._runtime.open(parent, *await self._container(played))
-            began, began_ns = time.monotonic(), played.folder.parent.stat().st_ctime_ns
-            played.ended = await self._run(played, values)
+            began_ns = await self._programs.find(rollout)  # by a worker that has died
+            if began_ns is None:
+                await end_processes(parent)  # they would work in the same folder
+                await asyncio.to_thread(self._place, played, values)
+                await self._runtime.open(parent, *await self._container(played))
+                began_ns = parent.stat().st_ctime_ns
+            played.began_ns = began_ns
+            await self._run(played, values)
             played.stop = played.ended.stop
-            played.seconds = time.monotonic() - began
             played.files = await asyncio.to_thread(written_since, began_ns, played.folder)
             said = await asyncio.to_thread(_read_transcript, request["gateway"], request["api_key"])
         except BaseException:
@@ -136,7 +140,8 @@ class AgentAdapter(PlainAdapter):
         """Return the image of a rollout's container, and its `cpus` and `memory_mb` where they are not the usual."""
         return self._agent["image"], {}
 
-    async def _run(self, played: AgentPlayed, values: dict[str, str]) -> Ended:
+    async def _run(self, played: AgentPlayed, values: dict[str, str]) -> None:
+        """Run the agent's program to its end."""
         parent = played.folder.parent
         program = Program(
             parent,
@@ -147,7 +152,15 @@ class AgentAdapter(PlainAdapter):
             stdin=fill_in(self._agent["stdin"] or "", values),
             writable=[(str(parent), str(parent))],
         )
-        return await self._runtime.run(program, timeout_s=self._agent["timeout_s"])
+        played.ended, played.seconds = await self._run_program(played, program, timeout_s=self._agent["timeout_s"])
+
+    async def _run_program(
+        self, played: AgentPlayed, program: Program, *, timeout_s: float, step: str = "program"
+    ) -> tuple[Ended, float]:
+        """Run a program of a rollout to its end, in the process that outlives this one. Raises: OSError."""
+        which: dict[str, Any] = {"rollout": played.rollout, "key": played.key, "began_ns": played.began_ns}
+        how: dict[str, Any] = {"agent": self._agent, "readable": self._readable, "timeout_s": timeout_s}
+        return await self._programs.run(program, **how, **which, step=step)
 
     def _inherited(self) -> dict[str, str]:
         names = (*self._agent["inherit"], *LAUNCHER) if self._runtime.inherits else ()
@@ -174,6 +187,7 @@ class AgentAdapter(PlainAdapter):
     async def dispose(self, played: Played) -> None:
         assert isinstance(played, AgentPlayed), played
         try:
+            await self._programs.end(played.rollout)
             await self._runtime.close(played.folder.parent)
         finally:
             await asyncio.to_thread(shutil.rmtree, played.folder.parent, ignore_errors=True)

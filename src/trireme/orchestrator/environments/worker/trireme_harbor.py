@@ -25,7 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import trireme_sandbox
-from trireme_agent import UNSTARTED, AgentAdapter, AgentPlayed, fill_in
+from trireme_agent import AgentAdapter, AgentPlayed, fill_in
 from trireme_plain import Played
 from trireme_rollout import RewardError, checked_scores
 from trireme_runtime import Container, Ended, Program, names_network
@@ -146,11 +146,11 @@ class HarborAdapter(AgentAdapter):
             self._builds[task.name] = asyncio.create_task(self._runtime.build(task.folder / "environment"))
         return await asyncio.shield(self._builds[task.name]), task.limits
 
-    async def _run(self, played: AgentPlayed, values: dict[str, str]) -> Ended:
+    async def _run(self, played: AgentPlayed, values: dict[str, str]) -> None:
         task = self._task(played)
         timeout_s = min(task.agent_timeout_s, self._agent["timeout_s"])
         if played.solve == "nothing":
-            return UNSTARTED
+            return
         if played.solve == "oracle":
             command, variables = ["bash", "/solution/solve.sh"], task.solution_env
             program = self._program(played, command, variables, values, {task.folder / "solution": "/solution"})
@@ -159,7 +159,7 @@ class HarborAdapter(AgentAdapter):
             command = [fill_in(word, values) for word in self._agent["command"]]
             program = self._program(played, command, self._policy(values), values)
             program.stdin, program.user = fill_in(self._agent["stdin"] or "", values), task.agent_user
-        return await self._runtime.run(program, timeout_s=timeout_s)
+        played.ended, played.seconds = await self._run_program(played, program, timeout_s=timeout_s)
 
     async def score(self, played: list[Played]) -> list[dict]:
         (one,) = played
@@ -170,7 +170,7 @@ class HarborAdapter(AgentAdapter):
         program.writable.append((str(verifier), "/logs/verifier"))
         program.user = task.verifier_user
         try:
-            ended = await self._runtime.run(program, timeout_s=task.verifier_timeout_s)
+            ended, _ = await self._run_program(one, program, timeout_s=task.verifier_timeout_s, step="tests")
             # tests that do not end in their time: what the program left behind may be the reason
             value = {"reward": 0.0} if ended.exit_code is None else _read_reward(verifier, ended)
         except OSError as error:

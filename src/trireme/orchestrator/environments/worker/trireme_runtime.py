@@ -391,7 +391,7 @@ async def end_processes(parent: Path) -> None:
     """End all processes of a rollout, also those that left the program's group or have lost their parent.
 
     Args:
-        parent: the rollout's folder.
+        parent: the rollout's folder, or one that holds the folders of many.
     """
     for number, wait_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, REAP_S)):
         give_up = asyncio.get_running_loop().time() + wait_s
@@ -405,11 +405,11 @@ async def end_processes(parent: Path) -> None:
 
 
 def processes_of(parent: Path) -> list[int]:
-    """Return the processes that run for a rollout, by a variable that they have inherited."""
-    marker = f"{ROLLOUT}={parent}\0".encode()
+    """Return the processes that run for rollouts of a folder, by a variable that they have inherited."""
+    marker = re.compile(re.escape(f"{ROLLOUT}={parent}".encode()) + rb"[/\0]")
     found = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
-            if marker in file.read() + b"\0":
+            if marker.search(file.read() + b"\0"):
                 found.append(int(name))
     return found

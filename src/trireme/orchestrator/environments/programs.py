@@ -1,0 +1,168 @@
+"""The process that runs the agent programs of an environment, as the orchestrator sees it.
+
+Programs run in a process of their own (`worker/trireme_programs.py`), because an agent cannot be asked to forget that a
+worker or the orchestrator has died. In a run of the launcher that process outlives the orchestrator. It also keeps the
+socket at which agents reach the gateway, so requests that come meanwhile wait in it, and the next orchestrator finds
+the programs at work. Without a launcher it ends with this process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trireme.base.errors import ConfigError, PeerDied
+from trireme.base.log import get_logger
+from trireme.base.processes import PROCESS, TEMPORARY
+from trireme.base.token import TOKEN
+
+log = get_logger("environments")
+
+SERVER = Path(__file__).parent / "worker" / "trireme_programs.py"
+MEMBER = "programs"  # of a run, beside the launcher's children
+
+ABSENCE_S = 600.0
+"""Programs are ended where no orchestrator has come for so long: SDKs of agents wait as long for an answer."""
+
+ANSWER_S = 60.0
+STOP_S = 30.0
+BACKLOG = 1024  # connections of agents that wait until the gateway takes them
+
+
+class AgentPrograms:
+    """The process of one environment's agent programs. Its calls block, for milliseconds.
+
+    Example:
+        programs = AgentPrograms(python, folders=logs / "agents/shell", log_file=..., address=("127.0.0.1", 0))
+        programs.open()
+        key = programs.found.pop("17-3.0", None)  # of a program that runs since before this orchestrator
+    """
+
+    def __init__(self, python: Path, *, folders: Path, log_file: Path, address: tuple[str, int]) -> None:
+        """
+        Args:
+            folders: of the rollouts.
+            address: at which agents reach the gateway.
+        """
+        self._python, self._folders, self._log_file, self._address = python, folders, log_file, address
+        self.listener: socket.socket | None = None  # at that address
+        self.found: dict[str, str] = {}  # rollouts whose programs run since before this process, and their keys
+        self._process: subprocess.Popen[bytes] | None = None  # where this process has started it
+        self._held: socket.socket | None = None  # the connection that keeps it from ending
+        self._is_kept = TEMPORARY in os.environ
+        home = os.environ.get(TEMPORARY) or tempfile.mkdtemp(prefix="trireme-programs-")
+        self.path = Path(home, "programs-" + hashlib.sha256(str(folders).encode()).hexdigest()[:16])
+
+    def open(self) -> None:
+        """Find the process that an earlier orchestrator has started, or start one.
+
+        Raises: ConfigError where nothing can listen at the address.
+        """
+        with suppress(OSError, PeerDied):
+            self._hold()
+        self.start()
+
+    def start(self) -> None:
+        """Start the process unless it is there. Programs of one that has died end."""
+        if self._held is not None:
+            try:
+                self._held.recv(1)  # its end, as nothing is sent
+            except BlockingIOError:
+                return
+            self._held.close()
+        if self.listener is None:
+            self.listener = listen(*self._address)
+        self.path.unlink(missing_ok=True)
+        self._log_file.parent.mkdir(parents=True, exist_ok=True)
+        unwanted = {"VIRTUAL_ENV", "PYTHONHOME", "PYTHONSAFEPATH", "PYTHONPATH", TOKEN}
+        variables = {name: value for name, value in os.environ.items() if name not in unwanted}
+        with socket.socket(socket.AF_UNIX) as requests, open(self._log_file, "ab") as output:
+            requests.bind(str(self.path))
+            requests.listen(BACKLOG)
+            descriptors = requests.fileno(), self.listener.fileno()
+            arguments = [*map(str, descriptors), str(self._folders), str(ABSENCE_S if self._is_kept else 0.0)]
+            self._process = subprocess.Popen(
+                [str(self._python), str(SERVER), *arguments],
+                pass_fds=descriptors, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                env=variables | {PROCESS: MEMBER, "PYTHONUNBUFFERED": "1"}, start_new_session=True,
+            )  # fmt: skip
+        self._hold()
+
+    def _hold(self) -> None:
+        """Raises: PeerDied, or OSError where no process listens."""
+        connection, answer, descriptors = self._ask({"do": "hold"}, num_descriptors=1)
+        connection.setblocking(False)
+        self._held = connection
+        if self.listener is None:
+            self.listener, self.found = socket.socket(fileno=descriptors[0]), answer["running"]
+        else:
+            os.close(descriptors[0])
+
+    def running(self) -> dict[str, str]:
+        """Return the rollouts whose programs run or have ended, with their keys; none where the process has died."""
+        with suppress(OSError, PeerDied):
+            connection, answer, _ = self._ask({"do": "running"})
+            connection.close()
+            return answer["running"]
+        return {}
+
+    def end(self, rollout: str) -> None:
+        """End the programs of a rollout, and forget them."""
+        with suppress(OSError, PeerDied):
+            self._ask({"do": "end", "rollout": rollout})[0].close()
+
+    def _ask(self, request: dict[str, str], num_descriptors: int = 0) -> tuple[socket.socket, Any, list[int]]:
+        """Return the open connection, the answer, and the descriptors that came with it. Raises: OSError, PeerDied."""
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.settimeout(ANSWER_S)
+            connection.connect(str(self.path))
+            connection.sendall(msgspec.json.encode(request) + b"\n")
+            data, descriptors, _, _ = socket.recv_fds(connection, 1, num_descriptors)
+            with connection.makefile("rb") as rest:
+                data += rest.readline()
+            if not data.endswith(b"\n") or len(descriptors) != num_descriptors:
+                raise PeerDied(f"The process of agent programs has not answered (log: {self._log_file}).")
+            return connection, msgspec.json.decode(data), descriptors
+        except BaseException:
+            connection.close()
+            raise
+
+    def close(self) -> None:
+        """Let the process end with all programs: at once, or with the launcher."""
+        for connection in (self._held, self.listener):
+            if connection is not None:
+                connection.close()
+        if not self._is_kept:
+            if self._process is not None:
+                try:
+                    self._process.wait(STOP_S)
+                except subprocess.TimeoutExpired:
+                    self._process.kill()
+            self.path.unlink(missing_ok=True)
+            self.path.parent.rmdir()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket at which agents reach the policy.
+
+    Args:
+        port: 0 takes a free one.
+
+    Raises: ConfigError where nothing can listen there.
+    """
+    try:
+        return socket.create_server((host, port), backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"No server for agent programs can listen at {host}:{port}: {error} - expected a free port of this machine "
+            "- correct `host` and `port` of `[orchestrator.env.agent]`, or leave them out."
+        ) from error

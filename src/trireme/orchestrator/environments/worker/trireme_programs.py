@@ -1,0 +1,201 @@
+"""The process that runs the agent programs of one environment, so that they outlive its workers and the orchestrator.
+
+    python trireme_programs.py SOCKET GATEWAY FOLDERS ABSENCE_S
+
+SOCKET and GATEWAY are descriptors: the first one listens for the requests below, the second one for those of agent
+programs, and is kept for the next orchestrator. A request is a line of JSON on a connection of its own, and so is its
+answer:
+
+    {"do": "hold"}                  {"running": {ROLLOUT: KEY}}, with the descriptor GATEWAY. The orchestrator keeps the
+                                    connection open. Without one for ABSENCE_S seconds, everything is ended
+    {"do": "running"}               the same without the descriptor
+    {"do": "find", "rollout"}       {"found": true, "began_ns"} where a program of the rollout runs, or has ended
+    {"do": "run", "rollout", ...}   the end of the program, which is started unless it was before
+    {"do": "end", "rollout"}        {}, when no process of the rollout is left
+
+Standard library only: it is started with the environment's interpreter.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import trireme_guard
+from trireme_runtime import LAUNCHER, Ended, Program, end_processes, make_runtime
+
+LONGEST_LINE = 64 << 20
+"""Bytes of a request: a program's input and an example's fields are in it."""
+
+FIRST_S = 60.0
+"""Time for the orchestrator that has started this process to connect."""
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Programs:
+    """The environment worker's connection to that process."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    async def find(self, rollout: str) -> int | None:
+        """Return when the programs of a rollout began (ns of the file system's clock); None where none was started."""
+        answer = await self._ask(do="find", rollout=rollout)
+        return answer["began_ns"] if answer["found"] else None
+
+    async def run(
+        self,
+        program: Program,
+        *,
+        agent: dict,
+        readable: Sequence[str],
+        timeout_s: float,
+        rollout: str,
+        key: str = "",
+        step: str = "program",
+        began_ns: int = 0,
+    ) -> tuple[Ended, float]:
+        """Run a program to its end. One that an earlier worker has started for this step is awaited instead.
+
+        Returns: its end, and for how many seconds it ran.
+        Raises: OSError where it cannot be run.
+        """
+        given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(program).items()}
+        order = {"program": given, "agent": agent, "readable": list(readable), "timeout_s": timeout_s}
+        which = {"rollout": rollout, "key": key, "step": step, "began_ns": began_ns}
+        answer = await self._ask(do="run", **order, **which)
+        if "error" in answer:
+            raise OSError(answer["error"])
+        return Ended(answer["exit_code"], answer["stop"], answer["output"]), answer["seconds"]
+
+    async def end(self, rollout: str) -> None:
+        """End all processes of a rollout, and forget its programs."""
+        await self._ask(do="end", rollout=rollout)
+
+    async def _ask(self, **request: Any) -> dict[str, Any]:
+        """Ask. Without that process this one is of no use: it ends, and its rollouts are played again."""
+        try:
+            reader, writer = await asyncio.open_unix_connection(self._path, limit=LONGEST_LINE)
+            with contextlib.closing(writer):
+                writer.write(json.dumps(request).encode() + b"\n")
+                await writer.drain()
+                return json.loads(await reader.readline())
+        except (OSError, ValueError) as error:
+            print(f"The process that runs agent programs cannot be asked: {error!r}", file=sys.stderr, flush=True)
+            trireme_guard.end_now()
+            raise
+
+
+@dataclass
+class _Rollout:
+    """The programs of one rollout, by their steps."""
+
+    key: str
+    began_ns: int
+    steps: dict[str, "asyncio.Task[dict[str, Any]]"] = field(default_factory=dict)
+
+
+class _Server:
+    def __init__(self, gateway: socket.socket, folders: str, absence_s: float) -> None:
+        self._gateway = gateway
+        self._folders = folders
+        self._absence_s = absence_s
+        self._rollouts: dict[str, _Rollout] = {}
+        self._num_holding = 0
+        self._stopped = asyncio.Event()
+
+    async def serve(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._stopped.set)
+        await end_processes(Path(self._folders))  # of a process like this one that was killed
+        self._absent = loop.call_later(FIRST_S, self._stopped.set)
+        async with await asyncio.start_unix_server(self._answer, sock=listener, limit=LONGEST_LINE):
+            await self._stopped.wait()
+            listener.close()  # later workers start programs nowhere
+            await asyncio.gather(*(self._end(rollout) for rollout in list(self._rollouts)))
+        os._exit(0)  # some connections are still open, and clients see their end
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError):
+            if not (line := await reader.readline()):
+                return
+            request = json.loads(line)
+            if request["do"] == "hold":
+                return await self._hold(reader, writer)
+            answers: dict[str, Any] = {"running": self._running, "find": self._find, "run": self._run, "end": self._end}
+            answer = await answers[request.pop("do")](**request)
+            writer.write(json.dumps(answer).encode() + b"\n")
+            await writer.drain()
+
+    async def _hold(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Hand the gateway's descriptor over, and wait until the orchestrator is gone."""
+        self._absent.cancel()
+        self._num_holding += 1
+        try:
+            answer = json.dumps(await self._running()).encode() + b"\n"
+            with socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())) as connection:
+                socket.send_fds(connection, [answer[:1]], [self._gateway.fileno()])
+            writer.write(answer[1:])
+            while await reader.read(1 << 10):
+                pass
+        finally:
+            self._num_holding -= 1
+            if not self._num_holding:
+                self._absent = asyncio.get_running_loop().call_later(self._absence_s, self._stopped.set)
+
+    async def _running(self) -> dict[str, Any]:
+        return {"running": {name: rollout.key for name, rollout in self._rollouts.items()}}
+
+    async def _find(self, rollout: str) -> dict[str, Any]:
+        known = self._rollouts.get(rollout)
+        return {"found": known is not None, "began_ns": known.began_ns if known else 0}
+
+    async def _run(self, rollout: str, key: str, step: str, began_ns: int, **order: Any) -> dict[str, Any]:
+        steps = self._rollouts.setdefault(rollout, _Rollout(key, began_ns)).steps
+        if step not in steps:
+            steps[step] = asyncio.create_task(_play(**order))
+        await asyncio.wait({steps[step]})  # the program runs on where the worker that asked has died
+        return {"error": "it was ended"} if steps[step].cancelled() else steps[step].result()
+
+    async def _end(self, rollout: str) -> dict[str, Any]:
+        if (known := self._rollouts.pop(rollout, None)) is not None:
+            for task in known.steps.values():
+                task.cancel()
+            await asyncio.gather(*known.steps.values(), return_exceptions=True)
+        return {}
+
+
+async def _play(program: dict, agent: dict, readable: list[str], timeout_s: float) -> dict[str, Any]:
+    """Run a program to its end."""
+    for name in LAUNCHER:  # the launcher finds it as one of this process
+        if name in program["variables"] and name in os.environ:
+            program["variables"][name] = os.environ[name]
+    given = Program(**program | {name: Path(program[name]) for name in ("parent", "folder")})
+    began = asyncio.get_running_loop().time()
+    try:
+        ended = await make_runtime(agent, readable).run(given, timeout_s=timeout_s)
+    except Exception as error:  # for the rollout alone
+        return {"error": f"{type(error).__name__}: {error}"}
+    return dataclasses.asdict(ended) | {"seconds": asyncio.get_running_loop().time() - began}
+
+
+def main() -> None:
+    listener, gateway = (socket.socket(fileno=int(descriptor)) for descriptor in sys.argv[1:3])
+    listener.setblocking(False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans of a program stay below this process
+    asyncio.run(_Server(gateway, sys.argv[3], float(sys.argv[4])).serve(listener))
+
+
+if __name__ == "__main__":
+    main()
