@@ -41,10 +41,10 @@ from tiny import logprobs_of
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.config.load import load_run_config
+from trireme.config.model.state_layers import dtype_on_cpu, serving_problems, state_layer_problems
 from trireme.config.problems import raise_together
 from trireme.config.resolve import resolve
 from trireme.config.rules import served_model_problems
-from trireme.config.state_layers import dtype_on_cpu, serving_problems, state_layer_problems
 from trireme.config.trainer import TrainerModel
 from trireme.trainer.model.forward import scorer_of
 from trireme.trainer.model.model import load_model

@@ -24,7 +24,7 @@ from model_configs import MODELS
 from trireme.algo.model.chips import CHIPS
 from trireme.base.devices import Devices
 from trireme.config.load import load_run_config
-from trireme.config.model_folder import lacks_sdpa
+from trireme.config.model.folder import lacks_sdpa
 from trireme.config.resolve import resolve
 from trireme.config.rules import launch_problems, problems
 from trireme.config.run import RunConfig

@@ -58,7 +58,7 @@ def packed_rows() -> float:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from trireme.trainer.model.packed_attention import (
+    from trireme.trainer.model.packing.attention import (
         ARGUMENT,
         PackedRow,
         row_given,

@@ -18,7 +18,7 @@ from transformers import (
     Qwen2VLImageProcessor,
 )
 
-from trireme.config.vision import KINDS
+from trireme.config.model.vision import KINDS
 
 VOCABULARY = 96
 

@@ -18,12 +18,12 @@ from trireme.base.processes import free_port
 from trireme.config.files import ProcessName
 from trireme.config.inference import low_bit_error
 from trireme.config.losses import resolve_loss
-from trireme.config.model_folder import caps_scores, lacks_sdpa, read_config
+from trireme.config.model.folder import caps_scores, lacks_sdpa, read_config
+from trireme.config.model.state_layers import WITHOUT_ATTENTION, dtype_on_cpu
 from trireme.config.orchestrator import Environment, Evaluation
 from trireme.config.run import Model, RunConfig, place_of
 from trireme.config.section import AnySection
 from trireme.config.sft import SftConfig
-from trireme.config.state_layers import WITHOUT_ATTENTION, dtype_on_cpu
 from trireme.config.trainer import TrainerModel
 
 Values = dict[str, Any]  # dotted key -> value

@@ -20,7 +20,7 @@ from trireme.base.token import HOW, token, token_problem
 from trireme.config.files import ProcessName
 from trireme.config.inference import LOW_BIT, inference_problems
 from trireme.config.losses import loss_problems
-from trireme.config.model_folder import (
+from trireme.config.model.folder import (
     check_model,
     has_low_bit_weights,
     longest_context,
@@ -29,13 +29,13 @@ from trireme.config.model_folder import (
     num_experts_of,
     read_config,
 )
+from trireme.config.model.state_layers import leaves_out_vision, mixers_of, serving_problems
+from trireme.config.model.vision import OF_PICTURES, picture_run_problems
 from trireme.config.orchestrator import nearest_divisors, orchestrator_problems, samplings
 from trireme.config.problems import raise_together
 from trireme.config.run import RunConfig, place_of
 from trireme.config.sft import SftConfig, sft_problems
-from trireme.config.state_layers import leaves_out_vision, mixers_of, serving_problems
 from trireme.config.trainer import ENGINE_RANKS, lora_problems, model_problems, optim_launch_problems, optim_problems
-from trireme.config.vision import OF_PICTURES, picture_run_problems
 
 
 def check(config: RunConfig, devices: Devices, *, section: ProcessName | None = None) -> None:

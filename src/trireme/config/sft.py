@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from trireme.config.files import files_near
-from trireme.config.model_folder import looks_local
+from trireme.config.model.folder import looks_local
 from trireme.config.run import AnyRun
 from trireme.config.section import Section
 from trireme.config.trainer import Optimizer, Training

@@ -14,7 +14,7 @@ import torch
 from vllm.config import LoadConfig, ModelConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from trireme.config.model_folder import quantization_of, read_config
+from trireme.config.model.folder import quantization_of, read_config
 from trireme.transport.weights.published_files import PublishedFiles
 
 

@@ -11,10 +11,10 @@ from typing import Any
 from trireme.base.log import get_logger
 from trireme.base.processes import quick_imports
 from trireme.config.files import command_without_secrets
-from trireme.config.model_folder import config_file, has_low_bit_weights, looks_local, read_config
+from trireme.config.model.folder import config_file, has_low_bit_weights, looks_local, read_config
+from trireme.config.model.state_layers import caches_prefixes_on_cpu, leaves_out_vision, rotates_in_three_dimensions
+from trireme.config.model.vision import MOST_PICTURES
 from trireme.config.run import RunConfig
-from trireme.config.state_layers import caches_prefixes_on_cpu, leaves_out_vision, rotates_in_three_dimensions
-from trireme.config.vision import MOST_PICTURES
 
 log = get_logger("inference")
 

@@ -18,8 +18,8 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from trireme.algo.pictures import PictureRules
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.base.paths import atomic_write
-from trireme.config.model_folder import read_config, read_image_processor
-from trireme.config.vision import KINDS
+from trireme.config.model.folder import read_config, read_image_processor
+from trireme.config.model.vision import KINDS
 
 PICTURES = "pictures"  # name of their folder
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")

@@ -10,7 +10,7 @@ import json
 
 from trireme.algo.model.cost import LINEAR, Cost, cost_of
 from trireme.algo.packing import Sample, deal, num_learned, rows_of
-from trireme.config.model_folder import config_file
+from trireme.config.model.folder import config_file
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.pictures import PictureFiles, pictures_folder

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trireme.base.paths import RunPaths, step_of
 from trireme.base.safe_text import clean
-from trireme.config.model_folder import config_file
+from trireme.config.model.folder import config_file
 from trireme.messages import Tokens
 
 WINDOW = 1500  # tokens that are shown at once

@@ -345,7 +345,7 @@ def test_a_program_that_takes_too_much_is_ended_and_scored(sandboxed, grows, sto
     [(0o755, "", "private folder"), (0o700, "/..", "may not be written"), (0o700, "/link", "may not be written")],
 )
 def test_the_sandbox_writes_to_no_folder_but_a_private_one(tmp_path, monkeypatch, mode, writable, words):
-    monkeypatch.syspath_prepend(Path(agent_session.__file__).parent / "worker")
+    monkeypatch.syspath_prepend(Path(agent_session.__file__).parent / "worker" / "agents")
     folder = tmp_path / "private"
     folder.mkdir(mode=mode)
     (folder / "link").symlink_to(tmp_path)

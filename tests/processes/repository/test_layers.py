@@ -135,7 +135,7 @@ def _imported_at_the_top(file: Path) -> set[str]:
 
 
 def test_environment_workers_import_nothing_that_their_interpreter_may_lack():
-    flat = {path.stem for path in WORKER.glob("*.py")}
+    flat = {path.stem for path in WORKER.rglob("*.py")}
     allowed = sys.stdlib_module_names | WORKER_MAY_IMPORT | flat
     assert len(flat) > 3
     needed = [found for file in WORKER.rglob("*.py") for found in imports_of(file) if not _can_do_without(found)]

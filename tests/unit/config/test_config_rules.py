@@ -11,7 +11,7 @@ from resolved_runs import CPU, GPUS, prefixed, refusals, resolved
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.config import inference, trainer
-from trireme.config.model_folder import looks_local
+from trireme.config.model.folder import looks_local
 from trireme.config.orchestrator import sampling_notes
 from trireme.config.rules import check, launch_problems
 from trireme.config.trainer import Optimizer, optim_launch_problems

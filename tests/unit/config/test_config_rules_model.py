@@ -8,9 +8,9 @@ import pytest
 
 from resolved_runs import CPU, ENV, refusals, resolved
 from trireme.base.errors import ConfigError
-from trireme.config import model_folder
 from trireme.config.load import load_config
-from trireme.config.model_folder import model_launch_problems, num_experts_of, read_config
+from trireme.config.model import folder as model_folder
+from trireme.config.model.folder import model_launch_problems, num_experts_of, read_config
 from trireme.config.resolve import resolve_sft
 from trireme.config.rules import check_sft, launch_problems, problems
 from trireme.config.sft import SftConfig

@@ -17,9 +17,10 @@ from trireme.algo.model.activations import Pass, kept_by_layer, kept_by_matrices
 from trireme.algo.model.architecture import architecture_of
 from trireme.config.trainer import ActivationCheckpointing, TrainerModel
 from trireme.tools.plan.sizes import count_sizes
-from trireme.trainer.model import activations, packed_attention
+from trireme.trainer.model import activations
 from trireme.trainer.model.activations import KEPT, Offload
 from trireme.trainer.model.model import load_model
+from trireme.trainer.model.packing import attention as packed_attention
 from trireme.trainer.parallel.mesh import World
 
 KINDS = ("qwen3", "gpt_oss", "qwen3_moe")

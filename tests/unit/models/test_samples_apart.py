@@ -19,10 +19,10 @@ from trireme.algo.packing import buckets, positions, share_prefixes, unsampled_r
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import TrainerModel
 from trireme.messages import MicroBatch
-from trireme.trainer.model import packed_attention
 from trireme.trainer.model.cpu_attention import attend_on_cpu
 from trireme.trainer.model.forward import Scorer, attach_scorer, scorer_of, shared_frac
 from trireme.trainer.model.head import Head
+from trireme.trainer.model.packing import attention as packed_attention
 from trireme.trainer.parallel.context_parallel import SharedRow, Team, share_attention
 from trireme.trainer.parallel.mesh import World
 

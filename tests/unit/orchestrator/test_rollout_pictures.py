@@ -13,7 +13,7 @@ from PIL import Image
 from tiny_pictures import picture_file
 from tiny_tokenizer import write_seeing_model
 from trireme.algo.pictures import collapse
-from trireme.config.vision import MOST_PICTURES
+from trireme.config.model.vision import MOST_PICTURES
 from trireme.journal.message_text import PREFIX
 from trireme.journal.pictures import PictureFiles, rules_of_model, to_data_uri
 from trireme.journal.turns import TurnRecord, compare_turns, prompt_digest

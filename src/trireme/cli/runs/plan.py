@@ -15,7 +15,7 @@ from trireme.base.errors import ConfigError
 from trireme.config.arguments import TypedFile, count, parse_arguments, positive, positive_int, share
 from trireme.config.files import read_table
 from trireme.config.load import load_config, load_run_config
-from trireme.config.model_folder import architecture_problems, looks_local
+from trireme.config.model.folder import architecture_problems, looks_local
 from trireme.config.orchestrator import Environment
 from trireme.config.problems import raise_together
 from trireme.config.resolve import resolve, resolve_sft, updated

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from trireme.base.errors import ConfigError
-from trireme.config.model_folder import NUM_EXPERTS, num_experts_of
+from trireme.config.model.folder import NUM_EXPERTS, num_experts_of
 from trireme.config.rules import REPLAY
 from trireme.config.run import RunConfig
 from trireme.messages import Routed

@@ -1,9 +1,9 @@
 """The process that runs the agent programs of an environment, as the orchestrator sees it.
 
-Programs run in a process of their own (`worker/trireme_programs.py`), because an agent cannot be asked to forget that a
-worker or the orchestrator has died. In a run of the launcher that process outlives the orchestrator. It also keeps the
-socket at which agents reach the gateway, so requests that come meanwhile wait in it, and the next orchestrator finds
-the programs at work. Without a launcher it ends with this process.
+Programs run in a process of their own (`worker/agents/trireme_programs.py`), because an agent cannot be asked to forget
+that a worker or the orchestrator has died. In a run of the launcher that process outlives the orchestrator. It also
+keeps the socket at which agents reach the gateway, so requests that come meanwhile wait in it, and the next
+orchestrator finds the programs at work. Without a launcher it ends with this process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trireme.base.token import TOKEN
 
 log = get_logger("environments")
 
-SERVER = Path(__file__).parent / "worker" / "trireme_programs.py"
+SERVER = Path(__file__).parent / "worker" / "agents" / "trireme_programs.py"
 MEMBER = "programs"  # of a run, beside the launcher's children
 
 ABSENCE_S = 600.0

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from trireme.algo.pictures import PictureRules
-from trireme.config.vision import MOST_PICTURES
+from trireme.config.model.vision import MOST_PICTURES
 from trireme.journal.message_text import PREFIX, content_text, picture_url, picture_urls
 from trireme.journal.pictures import PictureFiles, from_data_uri, size_of, to_data_uri, to_png
 from trireme.messages import Picture

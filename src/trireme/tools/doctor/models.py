@@ -10,7 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from trireme.base.errors import ConfigError
-from trireme.config.model_folder import check_model, looks_local
+from trireme.config.model.folder import check_model, looks_local
 from trireme.orchestrator.rollout.chat import ChatTokenizer, open_chat_tokenizer
 from trireme.tools.doctor.report import Case, Finding, about, from_error, ok, problem, warning
 

@@ -21,7 +21,7 @@ from trireme.base.network import is_loopback
 from trireme.base.processes import free_port
 from trireme.base.token import token
 from trireme.base.waiting import Waits
-from trireme.config.model_folder import longest_context, read_config
+from trireme.config.model.folder import longest_context, read_config
 from trireme.config.orchestrator import Sampling
 from trireme.config.resolve import resolve, updated
 from trireme.config.rules import check_launch

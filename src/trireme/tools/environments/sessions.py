@@ -117,7 +117,9 @@ class SessionWatch:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._environment, name)
 
-    async def run(self, task: RunTask, ask: AskPolicy, *, on_retry: Callable[[], None] = lambda: None, **more: Any) -> Done:
+    async def run(
+        self, task: RunTask, ask: AskPolicy, *, on_retry: Callable[[], None] = lambda: None, **more: Any
+    ) -> Done:
         """Run a rollout, see `Environment.run`."""
         session = self._sessions[task.task] = _Session()
 

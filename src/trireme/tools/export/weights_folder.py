@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from trireme.base.errors import ConfigError
-from trireme.config.model_folder import WEIGHTS, config_file, quantization_of, read_config
+from trireme.config.model.folder import WEIGHTS, config_file, quantization_of, read_config
 from trireme.transport.weights.published_files import PublishedFiles
 
 WHOLE, INDEX = WEIGHTS

@@ -59,7 +59,9 @@ class PromptedEnvironment:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._environment, name)
 
-    async def run(self, task: RunTask, ask: AskPolicy, *, on_retry: Callable[[], None] = lambda: None, **more: Any) -> Done:
+    async def run(
+        self, task: RunTask, ask: AskPolicy, *, on_retry: Callable[[], None] = lambda: None, **more: Any
+    ) -> Done:
         """Run a rollout as `Environment.run` does."""
 
         async def ask_prompted(question: Ask) -> Reply:

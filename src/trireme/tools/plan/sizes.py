@@ -13,12 +13,12 @@ from trireme.algo.model.activations import SHORT, Pass
 from trireme.algo.model.architecture import Architecture, Family, Layer, Matrix, architecture_of, is_known, window_of
 from trireme.algo.model.chips import GIB
 from trireme.base.errors import ConfigError
-from trireme.config.model_folder import config_file, num_experts_of
+from trireme.config.model.folder import config_file, num_experts_of
+from trireme.config.model.state_layers import MIXERS
+from trireme.config.model.vision import WITHOUT_TEXT_MODEL
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
-from trireme.config.state_layers import MIXERS
 from trireme.config.trainer import TOWER, Lora, TrainerConfig, TrainerModel, Vlm
-from trireme.config.vision import WITHOUT_TEXT_MODEL
 from trireme.tools.plan.machine import Machine
 from trireme.tools.plan.memory import Serving, Training
 

@@ -27,7 +27,7 @@ from trireme.config.trainer import TrainerModel
 from trireme.messages import Kept, MicroBatch
 from trireme.trainer.model.head import Head, HeadOutput, NoHead, Targets, run_gathered, score_in_chunks
 from trireme.trainer.model.moe import mixtures_of, routes_argument
-from trireme.trainer.model.packed_attention import (
+from trireme.trainer.model.packing.attention import (
     ARGUMENT,
     PackedRow,
     row_given,

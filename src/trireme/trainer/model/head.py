@@ -179,7 +179,7 @@ def _without_decoder(model: PreTrainedModel) -> PreTrainedModel:
     plain = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     shadow: PreTrainedModel = object.__new__(plain)
     shadow.__dict__.update(model.__dict__)
-    shadow.__dict__.pop("forward", None)  # a wrapper (`packed_states`) runs the model that it was made for
+    shadow.__dict__.pop("forward", None)  # a wrapper (`packing/states.py`) runs the model that it was made for
     shadow.__dict__["_modules"] = {**model._modules, model.base_model_prefix: _Echo()}
     return shadow
 

@@ -22,7 +22,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from trireme.base.errors import ConfigError
-from trireme.config.model_folder import quantization_of, read_config
+from trireme.config.model.folder import quantization_of, read_config
 from trireme.messages import TensorSpec
 from trireme.trainer.model.hub_names import sources_of
 from trireme.trainer.model.layouts import Region, TensorLayout

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from trireme.algo.weight_checks import PREFIX
 from trireme.base.errors import ConfigError
-from trireme.config.state_layers import MAMBA
+from trireme.config.model.state_layers import MAMBA
 from trireme.config.trainer import TOWER, Dtype, Lora
 from trireme.trainer.model.sharding import class_name, reshard
 from trireme.trainer.parallel.shards import local_part, shard_of

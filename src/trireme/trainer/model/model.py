@@ -27,17 +27,17 @@ from transformers import (
 
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
-from trireme.config.model_folder import SOFT_CAP, lacks_sdpa, low_bit_problem, read_config
-from trireme.config.state_layers import WITHOUT_ATTENTION
+from trireme.config.model.folder import SOFT_CAP, lacks_sdpa, low_bit_problem, read_config
+from trireme.config.model.state_layers import WITHOUT_ATTENTION
+from trireme.config.model.vision import vision_problems
 from trireme.config.trainer import TOWER, TrainerModel
-from trireme.config.vision import vision_problems
 from trireme.trainer.model.activations import wrap_layers
 from trireme.trainer.model.forward import attach_scorer
 from trireme.trainer.model.hub_names import hub_names
 from trireme.trainer.model.loading import ModelTensors, cannot_be_loaded, find_files, find_layouts
 from trireme.trainer.model.lora import fill_adapters, inject_adapters
 from trireme.trainer.model.moe import prepare_experts
-from trireme.trainer.model.packing_check import check_packing
+from trireme.trainer.model.packing.check import check_packing
 from trireme.trainer.model.sharding import class_name, decoder_layers, shard_model
 from trireme.trainer.model.vision import attach_vision
 from trireme.trainer.parallel.mesh import World

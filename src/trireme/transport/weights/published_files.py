@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 
 from trireme.base.errors import ConfigError
-from trireme.config.model_folder import FP8, MXFP4
+from trireme.config.model.folder import FP8, MXFP4
 from trireme.messages import TensorSpec
 from trireme.transport.weights.buckets import spec_of
 
@@ -47,7 +47,7 @@ class PublishedFiles:
     def __init__(self, files: list[Path], quantization: Mapping[str, Any] | None = None) -> None:
         """
         Args:
-            quantization: `config.model_folder.quantization_of` of the model's config.json.
+            quantization: `config.model.folder.quantization_of` of the model's config.json.
 
         Raises:
             ConfigError: values and scales do not belong together.

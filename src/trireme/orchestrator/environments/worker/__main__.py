@@ -1,11 +1,12 @@
 """The process that runs one environment, started as `python .../worker FD` with the environment's own interpreter.
 
 Nothing of `trireme` can be imported here: only the standard library and what the environment brought along. The
-other files here are found because this folder is `sys.path[0]`; their names start with `trireme_` so that they
-hide no module of the environment.
+other files here are found because this folder is `sys.path[0]`, and `agents/` is added to the path; their names start
+with `trireme_` so that they hide no module of the environment.
 """
 
 import asyncio
+import os.path
 import socket
 import sys
 
@@ -15,6 +16,7 @@ from trireme_wire import read_first_message, send_and_wait
 
 
 def main() -> None:
+    sys.path.insert(1, os.path.join(sys.path[0], "agents"))
     trireme_guard.send_prints_to_stderr()
     orchestrator = socket.socket(fileno=int(sys.argv[1]))
     trireme_guard.end_with(orchestrator)

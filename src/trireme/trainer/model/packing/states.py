@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from trireme.config.state_layers import MIXERS
-from trireme.trainer.model.packed_attention import ARGUMENT, PackedRow
+from trireme.config.model.state_layers import MIXERS
+from trireme.trainer.model.packing.attention import ARGUMENT, PackedRow
 from trireme.trainer.model.sharding import class_name, decoder_layers
 
 STATES = "row_of_states"

@@ -14,9 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from trireme.config.state_layers import source_of, state_layer_problems, text_of
+from trireme.config.model.state_layers import source_of, state_layer_problems, text_of
+from trireme.config.model.vision import vision_problems
 from trireme.config.trainer import TrainerModel, divisors_of
-from trireme.config.vision import vision_problems
 
 PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 KERNELS = "kernels"  # with it, transformers fetches kernels from a hub

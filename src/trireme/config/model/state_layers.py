@@ -1,7 +1,7 @@
 """Models with layers that carry a state from token to token: what a run must respect, read from `config.json`.
 
 State spaces (Mamba-2), linear attention (gated delta nets) and short convolutions. The trainer runs such layers sample
-by sample (`trainer/model/packed_states.py`). vLLM on a CPU has its own conditions.
+by sample (`trainer/model/packing/states.py`). vLLM on a CPU has its own conditions.
 """
 
 from __future__ import annotations

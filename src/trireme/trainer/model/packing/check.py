@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from trireme.base.errors import ConfigError
-from trireme.trainer.model.packed_states import keep_states_apart, state_mixers
+from trireme.trainer.model.packing.states import keep_states_apart, state_mixers
 from trireme.trainer.model.sharding import class_name, reshard
 
 LENGTH = 8  # tokens of each of the two samples
@@ -20,7 +20,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}  # 
 def check_packing(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
     """Change a row's first sample and check that the logits of the second one stay the same. A collective.
 
-    Models that carry a state from token to token get an empty state for each sample (`packed_states`). Models that
+    Models that carry a state from token to token get an empty state for each sample (`states.py`). Models that
     know distances by other means than positions would let one sample see the other. Some models, such as gpt-oss,
     ignore positions when they build their masks but accept masks: these are given masks.
 

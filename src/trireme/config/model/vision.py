@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from trireme.config.model.state_layers import mixers_of, text_of
 from trireme.config.run import RunConfig
-from trireme.config.state_layers import mixers_of, text_of
 from trireme.config.trainer import TrainerModel
 
 KINDS = ("qwen2_5_vl", "qwen3_5", "qwen3_5_moe")

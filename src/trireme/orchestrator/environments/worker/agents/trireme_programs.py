@@ -30,7 +30,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import trireme_guard
 from trireme_runtime import LAUNCHER, Ended, Program, end_processes, make_runtime
 
 LONGEST_LINE = 64 << 20
@@ -91,6 +90,8 @@ class Programs:
                 await writer.drain()
                 return json.loads(await reader.readline())
         except (OSError, ValueError) as error:
+            import trireme_guard  # in the path of workers alone
+
             print(f"The process that runs agent programs cannot be asked: {error!r}", file=sys.stderr, flush=True)
             trireme_guard.end_now()
             raise

@@ -1,0 +1,1 @@
+../../../../../../environments/python_sandbox/python_sandbox_kernel.py
