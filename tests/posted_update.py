@@ -1,8 +1,8 @@
 """One weight update after the other, by hand: what a run's orchestrator asks of an engine, with files for tensors."""
 
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,13 @@ from trireme.messages import InitInfo, TensorSpec, UpdateInfo
 Post = Callable[..., Any]
 """Of a route, with the body as keywords; its answer."""
 
+TRIES = 20
+
 
 @contextmanager
 def updated_by_hand(port: int, *, epoch: str = "test") -> Iterator[Post]:
     """The engine at this port, paused, and ready for `update`; resumed at the end."""
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
+    with httpx.Client(base_url=address(port), timeout=60, trust_env=False) as client:
 
         def post(path: str, **body: Any) -> Any:
             response = client.post(path, json=body)
@@ -34,11 +36,34 @@ def updated_by_hand(port: int, *, epoch: str = "test") -> Iterator[Post]:
         post("resume")
 
 
-def wait_until_sampling(port: int) -> None:
+def sample_through_update(post: Post, port: int, load: Callable[[bool], object], **body: Any) -> dict[str, Any]:
+    """Ask for tokens, update the weights meanwhile, and return what both versions have sampled.
+
+    On a busy machine the engine may be done before the update: then all is done again.
+
+    Args:
+        load: loads the weights before the update (False), and those after it.
+    """
     begun = re.compile(r"^vllm:num_requests_running\{.*\} 1\.0$", re.MULTILINE)
-    deadline = time.monotonic() + 60
-    while not begun.search(httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text):
-        assert time.monotonic() < deadline, "no request runs on the engine after 60 s"
+    for _ in range(TRIES):
+        load(False)
+        post("resume")
+        with ThreadPoolExecutor(1) as thread:
+            asked = thread.submit(post, "inference/v1/generate", **body)
+            while not asked.done() and not begun.search(httpx.get(f"{address(port)}/metrics", trust_env=False).text):
+                pass
+            post("pause?mode=keep")
+            load(True)
+            post("resume")
+            answer = asked.result()
+        post("pause?mode=keep")
+        if len(answer["choices"][0]["weight_versions"]) > 1:
+            return answer
+    raise AssertionError(f"the engine was {TRIES} times done before its update")
+
+
+def address(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
 
 
 def update(post: Post, tensors: Mapping, folder: Path, *, version: int = 0, loads_adapter: bool = False) -> list[str]:

@@ -27,7 +27,7 @@ from trireme.monitor.metrics import Row, read_metrics
 REPOSITORY = Path(__file__).resolve().parents[1]
 QUICKSTART = "configs/reverse-text/rl.toml"
 SYNCHRONOUS = "tests/e2e/synchronous.toml"
-DEADLINE_S = 300.0  # far above anything that was ever seen: a test that gets there hangs
+DEADLINE_S = 900.0  # far above anything that was ever seen: a test that gets there hangs
 END_S = 20.0  # for a process that was asked to end
 POLL_S = 0.02
 MARK = "TRIREME_TEST"  # environment variable that everything we start inherits

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from families import SERVED, build_config, save_family
-from posted_update import update, updated_by_hand, wait_until_sampling
+from posted_update import sample_through_update, update, updated_by_hand
 from real_run import REPOSITORY, open_engine, run_apart, run_command
 from tiny import logprobs_of
 
@@ -40,22 +39,18 @@ def test_a_hybrid_is_updated_in_flight_and_trained(kind: str, tmp_path: Path) ->
     with open_engine(tmp_path / "engine", *flags) as engine:
         with updated_by_hand(engine.port) as post:
             sampling = {"max_tokens": 400, "ignore_eos": True, "logprobs": 0}
-            assert update(post, one, tmp_path) == []
-            post("resume")
-            with ThreadPoolExecutor(1) as thread:
-                asked = thread.submit(post, "inference/v1/generate", token_ids=PROMPT, sampling_params=sampling)
-                wait_until_sampling(engine.port)
-                post("pause?mode=keep")
-                assert update(post, other, tmp_path, version=1) == []
-                post("resume")
-                (answer,) = asked.result()["choices"]
+
+            def load(is_other: bool) -> None:
+                assert update(post, other if is_other else one, tmp_path, version=int(is_other)) == []
+
+            asked = {"token_ids": PROMPT, "sampling_params": sampling}
+            (answer,) = sample_through_update(post, engine.port, load, **asked)["choices"]
             ids, told = PROMPT + answer["token_ids"], [each["logprob"] for each in answer["logprobs"]["content"]]
             expected = [logprobs_of(folder, tensors, ids)[len(PROMPT) - 1 :] for tensors in (one, other)]
             assert np.abs(expected[0] - expected[1]).mean() > 4 * NOISE
             assert [span["version"] for span in answer["weight_versions"]] == ["0", "1"]
             for span, logprobs in zip(answer["weight_versions"], expected, strict=True):
                 assert np.abs(told - logprobs)[span["start"] : span["end"]].mean() < NOISE
-            post("pause?mode=keep")
         lora = ("--trainer.model.lora.rank", "4") if kind == "qwen3_5_text" else ()
         flags = (*flags, "--trainer.model.moe.router-replay", "false", *lora)
         run = run_apart(engine, tmp_path / "run", *flags, config="tests/e2e/moe.toml")

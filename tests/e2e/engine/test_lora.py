@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from peft import PeftModel
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from posted_update import Post, update, updated_by_hand, wait_until_sampling
+from posted_update import Post, sample_through_update, update, updated_by_hand
 from real_run import REPOSITORY, SharedEngine, open_engine, run_apart, started
 from tiny import logprobs_of
 from trireme.algo.weight_checks import POLICY
@@ -44,17 +43,13 @@ def test_a_request_that_is_under_way_goes_on_with_the_new_adapters_from_the_next
     base, first, second = load_file(MODEL / "model.safetensors"), adapters(1), adapters(2)
     update(post, base | first, tmp_path, version=0, loads_adapter=True)
     post("v1/load_lora_adapter", lora_name=POLICY, lora_path=POLICY)
-    post("resume")
+
+    def load(is_second: bool) -> None:
+        update(post, second if is_second else first, tmp_path, version=int(is_second), loads_adapter=True)
 
     sampling = {"max_tokens": 200, "ignore_eos": True, "logprobs": 0, "temperature": 1.0}
-    with ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(post, "inference/v1/generate", token_ids=PROMPT, model=POLICY, sampling_params=sampling)
-        wait_until_sampling(lora_engine.port)
-        post("pause?mode=keep")
-        update(post, second, tmp_path, version=1, loads_adapter=True)
-        post("resume")
-        (answer,) = asked.result()["choices"]
-    post("pause?mode=keep")
+    asked = {"token_ids": PROMPT, "model": POLICY, "sampling_params": sampling}
+    (answer,) = sample_through_update(post, lora_engine.port, load, **asked)["choices"]
     spans = {span["version"]: range(span["start"], span["end"]) for span in answer["weight_versions"]}
     assert set(spans) == {"0", "1"}
     told = np.array([entry["logprob"] for entry in answer["logprobs"]["content"]])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from families import SERVED, build_config, save_family
-from posted_update import update, updated_by_hand, wait_until_sampling
+from posted_update import sample_through_update, update, updated_by_hand
 from real_run import open_engine
 from tiny_tokenizer import write_seeing_tokenizer
 from trireme.base.waiting import Waits
@@ -144,15 +143,12 @@ def test_an_engine_sees_as_transformers_does_also_with_other_weights(kind: str, 
                 assert sight.difference(turn, prompt, before) > 2 * close
             parts = asyncio.run(sight.pictures.content_parts(prompt[1]))
             body = {"token_ids": with_placeholders(*prompt), "content_parts": parts, "return_token_ids": True}
-            post("resume")
-            with ThreadPoolExecutor(1) as thread:
-                sampling = sight.sampling | {"max_tokens": 1500}  # seconds, so that it is seen while it runs
-                asked = thread.submit(post, "inference/v1/generate", **body, sampling_params=sampling)
-                wait_until_sampling(engine.port)
-                post("pause?mode=keep")
-                assert update(post, tower, tmp_path, version=3) == []
-                post("resume")
-                answer = asked.result()
+
+            def load(is_tower: bool) -> None:
+                assert update(post, tower if is_tower else one, tmp_path, version=2 + is_tower) == []
+
+            sampling = sight.sampling | {"max_tokens": 1500}  # seconds, so that it is seen while it runs
+            answer = sample_through_update(post, engine.port, load, **body, sampling_params=sampling)
     (choice,) = answer["choices"]
     ids, told = choice["token_ids"], np.array([each["logprob"] for each in choice["logprobs"]["content"]])
     assert answer["prompt_token_ids"] == prompt[0]

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -106,9 +107,12 @@ def test_dragging_over_a_chart_zooms_and_a_double_click_shows_all_again(watched:
     page = watched.page
     metrics(page)
     chart = page.locator(".tr-chart-card canvas").first
-    chart.drag_to(chart, source_position={"x": 150, "y": 80}, target_position={"x": 300, "y": 80})
     begin, end = page.get_by_label("From"), page.get_by_label("To", exact=True)
-    expect(begin).to_have_value(re.compile(r"\d"))
+    for _ in range(10):  # a chart that is drawn already may not listen yet
+        chart.drag_to(chart, source_position={"x": 150, "y": 80}, target_position={"x": 300, "y": 80})
+        with suppress(AssertionError):
+            expect(begin).to_have_value(re.compile(r"\d"), timeout=5_000)
+            break
     assert float(begin.input_value()) < float(end.input_value())
     chart.dblclick()
     expect(begin).to_have_value("")
