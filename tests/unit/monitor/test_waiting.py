@@ -151,8 +151,7 @@ def test_collecting_rarely_leaves_the_collector_as_it_was():
         assert gc.get_freeze_count() > 0
     assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)
     gc.freeze()
-    frozen = gc.get_freeze_count()
     with rare_garbage_collection():
         pass
-    assert gc.get_freeze_count() >= frozen, "what was set aside before stays so"
+    assert gc.get_freeze_count() > 0, "what was set aside before stays so"
     gc.unfreeze()

@@ -28,7 +28,7 @@ from typing import Any
 from trireme_plain import PlainAdapter, Played
 from trireme_programs import Programs
 from trireme_rollout import Ask
-from trireme_runtime import LAUNCHER, Ended, Program, end_processes, make_runtime
+from trireme_runtime import LAUNCHER, Ended, Program, make_runtime
 
 KEPT_FILES = 50
 """Files that the program wrote whose names and sizes are kept."""
@@ -106,9 +106,8 @@ class AgentAdapter(PlainAdapter):
             "here": os.getcwd(),
         }
         try:
-            began_ns = await self._programs.find(rollout)  # by a worker that has died
+            began_ns = await self._programs.find(rollout)  # started by a worker that has died
             if began_ns is None:
-                await end_processes(parent)  # they would work in the same folder
                 await asyncio.to_thread(self._place, played, values)
                 await self._runtime.open(parent, *await self._container(played))
                 began_ns = parent.stat().st_ctime_ns
