@@ -251,7 +251,8 @@ class Environment:
             else:
                 if not session.is_resumed:
                     return done
-            session.restart(on_retry)  # perhaps its program could not bear that the orchestrator died
+            log.info("%s: its program ended when the orchestrator died; it is started again", task.task)
+            session.restart(on_retry)
             return await session.watch(self._run(task, ask, begin_again))
 
     async def _run(

@@ -103,6 +103,8 @@ class AgentPrograms:
         self._held = connection
         if self.listener is None:
             self.listener, self.found = socket.socket(fileno=descriptors[0]), answer["running"]
+            if self.found:
+                log.info("%d agent programs have outlived the orchestrator before this one", len(self.found))
         else:
             os.close(descriptors[0])
 
