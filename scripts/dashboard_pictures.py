@@ -1,6 +1,7 @@
 """Pictures of each view of the dashboard, and of the viewer in a terminal, of a run's folder, for the documentation.
 
 python scripts/dashboard_pictures.py RUN [--out docs/dashboard] [--dark]
+python scripts/dashboard_pictures.py RUN --agent        only docs/dashboard/agent.png, of a run with an agent program
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("--out", type=Path, default=Path("docs/dashboard"))
     parser.add_argument("--dark", action="store_true")
+    parser.add_argument("--agent", action="store_true", help="one session of an agent program")
     arguments = parser.parse_args()
     with TemporaryDirectory() as cache, dashboard_of([arguments.run], Path(cache)) as address:
         with open_chromium(size=SIZE, dark=arguments.dark) as watched:
             watched.page.goto(address)
-            for name in VIEWS:
+            for name in ["agent"] if arguments.agent else VIEWS:
                 take(watched.page, name, arguments.out / f"{name}.png")
             assert not watched.troubles, watched.troubles
+    if arguments.agent:
+        return
     view(
         arguments.run, lambda viewer: take_viewer(viewer, arguments.out.parent / "evaluation-view.svg"), size=(120, 30)
     )
@@ -52,7 +56,7 @@ async def take_viewer(viewer: Viewer, file: Path) -> None:
 
 
 def take(page: Page, name: str, file: Path) -> None:
-    VIEWS[name](page)
+    VIEWS["rollouts" if name == "agent" else name](page)
     POSES.get(name, lambda page: None)(page)
     page.wait_for_timeout(SETTLE_MS)
     picture(page, file)
@@ -69,6 +73,14 @@ def pose_rollouts(page: Page) -> None:
     page.locator(".tr-list th", has_text="reward").click()
     page.wait_for_timeout(SETTLE_MS)
     page.locator(".tr-list tbody tr").nth(2).click()
+    page.wait_for_timeout(SETTLE_MS)
+
+
+def pose_agent(page: Page) -> None:
+    """One that went well and took several turns."""
+    expect(page.get_by_text("are indexed")).to_have_count(0, timeout=60_000)
+    search(page, "reward=1 -is:failed turns>1", says=r"[\d,]+ rollouts")
+    page.locator(".tr-list tbody tr").first.click()
     page.wait_for_timeout(SETTLE_MS)
 
 
@@ -97,7 +109,7 @@ def pose_fates(page: Page) -> None:
     page.locator(".tr-list tbody tr").first.click()
 
 
-POSES = {"rollouts": pose_rollouts, "tokens": pose_tokens, "fates": pose_fates}
+POSES = {"rollouts": pose_rollouts, "agent": pose_agent, "tokens": pose_tokens, "fates": pose_fates}
 
 
 if __name__ == "__main__":
