@@ -45,6 +45,7 @@ from trireme.orchestrator.environments.wire import Done, Load, Ready, RunTask
 from trireme.orchestrator.environments.worker_process import LOAD_TIMEOUT_S, EnvironmentWorker, WorkerDied
 
 if TYPE_CHECKING:
+    from trireme.orchestrator.environments.agent_session import AgentSession
     from trireme.orchestrator.gateway.server import Gateway
     from trireme.orchestrator.gateway.sessions import Sessions
 
@@ -231,20 +232,10 @@ class Environment:
                 return await client_session.play(self.sessions, lambda play: self._run(task, play))
         kept = requests if self._programs is not None else None  # where no program outlives a worker
         with AgentSession(self.gateway, task, ask, has_traces=self.config.agent is None, requests=kept) as session:
-
-            async def begin_again() -> None:
-                if self._programs is None or task.task not in await asyncio.to_thread(self._programs.running):
-                    session.restart(on_retry)
-
-            key = self._programs.found.pop(task.task, None) if self._programs is not None else None
-            if key is None:
-                session.open()
-            elif not await session.resume(key):
-                assert self._programs is not None
-                await asyncio.to_thread(self._programs.end, task.task)
-                session.restart(on_retry)
+            await self._open_session(session, task, on_retry)
+            play = partial(self._run, task, ask, partial(self._begin_again, session, task, on_retry))
             try:
-                done = await session.watch(self._run(task, ask, begin_again))
+                done = await session.watch(play())
             except RolloutFailed:
                 if not session.is_resumed:
                     raise
@@ -253,7 +244,22 @@ class Environment:
                     return done
             log.info("%s: its program ended when the orchestrator died; it is started again", task.task)
             session.restart(on_retry)
-            return await session.watch(self._run(task, ask, begin_again))
+            return await session.watch(play())
+
+    async def _open_session(self, session: AgentSession, task: RunTask, on_retry: Callable[[], None]) -> None:
+        """Open the session of a rollout, or resume that of a program that has outlived the orchestrator before."""
+        key = self._programs.found.pop(task.task, None) if self._programs is not None else None
+        if key is None:
+            session.open()
+        elif not await session.resume(key):
+            assert self._programs is not None
+            await asyncio.to_thread(self._programs.end, task.task)
+            session.restart(on_retry)
+
+    async def _begin_again(self, session: AgentSession, task: RunTask, on_retry: Callable[[], None]) -> None:
+        """Begin a session again after the death of a worker, unless its program has outlived that."""
+        if self._programs is None or task.task not in await asyncio.to_thread(self._programs.running):
+            session.restart(on_retry)
 
     async def _run(
         self, task: RunTask, ask: AskPolicy, begin_again: Callable[[], Awaitable[None]] | None = None

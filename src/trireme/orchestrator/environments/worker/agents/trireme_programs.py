@@ -120,11 +120,11 @@ class _Server:
         loop.add_signal_handler(signal.SIGTERM, self._stopped.set)
         await end_processes(Path(self._folders))  # of a process like this one that was killed
         self._absent = loop.call_later(FIRST_S, self._stopped.set)
-        async with await asyncio.start_unix_server(self._answer, sock=listener, limit=LONGEST_LINE):
-            await self._stopped.wait()
-            listener.close()  # later workers start programs nowhere
-            await asyncio.gather(*(self._end(rollout) for rollout in list(self._rollouts)))
-        os._exit(0)  # some connections are still open, and clients see their end
+        server = await asyncio.start_unix_server(self._answer, sock=listener, limit=LONGEST_LINE)
+        await self._stopped.wait()
+        server.close()
+        await asyncio.gather(*(self._end(rollout) for rollout in list(self._rollouts)))
+        os._exit(0)  # connections that are still open end, too
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer), contextlib.suppress(ConnectionError):
