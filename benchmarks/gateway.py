@@ -18,6 +18,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from multiprocessing import Pipe, Process
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,9 +68,11 @@ async def _serve(pipe: Any, options: Namespace, folder: Path) -> None:
     from trireme.base.waiting import Waits
     from trireme.config.orchestrator import Agent, Sampling
     from trireme.config.run import RunConfig
+    from trireme.journal.requests import RequestLog
     from trireme.journal.turns import TurnLog, turns_file
     from trireme.orchestrator.engines.pool import Generation
     from trireme.orchestrator.environments.agent_session import AgentSession
+    from trireme.orchestrator.environments.programs import listen
     from trireme.orchestrator.environments.wire import RunTask
     from trireme.orchestrator.gateway.server import open_gateway
     from trireme.orchestrator.rollout.chat import ChatTokenizer
@@ -91,12 +94,17 @@ async def _serve(pipe: Any, options: Namespace, folder: Path) -> None:
     waits = Waits("orchestrator", folder)
     runner = RolloutRunner(RunConfig(), Instant(), tokenizer, journal=folder, waits=waits)  # type: ignore[arg-type]
     sampling = TurnSampling(Sampling(), run_seed=None, key="0", attempt=0, trained=True, vocab_size=200)
-    async with open_gateway("127.0.0.1", 0) as gateway:
+    environment = SimpleNamespace(config=SimpleNamespace(agent=Agent(command=("x",))), uses_gateway=True)
+    async with open_gateway(listen("127.0.0.1", 0), "127.0.0.1") as gateway:
         keys = []
         for number in range(options.sessions):
-            log = None if options.instant_disk else TurnLog(turns_file(folder, str(number), 0))
-            conversation = _Conversation(runner, sampling, trained=True, agent=Agent(command=("x",)), log=log)
-            AgentSession(gateway, task := RunTask(task=str(number), index=0), conversation.answer)
+            file = turns_file(folder, str(number), 0)
+            log, requests = TurnLog(file), RequestLog(file.with_suffix(".requests"))
+            if options.instant_disk:
+                log = requests = None
+            conversation = _Conversation(runner, sampling, environment, True, log)  # type: ignore[arg-type]
+            task = RunTask(task=str(number), index=0)
+            AgentSession(gateway, task, conversation.answer, requests=requests).open()
             keys.append(task.api_key)
         pipe.send((gateway.url, keys))
         before = time.process_time()

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fake_chat import served
+from trireme.orchestrator.environments.programs import listen
 from trireme.orchestrator.gateway import server
 from trireme.orchestrator.gateway.dialects import anthropic as anthropic_dialect
 from trireme.orchestrator.gateway.dialects import chat, responses
@@ -55,7 +56,7 @@ class Policy:
 
 @contextmanager
 def serving(policy: Policy) -> Iterator[tuple[Gateway, str]]:
-    with served(lambda: server.open_gateway("127.0.0.1", 0)) as gateway:
+    with served(lambda: server.open_gateway(listen("127.0.0.1", 0), "127.0.0.1")) as gateway:
         gateway.open(KEY, Session("rollout", policy.ask, policy.count, list))
         yield gateway, gateway.url
 
