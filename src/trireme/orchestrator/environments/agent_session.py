@@ -52,7 +52,11 @@ class AgentSession:
         self._gateway, self._task, self._ask, self._has_traces = gateway, task, ask, has_traces
         self._requests = requests
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.is_resumed = False  # and its program has not asked for anything since
+
+    @property
+    def has_lost_program(self) -> bool:
+        """Whether its program outlived the orchestrator and has asked for nothing since: it may have given up."""
+        return self._is_resumed and not self._session.is_used
 
     def open(self) -> None:
         """Begin, with a new key."""
@@ -65,6 +69,7 @@ class AgentSession:
         self._num_asked = 0
         self._longest: list[dict[str, Any]] = []  # conversation
         self._task.gateway, self._task.api_key = self._gateway.url, key
+        self._is_resumed = False
         self._name = hashlib.sha256(key.encode()).hexdigest()[:16]  # in the file of requests
         self._session = Session(self._task.task, self._answer, self._count, lambda: self._longest, self._has_traces)
 
@@ -90,7 +95,7 @@ class AgentSession:
             if not any(other.continues(each) for other in asked):
                 self._session.keep(digest, turn)  # perhaps the program has not got it
         self._gateway.open(key, self._session)
-        self.is_resumed = True
+        self._is_resumed = True
         return True
 
     def __enter__(self) -> Self:
@@ -127,7 +132,6 @@ class AgentSession:
                 await asyncio.wait({running})
 
     async def _answer(self, request: TurnRequest, digest: str, is_retry: bool, *, is_known: bool = False) -> Turn:
-        self.is_resumed = is_known
         if is_retry and digest in self._turns:
             return self._turns[digest]
         most = self._task.max_turns

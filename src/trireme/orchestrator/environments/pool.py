@@ -237,10 +237,10 @@ class Environment:
             try:
                 done = await session.watch(play())
             except RolloutFailed:
-                if not session.is_resumed:
+                if not session.has_lost_program:
                     raise
             else:
-                if not session.is_resumed:
+                if not session.has_lost_program:
                     return done
             log.info("%s: its program ended when the orchestrator died; it is started again", task.task)
             session.restart(on_retry)

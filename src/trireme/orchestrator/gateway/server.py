@@ -87,12 +87,14 @@ class Session:
     has_traces: bool = False  # its requests name the agent run that they belong to
     ended: str | None = None  # why no more requests are answered
     num_open: int = 0  # requests that are being answered
+    is_used: bool = False  # a request for a turn has come
     _tasks: set[asyncio.Task[Turn]] = field(default_factory=set)  # turns under way
     _orphans: dict[str, asyncio.Future[Turn]] = field(default_factory=dict)  # turns whose client went away, by digest
     _responses: OrderedDict[str, list[dict[str, Any]]] = field(default_factory=OrderedDict)  # conversations, by id
 
     def begin(self, request: TurnRequest, digest: str, *, is_retry: bool) -> asyncio.Future[Turn]:
         """Return the task that answers a request: the one that its client left behind, or a new one."""
+        self.is_used = True
         if (orphan := self._orphans.pop(digest, None)) is not None:
             return orphan
         task = asyncio.create_task(self.ask(request, digest, is_retry))
