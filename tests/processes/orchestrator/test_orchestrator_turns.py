@@ -364,7 +364,7 @@ class RandomConversation:
     uses_gateway = False
     name = "random"
 
-    async def run(self, task: Any, ask: Any, *, on_retry: Any) -> Done:
+    async def run(self, task: Any, ask: Any, *, on_retry: Any, **_: Any) -> Done:
         rng = self.rng
         messages: list[dict] = [{"role": "user", "content": rng.choice(["2 + 2?", "ä?", "the  question "])}]
         if rng.random() < 0.3:

@@ -220,7 +220,7 @@ class _Conversation:
         Raises: ConfigError where the chat template cannot be trained on as the run is configured.
         """
         runner = self.runner
-        number = int(question.call) if self._has_programs else self._num_asked + 1
+        number = self._num_asked + 1 if self._agent is None else int(question.call)  # a program may be resumed
         try:
             if question.only_counts:
                 messages = await read_messages(question.messages, runner.pictures)

@@ -40,7 +40,9 @@ class OneQuestion:
         self.config = EnvironmentConfig(id=self.name)
         self._messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
 
-    async def run(self, task: RunTask, ask: AskPolicy, *, on_retry: Callable[[], None] = lambda: None) -> Done:
+    async def run(
+        self, task: RunTask, ask: AskPolicy, *, on_retry: Callable[[], None] = lambda: None, **more: Any
+    ) -> Done:
         """Raises: RolloutFailed where there is no answer, with stage `TOO_LONG` where the question does not fit."""
         reply = await ask(Ask(task=task.task, call="1", messages=self._messages, sampling={}))
         if reply.error is not None:
