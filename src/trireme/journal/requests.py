@@ -64,7 +64,8 @@ class RequestLog:
                 has_same_tools=has_same_tools,
                 tools=None if has_same_tools else request.tools,
             )
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if is_first:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
         how = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if is_first else os.O_APPEND)
         with open(os.open(self.path, how, 0o600), "wb") as file:
             file.write(framed(encode(request)))
