@@ -21,7 +21,7 @@ RANK_STORE = "TRIREME_RANK_STORE"
 
 PROCESS = "TRIREME_PROCESS"
 """Environment variable with the name of the run's process that a process is, or descends from. The launcher ends all of
-one name before it starts that process again."""
+one name before it starts that process again (`launch/process_tree.py`, which imports nothing, has it as `MEMBER`)."""
 
 TEMPORARY = "TRIREME_TEMPORARY"
 """Environment variable of a folder that is private to a run, and removed when its launcher ends."""

@@ -1,8 +1,9 @@
 """The turns of a rollout that is under way, each on disk before its environment or agent program sees it.
 
-If the orchestrator, an engine, or the worker that plays the rollout dies, the rollout is played again from its
-beginning, and a turn whose prompt is the same as before is answered with the tokens that were sampled then. So no
-finished turn is sampled twice, as long as what plays the rollout does the same again.
+If what plays a rollout dies (its worker, or an agent program, which outlives worker and orchestrator; `requests.py`),
+the rollout is played again from its beginning, and a turn whose prompt is the same as before is answered with the
+tokens that were sampled then. So no finished turn is sampled twice, as long as what plays the rollout does the same
+again.
 
 A file per attempt of a rollout. Each record is 4 bytes of length, 4 bytes of CRC-32, and msgpack. A record that was cut
 off by a crash ends the file: its turn was never shown to anybody.

@@ -66,7 +66,7 @@ class AgentPrograms:
 
         Raises: ConfigError where nothing can listen at the address.
         """
-        with suppress(OSError, PeerDied):
+        with suppress(PeerDied):
             self._hold()
         self.start()
 
@@ -97,7 +97,7 @@ class AgentPrograms:
         self._hold()
 
     def _hold(self) -> None:
-        """Raises: PeerDied, or OSError where no process listens."""
+        """Raises: PeerDied where no process listens."""
         connection, answer, descriptors = self._ask({"do": "hold"}, num_descriptors=1)
         connection.setblocking(False)
         self._held = connection
@@ -110,7 +110,7 @@ class AgentPrograms:
 
     def running(self) -> dict[str, str]:
         """Return the rollouts whose programs run or have ended, with their keys; none where the process has died."""
-        with suppress(OSError, PeerDied):
+        with suppress(PeerDied):
             connection, answer, _ = self._ask({"do": "running"})
             connection.close()
             return answer["running"]
@@ -118,11 +118,11 @@ class AgentPrograms:
 
     def end(self, rollout: str) -> None:
         """End the programs of a rollout, and forget them."""
-        with suppress(OSError, PeerDied):
+        with suppress(PeerDied):
             self._ask({"do": "end", "rollout": rollout})[0].close()
 
     def _ask(self, request: dict[str, str], num_descriptors: int = 0) -> tuple[socket.socket, Any, list[int]]:
-        """Return the open connection, the answer, and the descriptors that came with it. Raises: OSError, PeerDied."""
+        """Return the open connection, the answer, and the descriptors that came with it. Raises: PeerDied."""
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.settimeout(ANSWER_S)
@@ -132,11 +132,14 @@ class AgentPrograms:
             with connection.makefile("rb") as rest:
                 data += rest.readline()
             if not data.endswith(b"\n") or len(descriptors) != num_descriptors:
-                raise PeerDied(f"The process of agent programs has not answered (log: {self._log_file}).")
+                raise ConnectionResetError("it ended")
             return connection, msgspec.json.decode(data), descriptors
-        except BaseException:
+        except OSError as error:
             connection.close()
-            raise
+            raise PeerDied(
+                f"The process that runs agent programs did not answer {request['do']!r}: {error} - expected an answer "
+                f"within {ANSWER_S:.0f} s - the end of {self._log_file} says why."
+            ) from error
 
     def close(self) -> None:
         """Let the process end with all programs: at once, or with the launcher."""

@@ -35,6 +35,9 @@ from trireme_runtime import LAUNCHER, Ended, Program, end_processes, make_runtim
 LONGEST_LINE = 64 << 20
 """Bytes of a request: a program's input and an example's fields are in it."""
 
+ANSWER_S = 120.0
+"""Time for an answer that waits for no program: ending one takes up to half a minute."""
+
 FIRST_S = 60.0
 """Time for the orchestrator that has started this process to connect."""
 
@@ -49,7 +52,7 @@ class Programs:
 
     async def find(self, rollout: str) -> int | None:
         """Return when the programs of a rollout began (ns of the file system's clock); None where none was started."""
-        answer = await self._ask(do="find", rollout=rollout)
+        answer = await self._ask(ANSWER_S, do="find", rollout=rollout)
         return answer["began_ns"] if answer["found"] else None
 
     async def run(
@@ -72,24 +75,25 @@ class Programs:
         given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(program).items()}
         order = {"program": given, "agent": agent, "readable": list(readable), "timeout_s": timeout_s}
         which = {"rollout": rollout, "key": key, "step": step, "began_ns": began_ns}
-        answer = await self._ask(do="run", **order, **which)
+        answer = await self._ask(None, do="run", **order, **which)  # the rollout has a timeout
         if "error" in answer:
             raise OSError(answer["error"])
         return Ended(answer["exit_code"], answer["stop"], answer["output"]), answer["seconds"]
 
     async def end(self, rollout: str) -> None:
         """End all processes of a rollout, and forget its programs."""
-        await self._ask(do="end", rollout=rollout)
+        await self._ask(ANSWER_S, do="end", rollout=rollout)
 
-    async def _ask(self, **request: Any) -> dict[str, Any]:
+    async def _ask(self, answer_s: float | None, **request: Any) -> dict[str, Any]:
         """Ask. Without that process this one is of no use: it ends, and its rollouts are played again."""
         try:
-            reader, writer = await asyncio.open_unix_connection(self._path, limit=LONGEST_LINE)
-            with contextlib.closing(writer):
-                writer.write(json.dumps(request).encode() + b"\n")
-                await writer.drain()
-                return json.loads(await reader.readline())
-        except (OSError, ValueError) as error:
+            async with asyncio.timeout(answer_s):
+                reader, writer = await asyncio.open_unix_connection(self._path, limit=LONGEST_LINE)
+                with contextlib.closing(writer):
+                    writer.write(json.dumps(request).encode() + b"\n")
+                    await writer.drain()
+                    return json.loads(await reader.readline())
+        except (OSError, ValueError) as error:  # a timeout too
             import trireme_guard  # in the path of workers alone
 
             print(f"The process that runs agent programs cannot be asked: {error!r}", file=sys.stderr, flush=True)
