@@ -173,7 +173,8 @@ def test_a_run_on_two_machines_whose_time_is_up_goes_on_by_itself_and_loses_noth
         cluster.ask("scancel", "--signal=TERM", "--batch", job)
         wait_for(lambda: cluster.waiting(job) == "PENDING", lambda: told(cluster, run))
         assert "back into the queue" in log_of(run)
-        assert f"slurm {job}: PENDING (BeginTime)" in cluster.ask(*words[:3], "status", str(run))
+        waiting = f"slurm {job}: PENDING (BeginTime)"  # the reason comes from Slurm's scheduler, a moment later
+        wait_for(lambda: waiting in cluster.ask(*words[:3], "status", str(run)), lambda: told(cluster, run))
         cluster.ask("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm lets two minutes pass before
         wait_for(lambda: "http://m0:8000" in cluster.ask(*words[:3], "status", str(run)), lambda: told(cluster, run))
         state = cluster.wait_until(job, "COMPLETED", "FAILED", within_s=DEADLINE_S)

@@ -85,7 +85,9 @@ def state_of(submission: Submission) -> str:
     if not is_here():
         return f"job {job}; Slurm's commands are not in PATH here"
     if row := call_scheduler("squeue", "--noheader", "--jobs", job, "--format=%T|%R").stdout.strip():
-        state, _, where = row.partition("|")
+        state, _, where = row.removesuffix("|(None)").partition("|")  # no reason before Slurm's scheduler saw the job
+        if not where:
+            return state
         return f"{state} {where}" if where.startswith("(") else f"{state} on {where}"
     if found := re.search(r"JobState=(\w+)", call_scheduler("scontrol", "show", "job", job).stdout):
         return found[1]
