@@ -6,8 +6,9 @@ import json
 import os
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, NoReturn
 
+from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
 from trireme.base.processes import quick_imports
 from trireme.config.files import command_without_secrets
@@ -31,11 +32,15 @@ FORKED = "trireme.inference.cpu.forked_engine.ForkedExecutor"
 
 
 def serve(config: RunConfig) -> None:
-    """Serve until a signal stops the server. Imports vLLM only here, after its environment is set."""
+    """Serve until a signal stops the server. Imports vLLM only here, after its environment is set.
+
+    Raises: ConfigError where vLLM refuses its arguments.
+    """
     os.environ.update(environment(config))
     with quick_imports():
         import uvloop
         from huggingface_hub import hf_hub_download
+        from pydantic import ValidationError
         from vllm.entrypoints.launchers.api_server.entry import run_server
         from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
         from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -46,14 +51,32 @@ def serve(config: RunConfig) -> None:
             hf_hub_download(name, "config.json")
     arguments = server_arguments(config)
     log.info("vllm serve %s", " ".join(command_without_secrets(arguments)))
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
-    validate_parsed_serve_args(args)
-    if args.distributed_executor_backend != FORKED:
-        uvloop.run(run_server(args))
-        return
-    with quick_imports():
-        from trireme.inference.cpu.forked_engine import serve_forked
-    serve_forked(args)
+
+    class Parser(FlexibleArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise ValueError(message)  # instead of two screens of usage
+
+    try:
+        args = make_arg_parser(Parser()).parse_args(arguments)
+        validate_parsed_serve_args(args)
+    except (TypeError, ValueError) as error:
+        raise _refusal(str(error)) from None
+    try:
+        if args.distributed_executor_backend != FORKED:
+            uvloop.run(run_server(args))
+            return
+        with quick_imports():
+            from trireme.inference.cpu.forked_engine import serve_forked
+        serve_forked(args)
+    except ValidationError as error:  # of vLLM's own configuration, before the engine starts
+        raise _refusal("; ".join(each["msg"] for each in error.errors())) from None
+
+
+def _refusal(reason: str) -> ConfigError:
+    return ConfigError(
+        f"vLLM refuses its arguments: {reason} - expected arguments that it can start with. Correct "
+        "`[inference.args]` or the key that it comes from; the whole command is the line `vllm serve …` above."
+    )
 
 
 def environment(config: RunConfig) -> dict[str, str]:

@@ -1,17 +1,20 @@
-"""Every route of the real vLLM server, as we start it, rejects requests without a token: its own application, with our
-arguments, without an engine behind it."""
+"""What the real vLLM rejects as we start it: requests without a token, on every route of its own application (no engine
+is behind it), and arguments with which it cannot start."""
 
 import json
 import os
 import subprocess
 import sys
+from typing import Any
+
+import pytest
 
 from real_run import DEADLINE_S, REPOSITORY
 from trireme.base.token import TOKEN
 
 SECRET = "a-token-for-tests-0123456789"
 
-KNOCK_AT_ALL = """
+ASK_VLLM = """
 import json, os
 from trireme.config.run import RunConfig
 from trireme.inference.server import environment, server_arguments
@@ -36,17 +39,40 @@ for route in app.routes:
         found[f"{method} {path}"] = client.request(method, path).status_code
 found["GET /nowhere"] = client.get("/nowhere").status_code
 friend = {"Authorization": "Bearer " + os.environ["TRIREME_TOKEN"]}
-print("FOUND", json.dumps({"without": found, "with": client.get("/openapi.json", headers=friend).status_code}))
+found = {"without": found, "with": client.get("/openapi.json", headers=friend).status_code, "refused": []}
+
+from trireme.base.errors import ConfigError
+from trireme.inference.server import serve
+
+for name, value in (("kv-cache-dtype", "foo"), ("enable-log-outputs", True), ("max-num-batched-tokens", 1)):
+    model, inference = {"name": "models/reverse-text-tiny"}, {"server": {"port": 1}, "args": {name: value}}
+    try:
+        serve(RunConfig.model_validate({"device": "cpu", "model": model, "inference": inference}))
+    except ConfigError as error:
+        found["refused"].append(str(error))
+print("FOUND", json.dumps(found))
 """
 
 
-def test_every_route_of_vllm_is_shut_without_the_token_but_for_health() -> None:
-    words, env = [sys.executable, "-c", KNOCK_AT_ALL], os.environ | {TOKEN: SECRET}
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    words, env = [sys.executable, "-c", ASK_VLLM], os.environ | {TOKEN: SECRET}
     done = subprocess.run(words, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.rpartition("FOUND")[2])
+    answered: dict[str, Any] = json.loads(done.stdout.rpartition("FOUND")[2])
+    return answered
+
+
+def test_every_route_of_vllm_is_shut_without_the_token_but_for_health(found: dict[str, Any]) -> None:
     answers = found["without"]
     known = {"POST /pause", "POST /update_weights", "POST /inference/v1/generate", "POST /collective_rpc"}
     assert known | {"GET /metrics", "POST /v1/chat/completions", "GET /ping"} <= answers.keys()
     assert {route for route, status in answers.items() if status != 401} == {"GET /health"}
     assert found["with"] == 200
+
+
+def test_arguments_that_vllm_refuses_are_one_error_that_no_restart_follows(found: dict[str, Any]) -> None:
+    reasons = ("'foo'", "--enable-log-requests", "max_num_batched_tokens (1)")
+    for error, reason in zip(found["refused"], reasons, strict=True):
+        assert error.startswith("vLLM refuses its arguments: ")
+        assert reason in error
