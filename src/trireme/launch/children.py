@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -216,9 +217,9 @@ def open_children(
         hurry: whether the wait of at most `grace_s` between SIGTERM and SIGKILL ends now.
         keep_open: file descriptors that stay open until no process is left, even where the launcher is killed.
     """
-    guard = Guard(grace_s, keep_open)
-    temporary = tempfile.TemporaryDirectory(prefix="trireme-", ignore_cleanup_errors=True)
-    children = [Child(spec, guard, temporary=Path(temporary.name)) for spec in specs]
+    temporary = Path(tempfile.mkdtemp(prefix="trireme-"))
+    guard = Guard(grace_s, temporary, keep_open)
+    children = [Child(spec, guard, temporary=temporary) for spec in specs]
     try:
         for child in children:
             child.start()
@@ -230,5 +231,5 @@ def open_children(
         end_all(family, marks=mark_of(os.getpid()), grace_s=grace_s, hurry=hurry)
         for child in children:
             child.reap()
-        temporary.cleanup()
+        shutil.rmtree(temporary, ignore_errors=True)
         guard.dismiss()

@@ -1,12 +1,14 @@
 """Track every descendant of the processes that the launcher started, so that none of them outlives a run.
 
-This file is also a program: `python process_tree.py LAUNCHER_PID GRACE_S` is the guard, which ends the descendants when
-the launcher itself is killed. It uses the standard library only, so that it starts in milliseconds.
+This file is also a program: `python process_tree.py LAUNCHER_PID GRACE_S FOLDER` is the guard. When the launcher
+is killed, it ends the descendants and removes the run's temporary folder. It uses the standard library only, so that it
+starts in milliseconds.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -187,12 +189,13 @@ def kill_all(descendants: Descendants, marks: Sequence[str]) -> None:
 class Guard:
     """The launcher's end of the pipe to its guard process. The kernel closes it, however the launcher ends."""
 
-    def __init__(self, grace_s: float = GRACE_S, keep_open: Sequence[int] = ()) -> None:
+    def __init__(self, grace_s: float, temporary: Path, keep_open: Sequence[int] = ()) -> None:
         """
         Args:
+            temporary: the folder that the launcher made for this run.
             keep_open: file descriptors that the guard inherits, so that a lock outlives a killed launcher.
         """
-        command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(grace_s)]
+        command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(grace_s), str(temporary)]
         quiet = subprocess.DEVNULL
         self._process = subprocess.Popen(
             command,
@@ -221,7 +224,7 @@ class Guard:
             self._process.stdin.flush()
 
 
-def guard(launcher: int, grace_s: float) -> None:
+def guard(launcher: int, grace_s: float, temporary: Path) -> None:
     """Read "PID START" lines from the launcher. An end of file without "done" means that the launcher was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descendants = Descendants()
@@ -231,7 +234,8 @@ def guard(launcher: int, grace_s: float) -> None:
         pid, start = line.split()
         descendants.add(int(pid), int(start))
     end_all(descendants, marks=mark_of(launcher), grace_s=grace_s)
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    guard(int(sys.argv[1]), float(sys.argv[2]))
+    guard(int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3]))

@@ -93,15 +93,17 @@ def test_a_second_signal_does_not_wait(stage):
     assert stage.alive() == []
 
 
-def test_kill_9_of_the_launcher_leaves_nobody_and_the_folder_is_held_until_they_are_gone(stage):
+def test_kill_9_of_the_launcher_leaves_nothing_and_the_folder_is_held_until_all_are_gone(stage):
     deaf = f"grandchild({STUBBORN!r}, start_new_session=True)\n{DEAF}"
-    body = f"{deaf}\nall_are_here(4)\nif RUN == 0: sys.exit(1)\n{SLEEP}"
+    note = "(FOLDER / 'temporary').write_text(os.environ['TRIREME_TEMPORARY'])"
+    body = f"{note}\n{deaf}\nall_are_here(4)\nif RUN == 0: sys.exit(1)\n{SLEEP}"
     launcher = launch(stage, GRACE_S, orchestrator=body)
     until(lambda: len(stage.runs_of("orchestrator")) == 2 and len(stage.alive()) == 4)
     launcher.kill()
     launcher.wait(DEADLINE_S)
     with hold_folder(stage.config.paths):
         assert stage.alive() == []
+        assert not Path((stage.folder / "temporary").read_text()).exists()
 
 
 def test_kill_9_of_launcher_and_guard_leaves_nobody_who_asked_to_die_with_its_parent(stage):
