@@ -56,7 +56,7 @@ def rules_of(config: RunConfig) -> Rules:
     return Rules(
         seed=config.seed,
         shuffle=buffer.shuffle,
-        weights={entry.name or entry.id: entry.weight for entry in orchestrator.env},
+        weights={entry.resolved_name: entry.weight for entry in orchestrator.env},
         batch_size=orchestrator.batch_size,
         group_size=orchestrator.rollouts_per_example,
         max_attempts=orchestrator.max_rollout_attempts,

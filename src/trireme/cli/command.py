@@ -181,13 +181,13 @@ def note_provenance(config: RunConfig, devices: Devices) -> None:
 
     environments: dict[str, dict[str, object]] = {}
     for each in config.orchestrator.all_environments:
-        environments[each.name or each.id] = {}
+        environments[each.resolved_name] = {}
         with suppress(TriremeError, OSError):
             source = find_environment(each.id)
             venv, file = installed_venv(source), Path(source.module)
             folder = source.folder or (file if file.suffix == ".py" else None)
             described = describe_environment(folder, venv / "bin" / "python" if venv else None)
-            environments[each.name or each.id] = described
+            environments[each.resolved_name] = described
     command = [Path(sys.argv[0]).name, *command_without_secrets(sys.argv[1:])]
     with suppress(OSError):
         write_provenance(config.paths, collect_provenance(devices, environments, command))

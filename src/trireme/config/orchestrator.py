@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -123,7 +124,7 @@ class Environment(Section):
     id: str
     """A package (in `environments/` or installed), or the path of a .py file or of a folder of Harbor tasks."""
     name: str | None = None
-    """Name in metrics; the id if not set."""
+    """Name in metrics and logs; the last part of `id` if not set."""
     args: dict[str, Any] = {}
     """Keyword arguments of its `load_environment`."""
     weight: PositiveFloat = 1.0
@@ -140,6 +141,10 @@ class Environment(Section):
     """A worker whose processes hold more than this is restarted; no limit if not set. Agent programs do not count."""
     agent: Agent | None = None
     """A program that plays the rollouts; the environment itself does if not set."""
+
+    @property
+    def resolved_name(self) -> str:
+        return self.name or Path(self.id.rstrip("/").removesuffix(".py")).name
 
 
 class DifficultyPools(Section):
@@ -361,7 +366,7 @@ def orchestrator_problems(config: OrchestratorConfig, *, longest: int) -> Iterat
             'Add to the file:\n    [[orchestrator.env]]\n    id = "reverse-text"'
         )
     for table, environments in (("env", config.env), ("eval.env", config.eval.env if config.eval else ())):
-        for name, count in Counter(environment.name or environment.id for environment in environments).items():
+        for name, count in Counter(environment.resolved_name for environment in environments).items():
             if count > 1:
                 yield f'{count} tables `[[orchestrator.{table}]]` are called "{name}" - expected a name each. Add it.'
         for environment in environments:
@@ -402,7 +407,7 @@ OF_PROGRAMS = ("command", "env", "inherit", "workdir", "stdin", "runtime", "read
 
 def _agent_problems(environment: Environment, table: str) -> Iterator[str]:
     agent, limit_s = environment.agent, environment.rollout_timeout_s
-    of = f"of environment {environment.name or environment.id!r}"
+    of = f"of environment {environment.resolved_name!r}"
     if agent is None:
         return
     if not agent.external and not agent.command:
@@ -441,7 +446,7 @@ def samplings(config: OrchestratorConfig) -> Iterator[tuple[str, Sampling]]:
 
 
 def _curriculum_problems(config: OrchestratorConfig) -> Iterator[str]:
-    table, names = "`[[orchestrator.curriculum]]`", {entry.name or entry.id for entry in config.env}
+    table, names = "`[[orchestrator.curriculum]]`", {entry.resolved_name for entry in config.env}
     for number, stage in enumerate(config.curriculum):
         what = f"stage {number} of {table} (counted from 0)"
         given = [key for key in ("from_step", "from_reward") if getattr(stage, key) is not None]

@@ -205,7 +205,7 @@ def _precision_and_lengths(config: RunConfig) -> Values:
 
 def _environments(config: RunConfig) -> Values:
     def named(environments: tuple[Environment, ...]) -> tuple[Environment, ...]:
-        return tuple(updated(each, {"name": each.name or each.id}) for each in environments)
+        return tuple(updated(each, {"name": each.resolved_name}) for each in environments)
 
     values: Values = {"orchestrator.env": named(config.orchestrator.env)}
     if evaluation := config.orchestrator.eval:

@@ -244,7 +244,7 @@ def _timeout_problems(config: RunConfig) -> Iterator[str]:
         if slowest and limit <= slowest.rollout_timeout_s:
             yield (
                 f"`{key} = {limit:g}` with `rollout_timeout_s = {slowest.rollout_timeout_s:g}` of environment "
-                f"{slowest.name or slowest.id!r} - expected longer than a rollout may take: a batch of slow ones would "
+                f"{slowest.resolved_name!r} - expected longer than a rollout may take: a batch of slow ones would "
                 f"end the run. Set `{key}` to {4 * slowest.rollout_timeout_s:g} or so."
             )
 

@@ -128,7 +128,7 @@ def _facts(config: RunConfig) -> Iterator[str]:
     served = "" if other == config.trainer.model.name else f" (trainer), {other} (inference: must be the same weights)"
     yield f"model    {config.trainer.model.name}{served}"
     if orchestrator.env:
-        yield f"env      {', '.join(environment.name or environment.id for environment in orchestrator.env)}"
+        yield f"env      {', '.join(environment.resolved_name for environment in orchestrator.env)}"
     group = orchestrator.rollouts_per_example
     yield (
         f"batch    {orchestrator.batch_size} rollouts = {config.num_groups} groups x {group}; "

@@ -294,7 +294,7 @@ def is_over(config: RunConfig) -> bool:
     """Return whether all results of a run are on disk."""
     last, paths = config.max_steps, config.paths
     evaluation = config.orchestrator.eval
-    names = [env.name or env.id for env in (evaluation.env or config.orchestrator.env)] if evaluation else []
+    names = [env.resolved_name for env in (evaluation.env or config.orchestrator.env)] if evaluation else []
     return (
         Journal(paths.journal).has(last - 1)
         and Versions(paths.journal).has(last)

@@ -67,7 +67,8 @@ def test_a_machine_without_gpus_runs_on_cpu_in_full_precision():
         ("--trainer.try-step true", CPU, "trainer.try_step", True),
         ("--trainer.try-step false", gpus(2), "trainer.try_step", False),
         ("--orchestrator.env.0.id x", CPU, "orchestrator.env.0.name", "x"),
-        ("--orchestrator.eval.env.0.id x", CPU, "orchestrator.eval.env.0.name", "x"),
+        ("--orchestrator.env.0.id tasks/shell/", CPU, "orchestrator.env.0.name", "shell"),
+        ("--orchestrator.eval.env.0.id ../mine/x.py", CPU, "orchestrator.eval.env.0.name", "x"),
         ("--orchestrator.eval.env.0.id x --orchestrator.eval.env.0.name y", CPU, "orchestrator.eval.env.0.name", "y"),
         # lengths follow from the run's, and an evaluation is greedy unless its temperature is given
         ("--seq-len 64", CPU, "inference.model.max_model_len", 64),

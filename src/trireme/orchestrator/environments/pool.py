@@ -76,7 +76,7 @@ async def open_environment(
 
     Raises: ConfigError where it cannot be found, installed or loaded.
     """
-    name = re.sub(r"[^\w.-]+", "_", config.name or config.id)
+    name = re.sub(r"[^\w.-]+", "_", config.resolved_name)
     source = find_environment(config.id, root=root)
     install_log = logs / f"environment-{name}-install.stdout"
     python = await asyncio.to_thread(environment_python, source, cache=cache, log_file=install_log)
@@ -86,7 +86,7 @@ async def open_environment(
     if config.agent is not None:  # its folders have the same names after a restart
         folders = logs.resolve() / "agents" / name
         agent = config.agent.model_dump(mode="json")
-        agent |= {"folders": str(folders), "label": f"{folders}:{config.name or config.id}"}
+        agent |= {"folders": str(folders), "label": f"{folders}:{config.resolved_name}"}
         if not config.agent.external:
             log_file, address = logs / f"environment-{name}-programs.stdout", (config.agent.host, config.agent.port)
             programs = AgentPrograms(python, folders=folders, log_file=log_file, address=address)
@@ -160,7 +160,7 @@ class Environment:
         counts: Counter[str],
     ) -> None:
         self.config = config
-        self.name = config.name or config.id
+        self.name = config.resolved_name
         self.num_train = 0
         self.num_eval = 0  # 0: it has no evaluation set, and an eval run reads the training set
         self.versions: dict[str, str] = {}

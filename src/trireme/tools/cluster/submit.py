@@ -151,7 +151,7 @@ def _submit_to_slurm(job: Job, config: RunConfig, options: SubmitOptions, variab
 
 def _submit_to_kubernetes(job: Job, config: RunConfig, options: SubmitOptions, variables: dict[str, str]) -> str | None:
     """Return what was submitted, or None after a dry run. The manifests that are shown and kept have no secrets."""
-    environments = ", ".join(environment.name or environment.id for environment in config.orchestrator.env)
+    environments = ", ".join(environment.resolved_name for environment in config.orchestrator.env)
     print(f"note: the image {options.image or 'IMAGE'} must hold trireme and the environments {environments}")
     if not job.plan.is_single:
         volume = options.volume or kubernetes.name_of(job)

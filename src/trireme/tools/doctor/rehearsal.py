@@ -125,7 +125,7 @@ def check_environments(case: Case) -> Iterator[Finding]:
     listed = (*case.config.orchestrator.env, *(evaluation.env if evaluation else ()))
     different = {json.dumps([each.id, each.args], sort_keys=True, default=str): each for each in listed}
     for number, environment in enumerate(different.values()):
-        name = environment.name or environment.id
+        name = environment.resolved_name
         file = case.folder / f"environment-{number}.json"
         write_run(updated(case.config, {"orchestrator.env": (environment,), "orchestrator.eval": None}), file)
         words = ["env", "check", name, "--scripted", "--json", "-n", str(EXAMPLES), "-r", str(ROLLOUTS)]

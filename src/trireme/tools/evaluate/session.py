@@ -222,8 +222,8 @@ def prepare(config: EvalConfig) -> EvalConfig:
     raise_together(evaluation_problems(config.evaluation))
     found = []
     for each in config.env:
-        source, name = find_source(each.id, ROOT), each.name or Path(each.id.rstrip("/").removesuffix(".py")).name
-        values: dict[str, Any] = {"name": re.sub(r"[^\w.-]+", "_", name)}
+        source = find_source(each.id, ROOT)
+        values: dict[str, Any] = {"name": re.sub(r"[^\w.-]+", "_", each.resolved_name)}
         values |= {"max_concurrent": min(each.max_concurrent, config.max_concurrent)}
         found.append(updated(each, values | ({"id": str(source.folder)} if source.folder is not None else {})))
     names = [str(each.name) for each in found]

@@ -156,7 +156,7 @@ class Run:
             ahead = f"up to {rl.max_async_level} batches" if rl.max_async_level else "none"
             batch = f"{rl.orchestrator.batch_size} rollouts, {rl.orchestrator.rollouts_per_example} of each example"
             facts |= {
-                "environments": ", ".join(f"`{entry.name or entry.id}`" for entry in rl.orchestrator.env),
+                "environments": ", ".join(f"`{entry.resolved_name}`" for entry in rl.orchestrator.env),
                 "batch": batch,
                 "loss and advantage": f"loss `{rl.trainer.loss.type}`, advantage `{rl.orchestrator.advantage.type}`",
                 "generation ahead of training": ahead,
