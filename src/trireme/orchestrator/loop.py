@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 from trireme.algo.data.order import ENDLESS
 from trireme.algo.rules import rules_of
@@ -273,9 +274,9 @@ def _open_journal(config: RunConfig) -> Journal:
 async def _open_environments(
     config: RunConfig, entries: tuple[EnvironmentConfig, ...], stack: AsyncExitStack, waits: Waits, *, trained: bool
 ) -> dict[str, Environment]:
+    how: dict[str, Any] = {"seed": config.seed, "waits": waits, "is_evaluation": not trained}
     environments = [
-        await stack.enter_async_context(open_environment(entry, logs=config.paths.logs, seed=config.seed, waits=waits))
-        for entry in entries
+        await stack.enter_async_context(open_environment(entry, logs=config.paths.logs, **how)) for entry in entries
     ]
     for environment in environments:
         num_train = "endless" if environment.num_train == ENDLESS else environment.num_train

@@ -1,5 +1,6 @@
 """Agent programs play rollouts: unmodified, through the API that their SDK knows, and every token is the policy's."""
 
+import asyncio
 import importlib
 import json
 import os
@@ -18,11 +19,13 @@ import pytest
 
 from agent_play import ENDS, TASKS, ScriptedPolicy, assert_exact, calls, player
 from real_run import is_alive
-from toy_environments import open_toy, running
+from toy_environments import open_toy, running, write
 from trireme.base.errors import ConfigError, DeadlineExceeded
+from trireme.config.orchestrator import Environment
 from trireme.journal.turns import compare_turns, read_turns, turns_file
 from trireme.orchestrator.environments import agent_session
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
+from trireme.orchestrator.environments.pool import open_environment
 from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome
 from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.tools.environments.check import check_solutions
@@ -280,6 +283,26 @@ def test_a_worker_that_dies_costs_no_turn(play, tmp_path):
     (rollout,), policy = play(DIES_ONCE % str(tmp_path / "first"), journal=tmp_path / "journal")
     assert (rollout.metrics["exit_code"], rollout.num_turns, len(policy.given)) == (0.0, 1, 1)
     assert not is_alive((tmp_path / "first").read_text())  # it would work in its successor's folder
+
+
+def test_evaluation_on_an_environment_of_the_same_name_has_its_own_programs_and_logs(tmp_path, monkeypatch):
+    (tmp_path / "of the run").mkdir()
+    monkeypatch.setenv("TRIREME_TEMPORARY", str(tmp_path / "of the run"))
+    config = Environment(id=write(tmp_path, TASKS), agent={"command": [sys.executable, "-c", ""]})
+    logs = tmp_path / "logs"
+
+    async def open_both() -> set[str]:
+        async with open_environment(config, logs=logs) as trained:
+            async with open_environment(config, logs=logs, is_evaluation=True) as evaluated:
+                return {trained.gateway.url, evaluated.gateway.url}
+
+    try:
+        assert len(asyncio.run(open_both())) == 2
+    finally:
+        for child in psutil.Process().children():  # outside of tests they end with the launcher
+            if any("trireme_programs" in word for word in child.cmdline()):
+                child.kill()
+    assert len(list(logs.glob("environment-*-programs.stdout"))) == len(list(logs.glob("environment-*-0.stdout"))) == 2
 
 
 LOOKS_AROUND = """

@@ -152,6 +152,7 @@ def test_an_evaluation_environment_of_its_own_is_never_trained_on_and_what_its_r
     assert evaluated(config) == ["step_1"]
     trained = {rollout.prompt[0]["content"] for record in outcome.records for rollout in record.rollouts}
     assert all(prompt.startswith("train ") for prompt in trained)
+    assert (config.paths.logs / "environment-eval-held-0.stdout").exists()  # also if both had the same name
 
     rows = lines(config, 1, "held.jsonl")
     expected = [(example, rollout, 1) for example in range(4) for rollout in range(4)]

@@ -71,12 +71,16 @@ async def open_environment(
     seed: int = 0,
     load_timeout_s: float = LOAD_TIMEOUT_S,
     waits: Waits | None = None,
+    is_evaluation: bool = False,
 ) -> AsyncIterator[Environment]:
     """Install what the environment needs, start its workers, and wait until all have loaded it.
 
+    Args:
+        is_evaluation: whether it is used beside one for training, which may have the same name.
+
     Raises: ConfigError where it cannot be found, installed or loaded.
     """
-    name = re.sub(r"[^\w.-]+", "_", config.resolved_name)
+    name = re.sub(r"[^\w.-]+", "_", f"{'eval-' if is_evaluation else ''}{config.resolved_name}")
     source = find_environment(config.id, root=root)
     install_log = logs / f"environment-{name}-install.stdout"
     python = await asyncio.to_thread(environment_python, source, cache=cache, log_file=install_log)
