@@ -90,12 +90,21 @@ def main() -> None:
 
 
 def record(tree: Path, data: Path) -> None:
-    """Run the tests of `tree` that need no vLLM against the `src` of this checkout, with coverage by test."""
+    """Run the tests of `tree` that need no vLLM against the `src` of this checkout, with coverage by test.
+
+    Each folder of tests has a recording of its own, so that what spoils one spoils no other.
+    """
     with tempfile.TemporaryDirectory() as folder:
         place = _copy(tree, Path(folder) / "tree")
-        words = "-m pytest tests/unit tests/processes -n 3 --cov=src/trireme --cov-context=test --cov-report=term"
-        command = [sys.executable, *words.split(), "-m", "not slow and not e2e"]
-        subprocess.run(command, cwd=place, env=_environ(place) | {"COVERAGE_FILE": str(data.resolve())})
+        words = "-m pytest -n 3 --cov=src/trireme --cov-context=test --cov-report="
+        parts = []
+        for tests in sorted(path for path in place.glob("tests/[pu]*/*") if path.is_dir() and any(path.glob("test_*"))):
+            parts.append(f"{folder}/{tests.parent.name}-{tests.name}.coverage")
+            command = [sys.executable, *words.split(), "-m", "not slow and not e2e", str(tests)]
+            subprocess.run(command, cwd=place, env=_environ(place) | {"COVERAGE_FILE": parts[-1]})
+        coverage, file = [sys.executable, "-m", "coverage"], f"--data-file={data.resolve()}"
+        subprocess.run([*coverage, "combine", file, *filter(os.path.exists, parts)], cwd=place, check=True)
+        subprocess.run([*coverage, "report", file, "--format=total"], cwd=place)
         failed = place / ".pytest_cache" / "v" / "cache" / "lastfailed"
         _failed_file(data).write_text(failed.read_text() if failed.exists() else "{}")
 
