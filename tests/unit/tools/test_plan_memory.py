@@ -72,6 +72,9 @@ def test_the_kv_cache_of_an_engine_by_hand():
     assert serving.num_tokens == pytest.approx(serving.room / per_token, abs=1)
     assert serving.num_requests == pytest.approx(serving.num_tokens / 8192, rel=1e-3)
     assert Serving(QWEN, memory=80 * GIB, tp=2).parts["weights"] == serving.parts["weights"] / 2
+    eight_bit = Serving(QWEN, memory=80 * GIB, matrix_bytes=1.0)  # all but norms, biases and the embedding
+    matrices = 28 * (2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944)
+    assert eight_bit.parts["weights"] == serving.parts["weights"] - matrices
     for tp, share in ((2, 2), (8, 4)):  # it has 4 heads of keys: more GPUs hold copies
         assert Serving(QWEN, memory=80 * GIB, tp=tp).kv_bytes(100) == 100 * per_token / share
     deepseek = count_sizes(AutoConfig.for_model("deepseek_v3").to_dict())

@@ -43,6 +43,7 @@ class Serving:
     memory: float  # of each GPU
     utilization: float = 0.9
     value_bytes: int = 2
+    matrix_bytes: float | None = None  # of a weight in a layer's matrices, where the engine rounds them
     tp: int = 1
     max_model_len: int = 2048
     max_num_seqs: int = 256
@@ -64,8 +65,10 @@ class Serving:
         width = max(2 * matrix.outputs * matrix.used for layer in model.layers for matrix in layer.matrices)
         inside = self.batched_tokens * self.value_bytes * (4 * model.hidden + width / self.tp)
         logits = self.max_num_seqs * model.vocabulary * (self.value_bytes + 8.0)
-        weights = self.value_bytes * model.num_parameters / self.tp
-        parts = {"weights": weights, "activations": inside + logits, "transfers": float(self.bucket_bytes)}
+        weights: float = self.value_bytes * model.num_parameters
+        if self.matrix_bytes is not None:
+            weights += (self.matrix_bytes - self.value_bytes) * sum(each.matrix_parameters for each in model.layers)
+        parts = {"weights": weights / self.tp, "activations": inside + logits, "transfers": float(self.bucket_bytes)}
         if self.is_on_cpu:
             return parts
         graphs = {} if self.eager else {"CUDA graphs": GRAPHS_BYTES}

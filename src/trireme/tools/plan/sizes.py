@@ -13,6 +13,7 @@ from trireme.algo.model.activations import SHORT, Pass
 from trireme.algo.model.architecture import Architecture, Family, Layer, Matrix, architecture_of, is_known, window_of
 from trireme.algo.model.chips import GIB
 from trireme.base.errors import ConfigError
+from trireme.config.inference import LOW_BIT
 from trireme.config.model.folder import config_file, num_experts_of
 from trireme.config.model.state_layers import MIXERS
 from trireme.config.model.vision import WITHOUT_TEXT_MODEL
@@ -266,6 +267,7 @@ def serving_of(config: RunConfig, model: Architecture, machine: Machine) -> Serv
         memory=machine.chip.memory,
         utilization=float(inference.args.get("gpu_memory_utilization", inference.gpu_memory_utilization)),
         value_bytes=BYTES[config.served_dtype],
+        matrix_bytes=1 + 1 / 32 if inference.args.get("quantization") in LOW_BIT else None,  # one scale for 32, at most
         tp=inference.parallel.tp,
         max_model_len=max_model_len,
         max_num_seqs=inference.max_num_seqs,
