@@ -103,6 +103,7 @@ class FakeEngine:
         self.running.set()
         self._at_once = 0
         self._epoch = ""
+        self._is_updating = False
         self._receiving: dict[str, str] = {}
         self._announced: asyncio.Task[dict[str, str]] | None = None
 
@@ -197,9 +198,16 @@ class FakeEngine:
             return web.Response(status=404)
         self.calls.append(route)
         body = await request.json() if request.can_read_body else {}
+        was_updating, of_update = self._is_updating, ("start_weight_update", "update_weights", "finish_weight_update")
+        self._is_updating &= route != "update_weights"  # as vLLM: it ends where this fails
         if route == self.failing_route:
             return web.json_response({"error": f"{route} broke"}, status=500)
-        return web.json_response(await handler(body) or {})
+        if route in of_update and was_updating is (route == "start_weight_update"):
+            error = f"{route} while {'an' if was_updating else 'no'} update is open"
+            return web.json_response({"error": error}, status=500)
+        answer = await handler(body)
+        self._is_updating = route != "finish_weight_update" if route in of_update else was_updating
+        return web.json_response(answer or {})
 
     async def _pause(self, body: dict) -> None:
         self.running.clear()
@@ -222,7 +230,7 @@ class FakeEngine:
         self._receiving = {name: sent[name] for name in names}
 
     async def _finish_weight_update(self, body: dict) -> None:
-        self.weights, self.version = self._receiving, int(body["weight_version"])
+        self.weights, self.version = self._receiving, int(body.get("weight_version", self.version))
 
     async def is_paused(self, request: web.Request) -> web.Response:
         return web.json_response({"is_paused": self.paused})

@@ -250,7 +250,7 @@ class Core(FakeEngine):
         self.unloaded = [name for name in self.tensors if name not in self.digests]
         self.loaded = {name: digest for name, digest in self.loaded.items() if not is_of_adapter(name)}
         reach("engine.finished")
-        self.version = int(body["weight_version"])
+        self.version = int(body.get("weight_version", self.version))
 
     async def _collective_rpc(self, body: dict[str, Any]) -> dict[str, Any]:
         adapter = {name: digest for name, digest in self.digests.items() if is_of_adapter(name)}

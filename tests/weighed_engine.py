@@ -101,7 +101,7 @@ class WeighedEngine(FakeEngine):
         self.digests = {name: tensor_digest(tensor) for name, tensor in self.loaded.items()}
 
     async def _finish_weight_update(self, body: dict[str, Any]) -> None:
-        self.label = body["weight_version"]
+        self.label = body.get("weight_version", self.label)
 
     async def _collective_rpc(self, body: dict[str, Any]) -> dict[str, Any]:
         digests = self.digests | ({self.digest_error: "0"} if self.digest_error else {})

@@ -197,10 +197,10 @@ def test_until_a_version_is_confirmed_requests_wait_in_engines_or_if_synchronous
 
 
 @pytest.mark.parametrize(
-    ("route", "has_room", "is_paused"),
-    [("pause", True, False), ("pause", False, False), ("update_weights", True, True), ("resume", True, True)],
+    ("route", "has_room"),
+    [("pause", False), *((route, True) for route in ("pause", "update_weights", "finish_weight_update", "resume"))],
 )
-def test_an_engine_that_fails_a_transfer_is_named_and_answers_after_the_next(tmp_path, route, has_room, is_paused):
+def test_an_engine_that_fails_a_transfer_is_named_and_answers_after_the_next(tmp_path, route, has_room):
     async def play(stage):
         stage.engine.calls.clear()
         stage.engine.failing_route = route
@@ -209,7 +209,7 @@ def test_an_engine_that_fails_a_transfer_is_named_and_answers_after_the_next(tmp
         assert f"{stage.engine.url}/{route}" in reply.reason
         assert f'failed (500): {{"error": "{route} broke"}}' in reply.reason
         assert ("update_weights" in stage.engine.calls) is (route != "pause")
-        is_loaded = route == "resume"
+        is_loaded, is_paused = route == "resume", route != "pause"
         assert stage.engine.weights == digests_of(int(is_loaded))
         assert (stage.policy.version, stage.policy.offered, stage.engine.paused) == (0, int(is_loaded), is_paused)
         asking = asyncio.create_task(stage.pool.generate(*ASKED))

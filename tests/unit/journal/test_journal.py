@@ -308,4 +308,4 @@ def test_a_run_notes_what_runs_here_and_the_code_of_its_environments_where_it_is
     gone = {"output_dir": str(tmp_path), "orchestrator": {"env": [{"id": "not-installed"}, {"id": "gone.py"}]}}
     config = RunConfig.model_validate(gone)
     note_provenance(config, Devices(cores=2))
-    assert read(config.paths)["environments"] == {"not-installed": {}, "gone.py": {}}
+    assert read(config.paths)["environments"] == {"not-installed": {}, "gone": {}}

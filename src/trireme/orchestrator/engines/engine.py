@@ -100,6 +100,7 @@ class Engine:
         *,
         max_bytes: int = LARGEST_ANSWER,
         timeout: aiohttp.ClientTimeout | None = None,
+        headers: dict[str, str] | None = None,
     ) -> tuple[int, bytes]:
         """Send a GET request, or a POST request where there is a body. Returns status and answer.
 
@@ -115,6 +116,7 @@ class Engine:
             data=body,
             allow_redirects=False,
             timeout=timeout or self.session.timeout,
+            headers=headers,
         ) as response:
             pieces, size = [], 0
             async for piece in response.content.iter_any():
@@ -137,8 +139,10 @@ class Engine:
         return await self._call(path, None, returns)
 
     async def _call(self, path: str, body: bytes | None, returns: Any) -> Any:
+        # uvicorn closes a connection on which a handler has raised, and would drop what is posted there next
+        headers = None if body is None else {"Connection": "close"}
         try:
-            status, answer = await self.request(path, body)
+            status, answer = await self.request(path, body, headers=headers)
             if status >= 400:
                 raise PeerDied(f"{self.url}/{path} failed ({status}): {words_of(answer)}")
             return msgspec.json.decode(answer or b"null", type=returns)

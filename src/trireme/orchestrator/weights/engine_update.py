@@ -71,7 +71,15 @@ async def pausing(engine: Engine, *, timeout_s: float) -> AsyncIterator[None]:
 
 async def load(engine: Engine, info: UpdateInfo) -> None:
     """Have a paused engine load the tensors of a transfer. Raises PeerDied."""
-    await engine.post("start_weight_update")
+    try:
+        await engine.post("start_weight_update")
+    except PeerDied as refusal:
+        # vLLM begins none while one is open. An orchestrator that died before `finish` has left it open.
+        try:
+            await engine.post("finish_weight_update", {})
+            await engine.post("start_weight_update")
+        except PeerDied:
+            raise refusal from None
     await engine.post("update_weights", {"update_info": info})
 
 

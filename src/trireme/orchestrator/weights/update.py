@@ -360,6 +360,7 @@ class Update:
     async def _load(self, engine: Engine, message: PolicySent) -> None:
         if not await self._receiving[engine.url]:
             await self._fetch(engine, message.payload)
+        reach("update.unfinished")
         with self._loading():
             await finish(engine, str(message.version))
         if self.pool.adapter is not None:
