@@ -216,8 +216,9 @@ class Publisher:
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= ATTEMPTS:
             raise PeerDied(
-                f"Version {version} was sent {ATTEMPTS} times, and each time an engine or the orchestrator died before "
-                f"it was confirmed - expected them to stay alive. See the logs in {self._config.paths.logs}."
+                f"Version {version} was sent {ATTEMPTS} times, and each time an engine or the orchestrator died or "
+                "failed before it was confirmed - expected them to stay alive. The warnings above name the failures; "
+                f"see also the logs in {self._config.paths.logs}."
             )
         time.sleep(min(LONGEST_BACKOFF_S, BACKOFF_S * 2 ** (self._failures_in_a_row - 1)))
 
