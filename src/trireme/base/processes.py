@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,9 @@ one name before it starts that process again (`launch/process_tree.py`, which im
 
 TEMPORARY = "TRIREME_TEMPORARY"
 """Environment variable of a folder that is private to a run, and removed when its launcher ends."""
+
+LONGEST_PARENT = 50
+"""Characters of a folder's path: a socket's may have 107, and ours take up to 52 below it."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -143,3 +147,9 @@ def last_lines(log: Path, count: int = 20) -> list[str]:
     with open(log, "rb") as file:
         file.seek(max(0, log.stat().st_size - 64_000))
         return file.read().decode(errors="replace").splitlines()[-count:]
+
+
+def make_socket_folder(prefix: str) -> Path:
+    """Make a private folder for sockets, in /tmp where TMPDIR is too long for the path of one."""
+    parent = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=parent if len(parent) <= LONGEST_PARENT else "/tmp"))

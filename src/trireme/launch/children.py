@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from trireme.base.errors import TriremeError
-from trireme.base.processes import TEMPORARY
+from trireme.base.processes import TEMPORARY, make_socket_folder
 from trireme.launch.process_tree import (
     MARKER,
     MEMBER,
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from trireme.launch.plan import ProcessSpec
 
 REAP_S = 5.0
-LONGEST_TEMPORARY = 70  # characters: with a name of 36 in it, a socket's path may have 107
 SCAN_S = 1.0  # between two scans for descendants
 
 
@@ -171,14 +170,14 @@ def _environment(spec: ProcessSpec, temporary: Path) -> dict[str, str]:
     cache stays where it was: later runs use it too.
     """
     environment = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"} | dict(os.environ)
-    if spec.name.startswith("inference") and len(str(temporary)) <= LONGEST_TEMPORARY:
+    if spec.name.startswith("inference"):
         try:
             user = getpass.getuser()
         except (KeyError, OSError):  # a user id without a name, as in some containers
             user = str(os.getuid())
         compiled = environment.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{user}"
         environment |= {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": compiled}
-    if spec.name == "orchestrator" and len(str(temporary)) <= LONGEST_TEMPORARY:
+    if spec.name == "orchestrator":
         environment |= {TEMPORARY: str(temporary)}
     return environment | dict(spec.env) | {MARKER: str(os.getpid()), MEMBER: spec.name}
 
@@ -217,7 +216,7 @@ def open_children(
         hurry: whether the wait of at most `grace_s` between SIGTERM and SIGKILL ends now.
         keep_open: file descriptors that stay open until no process is left, even where the launcher is killed.
     """
-    temporary = Path(tempfile.mkdtemp(prefix="trireme-"))
+    temporary = make_socket_folder("trireme-")
     guard = Guard(grace_s, temporary, keep_open)
     children = [Child(spec, guard, temporary=temporary) for spec in specs]
     try:

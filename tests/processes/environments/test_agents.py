@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ from agent_play import ENDS, TASKS, ScriptedPolicy, assert_exact, calls, player
 from real_run import is_alive
 from toy_environments import open_toy, running, write
 from trireme.base.errors import ConfigError, DeadlineExceeded
+from trireme.base.processes import make_socket_folder
 from trireme.config.orchestrator import Environment
 from trireme.journal.turns import compare_turns, read_turns, turns_file
 from trireme.orchestrator.environments import agent_session
@@ -286,8 +288,8 @@ def test_a_worker_that_dies_costs_no_turn(play, tmp_path):
 
 
 def test_evaluation_on_an_environment_of_the_same_name_has_its_own_programs_and_logs(tmp_path, monkeypatch):
-    (tmp_path / "of the run").mkdir()
-    monkeypatch.setenv("TRIREME_TEMPORARY", str(tmp_path / "of the run"))
+    monkeypatch.setattr(tempfile, "tempdir", f"{tmp_path}/{'x' * 90}")  # too long for a socket
+    monkeypatch.setenv("TRIREME_TEMPORARY", str(home := make_socket_folder("trireme-")))
     config = Environment(id=write(tmp_path, TASKS), agent={"command": [sys.executable, "-c", ""]})
     logs = tmp_path / "logs"
 
@@ -302,6 +304,7 @@ def test_evaluation_on_an_environment_of_the_same_name_has_its_own_programs_and_
         for child in psutil.Process().children():  # outside of tests they end with the launcher
             if any("trireme_programs" in word for word in child.cmdline()):
                 child.kill()
+        shutil.rmtree(home)
     assert len(list(logs.glob("environment-*-programs.stdout"))) == len(list(logs.glob("environment-*-0.stdout"))) == 2
 
 

@@ -12,7 +12,6 @@ import hashlib
 import os
 import socket
 import subprocess
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import msgspec
 
 from trireme.base.errors import ConfigError, PeerDied
 from trireme.base.log import get_logger
-from trireme.base.processes import PROCESS, TEMPORARY
+from trireme.base.processes import PROCESS, TEMPORARY, make_socket_folder
 from trireme.base.token import TOKEN
 
 log = get_logger("environments")
@@ -58,7 +57,7 @@ class AgentPrograms:
         self._process: subprocess.Popen[bytes] | None = None  # where this process has started it
         self._held: socket.socket | None = None  # the connection that keeps it from ending
         self._is_kept = TEMPORARY in os.environ
-        home = os.environ.get(TEMPORARY) or tempfile.mkdtemp(prefix="trireme-programs-")
+        home = os.environ.get(TEMPORARY) or make_socket_folder("trireme-programs-")
         self.path = Path(home, "programs-" + hashlib.sha256(str(folders).encode()).hexdigest()[:16])
 
     def open(self) -> None:
