@@ -368,7 +368,10 @@ def orchestrator_problems(config: OrchestratorConfig, *, longest: int) -> Iterat
     for table, environments in (("env", config.env), ("eval.env", config.eval.env if config.eval else ())):
         for name, count in Counter(environment.resolved_name for environment in environments).items():
             if count > 1:
-                yield f'{count} tables `[[orchestrator.{table}]]` are called "{name}" - expected a name each. Add it.'
+                yield (
+                    f'{count} tables `[[orchestrator.{table}]]` are called "{name}" (the last part of `id`, without a '
+                    "`name`) - expected a name each. Give each table a `name` of its own."
+                )
         for environment in environments:
             yield from _agent_problems(environment, f"orchestrator.{table}.agent")
     batch, group = config.batch_size, config.rollouts_per_example

@@ -84,7 +84,7 @@ def run_check(options: CheckOptions, config: RunConfig, progress: Progress) -> C
     Raises: LoadFailed; ConfigError for what was typed; TriremeError where the policy is gone.
     """
     entries = config.orchestrator.all_environments
-    named = [entry for entry in entries if options.name == entry.name]
+    named = [entry for entry in entries if options.name == entry.resolved_name]
     named += [entry for entry in entries if options.name == entry.id]
     entry = named[0] if named else EnvironmentConfig(id=options.name)
     source = find_source(entry.id, options.path)
