@@ -10,7 +10,9 @@ import os
 import random
 import signal
 import socket
+import sys
 import tempfile
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +37,7 @@ _PR_SET_PDEATHSIG = 1
 LOWEST_PORT = 12_000  # above those that servers listen at by custom, our own defaults among them
 TRIES = 100
 _random = random.SystemRandom()  # no seed makes two runs choose the same
+_held: deque[socket.socket] = deque(maxlen=64)  # the last ports that were chosen
 
 NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP})
 """Errors of `flock` on a file system that cannot lock files, such as Lustre without `-o flock`."""
@@ -111,19 +114,32 @@ def try_lock(descriptor: int, folder: Path, kind: int = fcntl.LOCK_EX) -> bool:
 def free_port(host: str = "127.0.0.1") -> int:
     """Return a port that is free, outside the range from which the kernel gives ports to connections.
 
-    The server may take a while to start (vLLM ten seconds); meanwhile a connection could be given a port of that range.
+    The server may take a while to start (vLLM ten seconds). Meanwhile a connection could be given a port of that range.
+    On Linux this process holds the port by a socket that does not listen, so that no other call, in any process,
+    returns it; a server that sets `SO_REUSEADDR`, as they all do, can listen at it.
     """
-    beyond = _first_of_the_systems()
-    for _ in range(TRIES if beyond > LOWEST_PORT else 0):
-        port = _random.randrange(LOWEST_PORT, beyond)
-        if port_is_free(port, host):
-            return port
-    with socket.socket() as probe:  # another system, one that gives almost all ports, or a crowded one
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
+    beyond = _first_port_of_the_kernel()
+    for attempt in range(TRIES + 1):
+        holder = socket.socket()
+        # 0 is any port: another system, one that gives almost all ports to connections, or a crowded one
+        is_any = beyond <= LOWEST_PORT or attempt == TRIES
+        try:
+            holder.bind((host, 0 if is_any else _random.randrange(LOWEST_PORT, beyond)))
+            break
+        except OSError:
+            holder.close()
+            if is_any:
+                raise
+    port: int = holder.getsockname()[1]
+    if sys.platform == "linux":  # others let one process bind a port at a time
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after `bind`, which fails where a port is held
+        _held.append(holder)
+    else:
+        holder.close()
+    return port
 
 
-def _first_of_the_systems() -> int:
+def _first_port_of_the_kernel() -> int:
     try:
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError, IndexError):

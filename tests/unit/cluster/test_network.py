@@ -88,14 +88,14 @@ def test_what_is_derived_of_a_token_is_told_apart_by_its_purpose_and_by_the_toke
 def test_a_port_is_chosen_that_nobody_listens_on_and_no_connection_will_be_given_meanwhile(monkeypatch) -> None:
     first, last = map(int, RANGE.read_text().split())
     assert not [port for port in (free_port() for _ in range(50)) if first <= port <= last]
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", port := free_port()))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", port := free_port())):
         assert not port_is_free(port)
         others = iter([port, port, port + 1])
         with monkeypatch.context() as choosing:
             choosing.setattr("trireme.base.processes._random.randrange", lambda *_: next(others))
             assert free_port() == port + 1
+            others = iter([port + 1, port + 2])
+            assert free_port() == port + 2, "the last one is given, also to another process, before its server listens"
     for beyond in (1024, 12_000, 0):  # where the system gives almost all ports, runs do not all choose the same
-        monkeypatch.setattr("trireme.base.processes._first_of_the_systems", lambda beyond=beyond: beyond)
+        monkeypatch.setattr("trireme.base.processes._first_port_of_the_kernel", lambda beyond=beyond: beyond)
         assert len({free_port() for _ in range(20)}) > 1
