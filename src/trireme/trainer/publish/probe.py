@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,11 @@ from trireme.trainer.model.sharding import decoder_layers
 
 PROBE_TOKENS = 32
 COPIES = 8  # of the prompt, each with other noise
+PLACES = 8192
+"""At which a layer's random errors may begin in the pool, so that no two layers get the same ones."""
+
+SHIFT = 17
+"""Numbers of the pool from the beginning of a token's errors to that of the next token's."""
 
 
 @torch.no_grad()
@@ -49,12 +55,12 @@ def compute_probe(
     # Copies share nothing, and the head runs as the module that noise is added to.
     scorer = replace(scorer, head=None, shares_prefixes=False)
     places = np.concatenate([places + copy * PROBE_TOKENS for copy in range(COPIES)])
-    generator = torch.Generator(device).manual_seed(0)
+    pool = _Pool(device)
     blocks = decoder_layers(model)
     matrices = {each for block in blocks for each in block.modules() if any(p.ndim > 1 for p in each.parameters(False))}
     layers = [*(module for module in model.modules() if not list(module.children())), *blocks]
     errors = {layer: math.hypot(error, low_bit if layer in matrices else 0.0) for layer in layers}
-    hooks = [layer.register_forward_hook(_add_noise(each, generator)) for layer, each in errors.items()]
+    hooks = [layer.register_forward_hook(_add_noise(each, pool)) for layer, each in errors.items()]
     try:
         with torch.compiler.set_stance("force_eager"):
             row = unsampled_row(ids * COPIES, [PROBE_TOKENS] * COPIES)
@@ -66,11 +72,27 @@ def compute_probe(
     return Probe(ids=ids, logprobs=found.tolist(), noise=float(noise))
 
 
-def _add_noise(error: float, generator: torch.Generator) -> Callable[..., Any]:
+class _Pool:
+    """Random errors between -1 and 1, the same for each probe. A layer's errors are a view of the pool from a random
+    place on: to draw them for every layer takes longer than the layers do on a CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._generator, self._places = torch.Generator(device).manual_seed(0), random.Random(0)
+        self._numbers = torch.empty(0, device=device)
+
+    def errors(self, rows: int, columns: int) -> torch.Tensor:
+        needed = PLACES + (rows - 1) * SHIFT + columns
+        if len(self._numbers) < needed:
+            self._numbers = self._numbers.new_empty(needed).uniform_(-1, 1, generator=self._generator)
+        return self._numbers.as_strided((rows, columns), (SHIFT, 1), self._places.randrange(PLACES))
+
+
+def _add_noise(error: float, pool: _Pool) -> Callable[..., Any]:
     def noisy(_: nn.Module, __: Any, output: Any) -> Any:
-        if not torch.is_tensor(output) or not output.is_floating_point():
+        if not torch.is_tensor(output) or not output.is_floating_point() or not output.numel():
             return output
-        factor = 1 + error * (2 * torch.rand(output.shape, generator=generator, device=output.device) - 1)
-        return (output * factor).to(output.dtype)
+        errors = pool.errors(output[..., 0].numel(), output.shape[-1]).view(output.shape)
+        return torch.addcmul(output, output, errors, value=error).to(output.dtype)
 
     return noisy
