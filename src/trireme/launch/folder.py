@@ -9,7 +9,7 @@ import fcntl
 import os
 import time
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import IO
@@ -92,6 +92,19 @@ def launcher_of(paths: RunPaths) -> int | None:
             holder = _holder(lock)
             return int(holder) if holder.isdigit() else None
     return None
+
+
+def holds_launcher_lock(paths: RunPaths, pid: int) -> bool:
+    """Return whether a process of this machine has the launcher's lock open. A pid in that file can also be one of a
+    container, of another machine, or of a launcher that was killed. Without /proc every process counts."""
+    if not Path("/proc/self/fd").is_dir():
+        return True
+    with suppress(OSError):  # it has ended, or is another user's
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):  # closed since
+                if descriptor.samefile(paths.root / LOCKS["launcher"]):
+                    return True
+    return False
 
 
 def _holder(lock: IO[str]) -> str:

@@ -25,6 +25,7 @@ from trireme.cli.runs.status import status
 from trireme.config.files import write_run
 from trireme.config.resolve import resolve
 from trireme.config.run import RunConfig
+from trireme.launch.folder import LOCKS, hold
 from trireme.tools.cluster.job import Submission, submissions_of, write_secrets
 
 DEADLINE_S = 30
@@ -159,6 +160,18 @@ def test_cancel_ends_the_launcher_and_waits_for_it_or_names_it(run, capsys):
         end_launcher(RunPaths(run), wait_s=0.2)
     with pytest.raises(ConfigError, match="No launcher is running"):
         cancel([str(run)])
+
+
+def test_cancel_ends_no_process_that_does_not_hold_the_runs_lock(run):
+    """The pid in the lock's file may be that of a container, of another machine, or of a launcher that was killed."""
+    with hold(RunPaths(run), "launcher"), subprocess.Popen(["sleep", "60"]) as another:
+        (run / LOCKS["launcher"]).write_text(f"{another.pid}\n")
+        try:
+            with pytest.raises(ConfigError, match=f"process {another.pid} of this machine does not hold"):
+                end_launcher(RunPaths(run), wait_s=0.2)
+            assert another.poll() is None
+        finally:
+            another.kill()
 
 
 def record(run: Path, identity: str = "20260102-030405-ab12", scheduler: Any = "slurm", **more: Any) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trireme.base.errors import ConfigError, DeadlineExceeded
 from trireme.base.paths import RunPaths
-from trireme.launch.folder import launcher_of
+from trireme.launch.folder import holds_launcher_lock, launcher_of
 from trireme.tools.cluster import kubernetes, slurm
 from trireme.tools.cluster.job import find_submission
 
@@ -42,7 +42,7 @@ def end_launcher(paths: RunPaths, *, wait_s: float = END_S) -> None:
     """Ask the launcher to end, and wait until it is gone. It ends its processes first.
 
     Raises:
-        ConfigError: There is no launcher.
+        ConfigError: There is no launcher, or not on this machine.
         DeadlineExceeded: It did not end in time.
     """
     launcher = launcher_of(paths)
@@ -50,6 +50,12 @@ def end_launcher(paths: RunPaths, *, wait_s: float = END_S) -> None:
         raise ConfigError(
             f"No launcher is running in {paths.root}. Expected a run that `rl` started on this machine, or that was "
             f"submitted from here. `trireme status {paths.root}` shows its state."
+        )
+    if not holds_launcher_lock(paths, launcher):
+        raise ConfigError(
+            f"{paths.root} is locked by a launcher with the process number {launcher}, but process {launcher} of this "
+            "machine does not hold that lock - expected a launcher outside of containers, on this machine. Cancel the "
+            "run in its container or on its machine; if its launcher was killed, its processes are about to end."
         )
     os.kill(launcher, signal.SIGTERM)
     give_up = time.monotonic() + wait_s
