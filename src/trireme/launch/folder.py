@@ -194,7 +194,7 @@ def move_aside(paths: RunPaths, also: Collection[str] = ()) -> Path:
     locks = LOCKS.values()
     mine = [entry for entry in paths.root.iterdir() if _is_of_a_run(entry, also) and entry.name not in locks]
     aside.mkdir()
-    for entry in mine:
+    for entry in sorted(mine, key=lambda entry: entry in (paths.metrics, paths.journal)):  # `holds_run` until the end
         entry.rename(aside / entry.name)
     return aside
 

@@ -16,7 +16,16 @@ from trireme.base.paths import RunPaths, remove_partial_files
 from trireme.config.files import command_without_secrets, read_run, write_process_files, write_run
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord, State
-from trireme.launch.folder import check_folder, hold, hold_folder, launcher_of, move_aside, prepare_folder
+from trireme.launch.folder import (
+    LOCKS,
+    RUN_ENTRIES,
+    check_folder,
+    hold,
+    hold_folder,
+    launcher_of,
+    move_aside,
+    prepare_folder,
+)
 from trireme.monitor.metrics import MetricsFile
 from trireme.tools.diff.configuration import read_configuration
 from trireme.tools.report.sections import choices_of
@@ -71,6 +80,21 @@ def test_an_earlier_run_is_moved_without_the_files_of_the_user(tmp_path: Path) -
     assert prepare_folder(run_in(root)) is None  # no run is in the way any more
     (root / "metrics.jsonl").touch()
     assert move_aside(RunPaths(root)) == tmp_path / "project.earlier-2"
+
+
+def test_a_folder_holds_a_run_until_all_its_files_are_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher may be killed between two of them. The next one takes what is left for a run too."""
+    for name in RUN_ENTRIES:
+        (tmp_path / "run" / name).mkdir(parents=True)
+    held, rename = [], Path.rename
+
+    def observed(entry: Path, to: Path) -> Path:
+        held.append(RunPaths(tmp_path / "run").holds_run)
+        return rename(entry, to)
+
+    monkeypatch.setattr(Path, "rename", observed)
+    move_aside(RunPaths(tmp_path / "run"))
+    assert held == [True] * len(RUN_ENTRIES - set(LOCKS.values()))
 
 
 def test_samples_of_supervised_training_replace_only_samples(tmp_path: Path) -> None:
