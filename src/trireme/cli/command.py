@@ -33,7 +33,7 @@ from trireme.launch.folder import hold, prepare_folder
 from trireme.launch.plan import describe, plan
 from trireme.launch.process_tree import MARKER
 from trireme.launch.ranks import run_ranks
-from trireme.launch.resume import check_resume
+from trireme.launch.resume import check_fresh, check_resume
 
 RANKS_PARENT = "TRIREME_RANKS_PARENT"  # pid of the process that starts the ranks, for the ranks below it
 
@@ -149,7 +149,7 @@ def open_process(name: ProcessName, argv: list[str]) -> tuple[RunConfig, Path] |
         check_resume(config)
         if not node:
             with hold(config.paths, name):  # or else the configuration of a running process would be replaced
-                pass
+                check_fresh(config, name)
     join_network(config, name, node)
     run_file = config.paths.configs / (f"{name}-{node}.json" if node else f"{name}.json")
     write_run(config, run_file)

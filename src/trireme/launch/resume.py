@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths, step_folder, step_of
@@ -58,6 +59,29 @@ def check_resume(config: RunConfig | SftConfig) -> None:
             f"the run in {paths.root} has reached step {newest}, but `max_steps` is {last} - expected {newest} or "
             f"more, as engines serve what they confirmed. Raise `max_steps`, or go back with "
             f"`--{prefix}ckpt.resume-step N`."
+        )
+
+
+def check_fresh(config: RunConfig, process: Literal["orchestrator", "trainer"]) -> None:
+    """Check a process that starts alone: only a launcher moves the files of an earlier run aside.
+
+    Raises: ConfigError where the folder holds such files of this process, and the user did not ask to resume.
+    """
+    from trireme.journal.journal import Journal  # it imports numpy, which `rl --help` does not wait for
+
+    paths = config.paths
+    if config.resume or config.trainer.ckpt.resume_step is not None:
+        return
+    if process == "orchestrator":
+        steps = Journal(paths.journal).steps()
+        found = f"{paths.journal} holds {len(steps)} batches"
+    else:
+        steps = complete_steps(paths.checkpoints)
+        found = f"{paths.checkpoints} holds the checkpoints of steps {', '.join(map(str, steps))}"
+    if steps:
+        raise ConfigError(
+            f"{found} of an earlier run - an empty folder was expected. Add --resume to continue that run, or set "
+            "another `output_dir` or `name`."
         )
 
 

@@ -256,18 +256,13 @@ async def open_orchestrator(config: RunConfig) -> AsyncIterator[Orchestrator]:
 
 
 def _open_journal(config: RunConfig) -> Journal:
-    """Open the journal. One that has entries is continued only if the user asks for it."""
+    """Open the journal, and go back to `resume_step` in it. The command has refused one of another run."""
     config.paths.journal.mkdir(parents=True, exist_ok=True)
     journal = Journal(config.paths.journal)
     step = config.trainer.ckpt.resume_step
     if step is not None and step >= 0:
         Versions(config.paths.journal).rewind(step)  # first: no version may outlive the batch that made it
         journal.rewind(step)
-    elif journal.steps() and not config.resume and step is None:
-        raise ConfigError(
-            f"{config.paths.journal} holds {len(journal.steps())} batches of an earlier run - an empty folder was "
-            "expected. Add --resume to continue that run, or set another `output_dir` or `name`."
-        )
     return journal
 
 

@@ -13,6 +13,8 @@ from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.config.trainer import TrainerModel
+from trireme.journal.journal import Journal
+from trireme.journal.records import BatchRecord, State
 from trireme.launch.resume import check_resume, is_trained
 from written_run import build_config
 
@@ -62,6 +64,18 @@ def test_a_run_and_a_process_that_is_started_alone_refuse_to_resume_with_another
     argv = ["--output-dir", str(earlier.paths.root), "--resume", "--model.name", "models/wordle-tiny", *ENV]
     with pytest.raises(ConfigError, match=r"trains the model .*`model.name` is 'models/wordle-tiny'"):
         rl(argv) if process == "run" else open_process(process, argv)
+
+
+@pytest.mark.parametrize(("process", "said"), [("orchestrator", "holds 1 batches"), ("trainer", "steps 2, 3")])
+def test_a_process_that_is_started_alone_is_refused_in_the_folder_of_an_earlier_run(earlier, process, said):
+    """A launcher would move its files aside."""
+    Journal(earlier.paths.journal).append(BatchRecord(0, [], [], State(next_batch=1)))
+    record = earlier.paths.configs / f"{process}.json"
+    record.write_text("of the earlier run")
+    argv = ["--output-dir", str(earlier.paths.root), "--model.name", "models/reverse-text-tiny", *ENV]
+    with pytest.raises(ConfigError, match=rf"{said}.*--resume"):
+        open_process(process, argv)
+    assert record.read_text() == "of the earlier run"
 
 
 @pytest.mark.parametrize(
