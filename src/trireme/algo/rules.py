@@ -44,6 +44,11 @@ class Rules(msgspec.Struct, frozen=True):
     teacher_weight: float | None = None  # None where there is no teacher
     reward_weight: float = 1.0  # of the advantage from rewards, next to a teacher's
 
+    @property
+    def max_lag(self) -> int:
+        """Versions that a trained token may be older than its batch's own version. A synchronous batch has one."""
+        return 0 if self.max_async_level == 0 else self.max_off_policy_steps
+
 
 def rules_of(config: RunConfig) -> Rules:
     orchestrator = config.orchestrator

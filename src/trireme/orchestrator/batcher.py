@@ -90,7 +90,7 @@ class Batcher:
     def _why_drop(self, group: Group, step: int, outcomes: list[Outcome]) -> str | None:
         """Return why a group may not enter this batch. Note its outcome if it ended in time."""
         oldest = min(rollout.oldest_version for rollout in group.rollouts)
-        if is_too_old(step, oldest, self._rules.max_off_policy_steps):
+        if is_too_old(step, oldest, self._rules.max_lag):
             return f"stale: version {oldest} sampled a part of it"
         outcomes.append(outcome_of(group.rollouts))
         for rollout in group.rollouts:

@@ -146,6 +146,19 @@ def test_a_stale_group_never_reaches_a_batch(tmp_path):
     assert max(lags_of(outcome)) <= 1
 
 
+def test_a_batch_of_a_synchronous_run_holds_no_token_of_an_earlier_version(tmp_path):
+    def sample_one_turn_with_the_version_before(response):
+        if response["request_id"] == "8":
+            response["choices"][0]["weight_versions"][0]["version"] = "0"
+        return response
+
+    config = build_config(tmp_path, max_async_level=0)
+    outcome = run(config, engine={"mangle": sample_one_turn_with_the_version_before})
+    records = whole_batches_of(outcome, reasons=("stale: version 0 sampled a part of it",))
+    assert sum(len(record.dropped) for record in records) == 4
+    assert max(lags_of(outcome)) == 0
+
+
 def test_a_group_that_fails_is_dropped_and_replaced(tmp_path):
     """A reward that raises costs that rollout only; one that raises each time costs its group."""
 

@@ -434,6 +434,31 @@ def test_an_engine_that_dies_before_the_confirmation_leaves_its_requests_to_the_
     on_stage(tmp_path, play, num_engines=2, policy={"offers": True})
 
 
+@pytest.mark.parametrize("held", ["_collective_rpc", "_resume"])
+def test_an_engine_that_returns_during_an_update_of_the_other_is_not_live_with_the_version_before(tmp_path, held):
+    async def play(stage):
+        returning, asked, may_answer = stage.engines[1], asyncio.Event(), asyncio.Event()
+        answer = getattr(returning, held)
+
+        async def answer_late(body: dict) -> Any:
+            asked.set()
+            await may_answer.wait()
+            return await answer(body)
+
+        returning.dead = True
+        await until(lambda: stage.states[1] == ("starting", None))
+        setattr(returning, held, answer_late)
+        returning.dead = False
+        await asked.wait()
+        assert await stage.publish(1) == Live(version=1)
+        may_answer.set()
+        await until(lambda: stage.states[1] != ("starting", None))
+        assert stage.states == [("live", 1), ("quarantined", None)]
+        assert stage.updates.needed(1) is not None
+
+    on_stage(tmp_path, play, num_engines=2)
+
+
 # requests
 
 

@@ -105,14 +105,15 @@ class Policy:
         if newest.version < 0:
             return False
         version, report = await engine.weight_version(), (await engine.weight_reports())[0]
-        is_newest = version == str(newest.version) and report.digests == newest.digests and not report.incomplete
-        if self.is_moving or not is_newest:
-            log.info("%s serves version %s and needs version %d", engine.url, version, newest.version)
-            return False
-        await engine.post("resume")  # an orchestrator that died may have left it paused
-        log.info("%s serves version %d, as it was confirmed", engine.url, newest.version)
-        await self._enter(newest.version, [engine])
-        return True
+        if version == str(newest.version) and report.digests == newest.digests and not report.incomplete:
+            await engine.post("resume")  # an orchestrator that died may have left it paused
+            # an update of the other engines may have begun or ended since: this one was not part of it
+            if not self.is_moving and self.newest == newest:
+                log.info("%s serves version %d, as it was confirmed", engine.url, newest.version)
+                await self._enter(newest.version, [engine])
+                return True
+        log.info("%s serves version %s and needs version %d", engine.url, version, self.versions.newest)
+        return False
 
     async def offer(self, version: int, engines: list[Engine]) -> None:
         """Let rollouts begin under `version`: all engines have loaded it, but not confirmed it yet.

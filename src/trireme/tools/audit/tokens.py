@@ -117,7 +117,7 @@ class TokenAudit:
         tokens, step, summary = columns.tokens, record.step, self._report.summary
         trained, versions = tokens.loss_mask == 1, tokens.versions
         lags = step - versions
-        allowed = 0 if rules.max_async_level == 0 else rules.max_off_policy_steps
+        allowed = rules.max_lag
         why = "max_async_level = 0" if rules.max_async_level == 0 else f"max_off_policy_steps = {allowed}"
         no_logprob = ~np.isfinite(tokens.logprobs) | (tokens.logprobs > HIGHEST_LOGPROB)
         used = {int(version) for version in np.unique(versions[trained]) if version >= 0}
