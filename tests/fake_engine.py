@@ -85,6 +85,7 @@ class FakeEngine:
     incomplete: tuple[str, ...] = ()
     probe_error: float = 0.0  # added to its logprobs of prompts
     probe_s: float = 0.0
+    num_workers: int = 1
     has_room: bool = True  # to take new weights in while it serves
     failing_route: str | None = None  # a control route that answers 500
     dead: bool = False  # the engine core; the HTTP server stands
@@ -96,6 +97,7 @@ class FakeEngine:
     requests: list[Asked] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)  # of control routes, in order
     epochs: list[str] = field(default_factory=list)  # joined
+    names: list[str] = field(default_factory=list)  # of adapters
     most_at_once: int = 0
 
     def __post_init__(self) -> None:
@@ -127,7 +129,14 @@ class FakeEngine:
         return web.json_response({"weight_version": self.version_name})
 
     async def world_size(self, request: web.Request) -> web.Response:
-        return web.json_response({"world_size": 1})
+        return web.json_response({"world_size": self.num_workers})
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": name} for name in ("base", *self.names)]})
+
+    async def load_lora_adapter(self, request: web.Request) -> web.Response:
+        self.names.append((await request.json())["lora_name"])
+        return web.Response(text="Success")
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -260,9 +269,10 @@ def door_keeper(secret: str | None, shown: set[str]) -> Any:
 def build_app(engine: FakeEngine, *middlewares: Any) -> web.Application:
     app = web.Application(client_max_size=1 << 26, middlewares=middlewares)
     gets = {"health": engine.health, "get_world_size": engine.world_size, "weight_info": engine.weight_info}
-    for path, handler in (gets | {"is_paused": engine.is_paused}).items():
+    for path, handler in (gets | {"is_paused": engine.is_paused, "v1/models": engine.models}).items():
         app.router.add_get(f"/{path}", handler)
     app.router.add_post("/inference/v1/generate", engine.generate)
+    app.router.add_post("/v1/load_lora_adapter", engine.load_lora_adapter)
     app.router.add_post("/{route}", engine.control)
     return app
 

@@ -128,8 +128,6 @@ def core(argv: list[str]) -> None:
 async def _run_core(config: RunConfig) -> None:
     engine = Core(config)
     app = build_app(engine)
-    app.router.add_get("/v1/models", engine.models)
-    app.router.add_post("/v1/load_lora_adapter", engine.load_lora_adapter)
     async with serving(app, engine.port):
         print(engine.port, flush=True)
         api_server, left_at = os.getppid(), None
@@ -150,7 +148,6 @@ class Core(FakeEngine):
         self.loaded = dict.fromkeys(self.tensors, "base")  # tensor -> digest of what would be computed with
         self.digests: dict[str, str] = {}  # of the last update
         self.unloaded: list[str] = []
-        self.names: list[str] = []  # of adapters
         self._receiver: Receiver | None = None
         self._background: Future[list[tuple[str, str]]] | None = None
         self._address: tuple[Any, ...] = ()
@@ -178,14 +175,10 @@ class Core(FakeEngine):
             entry["logprob"] = UNIFORM + entry["logprob"] / 10
         return response
 
-    async def models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": name} for name in ("base", *self.names)]})
-
     async def load_lora_adapter(self, request: web.Request) -> web.Response:
         """As vLLM: it is looked for on disk unless the workers have it already."""
         assert any(is_of_adapter(name) for name in self.loaded), "no adapter is loaded"
-        self.names.append((await request.json())["lora_name"])
-        return web.Response(text="Success")
+        return await super().load_lora_adapter(request)
 
     async def generate(self, request: web.Request) -> web.Response:
         """As vLLM: whoever names nobody is answered by the base model, which is not what anybody wants to be here."""

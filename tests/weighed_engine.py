@@ -113,7 +113,6 @@ async def open_weighed_engine(model: Path, **knobs: Any) -> AsyncIterator[Weighe
     engine = WeighedEngine(WeightWire(), model=model, **knobs)
     app = build_app(engine)
     app.router.add_get("/metrics", engine.metrics)
-    app.router.add_get("/v1/models", engine.models)
     async with AsyncExitStack() as life:
         await life.enter_async_context(serving(app, engine.port))
 

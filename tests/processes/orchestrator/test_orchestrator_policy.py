@@ -78,6 +78,13 @@ class Stage:
         await asyncio.sleep(pause_s)
         return await self.send(go, self.attempts)
 
+    async def lose_and_find(self) -> None:
+        """As after a cut, or a restart of the orchestrator: the first engine is the same process as before."""
+        self.engine.dead = True
+        await until(lambda: self.pool.engines[0].state == "starting")
+        self.engine.dead = False
+        await until(lambda: self.pool.engines[0].state != "starting")
+
     async def kill(self) -> None:
         await self.life.aclose()
         await until(lambda: self.pool.engines[-1].state == "starting")
@@ -230,10 +237,7 @@ async def test_a_trainer_that_has_yet_to_send_hears_at_once_that_an_engine_canno
     assert "collective_rpc broke" in (await stage.announce(1)).reason
     stage.engine.failing_route = None
     await stage.announce(1, attempt=2)
-    stage.engine.dead = True
-    await until(lambda: stage.pool.engines[0].state == "starting")
-    stage.engine.dead = False
-    await until(lambda: stage.pool.engines[0].state != "starting")
+    await stage.lose_and_find()
     reply = await stage.announce(1, attempt=2)
     assert isinstance(reply, Again)
     assert "died before all was loaded" in reply.reason
@@ -371,6 +375,20 @@ async def test_a_trainer_stays_while_an_engine_lacks_its_weights_and_that_of_ano
     error = (await answers(GetBatch(run_id="/runs/other", step=0, rank=0, world=1))).error
     assert "/runs/other" in error
     assert stage.config.run_id in error
+
+
+@staged()
+async def test_an_engine_that_is_found_again_is_live_under_the_adapters_name_and_with_the_weights_of_all_workers(stage):
+    stage.pool.adapter = "policy"  # which an orchestrator that died had yet to name
+    await stage.lose_and_find()
+    assert (stage.states, stage.engine.names) == ([("live", 0)], ["policy"])
+
+    async def report_of_two(body: dict) -> Any:
+        return {"results": [{"digests": digests_of(version), "incomplete": []} for version in (0, -1)]}
+
+    stage.engine.num_workers, stage.engine._collective_rpc = 2, report_of_two
+    await stage.lose_and_find()
+    assert stage.states == [("quarantined", None)]
 
 
 # of two engines one dies

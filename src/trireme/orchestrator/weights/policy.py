@@ -18,6 +18,7 @@ from trireme.journal.versions import Versions
 from trireme.messages import Newest
 from trireme.orchestrator.engines.engine import Engine
 from trireme.orchestrator.engines.pool import InferencePool
+from trireme.orchestrator.weights.engine_update import name_adapter
 
 log = get_logger("policy")
 
@@ -104,9 +105,12 @@ class Policy:
         newest = self.newest
         if newest.version < 0:
             return False
-        version, report = await engine.weight_version(), (await engine.weight_reports())[0]
-        if version == str(newest.version) and report.digests == newest.digests and not report.incomplete:
-            await engine.post("resume")  # an orchestrator that died may have left it paused
+        version, reports = await engine.weight_version(), await engine.weight_reports()
+        is_whole = all(report.digests == newest.digests and not report.incomplete for report in reports)
+        if version == str(newest.version) and is_whole:
+            if self.pool.adapter is not None:  # an orchestrator that died may have left it without the name, and paused
+                await name_adapter(engine, self.pool.adapter)
+            await engine.post("resume")
             # an update of the other engines may have begun or ended since: this one was not part of it
             if not self.is_moving and self.newest == newest:
                 log.info("%s serves version %d, as it was confirmed", engine.url, newest.version)
