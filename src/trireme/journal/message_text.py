@@ -1,10 +1,12 @@
-"""The content of a chat message as text: a text, or a list of parts of which some are pictures."""
+"""Chat messages: what a chat template is given of them, and their content (a text, or a list of parts of which some are
+pictures) as text."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 PREFIX = "picture:"
@@ -12,6 +14,23 @@ PREFIX = "picture:"
 
 _URL = re.compile(rf"{PREFIX}([0-9a-f]{{64}})")
 _LETTERS = 8  # of a digest that are shown
+
+
+def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as chat templates expect it, in rollouts and in supervised training: with content, if only an
+    empty text, and with the arguments of tool calls as objects."""
+    out = dict(message)
+    if out.get("content") is None:
+        out["content"] = ""
+    if calls := out.get("tool_calls"):
+        out["tool_calls"] = []
+        for call in calls:
+            function = dict(call.get("function", call))
+            if isinstance(arguments := function.get("arguments"), str):
+                with suppress(ValueError, RecursionError):  # a model wrote it
+                    function["arguments"] = json.loads(arguments)
+            out["tool_calls"].append({"type": "function", "id": call.get("id"), "function": function})
+    return out
 
 
 def content_text(content: Any) -> str:

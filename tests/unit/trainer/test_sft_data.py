@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tiny import random_samples
 from tiny_pictures import picture_file
-from tiny_tokenizer import LLAMA_3, MARKED, QWEN_3, write_seeing_model, write_tokenizer
+from tiny_tokenizer import CHATML, LLAMA_3, MARKED, QWEN_3, write_seeing_model, write_tokenizer
 from trireme.algo.packing import Sample
 from trireme.base.errors import ConfigError
 from trireme.base.waiting import Waits
@@ -23,6 +23,7 @@ from trireme.config.sft import SftConfig, Source
 from trireme.config.trainer import TrainerModel, Vlm
 from trireme.journal.pictures import PictureFiles, size_of, to_data_uri
 from trireme.messages import Picture
+from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.trainer.parallel.mesh import World
 from trireme.trainer.sft.conversations import Completion, Conversation, read_conversations, to_conversation
 from trireme.trainer.sft.dataset import Epochs, Portion, SampleFiles, SampleWriter
@@ -374,6 +375,16 @@ def test_a_template_that_drops_earlier_thinking_makes_a_sample_of_each_turn(thin
     written = '\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
     assert learned(thinking, sample) == f"<think>1</think>{written}{END}<think>3</think>4{END}"
     assert '"name": "f"' in thinking.decode(sample.ids).partition("# Tools\n<tools>\n")[2].partition("</tools>")[0]
+
+
+def test_messages_are_written_as_rollouts_serve_them(tmp_path):
+    calls = "(message.tool_calls | tojson if message.tool_calls else '')"
+    folder = write_tokenizer(tmp_path / "t", CHATML.replace("+ '<|im_end|>'", f"+ {calls} + '<|im_end|>'"))
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    turns = [GREETING[0], {"role": "assistant", "content": None, "tool_calls": [call]}, GREETING[1]]
+    (sample,) = samples_of(Renderer(AutoTokenizer.from_pretrained(folder)), conversation(*turns))
+    served = ChatTokenizer(folder)
+    assert sample.ids == served.encode(served.render(turns, tools=None, generate=False))
 
 
 def test_only_the_completion_of_a_prompt_counts(tokenizer):

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from trireme.base.errors import ConfigError
+from trireme.journal.message_text import for_template
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"]
@@ -164,18 +164,8 @@ def _compile_template(text: str) -> jinja2.Template:
 
 
 def _for_template(message: dict[str, Any]) -> dict[str, Any]:
-    """Convert a message to what templates expect: text or parts as content, and tool arguments as objects."""
-    out = dict(message)
-    if out.get("content") is None:
-        out["content"] = ""
-    elif isinstance(out["content"], list):
+    """Convert a message to what templates expect, with `{"type": "image"}` for each picture."""
+    out = for_template(message)
+    if isinstance(out["content"], list):
         out["content"] = [{"type": "image"} if part["type"] == "image_url" else part for part in out["content"]]
-    if calls := out.get("tool_calls"):
-        out["tool_calls"] = []
-        for call in calls:
-            function = dict(call.get("function", call))
-            if isinstance(arguments := function.get("arguments"), str):
-                with suppress(ValueError, RecursionError):  # a model wrote it
-                    function["arguments"] = json.loads(arguments)
-            out["tool_calls"].append({"type": "function", "id": call.get("id"), "function": function})
     return out

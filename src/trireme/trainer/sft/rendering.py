@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trireme.algo.pictures import expand
 from trireme.base.errors import ConfigError
+from trireme.journal.message_text import for_template
 from trireme.messages import Picture
 from trireme.trainer.sft.conversations import ASSISTANT, Completion, Conversation
 from trireme.trainer.sft.pictures import Grid
@@ -85,10 +86,9 @@ class Renderer:
         return [*samples, _rendered(conversation, text, spans, seen)] if spans else samples
 
     def _apply(self, conversation: Conversation, num_messages: int, *, generate: bool = False) -> str:
-        messages = list(conversation.messages[:num_messages])
         try:
             text = self.tokenizer.apply_chat_template(
-                messages,
+                [for_template(message) for message in conversation.messages[:num_messages]],
                 tools=list(conversation.tools) if conversation.tools else None,
                 tokenize=False,
                 add_generation_prompt=generate,
