@@ -127,8 +127,8 @@ def nested(levels: int) -> list:
         *(DONE | {"metrics": {name: 1.0}} for name in ('a" :data-x="alert()" b="', "", "x" * 201)),
         DONE | {"metrics": {str(number): 1.0 for number in range(501)}},
         *(DONE | {"turn_rewards": rewards} for rewards in (None, 0.5, [0.5], [None], [[None]], [["1"]], {"0": [1]})),
-        *(DONE | {"turn_rewards": rewards} for rewards in ([[1e31]], [[0.5], [-1e31]], [[[0.5]]])),
-        *(DONE | {"reward": reward} for reward in (1e31, None)),
+        *(DONE | {"turn_rewards": rewards} for rewards in ([[1e13]], [[0.5], [-1e13]], [[[0.5]]])),
+        *(DONE | {"reward": reward} for reward in (1e13, None)),
         ASK | {"sampling": None},
         # in JSON that Python does not write
         *(in_json(DONE).replace(b"{}", b'{"x": ' + number + b"}") for number in (b"1e999", b"9" * 5000)),
@@ -152,6 +152,6 @@ def test_what_readers_expect_gets_through():
     messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, USER | {"tool_calls": None}]
     assert wire.decode(in_json(ASK | {"messages": messages})).messages == messages
     info, metrics = {"deep": nested(31)}, {"a/b@2:c+d-e f_g.h": 1.0} | {str(number): 1.0 for number in range(499)}
-    turns = [[0.5], [], [1, 2, -3.5], [1e30], [-1e30]]
+    turns = [[0.5], [], [1, 2, -3.5], [1e12], [-1e12]]
     done = wire.decode(in_json(DONE | {"info": info, "metrics": metrics, "turn_rewards": turns}))
     assert (done.info, done.metrics, done.turn_rewards) == (info, metrics, turns)

@@ -219,8 +219,9 @@ FromWorker = Ready | Failed | AboutRollout | Pong
 LONGEST_LINE = 64 << 20
 """Bytes of one message from a worker."""
 
-LARGEST_REWARD = 1e30
-"""Largest reward, of either sign. Squares of larger ones overflow float32, and one rollout would spoil its batch."""
+LARGEST_REWARD = 1e12
+"""Largest reward, of either sign. The norm of a gradient sums squares in float32, which overflow above 1.8e19: one
+rollout would throw away the update of its whole batch. There is room for what the gradient multiplies a reward by."""
 
 DEEPEST = 32
 """Most lists and objects within each other. Encoders and readers recurse, up to Python's limit."""
