@@ -206,6 +206,8 @@ class _Reading:
             value = True if found.kind == "bool" else {}
         elif found.kind == "text" and found.optional and words.lower() in (NONE, "null"):
             value = None
+        elif found.is_text_list and len(flag.values) > 1:
+            value = list(flag.values)  # a word of the shell stays whole: `sh -c "echo one, two"`
         else:
             value = ",".join(flag.values) if found.kind == "list" else words
         self._set(path, value, Source(flag.name, typed=words))

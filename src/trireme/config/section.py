@@ -63,6 +63,10 @@ class Field:
     default: Any
     doc: str
 
+    @property
+    def is_text_list(self) -> bool:
+        return self.words == "list of text"
+
     def read(self, value: Any) -> Any:
         """Return a value in the form that pydantic validates.
 
@@ -81,7 +85,11 @@ class Field:
                 structure = read_structure(value)
                 value = structure if isinstance(structure, dict | list) else value
             if isinstance(value, str) and self.kind == "list":
-                value = [part.strip() for part in value.split(",") if part.strip()]
+                parts = [part.strip() for part in value.split(",")]
+                if self.is_text_list and value and not (len(parts) > 1 and all(parts)):
+                    value = [value]  # "\n\n" and ", " are items themselves
+                else:
+                    value = [part for part in parts if part]
         return [value] if isinstance(value, dict) and self.kind == "sections" else value
 
 
