@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
+from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn
 
@@ -50,6 +51,8 @@ def run_command(program: str, main: Callable[[list[str]], int | None], *, abrupt
             interpreter ends under one of them, the process aborts with "terminate called without an active exception".
     """
     correct_wheel_tag()
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error: an encoding may lack what a log holds
     if any(word in HELP for word in sys.argv):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `rl --help | head` ends quietly
     try:

@@ -1,6 +1,7 @@
 """`trireme VERB` and `rl`: what ends a command, what is typed after a flag, and what is written before a start."""
 
 import errno
+import io
 import json
 import os
 import re
@@ -77,6 +78,15 @@ def test_a_full_disk_and_a_reader_that_stops_behind_standard_output_get_no_trace
     done = subprocess.run(LIST, stdout=writing, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=60)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_character_that_the_terminal_cannot_show_ends_no_command(monkeypatch):
+    """A run prints the last line of a dead process's log, which may hold any."""
+    shown = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    with pytest.raises(SystemExit, match="0"):
+        run_command("rl", lambda _: print("trainer died: \u201cquoted\u201d \udc80"))
+    assert shown.getvalue() == b"trainer died: \\u201cquoted\\u201d \\udc80\n"
 
 
 def test_settings_that_a_resumed_run_did_not_have_are_told_and_the_earlier_ones_kept(tmp_path, capsys):
