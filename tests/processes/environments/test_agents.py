@@ -10,6 +10,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -21,13 +22,14 @@ import pytest
 from agent_play import ENDS, TASKS, ScriptedPolicy, assert_exact, calls, player
 from real_run import is_alive
 from toy_environments import open_toy, running, write
-from trireme.base.errors import ConfigError, DeadlineExceeded
+from trireme.base.errors import ConfigError, DeadlineExceeded, PeerDied
 from trireme.base.processes import make_socket_folder
 from trireme.config.orchestrator import Environment
 from trireme.journal.turns import compare_turns, read_turns, turns_file
 from trireme.orchestrator.environments import agent_session
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import open_environment
+from trireme.orchestrator.environments.programs import AgentPrograms
 from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome
 from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.tools.environments.check import check_solutions
@@ -285,6 +287,31 @@ def test_a_worker_that_dies_costs_no_turn(play, tmp_path):
     (rollout,), policy = play(DIES_ONCE % str(tmp_path / "first"), journal=tmp_path / "journal")
     assert (rollout.metrics["exit_code"], rollout.num_turns, len(policy.given)) == (0.0, 1, 1)
     assert not is_alive((tmp_path / "first").read_text())  # it would work in its successor's folder
+
+
+def test_all_workers_start_the_process_of_programs_once_even_after_a_start_that_failed(tmp_path):
+    python, lack = tmp_path / "python", tmp_path / "no-memory"
+    python.write_text(f'#!/bin/sh\ntest -e {lack} && exit 1\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    programs = AgentPrograms(python, folders=tmp_path, log_file=tmp_path / "log", address=("127.0.0.1", 0))
+
+    def running_now() -> list[psutil.Process]:
+        children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+        return [child for child in children if str(tmp_path) in child.cmdline()]
+
+    programs.open()
+    (first,) = running_now()
+    lack.touch()
+    first.kill()
+    first.wait()
+    with pytest.raises(PeerDied):
+        programs.start()
+    lack.unlink()
+    with ThreadPoolExecutor() as keepers:
+        list(keepers.map(lambda _: programs.start(), range(4)))
+    assert len(running_now()) == 1
+    assert programs.running() == {}
+    programs.close()
 
 
 def test_evaluation_on_an_environment_of_the_same_name_has_its_own_programs_and_logs(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import hashlib
 import os
 import socket
 import subprocess
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ class AgentPrograms:
         self.found: dict[str, str] = {}  # rollouts whose programs run since before this process, and their keys
         self._process: subprocess.Popen[bytes] | None = None  # where this process has started it
         self._held: socket.socket | None = None  # the connection that keeps it from ending
+        self._starting = threading.Lock()  # when the process dies, so do all workers, and each one's keeper starts it
         self._is_kept = TEMPORARY in os.environ
         home = os.environ.get(TEMPORARY) or make_socket_folder("trireme-programs-")
         self.path = Path(home, "programs-" + hashlib.sha256(str(folders).encode()).hexdigest()[:16])
@@ -71,29 +73,31 @@ class AgentPrograms:
 
     def start(self) -> None:
         """Start the process unless it is there. Programs of one that has died end."""
-        if self._held is not None:
-            try:
-                self._held.recv(1)  # its end, as nothing is sent
-            except BlockingIOError:
-                return
-            self._held.close()
-        if self.listener is None:
-            self.listener = listen(*self._address)
-        self.path.unlink(missing_ok=True)
-        self._log_file.parent.mkdir(parents=True, exist_ok=True)
-        unwanted = {"VIRTUAL_ENV", "PYTHONHOME", "PYTHONSAFEPATH", "PYTHONPATH", TOKEN}
-        variables = {name: value for name, value in os.environ.items() if name not in unwanted}
-        with socket.socket(socket.AF_UNIX) as requests, open(self._log_file, "ab") as output:
-            requests.bind(str(self.path))
-            requests.listen(BACKLOG)
-            descriptors = requests.fileno(), self.listener.fileno()
-            arguments = [*map(str, descriptors), str(self._folders), str(ABSENCE_S if self._is_kept else 0.0)]
-            self._process = subprocess.Popen(
-                [str(self._python), str(SERVER), *arguments],
-                pass_fds=descriptors, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                env=variables | {PROCESS: MEMBER, "PYTHONUNBUFFERED": "1"}, start_new_session=True,
-            )  # fmt: skip
-        self._hold()
+        with self._starting:
+            if self._held is not None:
+                try:
+                    self._held.recv(1)  # its end, as nothing is sent
+                except BlockingIOError:
+                    return
+                self._held.close()
+                self._held = None
+            if self.listener is None:
+                self.listener = listen(*self._address)
+            self.path.unlink(missing_ok=True)
+            self._log_file.parent.mkdir(parents=True, exist_ok=True)
+            unwanted = {"VIRTUAL_ENV", "PYTHONHOME", "PYTHONSAFEPATH", "PYTHONPATH", TOKEN}
+            variables = {name: value for name, value in os.environ.items() if name not in unwanted}
+            with socket.socket(socket.AF_UNIX) as requests, open(self._log_file, "ab") as output:
+                requests.bind(str(self.path))
+                requests.listen(BACKLOG)
+                descriptors = requests.fileno(), self.listener.fileno()
+                arguments = [*map(str, descriptors), str(self._folders), str(ABSENCE_S if self._is_kept else 0.0)]
+                self._process = subprocess.Popen(
+                    [str(self._python), str(SERVER), *arguments],
+                    pass_fds=descriptors, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                    env=variables | {PROCESS: MEMBER, "PYTHONUNBUFFERED": "1"}, start_new_session=True,
+                )  # fmt: skip
+            self._hold()
 
     def _hold(self) -> None:
         """Raises: PeerDied where no process listens."""
