@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -276,6 +277,23 @@ def test_a_client_that_left_before_its_answer_gets_the_same_turn_when_it_asks_ag
     assert again.json()["content"][0]["text"] == TURNS["text"].content
     assert other.json()["content"][0]["type"] == "thinking"  # the same question once more is a turn of its own
     assert len(policy.requests) == 2
+
+
+def test_a_request_that_is_whole_only_after_its_session_has_ended_gets_no_turn():
+    policy = Policy(TURNS["text"])
+    session = Session("rollout", policy.ask, policy.count, list)
+
+    def body() -> Iterator[bytes]:
+        yield b'{"messages": [{"role": "user", '
+        while not session.num_open:
+            time.sleep(0.01)
+        gateway.close("another", "its rollout was begun again")
+        yield b'"content": "a"}]}'
+
+    with serving(policy) as (gateway, url):
+        gateway.open("another", session)
+        assert httpx.post(f"{url}/s/another/v1/messages", content=body()).status_code == 403
+    assert policy.requests == []
 
 
 def test_the_policy_is_told_of_requests_that_it_may_have_answered_before():

@@ -93,7 +93,9 @@ class Session:
     _responses: OrderedDict[str, list[dict[str, Any]]] = field(default_factory=OrderedDict)  # conversations, by id
 
     def begin(self, request: TurnRequest, digest: str, *, is_retry: bool) -> asyncio.Future[Turn]:
-        """Return the task that answers a request: the one that its client left behind, or a new one."""
+        """Return the task that answers a request: the one that its client left behind, or a new one. Raises: Refused."""
+        if self.ended:  # while the body came
+            raise Refused("ended", f"The session has ended: {self.ended}.")
         self.is_used = True
         if (orphan := self._orphans.pop(digest, None)) is not None:
             return orphan
