@@ -62,6 +62,10 @@ def serving(policy: Policy) -> Iterator[tuple[Gateway, str]]:
         yield gateway, gateway.url
 
 
+def asks(text: str) -> dict:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
 def openai_client(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
 
@@ -248,7 +252,7 @@ def test_a_refusal_is_the_error_that_each_sdk_knows(refused, openai_error, anthr
 
 
 def test_a_session_is_reached_by_bearer_key_header_key_or_path_and_by_no_other_key():
-    question = {"messages": [{"role": "user", "content": "a"}]}
+    question = asks("a")
     with serving(Policy(TURNS["text"])) as (gateway, url):
 
         def status(headers: dict, path: str = "/v1/messages") -> int:
@@ -268,7 +272,7 @@ def test_a_session_is_reached_by_bearer_key_header_key_or_path_and_by_no_other_k
 
 def test_a_client_that_left_before_its_answer_gets_the_same_turn_when_it_asks_again():
     policy = Policy(TURNS["text"], TURNS["thought"], pause_s=0.5)
-    question = {"messages": [{"role": "user", "content": "a"}]}
+    question = asks("a")
     with serving(policy) as (_, url):
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{url}/s/{KEY}/v1/messages", json=question, timeout=0.2)
@@ -298,7 +302,7 @@ def test_a_request_that_is_whole_only_after_its_session_has_ended_gets_no_turn()
 
 def test_the_policy_is_told_of_requests_that_it_may_have_answered_before():
     policy = Policy(TURNS["text"])
-    question = {"messages": [{"role": "user", "content": "a"}]}
+    question = asks("a")
     with serving(policy) as (_, url):
         for headers in ({}, {"x-stainless-retry-count": "0"}, {"x-stainless-retry-count": "1"}):
             httpx.post(f"{url}/s/{KEY}/v1/messages", json=question, headers=headers)
@@ -323,15 +327,22 @@ def test_a_flood_costs_its_session_a_pause_and_a_giant_is_refused(monkeypatch):
 
     async def flood(url: str) -> list[int]:
         async with httpx.AsyncClient() as client:
-            bodies = [{"messages": [{"role": "user", "content": f"{number}"}]} for number in range(8)]
-            posts = [client.post(f"{url}/s/{KEY}/v1/messages", json=body) for body in bodies]
+            posts = [client.post(f"{url}/s/{KEY}/v1/messages", json=asks(f"{number}")) for number in range(8)]
             return sorted(answer.status_code for answer in await asyncio.gather(*posts))
 
     with serving(Policy(TURNS["text"], pause_s=0.5)) as (_, url):
         assert asyncio.run(flood(url)) == [200] * 3 + [429] * 5
-        giant = {"messages": [{"role": "user", "content": "a" * 2000}]}
-        assert httpx.post(f"{url}/s/{KEY}/v1/messages", json=giant).status_code == 400
+        assert httpx.post(f"{url}/s/{KEY}/v1/messages", json=asks("a" * 2000)).status_code == 400
         assert httpx.post(f"{url}/s/{KEY}/v1/messages", content=b"[" * 900).status_code == 400
+
+
+def test_a_client_that_breaks_off_its_requests_has_no_more_turns_under_way_than_one_that_waits(monkeypatch):
+    monkeypatch.setattr(server, "MOST_AT_ONCE", 2)
+    with serving(Policy(TURNS["text"], pause_s=60)) as (_, url):
+        for number in range(2):
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{url}/s/{KEY}/v1/messages", json=asks(f"{number}"), timeout=0.2)
+        assert httpx.post(f"{url}/s/{KEY}/v1/messages", json=asks("2")).status_code == 429
 
 
 URL = "data:image/png;base64,AAAA"

@@ -43,7 +43,7 @@ LARGEST_BODY = 32 << 20
 """Bytes of a request."""
 
 MOST_AT_ONCE = 64
-"""Requests of one session that are answered at once. Further ones are told to retry."""
+"""Requests of one session that are answered at once, and its turns under way. Further ones are told to retry."""
 
 QUIET_S = 15.0
 """A stream without a turn by then begins with comments, so that its client does not give up."""
@@ -99,6 +99,8 @@ class Session:
         self.is_used = True
         if (orphan := self._orphans.pop(digest, None)) is not None:
             return orphan
+        if len(self._tasks) >= MOST_AT_ONCE:  # more than requests, where clients break them off
+            raise Refused("busy", f"{MOST_AT_ONCE} turns of this session are under way.", retry_after_s=2)
         task = asyncio.create_task(self.ask(request, digest, is_retry))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
