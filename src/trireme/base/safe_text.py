@@ -19,6 +19,15 @@ def clean(text: str) -> str:
     return text.replace("\r\n", "\n").translate(_PICTURES).expandtabs(4)
 
 
+def encodable(text: str) -> str:
+    """Replace halves of surrogate pairs, which JSON can hold and UTF-8 cannot, by U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
 def one_line(value: object, longest: int) -> str:
     """Return the beginning of a text, cleaned and on one line."""
     text = value if isinstance(value, str) else str(value)

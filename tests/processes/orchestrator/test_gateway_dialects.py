@@ -37,7 +37,7 @@ ANTHROPIC_TOOLS = [{"name": name, "input_schema": SCHEMA} for name in ("bash", "
 
 
 class Policy:
-    def __init__(self, *turns: Turn | Refused, pause_s: float = 0.0) -> None:
+    def __init__(self, *turns: Turn | Exception, pause_s: float = 0.0) -> None:
         self.turns, self.pause_s = list(turns), pause_s
         self.requests: list[TurnRequest] = []
         self.retries: list[bool] = []
@@ -47,7 +47,7 @@ class Policy:
         self.retries.append(is_retry)
         turn = self.turns[min(len(self.requests), len(self.turns)) - 1]
         await asyncio.sleep(self.pause_s)
-        if isinstance(turn, Refused):
+        if isinstance(turn, Exception):
             raise turn
         return turn
 
@@ -214,6 +214,28 @@ def test_arguments_that_are_no_json_come_back_as_the_model_wrote_them():
     content = anthropic_dialect.answer(turn, request)["content"]
     again = anthropic_dialect.read({"messages": [{"role": "assistant", "content": content}]}).messages[0]
     assert again["tool_calls"][0]["function"]["arguments"] == '{"cmd": '
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_half_a_surrogate_pair_is_replaced_on_its_way_out_and_in(streams):
+    policy = Policy(Turn("t1", "", calls=(ToolCall("c1", "bash", '{"input": "a\\ud83d"}'),), finish="tool_calls"))
+    with serving(policy) as (_, url):
+        _, read = ask_anthropic(url, asks("Go.")["messages"], streams=streams)
+        assert json.loads(read["calls"][0][2]) == {"input": "a\ufffd"}
+        custom = {"input": "Go.", "tools": [{"type": "custom", "name": "bash"}], "stream": streams}
+        answer = httpx.post(f"{url}/s/{KEY}/v1/responses", json=custom)
+        assert '"input":"a\ufffd"' in answer.text
+        cut = json.dumps(asks("a\ud83d"))
+        assert httpx.post(f"{url}/s/{KEY}/v1/chat/completions", content=cut).status_code == 200
+    assert policy.requests[-1].messages[0]["content"] == "a\ufffd"
+
+
+@pytest.mark.parametrize("turn", [Turn("t1", "\ud83d"), OverflowError("a bug of ours")])
+def test_a_turn_that_cannot_be_answered_is_an_error_that_clients_do_not_retry(turn):
+    with serving(Policy(turn)) as (_, url):
+        for dialect, error in (("chat", openai.BadRequestError), ("anthropic", anthropic.BadRequestError)):
+            with pytest.raises(error, match="The gateway failed"):
+                ASKS[dialect](url, asks("a")["messages"], streams=True)
 
 
 def test_a_response_may_be_continued_by_its_id():

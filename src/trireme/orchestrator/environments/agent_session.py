@@ -179,8 +179,8 @@ class AgentSession:
         )
         try:
             self._requests.write(asked)
-        except OSError as error:
-            log.warning("%s; after a restart, the program of this rollout is started again.", error)
+        except Exception as error:  # of the disk, or a value that cannot be written: the turn itself is on disk
+            log.warning("%r; after a restart, the program of this rollout is started again.", error)
             self._requests.remove()
             self._requests = None
         reach("request.written")

@@ -34,7 +34,7 @@ from trireme.base.log import get_logger
 from trireme.orchestrator.gateway.dialects.anthropic import ANTHROPIC
 from trireme.orchestrator.gateway.dialects.chat import CHAT
 from trireme.orchestrator.gateway.dialects.responses import RESPONSES, as_items, output_items
-from trireme.orchestrator.gateway.dialects.turn import STATUS, Dialect, Event, Refused, Turn, TurnRequest
+from trireme.orchestrator.gateway.dialects.turn import STATUS, Dialect, Event, Refused, Turn, TurnRequest, whole_json
 from trireme.transport.bearer import read_body as receive_body
 
 log = get_logger("gateway")
@@ -93,7 +93,10 @@ class Session:
     _responses: OrderedDict[str, list[dict[str, Any]]] = field(default_factory=OrderedDict)  # conversations, by id
 
     def begin(self, request: TurnRequest, digest: str, *, is_retry: bool) -> asyncio.Future[Turn]:
-        """Return the task that answers a request: the one that its client left behind, or a new one. Raises: Refused."""
+        """Return the task that answers a request: the one that its client left behind, or a new one.
+
+        Raises: Refused where the session has ended, or has too many turns under way.
+        """
         if self.ended:  # while the body came
             raise Refused("ended", f"The session has ended: {self.ended}.")
         self.is_used = True
@@ -195,8 +198,7 @@ class Gateway:
             except Refused as refused:
                 return refusal(refused, dialect)
             except Exception as error:
-                log.exception("could not answer a request")
-                return refusal(Refused("failed", f"The gateway failed: {type(error).__name__}: {error}"), dialect)
+                return refusal(_log_failure(error), dialect)
 
         return endpoint
 
@@ -313,25 +315,35 @@ class _TurnResponse(Response):
                     return
                 if not task.done() and request.streams:
                     await stream(b": the policy is answering\n\n")
+            refused: Refused | None = None
             try:
                 turn = await task
-            except (asyncio.CancelledError, Refused) as error:
-                ended = Refused("ended", f"The session has ended: {session.ended}.")
-                refused = error if isinstance(error, Refused) else ended
-                if has_begun:
-                    await stream(_encode_event(dialect.error_event(refused)), is_last=True)
-                else:
-                    await refusal(refused, dialect)(scope, receive, send)
-            else:
                 if request.streams:
-                    await stream(b"".join(map(_encode_event, dialect.events(turn, request))), is_last=True)
+                    events = b"".join(map(_encode_event, dialect.events(turn, request)))
                 else:
-                    await as_json(dialect.answer(turn, request))(scope, receive, send)
+                    answer = as_json(dialect.answer(turn, request))
+            except Refused as error:
+                refused = error
+            except asyncio.CancelledError:
+                refused = Refused("ended", f"The session has ended: {session.ended}.")
+            except Exception as error:
+                refused = _log_failure(error)
+            if refused is None:
+                await (stream(events, is_last=True) if request.streams else answer(scope, receive, send))
+            elif has_begun:
+                await stream(_encode_event(dialect.error_event(refused)), is_last=True)
+            else:
+                await refusal(refused, dialect)(scope, receive, send)
             is_delivered = not gone.done()
         finally:
             gone.cancel()
             session.num_open -= 1
             session.settle(self._digest, task, is_delivered=is_delivered)
+
+
+def _log_failure(error: Exception) -> Refused:
+    log.error("could not answer a request", exc_info=error)
+    return Refused("failed", f"The gateway failed: {type(error).__name__}: {error}")
 
 
 async def _greet() -> Response:
@@ -353,7 +365,11 @@ async def read_body(request: Request, most_bytes: int | None = None) -> dict[str
     """Read a request's JSON object. Raises: Refused."""
     most_bytes = most_bytes or LARGEST_BODY
     try:
-        body = msgspec.json.decode(await receive_body(request.receive, most_bytes))
+        data = await receive_body(request.receive, most_bytes)
+        try:
+            body = msgspec.json.decode(data)
+        except ValueError:
+            body = msgspec.json.decode(whole_json(data))
     except (ValueError, RecursionError) as error:
         expected = f"expected a JSON object of at most {most_bytes >> 20} MiB"
         raise Refused("invalid", f"The request cannot be read ({error}), {expected}.") from error

@@ -19,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from trireme.base.errors import ConfigError
+from trireme.base.safe_text import encodable
 from trireme.journal.message_text import for_template
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -70,11 +71,7 @@ class ChatTokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError:  # halves of surrogate pairs, which JSON can hold but UTF-8 cannot, become U+FFFD
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._tokenizer.encode(encodable(text), add_special_tokens=False).ids
 
     def prompt_ids(self, messages: list[dict[str, Any]], *, tools: list[dict] | None) -> list[int]:
         """Return the ids of a first prompt. It is tokenised once for all rollouts of a group, which begin alike."""

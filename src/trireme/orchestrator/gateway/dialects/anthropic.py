@@ -14,7 +14,6 @@ from trireme.orchestrator.gateway.dialects.turn import (
     Event,
     Message,
     Refused,
-    ToolCall,
     Turn,
     TurnRequest,
     as_messages,
@@ -25,6 +24,7 @@ from trireme.orchestrator.gateway.dialects.turn import (
     read_content,
     read_picture,
     read_text,
+    whole_json,
 )
 
 SAMPLING = {
@@ -131,17 +131,18 @@ def _blocks(turn: Turn) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]
     if turn.content or not turn.calls:
         yield {"type": "text", "text": turn.content}, [{"type": "text_delta", "text": turn.content}]
     for call in turn.calls:
-        block = {"type": "tool_use", "id": call.id, "name": call.name, "input": _arguments(call)}
-        yield block, [{"type": "input_json_delta", "partial_json": call.arguments}]
+        written = whole_json(call.arguments)
+        block = {"type": "tool_use", "id": call.id, "name": call.name, "input": _arguments(written)}
+        yield block, [{"type": "input_json_delta", "partial_json": written}]
 
 
-def _arguments(call: ToolCall) -> dict[str, Any]:
+def _arguments(written: str | bytes) -> dict[str, Any]:
     """Return arguments as the object that this API wants, even where the model wrote none."""
     try:
-        arguments = json.loads(call.arguments or "{}")
+        arguments = json.loads(written or "{}")
     except (ValueError, RecursionError):
         arguments = None
-    return arguments if isinstance(arguments, dict) else {UNPARSED: call.arguments}
+    return arguments if isinstance(arguments, dict) else {UNPARSED: written}
 
 
 def events(turn: Turn, request: TurnRequest) -> Iterator[Event]:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from trireme.base.safe_text import encodable
+
 Problem = Literal["invalid", "unauthorized", "unknown", "overlong", "busy", "ended", "failed"]
 """Why a request has no turn.
 
@@ -192,10 +194,23 @@ def custom_function(name: str, description: Any, grammar: Any) -> dict[str, Any]
     return function(name, shown, text)
 
 
+def whole_json(text: str | bytes) -> str | bytes:
+    """Return JSON with U+FFFD for each half of a surrogate pair. A text without one, or that is no JSON, is unchanged.
+
+    Models write halves, and JavaScript cuts texts inside of an emoji. Few parsers take them.
+    """
+    try:
+        written = json.dumps(json.loads(text), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return text
+    whole = encodable(written)
+    return text if whole == written else whole
+
+
 def custom_input(arguments: str) -> str:
     """Return the free text of a call that the model made of a custom tool, or all it wrote if it is malformed."""
     try:
-        text = json.loads(arguments)["input"]
+        text = json.loads(whole_json(arguments))["input"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return arguments
     return text if isinstance(text, str) else arguments
