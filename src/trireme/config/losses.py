@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
 
 from trireme.config.section import Section
 
@@ -24,6 +24,8 @@ NonNegative = Annotated[float, Field(ge=0)]
 
 class Loss(Section):
     """`[trainer.loss]`: a recipe by name; every choice it is made of can be overridden by its own key."""
+
+    model_config = ConfigDict(allow_inf_nan=True)  # a bound of `inf` bounds nothing
 
     type: Literal[
         "importance",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -10,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
 
 from trireme.config.inference import sampling_names
 from trireme.config.section import Section
@@ -233,6 +232,8 @@ class LengthPenalty(Section):
 
 class Advantage(Section):
     """`[orchestrator.advantage]`: see `trireme.algo.advantage` for formulas and sources."""
+
+    model_config = ConfigDict(allow_inf_nan=True)  # `reward_clip` may be open to one side
 
     type: Literal[
         "group_mean", "group_mean_std", "leave_one_out", "max_rl", "ema", "batch", "group_batch", "none", "custom"
@@ -566,8 +567,6 @@ def evaluation_problems(evaluation: Evaluation, above: str = "") -> Iterator[str
         )
     if len(set(ks)) < len(ks):
         yield f"{above}pass_at = {list(ks)} names a k twice - expected each once. Remove the second."
-    if not math.isfinite(evaluation.pass_threshold):
-        yield f"{above}pass_threshold = {evaluation.pass_threshold} - expected a finite reward, usually 1.0. Set it."
     if rollouts > 1 and evaluation.sampling.temperature == 0:
         yield (
             f"{above}rollouts_per_example = {rollouts} with {above}sampling.temperature = 0 - expected a temperature "

@@ -68,7 +68,8 @@ def explain(root: type[Section], error: dict[str, Any], path: KeyPath, found: Fi
         text = toml_value(value)
         text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
         given = f"{source.label}: `{as_key(shown)} = {text}`"
-    return f"{given} - expected {found.words}. {_advice(found, shown, value, source.is_flag)}"
+    finite = "finite " if error["type"] == "finite_number" else ""
+    return f"{given} - expected {finite}{found.words}. {_advice(found, shown, value, source.is_flag)}"
 
 
 def unknown_key(root: type[Section], path: KeyPath, source: Source, why: str = "no such key exists") -> str:

@@ -13,7 +13,7 @@ from trireme.base.network import is_here, is_loopback
 from trireme.base.paths import RunPaths
 from trireme.config.inference import InferenceConfig
 from trireme.config.orchestrator import OrchestratorConfig, slots_for
-from trireme.config.section import Section
+from trireme.config.section import Section, Seed
 from trireme.config.trainer import TrainerConfig, Vlm
 
 Broadcast = Literal["auto", "gloo", "nccl", "ipc", "filesystem"]
@@ -150,7 +150,7 @@ class AnyRun(Section):
     """Resume the run in the output folder from its newest complete checkpoint."""
     seq_len: PositiveInt = 2048
     """Longest sample that is trained on, in tokens."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of everything random."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes GPUs where there are some. `cpu` ignores GPU ids."""

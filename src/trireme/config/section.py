@@ -31,13 +31,18 @@ class Section(BaseModel):
     The sentence under each field is its documentation.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
 
     @field_validator("*", mode="before")
     @classmethod
     def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
         return fields_of(cls)[info.field_name].read(value) if info.field_name else value
 
+
+Seed = Annotated[int, Interval(ge=0, le=2**32 - 1)]
+"""What numpy and vLLM accept as a seed."""
 
 Kind = Literal["section", "sections", "list", "table", "choice", "bool", "integer", "number", "text"]
 
@@ -150,7 +155,7 @@ def _bounds(metadata: tuple[Any, ...]) -> Iterator[str]:
             yield from _bounds(tuple(item))
         elif type(item) in _BOUNDS:
             attribute, sign = _BOUNDS[type(item)]
-            yield f"{sign} {getattr(item, attribute):g}"
+            yield f"{sign} {getattr(item, attribute):.10g}"
 
 
 def walk(section: type[Section], above: str = "") -> Iterator[tuple[str, Field]]:

@@ -148,7 +148,7 @@ class Optimizer(Section):
     """Decay of AdamW's two moments."""
     eps: PositiveFloat = 1e-8
     """AdamW's epsilon."""
-    max_norm: PositiveFloat = 1.0
+    max_norm: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1.0
     """Gradients with a larger global norm are scaled down to it."""
     nonfinite: Literal["skip", "stop"] = "skip"
     """A gradient that is not finite: leave the weights as they are for this step, or end the run."""

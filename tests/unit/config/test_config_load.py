@@ -1,5 +1,6 @@
 """What users type becomes a configuration, or one message that says what to type instead."""
 
+import math
 import shlex
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,9 @@ def test_each_process_may_have_its_file_and_any_table():
         ("--trainer-gpu-ids 0 1", "trainer_gpu_ids", [0, 1]),
         ("--trainer-gpu-ids 0,1", "trainer_gpu_ids", [0, 1]),
         ("--trainer-gpu-ids '[0, 1]'", "trainer_gpu_ids", [0, 1]),
+        ("--trainer.loss.correction-high inf", "trainer.loss.correction_high", math.inf),
+        ("--trainer.optim.max-norm inf", "trainer.optim.max_norm", math.inf),
+        ("--orchestrator.advantage.reward-clip -inf 1", "orchestrator.advantage.reward_clip", [-math.inf, 1]),
         ("--trainer-gpu-ids 0, 1", "trainer_gpu_ids", [0, 1]),
         # no item of a text list is dropped or cut apart
         ("--orchestrator.sampling.stop 'a,b, c'", "orchestrator.sampling.stop", ["a", "b", "c"]),
@@ -175,6 +179,9 @@ def test_a_name_from_elsewhere_leads_to_a_key_that_exists():
         ('max_steps = "many"', 'a.toml: `max_steps = "many"` - expected integer > 0'),
         ("max_steps = 0", "a.toml: `max_steps = 0` - expected integer > 0 ... `max_steps = 100`"),
         ("resume = 2", "`resume = 2` - expected true or false"),
+        ("seed = -1", "a.toml: `seed = -1` - expected integer >= 0 <= 4294967295"),
+        ("seed = 4294967296", "expected integer >= 0 <= 4294967295"),
+        ("weight_broadcast.timeout_s = inf", "`weight_broadcast.timeout_s = inf` - expected finite number > 0"),
         ("[inference]\ngpu_memory_utilization = 1.5", "utilization = 1.5` - expected number > 0 <= 1"),
         ("[[orchestrator.env]]\nargs = {}", "a.toml: `orchestrator.env[0].id` is missing - expected text"),
         ('[trainer.model]\nac = "full"', 'ac = "full"` - expected table ...     [trainer.model.ac]\n    freq = 1'),

@@ -106,7 +106,6 @@ ORCHESTRATOR = rows("orchestrator", CPU,
     # evaluation
     (f"{SAMPLED} --eval.pass-at [1,8] --eval.rollouts-per-example 4", "... 8", "pass@8 takes at ... or leave [8] out"),
     ("--eval.pass-at [1,1]", "--eval.pass-at [1]", "names a k twice"),
-    ("--eval.pass-threshold nan", "--eval.pass-threshold 0.5", "pass_threshold = nan"),
     ("--eval.rollouts-per-example 2", "--eval.rollouts-per-example 1", "would all be the same"),
     ("--max-concurrent 16 --eval.max-concurrent 16", "--max-concurrent 16 --eval.max-concurrent 15", "below 16"),
     # what is trained on

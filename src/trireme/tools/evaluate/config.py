@@ -16,7 +16,7 @@ from trireme.config.arguments import HELP, TypedFile, TypedFlag, parse_arguments
 from trireme.config.orchestrator import Environment, Evaluation, Sampling
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
-from trireme.config.section import Section, as_flag
+from trireme.config.section import Section, Seed, as_flag
 from trireme.tools.evaluate.endpoints import find_key
 
 
@@ -84,7 +84,7 @@ class EvalConfig(Section):
     output_dir: Path | None = None
     """Where results go, as `step_N/ENV.jsonl`; `evals` next to the weights folder where not given, else
     `outputs/evals/MODEL`."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the environments' data."""
     client: Client = Client()
     model: EvaluatedModel = EvaluatedModel()

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from trireme.config.inference import InferenceConfig
 from trireme.config.orchestrator import Sampling
-from trireme.config.section import Section
+from trireme.config.section import Section, Seed
 
 REFLECTION_ENGINE = "reflection"  # folder of an engine that was started for the reflection model alone
 
@@ -68,7 +68,7 @@ class GepaConfig(Section):
     """A rollout that takes longer counts as 0."""
     request_timeout_s: PositiveFloat = 300.0
     """How long one answer of a model may take before the search ends; the same command resumes it."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of everything random: which examples, in which order, which prompt is improved next."""
     output: Path | None = None
     """Where results go; `outputs/gepa` in the environment's folder, or `outputs/gepa/NAME` where it has none."""
