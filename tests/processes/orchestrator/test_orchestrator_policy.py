@@ -22,7 +22,7 @@ from trireme.journal.journal import Journal
 from trireme.journal.versions import Versions
 from trireme.messages import Again, Done, GetBatch, Go, Live, NotYet, Publish, Refusal
 from trireme.orchestrator.engines.engine import KEEP_IDLE_S
-from trireme.orchestrator.engines.health import keep_engines
+from trireme.orchestrator.engines.health import POLL_S, keep_engines
 from trireme.orchestrator.engines.pool import InferencePool, OverlongPrompt, open_inference_pool
 from trireme.orchestrator.trainer_requests import Peers, TrainerRequests
 from trireme.orchestrator.weights.policy import Policy
@@ -419,6 +419,19 @@ async def test_a_run_begins_with_all_of_its_engines_or_says_which_one_is_missing
     async with open_policy(stage.config, urls, start_timeout_s=SHORT_S) as (*_, keeping):
         await asyncio.wait([keeping])
         assert f"{urls[1]} to come up" in str(keeping.exception().exceptions[0])
+
+
+@staged(policy={"start_timeout_s": SHORT_S})
+async def test_an_engine_that_is_up_and_cannot_say_what_it_serves_counts_as_coming_up(stage):
+    stage.engine.calls.clear()
+    stage.engine.failing_route = "collective_rpc"
+    stage.engine.dead = True
+    await until(lambda: stage.states == [("starting", None)])
+    stage.engine.dead = False
+    await asyncio.wait([stage.keeping])
+    assert "to come up from inference (" in str(stage.keeping.exception().exceptions[0])
+    assert "collective_rpc broke" in str(stage.keeping.exception().exceptions[0])
+    assert stage.engine.calls.count("collective_rpc") <= SHORT_S / POLL_S + 2
 
 
 @pytest.mark.parametrize("is_probed", [True, False])

@@ -10,12 +10,13 @@ import aiohttp
 import msgspec
 
 from trireme.base.errors import PeerDied
-from trireme.base.log import get_logger
+from trireme.base.log import RateLimitedLog, get_logger
 from trireme.orchestrator.engines.engine import HEALTH_TIMEOUT_S, REQUEST_ERRORS, Engine
 from trireme.orchestrator.engines.pool import InferencePool
 from trireme.orchestrator.engines.responses import WeightInfo
 
 log = get_logger("engines")
+rate_limited = RateLimitedLog(log)
 
 HEALTH_MISSES = 5  # in a row, before an engine counts as dead
 POLL_S = 0.25  # while an engine is waited for
@@ -38,14 +39,9 @@ async def keep_engines(pool: InferencePool, admit: Admit, start_timeout_s: float
 async def _keep(pool: InferencePool, engine: Engine, admit: Admit, start_timeout_s: float) -> None:
     """Produces the engine's state; waits for the clock, or for a request that the engine dropped."""
     while True:
-        await _until_up(pool, engine, start_timeout_s)
-        try:
-            if not await admit(engine):
-                engine.state = "quarantined"
-                pool.watch(engine)
-        except PeerDied as error:
-            log.warning("%s came up and went: %s", engine.url, error)
-            continue
+        if not await _until_up(pool, engine, admit, start_timeout_s):
+            engine.state = "quarantined"
+            pool.watch(engine)
         await _until_gone(pool, engine)
         pool.quarantine(engine)
         engine.state = "starting"
@@ -53,16 +49,24 @@ async def _keep(pool: InferencePool, engine: Engine, admit: Admit, start_timeout
         pool.live.set()  # requests that wait for its confirmation go to another engine
 
 
-async def _until_up(pool: InferencePool, engine: Engine, deadline_s: float) -> None:
+async def _until_up(pool: InferencePool, engine: Engine, admit: Admit, deadline_s: float) -> bool:
+    """Return whether it is live, once it is up and has answered what it serves."""
     with pool.waits.waiting(f"{engine.url} to come up", peer="inference", deadline_s=deadline_s) as wait:
-        while (num_workers := await engine.world_size()) is None:
+        while True:
+            if (num_workers := await engine.world_size()) is not None:
+                engine.num_workers = num_workers
+                engine.suspected.clear()
+                engine.life += 1
+                try:
+                    is_live = await admit(engine)
+                    log.info("%s is up after %.0f s", engine.url, wait.waited_s)
+                    return is_live
+                except PeerDied as error:
+                    wait.note = str(error)
+                    rate_limited.warning("%s came up and went: %s", engine.url, error)
             if pool.is_missed(engine) or not pool.reachable():  # else the others do its work: it may stay away
                 wait.check()
             await asyncio.sleep(POLL_S)
-    engine.num_workers = num_workers
-    engine.suspected.clear()
-    engine.life += 1
-    log.info("%s is up after %.0f s", engine.url, wait.waited_s)
 
 
 async def _until_gone(pool: InferencePool, engine: Engine) -> None:
