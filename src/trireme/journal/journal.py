@@ -83,17 +83,18 @@ class Journal:
 
 
 def _encoded(rollout: Rollout) -> bytes:
-    """Encode a value. Integers of an environment that exceed 64 bits are written as text."""
+    """Encode a rollout. Integers of an environment or an agent program that exceed 64 bits are written as text."""
     try:
         return encode(rollout)
     except OverflowError:
-        said = {"prompt": _in_64_bits(rollout.prompt), "completion": _in_64_bits(rollout.completion)}
-        return encode(msgspec.structs.replace(rollout, **said))
+        return encode(_in_64_bits(rollout))
 
 
 def _in_64_bits(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _in_64_bits(item) for key, item in value.items()}
+    if isinstance(value, msgspec.Struct):
+        return msgspec.structs.replace(value, **_in_64_bits(msgspec.structs.asdict(value)))
     if isinstance(value, list):
         return [_in_64_bits(item) for item in value]
     is_too_large = isinstance(value, int) and not -(2**63) <= value < 2**64

@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 
 from trireme.journal.turns import framed, payloads_of, whole_length
-from trireme.messages import decode_as, encode
 
 
 class AgentRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -68,14 +67,14 @@ class RequestLog:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         how = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if is_first else os.O_APPEND)
         with open(os.open(self.path, how, 0o600), "wb") as file:
-            file.write(framed(encode(request)))
+            file.write(framed(msgspec.json.encode(request)))  # JSON, as it came: msgpack has no integers above 64 bits
 
     def read(self, session: str) -> list[AgentRequest]:
         """Return the requests of a session, whole, and continue its file."""
         data = self.path.read_bytes() if self.path.exists() else b""
         found: list[AgentRequest] = []
         for payload in payloads_of(data):
-            request = decode_as(AgentRequest, payload)
+            request = msgspec.json.decode(payload, type=AgentRequest)
             if found:
                 before = found[-1]
                 request.messages = [*before.messages[: request.shared], *request.messages]

@@ -19,6 +19,8 @@ from trireme.config.run import RunConfig
 from trireme.journal.entry import FORMAT, Header
 from trireme.journal.journal import Journal
 from trireme.journal.manifest import complete_steps
+from trireme.journal.records import BatchRecord, Branch, Rollout, State
+from trireme.journal.requests import AgentRequest, RequestLog
 from trireme.launch.folder import launcher_of
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.progress import Progress
@@ -145,6 +147,23 @@ def test_a_message_that_no_reader_expects_costs_its_rollout(odd):
 def test_no_number_that_is_not_finite_gets_through(number):
     with suppress(wire.Garbage):
         assert isinstance(wire.decode(in_json(DONE | {"turn_rewards": [["x"]]}).replace(b'"x"', number)), wire.Error)
+
+
+@pytest.mark.parametrize("number", [2**64, -(2**63) - 1])
+def test_whole_numbers_of_any_size_get_into_the_journal(number, tmp_path):
+    """As text, which no reader takes for another number."""
+    message = USER | {"n": [number]}
+    more = {"prompt": [message], "completion": [message], "info": {"n": number}, "columns": {"n": number}}
+    done = wire.decode(in_json(DONE | more | {"example_id": number}))
+    rollout = Rollout.of(done, env="env", example=0, temperature=1.0, branches=[Branch(why="", messages=[message])])
+    Journal(tmp_path).append(BatchRecord(step=0, rollouts=[rollout], dropped=[], state=State()))
+    (read,) = Journal(tmp_path).read(0).rollouts
+    texts = read.prompt + read.completion + read.branches[0].messages
+    assert [each["n"] for each in texts] == [[str(number)]] * 3
+    assert [read.info["n"], read.columns["n"], read.example_id] == [str(number)] * 3
+    asked = AgentRequest(session="one", number=1, messages=[message], tools=[{"maximum": number}])
+    RequestLog(tmp_path / "requests").write(asked)
+    assert RequestLog(tmp_path / "requests").read("one") == [asked]  # else its turns would not be found
 
 
 def test_what_readers_expect_gets_through():
