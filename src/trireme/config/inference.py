@@ -76,7 +76,7 @@ class InferenceConfig(Section):
     max_num_seqs: PositiveInt = 256
     """Most requests that the engine runs at once; more wait in its queue."""
     args: dict[str, Any] = {}
-    """More arguments of vLLM's server, by its own names."""
+    """More arguments of vLLM's server, by its own names. A list is several values, a table JSON, false `--no-NAME`."""
     start_timeout_s: PositiveFloat = 900.0
     """Longest time that the engine may take to start."""
 

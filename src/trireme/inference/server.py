@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Container
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
@@ -49,15 +50,16 @@ def serve(config: RunConfig) -> None:
     if not looks_local(name) and config_file(name) is None:
         with suppress(OSError, ValueError):  # vLLM reports it
             hf_hub_download(name, "config.json")
-    arguments = server_arguments(config)
-    log.info("vllm serve %s", " ".join(command_without_secrets(arguments)))
 
     class Parser(FlexibleArgumentParser):
         def error(self, message: str) -> NoReturn:
             raise ValueError(message)  # instead of two screens of usage
 
+    parser = make_arg_parser(Parser())
+    arguments = without_negated_switches(server_arguments(config), parser._option_string_actions)
+    log.info("vllm serve %s", " ".join(command_without_secrets(arguments)))
     try:
-        args = make_arg_parser(Parser()).parse_args(arguments)
+        args = parser.parse_args(arguments)
         validate_parsed_serve_args(args)
     except (TypeError, ValueError) as error:
         raise _refusal(str(error)) from None
@@ -202,11 +204,20 @@ def _flag(name: str, value: Any) -> list[str]:
     """Return `--name value`, or several values; True and False as `--name` and `--no-name`; nothing for None."""
     if value is None:
         return []
-    if value is True:
-        return [f"--{name}"]
-    if value is False:
-        # Plain switches have no negative form: leaving them out means False.
-        return [f"--no-{name}"] if name in ("enable-chunked-prefill", "enable-prefix-caching") else []
-    if isinstance(value, tuple):
-        return [f"--{name}", *map(str, value)]
-    return [f"--{name}", str(value)]
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    values = value if isinstance(value, list | tuple) else [value]
+    return [f"--{name}", *(json.dumps(each) if isinstance(each, dict) else str(each) for each in values)]
+
+
+def without_negated_switches(arguments: list[str], known: Container[str]) -> list[str]:
+    """Leave out `--no-NAME` where vLLM knows `--NAME` alone: leaving such a switch out is its negative form.
+
+    Args:
+        known: all option strings of vLLM's parser.
+    """
+    return [
+        each
+        for each in arguments
+        if not (each.startswith("--no-") and each not in known and f"--{each.removeprefix('--no-')}" in known)
+    ]

@@ -15,7 +15,7 @@ from trireme.config.inference import parser_names, sampling_names
 from trireme.config.run import RunConfig
 from trireme.config.trainer import Lora
 from trireme.inference import server
-from trireme.inference.server import FORKED, environment, server_arguments
+from trireme.inference.server import FORKED, environment, server_arguments, without_negated_switches
 
 REPLAY = "--trainer.model.moe.router-replay true"
 FAST_PATH = "trireme.inference.fast_generate.FastGenerate"
@@ -71,6 +71,26 @@ def test_a_flag_of_vllm_follows_from_the_configuration(flag: str, typed: str, on
 def test_vllm_is_told_only_what_the_run_asks_for(flag: str, typed: str, on: Devices) -> None:
     assert flag in arguments(typed, on)
     assert flag not in arguments("--trainer.model.lora.rank 9", on)
+
+
+def test_values_of_files_are_written_as_vllms_parser_reads_them() -> None:
+    args = {"async_scheduling": False, "served-model-name": ["a", "b"], "enable-log-deltas": True, "seed": None}
+    args |= {"speculative-config": {"method": "ngram"}, "lora-modules": [{"name": "a"}], "enforce-eager": False}
+    written = " ".join(server_arguments(RunConfig.model_validate({"inference": {"args": args}})))
+    for part in (
+        "--no-async-scheduling",
+        "--served-model-name a b",
+        "--enable-log-deltas",
+        '--speculative-config {"method": "ngram"}',
+        '--lora-modules {"name": "a"}',
+        "--no-enforce-eager",
+    ):
+        assert f" {part} --" in written
+    assert "seed" not in written
+    # a plain switch is off where it is left out; a name that vLLM does not know is vLLM's to refuse
+    known = {"--async-scheduling", "--no-async-scheduling", "--a-switch", "--no-value"}
+    given = ["--no-async-scheduling", "--no-a-switch", "--no-value", "--no-such-name"]
+    assert without_negated_switches(given, known) == ["--no-async-scheduling", "--no-value", "--no-such-name"]
 
 
 def test_what_is_wrong_in_vllm_on_a_cpu_is_off_for_the_models_where_it_is(tmp_path: Path) -> None:
