@@ -29,7 +29,7 @@ from trireme.trainer.model.forward import compute_columns, places_of
 from trireme.trainer.model.model import load_model
 from trireme.trainer.model.vision import give_pictures
 from trireme.trainer.optim.optimizer import build_optimizer, set_lr
-from trireme.trainer.parallel.mesh import open_world
+from trireme.trainer.parallel.mesh import keep_alive, open_world
 from trireme.trainer.perf import flops_per_token, packing_metrics, peak_memory, throughput
 from trireme.trainer.sft.dataset import SampleFiles
 from trireme.trainer.sft.prepare_data import open_tokenizer_of, picture_files, prepare_data, steps_of
@@ -37,7 +37,7 @@ from trireme.trainer.step import forward_backward, optimizer_step
 
 log = get_logger("sft")
 
-TIMEOUT_S = 3600.0  # of one collective; ranks wait this long for rank 0 to read the data
+TIMEOUT_S = 3600.0  # of one collective; rank 0 restarts it while it reads the data
 MOST_NATS = 700.0  # the largest loss whose perplexity is finite
 
 
@@ -80,7 +80,7 @@ class Sft:
         waits = Waits("sft" if world.is_main else f"sft.{world.rank}", config.paths.logs)
         spans = stack.enter_context(open_spans(config.paths.spans if world.is_main else None))
         self.lane = spans.lane(TRAINER, what="start", ago_s=age_s())
-        self.train, self.held_out = prepare_data(config, world, waits)
+        self.train, self.held_out = prepare_data(config, world, waits, keep_alive(world, timeout_s=TIMEOUT_S))
         assert config.model.name is not None, "`resolve_sft` fills it in"
         model = load_model(config.model, config.model.name, world)
         self.state = TrainerState(model=model, optimizer=build_optimizer(model, config.optim))

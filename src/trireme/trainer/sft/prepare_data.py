@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -16,7 +17,7 @@ from trireme.config.sft import SftConfig, Source
 from trireme.journal.pictures import PictureFiles, rules_of_model
 from trireme.trainer.model.model import open_tokenizer
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.sft.conversations import read_conversations
+from trireme.trainer.sft.conversations import Completion, Conversation, read_conversations
 from trireme.trainer.sft.dataset import Epochs, Portion, SampleFiles, SampleWriter, require_samples, write_samples
 from trireme.trainer.sft.pictures import PictureReader
 from trireme.trainer.sft.rendering import Renderer
@@ -42,16 +43,21 @@ def picture_files(config: SftConfig) -> PictureFiles:
     return PictureFiles(config.paths.data / "pictures")
 
 
-def prepare_data(config: SftConfig, world: World, waits: Waits) -> tuple[Epochs, SampleFiles | None]:
+def prepare_data(
+    config: SftConfig, world: World, waits: Waits, meanwhile: Callable[[], None] = lambda: None
+) -> tuple[Epochs, SampleFiles | None]:
     """Write samples on rank 0 and open them on all ranks: those to train on, and those of the validation loss.
 
     A collective.
+
+    Args:
+        meanwhile: called again and again on rank 0 while the other ranks wait for it.
 
     Raises:
         ConfigError: on rank 0, an entry is no conversation, or no conversation can be learned from.
         PeerDied: on the other ranks.
     """
-    world.first(lambda: _write_all(config, waits), "the data")
+    world.first(lambda: _write_all(config, waits, meanwhile), "the data")
     folder = config.paths.data
     portions = [
         Portion(SampleFiles(folder / f"train_{number}"), source.repeat) for number, source in enumerate(config.sources)
@@ -60,8 +66,8 @@ def prepare_data(config: SftConfig, world: World, waits: Waits) -> tuple[Epochs,
     return Epochs(portions, config.batch_size, config.seed), held_out
 
 
-def _write_all(config: SftConfig, waits: Waits) -> None:
-    pictures = _picture_reader(config, waits)
+def _write_all(config: SftConfig, waits: Waits, meanwhile: Callable[[], None]) -> None:
+    pictures = _picture_reader(config, waits, meanwhile)
     renderer = Renderer(
         open_tokenizer_of(config),
         config.loss_on,
@@ -71,13 +77,13 @@ def _write_all(config: SftConfig, waits: Waits) -> None:
     writers = {f"train_{number}": _writer(config) for number in range(len(config.sources))}
     validation = _writer(config)
     for writer, source in zip(writers.values(), config.sources, strict=True):
-        conversations = read_conversations(source, pictures)
+        conversations = _read(source, pictures, meanwhile)
         write_samples(conversations, renderer, writer, validation, held_out_fraction=config.validation_fraction)
         log.info("%s: %s", source.data, writer.counts)
         require_samples(writer, source.data)
     if config.validation:
         source = Source(data=config.validation, split=config.validation_split)
-        write_samples(read_conversations(source, pictures), renderer, validation)
+        write_samples(_read(source, pictures, meanwhile), renderer, validation)
     if config.validation or config.validation_fraction:
         log.info("validation: %s", validation.counts)
         require_samples(validation, "validation")
@@ -86,21 +92,34 @@ def _write_all(config: SftConfig, waits: Waits) -> None:
 
     def write() -> None:
         for name, writer in writers.items():
+            meanwhile()
             writer.write(folder / name)
 
     when_there_is_room(write, what="samples", folder=folder, waits=waits, deadline_s=config.disk_timeout_s)
     _compare_with_earlier(folder, list(writers), resumes=config.resume or config.ckpt.resume_step is not None)
 
 
-def _picture_reader(config: SftConfig, waits: Waits) -> PictureReader | None:
+def _read(
+    source: Source, pictures: PictureReader | None, meanwhile: Callable[[], None]
+) -> Iterator[Conversation | Completion]:
+    for conversation in read_conversations(source, pictures):
+        meanwhile()
+        yield conversation
+
+
+def _picture_reader(config: SftConfig, waits: Waits, meanwhile: Callable[[], None]) -> PictureReader | None:
     if config.model.vlm is None:
         return None
     assert config.model.name is not None, "`resolve_sft` fills it in"
     files = picture_files(config)
 
     def keep(png: bytes) -> str:
+        def write() -> str:
+            meanwhile()
+            return files.add(png)
+
         return when_there_is_room(
-            lambda: files.add(png),
+            write,
             what="a picture",
             folder=config.paths.data,
             waits=waits,
