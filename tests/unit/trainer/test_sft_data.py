@@ -395,6 +395,8 @@ def test_only_the_completion_of_a_prompt_counts(tokenizer):
 
     texts = sample_of("ab", "cd")  # taken as they are
     assert shown(tokenizer, texts) == [("a", 0), ("b", 0), ("c", 1), ("d", 1), (END, 1)]
+    for special in ("<|endoftext|>", END):  # ends no turn, for there are none
+        assert learned(tokenizer, sample_of("ab", f"c{special}d")) == f"c{special}d{END}"
     assert learned(tokenizer, sample_of([*GREETING, said("user", "b")], [said("assistant", "c")])) == f"c{END}"
     mixed = sample_of("hi", [said("assistant", "yo")])
     assert shown(tokenizer, mixed) == rendered(tokenizer, *GREETING)
@@ -408,6 +410,12 @@ def test_an_end_of_turn_that_is_not_the_tokenizers_end_counts_and_nothing_behind
     (sample,) = samples_of(Renderer(llama), conversation(*GREETING))
     assert learned(llama, sample) == "yo<|eot|>"
     assert sample.mask[-1] == 0
+
+
+def test_all_that_is_written_for_a_message_counts_where_no_special_token_ends_it(llama):
+    llama.chat_template = "{% for m in messages %}{{ bos_token }}[{{ m.content }}]\n{% endfor %}"
+    (sample,) = samples_of(Renderer(llama, ("user",)), conversation(*GREETING))
+    assert learned(llama, sample) == "<|begin_of_text|>[hi]\n"
 
 
 def test_what_a_template_refuses_is_told_with_its_place(tiny_model, llama):

@@ -127,7 +127,7 @@ class Renderer:
                 place = next(places, None)
             stop = len(ids) if place is None else place
             if begin is not None:
-                mask[begin:stop] = self._until_end_of_turn(ids[begin:stop])
+                mask[begin:stop] = self._until_end_of_turn(ids[begin:stop], rendered)
         return self._whole(rendered, ids, mask)
 
     def _in_parts(self, rendered: Rendered) -> Tokenized:
@@ -138,7 +138,7 @@ class Renderer:
         for number, (first, last) in enumerate(zip(borders, [*borders[1:], len(rendered.text)], strict=True)):
             part = self.tokenizer(rendered.text[first:last], add_special_tokens=False)["input_ids"]
             ids += part
-            mask += self._until_end_of_turn(part) if number % 2 else [0] * len(part)
+            mask += self._until_end_of_turn(part, rendered) if number % 2 else [0] * len(part)
         return self._whole(rendered, ids, mask)
 
     def _whole(self, rendered: Rendered, ids: list[int], mask: list[int]) -> Tokenized:
@@ -166,15 +166,18 @@ class Renderer:
         bos = self.tokenizer.bos_token_id
         return [bos] if bos is not None and self.tokenizer("")["input_ids"][:1] == [bos] else []
 
-    def _until_end_of_turn(self, ids: list[int]) -> list[int]:
-        """Mark tokens up to the end of the turn. What follows, mostly a line feed, is the template's and never
-        sampled."""
-        end = self.tokenizer.eos_token_id
+    def _until_end_of_turn(self, ids: list[int], rendered: Rendered) -> list[int]:
+        """Mark tokens up to the end of the turn, or all if none ends it. What follows, mostly a line feed, is the
+        template's and never sampled."""
+        end, stop = self.tokenizer.eos_token_id, len(ids)
+        if rendered.is_plain:
+            return [1] * stop
         if end in ids:
             stop = ids.index(end) + 1
         else:
-            special = [place for place, token in enumerate(ids) if token in self._special]
-            stop = special[-1] + 1 if special else len(ids)
+            special = [place + 1 for place, token in enumerate(ids) if token in self._special]
+            if special and not self.tokenizer.decode(ids[special[-1] :]).strip():  # none that text follows ends a turn
+                stop = special[-1]
         return [1] * stop + [0] * (len(ids) - stop)
 
     @cached_property
