@@ -105,7 +105,7 @@ class Renderer:
 
     def tokenize(self, texts: Sequence[Rendered]) -> list[Tokenized]:
         """Tokenize all texts in one call, which is faster than one by one."""
-        if not self.tokenizer.is_fast:
+        if not self.tokenizer.is_fast or not texts:  # tokenizers refuse an empty list
             return [self._in_parts(rendered) for rendered in texts]
         encoded = self.tokenizer(
             [rendered.text for rendered in texts], add_special_tokens=False, return_offsets_mapping=True
