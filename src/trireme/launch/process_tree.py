@@ -27,6 +27,8 @@ MEMBER = "TRIREME_PROCESS"
 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 
+SCAN_LINES = 1000  # of the launcher, between two scans of the guard
+
 _PROC = Path("/proc")
 
 
@@ -64,7 +66,7 @@ def read_processes() -> dict[int, Process]:
 
 
 class Descendants:
-    """The recorded descendants. The record only grows: an orphan cannot be found by walking down the tree any more."""
+    """The recorded descendants, each until it ends: an orphan cannot be found by walking down the tree any more."""
 
     def __init__(self) -> None:
         self._starts: dict[int, int] = {}  # pid -> start
@@ -90,7 +92,8 @@ class Descendants:
         self._roots.discard(pid)
 
     def scan(self, table: dict[int, Process] | None = None) -> list[Process]:
-        """Record the descendants of recorded processes and the members of roots' sessions. Return the new ones."""
+        """Record the descendants of recorded processes and the members of roots' sessions. Forget those that have
+        ended. Return the new ones."""
         table = read_processes() if table is None else table
         below: dict[int, list[Process]] = defaultdict(list)
         for process in table.values():
@@ -107,6 +110,7 @@ class Descendants:
             if self._starts.get(process.pid) != process.start:
                 self._starts[process.pid] = process.start
                 found.append(process)
+        self._starts = {process.pid: process.start for process in self.members(table)}
         return found
 
     def scan_marked(self, marks: Sequence[str]) -> None:
@@ -228,11 +232,13 @@ def guard(launcher: int, grace_s: float, temporary: Path) -> None:
     """Read "PID START" lines from the launcher. An end of file without "done" means that the launcher was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descendants = Descendants()
-    for line in sys.stdin:
+    for number, line in enumerate(sys.stdin, 1):
         if line.strip() == "done":
             return
         pid, start = line.split()
         descendants.add(int(pid), int(start))
+        if number % SCAN_LINES == 0:
+            descendants.scan()  # forgets those that have ended
     end_all(descendants, marks=mark_of(launcher), grace_s=grace_s)
     shutil.rmtree(temporary, ignore_errors=True)
 

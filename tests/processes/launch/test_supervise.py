@@ -12,7 +12,7 @@ from stage import COOPERATE, DEADLINE_S, GRACE_S, KIN, SLEEP, STUBBORN, launch, 
 from trireme.base.errors import TriremeError
 from trireme.launch.folder import hold_folder
 from trireme.launch.plan import ProcessSpec
-from trireme.launch.process_tree import read_process, read_processes
+from trireme.launch.process_tree import Descendants, Process, read_process, read_processes
 from trireme.launch.supervise import supervise
 
 DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
@@ -168,3 +168,14 @@ def test_how_ranks_fail_is_how_their_group_fails_and_none_is_left_without_it(tmp
     patience_s = DEADLINE_S if code == -signal.SIGKILL else 0  # without it they take a moment
     until(lambda: all(process is None or process.zombie for process in map(read_process, ranks)), patience_s)
     assert told in (tmp_path / "log").read_text()
+
+
+def test_descendants_are_recorded_as_long_as_they_live_orphans_too():
+    """Sandboxes start many short-lived processes; each end and restart looks at all that are recorded."""
+    worker, tool, orphan = (Process(10**8 + n, n, parent, 10**8, "S") for n, parent in enumerate((1, 10**8, 10**8)))
+    before = {process.pid: process for process in (worker, tool, orphan)}
+    after = {process.pid: process for process in (worker, orphan._replace(parent=1, session=7))}
+    record = Descendants()
+    record.add(worker.pid, worker.start)
+    assert [len(record.scan(table)) for table in (before, after)] == [2, 0]
+    assert [process.pid for process in record.members(before)] == [worker.pid, orphan.pid]
