@@ -80,9 +80,11 @@ class Search:
         Raises: the error of a model or the environment after which no other rollout could go better.
         """
         self._loop = asyncio.get_running_loop()
-        # Rollouts of an earlier test at the end, before the user raised the budget: they are spent.
+        # Rollouts of an earlier test at the end are spent, but were not yet when the search before it was made: its
+        # replay has the budget that it had, or it would end without a prompt that it found.
         tested = [line for line in self.rollouts.lines.values() if line.purpose == "test"]
         self._num_tested = sum(line.prompt_name != name_of(self.facts["first_prompt"]) for line in tested)
+        self._num_replayed = len(self.rollouts.lines) - len(tested)
         write_metadata(self.folder, self.config, self.facts, {"state": "under way"})
         showing = asyncio.create_task(self._show_waits())
         working = self._loop.run_in_executor(None, self._optimize)
@@ -270,7 +272,9 @@ class Search:
     def is_over(self, gepa_state: GEPAState[Any, Any]) -> bool:
         """Decide before each iteration whether it may begin."""
         perfect, cost = self.config.perfect_score, iteration_cost(self.config, self.drawn)
-        left = self.config.max_calls - 2 * self.config.num_test - self.calls.total() - self._num_tested
+        calls = self.calls.total()
+        spent = calls + (self._num_tested if calls >= self._num_replayed else 0)
+        left = max(0, self.config.max_calls - 2 * self.config.num_test - spent)
         if len(self._unusable) >= MAX_UNUSABLE:
             self._why = f"{MAX_UNUSABLE} reflections in a row gave no new prompt"
             if len(self.candidates) == 1:
