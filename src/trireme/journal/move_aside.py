@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trireme.base.log import get_logger
-from trireme.base.paths import sync_folder
+from trireme.base.paths import step_folder, step_of, sync_folder
 
 log = get_logger("journal")
 
@@ -29,3 +29,18 @@ def move_aside(folder: Path, entries: Sequence[Path]) -> Path | None:
     sync_folder(folder)
     log.info("%s to %s set aside in %s", entries[0].name, entries[-1].name, aside)
     return aside
+
+
+def set_aside_after(folder: Path, version: int) -> None:
+    """Move aside all steps after `version`: they are damaged, or the run takes another course from here.
+
+    Args:
+        folder: the folder that holds `step_N`.
+    """
+    move_aside(folder, [step_folder(folder, step) for step in steps_in(folder) if step > version])
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Return the N of all `step_N`, complete or not, in order."""
+    steps = [step_of(path) for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(step for step in steps if step is not None)

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Literal
 
 from trireme.base.errors import ConfigError
-from trireme.base.paths import RunPaths, step_folder, step_of
+from trireme.base.paths import RunPaths
 from trireme.config.files import read_table
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.journal.manifest import complete_steps
-from trireme.journal.move_aside import move_aside
+from trireme.journal.move_aside import set_aside_after
 
 
 def check_resume(config: RunConfig | SftConfig) -> None:
@@ -104,14 +104,8 @@ def rewind(paths: RunPaths, version: int) -> None:
     from trireme.journal.journal import Journal  # they import numpy, which `rl --help` does not wait for
     from trireme.journal.versions import Versions
 
-    _rewind_steps(paths.checkpoints, version)
+    set_aside_after(paths.checkpoints, version)
     Versions(paths.journal).rewind(version)
-    _rewind_steps(paths.weights, version)
-    _rewind_steps(paths.evals, version)
+    set_aside_after(paths.weights, version)
+    set_aside_after(paths.evals, version)
     Journal(paths.journal).rewind(version)
-
-
-def _rewind_steps(folder: Path, version: int) -> None:
-    """Move the folders of later steps aside, half-written ones too."""
-    steps = [step for entry in folder.iterdir() if (step := step_of(entry)) is not None] if folder.is_dir() else []
-    move_aside(folder, [step_folder(folder, step) for step in sorted(steps) if step > version])

@@ -26,6 +26,7 @@ from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.manifest import is_complete
+from trireme.journal.move_aside import set_aside_after
 from trireme.journal.records import BatchRecord, State
 from trireme.journal.versions import Versions
 from trireme.monitor.metrics import MetricsFile, latest_by_step, read_metrics
@@ -66,7 +67,7 @@ def orchestrate(config: RunConfig) -> None:
         async with open_orchestrator(config) as orchestrator:
             await drive(orchestrator)
 
-    if is_over(config):
+    if config.trainer.ckpt.resume_step in (None, -1) and is_over(config):  # else it goes back first
         log.info("all %d steps are trained, confirmed, evaluated and saved: nothing is left to do", config.max_steps)
         return
     try:
@@ -256,12 +257,14 @@ async def open_orchestrator(config: RunConfig) -> AsyncIterator[Orchestrator]:
 
 
 def _open_journal(config: RunConfig) -> Journal:
-    """Open the journal, and go back to `resume_step` in it. The command has refused one of another run."""
+    """Open the journal, and go back to `resume_step` there and in evaluations. The command has refused one of another
+    run."""
     config.paths.journal.mkdir(parents=True, exist_ok=True)
     journal = Journal(config.paths.journal)
     step = config.trainer.ckpt.resume_step
     if step is not None and step >= 0:
         Versions(config.paths.journal).rewind(step)  # first: no version may outlive the batch that made it
+        set_aside_after(config.paths.evals, step)
         journal.rewind(step)
     return journal
 

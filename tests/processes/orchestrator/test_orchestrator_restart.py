@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 
 from fake_engine import digests_of
-from trireme.base.errors import JournalCorrupt
+from stage import write_checkpoint
+from trireme.base.errors import ConfigError, JournalCorrupt
+from trireme.base.paths import step_folder
 from trireme.config.run import RunConfig
+from trireme.config.trainer import Checkpoints, Tokenizer
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord, State
 from trireme.journal.versions import Versions
 from trireme.messages import encode
+from trireme.orchestrator.loop import orchestrate
 from whole_run import WholeRun, build_config, entries, run
 
 STEPS = 6
@@ -147,6 +151,22 @@ def test_where_the_journal_is_complete_nothing_is_added(one_batch):
     again = run(one_batch.model_copy(update={"resume": True}), trainer={"version": 1})
     assert (again.error, again.engine.version, again.engine.requests) == (None, 1, [])
     assert entries(one_batch) == before
+
+
+def test_a_run_that_is_over_goes_back_with_its_evaluations_where_the_user_asks_for_it(one_batch):
+    paths = one_batch.paths
+    versions = Versions(paths.journal)
+    versions.record(1, [], {}, 0.0)
+    step_folder(paths.evals, 1).mkdir(parents=True)
+    write_checkpoint(paths, 1)
+    orchestrate(one_batch)
+    assert versions.known() == [1]
+    # without a tokenizer it ends as soon as it has gone back
+    update = {"ckpt": Checkpoints(resume_step=0), "tokenizer": Tokenizer(name=str(paths.root / "none"))}
+    with pytest.raises(ConfigError, match="none"):
+        orchestrate(one_batch.model_copy(update={"trainer": one_batch.trainer.model_copy(update=update)}))
+    assert (entries(one_batch), versions.known(), list(paths.evals.glob("step_*"))) == ([], [], [])
+    assert list(paths.evals.glob("set_aside_*/step_1"))
 
 
 def test_a_damaged_head_ends_the_run_before_it_begins(one_batch):

@@ -30,8 +30,9 @@ from trireme.base.paths import atomic_write, remove_folder, replace_folder, step
 from trireme.base.waiting import DISK, Waits
 from trireme.config.trainer import Checkpoints
 from trireme.journal.manifest import MANIFEST, FileEntry, Manifest, complete_steps, describe_file, read_manifest
+from trireme.journal.move_aside import set_aside_after
 from trireme.trainer.checkpoint.export import Exporter
-from trireme.trainer.checkpoint.resume import set_aside_after, tidy, version_to_resume
+from trireme.trainer.checkpoint.resume import tidy, version_to_resume
 from trireme.trainer.checkpoint.state import TrainerState, load_tensors, tensors_of
 from trireme.trainer.parallel.mesh import World
 from trireme.trainer.parallel.shards import Shard, is_written_by, open_checkpoint, shard_of, write_shards

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
-from trireme.base.paths import is_left_over, step_folder, step_of
+from trireme.base.paths import is_left_over, step_folder
 from trireme.config.trainer import Checkpoints
 from trireme.journal.manifest import complete_steps, find_damage, is_complete, read_manifest
-from trireme.journal.move_aside import move_aside
+from trireme.journal.move_aside import steps_in
 from trireme.trainer.parallel.mesh import World
 
 log = get_logger("checkpoint")
@@ -53,21 +53,6 @@ def _damage_of(folder: Path, step: int) -> str | None:
         return damage
     version = read_manifest(found).version
     return None if version == step else f"the manifest in {found} is that of version {version}"
-
-
-def set_aside_after(folder: Path, version: int) -> None:
-    """Move aside all steps after `version`: they are damaged, or the run takes another course from here.
-
-    Args:
-        folder: the folder that holds `step_N`.
-    """
-    move_aside(folder, [step_folder(folder, step) for step in steps_in(folder) if step > version])
-
-
-def steps_in(folder: Path) -> list[int]:
-    """Return the N of all `step_N`, complete or not, in order."""
-    steps = [step_of(path) for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted(step for step in steps if step is not None)
 
 
 def tidy(folder: Path) -> None:
