@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -98,6 +99,7 @@ def open_panes(session: str, paths: RunPaths, processes: Sequence[str], command:
 
     Raises: ConfigError if a session of that name has a run that is not over.
     """
+    session = re.sub("[.:]", "_", session)  # as tmux does
     listed = _tmux("list-panes", "-s", "-t", f"={session}", "-F", "#{pane_title} #{pane_dead}", check=False)
     if listed and f"{RUN} 1" not in listed.splitlines():
         raise ConfigError(
@@ -110,13 +112,21 @@ def open_panes(session: str, paths: RunPaths, processes: Sequence[str], command:
     shown = {
         process: f"exec tail -n 200 -F {shlex.quote(str(paths.log(process)))} 2>/dev/null" for process in processes
     }
-    shown[RUN] = _with_environment(command)
+    script = _write_environment()
+    file = shlex.quote(str(script))
+    shown[RUN] = f"exec sh -c {shlex.quote(f'. {file}; rm -f {file}; exec {shlex.join(command)}')}"
     panes: list[str] = []
-    for text in shown.values():
-        where = ["split-window", "-d", "-t", panes[-1]] if panes else ["new-session", "-d", "-s", session]
-        # In the same command, because the pane of a short run would be gone before a second one.
-        keep = [";", "set-option", "-w", "-t", f"={session}:", "remain-on-exit", "on"]
-        panes.append(_tmux(*where, "-P", "-F", "#{pane_id}", "-c", os.getcwd(), text, *keep))
+    try:
+        for text in shown.values():
+            where = ["split-window", "-d", "-t", panes[-1]] if panes else ["new-session", "-d", "-s", session]
+            # In the same command, because the pane of a short run would be gone before a second one.
+            keep = [";", "set-option", "-w", "-t", f"={session}:", "remain-on-exit", "on"]
+            panes.append(_tmux(*where, "-P", "-F", "#{pane_id}", "-c", os.getcwd(), text, *keep))
+    except ConfigError:
+        script.unlink(missing_ok=True)
+        if panes:
+            _tmux("kill-session", "-t", f"={session}", check=False)
+        raise
     for pane, title in zip(panes, shown, strict=True):
         _tmux("select-pane", "-t", pane, "-T", title)
     _tmux("select-layout", "-t", panes[0], "even-vertical")
@@ -131,17 +141,13 @@ def open_panes(session: str, paths: RunPaths, processes: Sequence[str], command:
     return subprocess.run(["tmux", verb, "-t", f"={session}"], check=False).returncode
 
 
-def _with_environment(command: Sequence[str]) -> str:
-    """Return a command that runs with this process's environment; tmux would use that of its server.
-
-    The environment goes through a file that only its owner can read, and that the command removes.
-    """
+def _write_environment() -> Path:
+    """Write this process's environment to a script that only its owner can read; tmux would use that of its server."""
     with tempfile.NamedTemporaryFile("w", prefix="trireme-", suffix=".sh", delete=False) as file:
         for name, value in os.environ.items():
             if name.isidentifier() and name.isascii() and name not in NOT_EXPORTED:
                 file.write(f"export {name}={shlex.quote(value)}\n")
-    script = shlex.quote(file.name)
-    return f"exec sh -c {shlex.quote(f'. {script}; rm -f {script}; exec {shlex.join(command)}')}"
+    return Path(file.name)
 
 
 def _tmux(*words: str, check: bool = True) -> str:

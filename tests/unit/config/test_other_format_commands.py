@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,10 +182,20 @@ def test_logs_are_above_the_run_and_the_run_has_this_shells_environment(tmux, tm
     monkeypatch.setenv("MY_TEST_KEY", "a 'b' c")
     wrote = tmp_path / "wrote"
     command = ["sh", "-c", f'echo "$MY_TEST_KEY" > {wrote}']
-    assert other_formats.open_panes("mine", RunPaths(tmp_path), ["inference"], command) == 0
-    assert "tmux attach -t mine" in capsys.readouterr().out
-    assert listed("=mine", "#{pane_title}") == ["inference", "run"]
+    assert other_formats.open_panes("mine.v1:2", RunPaths(tmp_path), ["inference"], command) == 0
+    assert "tmux attach -t mine_v1_2" in capsys.readouterr().out
+    assert listed("=mine_v1_2", "#{pane_title}") == ["inference", "run"]
     until(lambda: wrote.exists() and wrote.read_text() == "a 'b' c\n")
+
+
+@needs_tmux
+def test_where_there_is_no_room_for_panes_neither_a_session_nor_the_environment_is_left(tmux, tmp_path, monkeypatch):
+    subprocess.run(["tmux", "new-session", "-d", "-s", "another"], check=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(ConfigError, match="--one-terminal"):
+        other_formats.open_panes("mine", RunPaths(tmp_path), list(map(str, range(50))), ["true"])
+    assert list(tmp_path.glob("trireme-*")) == []
+    assert subprocess.run(["tmux", "has-session", "-t", "=mine"], check=False, capture_output=True).returncode == 1
 
 
 def test_without_tmux_or_a_terminal_there_is_one_terminal(monkeypatch):
