@@ -537,6 +537,11 @@ def test_a_picture_that_cannot_be_shown_is_refused_with_its_place(seeing, tmp_pa
 
 
 def test_a_picture_is_refused_where_the_model_is_to_see_none(tmp_path):
-    entry = showing({"type": "image_url", "image_url": {"url": to_data_uri(picture_file(8, 8))}})
-    with pytest.raises(ConfigError, match=r"line 1 shows a picture .*`\[model.vlm\]`"):
-        read(write_lines(tmp_path / "data.jsonl", entry))
+    column = {"images": [{"bytes": None, "path": "a.png"}]}
+    for entry in (
+        showing({"type": "image_url", "image_url": {"url": to_data_uri(picture_file(8, 8))}}),
+        {"messages": [said("user", "<image>Which?"), GREETING[1]]} | column,
+        {"prompt": "<image>Which?", "completion": "a"} | column,
+    ):
+        with pytest.raises(ConfigError, match=r"line 1 shows a picture .*`\[model.vlm\]`"):
+            read(write_lines(tmp_path / "data.jsonl", entry))

@@ -178,12 +178,12 @@ def read_conversations(source: Source, pictures: PictureReader | None = None) ->
     is_empty = True
     for where, entry in entries:
         is_empty = False
-        conversation = to_conversation(entry, where)
+        conversation, images = to_conversation(entry, where), entry.get("images") or ()
         if isinstance(conversation, Conversation) and pictures:
-            read = pictures.read(conversation.messages, entry.get("images") or (), folder, where)
+            read = pictures.read(conversation.messages, images, folder, where)
             conversation = replace(conversation, messages=tuple(read[0]), pictures=tuple(read[1]))
-        elif isinstance(conversation, Conversation):
-            refuse_pictures(conversation.messages, where)
+        else:
+            refuse_pictures(conversation.messages if isinstance(conversation, Conversation) else (), images, where)
         yield conversation
     if is_empty:
         raise ConfigError(f"{source.data} holds no conversation - at least one was expected. Set `data` to another.")

@@ -89,17 +89,17 @@ def is_picture(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in KINDS
 
 
-def refuse_pictures(messages: Sequence[Message], where: str) -> None:
-    """Refuse a conversation with pictures in a run without them.
+def refuse_pictures(messages: Sequence[Message], images: Sequence[Any], where: str) -> None:
+    """Refuse a conversation with pictures in a run without them, or whose prompt and completion are texts.
 
     Raises:
         ConfigError: it has one.
     """
     contents = [message.get("content") for message in messages]
-    if any(is_picture(part) for content in contents if isinstance(content, list) for part in content):
+    if images or any(is_picture(part) for content in contents if isinstance(content, list) for part in content):
         raise ConfigError(
-            f"{where} shows a picture - expected text alone, as this run has no table `[model.vlm]`. Add it to train "
-            "a model that sees with pictures, or leave the conversation out."
+            f"{where} shows a picture - expected messages, and the table `[model.vlm]`. Add the table to train a model "
+            "that sees with pictures, or leave the conversation out."
         )
 
 
