@@ -126,6 +126,11 @@ def test_what_is_held_out_is_spread_over_the_data_and_never_trained_on(tiny_mode
     trained = [sample for step in range(15) for sample in train.batch(step)]
     said = [{int(sample.tokens.loss_mask.sum()) - 1 for sample in samples} for samples in (held_out, trained)]
     assert said == [{4, 8, 12, 16, 20}, set(range(1, 21)) - {4, 8, 12, 16, 20}]
+    everything, none = prepare_data(build_config(tmp_path / "run", tiny_model, data, resume=True), world, Waits("sft"))
+    assert (everything.length, none) == (20, None)
+    few = build_config(tmp_path / "few", tiny_model, data, validation_fraction=0.01)
+    with pytest.raises(ConfigError, match=r"validation_fraction = 0.01 holds out none of 20"):
+        prepare_data(few, world, Waits("sft"))
 
 
 def test_a_run_that_goes_on_with_other_data_is_warned(letters, tiny_model, tmp_path, caplog, world):

@@ -62,7 +62,8 @@ def prepare_data(
     portions = [
         Portion(SampleFiles(folder / f"train_{number}"), source.repeat) for number, source in enumerate(config.sources)
     ]
-    held_out = SampleFiles(folder / "validation") if (folder / "validation").is_dir() else None
+    has_validation = config.validation or config.validation_fraction  # the folder may be of an earlier start
+    held_out = SampleFiles(folder / "validation") if has_validation else None
     return Epochs(portions, config.batch_size, config.seed), held_out
 
 
@@ -86,6 +87,12 @@ def _write_all(config: SftConfig, waits: Waits, meanwhile: Callable[[], None]) -
         write_samples(_read(source, pictures, meanwhile), renderer, validation)
     if config.validation or config.validation_fraction:
         log.info("validation: %s", validation.counts)
+        if not validation.counts.conversations:
+            read = sum(writer.counts.conversations for writer in writers.values())
+            raise ConfigError(
+                f"validation_fraction = {config.validation_fraction:g} holds out none of {read} conversations - at "
+                "least one was expected. Raise it, or give conversations as `validation`."
+            )
         require_samples(validation, "validation")
         writers["validation"] = validation
     folder = config.paths.data
