@@ -154,6 +154,15 @@ def turns_file(journal: Path, rollout: str, attempt: int) -> Path:
     return turns_folder(journal) / f"{UNSAFE.sub('_', rollout)}.{attempt}.turns"
 
 
+def newest_attempts(journal: Path) -> dict[str, int]:
+    """Return the newest attempt that has turns in the journal's folder, by the rollout's name in it."""
+    newest: dict[str, int] = {}
+    for file in turns_folder(journal).glob("*.turns"):
+        rollout, _, attempt = file.stem.rpartition(".")
+        newest[rollout] = max(int(attempt), newest.get(rollout, 0))
+    return newest
+
+
 def prompt_digest(ids: list[int], pictures: Iterable[Picture] = ()) -> str:
     """Return a digest of a prompt's token ids and pictures."""
     return _with_pictures(hashlib.sha256(array("q", ids).tobytes()), pictures)

@@ -29,6 +29,9 @@ log = get_logger("scheduler")
 HOPELESS_FAILURES = 64
 """The run ends after this many failed rollouts without a single success."""
 
+FAILED_BEFORE = "rollout: it failed before the orchestrator was started again; logs/orchestrator.stdout says why"
+"""Reason of an attempt that an orchestrator before this one retried: failures are on disk only with their batch."""
+
 REFILLS_TO_WARN = 4
 """Warn whenever this many times the groups of a batch have been dropped while it is filled."""
 
@@ -153,7 +156,9 @@ class Scheduler:
         task, attempts = group.task, self.config.orchestrator.max_rollout_attempts
         environment, sampling = self.environments[task.env], self.config.orchestrator.sampling
         name, last = f"{task.id}-{place}", ""
-        for attempt in range(attempts):
+        first = self.runner.first_attempt(environment, name, attempts)
+        group.dropped += [_drop(task, place, earlier, FAILED_BEFORE) for earlier in range(first)]
+        for attempt in range(first, attempts):
             spec = RolloutSpec("train", task.example, place, name, str(task.id), self._group_size, attempt)
             try:
                 rollout = await self.runner.run(environment, spec, sampling=sampling)

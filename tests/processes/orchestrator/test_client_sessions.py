@@ -101,8 +101,12 @@ def test_a_client_repeats_its_session_after_a_restart_and_no_turn_is_sampled_aga
     async def meanwhile(whole: WholeRun) -> None:
         client = Client()
         await client.open()
+        await client.ask()
+        await client.end(error="the sandbox broke")
+        rollout = client.session["rollout"].removesuffix("0") + "1"  # the second attempt
+        assert await client.open(rollout=rollout) == 200
         first = (await client.ask()).json()["choices"]
-        rollout, num_sampled = client.session["rollout"], len(whole.engine.requests)
+        num_sampled = len(whole.engine.requests)
         await whole.kill_orchestrator()
         whole.start_orchestrator()
         assert (await client.ask()).status_code == await client.end(reward=1) == 401
@@ -112,8 +116,9 @@ def test_a_client_repeats_its_session_after_a_restart_and_no_turn_is_sampled_aga
         await client.end(reward=0.5)
         await play_on(whole, reward=0.25)
 
-    rollouts, _ = run_with(tmp_path, DATASET, meanwhile)
-    assert 0.5 in [rollout.reward for rollout in rollouts]
+    rollouts, reasons = run_with(tmp_path, DATASET, meanwhile)
+    assert [rollout.attempt for rollout in rollouts if rollout.reward == 0.5] == [1]
+    assert [reason.partition(":")[0] for reason in reasons] == ["rollout"]
 
 
 def test_a_thousand_clients_are_answered_or_told_to_come_again(tmp_path):

@@ -250,6 +250,10 @@ class Environment:
             session.restart(on_retry)
             return await session.watch(play())
 
+    def has_program(self, task: str) -> bool:
+        """Return whether a program of this rollout has outlived the orchestrator before this one."""
+        return self._programs is not None and task in self._programs.found
+
     async def _open_session(self, session: AgentSession, task: RunTask, on_retry: Callable[[], None]) -> None:
         """Open the session of a rollout, or resume that of a program that has outlived the orchestrator before."""
         key = self._programs.found.pop(task.task, None) if self._programs is not None else None

@@ -25,7 +25,7 @@ from trireme.config.run import RunConfig
 from trireme.journal.pictures import PictureFiles, pictures_folder, rules_of_model
 from trireme.journal.records import Rollout
 from trireme.journal.requests import RequestLog
-from trireme.journal.turns import TurnLog, TurnRecord, prompt_digest, turns_file
+from trireme.journal.turns import TurnLog, TurnRecord, newest_attempts, prompt_digest, turns_file
 from trireme.orchestrator.engines.pool import Generation, InferencePool, OverlongPrompt
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import Environment
@@ -105,6 +105,7 @@ class RolloutRunner:
         """
         self.pool = pool
         self.journal = journal
+        self._newest_attempts = {} if journal is None else newest_attempts(journal)  # of an earlier orchestrator
         self.waits = waits
         self.disk_timeout_s = config.disk_timeout_s
         self.writers = ThreadPoolExecutor(WRITERS, "turns")  # makes a thread when it needs one
@@ -131,6 +132,14 @@ class RolloutRunner:
     def wait_for_room(self, what: str, folder: Path, write: Callable[[], T]) -> T:
         """Write something, and wait while the disk is full. Raises: DeadlineExceeded."""
         return when_there_is_room(write, what=what, folder=folder, waits=self.waits, deadline_s=self.disk_timeout_s)
+
+    def first_attempt(self, environment: Environment, name: str, num_attempts: int) -> int:
+        """Return the attempt of a rollout to begin with: the newest one of an earlier orchestrator that is known.
+
+        Its turns are on disk, or its program has outlived that orchestrator. The attempts before it had failed.
+        """
+        found = [attempt for attempt in range(num_attempts) if environment.has_program(f"{name}.{attempt}")]
+        return max(min(self._newest_attempts.get(name, 0), num_attempts - 1), *found, 0)
 
     async def run(
         self, environment: Environment, spec: RolloutSpec, *, sampling: Sampling, trained: bool = True
