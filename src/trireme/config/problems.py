@@ -97,7 +97,7 @@ def _advice(field: Field, path: KeyPath, value: Any, is_flag: bool) -> str:
         key = next(named, plain[0])
         if is_flag and field.kind == "section":
             return f"Write its keys one by one: `{as_flag((*path, key.name))} …`."
-        header = ".".join(map(toml_key, path))
+        header = ".".join(toml_key(part) for part in path if not part.isdigit())  # of an item: its array's
         header, what = (
             (f"[{header}]", "a table") if field.kind == "section" else (f"[[{header}]]", "an array of tables")
         )
