@@ -7,8 +7,11 @@ each problem names the file or flag that it came from. All problems are shown to
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,10 @@ from trireme.config.files import PROCESSES, ProcessName, read_run, read_table, t
 from trireme.config.problems import KeyPath, Source, explain, raise_together, unknown_key
 from trireme.config.reference import help_text
 from trireme.config.run import RunConfig
-from trireme.config.section import NONE, AnySection, Section, as_flag, as_key, fields_of, find, read_structure
+from trireme.config.section import NONE, AnySection, Section, as_flag, as_key, fields_of, find, read_structure, walk
 
 MOST_LEVELS = 64  # of tables and arrays inside one value
+NEARLY = 0.9  # share of a variable's letters that a key has in the same order, from which on it is a slip
 
 
 class Invocation(Section):
@@ -135,7 +139,17 @@ class _Reading:
         settings = type("Settings", (self.root, BaseSettings), {"model_config": {"enable_decoding": False}})
         found = EnvSettingsSource(settings, env_prefix="TRIREME_", env_nested_delimiter="__", env_ignore_empty=True)
         for path, value in _leaves(found()):  # texts, which `Section` reads like those of flags
-            self._set(path, value, Source("TRIREME_" + "__".join(path).upper()))
+            self._set(path, value, Source(_variable(path)))
+        keys = {key.replace(".", "_"): tuple(key.split(".")) for key, _ in walk(self.root)}
+        for name, value in os.environ.items():
+            typed = name.removeprefix("TRIREME_").lower()
+            if name.startswith("TRIREME_") and value and typed.split("__")[0] not in fields_of(self.root):
+                # Others are ours, another command's, or Kubernetes' for a service `trireme`.
+                for near in get_close_matches(typed.replace("__", "_"), keys, n=1, cutoff=NEARLY):
+                    self.problems.append(
+                        f"{name}: no key has that name - expected one, with `__` after each table. Did you mean "
+                        f"`{_variable(keys[near])}`? If not, unset it."
+                    )
 
     def take(self, typed: TypedFile | TypedFlag) -> None:
         with self._collect_problem():
@@ -297,7 +311,9 @@ class _Reading:
         path = whole = tuple(map(str, error["loc"]))
         while path and find(self.root, path) is None:
             path = path[:-1]
-        around = (whole[:depth] for depth in range(len(whole), -1, -1))
+        around: Iterator[KeyPath] = (whole[:depth] for depth in range(len(whole), -1, -1))
+        if error["type"] == "extra_forbidden":  # a table that came with one of its keys
+            around = chain([whole], (place for place in self.origins if place[: len(whole)] == whole), around)
         source = next((self.origins[place] for place in around if place in self.origins), Source("the defaults"))
         if error["type"] == "extra_forbidden" or not path:
             return explain(self.root, error, whole, None, source)
@@ -307,6 +323,10 @@ class _Reading:
                 value = _item(value, part)
             error |= {"input": value, "type": "value_error"}
         return explain(self.root, error, path, find(self.root, path), source)
+
+
+def _variable(path: KeyPath) -> str:
+    return "TRIREME_" + "__".join(path).upper()
 
 
 def _leaves(

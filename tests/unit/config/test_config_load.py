@@ -64,6 +64,23 @@ def test_the_environment_wins_over_defaults_and_nothing_else(monkeypatch):
     assert "Did you mean `trainer.optim.lr`" in message
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("TRIREME_TRAINER_OPTIM_LR", "TRIREME_TRAINER_OPTIM_LR: ... Did you mean `TRIREME_TRAINER__OPTIM__LR`?"),
+        ("TRIREME_MAX_STEP", "Did you mean `TRIREME_MAX_STEPS`?"),
+        ("TRIREME_TRAINER__OPTM__LR", "TRIREME_TRAINER__OPTM__LR: unknown key `trainer.optm` ... `trainer.optim`?"),
+    ],
+)
+def test_a_variable_that_is_nearly_a_key_is_refused_and_those_of_others_are_not(name, words, monkeypatch):
+    for other in ("SERVICE_HOST", "PORT", "RUN", "NODE"):  # Kubernetes sets the first two for a service
+        monkeypatch.setenv(f"TRIREME_{other}", "1")
+    write("a.toml", "max_steps = 4\n[trainer.optim]\neps = 0.1")
+    load("@ a.toml")
+    monkeypatch.setenv(name, "1")
+    assert [part for part in words.split(" ... ") if part not in refusal("@ a.toml")] == []
+
+
 def test_each_process_may_have_its_file_and_any_table():
     write("t.toml", 'max_steps = 7\n[optim]\nlr = 0.1\n[model]\nname = "a/b"')
     write("o.toml", 'batch_size = 32\n[[env]]\nid = "x"')
@@ -185,6 +202,7 @@ def test_a_name_from_elsewhere_leads_to_a_key_that_exists():
         ("[inference]\ngpu_memory_utilization = 1.5", "utilization = 1.5` - expected number > 0 <= 1"),
         ("[[orchestrator.env]]\nargs = {}", "a.toml: `orchestrator.env[0].id` is missing - expected text"),
         ('[trainer.model]\nac = "full"', 'ac = "full"` - expected table ...     [trainer.model.ac]\n    freq = 1'),
+        ('[orchestrator]\nenv = ["x"]', '    [[orchestrator.env]]\n    id = "x"'),
         ('model = "Qwen/Qwen3-0.6B"', '    [model]\n    name = "Qwen/Qwen3-0.6B"'),
         ('[trainer.loss]\ntype = "default"', 'expected importance ... Leave it out ... `type = "custom"`'),
         ("[trainer.loss]\ndppo_mask_low = 0.2", '`type = "custom"` ... `ratio_low`'),
