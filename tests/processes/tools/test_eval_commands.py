@@ -23,6 +23,7 @@ from trireme.config.files import write_run
 from trireme.config.run import RunConfig
 from trireme.journal.versions import Versions
 from trireme.tools.environments.policy import WeightsReplaced
+from trireme.tools.evaluate.config import EvalConfig, inherit_from_run
 from weighed_engine import LETTER, WeighedEngine, open_weighed_engine, write_weights
 
 REWARDS = {"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}
@@ -247,9 +248,11 @@ def test_what_cannot_work_is_refused_before_anything_starts(here, words, problem
 
 def test_what_is_not_said_is_as_the_run_of_the_checkpoints_has_it_and_so_must_its_weights_be(here):
     env, evaluation = {"id": "toy.py", "name": "of-the-run"}, {"num_examples": 3, "sampling": {"temperature": 0.5}}
+    evaluation["pass_threshold"] = 0.25
     orchestrator = {"env": [env], "sampling": {"max_tokens": 7}, "eval": evaluation}
     config = RunConfig.model_validate({"output_dir": "run", "device": "cpu", "orchestrator": orchestrator})
     write_run(config, config.paths.run_config)
+    assert inherit_from_run(EvalConfig(num_examples=2), config).pass_threshold == 0.25
     for step, letter, offset in ((10, "b", 0), (20, "c", 1)):
         tensors = {LETTER: torch.full((2, 3), float(ord(letter))), "norm.weight": torch.arange(4.0) + offset}
         digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}

@@ -122,8 +122,9 @@ def inherit_from_run(config: EvalConfig, run: RunConfig) -> EvalConfig:
     during, model = run.orchestrator.eval, run.inference.model
     values: dict[str, Any] = {"env": config.env or (during.env if during else ()) or run.orchestrator.env}
     given = config.model_fields_set
-    if during is not None and not given & {"num_examples", "rollouts_per_example", "pass_at"}:
-        names = {"num_examples", "rollouts_per_example", "pass_at", "pass_threshold"} - given
+    if during is not None:
+        extent = {"num_examples", "rollouts_per_example", "pass_at"}
+        names = ({"pass_threshold"} - given) | (set() if given & extent else extent)
         values |= {name: getattr(during, name) for name in names}
     rollouts = values.get("rollouts_per_example", config.rollouts_per_example)
     sampling = _sampling(config.sampling, default=during.sampling if during else _default_sampling(rollouts))
