@@ -65,8 +65,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @contextmanager
-def engine(**knobs: Any) -> Iterator[WeighedEngine]:
-    with served(lambda: open_weighed_engine(Path("base").resolve(), **knobs)) as found:
+def engine(base: str = "base", **knobs: Any) -> Iterator[WeighedEngine]:
+    with served(lambda: open_weighed_engine(Path(base).resolve(), **knobs)) as found:
         yield found
 
 
@@ -156,9 +156,13 @@ def test_more_examples_go_on_where_fewer_ended_and_fewer_or_others_are_refused(h
         with pytest.raises(ConfigError, match="sampling_args"):
             run_eval(found, "--steps", 10, "--num-examples", 5, "--sampling.temperature", "0.7")
         write_weights(Path("run/weights/step_10"), "d")
-        with pytest.raises(ConfigError, match="made with weights"):
-            run_eval(found, "--steps", 10, "--num-examples", 6)
+        for num_examples in (5, 6):  # complete, and not
+            with pytest.raises(ConfigError, match="made with weights"):
+                run_eval(found, "--steps", 10, "--num-examples", num_examples)
         assert found.label == "default"  # given back all the same
+    write_weights(here / "another", "e")
+    with engine("another") as found, pytest.raises(ConfigError, match=r"made with model = .*base'"):
+        run_eval(found, "--steps", 10, "--num-examples", 6)
 
 
 OTHERS = {

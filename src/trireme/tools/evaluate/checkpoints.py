@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from trireme.algo.digest import model_digest
+from trireme.algo.digest import model_digest, tensor_digest
 from trireme.algo.weight_checks import first_difference
 from trireme.base.errors import ConfigError, TriremeError, WeightsMismatch
 from trireme.base.log import get_logger, start_logging
@@ -196,7 +196,10 @@ class CheckpointEvaluation:
         self, step: int, environments: list[Environment], policy: EnginePolicy, engine: EvaluatedEngine
     ) -> list[EvalSession]:
         label = self._label(step)
+        folder = self._models[step]
         settings = {"base_url": self._config.client.base_url, "step": step, "checkpoint": label}
+        if folder is None:
+            settings["model"] = self._server.base_model
         sessions = []
         for environment in environments:
             session = EvalSession(
@@ -205,15 +208,21 @@ class CheckpointEvaluation:
             path = step_folder(self._output, step) / f"{environment.name}.jsonl"
             session.resume(path, description_path(path))
             sessions.append(session)
-        if not all(session.is_done for session in sessions):
-            if (folder := self._models[step]) is None:
-                await engine.load_base()
+        is_done = all(session.is_done for session in sessions)
+        if folder is not None:
+            source = engine.open_source(folder)
+            if is_done:  # the files may have been written again since
+                digests = await asyncio.to_thread(
+                    lambda: {name: tensor_digest(each) for name, each in source.tensors()}
+                )
             else:
-                source = engine.open_source(folder)
                 digests = await engine.load(label, source)
-                self._require_as_confirmed(step, source.specs, digests)
-                for session in sessions:
-                    session.note(weights=model_digest(digests))
+            self._require_as_confirmed(step, source.specs, digests)
+            for session in sessions:
+                session.note(weights=model_digest(digests))
+        elif not is_done:
+            await engine.load_base()
+        if not is_done:
             await run_sessions(sessions, self._progress)
         means = [session.metrics["reward"] for session in sessions if "reward" in session.metrics]
         scored = f"mean reward {sum(means) / len(means):.3f}" if means else "nothing was scored"
