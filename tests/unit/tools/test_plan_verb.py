@@ -10,13 +10,16 @@ from model_configs import cache_models
 from trireme.algo.model.chips import CHIPS
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
+from trireme.base.paths import RunPaths
 from trireme.cli.runs.plan import plan
+from trireme.config.files import write_run
 from trireme.config.load import load_run_config
-from trireme.config.resolve import resolve
+from trireme.config.resolve import resolve, updated
 from trireme.config.rules import launch_problems
+from trireme.config.run import RunConfig
 from trireme.tools.plan.advice import advise, fit_warnings
 from trireme.tools.plan.estimate import Estimate, estimate_run
-from trireme.tools.plan.lengths import lengths_of
+from trireme.tools.plan.lengths import lengths_of, rates_of
 from trireme.tools.plan.machine import describe_machine, find_chip
 from trireme.tools.plan.sizes import read_sizes
 
@@ -120,6 +123,16 @@ def test_rates_that_are_given_take_the_place_of_assumed_ones(config_file, capsys
     step = told(capsys, "@", str(config_file), *flags.split())[1]["step"]
     assert (step["sampling_s"], step["training_s"]) == pytest.approx((128 * 1000 / 6000, 128 * 2000 / 8000))
     assert step["step_s"] == pytest.approx(step["training_s"] + step["update_s"])
+
+
+@pytest.mark.parametrize(("idle", "rate"), [(0.75, 512), (None, 128)])
+def test_the_rate_of_engines_is_that_of_the_time_in_which_they_have_requests(tmp_path, idle, rate):
+    """8 rollouts of 64 tokens in 2 s, on two engines."""
+    values = {"output_dir": tmp_path, "inference_gpu_ids": ["0", "1"], "orchestrator.batch_size": 8}
+    write_run(updated(RunConfig(), values), RunPaths(tmp_path).run_config)
+    row = {"process": "orchestrator", "tokens/completion_mean": 64, "time/fill_batch": 2, "perf/engine_idle_frac": idle}
+    RunPaths(tmp_path).metrics.write_text("".join(json.dumps(row | {"step": step}) + "\n" for step in range(4)))
+    assert rates_of(tmp_path).engine == rate
 
 
 @pytest.mark.parametrize(

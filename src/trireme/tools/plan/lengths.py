@@ -102,7 +102,9 @@ def rates_of(run: Path) -> Rates:
         return sum(found) / len(found) if found else None
 
     trainer, sampled = mean("trainer", "perf/tokens_per_s"), mean("orchestrator", "tokens/completion_mean")
-    fill_s = mean("orchestrator", "time/fill_batch")
+    # a batch takes as long as the trainer does where that is the slower one: then the engines wait
+    generates = max(0.01, 1 - (mean("orchestrator", "perf/engine_idle_frac") or 0.0))
+    fill_s = generates * (mean("orchestrator", "time/fill_batch") or 0.0)
     engine = sampled * config.orchestrator.batch_size / fill_s if sampled and fill_s else None
     return Rates(
         trainer=trainer / max(1, len(config.trainer_gpu_ids or ())) if trainer else None,
