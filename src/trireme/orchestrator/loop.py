@@ -141,7 +141,9 @@ class Orchestrator:
         )
         self.pool = pool
         self.lanes = Lanes(config, stack.enter_context(open_spans(config.paths.spans)), pool)
-        teacher = await stack.enter_async_context(open_teacher(config.orchestrator.teacher, tokenizer, waits))
+        teacher = await stack.enter_async_context(
+            open_teacher(config.orchestrator.teacher, tokenizer, waits, max_model_len=pool.max_model_len)
+        )
         environments = await _open_environments(config, config.orchestrator.env, stack, waits, trained=True)
         evaluation = config.orchestrator.eval
         evaluated = environments if evaluation else {}  # their held-out examples, unless the run names others

@@ -28,6 +28,7 @@ from trireme.orchestrator.rollout.chat import ChatTokenizer
 log = get_logger("teacher")
 
 ATTEMPTS = 3
+LATER = (408, 429)  # statuses with which a server asks for a retry
 PAUSE_S = 1.0  # before a retry
 PROBE = "Trireme: 3 banks of oars, 170 rowers.\n\tnaïve café"
 """Text that two different tokenizers are likely to split differently."""
@@ -49,7 +50,7 @@ class Teacher:
         """Fill `teacher` of each rollout: per sample [T] float32, NaN where the policy sampled nothing.
 
         Raises:
-            PeerDied: it does not answer, after several attempts.
+            PeerDied: it does not answer, after several attempts, or refuses a sample.
         """
         deadline_s = ATTEMPTS * (self.config.timeout_s + PAUSE_S) * max(1, len(rollouts))
         with self.waits.waiting(f"logprobs of {len(rollouts)} rollouts", peer="teacher", deadline_s=deadline_s):
@@ -67,6 +68,12 @@ class Teacher:
             try:
                 async with self._places, self.session.post(f"{_base(self.config)}/completions", json=body) as response:
                     data = await response.read()
+                    if 400 <= response.status < 500 and response.status not in LATER:
+                        raise PeerDied(
+                            f"The teacher at {self.config.base_url} refused a sample of {len(ids)} tokens (status "
+                            f"{response.status}: {words_of(data)}) - logprobs were expected. Serve it as it was when "
+                            "the run began; the run continues where it was with --resume."
+                        )
                     if response.status >= 400:
                         raise BadAnswer(f"status {response.status}: {words_of(data)}")
                     found = prompt_logprobs_of(read_prompted(data), ids)
@@ -84,11 +91,15 @@ class Teacher:
 
 @asynccontextmanager
 async def open_teacher(
-    config: TeacherConfig | None, tokenizer: ChatTokenizer, waits: Waits
+    config: TeacherConfig | None, tokenizer: ChatTokenizer, waits: Waits, *, max_model_len: int
 ) -> AsyncIterator[Teacher | None]:
     """Connect to the run's teacher; None where it has none.
 
-    Raises: ConfigError where it does not answer, or has another tokenizer than the policy.
+    Args:
+        max_model_len: of the policy.
+
+    Raises: ConfigError where it does not answer, has another tokenizer than the policy, or no longer context than
+        the policy.
     """
     if config is None:
         yield None
@@ -102,7 +113,8 @@ async def open_teacher(
         try:
             model = config.model or (await ask("GET", f"{_base(config)}/models"))["data"][0]["id"]
             body = {"model": model, "prompt": PROBE, "add_special_tokens": False}
-            theirs = (await ask("POST", f"{_base(config).removesuffix('/v1')}/tokenize", json=body))["tokens"]
+            answer = await ask("POST", f"{_base(config).removesuffix('/v1')}/tokenize", json=body)
+            theirs, longest = answer["tokens"], int(answer["max_model_len"])
         except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
             raise ConfigError(
                 f"The teacher at {config.base_url} does not answer as vLLM does: {type(error).__name__}: {error} "
@@ -116,6 +128,13 @@ async def open_teacher(
                 f"{str(theirs)[:80]}, the policy as {str(ours)[:80]} - the same tokenizer was expected, because it is "
                 "asked about the policy's own tokens. Serve a teacher of the same family, or leave out "
                 "`[orchestrator.teacher]`."
+            )
+        if longest <= max_model_len:  # it refuses a prompt that fills its context
+            raise ConfigError(
+                f"The teacher at {config.base_url} ({model}) has a context of {longest} tokens, the policy one of "
+                f"{max_model_len} - a longer one was expected, because vLLM needs room for a token after each sample. "
+                f"Serve the teacher with `--max-model-len {max_model_len + 1}`, or lower "
+                "`inference.model.max_model_len`."
             )
         log.info("teacher %s at %s", model, config.base_url)
         yield Teacher(config, session, waits, model)

@@ -180,10 +180,13 @@ def test_messages_of_workers_with_and_without_the_newer_fields_are_understood():
 TOKENIZER = open_chat_tokenizer("models/reverse-text-tiny")
 
 
-def fake_teacher(asked: list[dict[str, Any]], *, failures: int, shift: int) -> web.Application:
+def fake_teacher(
+    asked: list[dict[str, Any]], *, failures: int = 0, status: int = 503, shift: int = 0, longest: int = 5
+) -> web.Application:
     """vLLM's three routes; the logprob of token t is -t / 100, and the first so many questions about tokens fail.
 
     Args:
+        longest: its context.
         shift: of token ids, as of another tokenizer.
     """
 
@@ -192,13 +195,13 @@ def fake_teacher(asked: list[dict[str, Any]], *, failures: int, shift: int) -> w
 
     async def tokenize(request: web.Request) -> web.Response:
         ids = TOKENIZER.encode((await request.json())["prompt"])
-        return web.json_response({"tokens": [token + shift for token in ids]})
+        return web.json_response({"tokens": [token + shift for token in ids], "max_model_len": longest})
 
     async def completions(request: web.Request) -> web.Response:
         body = await request.json()
         asked.append(body)
         if len(asked) <= failures:
-            return web.json_response({"error": "busy"}, status=503)
+            return web.json_response({"error": "busy"}, status=status)
         entries = [None, *({str(token): {"logprob": -token / 100}} for token in body["prompt"][1:])]
         return web.json_response({"choices": [{"text": "", "prompt_logprobs": entries}]})
 
@@ -216,13 +219,13 @@ def rollout() -> Rollout:
     return Rollout(env="env", example=0, reward=1.0, samples=samples, temperature=1.0)
 
 
-def score(tmp_path: Path, one: Rollout, *, failures: int = 0, shift: int = 0) -> list[dict[str, Any]]:
+def score(tmp_path: Path, one: Rollout, **how: int) -> list[dict[str, Any]]:
     asked: list[dict[str, Any]] = []
 
     async def go() -> None:
-        async with TestServer(fake_teacher(asked, failures=failures, shift=shift)) as server:
+        async with TestServer(fake_teacher(asked, **how)) as server:
             config = TeacherConfig(base_url=str(server.make_url("/v1")))
-            async with open_teacher(config, TOKENIZER, Waits("orchestrator", tmp_path)) as teacher:
+            async with open_teacher(config, TOKENIZER, Waits("orchestrator", tmp_path), max_model_len=4) as teacher:
                 await teacher.score([one])
 
     with patch.object(module, "PAUSE_S", 0.0):
@@ -245,15 +248,20 @@ def test_a_teacher_that_fails_is_asked_again_and_ends_the_run_by_name_if_it_fail
     assert len(one.teacher) == 2
     with pytest.raises(PeerDied, match=r"teacher at http.* in 3 attempts .*503.*busy"):
         score(tmp_path, rollout(), failures=99)
+    with pytest.raises(PeerDied, match=r"refused .*400.*busy"):
+        score(tmp_path, rollout(), failures=2, status=400)  # one per sample
+    assert len(score(tmp_path, rollout(), failures=2, status=429)) == 4
 
 
-def test_a_teacher_that_is_not_there_or_has_another_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_teacher_that_is_not_there_or_has_another_tokenizer_or_no_room_is_refused(tmp_path: Path) -> None:
     async def open_one(config: TeacherConfig | None) -> None:
-        async with open_teacher(config, TOKENIZER, Waits("orchestrator", tmp_path)) as teacher:
+        async with open_teacher(config, TOKENIZER, Waits("orchestrator", tmp_path), max_model_len=4) as teacher:
             assert teacher is None  # a run without a teacher
 
     with pytest.raises(ConfigError, match="same tokenizer was expected"):
         score(tmp_path, rollout(), shift=1)
+    with pytest.raises(ConfigError, match="--max-model-len 5"):  # vLLM refuses a prompt that fills its context
+        score(tmp_path, rollout(), longest=4)
     with pytest.raises(ConfigError, match="does not answer as vLLM does"):
         asyncio.run(open_one(TeacherConfig(base_url="http://127.0.0.1:9/v1")))
     asyncio.run(open_one(None))
