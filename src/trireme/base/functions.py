@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import symtable
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +59,14 @@ def function_problem(path: str, *, key: str) -> str | None:
             f'Write for example `{key} = "my_module:my_function"`.'
         )
     if not where.endswith(".py"):
-        if importlib.util.find_spec(module) is not None:
-            return None
+        with suppress(ValueError):  # `__main__`, or an empty name
+            if importlib.util.find_spec(module) is not None:
+                return None
         return (
             f'`{key} = "{path}"`: there is no module {module} - expected one that Python can import here. Install it, '
             "put its folder into PYTHONPATH, or name a file: `file.py:function`."
         )
-    if not Path(where).is_file():
+    if not os.path.isfile(where):  # a `Path` raises where the name is too long
         return f'`{key} = "{path}"`: {where} does not exist (looked in {Path.cwd()}) - expected a file. Check the path.'
     try:
         names = names_at_the_top(Path(where))
@@ -74,7 +77,8 @@ def function_problem(path: str, *, key: str) -> str | None:
 
 def names_at_the_top(file: Path) -> set[str]:
     """Return the names that a module defines, imports or assigns at its top level. Raises: SyntaxError."""
-    symbols = symtable.symtable(file.read_text(encoding="utf-8"), str(file), "exec").get_symbols()
+    code: Any = file.read_bytes()  # Python decodes it as on import; typeshed knows of texts only
+    symbols = symtable.symtable(code, str(file), "exec").get_symbols()
     return {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
 
 

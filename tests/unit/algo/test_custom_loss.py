@@ -19,7 +19,7 @@ GOOD = "def loss(columns, scale=1.0):\n    return -scale * columns.advantages * 
 
 
 def written(folder: Path, code: str) -> str:
-    (folder / "mine.py").write_text(code)
+    (folder / "mine.py").write_bytes(code.encode(errors="surrogateescape"))
     return f"{folder}/mine.py:loss"
 
 
@@ -69,6 +69,11 @@ def test_what_it_returns_is_normalized_like_any_other(tmp_path):
         ("raise RuntimeError('no')\ndef loss(columns): ...\n", "raised RuntimeError: no"),
         ("mine.py", "names no function"),
         ("mine:", "names no function"),
+        ("text = 'caf\udce9'\ndef loss(columns): ...\n", "codec can't decode byte 0xe9"),
+        ("def loss(columns): ...\n\0", "null byte"),
+        (f"{'a' * 300}.py:loss", "does not exist"),
+        (f"{'a' * 300}:loss", "there is no module"),
+        (".:loss", "there is no module"),
         ("no_such_file.py:loss", "no_such_file.py does not exist"),
         ("no_such_module_anywhere:loss", "there is no module no_such_module_anywhere"),
         ("math:no_such_thing", "math has no `no_such_thing`"),
