@@ -92,6 +92,8 @@ def test_what_the_reference_gives_as_defaults_holds():
         ),
         ({"resume_from_checkpoint": "outputs/x/checkpoint-50"}, {"trainer.ckpt.resume_step": 50}),
         ({"resume_from_checkpoint": "true"}, {"resume": True}),
+        ({"resume_from_checkpoint": True}, {"resume": True}),
+        ({"resume_from_checkpoint": False}, {"resume": False}),
     ],
     ids=lambda value: " ".join(value),
 )

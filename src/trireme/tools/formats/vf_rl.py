@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from trireme.base.devices import Devices
 from trireme.config.orchestrator import OrchestratorConfig
@@ -43,11 +43,11 @@ def place_run(folder: str | None, file: VfRl, devices: Devices) -> Settings:
 
 
 def set_resume(place: str | None, file: VfRl, devices: Devices) -> Settings:
-    if not place:
+    if not place or place.lower() == "false":
         return {}
     step = PurePath(place).name.removeprefix("checkpoint-")
     if not (place.lower() == "true" or step.isdigit()):
-        raise Refused('expected "true", or a folder `checkpoint-N` of this run. Write one of them.')
+        raise Refused("expected true, or a folder `checkpoint-N` of this run. Write one of them.")
     return {"trainer.ckpt.resume_step": int(step)} if step.isdigit() else {"resume": True}
 
 
@@ -167,7 +167,9 @@ class VfArgs(Section):
     output_dir: Annotated[str | None, To(place_run)] = None
     """Folder of the run; `outputs/<run_name>` where not given."""
     seed: Annotated[int, To("seed")] = 42
-    resume_from_checkpoint: Annotated[str | None, To(set_resume)] = None
+    resume_from_checkpoint: Annotated[
+        str | None, To(set_resume), BeforeValidator(lambda value: str(value) if isinstance(value, bool) else value)
+    ] = None
     """`true` for the newest, or the folder `checkpoint-N` to go back to."""
 
     use_lora: Annotated[bool, To(None, "true sets [trainer.model.lora]")] = True
