@@ -51,6 +51,7 @@ def run_translated(program: str, argv: list[str]) -> int:
     if command.print_config:
         print(as_toml(typed.translation), end="")
         return 0
+    set_variables(typed.translation.env_files)
     if command.dry_run:
         return dry_run(config, devices)
     with their_keys_named(typed.file, typed.translation):
@@ -58,7 +59,6 @@ def run_translated(program: str, argv: list[str]) -> int:
             check_launch(config, devices)  # while it can be seen in this terminal
             again = [sys.executable, "-m", __spec__.name, program, *_without_session(argv), "--one-terminal"]
             return open_panes(command.session or program, config.paths, PANES[program], again)
-        set_variables(typed.translation.env_files)
         return launch(config, devices, STARTED.get(program, ()))
 
 

@@ -113,6 +113,12 @@ def test_each_command_sends_other_formats_on(flat_file, vf_file):
         run_translated("vf-rl", [])
 
 
+def test_a_dry_run_reads_the_env_file_too(flat_file):
+    Path(flat_file).write_text(f"env_file = ['nowhere.env']\n{FLAT}")
+    with pytest.raises(ConfigError, match=r"nowhere\.env.* cannot be read"):
+        run_translated("prime-rl", [flat_file, "--dry-run"])
+
+
 def test_keys_of_an_env_file_reach_the_run_and_the_shell_counts_more(tmp_path, monkeypatch):
     (tmp_path / "secrets.env").write_text("# keys\nMY_TEST_KEY=abc\nMY_OTHER_KEY='d e'\n")
     environ = {"MY_OTHER_KEY": "mine"}
