@@ -386,7 +386,7 @@ def test_messages_are_written_as_rollouts_serve_them(tmp_path):
     calls = "(message.tool_calls | tojson if message.tool_calls else '')"
     folder = write_tokenizer(tmp_path / "t", CHATML.replace("+ '<|im_end|>'", f"+ {calls} + '<|im_end|>'"))
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    turns = [GREETING[0], {"role": "assistant", "content": None, "tool_calls": [call]}, GREETING[1]]
+    turns = [said("user", "half \ud83d"), {"role": "assistant", "content": None, "tool_calls": [call]}, GREETING[1]]
     (sample,) = samples_of(Renderer(AutoTokenizer.from_pretrained(folder)), conversation(*turns))
     served = ChatTokenizer(folder)
     assert sample.ids == served.encode(served.render(turns, tools=None, generate=False))
@@ -398,6 +398,7 @@ def test_only_the_completion_of_a_prompt_counts(tokenizer):
         (sample,) = samples_of(Renderer(tokenizer), entry)
         return sample
 
+    assert learned(tokenizer, sample_of("a\ud83d", "b\ude00")) == f"b\ufffd{END}"  # halves, as in rollouts
     texts = sample_of("ab", "cd")  # taken as they are
     assert shown(tokenizer, texts) == [("a", 0), ("b", 0), ("c", 1), ("d", 1), (END, 1)]
     for special in ("<|endoftext|>", END):  # ends no turn, for there are none

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trireme.algo.pictures import expand
 from trireme.base.errors import ConfigError
+from trireme.base.safe_text import encodable
 from trireme.journal.message_text import for_template
 from trireme.messages import Picture
 from trireme.trainer.sft.conversations import ASSISTANT, Completion, Conversation
@@ -65,9 +66,9 @@ class Renderer:
             ConfigError: the template cannot render it, or its generation prompt is not how it renders an answer.
         """
         if isinstance(conversation, Completion):
-            text = conversation.prompt + conversation.completion
-            span = (len(conversation.prompt), len(text))
-            return [Rendered(text, (span,), is_plain=True, where=conversation.where)]
+            prompt = encodable(conversation.prompt)
+            text = prompt + encodable(conversation.completion)
+            return [Rendered(text, ((len(prompt), len(text)),), is_plain=True, where=conversation.where)]
         samples: list[Rendered] = []
         text, seen = "", 0
         spans: tuple[tuple[int, int], ...] = ()
@@ -101,7 +102,7 @@ class Renderer:
                 "conversation, or set `chat_template` to a template that renders it."
             ) from error
         assert isinstance(text, str)
-        return text
+        return encodable(text)
 
     def tokenize(self, texts: Sequence[Rendered]) -> list[Tokenized]:
         """Tokenize all texts in one call, which is faster than one by one."""
