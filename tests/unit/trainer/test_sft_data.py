@@ -274,9 +274,14 @@ def test_data_that_cannot_be_read_is_refused_before_anything_starts(tmp_path):
     for path in [tmp_path / "nowhere.jsonl", empty, write_lines(tmp_path / "empty.jsonl", "")]:
         with pytest.raises(ConfigError, match=r"conversation.* expected"):
             read(path)
-    for name, content, words in (("torn.parquet", b"PAR1 and no more", "no parquet file"), ("a.json", b"3", "no list")):
+    for name, content, words in (
+        ("torn.parquet", b"PAR1 and no more", " .*no parquet file"),
+        ("a.json", b"3", " .*no list"),
+        ("latin.json", b'["\xe9"]', " is not JSON .*utf-8"),
+        ("latin.jsonl", b'\n{"prompt": "\xe9", "completion": ""}\n', ", line 2 is not JSON .*utf-8"),
+    ):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(ConfigError, match=f"{name} .*{words}"):
+        with pytest.raises(ConfigError, match=f"{name}{words}"):
             read(tmp_path / name)
 
 

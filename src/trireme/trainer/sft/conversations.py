@@ -191,7 +191,7 @@ def read_conversations(source: Source, pictures: PictureReader | None = None) ->
 
 def _from_lines(file: Path) -> Iterator[Entry]:
     """Read lines, which end at a line feed only: JSON allows other separators, such as U+2028, inside a text."""
-    with open(file, encoding="utf-8", newline="\n") as lines:
+    with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 where = f"{file}, line {number}"
@@ -199,7 +199,7 @@ def _from_lines(file: Path) -> Iterator[Entry]:
 
 
 def _from_json(file: Path) -> Iterator[Entry]:
-    content = _parse(file.read_text(encoding="utf-8"), str(file))
+    content = _parse(file.read_bytes(), str(file))
     if isinstance(content, dict) and len(content) == 1:  # {"data": […]}
         (content,) = content.values()
     if not isinstance(content, list):
@@ -207,10 +207,10 @@ def _from_json(file: Path) -> Iterator[Entry]:
     yield from ((f"{file}, entry {number}", entry) for number, entry in enumerate(content))
 
 
-def _parse(text: str, where: str) -> Any:
+def _parse(text: bytes, where: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also bytes that are no UTF-8
         raise ConfigError(
             f'{where} is not JSON ({error}) - expected {{"messages": [{{"role": "user", "content": "…"}}, …]}}. '
             "Correct it, or leave it out."
