@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -144,6 +145,11 @@ class Environment(Section):
     @property
     def resolved_name(self) -> str:
         return self.name or Path(self.id.rstrip("/").removesuffix(".py")).name
+
+    @property
+    def file_name(self) -> str:
+        """Return its name as it appears in names of files: a `_` for each blank and sign but `.` and `-`."""
+        return re.sub(r"[^\w.-]", "_", self.resolved_name)
 
 
 class DifficultyPools(Section):
@@ -366,15 +372,23 @@ def orchestrator_problems(config: OrchestratorConfig, *, longest: int) -> Iterat
             "no environment is configured, so there is nothing to learn - expected at least one. "
             'Add to the file:\n    [[orchestrator.env]]\n    id = "reverse-text"'
         )
-    for table, environments in (("env", config.env), ("eval.env", config.eval.env if config.eval else ())):
-        for name, count in Counter(environment.resolved_name for environment in environments).items():
+    evaluated = config.eval.env if config.eval else ()
+    for table, environments in (("env", config.env), ("eval.env", evaluated)):
+        for name, count in Counter(environment.file_name for environment in environments).items():
             if count > 1:
+                names = {f'"{each.resolved_name}"': None for each in environments if each.file_name == name}
                 yield (
-                    f'{count} tables `[[orchestrator.{table}]]` are called "{name}" (the last part of `id`, without a '
-                    "`name`) - expected a name each. Give each table a `name` of its own."
+                    f"{count} tables `[[orchestrator.{table}]]` are called {' and '.join(names)} (the last part of "
+                    f"`id`, without a `name`), and their files {name} - expected a name each, also where blanks and "
+                    "signs become `_`. Give each table a `name` of its own."
                 )
         for environment in environments:
             yield from _agent_problems(environment, f"orchestrator.{table}.agent")
+    for name in sorted({each.file_name for each in config.env} & {f"eval-{each.file_name}" for each in evaluated}):
+        yield (
+            f'an `[[orchestrator.env]]` is called "{name}", as are the logs of the `[[orchestrator.eval.env]]` '
+            f'"{name.removeprefix("eval-")}" - expected names of logs that differ. Give one of them another `name`.'
+        )
     batch, group = config.batch_size, config.rollouts_per_example
     if batch % group:
         below, above = batch // group * group, (batch // group + 1) * group

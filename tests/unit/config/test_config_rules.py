@@ -103,6 +103,8 @@ ORCHESTRATOR = rows("orchestrator", CPU,
     ("--env.0.agent.external true", "... --env.0.agent.port 8090", "and no `port`"),
     ("--env.0.agent.external true --env.0.agent.port 1 --env.0.agent.command a", "", "and a `command` (('a',))"),
     ("--env.1.id a", "--env.1.id a --env.1.name b", '2 tables `[[orchestrator.env]]` are called "a"'),
+    ("--env.0.name a/b --env.1.id a@b", "--env.0.name a/b --env.1.id a.b", '"a/b" and "a@b"'),
+    ("--eval.env.0.id x --env.1.id eval-x", "--eval.env.0.id x --env.1.id eval.x", 'called "eval-x"'),
     # evaluation
     (f"{SAMPLED} --eval.pass-at [1,8] --eval.rollouts-per-example 4", "... 8", "pass@8 takes at ... or leave [8] out"),
     ("--eval.pass-at [1,1]", "--eval.pass-at [1]", "names a k twice"),

@@ -24,7 +24,6 @@ group is then one suspect.
 from __future__ import annotations
 
 import asyncio
-import re
 import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -80,7 +79,7 @@ async def open_environment(
 
     Raises: ConfigError where it cannot be found, installed or loaded.
     """
-    name = re.sub(r"[^\w.-]+", "_", f"{'eval-' if is_evaluation else ''}{config.resolved_name}")
+    name = f"{'eval-' if is_evaluation else ''}{config.file_name}"
     source = find_environment(config.id, root=root)
     install_log = logs / f"environment-{name}-install.stdout"
     python = await asyncio.to_thread(environment_python, source, cache=cache, log_file=install_log)

@@ -11,7 +11,6 @@ Example of a description, which lies next to the results:
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -223,7 +222,7 @@ def prepare(config: EvalConfig) -> EvalConfig:
     found = []
     for each in config.env:
         source = find_source(each.id, ROOT)
-        values: dict[str, Any] = {"name": re.sub(r"[^\w.-]+", "_", each.resolved_name)}
+        values: dict[str, Any] = {"name": each.file_name}
         values |= {"max_concurrent": min(each.max_concurrent, config.max_concurrent)}
         found.append(updated(each, values | ({"id": str(source.folder)} if source.folder is not None else {})))
     names = [str(each.name) for each in found]
