@@ -81,6 +81,7 @@ class TurnLog:
         self.path = path
         self._records = read_turns(path)
         self.prompts = [record.prompt for record in self._records]  # of all turns on disk
+        self.call_ids = {call["id"] for record in self._records for call in record.message.get("tool_calls", ())}
         self._file: int | None = None
         self._is_closed = False
         self._lock = threading.Lock()  # of the file
@@ -105,6 +106,7 @@ class TurnLog:
             life: in which the turn was asked for. If the rollout has begun again since, the turn may be replayed.
         """
         self._records.append(record)
+        self.call_ids |= {call["id"] for call in record.message.get("tool_calls", ())}
         if life != self.life:
             self._left[record.prompt].append(record)
 

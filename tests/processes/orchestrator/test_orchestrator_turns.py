@@ -24,7 +24,7 @@ from trireme.config.run import RunConfig
 from trireme.journal.records import Rollout
 from trireme.orchestrator.engines.pool import Generation, OverlongPrompt, open_inference_pool
 from trireme.orchestrator.engines.responses import Called, CalledFunction, Message
-from trireme.orchestrator.environments.wire import Ask, Done, Reply
+from trireme.orchestrator.environments.wire import Ask, Done, Reply, assistant_message
 from trireme.orchestrator.gateway.dialects.turn import ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec
@@ -435,6 +435,37 @@ def check(conversation: RandomConversation, policy: RandomPolicy, finished: Roll
         assert len(finished.samples) == 1
     if conversation.is_plain:
         assert finished.truncated == (policy.given[-1][1].cut is not None or conversation.num_refused > 0)
+
+
+def test_a_rollout_that_is_played_again_in_another_order_has_no_two_calls_of_one_id(tmp_path, tokenizer):
+    calls = tokenizer.encode('<tool_call>{"name": "add", "arguments": {}}</tool_call><|im_end|>')
+
+    async def generate(ids: list[int], sampling: dict[str, Any], **_: Any) -> Generation:
+        return Generation(calls, [-0.1] * len(calls), [0] * len(calls), "stop")
+
+    async def play(task: Any, ask: Any, *, on_retry: Any, **_: Any) -> Done:
+        async def said(number: int, *messages: dict) -> dict:
+            question = Ask(task="t", call=f"{number}", messages=list(messages), tools=TOOLS, sampling={})
+            return assistant_message("", None, (await ask(question)).tool_calls)
+
+        title, task = {"role": "user", "content": "a title"}, {"role": "user", "content": "2 + 2?"}
+        await said(1, title)
+        first = await said(2, task)
+        on_retry()
+        assert await said(1, task) == first
+        ids.extend(first["tool_calls"])
+        ids.extend((await said(2, task, first, {"role": "tool", "content": "4", "tool_call_id": "c"}))["tool_calls"])
+        return Done(task="t", reward=1.0, metrics={}, prompt=[], completion=[], example_id=0)
+
+    ids: list[dict] = []
+    agent = SimpleNamespace(train="all", only_with_tools=False)
+    environment = SimpleNamespace(
+        config=SimpleNamespace(agent=agent, max_turns=None), uses_gateway=True, name="x", run=play
+    )
+    policy = SimpleNamespace(generate=generate, vocab_size=0)
+    runner = RolloutRunner(RunConfig(), policy, tokenizer, journal=tmp_path, waits=Waits("test"))  # type: ignore[arg-type]
+    asyncio.run(runner.run(environment, RolloutSpec("train", 0, 0, name="0-0"), sampling=Sampling()))  # type: ignore[arg-type]
+    assert [call["id"] for call in ids] == ["call00200", "call00300"]
 
 
 def test_over_many_random_rollouts_the_tokens_trained_on_are_exactly_those_that_were_sampled(tmp_path):

@@ -36,7 +36,7 @@ from trireme.orchestrator.rollout.continuation import Rewritten
 from trireme.orchestrator.rollout.pictures import ConversationPictures, read_messages, read_transcript
 from trireme.orchestrator.rollout.sampling import TurnSampling
 from trireme.orchestrator.rollout.trajectory import Question, Strategy, Trajectory
-from trireme.orchestrator.rollout.turns import ModelMessage, TurnReader
+from trireme.orchestrator.rollout.turns import ModelMessage, TurnReader, call_id
 
 log = get_logger("rollouts")
 
@@ -289,6 +289,9 @@ class _Conversation:
             shown = {"pictures": asked.pictures, "content_parts": await pictures.content_parts(asked.pictures)}
         turn = await self.runner.pool.generate(asked.ids, arguments, routes_from=routes_from, **shown)
         keeps_stop = bool(arguments.get("include_stop_str_in_output"))
+        # a program that is played again may ask in another order, and get turns with the ids of other numbers from disk
+        while self.log is not None and call_id(number, 0) in self.log.call_ids:
+            number += 1
         return turn, await self.runner.reader.read(asked.ids, turn, tools, number=number, keeps_stop=keeps_stop)
 
     async def _sample_once(
