@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from trireme.base.errors import ConfigError
-from trireme.tools.cluster.job import Job, SubmitOptions, node_script
-from trireme.tools.cluster.kubernetes import addresses_of, describe_status, manifests, name_of, submit
+from trireme.cli.runs.submit import submit as submit_run
+from trireme.tools.cluster.job import Job, SubmitOptions, find_submission, node_script
+from trireme.tools.cluster.kubernetes import addresses_of, describe_status, manifests, submit
 from trireme.tools.cluster.nodes import plan_nodes
 
 VERSIONS = ("1.33", "1.37")  # the first in which all of it is stable, and the newest
@@ -101,13 +102,33 @@ def kubectl(tmp_path, monkeypatch):
 def test_all_is_made_at_once_with_secrets_through_a_pipe_and_taken_back_where_the_cluster_refuses(kubectl):
     given = job(2)
     text = manifests(given, SubmitOptions(image="i", volume="c"), SECRETS, Path("/runs"))
-    assert submit(given, text, "lab") == name_of(given)
+    submit(given, text, "lab")
     assert (kubectl / "words").read_text() == "--namespace lab create --filename -\n"
     assert (kubectl / "given").read_text() == text
     (kubectl / "answer").write_text('jobs.batch is forbidden: User "x" cannot create resource "jobs"')
     with pytest.raises(ConfigError, match="cannot create resource"):
         submit(given, text, "lab")
     assert f"--selector trireme-submission={given.id}" in (kubectl / "words").read_text().splitlines()[-1]
+
+
+def test_a_job_is_recorded_before_it_is_made_and_no_longer_where_the_cluster_refuses_it(kubectl, monkeypatch):
+    monkeypatch.chdir(kubectl)
+    Path("run.toml").write_text('orchestrator.env = [{ id = "reverse-text" }]')
+    words = ["run.toml", "--on", "kubernetes", "--image", "i", "--volume", "c", "--gpus-per-node", "0", "--name", "x"]
+    Path("outputs").touch()  # in the place of a folder
+    with pytest.raises(ConfigError, match="could not be written"):
+        submit_run(words)
+    with pytest.raises(ConfigError, match="the run has no `name`"):
+        submit_run([*words[:-2], "--output-dir", "/runs"])
+    assert not (kubectl / "words").exists()
+    Path("outputs").unlink()
+    submit_run(words)
+    found = find_submission(Path("outputs/x"))
+    assert found.job in (kubectl / "given").read_text()
+    (kubectl / "answer").write_text("forbidden")
+    with pytest.raises(ConfigError, match="forbidden"):
+        submit_run([*words[:-1], "y"])
+    assert find_submission(Path("outputs/y")) is None
 
 
 def test_a_jobs_status_in_words():

@@ -86,8 +86,8 @@ def is_here() -> bool:
     return shutil.which("kubectl") is not None
 
 
-def submit(job: Job, rendered: str, namespace: str | None) -> str:
-    """Create all resources of `rendered`, or none, and return the Job's name. Secrets go through a pipe.
+def submit(job: Job, rendered: str, namespace: str | None) -> None:
+    """Create all resources of `rendered`, or none. Secrets go through a pipe.
 
     Raises: ConfigError with the cluster's answer.
     """
@@ -99,7 +99,6 @@ def submit(job: Job, rendered: str, namespace: str | None) -> str:
             "`--dry-run` shows. What it had created was deleted. `kubectl auth can-i create jobs` and "
             "`kubectl config current-context` help."
         )
-    return name_of(job)
 
 
 def state_of(submission: Submission) -> str:

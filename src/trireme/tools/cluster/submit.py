@@ -6,6 +6,7 @@ The machines load the run as it was typed and derive the rest themselves. It is 
 from __future__ import annotations
 
 import secrets
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -157,14 +158,24 @@ def _submit_to_kubernetes(job: Job, config: RunConfig, options: SubmitOptions, v
         volume = options.volume or kubernetes.name_of(job)
         print(f"note: the volume {volume} must be one that several pods can write to (ReadWriteMany)")
     mount = config.output_dir if config.output_dir.is_absolute() else Path(kubernetes.VOLUME)
+    if job.run == mount:
+        raise ConfigError(
+            f"`output_dir` is {config.output_dir} and the run has no `name`, so that its folder is {mount}, where the "
+            "volume is mounted - expected a folder inside of the volume: the state of the submission lies next to it. "
+            "Add `--name NAME`."
+        )
     hidden = kubernetes.manifests(job, options, dict.fromkeys(variables, HIDDEN), mount)
     if options.dry_run:
         _show({"manifests.yaml": hidden}, variables)
         return None
-    name = kubernetes.submit(job, kubernetes.manifests(job, options, variables, mount), options.namespace)
-    _write(job, {"manifests.yaml": hidden})
-    processes = job.plan.by_name
-    Submission(job.id, "kubernetes", name, str(job.run), processes, options.namespace, folder=job.folder).write()
+    name, processes = kubernetes.name_of(job), job.plan.by_name
+    record = Submission(job.id, "kubernetes", name, str(job.run), processes, options.namespace, folder=job.folder)
+    _write(job, {"manifests.yaml": hidden}, record)  # first: without it no command would find the job
+    try:
+        kubernetes.submit(job, kubernetes.manifests(job, options, variables, mount), options.namespace)
+    except ConfigError:
+        shutil.rmtree(job.folder)
+        raise
     return f"job {name}"
 
 
@@ -174,10 +185,20 @@ def _show(files: dict[str, str], variables: dict[str, str]) -> None:
         print(f"\n{_RULE} {name} {_RULE}\n{text.rstrip()}")
 
 
-def _write(job: Job, files: dict[str, str]) -> None:
-    job.folder.mkdir(mode=0o700, parents=True)
-    for name, text in files.items():
-        (job.folder / name).write_text(text)
+def _write(job: Job, files: dict[str, str], record: Submission | None = None) -> None:
+    """Raises: ConfigError where the submission's folder cannot be written."""
+    try:
+        job.folder.mkdir(mode=0o700, parents=True)
+        for name, text in files.items():
+            (job.folder / name).write_text(text)
+        if record is not None:
+            record.write()
+    except OSError as error:
+        raise ConfigError(
+            f"{job.folder} could not be written ({error}) - expected a folder for the record of the submission, next "
+            "to that of the run. Nothing was submitted. Free some space, or change `output_dir`: one that is relative "
+            "lies in this folder here, and on the volume in Kubernetes."
+        ) from error
 
 
 def _given(value: Any) -> Any:
