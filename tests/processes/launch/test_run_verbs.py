@@ -14,7 +14,7 @@ import pytest
 
 from answering import answering_http
 from trireme.base.devices import Devices
-from trireme.base.errors import ConfigError, DeadlineExceeded
+from trireme.base.errors import ConfigError, DeadlineExceeded, TriremeError
 from trireme.base.paths import RunPaths
 from trireme.base.processes import free_port
 from trireme.base.token import TOKEN
@@ -219,6 +219,18 @@ def test_a_submitted_runs_log_is_its_jobs_and_a_cancelled_job_leaves_a_mark_and_
     assert (scheduler / "words").read_text() == "scancel 7\n"
     assert (folder / "cancelled").exists()
     assert not (folder / "secrets.sh").exists()
+
+
+def test_cancel_ends_a_run_on_this_machine_before_an_older_job_and_leaves_no_mark_where_it_fails(run, scheduler):
+    folder = record(run)
+    with launcher(run, "hears") as process:
+        assert cancel([str(run)]) == 0
+        assert process.wait(DEADLINE_S) == 0
+    assert not (scheduler / "words").exists()
+    (scheduler / "scancel").write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(TriremeError, match="`scancel 7` failed"):
+        cancel([str(run)])
+    assert not (folder / "cancelled").exists()  # with it, the job would not resume after its time limit
 
 
 def test_a_run_in_kubernetes_is_asked_inside_its_pod_and_deleted_without_its_volume(run, scheduler, capsys):

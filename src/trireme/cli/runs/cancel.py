@@ -26,15 +26,19 @@ def cancel(argv: list[str]) -> int:
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
     run: Path = parser.parse_args(argv).run
-    submission = find_submission(run)
-    if submission and submission.scheduler == "slurm":
+    submission, paths = find_submission(run), RunPaths(run)
+    job = f"{submission.scheduler} job {submission.job}" if submission else ""
+    launcher = launcher_of(paths)
+    # the submission may be an old one, of a run that was resumed on this machine
+    is_here = launcher is not None and holds_launcher_lock(paths, launcher)
+    if submission is None or is_here:
+        end_launcher(paths)
+    elif submission.scheduler == "slurm":
         slurm.cancel(submission)
-    elif submission:
-        kubernetes.cancel(submission)
     else:
-        end_launcher(RunPaths(run))
-    what = f"{submission.scheduler} job {submission.job}" if submission else str(run)
-    print(f"cancelled {what}. To resume later: the same command with --resume")
+        kubernetes.cancel(submission)
+    more = f" {job} was not cancelled: if it is not over, type the same command again." if job and is_here else ""
+    print(f"cancelled {run if is_here else job}. To resume later: the same command with --resume.{more}")
     return 0
 
 

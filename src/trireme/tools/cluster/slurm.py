@@ -116,13 +116,18 @@ def cancel(submission: Submission) -> None:
 
     Raises: TriremeError with Slurm's answer.
     """
-    (submission.folder / CANCELLED).touch()
-    answer = call_scheduler("scancel", submission.job)
-    if answer.returncode:
-        raise TriremeError(
-            f"`scancel {submission.job}` failed: {answer.stderr.strip()} - expected a job of yours. "
-            "`squeue --me` shows them."
-        )
+    mark = submission.folder / CANCELLED
+    mark.touch()  # first: the job looks for it when it ends
+    try:
+        answer = call_scheduler("scancel", submission.job)
+        if answer.returncode:
+            raise TriremeError(
+                f"`scancel {submission.job}` failed: {answer.stderr.strip()} - expected a job of yours. "
+                "`squeue --me` shows them."
+            )
+    except TriremeError:
+        mark.unlink()
+        raise
     (submission.folder / SECRETS).unlink(missing_ok=True)
 
 
