@@ -83,11 +83,17 @@ def test_a_run_that_is_at_work_answers_itself_to_the_submissions_token(run, caps
     assert "waits        orchestrator waits 12 s for rollouts" in out
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="not a run's folder"):
-        status([str(tmp_path)])
+def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys, monkeypatch):
+    for flags in ([], ["--follow"]):
+        with pytest.raises(ConfigError, match="not a run's folder"):
+            status([str(tmp_path), *flags])
     with pytest.raises(ConfigError, match="There are no logs"):
         logs([str(tmp_path)])
+    assert capsys.readouterr().out == ""
+    record(tmp_path)  # submitted, and never started
+    monkeypatch.setattr(status_module, "CONFIGURED_S", 0.0)
+    with pytest.raises(ConfigError, match="not a run's folder"):
+        status([str(tmp_path), "--follow"])
 
 
 def test_steps_are_followed_as_they_come_until_somebody_asks_it_to_end(run):

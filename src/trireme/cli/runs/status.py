@@ -20,6 +20,8 @@ from trireme.tools.cluster import kubernetes, slurm
 from trireme.tools.cluster.job import SECRETS, Submission, find_submission, read_token
 
 POLL_S = 1.0
+CONFIGURED_S = 120.0
+"""A run that was started or submitted writes its configuration within this time after its folder is there."""
 DESERTED_S = 30.0
 """After so long without a launcher, an answer or a step, no process works on the run."""
 
@@ -65,7 +67,7 @@ def _state_lines(run: Path, submission: Submission | None) -> list[str]:
 
 def _follow(options: Namespace) -> int:
     """Show a run until it is over, until no process works on it, or until a signal; then send what was mirrored."""
-    config = _wait_for_config(options.run)
+    config = _wait_for_config(options.run, is_mirror=options.mirror)
     is_remote = options.mirror or find_submission(options.run) is not None
     state = look_at(options.run)
     is_over = state.progress.num_done >= config.max_steps and state.status is None and state.launcher is None
@@ -97,12 +99,26 @@ def _follow(options: Namespace) -> int:
     return 0
 
 
-def _wait_for_config(run: Path) -> RunConfig:
-    """Return the run's configuration, which a run that was only just started has not written yet."""
+def _wait_for_config(run: Path, *, is_mirror: bool) -> RunConfig:
+    """Return the run's configuration, which a run that was only just started has not written yet.
+
+    Args:
+        is_mirror: the run's own script asks, which ends this process itself: wait without a deadline.
+
+    Raises: ConfigError where the folder is not a run's, and none is about to be started in it.
+    """
+    give_up = time.monotonic() + CONFIGURED_S
+    is_shown = False
     while True:
         try:
             return read_run(RunConfig, find_run_file(run, "orchestrator"))
         except ConfigError:
-            if not run.is_dir():
+            is_written = any((RunPaths(run).configs / f"{name}.json").exists() for name in ("run", "orchestrator"))
+            is_coming = find_submission(run) is not None or launcher_of(RunPaths(run)) is not None
+            is_late = is_written or not is_coming or time.monotonic() > give_up
+            if not run.is_dir() or (is_late and not is_mirror):
                 raise
+            if not is_shown:
+                print(f"{run} has no configuration yet: waiting for the processes of the run to write it", flush=True)
+            is_shown = True
             time.sleep(POLL_S)
