@@ -58,9 +58,8 @@ def supervise(plan: Plan, config: RunConfig, *, grace_s: float = GRACE_S, keep_o
             if config.paths.holds_run:  # it resumes from the newest checkpoint and every batch since
                 steps = complete_steps(config.paths.checkpoints)
                 where = f" from step {steps[-1]}" if steps else ""
-                instead = (
-                    " instead of --trainer.ckpt.resume-step" if (config.trainer.ckpt.resume_step or -1) >= 0 else ""
-                )
+                goes_back = config.trainer.ckpt.resume_step not in (None, -1)
+                instead = " instead of --trainer.ckpt.resume-step" if goes_back else ""
                 words.append(f"To resume{where}: the same command with --resume{instead}")
             view.say("\n".join(words))
     return ending.exit_code

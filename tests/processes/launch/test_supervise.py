@@ -10,6 +10,7 @@ import pytest
 
 from stage import COOPERATE, DEADLINE_S, GRACE_S, KIN, SLEEP, STUBBORN, launch, until, write_checkpoint
 from trireme.base.errors import TriremeError
+from trireme.config.resolve import updated
 from trireme.launch.folder import hold_folder
 from trireme.launch.plan import ProcessSpec
 from trireme.launch.process_tree import Descendants, Process, read_process, read_processes
@@ -33,6 +34,7 @@ def test_who_dies_first_is_named_with_its_last_words_and_nobody_is_left(stage, c
     log.parent.mkdir(parents=True)
     log.write_text("Traceback (most recent call last):\nValueError: of yesterday\n")
     stage.set(restart=False)
+    stage.config = updated(stage.config, {"trainer.ckpt.resume_step": 0})
     stage.config.paths.metrics.touch()
     write_checkpoint(stage.config.paths, 40)
     plan = stage.plan(
@@ -43,7 +45,8 @@ def test_who_dies_first_is_named_with_its_last_words_and_nobody_is_left(stage, c
     assert (len(stage.pids()), stage.alive()) == (6, []), "children of children do not outlive it either"
     out = capsys.readouterr().out
     last_words = ["    Traceback (most recent call last):", "    ValueError: boom", str(log)]
-    for words in ["trainer died at", "exit code 1", *last_words, "step 40: the same command with --resume"]:
+    way_out = "step 40: the same command with --resume instead of --trainer.ckpt.resume-step"
+    for words in ["trainer died at", "exit code 1", *last_words, way_out]:
         assert words in out
     for words in ["orchestrator died", "yesterday", "step 7"]:
         assert words not in out

@@ -96,8 +96,15 @@ def test_fewer_steps_another_model_and_another_optimizer_are_refused_with_both_v
         check_resume(updated(config, changes))
 
 
-def test_a_run_is_trained_when_it_has_all_its_steps(earlier, fine_tuned):
-    assert is_trained(updated(earlier, {"max_steps": 3}))
+def test_a_run_is_trained_when_it_has_all_its_steps_and_is_not_asked_to_go_back(earlier, fine_tuned):
+    whole = updated(earlier, {"max_steps": 3})
+    assert is_trained(whole)
+    assert [is_trained(updated(whole, {"trainer.ckpt.resume_step": step})) for step in (-1, 0, 2)] == [
+        True,
+        False,
+        False,
+    ]
+    assert not is_trained(updated(fine_tuned, {"ckpt.resume_step": 0}))
     assert not is_trained(earlier)
     assert is_trained(fine_tuned)
     assert not is_trained(updated(fine_tuned, {"max_steps": 4}))
