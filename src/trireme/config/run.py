@@ -92,9 +92,9 @@ class Hosts(Section):
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Each address once, without its port."""
+        """Each address once, without its port. One of IPv6 stays whole, for the rule that refuses it."""
         addresses = (address for each in self.by_process.values() for address in each)
-        return tuple(dict.fromkeys(address.partition(":")[0] for address in addresses))
+        return tuple(dict.fromkeys(a if a.count(":") > 1 else a.partition(":")[0] for a in addresses))
 
     @property
     def are_loopback(self) -> bool:

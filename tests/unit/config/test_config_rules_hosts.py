@@ -88,6 +88,8 @@ def test_all_machines_call_the_run_the_same_wherever_it_lies_and_have_the_same_d
     assert resolved(ALL).run_id == first
     with pytest.raises(ConfigError, match=r"`device` is not set"):
         resolved(ALL.replace("--device cpu", ""))
+    with pytest.raises(ConfigError, match=r"names ::1, 127\.0\.0\.1, and `device` is not set"):
+        resolved("--inference.server.host ::1")
 
 
 @pytest.mark.parametrize(
