@@ -77,8 +77,7 @@ def load_config(
         return read_run(root, invocation.run), invocation
     reading = _Reading(root, section)
     reading.take_environment()
-    for argument in sorted(others, key=lambda argument: isinstance(argument, TypedFlag)):
-        reading.take(argument)
+    reading.take_all(others)
     return reading.validate(), invocation
 
 
@@ -97,8 +96,7 @@ def read_as(
     if root is RunConfig:
         reading.take_environment()
     reading.take_table(table, Source(where))
-    for flag in flags:
-        reading.take(flag)
+    reading.take_all(flags)
     config: AnySection = reading.validate()
     return config
 
@@ -151,9 +149,28 @@ class _Reading:
                         f"`{_variable(keys[near])}`? If not, unset it."
                     )
 
-    def take(self, typed: TypedFile | TypedFlag) -> None:
-        with self._collect_problem():
-            self._take_file(typed) if isinstance(typed, TypedFile) else self._take_flag(typed)
+    def take_all(self, arguments: Sequence[TypedFile | TypedFlag]) -> None:
+        """Take files, then flags, each in the order in which they were typed. Only the flag that begins a table of an
+        array (`--orchestrator.env.1.id`) comes before the others of that table."""
+        for file in arguments:
+            if isinstance(file, TypedFile):
+                with self._collect_problem():
+                    self._take_file(file)
+        flags = [flag for flag in arguments if isinstance(flag, TypedFlag)]
+        paths = [self._flag_path(flag)[0] for flag in flags]
+        first: dict[KeyPath, int] = {}
+        for number, path in enumerate(paths):
+            for depth in range(len(path)):
+                first.setdefault(path[:depth], number)
+
+        def place(number: int) -> tuple[int, bool]:
+            path, found = paths[number], find(self.root, paths[number])
+            begins = found is not None and found.required and any(map(str.isdigit, path[-2:-1]))
+            return (first[path[:-1]] if begins else number, not begins)
+
+        for number in sorted(range(len(flags)), key=place):
+            with self._collect_problem():
+                self._take_flag(flags[number])
 
     def _take_file(self, typed: TypedFile) -> None:
         table = read_table(Path(typed.name))

@@ -145,6 +145,7 @@ def test_flags_can_begin_an_array_add_to_it_and_change_one_item():
     env = "--orchestrator.env"
     first, second = load(f"{env}.0.id x {env}.0.weight 3 {env}.1.id y").orchestrator.env
     assert (first.id, first.weight, second.id) == ("x", 3, "y")
+    assert (first, second) == load(f"{env}.0.weight 3 {env}.1.id y {env}.0.id x").orchestrator.env
     write("a.toml", '[[orchestrator.env]]\nid = "x"\nargs = { level = 1, hard = true }')
     (changed, added) = load(f"@ a.toml {env}.0.args.level 2 {env}.0.weight 3 {env}.1.id y").orchestrator.env
     assert (changed.id, changed.args, changed.weight, added.id) == ("x", {"level": 2, "hard": True}, 3, "y")
