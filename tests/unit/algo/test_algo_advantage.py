@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trireme.algo.advantage import OF_GROUP, GroupScores, check_custom, distillation_term, ema, estimate
-from trireme.algo.filters import FLAWS, is_gibberish, longest_run, repeats, runs_of
+from trireme.algo.filters import FLAWS, is_gibberish, repeats
 from trireme.algo.length_penalty import with_length_penalty
 from trireme.algo.staleness import groups_allowed
 from trireme.config.orchestrator import Advantage, Filters, LengthPenalty
@@ -131,19 +131,6 @@ def test_everything_that_may_be_configured_is_implemented_and_documented() -> No
     assert flaws == set(FLAWS)
     text = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
     assert [name for name in kinds | penalties | flaws if f"| `{name}`" not in text] == []
-
-
-@given(mask=st.lists(st.booleans(), max_size=30))
-def test_runs_are_the_stretches_that_a_loop_finds(mask: list[bool]) -> None:
-    expected, start = [], None
-    for place, holds in enumerate([*mask, False]):
-        if holds and start is None:
-            start = place
-        if not holds and start is not None:
-            expected.append(slice(start, place))
-            start = None
-    assert list(runs_of(np.array(mask, dtype=np.uint8))) == expected
-    assert longest_run(np.array(mask, dtype=bool)) == max((run.stop - run.start for run in expected), default=0)
 
 
 def naive_repeats(ids: list[int], window: int, period: int) -> bool:

@@ -45,7 +45,9 @@ def patched(before: torch.Tensor, made: Patch, times: int = 1) -> torch.Tensor:
     seed=st.integers(0, 1000),
     times=st.sampled_from([1, 2]),
 )
-def test_a_patch_brings_every_bit(shape: list[int], dtype: torch.dtype, share: float, seed: int, times: int) -> None:
+def test_a_patch_brings_every_bit_and_a_digest_is_the_documented_sum(
+    shape: list[int], dtype: torch.dtype, share: float, seed: int, times: int
+) -> None:
     before, fresh = random_bits(shape, dtype, seed), random_bits(shape, dtype, seed + 1)
     generator = torch.Generator().manual_seed(seed)
     is_fresh = (torch.rand(shape, generator=generator) < share).view(-1)
@@ -55,13 +57,7 @@ def test_a_patch_brings_every_bit(shape: list[int], dtype: torch.dtype, share: f
     assert made.num_bytes <= after.nbytes
     assert (made.where.numel(), made.values.numel()) == patch.sizes_of(made.form, made.num_changed, after)
     assert made.num_changed == int((to_integers(before) != to_integers(after)).sum())
-
-
-def test_a_nan_that_stayed_is_unchanged_and_one_with_another_payload_is_not() -> None:
-    before = torch.tensor([0x7FC0, 0x7FC0, 0x0000, 0x0000], dtype=torch.int16).view(torch.bfloat16)
-    after = torch.tensor([0x7FC0, 0x7FC1, -0x8000, 0x0000], dtype=torch.int16).view(torch.bfloat16)
-    assert changed(after, before).tolist() == [False, True, True, False]  # the third: 0.0 became -0.0
-    assert same_bits(patched(before, build_patch(after, changed(after, before))), after)
+    assert tensor_digest(after) == digest_by_the_formula(after)
 
 
 @pytest.mark.parametrize(
@@ -107,29 +103,18 @@ def digest_by_the_formula(tensor: torch.Tensor) -> str:
     return hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} {total}".encode()).hexdigest()[:32]
 
 
-def random_tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    return (100 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(5, 7), (1,), (), (0, 3)], ids=str)
-def test_a_digest_is_the_documented_sum(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = random_tensor(dtype, *shape)
-    assert tensor_digest(tensor) == digest_by_the_formula(tensor)
-
-
 def test_a_digest_does_not_depend_on_how_much_is_summed_at_once_nor_on_where_values_lie(monkeypatch) -> None:
-    tensor = random_tensor(torch.float32, 4 * digest.ROW + 5)
+    tensor = random_bits([4 * digest.ROW + 5], torch.float32, 0)
     expected = digest_by_the_formula(tensor)
     assert tensor_digest(tensor) == expected
     monkeypatch.setattr(digest, "_ROWS_AT_ONCE", {"cpu": 3})
     assert tensor_digest(tensor) == expected
-    tensor = random_tensor(torch.float32, 8, 6)
+    tensor = random_bits([8, 6], torch.float32, 0)
     strided = tensor.t().contiguous().t()
     assert not strided.is_contiguous()
     assert tensor_digest(strided) == tensor_digest(tensor) == tensor_digest(tensor.clone().requires_grad_())
     for start in range(1, 5):
-        part = random_tensor(torch.bfloat16, 21)[start : start + 16]
+        part = random_bits([21], torch.bfloat16, 0)[start : start + 16]
         assert tensor_digest(part) == tensor_digest(part.clone())
 
 

@@ -24,11 +24,14 @@ COSTS = {
 
 
 def samples_of(lengths: list[int]) -> list[Sample]:
-    """Build samples whose tokens are their own number."""
-    return [
-        Sample(build_tokens(**{name: np.full(length, n) for name in COLUMNS} | {"loss_mask": np.ones(length)}), 1.0 + n)
-        for n, length in enumerate(lengths)
-    ]
+    """Build samples whose tokens are their own number. Tokens of every other one were drawn from 0 to 3 of these."""
+    samples = []
+    for n, length in enumerate(lengths):
+        columns = {name: np.full(length, n) for name in COLUMNS} | {"loss_mask": np.ones(length)}
+        counts = (np.arange(length, dtype=np.int32) + n) % 4
+        kept = Kept(counts, np.full(counts.sum(), n, np.int32)) if n % 2 else None
+        samples.append(Sample(build_tokens(kept=kept, **columns), 1.0 + n))
+    return samples
 
 
 def content(micro_batch: MicroBatch) -> list[tuple[int, int, float]]:
@@ -55,6 +58,12 @@ def test_whatever_the_lengths_every_token_is_in_one_row_of_one_rank(lengths, wor
     found = [entry for row in rows if not is_filler(row) for entry in content(row)]
     assert sorted(found) == [(number, length, 1.0 + number) for number, length in enumerate(lengths)]
     assert sum(map(is_filler, rows)) < world or not lengths
+    for row in rows:
+        numbers = row.tokens.ids
+        counts = np.where(numbers % 2, (positions(row.lengths) + numbers) % 4, 0)
+        kept = row.tokens.kept or Kept(0 * numbers, numbers[:0])
+        assert kept.counts.tolist() == counts.tolist()
+        assert kept.ids.tolist() == np.repeat(numbers, counts).tolist()
 
 
 def fitted(lengths: list[int], num_rows: int, pick) -> list[list[int]] | None:
@@ -72,27 +81,6 @@ def fitted(lengths: list[int], num_rows: int, pick) -> list[list[int]] | None:
 def test_a_sample_goes_into_the_row_that_a_look_at_every_row_finds(lengths, num_rows):
     assert pack(lengths, CAPACITY) == [row for row in fitted(lengths, len(lengths), max) if row]
     assert Table(lengths, CAPACITY, LINEAR).even_rows(num_rows) == fitted(lengths, num_rows, min)
-
-
-@given(lengths=st.lists(st.integers(1, CAPACITY), min_size=1, max_size=20), seed=st.integers(0, 100))
-def test_the_choices_of_a_sampler_stay_with_their_token(lengths, seed):
-    """Some samples were drawn from a cut vocabulary, in part; each token's choices are named after its sample."""
-    rng = np.random.default_rng(seed)
-    samples = samples_of(lengths)
-    for number, sample in enumerate(samples):
-        if number % 2:
-            counts = rng.integers(0, 4, sample.tokens.length).astype(np.int32)
-            ids = np.full(counts.sum(), number, np.int32)
-            columns = {name: getattr(sample.tokens, name) for name in COLUMNS}
-            sample.tokens = build_tokens(kept=Kept(counts, ids), **columns)
-    for row in micro_batches_of_rank(samples, capacity=CAPACITY, rank=0, world=1):
-        kept = row.tokens.kept
-        if kept is None:
-            assert not (row.tokens.ids % 2).any()
-            continue
-        assert len(kept.counts) == row.tokens.length
-        assert np.repeat(row.tokens.ids, kept.counts).tolist() == kept.ids.tolist()
-        assert not kept.counts[row.tokens.ids % 2 == 0].any()
 
 
 def slowest(dealt: list[list[list[int]]], lengths: list[int], cost: Cost) -> float:

@@ -18,7 +18,7 @@ import families
 from families import ATTENTION, CONFIGS, HYBRIDS, build_config, build_vision_config, logits, row, save_family
 from tiny import are_equal, one_row, random_samples, take_gradients, whole
 from trireme.base.errors import ConfigError
-from trireme.config.trainer import ActivationCheckpointing, Lora, TrainerModel
+from trireme.config.trainer import ActivationCheckpointing, TrainerModel
 from trireme.orchestrator.weights.update import TIMES_NOISE
 from trireme.trainer.checkpoint.export import describe_model
 from trireme.trainer.model.forward import compute_columns, scorer_of
@@ -277,11 +277,6 @@ def test_dropout_of_a_model_is_switched_off_and_published_again(kind: str, tmp_p
     drops = {name: value for name, value in said.items() if "drop" in name}
     assert any(drops.values())
     assert {name: says[name] for name in drops} == drops
-
-
-def test_dropout_of_adapters_stays(tmp_path: Path, world: World) -> None:
-    model = load_model(TrainerModel(lora=Lora(dropout=0.3)), str(save_noisy("llama", tmp_path)), world)
-    assert {layer.p for layer in model.modules() if isinstance(layer, torch.nn.Dropout)} == {0.3}
 
 
 def save_noisy(kind: str, folder: Path) -> Path:

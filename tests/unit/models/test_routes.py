@@ -12,12 +12,9 @@ import pytest
 
 from fake_engine import Asked, open_fake_engine
 from tiny_tokenizer import CHATML, END, write_tokenizer
-from trireme.algo.packing import Sample, micro_batches_of_rank
 from trireme.base.errors import ConfigError
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
-from trireme.journal.journal import Journal
-from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.messages import COLUMNS, Routed, Tokens, build_tokens, concat_tokens, decode_as, encode
 from trireme.orchestrator.engines import expert_routes
 from trireme.orchestrator.engines.generation import Generation
@@ -143,30 +140,24 @@ def check_routed(sample: Tokens) -> None:
     assert sample.routed.experts.tolist() == routes(sample.ids[:-1]).ravel().tolist()
 
 
-@pytest.mark.parametrize(("mode", "num_samples"), [("interleaved", 1), ("branching", 2)])
-def test_a_later_turn_tells_of_what_the_earlier_ones_could_not(tokenizer, mode: str, num_samples: int) -> None:
+@pytest.mark.parametrize(
+    ("mode", "texts", "num_samples"),
+    [("interleaved", ["yes"], 1), ("interleaved", ["yes", "no"], 2), ("branching", ["yes"], 2)],
+)
+def test_a_later_turn_tells_of_what_the_earlier_ones_could_not(tokenizer, mode, texts, num_samples) -> None:
+    """Of two answers to the same messages, the second begins a sample of its own."""
     trajectory = Trajectory(tokenizer, mode)
     first = trajectory.ask([ASK], None)
     assert first.routes_from == 0
     record(trajectory, tokenizer, first, "4")
     check_routed(*trajectory.samples())
-    second = trajectory.ask(LONGER, None)
-    assert second.routes_from == (len(first.ids) + 1 if mode == "interleaved" else 0)
-    record(trajectory, tokenizer, second, "yes")
+    questions = [trajectory.ask(LONGER, None) for _ in texts]
+    for question, text in zip(questions, texts, strict=True):
+        assert question.routes_from == (len(first.ids) + 1 if mode == "interleaved" else 0)
+        record(trajectory, tokenizer, question, text)
     assert len(trajectory.samples()) == num_samples
     for sample in trajectory.samples():
         check_routed(sample)
-
-
-def test_where_a_turn_begins_a_sample_of_its_own_what_is_known_goes_along(tokenizer: ChatTokenizer) -> None:
-    trajectory = Trajectory(tokenizer, "interleaved")
-    record(trajectory, tokenizer, trajectory.ask([ASK], None), "4")
-    questions = [trajectory.ask(LONGER, None) for _ in range(2)]
-    for question, text in zip(questions, ("yes", "no"), strict=True):
-        record(trajectory, tokenizer, question, text)
-    one, other = trajectory.samples()
-    check_routed(one)
-    check_routed(other)
 
 
 def routed_sample(ids: list[int]) -> Tokens:
@@ -185,18 +176,5 @@ def test_the_experts_stay_with_their_tokens_when_samples_of_one_model_are_packed
     other = build_tokens(**{name: [0] for name in COLUMNS}, routed=Routed(np.zeros(1, np.uint8), nothing, 4, 2))
     with pytest.raises(AssertionError, match="of different models"):
         concat_tokens([routed_sample([4, 5]), other])
-
-
-def test_the_journal_keeps_them_and_rows_made_of_it_are_the_same(tmp_path: Path) -> None:
-    samples = [routed_sample([4, 5, 6]), routed_sample([7, 8, 1, 2])]
-    rollout = Rollout(group=0, place=0, attempt=0, env="e", example=0, reward=1.0, samples=samples, temperature=1.0)
-    Journal(tmp_path).append(BatchRecord(step=0, rollouts=[rollout], dropped=[], state=State()))
-    read = Journal(tmp_path).read(0).rollouts[0].samples
-    rows = [
-        micro_batches_of_rank([Sample(tokens, 1.0) for tokens in each], capacity=16, rank=0, world=1)
-        for each in (samples, read)
-    ]
-    assert encode(rows[0]) == encode(rows[1])
-    # one that was written before there were routes
-    before = {name: getattr(samples[0], name) for name in COLUMNS} | {"kept": None}
-    assert decode_as(Tokens, encode(before)).routed is None
+    before = {name: getattr(plain, name) for name in COLUMNS} | {"kept": None}
+    assert decode_as(Tokens, encode(before)).routed is None  # written before there were routes

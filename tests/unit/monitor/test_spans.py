@@ -148,10 +148,7 @@ def _sums(pieces: Iterable[timing.Piece]) -> dict[tuple[str, str], int]:
     return sums
 
 
-def test_a_clock_goes_on_from_where_the_one_before_came_to_and_a_process_knows_its_age():
-    now_us = time.time_ns() // 1000
-    assert timing.steady_clock()() >= now_us
-    assert now_us + 10**9 <= timing.steady_clock(now_us + 10**9)() < now_us + 2 * 10**9
+def test_a_process_knows_its_age():
     code = "import time; time.sleep(0.05); from trireme.base.timing import age_s; print(age_s())"
     began = time.monotonic()
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
