@@ -6,6 +6,7 @@ import pytest
 
 from trireme.journal.records import Rollout
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
+from trireme.orchestrator.evaluation.results import EvalResult
 from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome
 from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.tools.environments.check_report import (
@@ -17,6 +18,7 @@ from trireme.tools.environments.check_report import (
     rewards_of,
     text_of,
 )
+from trireme.tools.evaluate.report import conversation_of
 
 LOADED = Loaded("toy", "file", "toy.py", None, 0.1, 1, 10, 0, {"python": "3.11.7"})
 
@@ -62,6 +64,18 @@ def test_an_example_counts_the_same_however_many_of_its_rollouts_failed():
     report = groups([1.0], num_restarts=1)
     assert not report.holds
     assert "workers died and were restarted 1 time:" in text_of(report)
+
+
+def test_what_a_model_or_an_environment_wrote_moves_no_cursor():
+    written = "\x1b[2J\x1b[1;1Hreward 1"
+    answer = {"role": "assistant", "content": written}
+    shown = [
+        text_of(groups([1.0, written])),
+        conversation_of(EvalResult(example_id=1, reward=None, error=written)),
+    ]
+    shown.append(conversation_of(EvalResult(example_id=1, reward=1.0, completion=[answer])))
+    assert ["\x1b" in text for text in shown] == [False] * 3
+    assert ["␛[2J" in text for text in shown] == [True] * 3
 
 
 def test_success_is_the_share_above_a_bound_where_one_is_given():

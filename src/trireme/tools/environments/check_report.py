@@ -15,6 +15,7 @@ import numpy as np
 
 from trireme.algo.advantage import SAME, are_same
 from trireme.algo.data.order import ENDLESS
+from trireme.base.safe_text import clean
 from trireme.orchestrator.environments.wire import Split
 from trireme.orchestrator.evaluation.results import EvalResult
 from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome
@@ -221,7 +222,7 @@ def rewards_of(groups: Sequence[Sequence[float]], *, success_at: float | None = 
 def text_of(report: CheckReport) -> str:
     sessions = (_row(name, text) for name, text in report.sessions.lines()) if report.sessions else ()
     parts = [_fact_lines(report), _figure_lines(report), sessions, _trouble_lines(report), _advice_lines(report)]
-    return "\n\n".join(text for part in parts if (text := "\n".join(part)))
+    return clean("\n\n".join(text for part in parts if (text := "\n".join(part))))
 
 
 def advice_of(report: CheckReport) -> list[str]:

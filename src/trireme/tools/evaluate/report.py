@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from trireme.base.safe_text import clean
 from trireme.orchestrator.evaluation.results import EvalResult
 from trireme.tools.conversation import blocks
 from trireme.tools.environments.check_report import difficulty_in_words, rewards_of
@@ -83,14 +84,14 @@ def text_of(session: EvalSession) -> str:
     failures = [f"{count} rollouts failed: {error}" for error, count in list(errors.items())[:5]]
     lines = [f"  {name:14} {figure}" for name, figure in figures.items()]
     title = f"{session.environment.name} ({session.extent.split} examples), {session.policy.name}"
-    return "\n".join([title, *lines, *advice, *failures])
+    return clean("\n".join([title, *lines, *advice, *failures]))
 
 
 def conversation_of(result: EvalResult) -> str:
     """Show a whole rollout."""
     title = f"=== example {result.example}, rollout {result.rollout}"
     if result.error is not None:
-        return f"{title}\nfailed: {result.error}"
+        return clean(f"{title}\nfailed: {result.error}")
     lines = [title]
     for block in blocks([*result.prompt, *result.completion]):
         cut = " …" if len(block.text) > _MAX_CHARACTERS else ""
@@ -99,4 +100,4 @@ def conversation_of(result: EvalResult) -> str:
         lines.append(f"answer: {result.answer!r}")
     metrics = {name: round(value, 4) for name, value in result.metrics.items()}
     lines.append(f"reward {result.reward:g}, metrics {metrics}, stopped by {result.stop}, {result.tokens} tokens")
-    return "\n".join(lines)
+    return clean("\n".join(lines))
