@@ -52,6 +52,7 @@ class Policy:
         return turn
 
     async def count(self, request: TurnRequest) -> int:
+        await asyncio.sleep(self.pause_s)
         return len(request.messages)
 
 
@@ -343,18 +344,19 @@ def test_a_long_wait_shows_signs_of_life_and_its_error_comes_in_the_stream(monke
             ask_chat(url, user, streams=True)
 
 
-def test_a_flood_costs_its_session_a_pause_and_a_giant_is_refused(monkeypatch):
+@pytest.mark.parametrize("path", ["messages", "messages/count_tokens"])
+def test_a_flood_costs_its_session_a_pause_and_a_giant_is_refused(monkeypatch, path):
     monkeypatch.setattr(server, "MOST_AT_ONCE", 3)
     monkeypatch.setattr(server, "LARGEST_BODY", 1000)
 
     async def flood(url: str) -> list[int]:
         async with httpx.AsyncClient() as client:
-            posts = [client.post(f"{url}/s/{KEY}/v1/messages", json=asks(f"{number}")) for number in range(8)]
+            posts = [client.post(f"{url}/s/{KEY}/v1/{path}", json=asks(f"{number}")) for number in range(8)]
             return sorted(answer.status_code for answer in await asyncio.gather(*posts))
 
     with serving(Policy(TURNS["text"], pause_s=0.5)) as (_, url):
         assert asyncio.run(flood(url)) == [200] * 3 + [429] * 5
-        assert httpx.post(f"{url}/s/{KEY}/v1/messages", json=asks("a" * 2000)).status_code == 400
+        assert httpx.post(f"{url}/s/{KEY}/v1/{path}", json=asks("a" * 2000)).status_code == 400
         assert httpx.post(f"{url}/s/{KEY}/v1/messages", content=b"[" * 900).status_code == 400
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiny_tokenizer import CHATML, END, LLAMA_3, QWEN_3, write_tokenizer
-from trireme.orchestrator.engines.pool import Generation
+from trireme.orchestrator.engines.pool import Generation, OverlongPrompt
 from trireme.orchestrator.gateway.dialects.turn import ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer, _for_template
 from trireme.orchestrator.rollout.continuation import Rewritten
@@ -44,6 +44,20 @@ def turn(ids: list[int]) -> Generation:
 
 def says(content: str, **more: object) -> dict[str, object]:
     return {"role": "assistant", "content": content} | more
+
+
+def test_a_prompt_that_is_far_too_long_is_refused_and_one_that_is_a_little_too_long_is_counted(tmp_path):
+    (talk := Talk(tmp_path)).max_model_len = 100
+    far, little = ({"role": "user", "content": "a" * size} for size in (2000, 1000))
+    talk.answer([ASK], "4<|im_end|>")
+    for messages in ([far], [ASK, says("4"), far]):
+        with pytest.raises(OverlongPrompt):
+            talk.prompt_ids(messages, None, "")
+    assert len(talk.prompt_ids([ASK, says("4"), little], None, "")) > 1000
+    assert talk.ask([ASK], None).number == 1
+    (first := Talk(tmp_path)).max_model_len = 100
+    with pytest.raises(OverlongPrompt):
+        first.ask([far], None)
 
 
 def trained(talk: Talk) -> list[int]:

@@ -92,6 +92,12 @@ class Session:
     _orphans: dict[str, asyncio.Future[Turn]] = field(default_factory=dict)  # turns whose client went away, by digest
     _responses: OrderedDict[str, list[dict[str, Any]]] = field(default_factory=OrderedDict)  # conversations, by id
 
+    def admit(self) -> None:
+        """Count a request as open, before its body takes memory. Raises: Refused where too many are."""
+        if self.num_open >= MOST_AT_ONCE:
+            raise Refused("busy", f"{MOST_AT_ONCE} requests of this session are being answered.", retry_after_s=2)
+        self.num_open += 1
+
     def begin(self, request: TurnRequest, digest: str, *, is_retry: bool) -> asyncio.Future[Turn]:
         """Return the task that answers a request: the one that its client left behind, or a new one.
 
@@ -225,9 +231,7 @@ class Gateway:
         )
 
     async def _answer(self, request: Request, session: Session, dialect: Dialect) -> Response:
-        if session.num_open >= MOST_AT_ONCE:
-            raise Refused("busy", f"{MOST_AT_ONCE} requests of this session are being answered.", retry_after_s=2)
-        session.num_open += 1  # a body takes memory while it is read
+        session.admit()
         try:
             body = await read_body(request)
             if dialect is RESPONSES:
@@ -245,7 +249,11 @@ class Gateway:
         return _TurnResponse(session, dialect, asked, digest, task)
 
     async def _count(self, request: Request, session: Session, dialect: Dialect) -> Response:
-        return as_json({"input_tokens": await session.count(dialect.read(await read_body(request)))})
+        session.admit()
+        try:
+            return as_json({"input_tokens": await session.count(dialect.read(await read_body(request)))})
+        finally:
+            session.num_open -= 1
 
     async def _transcript(self, request: Request, session: Session, dialect: Dialect) -> Response:
         return as_json({"messages": session.transcript()})

@@ -21,11 +21,14 @@ from tokenizers import Tokenizer
 from trireme.base.errors import ConfigError
 from trireme.base.safe_text import encodable
 from trireme.journal.message_text import for_template
+from trireme.orchestrator.engines.pool import OverlongPrompt
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"]
 FILES += ["preprocessor_config.json", "processor_config.json"]  # of models that see
 
+LONG_TOKEN = 16
+"""Characters: four times those of a token in usual text."""
 
 KEPT_PROMPTS = 64
 """First prompts that are kept tokenised: the rollouts of a group begin alike, one after the other."""
@@ -70,19 +73,38 @@ class ChatTokenizer:
             **self._names,
         )
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, most_tokens: int | None = None) -> list[int]:
+        """Return the ids of a text.
+
+        Args:
+            most_tokens: that the model takes. Texts that are far longer are not tokenised: 8 MB take 10 s and 2 GB.
+
+        Raises: OverlongPrompt where the beginning of the text alone has twice as many.
+        """
+        if most_tokens is not None and len(text) > (most_chars := LONG_TOKEN * most_tokens):
+            num_tokens = len(self.encode(text[:most_chars]))
+            if num_tokens > 2 * most_tokens:  # twice, as the last word was cut
+                raise OverlongPrompt(
+                    f"The prompt has {len(text)} characters, the first {most_chars} of them {num_tokens} tokens; the "
+                    f"model takes {most_tokens}."
+                )
         return self._tokenizer.encode(encodable(text), add_special_tokens=False).ids
 
-    def prompt_ids(self, messages: list[dict[str, Any]], *, tools: list[dict] | None) -> list[int]:
-        """Return the ids of a first prompt. It is tokenised once for all rollouts of a group, which begin alike."""
-        try:
-            return list(self._first_ids(json.dumps((messages, tools))))
-        except (TypeError, ValueError, RecursionError):  # a template may still render it
-            return self.encode(self.render(messages, tools=tools, generate=True))
+    def prompt_ids(
+        self, messages: list[dict[str, Any]], *, tools: list[dict] | None, most_tokens: int | None = None
+    ) -> list[int]:
+        """Return the ids of a first prompt. It is tokenised once for all rollouts of a group, which begin alike.
 
-    def _tokenize_first(self, conversation: str) -> list[int]:
+        Raises: OverlongPrompt, see `encode`.
+        """
+        try:
+            return list(self._first_ids(json.dumps((messages, tools)), most_tokens))
+        except (TypeError, ValueError, RecursionError):  # a template may still render it
+            return self.encode(self.render(messages, tools=tools, generate=True), most_tokens)
+
+    def _tokenize_first(self, conversation: str, most_tokens: int | None) -> list[int]:
         messages, tools = json.loads(conversation)
-        return self.encode(self.render(messages, tools=tools, generate=True))
+        return self.encode(self.render(messages, tools=tools, generate=True), most_tokens)
 
     def decode(self, ids: list[int], *, keep_special: bool = False) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=not keep_special)

@@ -110,6 +110,7 @@ class RolloutRunner:
         self.disk_timeout_s = config.disk_timeout_s
         self.writers = ThreadPoolExecutor(WRITERS, "turns")  # makes a thread when it needs one
         self.tokenizer = tokenizer
+        self.max_model_len = config.inference.model.max_model_len or config.seq_len
         self.reader = TurnReader(config.inference.model, tokenizer, pool)
         self.strategy = config.orchestrator.trajectory_strategy
         self.model = config.trainer.tokenizer.name or config.model.name
@@ -216,7 +217,8 @@ class _Conversation:
             strategy = "tolerant"
         elif strategy == "interleaved" and not self.trained:
             strategy = "interleaved_or_new"
-        self.trajectory = Trajectory(self.runner.tokenizer, strategy, self.runner.pictures)
+        runner = self.runner
+        self.trajectory = Trajectory(runner.tokenizer, strategy, runner.pictures, runner.max_model_len)
         self._refused: str | None = None  # why the last turn was refused as too long, if it was
         self._cut: str | None = None  # what the last turn ran out of
         self._num_asked = 0
@@ -247,7 +249,8 @@ class _Conversation:
             sample = partial(self._sample, asked, arguments, tools, number)
             turn, message = await (sample() if self.log is None else self._sample_once(self.log, asked, sample))
         except OverlongPrompt as error:
-            self._refused, self._cut = str(error), PROMPT_TOO_LONG
+            if not question.only_counts:
+                self._refused, self._cut = str(error), PROMPT_TOO_LONG
             return Reply(error=str(error), error_kind="overlong_prompt")
         except Rewritten as error:
             raise ConfigError(

@@ -153,6 +153,7 @@ class Trajectory:
     tokenizer: ChatTokenizer
     strategy: Strategy
     pictures: ConversationPictures | None = None  # of the run; if not given, pictures are no tokens
+    max_model_len: int | None = None  # prompts that are far longer are refused
     _samples: list[_Sample] = field(default_factory=list)
     _turns: dict[int, _Turn] = field(default_factory=dict)  # by the number of their question
     _num_asked: int = 0
@@ -171,6 +172,7 @@ class Trajectory:
         Raises:
             Rewritten: `interleaved`, and the chat template does not continue what it rendered before.
             ValueError: the chat template has another number of placeholders than there are pictures.
+            OverlongPrompt: see `ChatTokenizer.encode`.
         """
         number, self._num_asked, is_rewritten = self._num_asked, self._num_asked + 1, False
         turn, conversation = self._find_turn(messages, tools, trace)
@@ -178,7 +180,8 @@ class Trajectory:
             try:
                 text = self._text_after(turn, conversation, tools or None)
                 past = turn.sample.ids[: turn.end]
-                more, new = self._expand(self.tokenizer.encode(text), conversation[len(turn.messages) + 1 :], turn.end)
+                ids = self.tokenizer.encode(text, self.max_model_len)
+                more, new = self._expand(ids, conversation[len(turn.messages) + 1 :], turn.end)
                 known = [picture for picture in turn.sample.pictures if picture.place < turn.end]
                 routes = tuple(turn.sample.routes) if turn is turn.sample.last else ()
                 return Question(number, past + more, conversation, tools, trace, turn, (*known, *new), routes)
@@ -187,9 +190,10 @@ class Trajectory:
                     raise
                 is_rewritten = True
         if number == 0:
-            ids = self.tokenizer.prompt_ids(messages, tools=tools)
+            ids = self.tokenizer.prompt_ids(messages, tools=tools, most_tokens=self.max_model_len)
         else:
-            ids = self.tokenizer.encode(self.tokenizer.render(messages, tools=tools, generate=True))
+            text = self.tokenizer.render(messages, tools=tools, generate=True)
+            ids = self.tokenizer.encode(text, self.max_model_len)
         ids, pictures = self._expand(ids, messages, 0)
         return Question(number, ids, messages, tools, trace, None, tuple(pictures), is_rewritten=is_rewritten)
 
@@ -338,9 +342,10 @@ class Trajectory:
     def prompt_ids(self, messages: list[dict[str, Any]], tools: list[dict] | None, trace: str) -> list[int]:
         """Return the prompt that a turn would have. Raises: as `ask`."""
         number = self._num_asked
-        ids = self.ask(messages, tools, trace).ids
-        self._num_asked = number
-        return ids
+        try:
+            return self.ask(messages, tools, trace).ids
+        finally:
+            self._num_asked = number
 
     def token_rewards(self, turn_rewards: list[list[float]]) -> list[np.ndarray]:
         """Return [T] float32 per sample: rewards at the tokens that they are for, NaN elsewhere. Empty without any.
