@@ -153,6 +153,9 @@ def test_sources_are_trained_on_together_for_as_long_as_epochs_say(letters, tiny
     assert steps_of(config.model_copy(update={"num_epochs": 2.0}), train) == 8  # 120 samples in batches of 16
     with pytest.raises(ConfigError, match="less than a step"):
         steps_of(config.model_copy(update={"num_epochs": 0.1}), train)
+    rare = (source.model_copy(update={"repeat": 0.4}),)
+    with pytest.raises(ConfigError, match=r"repeat = 0.4 of .*other.jsonl, which has 1 samples"):
+        prepare_data(build_config(tmp_path / "run", tiny_model, letters, source=rare), world, Waits("sft"))
     long = write_lines(tmp_path / "long.jsonl", chat("a" * 99, "b"))
     with pytest.raises(ConfigError, match=r"no sample is left \(1 conversations.*Raise `seq_len`"):
         prepare_data(build_config(tmp_path / "run", tiny_model, long), world, Waits("sft"))

@@ -54,7 +54,8 @@ def prepare_data(
         meanwhile: called again and again on rank 0 while the other ranks wait for it.
 
     Raises:
-        ConfigError: on rank 0, an entry is no conversation, or no conversation can be learned from.
+        ConfigError: on rank 0, an entry is no conversation, or no conversation can be learned from; on all ranks, an
+            epoch has no sample of a source.
         PeerDied: on the other ranks.
     """
     world.first(lambda: _write_all(config, waits, meanwhile), "the data")
@@ -62,6 +63,12 @@ def prepare_data(
     portions = [
         Portion(SampleFiles(folder / f"train_{number}"), source.repeat) for number, source in enumerate(config.sources)
     ]
+    for source, portion in zip(config.sources, portions, strict=True):
+        if not len(portion):
+            raise ConfigError(
+                f"repeat = {source.repeat:g} of {source.data}, which has {len(portion.samples)} samples, is none in an "
+                "epoch - at least one was expected. Raise `repeat`, or leave the source out."
+            )
     has_validation = config.validation or config.validation_fraction  # the folder may be of an earlier start
     held_out = SampleFiles(folder / "validation") if has_validation else None
     return Epochs(portions, config.batch_size, config.seed), held_out
