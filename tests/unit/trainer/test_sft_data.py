@@ -219,6 +219,7 @@ def test_a_program_can_make_the_conversations(tmp_path):
         '{"prompt": 3, "completion": 4}',
         '{"conversations": [{"from": "alien", "value": "hi"}]}',
         '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}], "tools": "{"}',
+        '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}], "tools": {"a": 1}}',
     ],
 )
 def test_a_line_that_is_no_conversation_is_named(tmp_path, line):

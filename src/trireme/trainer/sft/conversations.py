@@ -133,6 +133,8 @@ def _from_messages(messages: Any, entry: Mapping[str, Any], where: str, *, num_g
     tools = entry.get("tools")
     if isinstance(tools, str):  # some data sets hold tools as text, as their columns allow one type only
         tools = json.loads(tools) if tools.strip() else None
+    if not isinstance(tools or (), list | tuple):
+        raise ValueError(f"its tools are {tools!r:.80}, a list was expected")
     unmarked = tuple({key: value for key, value in each.items() if key not in MARKS} for each in messages)
     return Conversation(unmarked, tuple(tools) if tools else None, tuple(given), where)
 
