@@ -518,7 +518,8 @@ def check_sft(config: SftConfig, devices: Devices) -> None:
     found += model_problems("model", model, ranks)
     found += model_launch_problems("model", model, config.device)
     found += lora_problems("model.lora", model.lora, has_engines=False)
-    found += optim_problems("", config.optim, config.scheduler, model, max_steps=config.max_steps)
+    max_steps = config.max_steps if config.num_epochs is None else None
+    found += optim_problems("", config.optim, config.scheduler, model, max_steps=max_steps)
     found += optim_launch_problems("", config.optim, config.device)
     if config.device == "cuda" and ranks > devices.num_gpus:
         found.append(

@@ -277,12 +277,13 @@ def lora_problems(table: str, lora: Lora | None, *, has_engines: bool = True) ->
 
 
 def optim_problems(
-    prefix: str, optim: Optimizer, scheduler: Scheduler, model: TrainerModel, *, max_steps: int
+    prefix: str, optim: Optimizer, scheduler: Scheduler, model: TrainerModel, *, max_steps: int | None
 ) -> Iterator[str]:
     """Yield what is wrong with the optimizer and its schedule.
 
     Args:
         prefix: what stands before the names of tables ("trainer.", or nothing), for messages.
+        max_steps: None where it is not known before the data are read.
     """
     if not all(0 <= beta < 1 for beta in optim.betas):
         yield f"{prefix}optim.betas = {list(optim.betas)} - expected two numbers from 0 to below 1. Write [0.9, 0.999]."
@@ -296,16 +297,16 @@ def optim_problems(
             f'{prefix}scheduler.min_lr = {scheduler.min_lr:g} with type = "constant" - expected no such key, as the '
             f'rate never falls. Remove it, or set `{prefix}scheduler.type = "cosine"`.'
         )
-    table, decay, warmup = f"{prefix}scheduler", scheduler.decay_of(max_steps), scheduler.warmup_steps
-    if scheduler.type == "wsd" and warmup + decay > max_steps:
+    table, warmup = f"{prefix}scheduler", scheduler.warmup_steps
+    if scheduler.type == "wsd" and max_steps and warmup + (decay := scheduler.decay_of(max_steps)) > max_steps:
         yield (
             f"{table}.warmup_steps = {warmup} and decay_steps = {decay} of max_steps = {max_steps} - expected at most "
             f"{max_steps} steps, and they take {warmup + decay}. Lower one of them, or raise `max_steps`."
         )
     if scheduler.type != "wsd" and scheduler.decay_steps is not None:
         yield (
-            f'{table}.decay_steps = {decay} with type = "{scheduler.type}" - expected no such key: it belongs to '
-            f'"wsd", the others fall from the warm-up on. Remove it, or set `{table}.type = "wsd"`.'
+            f'{table}.decay_steps = {scheduler.decay_steps} with type = "{scheduler.type}" - expected no such key: it '
+            f'belongs to "wsd", the others fall from the warm-up on. Remove it, or set `{table}.type = "wsd"`.'
         )
     if optim.type == "muon" and model.lora is not None:
         yield (

@@ -59,6 +59,7 @@ def test_data_that_cannot_be_trained_on_is_refused(flags, words):
         "--data here.jsonl --validation here.jsonl --validation-interval 5",
         "--data here.jsonl --validation-fraction 0.1",
         "--data here.jsonl --num-epochs 2",
+        "--data here.jsonl --num-epochs 2 --scheduler.type wsd --scheduler.decay-steps 200",
         "--data folder",
         "--data owner/name",
         "--data.path here.jsonl",
