@@ -38,6 +38,8 @@ CLOSE = 1e-9  # difference of two numbers that count as equal
 
 _TERM = re.compile(r"(?P<not>-?)(?P<field>[A-Za-z_]+)(?P<op><=|>=|!=|<|>|=|~|:)(?P<value>.*)", re.DOTALL)
 
+_INTEGER = re.compile(r"-?\d+")
+
 
 class Term(NamedTuple):
     """One condition.
@@ -59,7 +61,7 @@ class Term(NamedTuple):
         elif isinstance(self.value, str):
             holds = self.value in found.lower() if self.op == "~" else COMPARE[self.op](found.lower(), self.value)
         elif self.field == "example":
-            holds = found.lstrip("-").isdecimal() and COMPARE[self.op](int(found), self.value)
+            holds = bool(_INTEGER.fullmatch(found)) and COMPARE[self.op](int(found), self.value)
         else:
             holds = found is not None and COMPARE[self.op](
                 0.0 if abs(found - self.value) < CLOSE else found - self.value, 0.0
@@ -126,7 +128,7 @@ def _term(match: re.Match[str]) -> Term:
     if field in NAMES:
         if op not in ORDERINGS:
             return Term(field, op, value, is_negated)
-        if field == "example" and value.lstrip("-").isdecimal():
+        if field == "example" and _INTEGER.fullmatch(value):
             return Term(field, op, int(value), is_negated)
         raise ConfigError(f"`{match[0]}`: {field} is a name. Expected {field}={value or 'x'}. Use =, != or ~.")
     known = [*NUMBERS, *NAMES, "is"]

@@ -78,7 +78,7 @@ def test_steps_groups_and_attempts_can_be_asked_for(run: RunConfig, table: Rollo
     mine = [number for number, rollout in enumerate(record.rollouts) if rollout.group == group]
     assert found(table, f"step=2 group={group} -is:failed") == [(2, number) for number in mine]
     assert all(row["attempt"] > 0 for row in table.search("attempt>0", limit=EVERYTHING).rows)
-    for line in ("stp=3", "step~3", "reward=high", "is:good", "env<3"):
+    for line in ("stp=3", "step~3", "reward=high", "is:good", "env<3", "example<--5"):
         with pytest.raises(ConfigError, match="Expected"):
             table.search(line)
 
