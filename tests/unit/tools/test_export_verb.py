@@ -57,14 +57,17 @@ def test_what_is_exported_is_what_the_run_had_exported_to_the_bit(run, tmp_path)
     ("words", "said"),
     [
         (["RUN", "--to", "FULL"], r"is not empty - expected a folder that is.*Set `--to`"),
+        (["RUN", "--to", "."], "is the folder that this command runs in"),
         (["RUN", "--to", "NEW", "--step", "7"], r"step 7 in .*it has \[1, 2\]"),
         (["FULL", "--to", "NEW"], "holds no complete checkpoint -"),
         (["CUT", "--to", "NEW"], r"no complete checkpoint \(without a readable manifest.json: step_7\)"),
         (["RUN", "--to", "NEW", "--merge"], r"no adapters - expected some, to merge them\. Leave `--merge` out"),
     ],
 )
-def test_what_cannot_be_exported_is_refused_and_nothing_is_written(run, tmp_path, words, said):
+def test_what_cannot_be_exported_is_refused_and_nothing_is_written(run, tmp_path, monkeypatch, words, said):
     (tmp_path / "full").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     (tmp_path / "full" / "thesis.txt").touch()
     (tmp_path / "cut" / "checkpoints" / "step_7").mkdir(parents=True)
     places = {"RUN": run, "FULL": tmp_path / "full", "CUT": tmp_path / "cut", "NEW": tmp_path / "new"}

@@ -185,6 +185,10 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(run, tmp_path, cap
     ):
         with pytest.raises(ConfigError, match=refusal):
             rollouts([str(folder), "--to", "trl", *words])
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(ConfigError, match="is the folder that this command runs in"):
+        rollouts([str(run), "--to", "trl", "--output", "."])
     with pytest.raises(SystemExit):
         rollouts([str(run), "--to", "trl", "--steps", "a:b"])
     assert "'a:b' is no range of steps" in capsys.readouterr().err

@@ -43,6 +43,11 @@ def export(argv: list[str]) -> int:
         folder = RunPaths(place.parent.parent).weights / place.name
     if folder is None:
         raise ConfigError(f"{checkpoint} lies in no run's folder - expected to be told where to write. Set `--to`.")
+    if folder.resolve() == Path.cwd():
+        raise ConfigError(
+            f"{folder} is the folder that this command runs in - expected another: one that is complete takes its "
+            "place, and your shell would be left in one that is gone. Set `--to` to a new one."
+        )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty - expected a folder that is, or is not there. Set `--to` to another.")
     if not arguments.merge and (arguments.base or arguments.trust_remote_code):

@@ -50,6 +50,11 @@ def write_sets(run: Path, kind: str, folder: Path, *, selection: Selection, opti
         ConfigError: There is nothing to write, or the folder is not empty.
         JournalCorrupt: A batch is damaged or missing.
     """
+    if folder.resolve() == Path.cwd():
+        raise ConfigError(
+            f"{folder} is the folder that this command runs in. Expected another: one that is complete takes its "
+            "place, and your shell would be left in one that is gone. Set `--output` to a new one."
+        )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty. Expected an empty or a new folder. Set `--output` to another.")
     journal = Journal(RunPaths(run).journal)
