@@ -1,11 +1,16 @@
 """Answers of an evaluation on disk, whatever kills their writer, and pass@k against counting every choice."""
 
+import asyncio
+import datetime
+import json
 import os
 from fractions import Fraction
 from itertools import combinations, product
 from math import comb
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +20,13 @@ from hypothesis import strategies as st
 from limits import file_size_limit
 from trireme.algo.pass_at_k import mean_pass_at_k, pass_at_k, powers_of_two
 from trireme.base.errors import ConfigError
+from trireme.config.orchestrator import Environment
 from trireme.orchestrator.evaluation import results
+from trireme.tools.evaluate.config import EvalConfig
+from trireme.tools.evaluate.session import EvalSession
+from trireme.tools.gepa.config import GepaConfig
+from trireme.tools.gepa.records import Drawn
+from trireme.tools.gepa.results import BEST_ARGS, Candidate, write_candidates
 
 
 def answered(example: int) -> results.EvalResult:
@@ -79,3 +90,20 @@ def test_it_is_the_share_of_all_choices_of_k_answers_that_hold_one_that_passed()
 def test_the_mean_is_over_examples_and_powers_of_two_stop_at_the_number_of_answers() -> None:
     assert mean_pass_at_k(4, [0, 1, 4], 2) == pytest.approx(np.mean([0.0, 0.5, 1.0]))
     assert [powers_of_two(most) for most in (1, 2, 3, 8, 9)] == [(1,), (1, 2), (1, 2), (1, 2, 4, 8), (1, 2, 4, 8)]
+
+
+def test_a_date_of_a_toml_file_among_an_environments_arguments_is_written_as_text(tmp_path: Path) -> None:
+    args, written = {"since": datetime.date(2026, 1, 2)}, {"since": "2026-01-02"}
+    config = Environment(id="e", args=args)
+    sizes: dict[str, Any] = {"num_train": 0, "num_eval": 1, "check_group_size": lambda size: None}
+    environment: Any = SimpleNamespace(name="e", config=config, group_rewards=False, **sizes)
+    policy: Any = SimpleNamespace(rollout=print)
+    for _ in range(2):  # the second time with the description of the first
+        session = EvalSession(environment, policy, EvalConfig(), purpose="eval", settings={})
+        session.resume(tmp_path / "e.jsonl", tmp_path / "e.json")
+        session.results = {spec.key: answered(0) for spec in session.missing}
+        asyncio.run(session.run(lambda reward: None))
+    assert json.loads((tmp_path / "e.json").read_text())["env_args"] == written
+    found = [Candidate("p", None, (1.0,))]
+    write_candidates(tmp_path, GepaConfig(env_id="e", model="m", env_args=args), found, Drawn((), (), ()))
+    assert json.loads((tmp_path / BEST_ARGS).read_text()) == written | {"system_prompt": "p"}

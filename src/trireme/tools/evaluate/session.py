@@ -77,7 +77,7 @@ class EvalSession:
         )
         self.settings = settings | {
             "env_id": Path(environment.config.id).name,
-            "env_args": environment.config.args,
+            "env_args": environment.config.model_dump(mode="json")["args"],  # TOML has dates, JSON has not
             "sampling_args": config.evaluation.sampling.model_dump(exclude_defaults=True, mode="json"),
             "split": self.extent.split,
             "max_turns": environment.config.max_turns,

@@ -55,7 +55,8 @@ def best_of(candidates: Sequence[Candidate]) -> int:
 def write_candidates(folder: Path, config: GepaConfig, candidates: Sequence[Candidate], drawn: Drawn) -> None:
     prompt = candidates[best_of(candidates)].prompt
     _write(folder / BEST_PROMPT, f"{prompt}\n")
-    _write(folder / BEST_ARGS, json.dumps(config.env_args | {"system_prompt": prompt}, ensure_ascii=False) + "\n")
+    args = config.model_dump(mode="json")["env_args"] | {"system_prompt": prompt}  # TOML has dates, JSON has not
+    _write(folder / BEST_ARGS, json.dumps(args, ensure_ascii=False) + "\n")
     rows = [
         {
             "prompt_number": number,
