@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from trireme.base.disk import POLL_S
+from trireme.base.waiting import DISK, Waits
 from trireme.monitor.lines import LinesFile, read_lines
 
 Row = dict[str, Any]
@@ -34,6 +36,18 @@ class MetricsFile(LinesFile):
         finite = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
         self.put(json.dumps(head | finite | head, allow_nan=False).encode())
         self.flush()
+
+    def flush_all(self, waits: Waits, deadline_s: float) -> None:
+        """Write lines that wait for room on a full disk, before a checkpoint records that their steps are done.
+
+        Raises:
+            DeadlineExceeded: the disk was full for `deadline_s` seconds.
+        """
+        with waits.waiting("room for metrics", peer=DISK, deadline_s=deadline_s) as wait:
+            while self.waiting:
+                self.flush()
+                wait.check()
+                time.sleep(POLL_S if self.waiting else 0)
 
 
 def read_metrics(path: Path, offset: int = 0, most_bytes: int = -1) -> tuple[list[Row], int]:

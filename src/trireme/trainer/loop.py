@@ -9,12 +9,11 @@ from contextlib import AbstractContextManager, ExitStack
 import torch
 import torch.distributed as dist
 
-from trireme.base.disk import POLL_S
 from trireme.base.errors import DeadlineExceeded
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.base.timing import Timer, age_s
-from trireme.base.waiting import DISK, Waits
+from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
 from trireme.journal.rank_shares import row_capacity, row_cost
 from trireme.messages import BatchReply, Done, GetBatch, Ok, Publish, Reply, decode_reply, encode
@@ -234,20 +233,12 @@ class Trainer:
         version, last = self.state.version, self.config.max_steps
         if self.checkpoints.is_due(version, last=last):
             with self._timer.span("checkpoint"):
-                self._flush_metrics()
+                self.metrics.flush_all(self.waits, self.config.disk_timeout_s)
                 self.checkpoints.save(self.state)
                 if version == last:
                     self.checkpoints.wait()
         if (seconds := self.checkpoints.take_write_seconds()) is not None:
             self._timer.add("checkpoint_write", seconds)
-
-    def _flush_metrics(self) -> None:
-        """Write metrics that wait for room on a full disk, before a checkpoint records that their steps are done."""
-        with self.waits.waiting("room for metrics", peer=DISK, deadline_s=self.config.disk_timeout_s) as wait:
-            while self.metrics.waiting:
-                self.metrics.flush()
-                wait.check()
-                time.sleep(POLL_S if self.metrics.waiting else 0)
 
     def record(self, metrics: dict[str, float]) -> None:
         """Write the step's metrics on rank 0, and on every rank the logprobs of the weights before the step."""

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from families import build_config as family_config
 from tiny import VOCABULARY
 from tiny_pictures import picture_file
 from tiny_tokenizer import write_seeing_tokenizer
-from trireme.base.errors import ConfigError
+from trireme.base.errors import ConfigError, DeadlineExceeded
 from trireme.base.paths import RunPaths
 from trireme.cli.sft import sft
 from trireme.config.run import Model, RunConfig
@@ -28,7 +29,7 @@ from trireme.monitor.spans import read_spans
 from trireme.monitor.timeline import joined, shares, steady
 from trireme.trainer.model.model import open_tokenizer
 from trireme.trainer.parallel.mesh import open_world
-from trireme.trainer.sft.loop import train_sft
+from trireme.trainer.sft.loop import Sft, train_sft
 from trireme.trainer.step import base_state
 
 
@@ -99,6 +100,20 @@ def test_a_resumed_run_goes_on_to_the_same_weights_to_the_bit(trained, letters, 
     weights = "weights/step_20/model.safetensors"
     assert (tmp_path / weights).read_bytes() == (trained / weights).read_bytes()
     assert [row["loss"] for row in metrics_of(tmp_path)] == [row["loss"] for row in metrics_of(trained)]
+
+
+def test_a_steps_metrics_are_on_disk_before_its_checkpoint(letters, tiny_model, tmp_path, monkeypatch):
+    full = tmp_path / "full"
+    monkeypatch.setenv("TRIREME_FAULTS", f"disk_full={full}")
+    changed = {"ckpt": Checkpoints(interval=1), "disk_timeout_s": 0.0}
+    with ExitStack() as stack:
+        run = Sft(build_config(tmp_path / "run", tiny_model, letters, **changed), stack)
+        metrics = run.step()
+        full.touch()
+        run.record(metrics)
+        with pytest.raises(DeadlineExceeded, match="room for metrics"):
+            run.save_if_due()
+        full.unlink()
 
 
 def test_the_validation_loss_is_that_of_transformers(letters, tiny_model, tmp_path):

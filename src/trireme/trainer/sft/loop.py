@@ -77,7 +77,7 @@ class Sft:
             )
         )
         self.world = world
-        waits = Waits("sft" if world.is_main else f"sft.{world.rank}", config.paths.logs)
+        self._waits = waits = Waits("sft" if world.is_main else f"sft.{world.rank}", config.paths.logs)
         spans = stack.enter_context(open_spans(config.paths.spans if world.is_main else None))
         self.lane = spans.lane(TRAINER, what="start", ago_s=age_s())
         self.train, self.held_out = prepare_data(config, world, waits, keep_alive(world, timeout_s=TIMEOUT_S))
@@ -198,6 +198,7 @@ class Sft:
         version, last = self.state.version, self.last_step
         if self.checkpoints.is_due(version, last=last):
             with self.lane.doing("save", step=version):
+                self.metrics.flush_all(self._waits, self.config.disk_timeout_s)
                 self.checkpoints.save(self.state)
                 if version == last:
                     self.checkpoints.wait()
