@@ -1,5 +1,8 @@
 """Small verifiers v0 environments, one per question that a test asks."""
 
+import asyncio
+from pathlib import Path
+
 import verifiers as vf
 from datasets import Dataset
 
@@ -141,8 +144,6 @@ def picture():
 
 class Parallel(vf.SingleTurnEnv):
     async def setup_state(self, state):
-        import asyncio
-
         prompts = [[vf.UserMessage(content=f"side {i}")] for i in range(3)]
         replies = await asyncio.gather(*(self.get_model_response(state, prompt) for prompt in prompts))
         state["sides"] = [reply.message.content for reply in replies]
@@ -156,8 +157,10 @@ def parallel():
     return Parallel(dataset=rows(), rubric=vf.Rubric(funcs=[count]))
 
 
-def hasty():
-    def fixed(completion):
+def hasty(cancelled):
+    async def fixed(completion):
+        while not Path(cancelled).exists():
+            await asyncio.sleep(0.01)
         return 0.25
 
     return vf.SingleTurnEnv(dataset=rows(), rubric=vf.Rubric(funcs=[fixed]), timeout_seconds=0.3)

@@ -30,6 +30,7 @@ from trireme.orchestrator.environments import agent_session
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import open_environment
 from trireme.orchestrator.environments.programs import AgentPrograms
+from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome
 from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.tools.environments.check import check_solutions
@@ -191,6 +192,43 @@ def test_a_program_has_ended_although_what_it_left_behind_has_not(play):
     tasks = TASKS.replace('"output": len(output)', '"output": output.endswith("END\\n")')
     (rollout,), _ = play(LEAVES_A_SERVER, tasks=tasks, timeout_s=60.0)
     assert (rollout.stop, rollout.metrics["exit_code"], rollout.metrics["output"]) == ("agent_ended", 0.0, 1.0)
+
+
+LEAVES_A_REQUEST = """
+    import http.client, json, os, urllib.parse
+    url, key, messages = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"]), os.environ["OPENAI_API_KEY"], []
+    for text in ("hi", "and?"):
+        messages.append({"role": "user", "content": text})
+        connection = http.client.HTTPConnection(url.netloc)
+        body, headers = json.dumps({"messages": messages}), {"x-api-key": key}
+        connection.request("POST", f"{url.path}/chat/completions", body, headers)
+        if text == "hi":
+            messages.append(json.load(connection.getresponse())["choices"][0]["message"])
+"""
+AWAITS_A_TURN = """
+    import asyncio, pathlib
+    def dataset():
+        return [{"prompt": "hi"}]
+    async def reward():
+        while not pathlib.Path(%r).exists():
+            await asyncio.sleep(0.01)
+        return 1.0
+"""
+
+
+def test_a_turn_that_no_program_has_received_is_not_trained_on(play, tmp_path):
+    class Policy(ScriptedPolicy):
+        async def generate(self, ids, sampling, **more):
+            turn = await super().generate(ids, sampling, **more)
+            if len(self.given) == 2:
+                (tmp_path / "sampled").touch()
+            return turn
+
+    policy, tasks = Policy(ChatTokenizer(tmp_path / "tokenizer"), [ENDS]), AWAITS_A_TURN % str(tmp_path / "sampled")
+    (rollout,), _ = play(LEAVES_A_REQUEST, policy=policy, tasks=tasks, journal=tmp_path / "journal")
+    (sample,), (prompt, turn) = rollout.samples, policy.given[0]
+    assert (rollout.num_turns, sample.ids.tolist()) == (1, prompt + turn.ids)
+    assert [len(prompts) for prompts in rollout.left_out.values()] == [1]
 
 
 BRANCHES = """

@@ -21,8 +21,8 @@ from toy_environments import (
     shared_toys,
     write,
 )
-from trireme.orchestrator.environments.open_rollout import RolloutFailed
-from trireme.orchestrator.environments.wire import Ask, Reply
+from trireme.orchestrator.environments.open_rollout import OpenRollout, RolloutFailed
+from trireme.orchestrator.environments.wire import Ask, Done, GaveUp, Reply, RunTask
 
 pytestmark = pytest.mark.xdist_group("plain environments")  # one process, so that tests share workers
 
@@ -192,6 +192,21 @@ def test_cancelling_the_caller_cancels_the_rollout_in_the_worker(on):
         await until("cancelled")
 
     on(EVALUATING, use, **EVALUATED | {"rollout_timeout_s": 30})
+
+
+def test_a_turn_that_is_given_up_after_its_answer_was_sent_is_named_in_the_result():
+    async def use():
+        sent: asyncio.Queue = asyncio.Queue()
+        rollout = OpenRollout(RunTask(task="r", index=0), says("x"), 60, 0, on_held=lambda: None)
+        following = asyncio.create_task(rollout.follow(sent.put_nowait))
+        await asyncio.sleep(0)
+        rollout.deliver(Ask(task="r", call="1", messages=[], sampling={}))
+        await sent.get()
+        for message in (GaveUp(task="r", call="1"), Done(task="r", reward=1.0)):
+            rollout.deliver(message)
+        return await following
+
+    assert asyncio.run(use()).given_up == ["1"]
 
 
 def test_a_name_used_again_never_gets_the_answer_of_its_cancelled_first_attempt(on):

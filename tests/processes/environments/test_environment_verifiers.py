@@ -117,8 +117,14 @@ def test_turns_that_an_environment_asks_for_at_once_are_answered_at_once(toys):
     assert toys("parallel", lambda environment: run_one(environment, ask)).reward == 3.0
 
 
-def test_an_environment_that_stops_waiting_for_a_turn_ends_the_turn(toys):
-    done = toys("hasty", lambda environment: asyncio.wait_for(run_one(environment, never), 30))
+def test_an_environment_that_stops_waiting_for_a_turn_ends_the_turn_before_it_scores(toys, tmp_path):
+    async def ask(question: Ask) -> Reply:
+        try:
+            return await never(question)
+        finally:
+            (tmp_path / "cancelled").touch()
+
+    done = toys("hasty", lambda environment: run_one(environment, ask), cancelled=str(tmp_path / "cancelled"))
     assert (done.stop, done.reward) == ("timeout_reached", 0.25)
 
 

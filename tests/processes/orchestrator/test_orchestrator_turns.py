@@ -359,6 +359,8 @@ class RandomConversation:
     tools: list[dict] | None
     is_plain: bool = True
     num_refused: int = 0
+    num_asked: int = 0
+    given_up: dict[str, float] = field(default_factory=dict)  # calls, with their first logprobs
 
     config = SimpleNamespace(max_turns=None, agent=None)
     uses_gateway = False
@@ -381,7 +383,7 @@ class RandomConversation:
             answers = [{"role": "tool", "content": f"{place} ä", "tool_call_id": "c"} for place, _ in enumerate(calls)]
             more = {"role": "user", "content": rng.choice(["sure?", "ok  ", "“why”\n"])}
             messages = [*messages, said, *(answers or [more])]
-        return Done(task="t", reward=1.0, metrics={}, prompt=[], completion=[], example_id=0)
+        return Done(task="t", reward=1.0, given_up=list(self.given_up))
 
     async def _ask(self, ask: Any, messages: list[dict]) -> Reply | None:
         if self.rng.random() >= 0.05:
@@ -389,10 +391,15 @@ class RandomConversation:
         self.is_plain = False  # somebody else is asked too, beside it or with a conversation of their own
         other = self.rng.choice([messages, [*messages[:1], {"role": "user", "content": "aside"}]])
         reply, aside = await asyncio.gather(self._one(ask, messages), self._one(ask, other))
+        if reply and aside and other is not messages and self.rng.random() < 0.5:
+            self.given_up[aside.call] = aside.logprobs[0]
         return self.rng.choice([reply, aside or reply]) if other is messages else reply
 
     async def _one(self, ask: Any, messages: list[dict]) -> Reply | None:
-        reply = await ask(Ask(task="t", call="c", messages=messages, tools=self.tools, sampling={}))
+        self.num_asked += 1
+        question = Ask(task="t", call=str(self.num_asked), messages=messages, tools=self.tools, sampling={})
+        reply = await ask(question)
+        reply.call = question.call
         if reply.error is None:
             return reply
         assert reply.error_kind == "overlong_prompt", reply
@@ -408,8 +415,10 @@ def _message(reply: Reply) -> dict[str, Any]:
 
 
 def check(conversation: RandomConversation, policy: RandomPolicy, finished: Rollout, *, strategy: str) -> None:
-    """Each turn that was sampled is masked in once, whole, after exactly the tokens that the engine was given."""
+    """Each turn that was sampled, and not given up, is masked in once, whole, after exactly what the engine got."""
     given = {turn.logprobs[0]: (prompt, turn) for prompt, turn in policy.given}  # all different
+    for first in conversation.given_up.values():
+        del given[first]
     seen = []
     for sample in finished.samples:
         begins = []

@@ -8,20 +8,18 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.journal.requests import AgentRequest, RequestLog
 from trireme.orchestrator.environments.open_rollout import AskPolicy, RolloutFailed
-from trireme.orchestrator.environments.wire import Ask, Played, Reply, RunTask, assistant_message, check_scores
+from trireme.orchestrator.environments.wire import Ask, Done, Played, Reply, RunTask, assistant_message, check_scores
 from trireme.orchestrator.gateway.dialects.turn import Problem, Refused, Turn, TurnRequest
 from trireme.orchestrator.gateway.server import Gateway, Session, conversation_digest
 from trireme.orchestrator.gateway.sessions import ClientRollout, Outcome, Sessions
 
 log = get_logger("environments")
-
-T = TypeVar("T")
 
 PROBLEMS: dict[str | None, Problem] = {"overlong_prompt": "overlong", "cancelled": "ended"}
 
@@ -114,8 +112,8 @@ class AgentSession:
         forget()
         self.open()
 
-    async def watch(self, run: Coroutine[Any, Any, T]) -> T:
-        """Await the rollout.
+    async def watch(self, run: Coroutine[Any, Any, Done]) -> Done:
+        """Await the rollout. Turns that no client has got are given up.
 
         Raises: what answering a request raised, where that ends the run; else what the rollout raises.
         """
@@ -125,7 +123,9 @@ class AgentSession:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if self._failure.done():
                 self._failure.result()
-            return await running
+            done = await running
+            done.given_up = [turn.id.removeprefix("t") for turn in self._session.unread()]
+            return done
         finally:
             if not running.done():
                 running.cancel()
@@ -208,7 +208,7 @@ class AgentSession:
 class ClientSession(AgentSession):
     """Offers a rollout to the clients of a user's own harness, and plays it with the one that takes it."""
 
-    async def play(self, sessions: Sessions, run: Callable[[AskPolicy], Coroutine[Any, Any, T]]) -> T:
+    async def play(self, sessions: Sessions, run: Callable[[AskPolicy], Coroutine[Any, Any, Done]]) -> Done:
         """Run a rollout once a client has taken it. The client does not notice a death of the environment's worker.
 
         Raises: as `watch`; RolloutFailed where the client posts an error.

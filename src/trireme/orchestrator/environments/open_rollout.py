@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from trireme.base.errors import TriremeError
 from trireme.orchestrator.environments import wire
-from trireme.orchestrator.environments.wire import Ask, Done, Held, Reply, RunTask
+from trireme.orchestrator.environments.wire import Ask, Done, GaveUp, Held, Reply, RunTask
 
 AskPolicy = Callable[[Ask], Awaitable[Reply]]
 TURNS_AT_ONCE = 256  # that one rollout may ask for
@@ -44,7 +44,8 @@ class OpenRollout:
 
     def __post_init__(self) -> None:
         self._limit = asyncio.timeout(self.timeout_s)
-        self._answering: set[asyncio.Task[None]] = set()
+        self._answering: set[asyncio.Task[None]] = set()  # named after their calls
+        self._given_up: list[str] = []  # calls
         self._end: Done | wire.Error | Exception | None = None
         self._ended = asyncio.Event()
 
@@ -75,20 +76,27 @@ class OpenRollout:
         finally:
             await cancel_all(self._answering)
 
-    def deliver(self, message: Ask | Held | Done | wire.Error | Exception) -> None:
-        """Take a message of the worker. Anything but an Ask and a Held ends the rollout."""
+    def deliver(self, message: Ask | GaveUp | Held | Done | wire.Error | Exception) -> None:
+        """Take a message of the worker. Anything but an Ask, a GaveUp and a Held ends the rollout."""
         if self._end is not None:
             return
         if isinstance(message, Held):
             self.is_held = True
             self.on_held()
+        elif isinstance(message, GaveUp):
+            self._given_up.append(message.call)  # perhaps it is answered already
+            for answering in self._answering:
+                if answering.get_name() == message.call:  # cancelled once it has begun, as that counts the turn
+                    asyncio.get_running_loop().call_soon(answering.cancel)
         elif not isinstance(message, Ask):
+            if isinstance(message, Done):
+                message.given_up = self._given_up
             self._end = message
             self._ended.set()
         elif len(self._answering) >= TURNS_AT_ONCE:
             self.deliver(RolloutFailed("rollout", f"asked for more than {TURNS_AT_ONCE} model turns at once"))
         else:
-            answering = asyncio.create_task(self._answer(message))
+            answering = asyncio.create_task(self._answer(message), name=message.call)
             self._answering.add(answering)
             answering.add_done_callback(self._answering.discard)
 

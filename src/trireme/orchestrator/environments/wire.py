@@ -6,6 +6,7 @@
         Run    ------------------------>   starts a rollout
                <------------------------ Ask      (one model turn)
         Reply  ------------------------>
+               <------------------------ GaveUp   (in place of waiting for a Reply)
                <------------------------ Held     (until its whole group is there; only where rewards compare)
                <------------------------ Done | Error
         Cancel ------------------------>   (no answer)
@@ -175,6 +176,13 @@ class Ask(_Message, tag="ask", kw_only=True):
     trace: str = ""  # the agent run that asks, where a rollout has several
 
 
+class GaveUp(_Message, tag="gave_up", kw_only=True):
+    """A rollout no longer waits for the Reply to an Ask: its turn is not trained on."""
+
+    task: str
+    call: str
+
+
 class Held(_Message, tag="held", kw_only=True):
     """A rollout is over and is scored as soon as all the others of its group are."""
 
@@ -192,7 +200,9 @@ class Done(EnvironmentResult, tag_field="type", tag="done", kw_only=True):
     task: str
     turn_rewards: list[list[float]] = []
     """One list per Ask, in their order; the last ones may be missing. Empty: no reward for that turn (or it was
-    refused). One number: for the whole turn, credited to its last token. Else one per completion token. All finite."""
+    refused, or given up). One number: for the whole turn, credited to its last token. Else one per completion token.
+    All finite."""
+    given_up: list[str] = []  # calls that were answered in vain; filled in by the pool
 
 
 class Error(_Message, tag="error", kw_only=True):
@@ -213,7 +223,7 @@ class Pong(_Message, tag="pong", kw_only=True):
 
 
 ToWorker = Load | RunTask | Reply | Cancel | Ping | Stop
-AboutRollout = Ask | Held | Done | Error
+AboutRollout = Ask | GaveUp | Held | Done | Error
 FromWorker = Ready | Failed | AboutRollout | Pong
 
 LONGEST_LINE = 64 << 20
@@ -229,7 +239,7 @@ DEEPEST = 32
 METRIC_NAME = re.compile(r"[\w./@:+ -]{1,200}")
 MOST_METRICS = 500  # of one rollout
 LONGEST_ROLE = 64  # characters
-TASK = re.compile(rb'\{"type": ?"(?:ask|held|done|error)", ?"task": ?"([^"\\]{1,200})"')
+TASK = re.compile(rb'\{"type": ?"(?:ask|gave_up|held|done|error)", ?"task": ?"([^"\\]{1,200})"')
 """Beginning of a worker's message about a rollout: names the rollout even if the rest cannot be read."""
 
 

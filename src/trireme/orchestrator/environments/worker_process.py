@@ -245,7 +245,7 @@ class EnvironmentWorker:
         if isinstance(message, Done):
             self._reach("environment.scored")
         if rollout := self._rollouts.get(message.task):
-            self.num_settled += not isinstance(message, wire.Ask | Held)
+            self.num_settled += not isinstance(message, wire.Ask | wire.GaveUp | Held)
             message.task = rollout.task.task
             rollout.deliver(message)
             if isinstance(message, Held):

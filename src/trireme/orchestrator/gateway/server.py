@@ -89,7 +89,7 @@ class Session:
     num_open: int = 0  # requests that are being answered
     is_used: bool = False  # a request for a turn has come
     _tasks: set[asyncio.Task[Turn]] = field(default_factory=set)  # turns under way
-    _orphans: dict[str, asyncio.Future[Turn]] = field(default_factory=dict)  # turns whose client went away, by digest
+    _orphans: dict[str, list[asyncio.Future[Turn]]] = field(default_factory=dict)  # their clients left; by digest
     _responses: OrderedDict[str, list[dict[str, Any]]] = field(default_factory=OrderedDict)  # conversations, by id
 
     def admit(self) -> None:
@@ -106,8 +106,8 @@ class Session:
         if self.ended:  # while the body came
             raise Refused("ended", f"The session has ended: {self.ended}.")
         self.is_used = True
-        if (orphan := self._orphans.pop(digest, None)) is not None:
-            return orphan
+        if orphans := self._orphans.get(digest):
+            return orphans.pop()
         if len(self._tasks) >= MOST_AT_ONCE:  # more than requests, where clients break them off
             raise Refused("busy", f"{MOST_AT_ONCE} turns of this session are under way.", retry_after_s=2)
         task = asyncio.create_task(self.ask(request, digest, is_retry))
@@ -119,13 +119,18 @@ class Session:
         """Note whether the client has got its answer. If not, keep it for when the client asks again."""
         has_failed = task.done() and (task.cancelled() or task.exception() is not None)
         if not is_delivered and not has_failed and not self.ended:
-            self._orphans[digest] = task
+            self._orphans.setdefault(digest, []).append(task)
 
     def keep(self, digest: str, turn: Turn) -> None:
         """Keep a turn for the next request with a digest, as its client may not have got it."""
         kept = asyncio.get_running_loop().create_future()
         kept.set_result(turn)
-        self._orphans[digest] = kept
+        self._orphans[digest] = [kept]
+
+    def unread(self) -> list[Turn]:
+        """Return the turns that no client has got. Those that were kept may have been got before."""
+        left = [task for tasks in self._orphans.values() for task in tasks if isinstance(task, asyncio.Task)]
+        return [task.result() for task in left if task.done() and not task.cancelled() and task.exception() is None]
 
     def whole_input(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the input of a Responses request with the conversation that it continues. Raises: Refused."""
@@ -148,7 +153,6 @@ class Session:
         self.ended = why
         for task in self._tasks:
             task.cancel()
-        self._orphans.clear()
         self._responses.clear()
 
 

@@ -222,6 +222,7 @@ class _Conversation:
         self._refused: str | None = None  # why the last turn was refused as too long, if it was
         self._cut: str | None = None  # what the last turn ran out of
         self._num_asked = 0
+        self._recorded: dict[str, int] = {}  # turns of the trajectory, by the calls that asked for them
         if self.log is not None:
             self.log.rewind()
 
@@ -238,13 +239,7 @@ class _Conversation:
                 return Reply(prompt_ids=self.trajectory.prompt_ids(messages, question.tools, question.trace))
             self._num_asked += 1
             arguments = self.sampling.of_turn(number, question.sampling)
-            async with self._asking:  # pictures take their time, and turns are counted in the order of requests
-                try:
-                    messages = await read_messages(question.messages, runner.pictures)
-                except ValueError:
-                    self.trajectory.refuse()
-                    raise
-                asked = self.trajectory.ask(messages, question.tools, question.trace)
+            asked = await asyncio.shield(self._count_and_ask(self.trajectory, question))
             tools = question.tools if question.calls_tools else None
             sample = partial(self._sample, asked, arguments, tools, number)
             turn, message = await (sample() if self.log is None else self._sample_once(self.log, asked, sample))
@@ -273,6 +268,7 @@ class _Conversation:
         self._refused, self._cut = None, turn.cut
         finish_reason: FinishReason = "length" if turn.finish_reason == "length" else "stop"
         self.trajectory.record(asked, turn, message)
+        self._recorded[question.call] = asked.number
         return Reply(
             content=message.content,
             reasoning=message.reasoning,
@@ -282,6 +278,16 @@ class _Conversation:
             completion_ids=turn.ids,
             logprobs=turn.logprobs,
         )
+
+    async def _count_and_ask(self, trajectory: Trajectory, question: Ask) -> Question:
+        """Build the prompt of a turn. It is counted, in the order of requests, even if it is given up meanwhile."""
+        async with self._asking:  # pictures take their time
+            try:
+                messages = await read_messages(question.messages, self.runner.pictures)
+            except ValueError:
+                trajectory.refuse()
+                raise
+            return trajectory.ask(messages, question.tools, question.trace)
 
     async def _sample(
         self, asked: Question, arguments: dict[str, Any], tools: list[dict] | None, number: int
@@ -340,12 +346,18 @@ class _Conversation:
         """
         Raises: RolloutFailed where there is nothing to train on, or rewards are for tokens that do not exist.
         """
+        given_up = [call for call in self._recorded if call in done.given_up]
+        if given_up and given_up[-1] == next(reversed(self._recorded)) and self._refused is None:
+            self._cut = None
+        for call in reversed(given_up):
+            self.trajectory.take_back(self._recorded[call])
         if self._agent is not None:
             self.trajectory.keep(self._agent.train, only_with_tools=self._agent.only_with_tools)
         runs = self.trajectory.keep_runs(done.runs) if done.runs else []
         samples = self.trajectory.samples()
         if self.trained and not samples:
-            why = self._refused or "The environment never asked for a model turn."
+            asked = "gave up each model turn that it asked for" if self._num_asked else "never asked for a model turn"
+            why = self._refused or f"The environment {asked}."
             raise RolloutFailed("rollout", f"{why} Nothing was sampled, so there is nothing to train on.")
         try:
             token_rewards = self.trajectory.token_rewards(done.turn_rewards)
@@ -376,8 +388,10 @@ class _Conversation:
             return {}
         prompts = self.trajectory.prompts()
         unused = Counter(self.log.prompts) - Counter(prompts[True])
-        unchosen = unused & Counter(prompts[False])
-        why = {"not chosen by agent.train": unchosen, "not used when played again": unused - unchosen}
+        unread = unused & Counter(self.trajectory.taken_back)
+        unchosen = (unused - unread) & Counter(prompts[False])
+        why = {"not received by the program": unread, "not chosen by agent.train": unchosen}
+        why["not used when played again"] = unused - unread - unchosen
         return {reason: sorted(found.elements()) for reason, found in why.items() if found}
 
 

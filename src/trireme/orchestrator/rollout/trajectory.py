@@ -157,6 +157,7 @@ class Trajectory:
     _samples: list[_Sample] = field(default_factory=list)
     _turns: dict[int, _Turn] = field(default_factory=dict)  # by the number of their question
     _num_asked: int = 0
+    taken_back: list[str] = field(default_factory=list)  # digests of the prompts of turns that were taken back
 
     @property
     def num_turns(self) -> int:
@@ -259,6 +260,23 @@ class Trajectory:
         sample.last = _Turn(sample, begin, sample.length, question.messages, reply, replies)
         self._turns[question.number] = sample.last
 
+    def take_back(self, number: int) -> None:
+        """Remove a turn that was not received, if it ends its sample. Numbers of turns stay the same."""
+        turn = self._turns[number]
+        sample = turn.sample
+        if turn is not sample.last:
+            return
+        self.taken_back.append(_prompt_of(turn))
+        del self._turns[number]
+        end = 0  # of what is left
+        for earlier in (each for each in self._turns.values() if each.sample is sample):
+            sample.last, end = earlier, earlier.end
+        for column in (sample.ids, sample.mask, sample.logprobs, sample.versions, sample.kept):
+            del column[end:]
+        sample.routes = sample.routes[:-1]
+        sample.pictures = [picture for picture in sample.pictures if picture.place < end]
+        sample.branch.num_turns -= 1
+
     def _begin_branch(self, question: Question) -> Branch:
         """Return why a request of an agent program begins a sample, by the conversation that it is most like."""
         messages, tools = question.messages, question.tools or None
@@ -307,9 +325,7 @@ class Trajectory:
         trained = {id(sample) for sample in self._trained()}
         found: dict[bool, list[str]] = {True: [], False: []}
         for turn in self._turns.values():
-            sample = turn.sample
-            pictures = [picture for picture in sample.pictures if picture.place < turn.begin]
-            found[id(sample) in trained].append(prompt_digest(sample.ids[: turn.begin], pictures))
+            found[id(turn.sample) in trained].append(_prompt_of(turn))
         return found
 
     def samples(self) -> list[Tokens]:
@@ -322,7 +338,7 @@ class Trajectory:
     def keep(self, which: Literal["all", "main", "last"], *, only_with_tools: bool) -> None:
         """Leave out samples that are not to be trained on: all but the one with the most turns, or the newest turn."""
         newest = {id(sample): number for number, turn in sorted(self._turns.items()) for sample in [turn.sample]}
-        kept = [sample for sample in self._samples if sample.tools or not only_with_tools]
+        kept = [sample for sample in self._samples if sample.ids and (sample.tools or not only_with_tools)]
         if which != "all" and kept:
             num_turns = Counter(id(turn.sample) for turn in self._turns.values())
             kept = [max(kept, key=lambda sample: (num_turns if which == "main" else newest)[id(sample)])]
@@ -371,3 +387,9 @@ class Trajectory:
                 )
             columns[id(turn.sample)][turn.end - len(rewards) : turn.end] = rewards
         return [columns[id(sample)] for sample in self._trained()]
+
+
+def _prompt_of(turn: _Turn) -> str:
+    """Return the digest of a turn's prompt."""
+    pictures = [picture for picture in turn.sample.pictures if picture.place < turn.begin]
+    return prompt_digest(turn.sample.ids[: turn.begin], pictures)

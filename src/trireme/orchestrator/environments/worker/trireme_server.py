@@ -129,6 +129,9 @@ class Server:
         self._wire.send({"type": "ask", "task": task, "call": call, **question})
         try:
             reply = await answered
+        except asyncio.CancelledError:  # by the environment; where by the orchestrator, it ignores the message
+            self._wire.send({"type": "gave_up", "task": task, "call": call})
+            raise
         finally:
             del self._turns[call]
         if error := reply.get("error"):
