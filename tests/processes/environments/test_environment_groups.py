@@ -10,9 +10,9 @@ import pytest
 from toy_environments import never, refuses, run_group, run_one, says, shared_toys
 from trireme.base.errors import ConfigError
 from trireme.orchestrator.environments import pool
-from trireme.orchestrator.environments.open_rollout import RolloutFailed
+from trireme.orchestrator.environments.open_rollout import OpenRollout, RolloutFailed
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.environments.wire import Ask, Done, Reply, RunTask
+from trireme.orchestrator.environments.wire import Ask, Done, Held, Reply, RunTask
 from whole_run import build_config, run
 
 pytestmark = pytest.mark.xdist_group("environment groups")  # one process, so that tests share workers
@@ -222,6 +222,25 @@ def test_waiting_for_a_slow_member_does_not_use_up_the_time_of_the_others(on):
         return await asyncio.gather(environment.run(member(1, 2, attempt=2, group="slow"), says("xx")), quick)
 
     assert [outcome.reward for outcome in on(use, rollout_timeout_s=0.5)] == [0.0, 1.0]
+
+
+def test_a_member_that_ends_while_another_one_cancels_its_turns_does_not_disturb_that():
+    async def use():
+        async def ask(question: Ask) -> Reply:
+            try:
+                return await never(question)
+            finally:
+                extended.append(rollout.extend())  # by the end of the other one
+
+        extended: list[None] = []
+        rollout = OpenRollout(member(0, 2), ask, 60, 0, on_held=lambda: None)
+        following = asyncio.create_task(rollout.follow(print))
+        for message in (Ask(task="", call="1", messages=[], sampling={}), Held(task=""), Done(task="", reward=1.0)):
+            await asyncio.sleep(0)
+            rollout.deliver(message)
+        return (await following).reward, extended
+
+    assert asyncio.run(use()) == (1.0, [None])
 
 
 FIRST_OF_ITS_GROUP = """

@@ -74,6 +74,7 @@ class OpenRollout:
             what = f"was over, and the others of its group of {self.task.group_size} were not"
             raise RolloutFailed("timeout", f"{what} {2 * self.timeout_s:g} s after the last of them moved") from error
         finally:
+            self.is_held = False  # its timeout is over and cannot be extended
             await cancel_all(self._answering)
 
     def deliver(self, message: Ask | GaveUp | Held | Done | wire.Error | Exception) -> None:
