@@ -181,16 +181,23 @@ def test_a_program_that_does_not_end_is_ended_with_all_that_it_started_and_score
 
 
 LEAVES_A_SERVER = """
-    import openai, subprocess, sys
+    import openai, os, subprocess, sys
     openai.OpenAI().chat.completions.create(model="x", messages=[{"role": "user", "content": "hi"}])
     subprocess.Popen(["sleep", "600"], start_new_session=True)  # it holds the output open
+    subprocess.Popen(["sleep", "600"], env={})
+    subprocess.Popen(["sh", "-c", "sleep 0 &"]).wait()
+    open("parent", "w").write(str(os.getppid()))
     print("x" * 500_000 + "END", flush=True)
 """
 
 
 def test_a_program_has_ended_although_what_it_left_behind_has_not(play):
-    tasks = TASKS.replace('"output": len(output)', '"output": output.endswith("END\\n")')
+    left = (
+        '"left": len(folder.joinpath("/proc", p := (folder / "parent").read_text(), "task", p, "children").read_text())'
+    )
+    tasks = TASKS.replace('"output": len(output)', '"output": output.endswith("END\\n"), ' + left)
     (rollout,), _ = play(LEAVES_A_SERVER, tasks=tasks, timeout_s=60.0)
+    assert rollout.metrics["left"] == 0  # processes, and those that have ended and were not waited for
     assert (rollout.stop, rollout.metrics["exit_code"], rollout.metrics["output"]) == ("agent_ended", 0.0, 1.0)
 
 

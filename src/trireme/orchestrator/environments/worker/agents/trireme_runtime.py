@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -113,7 +113,7 @@ class Subprocess:
                 except TimeoutError:
                     pass
                 finally:
-                    await end_processes(program.parent)
+                    await end_processes(program.parent, session=process.pid)
                     async with asyncio.timeout(REAP_S):
                         await process.wait()
                 if stop == "agent_ended":
@@ -387,15 +387,20 @@ async def _reading() -> AsyncIterator[tuple[int, bytearray]]:
         transport.close()
 
 
-async def end_processes(parent: Path) -> None:
-    """End all processes of a rollout, also those that left the program's group or have lost their parent.
+async def end_processes(parent: Path, *, session: int = 0) -> None:
+    """End all processes of a rollout, also those that left the program's session or cleared their variables.
+
+    Those that this process has adopted are waited for, but not the leader of the session.
 
     Args:
         parent: the rollout's folder, or one that holds the folders of many.
+        session: of the program.
     """
+    killed: set[int] = set()
     for number, wait_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, REAP_S)):
         give_up = asyncio.get_running_loop().time() + wait_s
-        while pids := await asyncio.to_thread(processes_of, parent):
+        while pids := await asyncio.to_thread(processes_of, parent, session, killed):
+            killed.update(pids)
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
@@ -404,12 +409,22 @@ async def end_processes(parent: Path) -> None:
             await asyncio.sleep(0.05)
 
 
-def processes_of(parent: Path) -> list[int]:
-    """Return the processes that run for rollouts of a folder, by a variable that they have inherited."""
+def processes_of(parent: Path, session: int, killed: Set[int]) -> list[int]:
+    """Return the processes that run for rollouts of a folder, by a variable that they have inherited, or in a session.
+
+    Args:
+        killed: processes of theirs that may still be ending.
+    """
     marker = re.compile(re.escape(f"{ROLLOUT}={parent}".encode()) + rb"[/\0]")
     found = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
-            if marker.search(file.read() + b"\0"):
-                found.append(int(name))
+        with contextlib.suppress(OSError):
+            pid, status, variables = int(name), Path("/proc", name, "stat"), Path("/proc", name, "environ")
+            state, parent_pid, _, its_session, *_ = status.read_bytes().rpartition(b")")[2].split()
+            is_adopted, is_inside = int(parent_pid) == os.getpid(), 0 < session == int(its_session)
+            if is_inside or (is_adopted and pid in killed) or marker.search(variables.read_bytes() + b"\0"):
+                if state != b"Z":
+                    found.append(pid)
+                elif is_adopted and pid != session:
+                    os.waitpid(pid, os.WNOHANG)
     return found
