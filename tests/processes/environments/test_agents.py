@@ -238,6 +238,24 @@ def test_a_turn_that_no_program_has_received_is_not_trained_on(play, tmp_path):
     assert [len(prompts) for prompts in rollout.left_out.values()] == [1]
 
 
+def test_a_folder_that_a_program_has_made_read_only_is_removed(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(agent_session.__file__).parent / "worker" / "agents")
+    runtime, user = importlib.import_module("trireme_runtime"), os.geteuid()
+    monkeypatch.chdir(tmp_path)  # an ordinary user may not come here from above
+    (cache := Path("rollout/go/pkg/mod")).mkdir(parents=True)
+    (cache / "m.go").touch()
+    (cache / "away").symlink_to("/")
+    for path in (Path(), *Path().rglob("*")):
+        os.chown(path, user or 65534, -1, follow_symlinks=False)
+    cache.chmod(0o555)
+    os.seteuid(user or 65534)
+    try:
+        runtime.remove_folder(Path("rollout"))
+    finally:
+        os.seteuid(user)
+    assert not os.listdir()
+
+
 BRANCHES = """
     import openai
     client = openai.OpenAI()

@@ -28,7 +28,7 @@ from typing import Any
 from trireme_plain import PlainAdapter, Played
 from trireme_programs import Programs
 from trireme_rollout import Ask
-from trireme_runtime import LAUNCHER, Ended, Program, make_runtime
+from trireme_runtime import LAUNCHER, Ended, Program, make_runtime, remove_folder
 
 KEPT_FILES = 50
 """Files that the program wrote whose names and sizes are kept."""
@@ -127,7 +127,7 @@ class AgentAdapter(PlainAdapter):
     def _place(self, played: AgentPlayed, values: dict[str, str]) -> None:
         """Make the files that the program finds."""
         parent, template = played.folder.parent, fill_in(self._agent["workdir"] or "", values)
-        shutil.rmtree(parent, ignore_errors=True)  # of an attempt that was interrupted
+        remove_folder(parent)  # of an attempt that was interrupted
         parent.mkdir(parents=True, mode=0o700)
         if template:
             shutil.copytree(template, played.folder, symlinks=True)
@@ -189,7 +189,7 @@ class AgentAdapter(PlainAdapter):
             await self._programs.end(played.rollout)
             await self._runtime.close(played.folder.parent)
         finally:
-            await asyncio.to_thread(shutil.rmtree, played.folder.parent, ignore_errors=True)
+            await asyncio.to_thread(remove_folder, played.folder.parent)
 
 
 def fill_in(text: str, values: dict[str, str]) -> str:

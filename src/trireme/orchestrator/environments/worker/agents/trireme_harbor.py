@@ -28,7 +28,7 @@ import trireme_sandbox
 from trireme_agent import AgentAdapter, AgentPlayed, fill_in
 from trireme_plain import Played
 from trireme_rollout import RewardError, checked_scores
-from trireme_runtime import Container, Ended, Program, names_network
+from trireme_runtime import Container, Ended, Program, names_network, remove_folder
 
 DEFAULT_TIMEOUT_S = 600.0
 """Limit of the program, and of the tests, where task.toml gives none; Harbor's own default."""
@@ -128,7 +128,7 @@ class HarborAdapter(AgentAdapter):
         """Make the files that the program finds."""
         task, parent = self._task(played), played.folder.parent
         values["folder"] = task.workdir or "."
-        shutil.rmtree(parent, ignore_errors=True)  # of an attempt that was interrupted
+        remove_folder(parent)  # of an attempt that was interrupted
         parent.mkdir(parents=True, mode=0o700)
         for name in ("work", "home", "agent-logs", "verifier"):
             (parent / name).mkdir()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -288,7 +289,7 @@ class Container(Subprocess):
         finally:
             await self.call("stop", "-t", "0", name)  # all processes in it
         for source, target in program.writable:
-            await asyncio.to_thread(shutil.rmtree, source)
+            await asyncio.to_thread(remove_folder, Path(source))
             Path(source).mkdir(mode=0o700)
             await self.call("cp", f"{name}:{target}/.", source)
         return ended
@@ -428,3 +429,16 @@ def processes_of(parent: Path, session: int, killed: Set[int]) -> list[int]:
                 elif is_adopted and pid != session:
                     os.waitpid(pid, os.WNOHANG)
     return found
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder if it is there, with folders in it that a program has made read-only."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if not folder.exists():
+        return
+    below = (Path(root, name) for root, names, _ in os.walk(folder) for name in names)
+    for path in itertools.chain((folder,), below):  # each before what is in it is listed
+        with contextlib.suppress(OSError):
+            if not path.is_symlink():
+                path.chmod(0o700)
+    shutil.rmtree(folder, ignore_errors=True)
