@@ -193,7 +193,7 @@ LEAVES_A_SERVER = """
 
 def test_a_program_has_ended_although_what_it_left_behind_has_not(play):
     left = (
-        '"left": len(folder.joinpath("/proc", p := (folder / "parent").read_text(), "task", p, "children").read_text())'
+        '"left": len(file.joinpath("/proc", p := (folder / "parent").read_text(), "task", p, "children").read_text())'
     )
     tasks = TASKS.replace('"output": len(output)', '"output": output.endswith("END\\n"), ' + left)
     (rollout,), _ = play(LEAVES_A_SERVER, tasks=tasks, timeout_s=60.0)
@@ -217,7 +217,9 @@ AWAITS_A_TURN = """
     def dataset():
         return [{"prompt": "hi"}]
     async def reward():
-        while not pathlib.Path(%r).exists():
+        here = pathlib.Path(__file__).parent
+        (here / "scoring").touch()
+        while not (here / "sampled").exists():
             await asyncio.sleep(0.01)
         return 1.0
 """
@@ -226,13 +228,14 @@ AWAITS_A_TURN = """
 def test_a_turn_that_no_program_has_received_is_not_trained_on(play, tmp_path):
     class Policy(ScriptedPolicy):
         async def generate(self, ids, sampling, **more):
+            while self.given and not (tmp_path / "scoring").exists():
+                await asyncio.sleep(0.01)
             turn = await super().generate(ids, sampling, **more)
-            if len(self.given) == 2:
-                (tmp_path / "sampled").touch()
+            (tmp_path / ("first", "sampled")[len(self.given) - 1]).touch()
             return turn
 
-    policy, tasks = Policy(ChatTokenizer(tmp_path / "tokenizer"), [ENDS]), AWAITS_A_TURN % str(tmp_path / "sampled")
-    (rollout,), _ = play(LEAVES_A_REQUEST, policy=policy, tasks=tasks, journal=tmp_path / "journal")
+    policy = Policy(ChatTokenizer(tmp_path / "tokenizer"), [ENDS])
+    (rollout,), _ = play(LEAVES_A_REQUEST, policy=policy, tasks=AWAITS_A_TURN, journal=tmp_path / "journal")
     (sample,), (prompt, turn) = rollout.samples, policy.given[0]
     assert (rollout.num_turns, sample.ids.tolist()) == (1, prompt + turn.ids)
     assert [len(prompts) for prompts in rollout.left_out.values()] == [1]
