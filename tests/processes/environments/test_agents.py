@@ -558,10 +558,12 @@ ENGINE = """
         place = next(i for i, word in enumerate(words) if word.startswith("trireme-"))
         given = [value.partition("=") for option, value in zip(words[:place], words[1:]) if option == "--env"]
         env = {name: value if sign else os.environ[name] for name, sign, value in given}
-        cwd = inside(dict(zip(words[:place], words[1:])).get("--workdir", "/"))
+        cwd = inside(dict(zip(words[:place], words[1:])).get("--workdir") or (ROOT / "workdir").read_text())
         os.makedirs(cwd, exist_ok=True)
         command = [inside(word) for word in words[place + 1 :]]
         sys.exit(subprocess.run(command, cwd=cwd, env={"PATH": os.environ["PATH"]} | env).returncode)
+    elif words[0] == "build":
+        (ROOT / "workdir").write_text(re.search("WORKDIR (.+)", pathlib.Path(words[-1], "Dockerfile").read_text())[1])
     elif words[0] == "ps":
         print("leftover")
     sys.exit(words[:2] == ["image", "inspect"])
@@ -574,6 +576,7 @@ def engine(tmp_path, monkeypatch):
     (root := tmp_path / "engine").mkdir()
     (root / "docker").write_text(f"#!{sys.executable}\n{textwrap.dedent(ENGINE)}")
     (root / "docker").chmod(0o755)
+    (root / "workdir").write_text("/")
     monkeypatch.setenv("FAKE_ENGINE", str(root))
     monkeypatch.setenv("PATH", f"{root}:{os.environ['PATH']}")
     monkeypatch.setenv("OPENAI_API_KEY", "a secret of the run")
@@ -597,8 +600,8 @@ def test_a_program_runs_in_a_container_that_is_removed_with_its_rollout(play, en
 
 def test_tasks_that_need_an_image_run_in_containers(play, engine, task, caplog, tmp_path):
     files = {
-        "environment__Dockerfile": "FROM debian\nRUN apt-get install -y gcc\nWORKDIR /app\n",
-        "tests__test_sh": 'cd "$(dirname "$0")" && cat ../app/answer.txt > ../logs/verifier/reward.txt',
+        "environment__Dockerfile": "FROM debian\nRUN apt-get install -y gcc\nWORKDIR /app/repo\n",
+        "tests__test_sh": 'cd "$(dirname "$0")" && cat ../app/repo/answer.txt > ../logs/verifier/reward.txt',
         "task_toml": "[agent]\nuser = 'ann'\n[environment]\ncpus = 2\nmemory_mb = 512\nenv = { ANSWER = '3' }\n"
         "allow_internet = false\n",
     }

@@ -46,7 +46,8 @@ class Task:
     name: str
     folder: Path
     prompt: str
-    workdir: str = WORKDIR
+    workdir: str = WORKDIR  # in the sandbox
+    container_workdir: str = ""  # that task.toml names; else it is that of the image
     agent_timeout_s: float = DEFAULT_TIMEOUT_S
     verifier_timeout_s: float = DEFAULT_TIMEOUT_S
     agent_user: str | None = None  # where it is not that of the image
@@ -127,7 +128,7 @@ class HarborAdapter(AgentAdapter):
     def _place(self, played: AgentPlayed, values: dict[str, str]) -> None:
         """Make the files that the program finds."""
         task, parent = self._task(played), played.folder.parent
-        values["folder"] = task.workdir or "."
+        values["folder"] = self._workdir(task) or "."
         remove_folder(parent)  # of an attempt that was interrupted
         parent.mkdir(parents=True, mode=0o700)
         for name in ("work", "home", "agent-logs", "verifier"):
@@ -197,11 +198,14 @@ class HarborAdapter(AgentAdapter):
             parent,
             command,
             self._inherited() | own | task.env | variables,
-            Path(task.workdir),
+            Path(self._workdir(task)),
             gateway=values.get("listens", Program.gateway),
             readable=[(str(source), target) for source, target in (shown or {}).items()],
             writable=[(str(parent / name), target) for name, target in folders.items()],
         )
+
+    def _workdir(self, task: Task) -> str:
+        return task.container_workdir if self._has_images else task.workdir
 
     def _task(self, played: AgentPlayed) -> Task:
         return self._tasks[played.example["task"]]
@@ -258,8 +262,8 @@ def read_task(folder: Path, *, name: str) -> Task:
         task.solution_env = dict(table.get("solution", {}).get("env", {}))
         task.image = environment.get("docker_image")
         _read_dockerfile(task)
-        task.workdir = environment.get("workdir") or task.workdir
-        task.workdir = posixpath.normpath(task.workdir) if task.workdir else ""
+        task.container_workdir = environment.get("workdir") or ""
+        task.workdir = posixpath.normpath(task.container_workdir or task.workdir)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(
             f"The task {folder} cannot be read: {type(error).__name__}: {error} - expected Harbor's `task.toml` and "
@@ -306,7 +310,7 @@ def _read_dockerfile(task: Task) -> None:
     file = task.folder / "environment" / "Dockerfile"
     if not file.is_file():
         if task.image:
-            task.workdir, task.needs_image = "", f"it needs the image {task.image}"
+            task.needs_image = f"it needs the image {task.image}"
         else:
             task.has_no_image = "it has no Dockerfile and names no docker_image"
         return
