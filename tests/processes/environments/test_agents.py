@@ -459,6 +459,12 @@ def test_a_program_that_takes_too_much_is_ended_and_scored(sandboxed, grows, sto
     assert (rollout.stop, rollout.metrics["exit_code"], rollout.reward) == (stop, -1.0, 0.0)
 
 
+def test_a_program_that_cannot_be_started_in_the_sandbox_fails_its_rollout(sandboxed):
+    tasks = TASKS.replace("Write 5 into sum.txt.", "\\0")
+    with pytest.raises(RolloutFailed, match="could not run the program: ValueError: embedded null byte"):
+        sandboxed("", tasks=tasks, arguments=("{prompt}",))
+
+
 @pytest.mark.parametrize(
     ("mode", "writable", "words"),
     [(0o755, "", "private folder"), (0o700, "/..", "may not be written"), (0o700, "/link", "may not be written")],
@@ -510,6 +516,7 @@ def test_a_program_solves_a_task_folder_and_its_own_tests_give_the_reward(sandbo
         ({"task_toml": "[[steps]]\nname = 'one'\n"}, "several steps"),
         ({"task_toml": "[environment]\ngpus = 1\n"}, "gpus"),
         ({"task_toml": "[environment]\nenv = { KEY = '${KEY}' }\n"}, "the variable KEY"),
+        ({"task_toml": "[environment]\nenv = { PORT = 8080 }\n"}, "cannot be read.*PORT is 8080"),
         ({"task_toml": "[verifier.environment]\ncpus = 1\n"}, "an environment of their own"),
         ({"task_toml": "[agent]\nuser = 'ann'\n"}, "as the user ann"),
         ({"task_toml": "[agent]\ntimeout_sec = 'long'\n"}, "cannot be read"),

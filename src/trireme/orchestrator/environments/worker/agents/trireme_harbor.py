@@ -253,13 +253,13 @@ def read_task(folder: Path, *, name: str) -> Task:
         task.verifier_timeout_s = float(verifier.get("timeout_sec", DEFAULT_TIMEOUT_S))
         users = [table.get(each, {}).get("user") for each in ("agent", "verifier")]
         task.agent_user, task.verifier_user = (None if user in (None, 0, "0", "root") else str(user) for user in users)
-        task.env = dict(environment.get("env", {}))
+        task.env = _read_variables(environment)
         task.limits = {key: float(environment[key]) for key in ("cpus", "memory_mb") if environment.get(key)}
         task.has_network = environment.get("network_mode", "public") == "public" and environment.get(
             "allow_internet", True
         )
-        task.verifier_env = dict(verifier.get("env", {}))
-        task.solution_env = dict(table.get("solution", {}).get("env", {}))
+        task.verifier_env = _read_variables(verifier)
+        task.solution_env = _read_variables(table.get("solution", {}))
         task.image = environment.get("docker_image")
         _read_dockerfile(task)
         task.container_workdir = environment.get("workdir") or ""
@@ -282,6 +282,13 @@ def read_task(folder: Path, *, name: str) -> Task:
     return task
 
 
+def _read_variables(table: dict) -> dict[str, str]:
+    variables = dict(table.get("env", {}))
+    if wrong := [name for name, value in variables.items() if not isinstance(value, str)]:
+        raise ValueError(f"the variable {wrong[0]} is {variables[wrong[0]]!r}, expected a text in quotes")
+    return variables
+
+
 def _obstacle(task: Task, table: dict) -> str:
     """Return why nothing here can run a task, or an empty text."""
     if not (task.folder / "tests" / "test.sh").is_file():
@@ -300,7 +307,7 @@ def _obstacle(task: Task, table: dict) -> str:
     if verifier.get("environment") or verifier.get("environment_mode", "shared") != "shared":
         return "its tests run in an environment of their own"
     variables = task.env | task.verifier_env | task.solution_env
-    if asked := [name for name, value in variables.items() if "${" in str(value)]:
+    if asked := [name for name, value in variables.items() if "${" in value]:
         return f"it asks for the variable {asked[0]} of this machine"
     return ""
 

@@ -121,6 +121,8 @@ def _as_child(report: int, body) -> None:  # type: ignore[no-untyped-def]
         body()
     except OSError as error:
         _report(report, {"failed": f"{error.strerror or error}"})
+    except Exception as error:  # a NUL byte in a word of the command, for example
+        _report(report, {"failed": f"{type(error).__name__}: {error}"})
     finally:
         os._exit(1)
 
