@@ -130,6 +130,8 @@ EVALUATING = """
 FAILURES = {
     "{}['no such thing']": ("score", "KeyError: 'no such thing'"),
     "1 / 0": ("score", "ZeroDivisionError: division by zero"), "sys.exit(3)": ("score", "SystemExit: 3"),
+    "(_ for _ in ()).throw(BaseException('panic'))": ("score", "BaseException: panic"),
+    "(_ for _ in ()).throw(type('Bad', (Exception,), {'__str__': lambda _: 1 / 0}))": ("score", "Bad: (no message)"),
     "asyncio.sleep(60)": ("timeout", "not finished after 1 s (`rollout_timeout_s`)"),
     "float('nan')": ("score", "`reward` returned nan - expected a finite number"),
     "-float('inf')": ("score", "`reward` returned -inf - expected a finite number"),

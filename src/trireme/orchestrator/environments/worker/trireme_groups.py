@@ -60,10 +60,10 @@ class Groups:
     async def _score_all(self, group: str, members: "list[_Member]") -> None:
         try:
             results = await self._score([member.played for member in members])
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # where it was cancelled, no member waits
             # an error per member: one that is raised in sixteen places would have the traceback of all of them
             for member in (each for each in members if not each.result.done()):
-                failure = RewardError(str(error))
+                failure = RewardError()
                 failure.__cause__ = (error.__cause__ or error) if isinstance(error, RewardError) else error
                 member.result.set_exception(failure)
             return

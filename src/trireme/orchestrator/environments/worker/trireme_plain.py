@@ -31,6 +31,7 @@ may be kept in it, and `reward` finds them there:
         return "higher" if completion < example["answer"] else "lower"
 """
 
+import asyncio
 import copy
 import inspect
 import json
@@ -157,9 +158,9 @@ class PlainAdapter(Adapter):
             return [
                 checked_scores(value, name=name) | self.fields(one) for value, one in zip(values, played, strict=True)
             ]
-        except RewardError:
+        except (RewardError, asyncio.CancelledError):
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             raise RewardError from error
 
     def offer(self, played: Played) -> dict[str, Any]:

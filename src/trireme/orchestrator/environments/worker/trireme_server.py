@@ -101,13 +101,13 @@ class Server:
             self._wire.send({"type": "done", "task": task, **result, **said, **shown})
         except RewardError as error:
             self._report(request, "score", error.__cause__ or error)
-        except (Exception, SystemExit) as error:  # an environment that calls `exit()` must not end the others
-            self._report(request, "rollout", error)
         except asyncio.CancelledError as error:
             # a refused turn (`TurnCancelled`, which `asyncio.wait_for` turns into a bare CancelledError); otherwise the
             # orchestrator has cancelled the rollout, and expects no answer
             if not ((running := asyncio.current_task()) and running.cancelling()):
                 self._report(request, "rollout", error)
+        except BaseException as error:  # `exit()`, `pytest.fail()` or a panic of Rust must not end the others
+            self._report(request, "rollout", error)
         finally:
             self._rollouts.pop(task, None)
 
@@ -154,7 +154,14 @@ def _describe(error: BaseException) -> str:
     while cause is not None and len(chain) < 5:
         chain.append(cause)
         cause = cause.__cause__
-    return " <- ".join(f"{type(link).__name__}: {str(link) or '(no message)'}" for link in chain)
+    return " <- ".join(f"{type(link).__name__}: {_message_of(link) or '(no message)'}" for link in chain)
+
+
+def _message_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # of an environment's own `__str__`
+        return ""
 
 
 def _traceback(error: BaseException) -> str:

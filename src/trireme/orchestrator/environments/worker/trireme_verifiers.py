@@ -12,6 +12,7 @@ Surprising about verifiers 0.2.0, and why this file is more than a call of `env.
 5. Its own client raises on an empty completion. A model that answers with nothing must be scored, so ours does not.
 """
 
+import asyncio
 import contextvars
 import functools
 import inspect
@@ -266,7 +267,9 @@ class Scoring:
         token = _current.set(self)
         try:
             await scoring
-        except (Exception, SystemExit) as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
             self.errors.append(error)
         finally:
             _current.reset(token)
