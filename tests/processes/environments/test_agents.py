@@ -136,12 +136,13 @@ def test_a_program_gets_its_task_and_no_secret_of_the_run(play, tmp_path, monkey
     (rollout,), _ = play(
         SHOWS % str(tmp_path / "shown"),
         command=(sys.executable, str(tmp_path / "agent.py"), "{file}: {prompt}", '{"a": "{base_url}"}', "{unknown}"),
-        env={"MY_URL": "{gateway}/s/{api_key}"}, workdir=str(tmp_path / "start"), stdin="Please: {prompt}",
+        env={"MY_URL": "{gateway}/s/{api_key}"}, workdir=str(tmp_path / "start"), stdin="Please: {day}",
+        tasks=TASKS.replace('"file":', '"day": __import__("datetime").date(2026, 1, 2), "file":'),
     )  # fmt: skip
     shown = json.loads((tmp_path / "shown").read_text())
     url, key = shown["env"]["OPENAI_BASE_URL"], shown["env"]["OPENAI_API_KEY"]
     assert shown["args"] == ["sum.txt: Write 5 into sum.txt.", f'{{"a": "{url}"}}', "{unknown}"]
-    assert (shown["stdin"], shown["here"]) == ("Please: Write 5 into sum.txt.", ["readme.txt"])
+    assert (shown["stdin"], shown["here"]) == ('Please: "2026-01-02"', ["readme.txt"])
     assert shown["env"]["MY_URL"] == f"{shown['env']['ANTHROPIC_BASE_URL']}/s/{key}"
     assert "secret" not in str(shown["env"])
     assert "t" * 40 not in str(shown["env"])
@@ -313,6 +314,13 @@ def test_a_program_that_asks_on_after_its_last_turn_is_refused_and_one_that_neve
 def test_what_cannot_work_is_refused_before_any_rollout(play, tasks, command, words):
     with pytest.raises(ConfigError, match=words):
         play("", tasks=tasks, command=command)
+
+
+def test_folders_that_are_not_there_or_show_a_tasks_tests_are_refused(play):
+    with pytest.raises(ConfigError, match=r"`agent\.workdir` is '/no/such/folder'"):
+        play("", workdir="/no/such/folder")
+    with pytest.raises(ConfigError, match=r"`agent\.readable` names .*/count-errors/tests"):
+        play("", id=str(SHIPPED_TASKS), command=("true",), runtime="sandbox", readable=(str(SHIPPED_TASKS),))
 
 
 def test_turns_that_were_sampled_before_a_crash_are_not_sampled_again(play, tmp_path):

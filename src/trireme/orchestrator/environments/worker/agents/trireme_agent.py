@@ -75,6 +75,12 @@ class AgentAdapter(PlainAdapter):
                 "agent's program - add its name."
             )
 
+        workdir = fill_in(agent["workdir"] or "", {"here": os.getcwd()})
+        if workdir and not PLACEHOLDER.search(workdir) and not os.path.isdir(workdir):
+            raise FileNotFoundError(
+                f"`agent.workdir` is {workdir!r} - expected a folder, which is copied for each rollout - correct it."
+            )
+
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         await self._runtime.check()
@@ -95,7 +101,9 @@ class AgentAdapter(PlainAdapter):
         played = AgentPlayed(example, index, list(prompt), len(prompt), rollout=rollout, folder=parent / "work")
         played.key, played.solve = request["api_key"], request.get("solve", "")
         gateway = self._runtime.gateway(request["gateway"])
-        values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in example.items()}
+        values = {
+            name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in example.items()
+        }
         values |= {
             "prompt": "\n\n".join(message["content"] for message in prompt),
             "listens": request["gateway"],

@@ -120,6 +120,14 @@ class HarborAdapter(AgentAdapter):
                 "`[orchestrator.env.agent]`."
             )
         super().__init__(source, args={}, versions=versions, agent=agent)
+        hidden = [os.path.realpath(each.folder / name) for each in found for name in ("tests", "solution")]
+        for path in () if self._has_images else map(os.path.realpath, self._readable):
+            either = ((each, pair) for each in hidden for pair in ((each, path), (path, each)))
+            if shown := [each for each, pair in either if trireme_sandbox.is_below(*pair)]:
+                raise PermissionError(
+                    f"`agent.readable` names {path}, which shows {shown[0]} to the program - expected no folder with a "
+                    "task's tests or solution - name a folder further below."
+                )
 
     def facts(self) -> dict:
         has_solutions = all((task.folder / "solution" / "solve.sh").is_file() for task in self._tasks.values())
