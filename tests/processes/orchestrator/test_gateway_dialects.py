@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import anthropic
 import httpx
@@ -249,6 +250,18 @@ def test_a_response_may_be_continued_by_its_id():
         with pytest.raises(openai.NotFoundError):
             client.responses.create(model="policy", input="x", previous_response_id="resp_of_another")
     assert [message["role"] for message in policy.requests[1].messages] == ["user", "assistant", "tool"]
+
+
+def test_the_responses_of_a_conversation_keep_its_items_once():
+    policy = Policy(TURNS["text"], replace(TURNS["text"], id="t2"))
+    session = Session("rollout", policy.ask, policy.count, list)
+    items = [{"role": "user", "content": "a"}]
+    with serving(policy) as (gateway, url):
+        gateway.open("another", session)
+        for _ in range(2):
+            items += httpx.post(f"{url}/s/another/v1/responses", json={"input": items}).json()["output"]
+        first, second = (session.whole_input({"input": "x", "previous_response_id": f"resp_t{n}"}) for n in (1, 2))
+    assert [one is other for one, other in zip(first, second, strict=False)] == [True, True, False]
 
 
 @pytest.mark.parametrize(

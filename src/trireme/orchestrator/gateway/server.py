@@ -144,7 +144,12 @@ class Session:
     def remember_response(self, items: list[dict[str, Any]], task: asyncio.Future[Turn], request: TurnRequest) -> None:
         """Keep the conversation that a task has answered, unless it failed, for `previous_response_id`."""
         if not task.cancelled() and task.exception() is None:
-            self._responses[f"resp_{task.result().id}"] = items + output_items(task.result(), request)
+            whole = items + output_items(task.result(), request)
+            newest = next(reversed(self._responses.values()), [])
+            for place, (known, item) in enumerate(zip(newest, whole, strict=False)):
+                if known == item:  # a client that sends whole conversations decodes to the same items at each turn
+                    whole[place] = known
+            self._responses[f"resp_{task.result().id}"] = whole
             while len(self._responses) > KEPT_RESPONSES:
                 self._responses.popitem(last=False)
 
