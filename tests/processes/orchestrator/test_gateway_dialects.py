@@ -2,9 +2,10 @@
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import anthropic
@@ -380,6 +381,25 @@ def test_a_client_that_breaks_off_its_requests_has_no_more_turns_under_way_than_
             with pytest.raises(httpx.ReadTimeout):
                 httpx.post(f"{url}/s/{KEY}/v1/messages", json=asks(f"{number}"), timeout=0.2)
         assert httpx.post(f"{url}/s/{KEY}/v1/messages", json=asks("2")).status_code == 429
+
+
+def test_clients_without_a_key_can_hold_no_endless_connections_and_send_no_endless_headers(monkeypatch):
+    monkeypatch.setattr(server, "LARGEST_HEAD", 1000)
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 2)
+    with serving(Policy(TURNS["text"])) as (_, url), ExitStack() as stack:
+
+        def connect() -> socket.socket:
+            address = ("127.0.0.1", int(url.rpartition(":")[2]))
+            return stack.enter_context(socket.create_connection(address, timeout=5))
+
+        first, _, third = connect(), connect(), connect()
+        assert third.recv(1) == b""
+        first.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        assert first.recv(12) == b"HTTP/1.1 200"
+        monkeypatch.setattr(server, "MOST_CONNECTIONS", 9)
+        with pytest.raises(ConnectionError):
+            connect().sendall(b"GET / HTTP/1.1\r\n" + b"X-A: a\r\n" * 1_000_000)
+        assert httpx.post(f"{url}/s/{KEY}/v1/messages", json=asks("a" * 1_000_000)).status_code == 200
 
 
 URL = "data:image/png;base64,AAAA"

@@ -29,6 +29,7 @@ import msgspec
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from trireme.base.log import get_logger
 from trireme.orchestrator.gateway.dialects.anthropic import ANTHROPIC
@@ -41,6 +42,12 @@ log = get_logger("gateway")
 
 LARGEST_BODY = 32 << 20
 """Bytes of a request."""
+
+LARGEST_HEAD = 1 << 20
+"""Bytes that a request may have beside its body: headers, and the frames of a chunked body."""
+
+MOST_CONNECTIONS = 1 << 14
+"""Further ones are closed at once, as each takes a descriptor of the orchestrator."""
 
 MOST_AT_ONCE = 64
 """Requests of one session that are answered at once, and its turns under way. Further ones are told to retry."""
@@ -283,7 +290,14 @@ async def open_gateway(listener: socket.socket, host: str) -> AsyncIterator[Gate
         host: by which agents reach it.
     """
     gateway = Gateway(f"http://{host}:{listener.getsockname()[1]}")
-    config = uvicorn.Config(gateway.app, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=75)
+    config = uvicorn.Config(
+        gateway.app,
+        http=_Connection,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=75,
+    )
     server = _Server(config)
     serving = asyncio.create_task(server.serve([listener]))
     try:
@@ -292,6 +306,30 @@ async def open_gateway(listener: socket.socket, host: str) -> AsyncIterator[Gate
         server.should_exit = server.force_exit = True
         await serving
         listener.close()
+
+
+class _Connection(HttpToolsProtocol):
+    """A connection with the limits that uvicorn does not set. They hold for clients without a key, too."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._num_beside = 0  # bytes of the request beside its body
+        if len(self.connections) > MOST_CONNECTIONS:
+            transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        self._num_beside += len(data)
+        super().data_received(data)
+        if self._num_beside > LARGEST_HEAD:
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        self._num_beside = 0
+        super().on_message_begin()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_beside -= len(body)
+        super().on_body(body)
 
 
 class _Server(uvicorn.Server):
