@@ -1,4 +1,4 @@
-"""The dashboard in a real browser, on a real run. Every page is used, and no page fails or asks another machine."""
+"""The dashboard and the report in a real browser. Every page is used, and no page fails or asks another machine."""
 
 import re
 import subprocess
@@ -18,13 +18,15 @@ from dashboard_walk import VIEWS, colour, dashboard_of, metrics, rollouts, searc
 from real_run import DEADLINE_S, REPOSITORY
 from tiny_pictures import picture_file, shown
 from trireme.base.paths import RunPaths
+from trireme.cli.runs.report import report
 from trireme.config.files import find_run_file, read_run
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.pictures import PictureFiles, pictures_folder
 from trireme.journal.records import BatchRecord
 from trireme.tools.audit.audit import audit_run
-from written_run import rewrite_batch
+from viewing import write_evaluations
+from written_run import rewrite_batch, write_whole_run
 
 pytestmark = [
     pytest.mark.slow,
@@ -137,3 +139,22 @@ def test_a_token_tells_what_engine_and_trainer_said_of_it_and_has_an_address(wat
     page.goto(address)
     expect(page.locator(".tr-main .tr-title").first).to_have_text(heading)
     expect(page.locator(".tr-token").first).to_be_visible()
+
+
+def test_a_report_is_shown_whole_and_asks_for_nothing(tmp_path: Path) -> None:
+    run = write_whole_run(tmp_path / "run").paths.root
+    write_evaluations(run)
+    assert report([str(run)]) == 0
+    with open_chromium() as watched:
+        page = watched.page
+        page.goto((run / "report.html").as_uri())
+        assert page.locator("h1").inner_text() == "run"
+        boxes = [plot.bounding_box() for plot in page.locator(".figure svg").all()]
+        assert len(boxes) > 5
+        assert all(box and min(box["width"], box["height"]) > 100 for box in boxes), "plots that take their place"
+        assert page.get_by_text("Nothing was lost, and nothing was trained twice").is_visible()
+        page.get_by_text("All keys").click()
+        assert page.get_by_text("rollout_timeout_s").last.is_visible()
+        wide = page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+        assert wide, "nothing reaches beyond the page"
+        assert (watched.troubles, watched.elsewhere()) == ([], [])
