@@ -69,8 +69,12 @@ def test_nothing_that_is_there_is_written_over(lab_folder, capsys):
     def files() -> dict[str, str]:
         return {str(file): file.read_text() for file in Path().rglob("*.*") if file.is_file()}
 
+    Path("pyproject.toml").write_text('[project]\nname = "mine"\nversion = "1"\n')
     lab(["setup", "--vf-rl", "--size", "cpu"])
     before = files()
+    assert before["pyproject.toml"].startswith('[project]\nname = "mine"\n')
+    assert not Path(".venv").is_symlink(), "a sync of that project would follow it"
+    assert "✓ Kept the Python project that was here" in capsys.readouterr().out
     Path("configs/vf-rl/wordle.toml").write_text("# mine\n")
     Path("configs/vf-rl/gsm8k.toml").unlink()
     lab(["setup", "--vf-rl", "--size", "cpu"])
@@ -113,15 +117,6 @@ def test_what_cannot_be_set_up_is_refused_with_what_to_do(tmp_path):
         lab(["setup", "--path", str(tmp_path / "file")])
     with pytest.raises(ConfigError, match=r"in none of .* Expected configs, environments, models .* Install it again"):
         find_shipped(tmp_path / "lib" / "python" / "trireme")
-
-
-def test_a_project_that_is_there_never_gets_a_link_that_its_own_sync_would_follow(lab_folder, capsys):
-    project = lab_folder / "pyproject.toml"
-    project.write_text('[project]\nname = "mine"\nversion = "1"\n')
-    lab(["setup"])
-    assert project.read_text() == '[project]\nname = "mine"\nversion = "1"\n'
-    assert not (lab_folder / ".venv").is_symlink()
-    assert "✓ Kept the Python project that was here" in capsys.readouterr().out
 
 
 def test_in_the_checkout_itself_nothing_is_touched(capsys):
