@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from stage import until
 from toy_environments import SHIPPED, import_shipped
 
 FOLDER = SHIPPED / "python_sandbox"
@@ -61,13 +61,6 @@ def name() -> Iterator[str]:
 
 def pids_named(name: str) -> list[int]:
     return [process.pid for process in psutil.process_iter(["name"]) if process.info["name"] == name]
-
-
-def wait_until(condition: Any, seconds: float = 10) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
 
 
 def test_a_program_is_run_with_nothing_of_the_callers_and_its_outcome_told(confinement, monkeypatch):
@@ -248,7 +241,7 @@ def test_a_cancelled_run_leaves_nothing(confinement, name):
     async def main() -> None:
         code = NAME.format(name=name) + "time.sleep(100)"
         running = asyncio.create_task(sandbox.run_python(code, timeout_s=100, confinement=confinement))
-        await asyncio.to_thread(wait_until, lambda: pids_named(name))
+        await asyncio.to_thread(until, lambda: pids_named(name))
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
@@ -264,11 +257,11 @@ def test_a_caller_that_is_killed_leaves_nothing(confinement, name, tmp_path):
         f"asyncio.run(python_sandbox.run_python({code!r}, timeout_s=100, confinement={confinement!r}))"
     )
     with subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"TMPDIR": str(tmp_path)}) as caller:
-        assert wait_until(lambda: pids_named(name))
+        until(lambda: pids_named(name))
         assert list(tmp_path.iterdir())
         caller.kill()
-    assert wait_until(lambda: not pids_named(name))
-    assert wait_until(lambda: not list(tmp_path.iterdir()))
+    until(lambda: not pids_named(name))
+    until(lambda: not list(tmp_path.iterdir()))
 
 
 @only_namespaces

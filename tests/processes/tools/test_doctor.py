@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from doctoring import build_case, diagnosed, taken_port
+from real_run import is_alive
 from stage import until
 from trireme.base.errors import ConfigError
 from trireme.cli.workspace.doctor import CHECKS, doctor
@@ -97,11 +97,7 @@ def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatc
     ended = Program("hangs", env={"PYTHONPATH": str(tmp_path)}).wait(1.0)
     assert ended.code is None
     assert ended.how == "was ended: it took too long"
-    until(lambda: int(ended.output) not in running())
-
-
-def running() -> set[int]:
-    return {process.pid for process in psutil.process_iter(["status"]) if process.info["status"] != "zombie"}
+    until(lambda: not is_alive(ended.output))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

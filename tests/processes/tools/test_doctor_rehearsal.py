@@ -4,38 +4,30 @@ import pytest
 
 from doctoring import build_case, diagnosed, the_one
 from planted_faults import change_column
+from toy_environments import ECHO, write
 from trireme.base.devices import Devices
 from trireme.tools.doctor.rehearsal import Ended, check_environments, judge_run, shrink
 from written_run import write_whole_run
 
 GPUS = Devices(gpus=("0", "1"), cores=4)
-TOY = """
-def dataset():
-    return [{"prompt": f"say {i}", "answer": str(i)} for i in range(40)]
-
-def reward(completion, answer):
-    return {"reward": float(completion == answer)}
-"""
-SCORES = 'return {"reward": float(completion == answer)}'
-LOADS = 'return [{"prompt": f"say {i}", "answer": str(i)} for i in range(40)]'
 
 
 @pytest.mark.parametrize(
-    ("what", "instead", "words"),
+    ("begins", "instead", "words"),
     [
-        (SCORES, SCORES, None),
-        (LOADS, 'raise FileNotFoundError("the word list has not been downloaded")', "the word list has not been down"),
-        (SCORES, 'raise ValueError("the judge has no key")', "the judge has no key"),
+        ("", "", None),
+        ("return [", 'raise FileNotFoundError("the word list is not here")\n        ', "the word list is not here"),
+        ("return float", 'raise ValueError("the judge has no key")\n        ', "the judge has no key"),
     ],
     ids=["works", "does not load", "cannot score"],
 )
-def test_an_environment_is_tried_in_a_process_of_its_own_and_fails_in_its_own_words(what, instead, words, tmp_path):
-    (tmp_path / "toy.py").write_text(TOY.replace(what, instead))
-    case = build_case(tmp_path, "--orchestrator.env", f'[{{"id": "{tmp_path / "toy.py"}"}}]')
+def test_an_environment_is_tried_in_a_process_of_its_own_and_fails_in_its_own_words(begins, instead, words, tmp_path):
+    toy = write(tmp_path, ECHO.replace(begins, instead + begins) if begins else ECHO)
+    case = build_case(tmp_path, "--orchestrator.env", f'[{{"id": "{toy}"}}]')
     finding = the_one(check_environments(case))
     if words is None:
         assert finding.verdict == "ok"
-        assert "40 examples to train on" in finding.found
+        assert "20 examples to train on" in finding.found
         assert "4 rollouts" in finding.found
     else:
         assert (finding.verdict, words in finding.found) == ("problem", True)

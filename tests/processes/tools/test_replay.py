@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from answering import answering
 from families import IMAGE, MROPE, build_config, save_family
+from planted_faults import change, change_lines
 from tiny import VOCABULARY, random_samples
 from tiny_pictures import picture_file
 from tiny_tokenizer import write_tokenizer
@@ -31,12 +32,12 @@ from trireme.cli.runs.replay import replay as replay_command
 from trireme.config.files import write_run
 from trireme.config.resolve import resolve
 from trireme.config.run import Model, RunConfig
-from trireme.journal.entry import write_entry
 from trireme.journal.journal import Journal
 from trireme.journal.pictures import PictureFiles, pictures_folder
 from trireme.journal.rank_shares import Shares
 from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.journal.versions import Versions
+from trireme.monitor.metrics import read_metrics
 from trireme.tools.replay.replay import replay as train_again
 from trireme.trainer.loop import train
 
@@ -78,13 +79,8 @@ class Recorded:
 
     def change_batch(self, step: int) -> None:
         """One token of one sample, under a checksum that is right."""
-        record = self.journal.read(step)
-        samples = record.rollouts[2].samples
-        columns = {name: getattr(samples[0], name) for name in wire.COLUMNS}
-        ids = np.array(columns.pop("ids"))
-        ids[-1] = (ids[-1] + 1) % 128
-        samples[0] = type(samples[0])(ids=ids, **columns)
-        write_entry(self.journal.path(record.step), record.step, record)
+        ids = "rollouts.2.samples.0.ids"
+        change(step, ids, lambda ids: np.append(ids[:-1], (ids[-1:] + 1) % 128).astype(ids.dtype))(self.config)
 
     def identical(self, first: int, last: int) -> list[str]:
         tensors = len(self.versions.read(first).digests)
@@ -148,17 +144,10 @@ def contents(folder: Path) -> dict[Path, str]:
     return {path: sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*") if path.is_file()}
 
 
-def change_metrics(run: Recorded, row: int, **values: float) -> dict[str, Any]:
-    """Returns the row as it was."""
-    rows = [json.loads(line) for line in run.config.paths.metrics.read_text().splitlines()]
-    was, rows[row] = rows[row], rows[row] | values
-    run.config.paths.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return was
-
-
 def test_the_journal_alone_gives_every_version_to_the_bit_and_nothing_is_changed(run, capsys):
     """A line of metrics older than the confirmation does not count: after a rewind, the new one is not noted yet."""
-    change_metrics(run, -1, grad_norm=0.5, time_s=run.versions.read(STEPS).confirmations[0].time - 60)
+    older = {"grad_norm": 0.5, "time_s": run.versions.read(STEPS).confirmations[0].time - 60}
+    change_lines(lambda rows: rows[-1].update(older))(run.config)
     before = contents(run.config.paths.root)
     assert run.replay() == 0
     first, *versions, last = capsys.readouterr().out.splitlines()
@@ -203,7 +192,8 @@ def test_whatever_was_recorded_and_differs_is_named(run, capsys):
     norm = tensor_digest(tensors["model.norm.weight"])
     tensors["model.norm.weight"][5] += 1e-6
     save_file(tensors, exported / "model.safetensors", metadata={"format": "pt"})
-    grad_norm = change_metrics(run, 1, grad_norm=0.5)["grad_norm"]
+    grad_norm = read_metrics(paths.metrics)[0][1]["grad_norm"]
+    change_lines(lambda rows: rows[1].update(grad_norm=0.5))(run.config)
     assert run.replay(keep_going=True) == 1
     assert capsys.readouterr().out.splitlines()[1:-1] == [
         f"version 0: 1 of {len(confirmed)} tensors differ from what http://engine confirmed, the first is {absent}: "

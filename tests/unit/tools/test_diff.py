@@ -21,6 +21,7 @@ from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.base.paths import RunPaths
 from trireme.cli.runs.diff import diff
 from trireme.config.files import read_run, write_run
+from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.journal.journal import Journal
@@ -159,16 +160,10 @@ def first_difference(a: Path, b: Path) -> Difference:
     return first
 
 
-def configure(paths: RunPaths, **keys: Any) -> None:
-    """Write the configuration of a run with other values, like `trainer__optim__lr`."""
-    values = read_run(RunConfig, paths.run_config).model_dump()
-    for key, value in keys.items():
-        *tables, name = key.split("__")
-        table = values
-        for each in tables:
-            table = table[each]
-        table[name] = value
-    write_run(RunConfig.model_validate(values), paths.run_config)
+def configure(run: RunConfig, **keys: Any) -> None:
+    """Write other values into the file of a run, like `trainer__optim__lr`."""
+    written = read_run(RunConfig, run.paths.run_config)
+    write_run(updated(written, {key.replace("__", "."): value for key, value in keys.items()}), run.paths.run_config)
 
 
 def test_a_run_is_the_same_as_its_copy_and_nothing_is_written(whole, copy, tmp_path, capsys):
@@ -236,7 +231,7 @@ def test_of_two_changes_the_one_that_leads_to_the_other_comes_first(whole, tmp_p
 
 
 def test_a_key_is_named_before_anything_that_happened(whole, copy, capsys):
-    configure(copy.paths, trainer__optim__lr=3e-6, ports__batches=4242)
+    configure(copy, trainer__optim__lr=3e-6, ports__batches=4242)
     assert diff([str(whole), str(copy.paths.root)]) == 1
     said = capsys.readouterr().out
     assert "first difference: configuration, trainer.optim.lr: 1e-06 in A, 3e-06 in B\n" in said
@@ -252,7 +247,7 @@ def test_a_key_is_named_before_anything_that_happened(whole, copy, capsys):
 
 
 def test_where_a_run_lies_and_on_which_machine_is_no_difference(whole, copy, tmp_path):
-    configure(copy.paths, output_dir="/elsewhere", name="another", log_level="debug", trainer__ckpt__interval=7)
+    configure(copy, output_dir="/elsewhere", name="another", log_level="debug", trainer__ckpt__interval=7)
     ours = copied(whole, tmp_path / "surrounded").paths
     around = collect_provenance(Devices(cores=2), {}, ["rl"])
     write_provenance(ours, around)
