@@ -1,4 +1,4 @@
-"""`eval`, `trireme eval run` and `trireme env check` with a real engine."""
+"""`eval` with a real engine: each checkpoint answers with its own weights."""
 
 import json
 import shutil
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import httpx
 import peft
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -61,17 +60,3 @@ def test_each_checkpoint_answers_with_its_own_weights_and_the_base_model_is_give
     rewards = {row["model"]: row["reward"] for row in summary}
     assert rewards["base"] == rewards[f"step_{SAME}"] > rewards[f"step_{NOISE}"]
     assert serves() == "default"
-
-
-@pytest.mark.slow  # an endpoint that plays such a server is asked in tests/processes/tools/test_eval_commands.py
-def test_a_server_is_asked_on_its_chat_route_like_any_other(engine, tmp_path):
-    url = f"http://127.0.0.1:{engine.port}/v1"
-    model = httpx.get(f"{url}/models", trust_env=False).json()["data"][0]["id"]
-    endpoints = tmp_path / "endpoints.py"
-    endpoints.write_text(f'ENDPOINTS = {{"tiny": {{"model": {model!r}, "url": {url!r}, "key": "local"}}}}')
-    words = ["-m", "tiny", "-e", endpoints, "-n", "4", "-r", "2", "-a", '{"max_length": 8}', "-t", "16", "-s"]
-    told = run_command("trireme", "eval", "run", "reverse-text", *words, "-o", tmp_path)
-    [file] = tmp_path.glob("reverse-text--tiny/*/results.jsonl")
-    rollouts = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [(line["example"], line["rollout"]) for line in rollouts] == [(e, r) for e in range(4) for r in range(2)]
-    assert "difficulty" in told or "success" in told
