@@ -5,9 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any
-
-import pytest
 
 from real_run import DEADLINE_S, REPOSITORY
 from trireme.base.token import TOKEN
@@ -54,24 +51,17 @@ print("FOUND", json.dumps(found))
 """
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def test_every_route_of_vllm_but_for_health_wants_the_token_and_refused_arguments_are_one_error() -> None:
+    """In one process, whose imports take most of the time. No restart follows such an error."""
     words, env = [sys.executable, "-c", ASK_VLLM], os.environ | {TOKEN: SECRET}
     done = subprocess.run(words, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr[-3000:]
-    answered: dict[str, Any] = json.loads(done.stdout.rpartition("FOUND")[2])
-    return answered
-
-
-def test_every_route_of_vllm_is_shut_without_the_token_but_for_health(found: dict[str, Any]) -> None:
+    found = json.loads(done.stdout.rpartition("FOUND")[2])
     answers = found["without"]
     known = {"POST /pause", "POST /update_weights", "POST /inference/v1/generate", "POST /collective_rpc"}
     assert known | {"GET /metrics", "POST /v1/chat/completions", "GET /ping"} <= answers.keys()
     assert {route for route, status in answers.items() if status != 401} == {"GET /health"}
     assert found["with"] == 200
-
-
-def test_arguments_that_vllm_refuses_are_one_error_that_no_restart_follows(found: dict[str, Any]) -> None:
     reasons = ("'foo'", "--enable-log-requests", "max_num_batched_tokens (1)")
     for error, reason in zip(found["refused"], reasons, strict=True):
         assert error.startswith("vLLM refuses its arguments: ")
