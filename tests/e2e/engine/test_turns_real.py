@@ -81,24 +81,15 @@ def kept_by(probabilities: np.ndarray, sampling: Sampling) -> np.ndarray:
     return left > 0
 
 
-def test_trainer_and_engine_agree_on_tokens_of_a_cut_sampler_with_weights_through_a_folder(engine, tmp_path) -> None:
-    cut = ["--orchestrator.sampling.top-p", "0.8", "--orchestrator.sampling.temperature", "1.2"]
-    cut += ["--weight-broadcast.type", "filesystem"]
-    run = run_apart(engine, tmp_path / "run", "--max-steps", "2", "--no-orchestrator.eval", *cut)
-    assert len(list(run.paths.broadcast.iterdir())) <= 2  # those of the newest versions
-    assert [row["mismatch_kl"] < 1e-6 for row in run.rows("trainer")] == [True, True]
-    samples = [sample for batch in run.batches() for rollout in batch.rollouts for sample in rollout.samples]
-    kept = np.concatenate([sample.kept.counts[sample.loss_mask == 1] for sample in samples if sample.kept])
-    assert len(kept) == sum(int(sample.loss_mask.sum()) for sample in samples)
-    assert kept.min() == 1 < kept.max() < 64
-
-
-def test_weights_change_under_requests_in_flight(engine, tmp_path):
-    """The fourth batch begins when version 1 is there, one request at a time: version 2 comes long before its end."""
+def test_trainer_and_engine_agree_on_tokens_of_a_cut_sampler_under_weights_that_change_in_flight(engine, tmp_path):
+    """The fourth batch begins when version 1 is there, one request at a time: version 2 comes long before its end.
+    Weights go through a folder."""
     ahead = ["--max-async-level", "2", "--orchestrator.max-concurrent", "1", "--orchestrator.max-off-policy-steps", "3"]
     small = ["--max-steps", "5", "--orchestrator.batch-size", "8", "--no-orchestrator.eval"]
     long = ["--orchestrator.sampling.max-tokens", "100", "--orchestrator.sampling.extra-body", '{"ignore_eos": true}']
-    run = run_apart(engine, tmp_path / "run", *ahead, *small, *long)
+    cut = ["--orchestrator.sampling.top-p", "0.8", "--orchestrator.sampling.temperature", "1.2"]
+    run = run_apart(engine, tmp_path / "run", *ahead, *small, *long, *cut, "--weight-broadcast.type", "filesystem")
+    assert len(list(run.paths.broadcast.iterdir())) <= 2  # those of the newest versions
     samples = [s for batch in run.batches() for rollout in batch.rollouts for s in rollout.samples]
     versions = [set(sample.versions[sample.loss_mask == 1].tolist()) for sample in samples]
     assert any(len(of_one) > 1 for of_one in versions)
@@ -106,6 +97,9 @@ def test_weights_change_under_requests_in_flight(engine, tmp_path):
     fresh = [row["mismatch_kl"] for row in run.rows("trainer") if "mismatch_kl" in row]
     assert fresh
     assert max(fresh) < 1e-6
+    kept = np.concatenate([sample.kept.counts[sample.loss_mask == 1] for sample in samples if sample.kept])
+    assert len(kept) == sum(int(sample.loss_mask.sum()) for sample in samples)
+    assert kept.min() == 1 < kept.max() < 64
 
 
 CALLS = '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": "g", "arguments": {}}</tool_call>'
