@@ -30,13 +30,7 @@ from trireme.orchestrator.rollout.pictures import ConversationPictures
 from trireme.orchestrator.rollout.trajectory import Trajectory
 from trireme.tools.environments.policy import PolicyWanted, open_engine_policy
 
-SIZES = {
-    "qwen2_5_vl": {
-        "hidden_size": 64,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    }
-} | SERVED
+SIZES = {"qwen2_5_vl": {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}} | SERVED
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 SIZES["qwen2_5_vl"] |= {"rope_parameters": _ROPE | {"mrope_section": [4, 6, 6]}}
 # without sections, vLLM takes positions in the text alone, and transformers those that it has by default

@@ -3,13 +3,12 @@
 import asyncio
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
 
-from posted_update import Post, update, updated_by_hand
+from posted_update import update, updated_by_hand
 from real_run import REPOSITORY, SharedEngine
 from trireme.base.waiting import Waits
 from trireme.config.inference import InferenceConfig
@@ -21,16 +20,11 @@ FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
 FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
 
-@pytest.fixture
-def post(engine: SharedEngine) -> Iterator[Post]:
-    with updated_by_hand(engine.port) as post:
-        yield post
-
-
-def test_whichever_tensor_is_left_out_its_layer_is_named(post: Post, tmp_path: Path) -> None:
+def test_whichever_tensor_is_left_out_its_layer_is_named(engine: SharedEngine, tmp_path: Path) -> None:
     """The engine has tied embeddings, fused projections and packed weights; none of that may hide a gap."""
     tensors = load_file(MODEL / "model.safetensors")
-    found = {name: update(post, {n: t for n, t in tensors.items() if n != name}, tmp_path) for name in tensors}
+    with updated_by_hand(engine.port) as post:
+        found = {name: update(post, {n: t for n, t in tensors.items() if n != name}, tmp_path) for name in tensors}
     missed = {name: reported for name, reported in found.items() if layer_of(name) not in reported}
     assert missed == {}
     assert {name: reported for name, reported in found.items() if len(reported) > 1} == {

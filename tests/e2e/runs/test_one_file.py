@@ -22,7 +22,3 @@ def test_the_example_in_one_file_learns_and_engine_and_trainer_agree_after_every
     assert len(rewards) == len(differences) == 12, done.stdout
     assert fmean(rewards[-3:]) > rewards[0] + 0.2, rewards
     assert max(differences) < 1e-4, differences  # nats; both compute in float32
-
-
-def test_the_example_is_read_in_one_sitting() -> None:
-    assert len((REPOSITORY / "examples" / "rl_in_one_file.py").read_text().splitlines()) <= 250

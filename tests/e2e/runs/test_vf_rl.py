@@ -65,9 +65,6 @@ def test_a_run_that_is_interrupted_leaves_folders_and_goes_on(tmp_path: Path) ->
     reached = Versions(run / "journal").newest
     assert_whole(run / "checkpoint-2")
 
-    with started("python", *words, "--resume", "--max-steps", str(reached - 1), log=tmp_path / "less.log") as less:
-        assert less.wait() == 2
-        assert f"has reached step {reached}, but `max_steps` is {reached - 1}" in less.output
     again = (*words, "--resume", "--max-steps", str(reached + 2))
     with started("python", *again, log=tmp_path / "second.log") as second:
         assert second.wait() == 0

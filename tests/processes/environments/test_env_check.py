@@ -297,8 +297,6 @@ def test_an_environment_is_installed_once_and_found_offline_from_then_on(here, m
     assert f"installed already, in {place}" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="uv was not found"):
         env(["install", "toy", "--again"])
-    with pytest.raises(ConfigError, match=r"'tyo' was not found .*did you mean 'toy'\?"):
-        env(["install", "tyo"])
     assert env(["list", "--json"]) == 0
     [toy, _] = json.loads(capsys.readouterr().out)
     assert (toy["id"], toy["kind"], toy["verifiers"], toy["venv"]) == ("toy", "package", "0", place)

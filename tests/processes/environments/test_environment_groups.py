@@ -244,21 +244,10 @@ def test_a_member_that_ends_while_another_one_cancels_its_turns_does_not_disturb
 
 
 FIRST_OF_ITS_GROUP = """
-    import os
-    import pathlib
-
-    died = pathlib.Path(__file__).with_name("died")
-    calls = 0
-
     def dataset():
         return [{"prompt": f"say {i}", "answer": str(i)} for i in range(40)]
 
     def reward(completions):
-        global calls
-        calls += 1
-        if calls == 2 and not died.exists():
-            died.touch()
-            os._exit(1)
         first = min(completions)
         return [{"reward": float(each == first), "size": len(completions)} for each in completions]
 """
@@ -266,7 +255,6 @@ FIRST_OF_ITS_GROUP = """
 
 def test_each_group_that_is_trained_on_was_compared_within_itself(tmp_path):
     outcome = run(build_config(tmp_path, FIRST_OF_ITS_GROUP, max_steps=2, max_async_level=1))
-    assert (tmp_path / "died").exists()
     assert outcome.error is None
     groups = defaultdict(list)
     for rollout in (rollout for record in outcome.records for rollout in record.rollouts):
