@@ -246,7 +246,9 @@ def test_sessions_lose_no_turn_whatever_is_killed(environment, points, tiny_mode
 OUTLIVED = ("turn.continued", "request.written", "turn.written")
 
 
-@pytest.mark.parametrize("tries", [3, 1], ids=["asks again", "gives up"])
+@pytest.mark.parametrize(
+    "tries", [pytest.param(3, id="asks again"), pytest.param(1, id="gives up", marks=pytest.mark.slow)]
+)
 def test_an_agent_program_outlives_the_orchestrator_and_its_worker(tries, tiny_model, tmp_path):
     """One that gives up when its connection breaks is played again, from the turns on disk."""
     file = tmp_path / "had"

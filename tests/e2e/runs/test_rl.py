@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from real_run import END_S, QUICKSTART, Process, Run, started, wait_until
+from real_run import END_S, QUICKSTART, Process, Run, listening_sockets, started, wait_until
 from trireme.trainer.checkpoint.checkpoint import complete_steps
 
 STEPS = 60
@@ -37,6 +37,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stopped]:
             return len(run.rows("trainer")) >= STOP_AFTER
 
         wait_until(is_in_the_middle, f"step {STOP_AFTER}", [rl])
+        assert {"127.0.0.1"} <= {address for address, _ in listening_sockets([rl])} <= {"127.0.0.1", "::1"}
         rl.interrupt()
         assert rl.wait(deadline_s=3 * END_S) == 130, rl.tail()
         assert rl.left() == []
