@@ -15,7 +15,6 @@ from trireme.tools.doctor.configuration import (
     check_host,
     check_hosts,
     check_ports,
-    listeners_of,
     sockets_of,
 )
 
@@ -95,13 +94,9 @@ def test_on_several_machines_the_known_ports_are_checked_where_a_process_listens
     """Loopback has sixteen million addresses, all of them this machine's."""
     monkeypatch.setenv(TOKEN, secrets.token_hex(16))
     words = "--device cpu --hosts.inference 127.0.9.1 10.9.8.7:8003 --hosts.orchestrator 127.0.9.2"
-    case = build_case(tmp_path, *words.split(), "--hosts.trainer", "10.9.8.7")
-    assert {(key, host, port) for key, host, port, _ in listeners_of(case)} == {
-        ("inference.server.port", "127.0.9.1", 8000),
-        ("orchestrator.server.port", "127.0.9.2", 8001),
-        ("ports.batches", "127.0.9.2", 5555),
-    }
-    with taken_port("127.0.9.2") as port:
-        words = "--device cpu --hosts.inference 10.9.8.7 --hosts.orchestrator 127.0.9.2 --hosts.trainer 10.9.8.7"
-        finding = the_one(check_ports(build_case(tmp_path, *words.split(), "--ports.batches", str(port))))
-    assert (finding.verdict, f"port {port} on 127.0.9.2 is in use" in finding.found) == ("problem", True)
+    for key, host in (("inference.server.port", "127.0.9.1"), ("ports.batches", "127.0.9.2"), ("ports.weights", "")):
+        with taken_port(host or "127.0.9.2") as port:
+            case = build_case(tmp_path, *words.split(), "--hosts.trainer", "10.9.8.7", f"--{key}", str(port))
+            finding = the_one(check_ports(case))
+        assert finding.verdict == ("problem" if host else "ok")
+        assert (f"port {port} on {host} is in use" in finding.found) == bool(host)
