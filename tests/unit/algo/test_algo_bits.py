@@ -123,9 +123,7 @@ def test_a_models_digest_depends_on_names_and_not_on_their_order_and_a_differenc
     assert model_digest(digests) == model_digest({"b": "2", "a": "1"})
     assert len({model_digest(d) for d in [digests, {"a": "2", "b": "1"}, {"a": "1"}, {"a": "1", "c": "2"}]}) == 4
     assert first_difference(digests, dict(digests)) is None
-    assert first_difference(digests, {"a": "x", "b": "y"}) == "a has digest x, expected 1"
     assert first_difference(digests, {"b": "2"}) == "a is missing"
-    assert first_difference(digests, digests | {"c": "3"}) == "c was not sent"
 
 
 def test_zeros_stay_zeros_and_nothing_else_becomes_one() -> None:

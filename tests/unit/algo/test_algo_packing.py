@@ -138,7 +138,7 @@ def test_rows_of_realistic_lengths_are_full_and_ranks_wait_for_less_than_three_p
         assert slowest(dealt, lengths, cost) * 8 < 1.03 * total
 
 
-def test_costs_and_positions_by_hand():
+def test_costs_of_samples_and_models_and_positions_by_hand():
     cost = Cost(linear=10.0, attention=((None, 1.0), (2, 3.0)))
     # 1 + 2 + 3 + 4 pairs; with a window of 2 the last two tokens see 2 each: 1 + 2 + 2 + 2
     assert cost.of_sample(4) == 40 + 10 + 3 * 7
@@ -149,9 +149,6 @@ def test_costs_and_positions_by_hand():
     assert cost_of({"model_type": "new"}, attention="sdpa") == LINEAR  # nothing is known of it
     assert LINEAR.of_row([3, 4]) == 7
     assert positions([3, 1, 2]).tolist() == [0, 1, 2, 0, 0, 1]
-
-
-def test_the_cost_of_a_model_by_hand():
     # a head of 16 x 100; in each of 2 layers 16 x 16 for queries and outputs, 16 x 8 for keys and values, 3 x 16 x 32
     shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     shape |= {"model_type": "llama", "intermediate_size": 32, "vocab_size": 100}

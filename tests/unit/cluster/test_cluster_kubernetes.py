@@ -44,7 +44,7 @@ def test_every_manifest_is_valid_by_kubernetes_own_schema(version, nodes, gpus):
         assert manifest["metadata"]["namespace"] == "lab"
 
 
-def test_a_pods_command_names_its_own_number_and_all_addresses():
+def test_a_pods_command_names_its_own_number_and_all_addresses_and_secrets_are_in_the_secret_alone():
     given = job(2)
     found = rendered(given)
     assert found["ConfigMap"]["data"] == {"run.toml": given.run_toml, "node.sh": node_script(given, to_terminal=True)}
@@ -52,6 +52,8 @@ def test_a_pods_command_names_its_own_number_and_all_addresses():
     shell = command[2].replace("exec bash", "printf '%s\n'")
     said = subprocess.check_output(["bash", "-c", shell], env={"JOB_COMPLETION_INDEX": "1"}, text=True, timeout=10)
     assert said.split() == ["/etc/trireme/node.sh", "1", *addresses_of(given)]
+    assert found["Secret"]["stringData"] == SECRETS
+    assert [kind for kind, manifest in found.items() if "s3cret" in str(manifest)] == ["Secret"]
 
 
 def test_the_run_succeeds_with_the_orchestrators_pod_and_fails_with_any():
@@ -65,12 +67,6 @@ def test_the_run_succeeds_with_the_orchestrators_pod_and_fails_with_any():
     assert final["onExitCodes"]["containerName"] == container["name"]
     assert container["resources"]["limits"] == {"cpu": "64", "memory": "500Gi", "nvidia.com/gpu": "8"}
     assert spec["template"]["spec"]["restartPolicy"] == "Never"
-
-
-def test_secrets_are_in_the_secret_alone():
-    found = rendered(job(2))
-    assert found["Secret"]["stringData"] == SECRETS
-    assert [kind for kind, manifest in found.items() if "s3cret" in str(manifest)] == ["Secret"]
 
 
 @pytest.mark.parametrize("text", ["a\"b'c: {d} #", "x\n y\n\n", "  first\n2nd", "\t\x7f\x85\u2028é\U0001f600", "- no"])

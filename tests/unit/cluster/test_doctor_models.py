@@ -93,16 +93,14 @@ def tokenized(folder: Path, tmp_path: Path) -> Finding:
 
 def test_a_tokenizer_that_is_damaged_or_has_no_chat_template_is_a_problem(folder, tmp_path):
     assert tokenized(folder, tmp_path).verdict == "ok"
-    (folder / "chat_template.jinja").unlink()
-    without_template = tokenized(folder, tmp_path)
-    (folder / "tokenizer.json").write_text('{"version": "1.0"')
-    damaged = tokenized(folder, tmp_path)
-    (folder / "tokenizer.json").unlink()
-    for finding, words in (
-        (without_template, "has no chat template"),
-        (damaged, "its tokenizer cannot be read"),
-        (tokenized(folder, tmp_path), "tokenizer.json does not exist"),
+    file = folder / "tokenizer.json"
+    for change, words in (
+        ((folder / "chat_template.jinja").unlink, "has no chat template"),
+        (lambda: file.write_text('{"version": "1.0"'), "its tokenizer cannot be read"),
+        (file.unlink, "tokenizer.json does not exist"),
     ):
+        change()
+        finding = tokenized(folder, tmp_path)
         assert (finding.verdict, words in finding.found) == ("problem", True)
 
 

@@ -4,7 +4,6 @@ import os
 import socket
 from pathlib import Path
 
-import pytest
 from cryptography.hazmat.primitives import hashes, hmac
 
 from trireme.base import network
@@ -47,21 +46,13 @@ def test_the_kernel_asks_after_watched_connections_and_leaves_those_within_the_m
         assert (options_of(client), len(os.listdir("/proc/self/fd"))) == (before, open_before), "no descriptor leaks"
 
 
-@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs /proc")
-def test_the_meeting_place_of_trainer_and_engines_listens_at_its_own_address_only() -> None:
-    """By itself torch listens on all interfaces."""
-    port = free_port()
-    store = open_store("127.0.0.1", port, is_sender=True, timeout_s=DEADLINE_S)
-    tables = [Path(f"/proc/net/{name}").read_text().splitlines() for name in ("tcp", "tcp6")]
-    rows = [row.split() for table in tables for row in table]
-    assert {row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")} == {f"0100007F:{port:04X}"}
-    del store
-
-
-def test_who_has_no_token_looks_for_the_engines_under_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trainer_meets_engines_at_its_own_address_only_and_those_of_its_token_alone(monkeypatch) -> None:
+    """By itself torch listens on all interfaces. Who has no token looks for the engines under other names."""
     port = free_port()
     monkeypatch.setenv(TOKEN, "a-token-for-tests-0123456789")
     ours = open_store("127.0.0.1", port, is_sender=True, timeout_s=DEADLINE_S)
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()]
+    assert {row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")} == {f"0100007F:{port:04X}"}
     friend = open_store("127.0.0.1", port, is_sender=False, timeout_s=DEADLINE_S)
     monkeypatch.delenv(TOKEN)
     stranger = open_store("127.0.0.1", port, is_sender=False, timeout_s=DEADLINE_S)

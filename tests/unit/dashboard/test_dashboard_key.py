@@ -115,10 +115,6 @@ def test_pictures_are_served_by_their_digests_and_no_other_file(tmp_path: Path) 
     assert {answer.status_code for answer in others} == {404}
 
 
-PROPS = {"label", "MOST_RUNS", "ROWS"}
-"""What is formatted into text for `props()`: constants of ours and numbers."""
-
-
 def test_no_name_out_of_a_run_is_formatted_into_properties_that_are_parsed() -> None:
     """NiceGUI parses text for `props()`, and takes a property that begins with `:` for JavaScript."""
     found = set()
@@ -127,4 +123,4 @@ def test_no_name_out_of_a_run_is_formatted_into_properties_that_are_parsed() -> 
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "props":
                 parts = [part for each in node.args for part in ast.walk(each) if isinstance(part, ast.FormattedValue)]
                 found |= {ast.unparse(part.value) for part in parts}
-    assert found == PROPS
+    assert found == {"label", "MOST_RUNS", "ROWS"}, "constants of ours and numbers"

@@ -99,17 +99,14 @@ def played(**changes: Any) -> Rollout:
     return Rollout(env="a", example=0, reward=1.0, temperature=1.0, **changes)
 
 
-def test_figures_and_ratios_of_a_sample_by_hand() -> None:
+def test_figures_of_a_sample_by_hand_and_all_that_is_known_of_a_token() -> None:
     shown = columns()
     assert shown.ratios[2:].tolist() == pytest.approx([0.5, 1.0, 0.5])
     assert np.isnan(shown.ratios[:2]).all()
     assert summary(shown) == (
         "5 tokens, 3 sampled by versions 3, 4 · mean p 0.500 · ratio 0.6667 on average, 0.5000 farthest from 1"
     )
-
-
-def test_a_token_tells_all_that_is_known_of_it() -> None:
-    assert dict(facts_of(columns(), 2, step=5)) == {
+    assert dict(facts_of(shown, 2, step=5)) == {
         "token": "3 of 5: 'c', id 7",
         "engine": "p 0.5000 (logprob -0.6931)",
         "trainer": "p 0.2500 (logprob -1.3863)",
@@ -118,7 +115,7 @@ def test_a_token_tells_all_that_is_known_of_it() -> None:
         "version": "3, lag 2",
         "loss": "trained on",
     }
-    assert list(facts_of(columns(), 0, step=5))[1:] == [("given", "to the model, not sampled")]
+    assert list(facts_of(shown, 0, step=5))[1:] == [("given", "to the model, not sampled")]
     masked = columns(masked="truncated")
     assert not masked.trained.any()
     assert ("loss", "masked: not trained on") in list(facts_of(masked, 2, step=5))

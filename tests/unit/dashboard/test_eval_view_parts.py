@@ -102,13 +102,9 @@ LINE = st.dictionaries(st.sampled_from(KEYS), JSON) | st.fixed_dictionaries({"pr
 
 
 def test_reasoning_calls_of_tools_and_what_they_returned_are_read_in_order() -> None:
-    call = {"name": "python", "arguments": '{"code": "print(6*7)\\nx"}'}
+    calls = [{"id": "a", "function": {"name": "python", "arguments": '{"code": "print(6*7)\\nx"}'}}]
     completion = [
-        {
-            "role": "assistant",
-            "content": "<think>I shall compute.</think>",
-            "tool_calls": [{"id": "a", "function": call}],
-        },
+        {"role": "assistant", "content": "<think>I shall compute.</think>", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "a", "content": "42"},
         {"role": "assistant", "content": "It is 42."},
     ]

@@ -83,7 +83,9 @@ def test_steps_groups_and_attempts_can_be_asked_for(run: RunConfig, table: Rollo
             table.search(line)
 
 
-def test_only_what_is_new_is_read_what_is_gone_is_forgotten_and_nothing_is_written_into_the_run(tmp_path: Path) -> None:
+def test_what_is_new_is_read_damage_is_named_what_is_gone_is_forgotten_and_no_run_is_changed(
+    tmp_path: Path,
+) -> None:
     run = write_whole_run(tmp_path / "run", batches=4)
     before = {path: path.stat().st_mtime_ns for path in run.paths.root.rglob("*")}
     table = filled(run, tmp_path / "cache")
@@ -92,22 +94,17 @@ def test_only_what_is_new_is_read_what_is_gone_is_forgotten_and_nothing_is_writt
     rewrite_batch(run, 1, _say_other_things)
     assert list(table.update()) == [1]
     assert {step for step, _ in found(table, "größe")} == {1}
+    path = Journal(run.paths.journal).path(2)
+    path.write_bytes(path.read_bytes()[:-5])
+    (path.parent / "batch_copy.msgpack").write_bytes(b"")  # of another program
+    list(table.update())
+    assert {step for step, _ in found(table, "")} == {0, 1, 3}
+    ((step, trouble),) = table.ask("SELECT step, trouble FROM batches WHERE trouble != ''")
+    assert (step, "checksum" in trouble) == (2, True)
     Journal(run.paths.journal).rewind(1)
     assert list(table.update()) == []
     assert {step for step, _ in found(table, "")} == {0}
     assert found(table, "größe") == []
-
-
-def test_a_damaged_batch_is_named_and_hides_no_other(tmp_path: Path) -> None:
-    run = write_whole_run(tmp_path / "run", batches=3)
-    path = Journal(run.paths.journal).path(1)
-    path.write_bytes(path.read_bytes()[:-5])
-    (path.parent / "batch_copy.msgpack").write_bytes(b"")  # of another program
-    table = filled(run, tmp_path / "cache")
-    assert {step for step, _ in found(table, "")} == {0, 2}
-    ((step, trouble),) = table.ask("SELECT step, trouble FROM batches WHERE trouble != ''")
-    assert step == 1
-    assert "checksum" in trouble
 
 
 @pytest.mark.parametrize("content", [b"", b"no table at all" * 1000])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 import families
 from moe import CONFIGS, NUM_EXPERTS, TOP_K, build_moe, random_routes, routed, routed_of, save_moe
@@ -105,20 +106,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_moe(tmp_path_factory.mktemp("qwen3_moe"))
 
 
-def test_routers_learn_from_replayed_tokens_unless_they_are_frozen(folder, world):
-    for how in ("trained", "frozen"):
-        model = load_model(TrainerModel(moe=Experts(router=how, router_replay=True)), str(folder), world)
-        found = gradients(model, world)
-        routers = [f"model.layers.{layer}.mlp.gate.weight" for layer in range(2)]
-        assert [name in found and bool(found[name].any()) for name in routers] == [how == "trained"] * 2
-        assert "model.layers.0.mlp.experts.down_proj" in found
-
-
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_layers_that_are_computed_again_send_tokens_to_the_same_experts(folder, world, mode):
-    settings = (TrainerModel(ac=ac, moe=REPLAY) for ac in (None, ActivationCheckpointing(mode=mode)))
-    once, again = (gradients(load_model(each, str(folder), world), world) for each in settings)
-    torch.testing.assert_close(again, once)
+def test_routers_learn_unless_frozen_and_layers_that_are_computed_again_send_tokens_alike(folder, world, mode):
+    found = {}
+    for how, ac in (("trained", None), ("trained", ActivationCheckpointing(mode=mode)), ("frozen", None)):
+        model = load_model(TrainerModel(moe=Experts(router=how, router_replay=True), ac=ac), str(folder), world)
+        found[how, bool(ac)] = each = gradients(model, world)
+        routers = [f"model.layers.{layer}.mlp.gate.weight" for layer in range(2)]
+        assert [name in each and bool(each[name].any()) for name in routers] == [how == "trained"] * 2
+        assert "model.layers.0.mlp.experts.down_proj" in each
+    torch.testing.assert_close(found["trained", True], found["trained", False])
 
 
 def test_samples_in_one_row_are_routed_as_each_by_itself(folder, world):
@@ -175,15 +172,10 @@ def test_a_model_without_experts_reports_none_and_cannot_replay_routes(tiny_mode
 
 
 def test_a_router_is_asked_how_it_weighs_without_a_trace_in_the_random_state_and_refused_if_that_is_unknown():
-    class Strange(nn.Module):
-        def __init__(self, config: Any) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.empty(8, config.hidden_size))
-
+    class Strange(Qwen3MoeTopKRouter):
         def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            logits = hidden @ self.weight.T
-            best = logits.topk(2, dim=-1)
-            return logits, best.values.tanh(), best.indices
+            logits, weights, chosen = super().forward(hidden)
+            return logits, weights.tanh(), chosen
 
     model = build_moe()
     torch.manual_seed(5)

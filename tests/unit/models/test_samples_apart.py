@@ -40,10 +40,8 @@ def model_of(kind: str = "qwen3", **settings: Any) -> PreTrainedModel:
 
 def passed(model: PreTrainedModel, lengths: list[int], *, apart: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits, and the gradient of the embedding under a loss that weighs every token otherwise."""
-    total, context = (
-        sum(lengths),
-        {packed_attention.ARGUMENT: packed_attention.PackedRow(lengths, CPU)} if apart else {},
-    )
+    total = sum(lengths)
+    context = {packed_attention.ARGUMENT: packed_attention.PackedRow(lengths, CPU)} if apart else {}
     ids = torch.arange(total)[None] * 7 % SMALL["vocab_size"]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     with packed_attention.row_given() if context else nullcontext():

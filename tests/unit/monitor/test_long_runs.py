@@ -25,16 +25,11 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "PIECE_BYTES", 4096)
 
 
-def metrics_of(num_steps: int) -> Metrics:
-    metrics = Metrics()
-    for step in range(num_steps):
-        spike = 100.0 if step == 37 else 0.0
-        metrics.add([{"step": step, "process": "trainer", "time_s": 10.0 * step, "loss": np.sin(step) + spike}])
-    return metrics
-
-
 def test_a_metric_keeps_its_ends_its_extremes_and_a_bounded_number_of_points() -> None:
-    metrics = metrics_of(20 * LIMIT)
+    metrics = Metrics()
+    for step in range(20 * LIMIT):
+        loss = np.sin(step) + (100.0 if step == 37 else 0.0)
+        metrics.add([{"step": step, "process": "trainer", "time_s": 10.0 * step, "loss": loss}])
     steps, values = metrics.series("loss")
     assert metrics.hours("loss").tolist() == pytest.approx((steps / 360).tolist(), abs=1e-6)
     assert len(steps) <= LIMIT

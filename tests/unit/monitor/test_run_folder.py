@@ -134,18 +134,13 @@ def test_a_second_process_of_a_kind_ends_at_once(program: str, tmp_path: Path) -
     assert not (tmp_path / "configs").exists()  # the configuration there is the running one's
 
 
-def test_a_batch_in_the_journal_is_never_replaced(tmp_path: Path) -> None:
+def test_a_batch_in_the_journal_is_never_replaced_and_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
     ours, theirs = Journal(tmp_path), Journal(tmp_path)
     ours.append(BatchRecord(0, [], [], State(next_batch=1)))
     theirs.append(BatchRecord(0, [], [], State(next_batch=1)))  # the same: it may be written again after an error
     with pytest.raises(JournalCorrupt, match="was written by another process"):
         theirs.append(BatchRecord(0, [], [], State(next_batch=1, next_group=7)))
     assert Journal(tmp_path).read(0).state.next_group == 0
-    assert [file.name for file in tmp_path.iterdir()] == ["batch_000000.msgpack"]
-
-
-def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
-    Journal(tmp_path).append(BatchRecord(0, [], [], State()))
     (tmp_path / ".batch_000001.msgpack.4321.partial").write_bytes(b"half")
     remove_partial_files(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["batch_000000.msgpack"]

@@ -11,7 +11,7 @@ import pytest
 
 from limits import fill, small_disk
 from tiny_tokenizer import write_tokenizer
-from trireme.base.disk import is_full, when_there_is_room
+from trireme.base.disk import is_full, require_room, when_there_is_room
 from trireme.base.errors import DeadlineExceeded
 from trireme.base.processes import MANY, rare_garbage_collection
 from trireme.base.waiting import DISK, Waits
@@ -98,11 +98,14 @@ def test_what_finds_no_room_is_written_once_there_is_some() -> None:
             write_to_a_disk(*before, PermissionError(errno.EACCES, "Permission denied"), waits=waits)
 
 
-def test_a_full_disk_behind_another_error_is_seen() -> None:
+def test_a_full_disk_behind_another_error_is_seen_and_what_has_no_room_is_not_begun(tmp_path: Path) -> None:
     outer = RuntimeError("cannot save")
     outer.__cause__ = no_room()
     assert list(map(is_full, (outer, OSError(errno.EDQUOT, "x")))) == [True, True]
     assert list(map(is_full, (RuntimeError("cannot save"), None))) == [False, False]
+    require_room(tmp_path / "not" / "there" / "yet", 1)
+    with pytest.raises(OSError, match=f"No space left on device for {2**40} MiB"):
+        require_room(tmp_path, 2**60)
 
 
 def test_every_library_that_writes_for_us_is_understood_when_the_disk_is_full(tmp_path: Path) -> None:
