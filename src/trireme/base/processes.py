@@ -8,6 +8,7 @@ import fcntl
 import gc
 import os
 import random
+import resource
 import signal
 import socket
 import sys
@@ -42,6 +43,9 @@ _held: deque[socket.socket] = deque(maxlen=64)  # the last ports that were chose
 NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP})
 """Errors of `flock` on a file system that cannot lock files, such as Lustre without `-o flock`."""
 
+OPEN_FILES = 1 << 16
+"""Of a process with many connections. Its children inherit it, and some close all descriptors up to the limit."""
+
 MANY = 1_000_000
 """More objects than there were, before the collector looks: some hundred MiB, if all of them were cycles."""
 
@@ -55,6 +59,12 @@ def die_with_parent(expected_parent: int | None = None) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if expected_parent is not None and os.getppid() != expected_parent:
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def raise_open_files() -> None:
+    """Raise this process's limit of open files, often 1,024 where far more are allowed, as far as it may be."""
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(files, min(most, OPEN_FILES)), most))
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import resource
 import socket
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
@@ -47,7 +48,7 @@ LARGEST_HEAD = 1 << 20
 """Bytes that a request may have beside its body: headers, and the frames of a chunked body."""
 
 MOST_CONNECTIONS = 1 << 14
-"""Further ones are closed at once, as each takes a descriptor of the orchestrator."""
+"""Further ones, and those beyond half of the files that the orchestrator may open, are closed at once."""
 
 MOST_AT_ONCE = 64
 """Requests of one session that are answered at once, and its turns under way. Further ones are told to retry."""
@@ -314,7 +315,7 @@ class _Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._num_beside = 0  # bytes of the request beside its body
-        if len(self.connections) > MOST_CONNECTIONS:
+        if len(self.connections) > min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2):
             transport.close()
 
     def data_received(self, data: bytes) -> None:
