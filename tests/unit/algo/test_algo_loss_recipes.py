@@ -328,10 +328,3 @@ def test_entropies_of_an_even_choice_of_none_and_of_logits_that_rule_a_token_out
     assert entropies.tolist() == pytest.approx([math.log(4), 0.0])
     entropies.sum().backward()
     assert bool(logits.grad.isfinite().all())
-
-
-def test_low_precision_logits_are_normalised_in_float32() -> None:
-    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(2)).bfloat16()
-    logprobs, entropies = token_logprobs(logits, torch.arange(5), torch.ones(5))
-    assert logprobs.dtype == entropies.dtype == torch.float32
-    assert torch.equal(logprobs, torch.log_softmax(logits.float(), -1)[torch.arange(5), torch.arange(5)])
