@@ -45,7 +45,6 @@ class WeighedEngine(FakeEngine):
     digests: dict[str, str] = field(default_factory=dict)
     loaded: dict[str, torch.Tensor] = field(default_factory=dict)
     answered: list[tuple[str, str]] = field(default_factory=list)  # label and letter
-    labels: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,7 +83,6 @@ class WeighedEngine(FakeEngine):
 
     async def _update_weight_version(self, body: dict[str, Any]) -> None:
         self.label = body["new_version"]
-        self.labels.append(self.label)
 
     async def _init_weight_transfer_engine(self, body: dict[str, Any]) -> None:
         info = msgspec.convert(body["init_info"], InitInfo)

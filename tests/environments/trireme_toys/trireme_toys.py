@@ -22,9 +22,9 @@ def raising():
     return vf.SingleTurnEnv(dataset=rows(), rubric=vf.Rubric(funcs=[one_in_ten]))
 
 
-def returning(value):
+def returning_none():
     def judge(completion, **kwargs):
-        return {"none": None, "nan": float("nan"), "text": "1.0"}[value]
+        return None
 
     return vf.SingleTurnEnv(dataset=rows(), rubric=vf.Rubric(funcs=[judge], weights=[0.0]))
 
@@ -46,7 +46,7 @@ def shortest():
 
 def bad_group(value):
     def judge(completions):
-        return {"short": [1.0], "nan": [float("nan") for _ in completions], "number": 1.0}[value]
+        return {"short": [1.0], "nan": [float("nan") for _ in completions]}[value]
 
     return vf.SingleTurnEnv(dataset=rows(), rubric=vf.Rubric(funcs=[judge]))
 
@@ -124,22 +124,6 @@ def tools():
         return float(completion[-1].content == "3")
 
     return vf.ToolEnv(dataset=rows(), tools=[add], rubric=vf.Rubric(funcs=[right]))
-
-
-def group():
-    def one(completion):
-        return 1.0
-
-    def two(completion):
-        return 2.0
-
-    members = [vf.SingleTurnEnv(dataset=rows(2), rubric=vf.Rubric(funcs=[func])) for func in (one, two)]
-    return vf.EnvGroup(envs=members, env_names=["first", "second"])
-
-
-def picture():
-    prompt = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
-    return vf.SingleTurnEnv(dataset=Dataset.from_list([{"prompt": prompt}]), rubric=vf.Rubric(funcs=[lambda **k: 1.0]))
 
 
 class Parallel(vf.SingleTurnEnv):

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from fake_chat import FakeChat, completion
-from toy_environments import asked_and_done, fills_up, never, refuses, run_all, run_group, run_one, says
+from toy_environments import asked_and_done, fills_up, never, noting, refuses, run_all, run_group, run_one, says
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
 from trireme.orchestrator.gateway.dialects.turn import ToolCall
@@ -27,7 +27,7 @@ def test_verifiers_swallows_what_a_reward_raises_or_returns_and_we_do_not(toys):
     assert (outcomes[0].stage, outcomes[0].error) == ("score", "ZeroDivisionError: division by zero")
     assert outcomes[3].reward == empty.reward == pytest.approx(1 / 3)  # an empty completion is scored
     with pytest.raises(RolloutFailed, match=r"score: RewardError: Reward function `judge` returned"):  # its weight is 0
-        toys("returning", lambda environment: run_one(environment, says("x")), value="none")
+        toys("returning_none", lambda environment: run_one(environment, says("x")))
 
 
 def test_a_multi_turn_environment_runs_unmodified_and_sees_tokens_and_logprobs(toys):
@@ -82,16 +82,14 @@ def test_a_turn_without_an_answer_fails_the_rollout_unscored(toys, kind, words, 
 
 
 def test_tool_calls_are_converted_both_ways(toys):
-    questions: list[Ask] = []
-
     async def ask(question: Ask) -> Reply:
-        questions.append(question)
-        if len(questions) > 1:
+        if len(question.messages) > 1:
             return Reply(content=question.messages[-1]["content"], finish_reason="stop")
         call = ToolCall(id="c1", name="add", arguments='{"a": 1, "b": 2}')
         return Reply(tool_calls=[call], finish_reason="tool_calls")
 
-    done = toys("tools", lambda environment: run_one(environment, ask))
+    noted, questions = noting(ask)
+    done = toys("tools", lambda environment: run_one(environment, noted))
     function = questions[0].tools[0]["function"]
     assert (function["name"], set(function["parameters"]["properties"])) == ("add", {"a", "b"})
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}

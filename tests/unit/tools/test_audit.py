@@ -282,10 +282,7 @@ def test_turns_that_a_rewind_moved_aside_or_that_the_user_deleted_are_no_contrad
 
 @pytest.mark.parametrize("name", [*FAULTS, *RICH_FAULTS])
 def test_a_fault_is_found_and_named_first(config: RunConfig, rich_config: RunConfig, name: str) -> None:
-    if name in FAULTS:
-        assert_named_first(config, FAULTS[name])
-    else:
-        assert_named_first(rich_config, RICH_FAULTS[name])
+    assert_named_first(config if name in FAULTS else rich_config, (FAULTS | RICH_FAULTS)[name])
 
 
 def test_a_token_of_lag_one_contradicts_a_synchronous_run(tmp_path: Path) -> None:
