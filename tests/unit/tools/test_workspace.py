@@ -45,18 +45,25 @@ def test_the_folder_of_the_tutorial(lab_folder, capsys):
     assert "#|" not in text
 
 
+OURS = {"agent", "color-squares", *ENVIRONMENTS}
+
+
 @pytest.mark.parametrize(
-    ("kind", "folders", "command"),
+    ("kind", "folders", "command", "others"),
     [
-        (["--vf-rl"], ("vf-rl",), partial(run_translated, "vf-rl")),
-        (["--prime-rl"], ("prime-rl",), partial(run_translated, "prime-rl")),
-        (["--prime-rl"], ENVIRONMENTS, rl),
-        ([], ("rl",), partial(run_translated, "prime-rl")),
+        (["--vf-rl"], {"vf-rl"}, partial(run_translated, "vf-rl"), set()),
+        (["--prime-rl"], {"prime-rl"}, partial(run_translated, "prime-rl"), OURS),
+        (["--prime-rl"], ENVIRONMENTS, rl, {"prime-rl"} | OURS),
+        ([], {"rl"}, partial(run_translated, "prime-rl"), {"gepa"} | OURS),
     ],
     ids=["vf-rl", "prime-rl", "ours", "hosted"],
 )
-def test_every_example_that_was_set_up_is_ready_to_run_from_there(kind, folders, command, lab_folder, capsys):
+def test_each_kind_of_examples_comes_as_asked_and_is_ready_to_run_from_there(
+    kind, folders, command, others, lab_folder, capsys
+):
     lab(["setup", *kind, "--size", "cpu"])
+    found = {folder.name for folder in Path("configs").iterdir() if folder.is_dir()}
+    assert found == folders | others
     files = [file for folder in folders for file in Path("configs", folder).glob("*.toml")]
     assert len(files) == len(ENVIRONMENTS)
     for file in files:
@@ -82,20 +89,6 @@ def test_nothing_that_is_there_is_written_over(lab_folder, capsys):
     assert "kept configs/vf-rl/wordle.toml" in capsys.readouterr().out
 
 
-def test_each_kind_of_examples_comes_when_it_is_asked_for(lab_folder):
-    def folders() -> set[str]:
-        return {folder.name for folder in (lab_folder / "configs").iterdir() if folder.is_dir()}
-
-    lab(["setup", "--vf-rl"])
-    assert folders() == {"vf-rl"}
-    lab(["setup", "--prime-rl"])
-    assert folders() == {"vf-rl", "prime-rl", "agent", "color-squares", *ENVIRONMENTS}
-    lab(["setup"])
-    assert folders() >= {"vf-rl", "prime-rl", "rl", *ENVIRONMENTS}
-    with pytest.raises(SystemExit):
-        lab(["setup", "--vf-rl", "--prime-rl"])
-
-
 def test_environments_are_copied_out_of_an_installed_package(tmp_path):
     """The package is not to be written in, and results of an environment are written beside it."""
     package = tmp_path / "site-packages" / "trireme"
@@ -113,6 +106,8 @@ def test_environments_are_copied_out_of_an_installed_package(tmp_path):
 
 def test_what_cannot_be_set_up_is_refused_with_what_to_do(tmp_path):
     (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        lab(["setup", "--path", str(tmp_path / "lab"), "--vf-rl", "--prime-rl"])
     with pytest.raises(ConfigError, match=r"file cannot be set up: .* Expected a folder .* Name another by `--path`"):
         lab(["setup", "--path", str(tmp_path / "file")])
     with pytest.raises(ConfigError, match=r"in none of .* Expected configs, environments, models .* Install it again"):
