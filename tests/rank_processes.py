@@ -86,7 +86,7 @@ def run_stages(stages: Sequence[Any], work: Callable[[Any, World], Any], folder:
     """
     rank, ports = int(os.environ["RANK"]), os.environ["PORTS"].split(",")
     for stage, port in zip(stages, ports, strict=True):
-        over = folder / stage.name / "over"
+        over = folder / f"{stage.name} is over"
         if rank >= stage.ranks:
             give_up = time.monotonic() + DEADLINE_S
             while not over.exists():
