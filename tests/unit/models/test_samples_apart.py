@@ -12,8 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from families import VOCABULARY, build_config
 from tiny import take_gradients
 from trireme.algo.packing import buckets, positions, share_prefixes, unsampled_row
 from trireme.base.errors import ConfigError
@@ -26,15 +27,13 @@ from trireme.trainer.model.packing import attention as packed_attention
 from trireme.trainer.parallel.context_parallel import SharedRow, Team, share_attention
 from trireme.trainer.parallel.mesh import World
 
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
-SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": 64, **HEADS}
 CPU = torch.device("cpu")
 SAMPLES = [[3, 4, 5, 6, 7], [3, 4, 5, 9], [8, 3, 4], [3, 4, 5, 6, 7], [3], [3, 4, 5, 6, 11, 12]]
 
 
 def model_of(kind: str = "qwen3", **settings: Any) -> PreTrainedModel:
     torch.manual_seed(7)
-    config = AutoConfig.for_model(kind, **SMALL | settings)
+    config = build_config(kind, **settings)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").train()
 
 
@@ -42,7 +41,7 @@ def passed(model: PreTrainedModel, lengths: list[int], *, apart: bool = False) -
     """Logits, and the gradient of the embedding under a loss that weighs every token otherwise."""
     total = sum(lengths)
     context = {packed_attention.ARGUMENT: packed_attention.PackedRow(lengths, CPU)} if apart else {}
-    ids = torch.arange(total)[None] * 7 % SMALL["vocab_size"]
+    ids = torch.arange(total)[None] * 7 % VOCABULARY
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     with packed_attention.row_given() if context else nullcontext():
         logits = model(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, **context).logits[0]
@@ -50,13 +49,11 @@ def passed(model: PreTrainedModel, lengths: list[int], *, apart: bool = False) -
     return logits.detach(), take_gradients(model)["model.embed_tokens.weight"]
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "mistral", "gemma", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "mistral", "granite", "qwen3_moe"])
 @pytest.mark.parametrize("lengths", [[5, 9, 1, 30, 6, 6], [12], [8, 8, 8], [1, 1], [40, 3]], ids=str)
 def test_logits_and_gradients_are_those_of_the_masked_row(kind: str, lengths: list[int]) -> None:
     """Also in layers that are checkpointed; and the mask is back where the row is not given."""
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
-    more = {"qwen3_moe": experts, "mistral": {"sliding_window": None}, "gemma": {"head_dim": 8}}.get(kind, {})
-    model = model_of(kind, **more)
+    model = model_of(kind, **{"sliding_window": None} if kind == "mistral" else {})
     masked = passed(model, lengths)
     assert packed_attention.supports_packed_attention(model)
     packed_attention.use_packed_attention(model)
@@ -104,7 +101,7 @@ def row_of(samples: list[list[int]]) -> MicroBatch:
 def test_logprobs_and_gradients_of_samples_that_share_are_those_of_samples_that_share_nothing() -> None:
     found = []
     for shares in (False, True):
-        model = model_of(head_dim=8).eval()
+        model = model_of().eval()
         packed_attention.use_packed_attention(model)
         options = {"head": Head(model), "is_packed": True, "shares_prefixes": shares, "is_tried": True}
         scorer = Scorer(model, Team(), chunk=1024, tolerance=1e-3, **options)
@@ -120,7 +117,7 @@ def test_logprobs_and_gradients_of_samples_that_share_are_those_of_samples_that_
 
 @pytest.mark.parametrize(("dropout", "shares"), [(0.0, True), (0.1, False)])
 def test_nothing_is_shared_where_chance_has_a_say(world: World, dropout: float, shares: bool) -> None:
-    model = model_of(head_dim=8).eval()
+    model = model_of().eval()
     model.model.layers[0].mlp.adapter_drops = torch.nn.Dropout(dropout)
     attach_scorer(model, TrainerModel(), world)
     scorer = scorer_of(model, CPU)
@@ -158,7 +155,7 @@ def test_attention_of_a_shared_row_sees_a_tokens_own_sample_and_window(window: i
 
 @pytest.mark.parametrize(("attention", "team_size", "problem"), [("eager", 2, '"eager"'), ("sdpa", 3, "4 attention")])
 def test_attention_that_cannot_be_shared_is_refused(attention: str, team_size: int, problem: str) -> None:
-    model = model_of(head_dim=8)
+    model = model_of()
     model.set_attn_implementation(attention)
     with pytest.raises(ConfigError, match=problem):
         share_attention(model, team_size)
