@@ -535,6 +535,24 @@ def test_a_task_that_cannot_be_run_is_named_with_the_reason(sandboxed, task, fil
         sandboxed("", id=task(**files))
 
 
+@pytest.mark.parametrize("copied", [("keys", "/app/out/x"), ("b", "."), ("x", "x")])
+def test_a_task_writes_to_no_file_outside_of_its_folder_through_a_link_that_it_has_copied(tmp_path, task, copied):
+    environment = Path(task(environment__Dockerfile="FROM x\nWORKDIR /app\nCOPY a .\nCOPY " + " ".join(copied)))
+    environment, outside = environment / "count-errors" / "environment", tmp_path / "outside"
+    for folder in (environment / "a", environment / "b" / "out", outside):
+        folder.mkdir(parents=True)
+    for file in (environment / "keys", environment / "b" / "out" / "x", environment / "x"):
+        file.write_text("theirs")
+    (outside / "x").write_text("ours")
+    (environment / "a" / "out").symlink_to(outside)
+    (environment / "a" / "x").symlink_to(outside / "x")
+    toy = open_toy(tmp_path, str(tmp_path / "tasks"), agent={"command": ("true",), "runtime": "sandbox"})
+    with running(toy) as on:
+        _, troubles = on(lambda environment: check_solutions(environment, Extent("train", [0], 1), Progress()))
+    assert "follows a link" in troubles[0].error
+    assert [(file.name, file.read_text()) for file in outside.iterdir()] == [("x", "ours")]
+
+
 @pytest.mark.parametrize(
     ("files", "expected"),
     [

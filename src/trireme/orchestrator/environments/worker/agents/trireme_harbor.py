@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import fnmatch
 import glob
+import itertools
 import json
 import os
 import posixpath
@@ -353,17 +354,20 @@ def _read_dockerfile(task: Task) -> None:
 def copy_into(context: Path, source: str, folder: Path, target: str) -> None:
     """Copy files as COPY of a Dockerfile does: a folder's content, or a file to a path, or into a folder ("x/").
 
-    Raises: ValueError where a path leaves its folder, or nothing is there.
+    Raises: ValueError where a path leaves its folder, also through a link of an earlier COPY, or nothing is there.
     """
     found = [Path(path) for path in glob.glob(str(context / source.lstrip("/")))]
     place = folder / target
     for each in found:
         if not each.resolve().is_relative_to(context.resolve()) or ".." in Path(target).parts:
             raise ValueError(f"COPY {source} leaves {context} or {folder}")
+        into = place / each.name if not each.is_dir() and (target.endswith("/") or place.is_dir()) else place
+        below = [Path(root, name).relative_to(each) for root, *names in os.walk(each) for name in itertools.chain(*names)]
+        if not into.resolve().is_relative_to(folder.resolve()) or any((into / path).is_symlink() for path in below):
+            raise ValueError(f"COPY {source} follows a link that an earlier COPY has made")
         if each.is_dir():
-            shutil.copytree(each, place, symlinks=True, dirs_exist_ok=True)
+            shutil.copytree(each, into, symlinks=True, dirs_exist_ok=True)
         else:
-            into = place / each.name if target.endswith("/") or place.is_dir() else place
             into.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(each, into)
     if not found:
