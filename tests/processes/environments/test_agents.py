@@ -525,6 +525,7 @@ def test_a_program_solves_a_task_folder_and_its_own_tests_give_the_reward(sandbo
         ({"task_toml": "[environment]\ngpus = 1\n"}, "gpus"),
         ({"task_toml": "[environment]\nenv = { KEY = '${KEY}' }\n"}, "the variable KEY"),
         ({"task_toml": "[environment]\nenv = { PORT = 8080 }\n"}, "cannot be read.*PORT is 8080"),
+        ({"task_toml": "[environment]\ndocker_image = '--volume=/:/host'\n"}, "docker_image is '--volume"),
         ({"task_toml": "[verifier.environment]\ncpus = 1\n"}, "an environment of their own"),
         ({"task_toml": "[agent]\nuser = 'ann'\n"}, "as the user ann"),
         ({"task_toml": "[agent]\ntimeout_sec = 'long'\n"}, "cannot be read"),
@@ -580,6 +581,7 @@ ENGINE = """
     import json, os, pathlib, re, shutil, subprocess, sys
     ROOT = pathlib.Path(os.environ["FAKE_ENGINE"])
     words = sys.argv[1:]
+    assert "ANSWER" not in os.environ  # a task's variables are not for the engine's own program
     with open(ROOT / "calls", "a") as file:
         file.write(json.dumps(words) + "\\n")
     def inside(path):
@@ -629,6 +631,7 @@ def test_a_program_runs_in_a_container_that_is_removed_with_its_rollout(play, en
     assert [call[0] for call in engine()[:2]] == ["ps", "rm"]
     assert "leftover" in engine()[1]
     assert "secret" not in str(engine())
+    assert "API_KEY=" not in str(engine())
 
 
 def test_tasks_that_need_an_image_run_in_containers(play, engine, task, caplog, tmp_path):

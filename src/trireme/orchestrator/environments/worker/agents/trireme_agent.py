@@ -149,12 +149,13 @@ class AgentAdapter(PlainAdapter):
 
     async def _run(self, played: AgentPlayed, values: dict[str, str]) -> None:
         """Run the agent's program to its end."""
-        parent = played.folder.parent
+        parent, policy = played.folder.parent, self._policy(values)
         program = Program(
             parent,
             [fill_in(word, values) for word in self._agent["command"]],
-            self._inherited() | {"HOME": str(parent), "TMPDIR": str(parent)} | self._policy(values),
+            self._inherited() | {"HOME": str(parent), "TMPDIR": str(parent)} | policy,
             played.folder,
+            hidden=list(policy),
             gateway=values["listens"],
             stdin=fill_in(self._agent["stdin"] or "", values),
             writable=[(str(parent), str(parent))],

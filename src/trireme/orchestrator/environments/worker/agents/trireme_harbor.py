@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import posixpath
+import re
 import shlex
 import shutil
 import tomllib
@@ -167,8 +168,10 @@ class HarborAdapter(AgentAdapter):
             program.user = task.agent_user
         else:
             command = [fill_in(word, values) for word in self._agent["command"]]
-            program = self._program(played, command, self._policy(values), values)
+            policy = self._policy(values)
+            program = self._program(played, command, policy, values)
             program.stdin, program.user = fill_in(self._agent["stdin"] or "", values), task.agent_user
+            program.hidden = list(policy)
         played.ended, played.seconds = await self._run_program(played, program, timeout_s=timeout_s)
 
     async def score(self, played: list[Played]) -> list[dict]:
@@ -270,6 +273,8 @@ def read_task(folder: Path, *, name: str) -> Task:
         task.verifier_env = _read_variables(verifier)
         task.solution_env = _read_variables(table.get("solution", {}))
         task.image = environment.get("docker_image")
+        if task.image and not re.match(r"\w", task.image):  # the engine would take it for an option
+            raise ValueError(f"docker_image is {task.image!r}, expected the name of an image")
         _read_dockerfile(task)
         task.container_workdir = environment.get("workdir") or ""
         task.workdir = posixpath.normpath(task.container_workdir or task.workdir)

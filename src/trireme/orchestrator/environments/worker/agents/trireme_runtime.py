@@ -44,8 +44,8 @@ CALL_S = 120.0
 BUILD_S = 1800.0
 """Time for building an image."""
 
-ENGINE = re.compile(r"(PATH|HOME|TMPDIR|DOCKER_\w+|CONTAINER\w*|XDG_\w+)$")
-"""Variables that the command line of a container engine reads."""
+ENGINE = re.compile(r"(PATH|HOME|TMPDIR|DOCKER_\w+|CONTAINER\w*|XDG_\w+|LD_\w+)$")
+"""Variables that the command line of a container engine, or its loader, reads."""
 
 
 @dataclass
@@ -56,6 +56,7 @@ class Program:
     command: list[str]
     variables: dict[str, str]
     folder: Path  # in which it runs
+    hidden: list[str] = field(default_factory=list)  # variables with values that no list of processes may show
     gateway: str = "http://127.0.0.1:1"
     stdin: str = ""
     user: str | None = None  # in a container, where it is not that of the image
@@ -298,16 +299,17 @@ class Container(Subprocess):
         await self.call("exec", "--user", "0", container, "sh", "-c", script, "sh", path)
 
     async def _start(self, program: Program, stdin: IO, output: int, report: IO) -> asyncio.subprocess.Process:
-        # by name alone, so that no list of processes shows the key; but the engine's own program needs some of its own
-        own = {name: os.environ[name] for name in program.variables if name in os.environ and ENGINE.match(name)}
-        words = [f"{name}={value}" if name in own else name for name, value in program.variables.items()]
+        # By name alone, so that no list of processes shows the key. All others would change the engine's own program,
+        # which runs on this machine: DOCKER_HOST or LD_PRELOAD of a task that was downloaded.
+        by_name = {name: program.variables[name] for name in program.hidden if not ENGINE.match(name)}
+        words = [name if name in by_name else f"{name}={value}" for name, value in program.variables.items()]
         options = [word for each in words for word in ("--env", each)]
         options += ["--workdir", str(program.folder)] if program.folder != Path() else []
         options += ["--user", program.user] if program.user else []
         return await asyncio.create_subprocess_exec(
             *(self._agent["runtime"], "exec", "--interactive", *options, _container_of(program.parent)),
             *program.command,
-            env=os.environ | program.variables | own | {ROLLOUT: str(program.parent)},
+            env=os.environ | by_name | {ROLLOUT: str(program.parent)},
             stdin=stdin,
             stdout=output,
             stderr=output,
