@@ -554,6 +554,15 @@ def test_a_task_writes_to_no_file_outside_of_its_folder_through_a_link_that_it_h
     assert [(file.name, file.read_text()) for file in outside.iterdir()] == [("x", "ours")]
 
 
+@pytest.mark.parametrize("name", ["instruction.md", "task.toml", "environment/Dockerfile", "environment", "tests"])
+def test_a_task_whose_files_lie_outside_of_its_folder_is_refused(sandboxed, task, tmp_path, name):
+    linked, outside = Path(task(), "count-errors", name), tmp_path / "outside"
+    linked.rename(outside)
+    linked.symlink_to(outside)
+    with pytest.raises(ConfigError, match=f"count-errors.*cannot be read.*{name} leads to .*outside"):
+        sandboxed("", id=str(tmp_path / "tasks"))
+
+
 @pytest.mark.parametrize(
     ("files", "expected"),
     [

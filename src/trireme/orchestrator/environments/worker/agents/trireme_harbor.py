@@ -36,6 +36,7 @@ DEFAULT_TIMEOUT_S = 600.0
 """Limit of the program, and of the tests, where task.toml gives none; Harbor's own default."""
 
 LARGEST_REWARD_FILE = 1 << 16
+PARTS = ("task.toml", "instruction.md", "environment", "environment/Dockerfile", "tests", "solution")
 WORKDIR = "/app"
 HOME = "/home/agent"
 COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml")
@@ -258,6 +259,9 @@ def find_tasks(folder: Path) -> list[Task]:
 
 def read_task(folder: Path, *, name: str) -> Task:
     try:
+        for part in PARTS:
+            if not trireme_sandbox.is_below(leads_to := os.path.realpath(folder / part), os.path.realpath(folder)):
+                raise ValueError(f"{part} leads to {leads_to}, outside of the folder")
         table = tomllib.loads((folder / "task.toml").read_text())
         task = Task(name, folder, (folder / "instruction.md").read_text().strip())
         environment, verifier = table.get("environment", {}), table.get("verifier", {})
