@@ -1,5 +1,6 @@
 """Manifests: valid by Kubernetes' own schemas, and they say what a run needs."""
 
+import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 import yaml
 
 from trireme.base.errors import ConfigError
+from trireme.cli.runs.cancel import cancel
+from trireme.cli.runs.status import status
 from trireme.cli.runs.submit import submit as submit_run
 from trireme.tools.cluster.job import Job, SubmitOptions, find_submission, node_script
 from trireme.tools.cluster.kubernetes import addresses_of, describe_status, manifests, submit
@@ -125,6 +128,29 @@ def test_a_job_is_recorded_before_it_is_made_and_no_longer_where_the_cluster_ref
     with pytest.raises(ConfigError, match="forbidden"):
         submit_run([*words[:-1], "y"])
     assert find_submission(Path("outputs/y")) is None
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"job": "--kubeconfig=config"},
+        {"job": ["7"]},
+        {"id": "x,app!=y"},
+        {"namespace": "-n"},
+        {"run": "--follow"},
+        {"processes": {"rl": "0"}},
+    ],
+)
+def test_a_record_with_a_value_that_submit_does_not_write_reaches_no_command_of_a_scheduler(kubectl, changed):
+    record = {"id": "20260102-030405-ab12", "scheduler": "kubernetes", "job": "x-ab12", "run": "/runs/x"}
+    record |= {"processes": {"rl": 0}, "namespace": None}
+    (kubectl / "submission.json").write_text(json.dumps(record))
+    assert find_submission(kubectl).job == "x-ab12"
+    (kubectl / "submission.json").write_text(json.dumps(record | changed))
+    for verb in (status, cancel):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            verb([str(kubectl)])
+    assert not (kubectl / "words").exists()
 
 
 def test_a_jobs_status_in_words():

@@ -12,9 +12,11 @@ import re
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
 
 from trireme.base.errors import FINAL_EXIT_CODES, ConfigError, TriremeError
 from trireme.base.paths import atomic_write
@@ -210,16 +212,20 @@ def submissions_of(run: Path) -> Path:
     return folder.with_name(f"{folder.name}.submissions")
 
 
+Word = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][\w.+-]*\Z")]
+"""A name in a scheduler's command line, which must not be taken for an option or for several labels."""
+
+
 @dataclass(frozen=True)
 class Submission:
     """The record of a submission: `submission.json`."""
 
-    id: str
+    id: Word
     scheduler: Scheduler
-    job: str  # Slurm's job number, or the name of the Kubernetes Job
-    run: str  # the run's folder, as the machines see it
+    job: Word  # Slurm's job number, or the name of the Kubernetes Job
+    run: Annotated[str, msgspec.Meta(pattern="^/")]  # the run's folder, as the machines see it
     processes: dict[str, int]  # the machine of each process, by the process's name
-    namespace: str | None = None
+    namespace: Word | None = None
     folder: Path = Path()  # where the record lies; not written to it
 
     @property
@@ -236,15 +242,15 @@ class Submission:
 def find_submission(run: Path) -> Submission | None:
     """Return a run's newest submission, or the one whose folder `run` is; None for a run that was never submitted.
 
-    Raises: ConfigError for a damaged record.
+    Raises: ConfigError for a record that is damaged, or that `trireme submit` did not write.
     """
     records = [run / RECORD, *sorted(submissions_of(run).glob(f"*/{RECORD}"), reverse=True)]
     record = next((record for record in records if record.is_file()), None)
     if record is None:
         return None
     try:
-        return Submission(**json.loads(record.read_text()), folder=record.parent)
-    except (ValueError, TypeError, RecursionError) as error:
+        return replace(msgspec.json.decode(record.read_bytes(), type=Submission), folder=record.parent)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{record} cannot be read ({error}) - expected what `trireme submit` wrote. Look for the job with the "
             "scheduler's own commands (`squeue --me`, `kubectl get jobs`)."

@@ -371,7 +371,9 @@ def copy_into(context: Path, source: str, folder: Path, target: str) -> None:
         if not each.resolve().is_relative_to(context.resolve()) or ".." in Path(target).parts:
             raise ValueError(f"COPY {source} leaves {context} or {folder}")
         into = place / each.name if not each.is_dir() and (target.endswith("/") or place.is_dir()) else place
-        below = [Path(root, name).relative_to(each) for root, *names in os.walk(each) for name in itertools.chain(*names)]
+        below = [
+            Path(root, name).relative_to(each) for root, *names in os.walk(each) for name in itertools.chain(*names)
+        ]
         if not into.resolve().is_relative_to(folder.resolve()) or any((into / path).is_symlink() for path in below):
             raise ValueError(f"COPY {source} follows a link that an earlier COPY has made")
         if each.is_dir():
