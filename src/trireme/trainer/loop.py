@@ -116,7 +116,8 @@ class Trainer:
         stack.callback(self.checkpoints.close)
         self.checkpoints.resume(self.state, resume=config.resume)
         reach("trainer.resumed", rank=world.rank)
-        self.publisher = Publisher(config, self.state.model, world, self.control if world.is_main else None, self.lane)
+        control = self.control if world.is_main else None
+        self.publisher = Publisher(config, self.state.model, world, control, self.waits, self.lane)
         stack.callback(self.publisher.close)
         self.metrics = MetricsFile(config.paths.metrics, process="trainer")
         stack.callback(self.metrics.close)

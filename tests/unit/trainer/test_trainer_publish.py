@@ -3,16 +3,21 @@
 The last tests are of transfers that only GPUs make, as far as a CPU can tell.
 """
 
+import errno
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from answering import DEADLINE_S, answering
@@ -21,6 +26,7 @@ from model_configs import MODELS
 from tiny import open_state, save_tiny_model, weights_of
 from trireme.algo.digest import tensor_digest
 from trireme.algo.model.architecture import architecture_of
+from trireme.base.disk import when_there_is_room
 from trireme.base.errors import PeerDied, Refused
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
@@ -34,7 +40,7 @@ from trireme.trainer.publish import publisher as publish
 from trireme.trainer.publish.publisher import Publisher
 from trireme.trainer.publish.served_weights import served_tensors
 from trireme.transport.control import ControlClient
-from trireme.transport.weights import collective, ipc
+from trireme.transport.weights import collective, filesystem, ipc
 from trireme.transport.weights.backends import Receiver, open_receiver
 from trireme.transport.weights.collective import WeightGroup
 from trireme.transport.weights.ipc import IpcSender
@@ -154,7 +160,7 @@ def open_stand(tmp_path: Path, tiny_model: Path, world: World) -> Iterator[OpenS
             stack.callback(control.close)
             stack.callback(orchestrator.close)
             model = model or open_state(tiny_model, world).model
-            publisher = Publisher(config, model, world, control)
+            publisher = Publisher(config, model, world, control, Waits("trainer"))
             stack.callback(publisher.close)
             return Stand(publisher, model, orchestrator)
 
@@ -217,6 +223,40 @@ def test_the_trainer_gives_up_after_20_failed_attempts(open_stand, failed):
         stand.publisher.publish(3)
     attempts = [request.attempt for request in stand.orchestrator.asked if isinstance(request, failed)]
     assert attempts == list(range(1, 21))
+
+
+@pytest.mark.parametrize("error", [OSError, SafetensorError])  # of what writes the files, and of safetensors in Rust
+def test_a_full_disk_delays_a_version_as_often_as_it_fills_up_and_leaves_the_last_one_whole(
+    open_stand, tmp_path, monkeypatch, error
+):
+    found: list[list[str]] = []
+    waits: list[str] = []
+
+    def fail(*_: Any) -> None:
+        raise error(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def save_part(content: dict[str, Any], path: Path) -> None:
+        path.write_bytes(b"torn")
+        if len(found) < 2 * publish.ATTEMPTS:
+            fail()
+        save_file(content, path)
+
+    def reserve(*_: Any) -> None:
+        found.append(sorted(str(path.relative_to(tmp_path)) for path in (tmp_path / "broadcast").rglob("*.*")))
+        if len(found) == 3:
+            fail()
+        waits.extend(map(str, stand.publisher._waits.now()))
+
+    stand = open_stand()
+    stand.publish()
+    monkeypatch.setattr(filesystem, "save_file", save_part)
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    monkeypatch.setattr(publish, "when_there_is_room", partial(when_there_is_room, poll_s=0.01))
+    stand.publish()
+    assert found == [["broadcast/0/00000.safetensors"]] * len(found)
+    assert len(found) == 2 * publish.ATTEMPTS
+    assert [wait.split(" for ")[1] for wait in waits] == ["room"]
+    assert sorted(path.name for path in (tmp_path / "broadcast").iterdir()) == ["0", "1"]
 
 
 def test_weights_that_an_engine_refused_are_not_sent_again(open_stand):

@@ -6,6 +6,8 @@ any failure the same version can be sent again.
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -14,13 +16,16 @@ from math import prod
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from trireme.algo.digest import tensor_digest
 from trireme.algo.weight_checks import first_difference, is_of_adapter
+from trireme.base.disk import is_full, when_there_is_room
 from trireme.base.errors import PeerDied
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
+from trireme.base.waiting import Waits
 from trireme.config.inference import low_bit_error
 from trireme.config.run import RunConfig
 from trireme.messages import (
@@ -35,12 +40,13 @@ from trireme.messages import (
     TensorSpec,
 )
 from trireme.monitor.spans import Lane
-from trireme.trainer.parallel.mesh import World
+from trireme.trainer.parallel.mesh import World, keep_alive
 from trireme.trainer.publish.delta import Part, SentWeights, TransferSize
 from trireme.trainer.publish.probe import compute_probe
 from trireme.trainer.publish.served_weights import served_specs, served_tensors, serves_adapters
 from trireme.transport.control import ControlClient
 from trireme.transport.weights.backends import Sender, open_sender
+from trireme.transport.weights.buckets import num_bytes
 
 log = get_logger("publish")
 
@@ -68,6 +74,7 @@ class Publisher:
         model: PreTrainedModel,
         world: World,
         control: ControlClient | None,
+        waits: Waits,
         lane: Lane | None = None,
     ) -> None:
         self._config = config
@@ -75,10 +82,12 @@ class Publisher:
         self._model = model
         self._world = world
         self._control = control
+        self._waits = waits
         self._dtype = getattr(torch, config.served_dtype)
         self._incarnation = uuid.uuid4().hex
         self._num_attempts = 0
         self._failures_in_a_row = 0
+        self._lacks_room = False  # on rank 0: for the version that it tried to send last
         self._unconfirmed: Unconfirmed | None = None
         self._newest = Newest(version=-1, digests={})
         self._specs = served_specs(model, self._dtype)
@@ -251,6 +260,7 @@ class Publisher:
         specs = adapters if adapters and not is_first else self._specs
         payload = self._send(version, specs, self._parts(digests, is_first))
         if not self._world.agree(payload is not None):
+            self._failures_in_a_row -= self._world.agree(self._wait_for_room(version))  # a full disk does not count
             return False
         reach("trainer.sent", rank=self._world.rank)
         sent = None
@@ -317,12 +327,39 @@ class Publisher:
         if self._sender is not None:
             try:
                 payload = self._sender.send(specs, parts)
-            except (RuntimeError, OSError) as error:
+            except (RuntimeError, OSError, SafetensorError) as error:
                 self._give_up(version, error)
+                self._lacks_room = self._config.weight_broadcast.type == "filesystem" and is_full(error)
                 payload = None
         for _ in parts:
             pass
         return payload
+
+    def _wait_for_room(self, version: int) -> bool:
+        """Return whether the transfer broke because the disk is full, once a whole version fits. For rank 0.
+
+        Raises:
+            DeadlineExceeded: the disk was full for `disk_timeout_s` seconds.
+        """
+        lacked_room, self._lacks_room = self._lacks_room, False
+        if lacked_room:
+            folder, size = self._config.paths.broadcast, sum(map(num_bytes, self._specs))
+            meanwhile = keep_alive(self._world, timeout_s=self._config.trainer.batch_timeout_s)
+
+            def reserve() -> None:
+                meanwhile()
+                folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=folder) as file:  # in contrast to free bytes, this knows quotas
+                    os.posix_fallocate(file.fileno(), 0, size)
+
+            when_there_is_room(
+                reserve,
+                what=f"weights of version {version}",
+                folder=folder,
+                waits=self._waits,
+                deadline_s=self._config.disk_timeout_s,
+            )
+        return lacked_room
 
     def _parts(self, digests: dict[str, str], is_first: bool) -> Iterator[Part]:
         """Yield what is sent of each tensor: all of it or, of a delta, what has changed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from trireme.algo.patch import Patch
-from trireme.base.paths import sync_folder
+from trireme.base.paths import replace_folder, sync_folder
 from trireme.messages import TensorSpec
 from trireme.transport.weights.backends import Receiver, Sender
 from trireme.transport.weights.buckets import split_into_buckets
@@ -22,7 +23,8 @@ _CPU = torch.device("cpu")
 class FilesystemSender(Sender):
     """Writes each version to files of at most a bucket each; keeps the last two versions.
 
-    A file holds tensors under their names or, of a delta, the head and the body of a bucket of patches.
+    A version is whole or absent: it is written under another name, which is removed where writing fails. A file holds
+    tensors under their names or, of a delta, the head and the body of a bucket of patches.
     """
 
     def __init__(self, folder: Path, *, bucket_bytes: int, delta: bool = False) -> None:
@@ -32,7 +34,18 @@ class FilesystemSender(Sender):
 
     def send(self, specs: list[TensorSpec], parts: Iterable[torch.Tensor | Patch]) -> dict:
         """Returns the payload that tells a receiver where to read."""
-        target = self._next_folder()
+        target, partial = self._next_folder(), self._folder / ".partial"
+        shutil.rmtree(partial, ignore_errors=True)  # of a trainer that was killed
+        try:
+            partial.mkdir()
+            self._write(partial, specs, parts)
+            replace_folder(partial, target)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        return {"folder": str(target), "bucket_bytes": self._bucket_bytes if self._delta else None}
+
+    def _write(self, folder: Path, specs: list[TensorSpec], parts: Iterable[torch.Tensor | Patch]) -> None:
         stream = iter(parts)
         for index, bucket in enumerate(split_into_buckets(specs, self._bucket_bytes)):
             parts_of_bucket = (next(stream) for _ in bucket)
@@ -44,20 +57,15 @@ class FilesystemSender(Sender):
                 for spec, part in zip(bucket, parts_of_bucket, strict=True):
                     assert isinstance(part, torch.Tensor), "patches are sent as a delta"
                     content[spec.name] = part.detach().cpu().contiguous()
-            save_file(content, target / f"{index:05d}.safetensors")
-        sync_folder(target)
-        return {"folder": str(target), "bucket_bytes": self._bucket_bytes if self._delta else None}
+            save_file(content, folder / f"{index:05d}.safetensors")
+        sync_folder(folder)
 
     def _next_folder(self) -> Path:
         self._folder.mkdir(parents=True, exist_ok=True)
         numbers = sorted(int(path.name) for path in self._folder.iterdir() if path.name.isdigit())
         for number in numbers[:-1]:
-            for file in (self._folder / str(number)).iterdir():
-                file.unlink()
-            (self._folder / str(number)).rmdir()
-        target = self._folder / str(numbers[-1] + 1 if numbers else 0)
-        target.mkdir()
-        return target
+            shutil.rmtree(self._folder / str(number))
+        return self._folder / str(numbers[-1] + 1 if numbers else 0)
 
 
 class FilesystemReceiver(Receiver):
