@@ -17,9 +17,8 @@ import re
 import struct
 import threading
 import zlib
-from array import array
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -165,16 +164,27 @@ def newest_attempts(journal: Path) -> dict[str, int]:
     return newest
 
 
-def prompt_digest(ids: list[int], pictures: Iterable[Picture] = ()) -> str:
+def prompt_digest(ids: list[int], pictures: Sequence[Picture] = ()) -> str:
     """Return a digest of a prompt's token ids and pictures."""
-    return _with_pictures(hashlib.sha256(array("q", ids).tobytes()), pictures)
+    return PromptDigests(ids, pictures).before(len(ids))
 
 
-def _with_pictures(ids: Any, pictures: Iterable[Picture]) -> str:
-    """Return the digest of a prompt from the hash of its ids."""
-    for picture in pictures:
-        ids.update(picture.digest.encode())
-    return ids.hexdigest()
+class PromptDigests:
+    """The digests of the prompts of a sample's turns, from its first turn to its last. Each token is hashed once."""
+
+    def __init__(self, ids: Sequence[int] | np.ndarray, pictures: Sequence[Picture]) -> None:
+        self._ids, self._pictures = np.asarray(ids, dtype=np.int64), pictures
+        self._hash, self._num_hashed = hashlib.sha256(), 0
+
+    def before(self, begin: int) -> str:
+        """Return the digest of the prompt of the turn that begins at a token, behind those of earlier calls."""
+        self._hash.update(self._ids[self._num_hashed : begin].tobytes())
+        self._num_hashed = begin
+        digest = self._hash.copy()
+        for picture in self._pictures:
+            if picture.place < begin:
+                digest.update(picture.digest.encode())
+        return digest.hexdigest()
 
 
 def read_turns(path: Path) -> list[TurnRecord]:
@@ -203,13 +213,12 @@ def compare_turns(
             answered[record.prompt].append(record)
     compared = []
     for number, sample in enumerate(samples):
-        ids, sampled = sample.ids.astype(np.int64), np.flatnonzero(sample.loss_mask == 1)
+        sampled = np.flatnonzero(sample.loss_mask == 1)
         given = np.append(np.flatnonzero(sample.loss_mask != 1), sample.length)
-        digest, begin, end = hashlib.sha256(), 0, 0
+        prompts, end = PromptDigests(sample.ids, sample.pictures), 0
         while (place := int(np.searchsorted(sampled, end))) < len(sampled):
-            digest.update(ids[begin : sampled[place]].tobytes())
             is_first, begin = end == 0, int(sampled[place])
-            prompt = _with_pictures(digest.copy(), [each for each in sample.pictures if each.place < begin])
+            prompt = prompts.before(begin)
             end = int(given[np.searchsorted(given, begin)])  # of the turn, or of several without a token between them
             differences: dict[str, TurnRecord] = {}
             for record in answered[prompt]:

@@ -1,5 +1,6 @@
 """The tokens of a rollout are the engine's own, from the first turn to the last; and tool calls in them."""
 
+import hashlib
 import json
 import re
 
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiny_tokenizer import CHATML, END, LLAMA_3, QWEN_3, write_tokenizer
+from trireme.journal.turns import prompt_digest
 from trireme.orchestrator.engines.pool import Generation, OverlongPrompt
 from trireme.orchestrator.gateway.dialects.turn import ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer, _for_template
@@ -123,6 +125,35 @@ def test_a_conversation_that_leaves_an_earlier_one_begins_a_sample_with_its_toke
     assert branch.ids[: len(shared)].tolist() == main.ids[: len(shared)].tolist() == shared
     talk.answer([ASK, says("4"), other, says("hm"), MORE], "no<|im_end|>")
     assert trained(talk) == [6, 6]
+
+
+def test_the_digests_of_all_prompts_hash_each_token_once(tmp_path, monkeypatch):
+    talk, messages, given, hashed = Talk(tmp_path, "tolerant"), [ASK], [], []
+    for _ in range(20):
+        given.append(talk.answer(messages, "4<|im_end|>"))
+        messages = [*messages, says("4"), MORE]
+    given.append(talk.answer([ASK, says("4"), TOOL], [END]))
+
+    class Counted:
+        def __init__(self, data=b"", under=hashlib.sha256) -> None:
+            self.under = under()
+            self.update(data)
+
+        def update(self, data) -> None:
+            hashed.append(len(bytes(data)))
+            self.under.update(data)
+
+        def copy(self):
+            return Counted(under=self.under.copy)
+
+        def hexdigest(self):
+            return self.under.hexdigest()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hashlib, "sha256", Counted)
+        digests = talk.prompts()[True]
+    assert sorted(digests) == sorted(map(prompt_digest, given))
+    assert sum(hashed) <= 8 * sum(sample.length for sample in talk.samples())
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ The sample that a turn's tokens belong to:
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ import numpy as np
 from trireme.algo.pictures import expand
 from trireme.journal.message_text import pictures_in
 from trireme.journal.records import AgentRun, Branch
-from trireme.journal.turns import prompt_digest
+from trireme.journal.turns import PromptDigests
 from trireme.messages import Kept, Picture, Tokens, build_tokens
 from trireme.orchestrator.engines.expert_routes import to_routed
 from trireme.orchestrator.engines.pool import Generation
@@ -48,7 +49,7 @@ class _Sample:
     mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    kept: list[list[int]] = field(default_factory=list)  # of each token what it was chosen from; empty: everything
+    kept: list[Sequence[int]] = field(default_factory=list)  # of each token what it was chosen from; empty: everything
     routes: list[np.ndarray] = field(default_factory=list)  # of its beginning, turn by turn: [N, layers, experts]
     pictures: list[Picture] = field(default_factory=list)  # by their places
     last: _Turn | None = None
@@ -63,14 +64,14 @@ class _Sample:
         self.mask += [0] * len(ids)
         self.logprobs += [0.0] * len(ids)
         self.versions += [-1] * len(ids)
-        self.kept += [[] for _ in ids]
+        self.kept += [()] * len(ids)
 
     def add_sampled(self, turn: Generation) -> None:
         self.ids += turn.ids
         self.mask += [1] * len(turn.ids)
         self.logprobs += turn.logprobs
         self.versions += turn.versions
-        self.kept += turn.kept or [[] for _ in turn.ids]
+        self.kept += turn.kept or [()] * len(turn.ids)
 
     def to_tokens(self) -> Tokens:
         """Build the columns. Advantages are 0 until the group is known."""
@@ -266,7 +267,7 @@ class Trajectory:
         sample = turn.sample
         if turn is not sample.last:
             return
-        self.taken_back.append(_prompt_of(turn))
+        self.taken_back.append(PromptDigests(sample.ids, sample.pictures).before(turn.begin))
         del self._turns[number]
         end = 0  # of what is left
         for earlier in (each for each in self._turns.values() if each.sample is sample):
@@ -323,9 +324,10 @@ class Trajectory:
     def prompts(self) -> dict[bool, list[str]]:
         """Return the digests of the prompts of all turns: of those that are trained on (True), and of the others."""
         trained = {id(sample) for sample in self._trained()}
+        digests = {id(sample): PromptDigests(sample.ids, sample.pictures) for sample in self._samples}
         found: dict[bool, list[str]] = {True: [], False: []}
-        for turn in self._turns.values():
-            found[id(turn.sample) in trained].append(_prompt_of(turn))
+        for turn in self._turns.values():  # those of a sample are in the order of its tokens
+            found[id(turn.sample) in trained].append(digests[id(turn.sample)].before(turn.begin))
         return found
 
     def samples(self) -> list[Tokens]:
@@ -387,9 +389,3 @@ class Trajectory:
                 )
             columns[id(turn.sample)][turn.end - len(rewards) : turn.end] = rewards
         return [columns[id(sample)] for sample in self._trained()]
-
-
-def _prompt_of(turn: _Turn) -> str:
-    """Return the digest of a turn's prompt."""
-    pictures = [picture for picture in turn.sample.pictures if picture.place < turn.begin]
-    return prompt_digest(turn.sample.ids[: turn.begin], pictures)
