@@ -156,7 +156,7 @@ class WholeRun:
     # what a test asks
 
     async def until(self, condition: Callable[[], Any], what: str = "it") -> None:
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(3 * DEADLINE_S):  # each wait of its processes has a deadline of its own
             while not condition():
                 assert not self._driving.done(), f"the run ended before {what}"
                 await asyncio.sleep(0.005)
@@ -209,7 +209,7 @@ def run(
         async with open_fake_engine(WeightWire(), port=port, end=END, **(engine or {})) as opened:
             whole = WholeRun(config, opened, pool or {})
             try:
-                async with asyncio.timeout(DEADLINE_S):
+                async with asyncio.timeout(3 * DEADLINE_S):  # each wait of its processes has a deadline of its own
                     whole.start_orchestrator()
                     whole.start_trainer(**(trainer or {}))
                     await whole.go_on(meanwhile, stop_after_meanwhile)
