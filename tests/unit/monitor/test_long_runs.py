@@ -31,7 +31,7 @@ def test_a_metric_keeps_its_ends_its_extremes_and_a_bounded_number_of_points() -
         loss = np.sin(step) + (100.0 if step == 37 else 0.0)
         metrics.add([{"step": step, "process": "trainer", "time_s": 10.0 * step, "loss": loss}])
     steps, values = metrics.series("loss")
-    assert metrics.hours("loss").tolist() == pytest.approx((steps / 360).tolist(), abs=1e-6)
+    assert metrics.hours("loss", steps).tolist() == pytest.approx((steps / 360).tolist(), abs=1e-6)
     assert len(steps) <= LIMIT
     assert steps[:5].tolist() == [0, 1, 2, 3, 4], "the beginning is exact"
     assert steps[-LIMIT // 4 :].tolist() == list(range(20 * LIMIT - LIMIT // 4, 20 * LIMIT)), "so are the newest"

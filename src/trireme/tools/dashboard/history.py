@@ -70,6 +70,7 @@ class Metrics:
             keeps_all: no points are thinned out, for a reader that sees the run once.
         """
         self._keeps_all = keeps_all
+        self._lock = threading.Lock()  # held for one row or one answer: rows are added in a thread, while pages draw
         self.went_back: list[int] = []  # steps that the run resumed from, in the order in which it did
         self._columns: dict[str, dict[str, _Column]] = {}  # process -> metric -> column
         self._newest: dict[str, int] = {}  # process -> its newest step
@@ -77,47 +78,52 @@ class Metrics:
     def add(self, rows: Iterable[Row]) -> None:
         for row in rows:
             process, step = str(row["process"]), row["step"]
-            columns = self._columns.setdefault(process, {})
-            if MARKS.get(process) in row:
-                if step < self._newest.get(process, -1):
-                    for column in columns.values():
-                        column.forget_after(step)
-                    if step not in self.went_back[-1:]:
-                        self.went_back.append(step)
-                self._newest[process] = step
-            for name, value in row.items():
-                if name not in ("step", "process") and (value is None or isinstance(value, int | float)):
-                    column = columns.setdefault(name, _Column())
-                    column.put(step, math.nan if value is None else float(value))
-                    if len(column.steps) > MOST_POINTS and not self._keeps_all:
-                        column.thin()
+            with self._lock:
+                columns = self._columns.setdefault(process, {})
+                if MARKS.get(process) in row:
+                    if step < self._newest.get(process, -1):
+                        for column in columns.values():
+                            column.forget_after(step)
+                        if step not in self.went_back[-1:]:
+                            self.went_back.append(step)
+                    self._newest[process] = step
+                for name, value in row.items():
+                    if name not in ("step", "process") and (value is None or isinstance(value, int | float)):
+                        column = columns.setdefault(name, _Column())
+                        column.put(step, math.nan if value is None else float(value))
+                        if len(column.steps) > MOST_POINTS and not self._keeps_all:
+                            column.thin()
 
     def names(self) -> list[str]:
-        trainer = self._columns.get(TRAINER, {})
-        return sorted(
-            f"{process}/{name}" if process != TRAINER and name in trainer else name
-            for process, columns in list(self._columns.items())
-            for name in list(columns)
-            if name != "time_s"
-        )
+        with self._lock:
+            trainer = self._columns.get(TRAINER, {})
+            return sorted(
+                f"{process}/{name}" if process != TRAINER and name in trainer else name
+                for process, columns in self._columns.items()
+                for name in columns
+                if name != "time_s"
+            )
 
     def series(self, name: str) -> Series:
         """Return a metric, empty where there is no such metric."""
-        return self._find(name)[1].series()
+        with self._lock:
+            return self._find(name)[1].series()
 
-    def hours(self, name: str) -> Values:
-        """Return when each step of `series(name)` was reported, in hours since the run's first report."""
-        process, column = self._find(name)
-        clocks = {each: columns["time_s"] for each, columns in self._columns.items() if "time_s" in columns}
-        if process not in clocks:
-            return np.full(len(column.steps), np.nan)
-        began_s = min(clock.values[0] for clock in clocks.values() if clock.values)
-        clock = clocks[process].series()
-        return (np.interp(column.steps, clock.steps, clock.values) - began_s) / 3600.0
+    def hours(self, name: str, steps: NDArray[np.int64]) -> Values:
+        """Return when each of these steps of a metric was reported, in hours since the run's first report."""
+        with self._lock:
+            process, _ = self._find(name)
+            clocks = {each: columns["time_s"] for each, columns in self._columns.items() if "time_s" in columns}
+            if process not in clocks:
+                return np.full(len(steps), np.nan)
+            began_s = min(clock.values[0] for clock in clocks.values() if clock.values)
+            clock = clocks[process].series()
+        return (np.interp(steps, clock.steps, clock.values) - began_s) / 3600.0
 
     def last(self, name: str) -> float | None:
-        values = self._find(name)[1].values
-        return values[-1] if values else None
+        with self._lock:
+            values = self._find(name)[1].values
+            return values[-1] if values else None
 
     def finite(self, name: str) -> list[float]:
         values = self.series(name).values
@@ -214,7 +220,7 @@ class Curve(NamedTuple):
 
 def curve(metrics: Metrics, name: str, frame: Frame) -> Curve:
     series = metrics.series(name)
-    x = series.steps.astype(np.float64) if frame.axis != "hours" else metrics.hours(name)
+    x = series.steps.astype(np.float64) if frame.axis != "hours" else metrics.hours(name, series.steps)
     known = np.isfinite(x)
     x, values = x[known], series.values[known]
     # One point more on either side, so that lines reach the edge.
@@ -271,7 +277,10 @@ class Spans:
                     return is_new
                 self._offset, is_new = offset, True
                 for span in spans:
-                    _put(self._processes.setdefault(span.lane, []), span)
+                    if known := self._processes.get(span.lane):
+                        _put(known, span)
+                    else:  # pages that draw meanwhile never see a process without a span
+                        self._processes[span.lane] = [span]
                 most = MOST_SPANS // max(1, len(self._processes))
                 for process, known in self._processes.items():
                     if len(known) > most:
@@ -285,7 +294,7 @@ class Spans:
 
     def processes(self) -> list[str]:
         """Return their names: trainer, orchestrator, engines, then others."""
-        return timeline.lanes_of(spans[0] for spans in self._processes.values())
+        return timeline.lanes_of(spans[0] for spans in list(self._processes.values()))
 
     def extent(self) -> tuple[float, float]:
         """Return the unix times of the first begin and of the last end; zeros where there is no span."""
@@ -309,9 +318,9 @@ class Spans:
 
 
 def _put(spans: list[Span], span: Span) -> None:
-    if spans and (joined := timeline.joined([spans[-1], span])) and len(joined) == 1:
+    if len(joined := timeline.joined([spans[-1], span])) == 1:
         spans[-1] = joined[0]
-    elif spans and span.begin_s < spans[-1].begin_s:
+    elif span.begin_s < spans[-1].begin_s:
         spans.insert(bisect_right(spans, span.begin_s, key=lambda other: other.begin_s), span)
     else:
         spans.append(span)
