@@ -1,8 +1,11 @@
 """What the dashboard reads from the folders of runs, as they grow and if they are damaged, and how it draws it."""
 
+import errno
 import json
 import math
+import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +157,31 @@ def test_runs_are_found_below_a_folder_told_apart_and_listed_without_reading_the
     assert all(not run.metrics.names() for run in library.runs())
     chosen = [RunFolder(tmp_path, name) for name in ("a/b", "c & d")]
     assert RunSet(Library([]), chosen).link("/tokens", step=3, find=None) == "/tokens?run=a%2Fb&run=c+%26+d&step=3"
+
+
+def test_a_folder_that_cannot_be_entered_takes_no_other_run_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may enter all folders, so the calls of the system refuse."""
+    write(tmp_path / "mine", range(1))
+    theirs = write(tmp_path / "theirs", range(1)) / "run"
+
+    def refuse(call: Callable[..., Any]) -> Callable[..., Any]:
+        def refusing(path: Any = ".", *args: Any, **named: Any) -> Any:
+            if str(theirs.parent) in str(path) and (call is not os.stat or theirs.parent in Path(path).parents):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return call(path, *args, **named)
+
+        return refusing
+
+    for name in ("stat", "scandir", "listdir"):
+        monkeypatch.setattr(os, name, refuse(getattr(os, name)))
+    for roots, names in (([tmp_path], ["mine"]), ([tmp_path / "mine", theirs], ["mine", "run"])):
+        library = Library(roots)
+        library.search()
+        assert sorted(run.name for run in library.runs()) == names
+    library.runs()[-1].refresh()
+    assert library.runs()[-1].state == "not there yet"
 
 
 def test_a_run_is_alive_while_a_launcher_holds_its_folder_or_its_own_orchestrator_answers(tmp_path: Path) -> None:

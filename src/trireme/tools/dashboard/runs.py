@@ -76,7 +76,7 @@ class RunFolder:
             return self.status.state
         if self._launcher is not None:
             return "running" if self.metrics.num_done else "starting"
-        if not self.path.is_dir():
+        if not os.path.isdir(self.path):
             return "not there yet"
         if self.max_steps is not None and self.metrics.num_done >= self.max_steps:
             return "finished"
@@ -191,9 +191,11 @@ class Library:
             before = list(self._runs)
             found = set()
             for root in self.roots:
-                below = list(find_runs(root))
+                below, has_files = list(find_runs(root)), False
+                with suppress(OSError):
+                    has_files = any(root.iterdir())
                 # A run that was asked for by name is listed before its folder exists.
-                found |= set(below or ([] if root.is_dir() and any(root.iterdir()) else [root]))
+                found |= set(below or ([] if has_files else [root]))
             names = _names(sorted(found, key=changed_s, reverse=True))
             self._runs = {path: self._runs.get(path) or RunFolder(path, name) for path, name in names.items()}
             for path, run in self._runs.items():
@@ -203,8 +205,11 @@ class Library:
 
 
 def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """Yield the folders of runs at and below a folder. A plan alone (`--dry-run`) is no run."""
-    if any((folder / name).exists() for name in ("metrics.jsonl", "journal", ".launcher")):
+    """Yield the folders of runs at and below a folder. A plan alone (`--dry-run`) is no run.
+
+    Folders that this user may not enter are skipped: `Path.exists` raises there, `os.path.exists` does not.
+    """
+    if any(os.path.exists(folder / name) for name in ("metrics.jsonl", "journal", ".launcher")):
         yield folder
     if depth:
         below: list[Path] = []
