@@ -60,10 +60,12 @@ def read_key(folder: Path) -> str | None:
     """Return the key in a run's folder; None where there is none that this user may read.
 
     Only this key, never a token of the environment, is sent to an address that the folder names: a folder from another
-    person could name any address.
+    person could name any address. A link is not followed, as it could lead to any secret of the user.
     """
     with suppress(OSError, UnicodeDecodeError):
-        with open(folder / KEY_FILE) as file:
+        with open(
+            folder / KEY_FILE, opener=lambda *how: os.open(how[0], how[1] | os.O_NOFOLLOW | os.O_NONBLOCK)
+        ) as file:
             key = file.read(200).strip()
         return key if key.isascii() and key.isprintable() and key else None
     return None

@@ -43,7 +43,7 @@ def supervise(plan: Plan, config: RunConfig, *, grace_s: float = GRACE_S, keep_o
     """
     started = time.monotonic()
     with open_wandb_mirror(config):
-        with catch_signals() as signals, open_view(config) as view:
+        with catch_signals() as signals, open_view(config, config.paths.root) as view:
             with open_children(plan.values(), lambda: len(signals) > 1, grace_s, keep_open) as children:
                 reach("launcher.started")
                 ending = _watch(children, config, view, signals)

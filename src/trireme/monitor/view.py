@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,7 +23,7 @@ from rich.text import Text
 
 from trireme.base.log import get_logger
 from trireme.base.safe_text import clean
-from trireme.base.token import bearer, token
+from trireme.base.token import bearer, read_key
 from trireme.config.run import RunConfig
 from trireme.monitor.checkpoint_folders import CheckpointFolders
 from trireme.monitor.logs import startup_phase
@@ -63,8 +64,13 @@ logger = get_logger("view")
 class StatusPoller:
     """Ask the orchestrator for its status once a second, in a thread, so that a slow answer does not delay the view."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, run: Path) -> None:
+        """
+        Args:
+            run: the run's folder, whose key is sent: the address may be one that a folder from another person names.
+        """
         self.url = url
+        self._run = run
         self.latest: Status | None = None  # None while the orchestrator does not answer
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="status-poller", daemon=True)
@@ -78,10 +84,10 @@ class StatusPoller:
         self._thread.join(2 * STATUS_TIMEOUT_S)
 
     def _poll(self) -> None:
-        with httpx.Client(timeout=STATUS_TIMEOUT_S, trust_env=False, headers=bearer(token())) as client:
+        with httpx.Client(timeout=STATUS_TIMEOUT_S, trust_env=False) as client:
             while not self._closing.wait(POLL_S):
                 try:
-                    answer = client.get(self.url).raise_for_status().content
+                    answer = client.get(self.url, headers=bearer(read_key(self._run))).raise_for_status().content
                     self.latest = msgspec.json.decode(answer, type=Status)
                 except (httpx.HTTPError, msgspec.DecodeError, RecursionError):
                     self.latest = None
@@ -281,14 +287,18 @@ def _rounded(value: float) -> float:
 
 
 @contextmanager
-def open_view(config: RunConfig, console: Console | None = None) -> Iterator[View]:
-    """Open the view of a run: that of `vf-rl` if configured, a live picture in a terminal, else lines of text."""
-    console = console or _Console()
+def open_view(config: RunConfig, run: Path) -> Iterator[View]:
+    """Open the view of a run: that of `vf-rl` if configured, a live picture in a terminal, else lines of text.
+
+    Args:
+        run: the folder in which the configuration lies.
+    """
+    console = _Console()
     is_live = console.is_terminal and sys.stdout.isatty() and not console.is_dumb_terminal
     kind = VfRlView if config.console.style == "vf-rl" else LiveView if is_live else View
     server = config.orchestrator.server
     host = "127.0.0.1" if server.host in ("0.0.0.0", "::") else server.host
-    with StatusPoller(f"http://{host}:{server.port or 8001}/status") as poller:
+    with StatusPoller(f"http://{host}:{server.port or 8001}/status", run) as poller:
         view = kind(config, poller, console)
         try:
             yield view

@@ -13,11 +13,13 @@ from starlette.testclient import TestClient
 
 from answering import answering_http
 from resolved_runs import refusals
+from stage import until
 from trireme.base.token import KEY_FILE, TOKEN, make_token, read_key, status_key, token, write_key
 from trireme.base.waiting import Waits
 from trireme.config.files import write_run
 from trireme.config.run import RunConfig
 from trireme.launch.run_state import look_at
+from trireme.monitor.view import open_view
 from trireme.orchestrator.status import Status, build_app
 from trireme.orchestrator.trainer_requests import Peers
 from trireme.tools.dashboard.runs import status_of
@@ -118,5 +120,13 @@ def test_no_token_is_sent_to_an_address_out_of_a_folder(tmp_path: Path, monkeypa
         write_key(tmp_path, "the-key-of-this-very-folder")
         look_at(tmp_path)
         assert shown == [None, None, "Bearer the-key-of-this-very-folder"]
+        monkeypatch.setattr("trireme.monitor.view.POLL_S", 0.01)
+        with open_view(config, tmp_path):
+            until(lambda: len(shown) > 3)
+        assert set(shown[3:]) == {"Bearer the-key-of-this-very-folder"}
+        (tmp_path / KEY_FILE).rename(tmp_path / "another-secret-of-this-user")
+        (tmp_path / KEY_FILE).symlink_to("another-secret-of-this-user")
+        look_at(tmp_path)
+        assert shown[-1] is None
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"http://127.0.0.1:{port}/status").raise_for_status()

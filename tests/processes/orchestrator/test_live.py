@@ -34,7 +34,7 @@ class Stage:
     def __init__(self, folder: Path, **values: Any) -> None:
         self.config = RunConfig.model_validate({"output_dir": str(folder), "name": "demo", "max_steps": 200} | values)
         self.config.paths.logs.mkdir(parents=True)
-        self.poller = StatusPoller("http://nobody.invalid/status")  # never started: `latest` is set by hand
+        self.poller = StatusPoller("http://nobody.invalid/status", folder)  # never started: `latest` is set by hand
         self.now = 0.0
         self.out = io.StringIO()
         names = ("inference", "orchestrator", "trainer")
@@ -222,13 +222,15 @@ def test_the_last_words_are_the_cause_and_not_the_symptom(tmp_path: Path) -> Non
     assert (startup_phase(log, start), failure_lines(log, start)) == ("starting", [])
 
 
-def test_status_is_taken_when_it_can_be_had_and_missing_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_is_taken_when_it_can_be_had_and_missing_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("trireme.monitor.view.POLL_S", 0.01)
     answers = [b'{"state": "running", "waits": [{"who": "trainer", "waited_s": 3}], "new": 1}']
     said = Status(state="running", waits=(StatusWait(who="trainer", waited_s=3),))
     with (
         answering_http(lambda *_: (200, answers[0])) as port,
-        StatusPoller(f"http://127.0.0.1:{port}/status") as poller,
+        StatusPoller(f"http://127.0.0.1:{port}/status", tmp_path) as poller,
     ):
         until(lambda: poller.latest == said)
         answers[0] = b"not json"

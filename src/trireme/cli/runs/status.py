@@ -78,7 +78,7 @@ def _follow(options: Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: signals.append(received))
     has_answered, num_done, seen_at, is_deserted = False, -1, time.monotonic(), False
-    with open_wandb_mirror(config) if options.mirror else nullcontext(), open_view(config) as view:
+    with open_wandb_mirror(config) if options.mirror else nullcontext(), open_view(config, options.run) as view:
         while not signals:
             moved, num_done = view.progress.num_done != num_done, view.progress.num_done
             has_answered |= view.status is not None
