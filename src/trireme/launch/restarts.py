@@ -14,12 +14,13 @@ from trireme.base.faults import reach
 from trireme.config.run import Supervisor
 from trireme.launch.children import Child
 from trireme.monitor.logs import failure_lines
-from trireme.monitor.metrics import MetricsFile, read_metrics
+from trireme.monitor.metrics import MetricsFile, read_in_pieces, read_metrics
 from trireme.monitor.run_text import short_time
 
 LEAVE_BY_THEMSELVES = ("orchestrator", "trainer")
 LEAVE_S = 60.0  # for the trainer to leave after the orchestrator has
 CLEAR_S = 2.0  # between SIGTERM and SIGKILL for what a dead process left behind
+LAST_BYTES = 1 << 20  # of the metrics, which hold the newest line
 WORD_LENGTH = 160  # of a last word that is quoted
 
 
@@ -73,16 +74,18 @@ class Trained:
 
     def __init__(self, metrics: Path) -> None:
         self._metrics = metrics
-        rows, self._offset = read_metrics(metrics)
+        begin = max(0, metrics.stat().st_size - LAST_BYTES) if metrics.exists() else 0
+        rows, self._offset = read_metrics(metrics, begin)  # the first line may be cut, and is skipped then
         self.last = max((row["step"] for row in rows[-1:]), default=0)  # until a newer step is trained
         self._newest = -1
 
     def newest(self) -> int:
         """Return the newest trained step, or -1. A step that is repeated after a restart is no progress."""
-        rows, self._offset = read_metrics(self._metrics, self._offset)
-        steps = [row["step"] for row in rows if row["process"] == "trainer"]
-        self._newest = max([self._newest, *steps])
-        self.last = steps[-1] if steps else self.last
+        for rows, offset in read_in_pieces(self._metrics, self._offset):
+            self._offset = offset
+            steps = [row["step"] for row in rows if row["process"] == "trainer"]
+            self._newest = max([self._newest, *steps])
+            self.last = steps[-1] if steps else self.last
         return self._newest
 
 

@@ -17,7 +17,7 @@ from trireme.config.files import find_run_file, read_run
 from trireme.config.run import RunConfig
 from trireme.journal.manifest import complete_steps
 from trireme.launch.folder import launcher_of
-from trireme.monitor.metrics import read_metrics
+from trireme.monitor.metrics import read_in_pieces
 from trireme.monitor.progress import Progress, Status
 from trireme.monitor.run_text import evaluation_text, step_line, warning_text
 from trireme.monitor.spans import read_spans
@@ -79,7 +79,8 @@ def look_at(run: Path, *, token: str | None = None, address: str | None = None) 
     config = read_run(RunConfig, find_run_file(run, "orchestrator"))
     paths = RunPaths(run)
     progress = Progress(config.max_steps)
-    progress.add(read_metrics(paths.metrics)[0])
+    for rows, _ in read_in_pieces(paths.metrics):
+        progress.add(rows)
     server = config.orchestrator.server
     where = status_address(address or server.host, server.port, config.hosts.orchestrator)
     return RunState(

@@ -10,13 +10,16 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from trireme.base.disk import POLL_S
 from trireme.base.waiting import DISK, Waits
 from trireme.monitor.lines import LinesFile, read_lines
+
+PIECE_BYTES = 1 << 22
+"""Bytes of a file that are read at once."""
 
 Row = dict[str, Any]
 """One line: `step`, `process` and `time_s` (unix), then metrics; None where the number was not finite."""
@@ -54,6 +57,16 @@ def read_metrics(path: Path, offset: int = 0, most_bytes: int = -1) -> tuple[lis
     """Read complete rows from byte `offset` on. Return them and the offset to continue from."""
     lines, offset = read_lines(path, offset, most_bytes)
     return [row for line in lines if (row := parse_row(line)) is not None], offset
+
+
+def read_in_pieces(path: Path, offset: int = 0) -> Iterator[tuple[list[Row], int]]:
+    """Yield what `read_metrics` returns, a few megabytes at a time: the file of a long run does not fit in memory."""
+    while True:
+        rows, after = read_metrics(path, offset, PIECE_BYTES)
+        if after == offset:
+            return
+        offset = after
+        yield rows, offset
 
 
 def parse_row(line: bytes) -> Row | None:

@@ -16,6 +16,7 @@ from trireme.monitor.metrics import Row, merge_processes
 
 PACE_STEPS = 20  # steps that the estimate of the time left looks back on
 MOST_END_STEPS = 5  # steps at each end of a curve
+MOST_STEPS = 1000  # steps whose whole rows are kept
 
 EVAL_REWARD = re.compile(r"eval/(?P<env>.+)/reward")
 
@@ -113,6 +114,9 @@ def ends_of(values: Sequence[float]) -> Ends | None:
 class Progress:
     """Steps, rewards, evaluations, pace and warnings of a run.
 
+    Rewards and evaluations of the whole run are kept. Whole rows are kept of the `MOST_STEPS` that were reported last,
+    and of those that `take_completed` has not returned yet.
+
     Rows that were added before `begin_session` are the history of a resumed run. They count for rewards and
     evaluations, but not for the pace, `take_completed` and `warnings`.
     """
@@ -120,31 +124,38 @@ class Progress:
     def __init__(self, max_steps: int) -> None:
         self.max_steps = max_steps
         self.num_done = 0
-        self.steps: dict[int, dict[str, Row]] = {}  # batch number or version -> process -> its row
-        self._session: list[tuple[int, float]] | None = None  # (batch number, unix time) of each training step
+        self.num_session_steps = 0
+        self.steps: dict[int, dict[str, Row]] = {}  # batch number or version -> process -> its row; reported last, last
+        self._rewards: dict[int, float | None] = {}
+        self._evaluations: dict[tuple[int, str], float | None] = {}  # (version, name of the metric) -> reward
+        self._session: list[tuple[int, float]] | None = None  # (batch number, unix time) of the newest training steps
         self._unreported: list[int] = []
         self._watch = Watch()
         self._num_warned_before = 0
 
     def begin_session(self) -> None:
         self._session = []
-        self._unreported = []
         self._num_warned_before = len(self._watch.warnings)
-
-    @property
-    def num_session_steps(self) -> int:
-        return len(self._session or ())
 
     def add(self, rows: Iterable[Row]) -> None:
         for row in rows:
-            processes = self.steps.setdefault(row["step"], {})
-            processes[row["process"]] = processes.get(row["process"], {}) | row
+            step, process = row["step"], row["process"]
+            processes = self.steps[step] = self.steps.pop(step, {})
+            processes[process] = processes.get(process, {}) | row
+            if "reward/mean" in row:
+                self._rewards[step] = row["reward/mean"]
+            if process == "orchestrator":
+                self._evaluations |= {(step, name): row[name] for name in row if EVAL_REWARD.fullmatch(name)}
             self._watch.take(row)
-            if row["process"] == "trainer":
-                self.num_done = row["step"] + 1
-                self._unreported.append(row["step"])
+            if process == "trainer":
+                self.num_done = step + 1
                 if self._session is not None:
-                    self._session.append((row["step"], row.get("time_s") or 0.0))
+                    self.num_session_steps += 1
+                    self._session.append((step, row.get("time_s") or 0.0))
+                    self._unreported.append(step)
+        for step in set(list(self.steps)[:-MOST_STEPS]).difference(self._unreported):
+            del self.steps[step]
+        del (self._session or [])[:-MOST_STEPS]
 
     def take_completed(self, *, final: bool = False) -> list[int]:
         """Return the batches trained since the last call; the newest only if the orchestrator has reported it too."""
@@ -161,24 +172,21 @@ class Progress:
         """Return the newest trained batches, oldest first."""
         return sorted(step for step, rows in self.steps.items() if "trainer" in rows)[-count:]
 
-    def series(self, name: str) -> list[float]:
-        """Return every known value of a metric, by step."""
-        values = (row.get(name) for step in sorted(self.steps) for row in self.steps[step].values())
-        return [value for value in values if value is not None]
+    def rewards(self) -> list[float]:
+        """Return the mean reward of every step, by step."""
+        return [value for _, value in sorted(self._rewards.items()) if value is not None]
 
     def reward_ends(self) -> Ends | None:
         """Return the mean reward of the first and the last few steps."""
-        return ends_of(self.series("reward/mean"))
+        return ends_of(self.rewards())
 
     def evaluations(self) -> list[Evaluation]:
         """Return all evaluations, by version, then environment."""
-        found = []
-        for version in sorted(self.steps):
-            for name, value in sorted(self.steps[version].get("orchestrator", {}).items()):
-                match = EVAL_REWARD.fullmatch(name)
-                if match and value is not None:
-                    found.append(Evaluation(match["env"], version, value))
-        return found
+        return [
+            Evaluation(name.removeprefix("eval/").removesuffix("/reward"), version, value)
+            for (version, name), value in sorted(self._evaluations.items())
+            if value is not None
+        ]
 
     @property
     def warnings(self) -> list[Warned]:

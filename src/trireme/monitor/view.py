@@ -27,7 +27,7 @@ from trireme.base.token import bearer, read_key
 from trireme.config.run import RunConfig
 from trireme.monitor.checkpoint_folders import CheckpointFolders
 from trireme.monitor.logs import startup_phase
-from trireme.monitor.metrics import read_metrics
+from trireme.monitor.metrics import read_in_pieces
 from trireme.monitor.progress import Evaluation, ProcessState, Progress, Status
 from trireme.monitor.run_text import bar, evaluation_text, short_number, short_time, sparkline, step_line, warning_text
 from trireme.monitor.samples import read_batch, samples_if_due
@@ -108,8 +108,8 @@ class View:
         self._started = self._last_line = clock()
         self._looked: float | None = None
         self._is_broken = False
-        rows, self._offset = read_metrics(config.paths.metrics)
-        self.progress.add(rows)
+        self._offset = 0
+        self._read_metrics()
         self.progress.begin_session()
         self._states: dict[str, str] = {}
         self._shown_evaluations = set(self.progress.evaluations())
@@ -138,11 +138,15 @@ class View:
             return
         self._looked, self.processes = now, processes
         try:
-            rows, self._offset = read_metrics(self.config.paths.metrics, self._offset)
-            self.progress.add(rows)
+            self._read_metrics()
             self.show(final=final)
         except Exception:
             self._give_up()
+
+    def _read_metrics(self) -> None:
+        for rows, offset in read_in_pieces(self.config.paths.metrics, self._offset):
+            self._offset = offset
+            self.progress.add(rows)
 
     def _give_up(self) -> None:
         if not self._is_broken:
@@ -345,7 +349,7 @@ class LiveView(View):
         parts: list[RenderableType] = [header, self._processes()]
         if progress.num_done:
             parts.append(self._steps())
-        if rewards := progress.series("reward/mean"):
+        if rewards := progress.rewards():
             line = f"reward/mean {min(rewards):.3f} to {max(rewards):.3f}  {sparkline(rewards, SPARKLINE_WIDTH)}"
             parts.append(Text(line, style="green"))
         if evaluations := progress.evaluations():

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from trireme.base.log import get_logger
 from trireme.monitor.collapse import Warned, Watch
-from trireme.monitor.metrics import MetricsFile, Row, read_metrics
+from trireme.monitor.metrics import MetricsFile, Row, read_in_pieces
 
 POLL_S = 2.0
 
@@ -25,9 +25,11 @@ class Watcher:
         self._metrics = metrics
         self._now = now
         self._watch = Watch()
-        rows, self._offset = read_metrics(metrics.path)
-        for row in rows:  # of before a restart: they were reported then
-            self._watch.take(row)
+        self._offset = 0
+        for rows, offset in read_in_pieces(metrics.path):
+            self._offset = offset
+            for row in rows:  # of before a restart: they were reported then
+                self._watch.take(row)
 
     @property
     def lasting(self) -> list[Warned]:
@@ -44,8 +46,13 @@ class Watcher:
             self.look()
 
     def look(self) -> None:
-        rows, self._offset = read_metrics(self._metrics.path, self._offset)
-        for row in [*rows, self._now()]:
+        for rows, offset in read_in_pieces(self._metrics.path, self._offset):
+            self._offset = offset
+            self._take(rows)
+        self._take([self._now()])
+
+    def _take(self, rows: Iterable[Row]) -> None:
+        for row in rows:
             for warned in self._watch.take(row):
                 log.warning("step %d, %s: %s", warned.step, warned.name, warned.text)
                 self._metrics.append(warned.step, {f"warnings/{warned.name}": 1.0})

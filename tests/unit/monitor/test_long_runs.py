@@ -2,14 +2,26 @@
 
 import json
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from rich.console import Console
 
+from trireme.config.files import write_run
+from trireme.config.run import RunConfig
+from trireme.launch import restarts
+from trireme.launch.restarts import Trained
+from trireme.launch.run_state import look_at
+from trireme.monitor import metrics, progress
+from trireme.monitor.metrics import MetricsFile
+from trireme.monitor.progress import Ends, Evaluation, Progress
 from trireme.monitor.spans import Span
 from trireme.monitor.timeline import shares
+from trireme.monitor.view import StatusPoller, View
+from trireme.orchestrator.watcher import Watcher
 from trireme.tools.dashboard import history
 from trireme.tools.dashboard.history import Metrics, Spans
 from trireme.tools.dashboard.runs import RunFolder
@@ -23,6 +35,9 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "MOST_POINTS", LIMIT)
     monkeypatch.setattr(history, "MOST_SPANS", 2 * LIMIT)
     monkeypatch.setattr(history, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(metrics, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(restarts, "LAST_BYTES", 4096)
+    monkeypatch.setattr(progress, "MOST_STEPS", LIMIT)
 
 
 def test_a_metric_keeps_its_ends_its_extremes_and_a_bounded_number_of_points() -> None:
@@ -68,3 +83,43 @@ def test_a_long_file_is_never_in_memory_at_once(tmp_path: Path, monkeypatch: pyt
     tracemalloc.stop()
     assert run.metrics.series("name/19").values.tolist() == [0.5]
     assert peak < run.paths.metrics.stat().st_size / 5
+
+
+def test_progress_keeps_the_rows_of_the_newest_steps_and_every_reward_and_evaluation() -> None:
+    known = Progress(5 * LIMIT)
+    known.begin_session()
+    evaluated = range(0, 5 * LIMIT, 100)
+    for step in [*range(5 * LIMIT), 3]:  # the run then goes back to step 3
+        row = {"step": step, "process": "orchestrator", "reward/mean": float(step), "time_s": 2.0 * step}
+        known.add([row, {"step": step, "process": "trainer", "loss": 0.5, "time_s": 2.0 * step}])
+        if step in evaluated:
+            known.add([{"step": step, "process": "orchestrator", "eval/a/reward": 1.0 * step, "eval/a-b/reward": None}])
+        assert known.take_completed() == [step]
+        assert known.merged(step)["loss"] == 0.5
+        assert len(known.steps) <= LIMIT
+    assert known.recent(2) == [5 * LIMIT - 2, 5 * LIMIT - 1]
+    assert known.reward_ends() == Ends(first=2.0, last=5 * LIMIT - 3.0, steps=5)
+    assert known.evaluations() == [Evaluation("a", version, float(version)) for version in evaluated]
+    assert known.num_session_steps == 5 * LIMIT + 1
+
+
+READERS: dict[str, Callable[[RunConfig], object]] = {
+    "view": lambda config: View(config, StatusPoller(""), Console(quiet=True)).tick((), final=True),
+    "status": lambda config: look_at(config.paths.root),
+    "restarts": lambda config: Trained(config.paths.metrics).newest(),
+    "warnings": lambda config: Watcher(MetricsFile(config.paths.metrics, "orchestrator")).look(),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_long_file_of_metrics_is_read_in_pieces(reader: str, tmp_path: Path) -> None:
+    config = RunConfig.model_validate({"output_dir": str(tmp_path)})
+    write_run(config, config.paths.run_config)
+    row = {"step": 1, "process": "trainer", "time_s": 1.0} | {f"name/{n}": 0.5 for n in range(20)}
+    config.paths.metrics.write_text((json.dumps(row) + "\n") * 5000)
+    READERS[reader](config)  # imports take memory too
+    tracemalloc.start()
+    READERS[reader](config)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < config.paths.metrics.stat().st_size / 4
