@@ -62,6 +62,16 @@ def test_gradients_are_the_same(checkpoints, kind, way, world):
     assert are_equal(found, expected) or ("offload" in way and largest_difference(found, expected) < 1e-5)
 
 
+def test_mixtures_in_bfloat16_can_be_offloaded(checkpoints, world):
+    """FSDP gathers their float32 routers by themselves, after their block has begun."""
+    settings = {"optimization_dtype": "bfloat16"}
+    found, expected = (
+        gradients(checkpoints["qwen3_moe"], "qwen3_moe", world, **settings, activation_offload=offloads)
+        for offloads in (True, False)
+    )
+    assert are_equal(found, expected)
+
+
 class Operations(TorchDispatchMode):
     """Counts operations, and the bytes of the results of those that selective checkpointing keeps."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trireme.config.trainer import ActivationCheckpointing, TrainerModel
@@ -94,7 +95,8 @@ class Offload:
     """Moves what blocks save for their backward pass to CPU memory and back.
 
     On a GPU both copies run on a stream of their own, in parallel to the computation: when a block's backward pass
-    begins, the tensors of the block before it are fetched. Parameters are not moved, because FSDP gathers them again.
+    begins, the tensors of the block before it are fetched. The block's parameters are not moved, because FSDP gathers
+    them again.
     """
 
     def __init__(self, device: torch.device, *, smallest_bytes: int) -> None:
@@ -108,7 +110,9 @@ class Offload:
         def offloaded(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            stay = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+            # A DTensor is still sharded: float32 routers are FSDP units of their own, gathered when they run.
+            gathered = (each for each in module.parameters() if not isinstance(each, DTensor))
+            stay = {parameter.untyped_storage().data_ptr() for parameter in gathered}
             layer = self._layer = _Layer(stay, before=None if is_first else self._layer)
             with saved_tensors_hooks(partial(self._pack, layer), self._unpack):
                 output = forward(*args, **kwargs)
