@@ -4,6 +4,7 @@ So do samples whose common beginnings are computed once, and rows that several r
 """
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    modeling_flash_attention_utils,
+)
 
 from families import VOCABULARY, build_config
 from tiny import take_gradients
@@ -151,6 +158,32 @@ def test_attention_of_a_shared_row_sees_a_tokens_own_sample_and_window(window: i
     expected = (sample[:, None] == sample) & (distance >= 0) & (distance < (window or 99))
     assert mask.bool().tolist() == expected.tolist()
     assert row.mask("sdpa", window, query) is row.mask("sdpa", window, query)
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "kernels-community/flash-attn2"])
+def test_a_team_runs_flash_attention_by_the_name_that_transformers_knows(name: str, monkeypatch: Any) -> None:
+    """With a stand-in for the kernels, which no CPU runs. transformers loads them by the name in a module's config."""
+
+    def varlen(
+        q: Any, k: Any, v: Any, cu_seqlens_q: Any, softmax_scale: Any = None, causal: Any = None, **_: Any
+    ) -> Any:
+        samples = (each.tensor_split(cu_seqlens_q[1:-1].tolist()) for each in (q, k, v))
+        heads_first = ([part.transpose(0, 1) for part in sample] for sample in zip(*samples, strict=True))
+        attend = partial(scaled_dot_product_attention, is_causal=causal, scale=softmax_scale, enable_gqa=True)
+        return torch.cat([attend(*sample).transpose(0, 1) for sample in heads_first])
+
+    loaded = {name: (varlen, varlen, None, None, None)}
+    monkeypatch.setattr(modeling_flash_attention_utils, "_lazy_imports", lambda asked, *_, **__: loaded[asked])
+    monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        interface.register(name, interface()["flash_attention_2"])
+    model, row = model_of(), SharedRow(Team(), [5, 6], CPU)
+    inputs = {"input_ids": torch.arange(11)[None], "position_ids": row.position_ids, "use_cache": False}
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        model.config._attn_implementation = name
+        share_attention(model, 1)
+        torch.testing.assert_close(model(**inputs, shared_row=row).logits, expected)
 
 
 @pytest.mark.parametrize(("attention", "team_size", "problem"), [("eager", 2, '"eager"'), ("sdpa", 3, "4 attention")])

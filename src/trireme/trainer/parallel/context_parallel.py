@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from trireme.algo.packing import positions
@@ -35,6 +35,12 @@ NAMES = {
     "flash_attention_3": "team_fa3",
 }
 """Names of transformers' attention implementations as a team runs them."""
+
+KERNELS = {
+    "kernels-community/flash-attn2": "flash_attention_2",
+    "kernels-community/vllm-flash-attn3": "flash_attention_3",
+}
+"""Names to which transformers 5.19 changes those of attention whose package is not installed, if `kernels` is."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +169,8 @@ def share_attention(model: PreTrainedModel, team_size: int) -> None:
         ConfigError: the model's attention cannot be shared.
     """
     name, text = model.config._attn_implementation, model.config.get_text_config()
-    if name not in NAMES:
+    name_of_team = NAMES.get(KERNELS.get(name, name))
+    if name_of_team is None:
         raise ConfigError(
             f'trainer.model.attn = "{name}" with trainer.model.cp = {team_size} - expected one of {", ".join(NAMES)}, '
             "which can be given all tokens of some heads. Set one of these, or `cp = 1`."
@@ -173,12 +180,16 @@ def share_attention(model: PreTrainedModel, team_size: int) -> None:
             f"trainer.model.cp = {team_size}, and the model has {text.num_attention_heads} attention heads - expected "
             "a divisor of them, as ranks that share a row share its heads. Set `cp` to one."
         )
-    AttentionInterface.register(NAMES[name], _team_attention(name))
-    AttentionMaskInterface.register(NAMES[name], lambda *_, **__: None)  # `SharedRow` builds that of the whole row
-    model.set_attn_implementation(NAMES[name])
+    AttentionInterface.register(name_of_team, _team_attention(name, copy.copy(text)))
+    AttentionMaskInterface.register(name_of_team, lambda *_, **__: None)  # `SharedRow` builds that of the whole row
+    model.set_attn_implementation(name_of_team)
 
 
-def _team_attention(name: str) -> Callable[..., tuple[torch.Tensor, Any]]:
+def _team_attention(name: str, config: PreTrainedConfig) -> Callable[..., tuple[torch.Tensor, Any]]:
+    """
+    Args:
+        config: for the attention modules, with `name` in it, by which transformers loads kernels of flash attention.
+    """
     plain = AttentionInterface()[name]
 
     @torch.compiler.disable
@@ -201,8 +212,9 @@ def _team_attention(name: str) -> Callable[..., tuple[torch.Tensor, Any]]:
         if (sinks := options.get("s_aux")) is not None:
             options["s_aux"] = sinks.chunk(team.size)[team.rank]
         groups = query.shape[1] // key.shape[1]
-        if getattr(module, "num_key_value_groups", groups) != groups:
-            module = copy.copy(module)
+        module = copy.copy(module)
+        module.config = config
+        if hasattr(module, "num_key_value_groups"):
             module.num_key_value_groups = groups
         found, weights = plain(module, query, key, value, shared_row.mask(name, sliding_window, query), **options)
         return team.exchange(found), weights
