@@ -31,7 +31,7 @@ def explain_out_of_memory(
     try:
         yield
     except RuntimeError as error:
-        if not (isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)):
+        if not is_out_of_memory(error):
             raise
         left = proposals(table, config, seq_len=seq_len, on_gpu=device == "cuda")
         listed = "\n".join(f"  - {proposal}" for proposal in islice(left, NUM_PROPOSALS))
@@ -40,6 +40,11 @@ def explain_out_of_memory(
             f"Expected a step to fit. What is left to change, the cheapest first:\n{listed}\n"
             "`trireme plan @ CONFIG` shows what takes how much, and what each of these saves."
         ) from error
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether torch lacked memory, of a GPU or of the machine."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def proposals(table: str, config: TrainerConfig | SftConfig, *, seq_len: int, on_gpu: bool) -> Iterator[str]:

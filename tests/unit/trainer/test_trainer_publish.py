@@ -259,6 +259,18 @@ def test_a_full_disk_delays_a_version_as_often_as_it_fills_up_and_leaves_the_las
     assert sorted(path.name for path in (tmp_path / "broadcast").iterdir()) == ["0", "1"]
 
 
+@pytest.mark.parametrize("place", ["join", "send"])
+def test_a_trainer_that_lacks_memory_does_not_blame_the_engines(open_stand, monkeypatch, place):
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    stand = open_stand()
+    monkeypatch.setattr(stand.publisher._sender, place, fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        stand.publisher.publish(3)
+    assert len(stand.orchestrator.attempts) == 1
+
+
 def test_weights_that_an_engine_refused_are_not_sent_again(open_stand):
     refusal = Refusal(error="model.norm.weight has another digest")
     stand = open_stand(intercept=lambda request: refusal if isinstance(request, PolicySent) else None)

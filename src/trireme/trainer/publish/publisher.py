@@ -40,6 +40,7 @@ from trireme.messages import (
     TensorSpec,
 )
 from trireme.monitor.spans import Lane
+from trireme.trainer.out_of_memory import is_out_of_memory
 from trireme.trainer.parallel.mesh import World, keep_alive
 from trireme.trainer.publish.delta import Part, SentWeights, TransferSize
 from trireme.trainer.publish.probe import compute_probe
@@ -294,6 +295,8 @@ class Publisher:
         try:
             return self._join(self._sender, ready, go)
         except (RuntimeError, OSError) as error:
+            if is_out_of_memory(error):
+                raise
             self._give_up(ready.version, error)
             return None
 
@@ -328,6 +331,8 @@ class Publisher:
             try:
                 payload = self._sender.send(specs, parts)
             except (RuntimeError, OSError, SafetensorError) as error:
+                if is_out_of_memory(error):
+                    raise
                 self._give_up(version, error)
                 self._lacks_room = self._config.weight_broadcast.type == "filesystem" and is_full(error)
                 payload = None
