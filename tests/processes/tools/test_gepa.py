@@ -174,6 +174,20 @@ def test_a_reflection_model_that_refuses_or_has_nothing_new_ends_the_search_with
         search(endpoint, "--fresh")
 
 
+def test_of_a_search_that_gave_up_only_what_was_unusable_is_asked_again_however_often_a_start_fails(endpoint):
+    good = endpoint.minds["reflector"]
+    is_first = lambda: len(endpoint.asked("reflector")) <= 1  # noqa: E731
+    endpoint.minds["reflector"] = lambda messages: good(messages) if is_first() else "```\nYou are a parrot.\n```"
+    search(endpoint, "--max-calls", "100")
+    reflections = lines_of("reflections.jsonl")
+    assert len(reflections) == 1 + 5
+    endpoint.status = lambda body: 401
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="401"):
+            search(endpoint, "--max-calls", "101")
+        assert lines_of("reflections.jsonl") == reflections[:1]
+
+
 FOLLOWER = ["harbour.py", "-m", "follower", "-b", "URL"]
 
 

@@ -115,8 +115,9 @@ async def _search(
                 f"{folder} - expected at least as many, to resume it. Raise it, or start a new search with `--fresh`."
             )
         summary = (read_metadata(folder) or {}).get("summary", {})
-        if summary.get("state") == "finished" and (num := summary["num_unusable_in_a_row"]):
-            reflections.forget(list(reflections.lines.values())[-num:])  # asked again, as the budget is larger now
+        if summary.get("state") == "finished":  # these are asked again, as the budget is larger now
+            unusable = set(map(tuple, summary.get("unusable", ())))  # by key: the next start may have to do it again
+            reflections.forget([line for key, line in reflections.lines.items() if key in unusable])
         if rollouts.lines:
             progress.show(f"resuming: {len(rollouts.lines)} rollouts are in {folder} already")
         async with open_models() as models:

@@ -199,7 +199,7 @@ class Search:
             "num_failed": sum(line.error is not None for line in rollouts.values()),
             "num_reflections": len(self.reflections.lines),
             "num_unusable_reflections": self._num_unusable,
-            "num_unusable_in_a_row": len(self._unusable),
+            "unusable": [each.key for each in self._unusable],  # since the last new prompt
             "num_prompts": len(self.candidates),
             "best": best,
             "validation": {"before": before, "after": after, "num_examples": len(self.drawn.validation)},
