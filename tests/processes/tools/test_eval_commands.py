@@ -371,6 +371,11 @@ def test_rollouts_that_fail_are_counted_and_only_they_are_tried_again(here, caps
         Path("mended").touch()
         assert eval_command(words) == 0
         assert len(chat.requests) == 8 + 2
+        [description] = Path("o/say--m").glob("*/metadata.json")
+        description.write_text(description.read_text().replace('"finished": true', '"finished": false'))
+        assert eval_command(words) == 0  # where it was killed before it described its results
+        assert json.loads(description.read_text())["finished"] is True
+        assert len(chat.requests) == 8 + 2
     [file] = Path("o/say--m").glob("*/results.jsonl")
     rollouts = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["reward"] for line in rollouts] == [1.0] * 4

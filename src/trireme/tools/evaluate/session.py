@@ -147,7 +147,8 @@ class EvalSession:
 
     @property
     def is_done(self) -> bool:
-        return not self.missing and (self.file is None or self.file.path.exists())
+        """Return whether all results are there, and the description says so: that is written last."""
+        return not self.missing and (self.file is None or self._read_description().get("finished") is True)
 
     @property
     def num_failed(self) -> int:
