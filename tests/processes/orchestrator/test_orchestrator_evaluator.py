@@ -14,8 +14,13 @@ from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Evaluation
 from trireme.journal.records import Rollout
 from trireme.monitor.metrics import MetricsFile, read_metrics
+from trireme.orchestrator.evaluation import results
 from trireme.orchestrator.evaluation.evaluator import Evaluator, max_concurrent_rollouts
-from trireme.orchestrator.evaluation.results import evaluation_metrics, read_eval_results
+from trireme.orchestrator.evaluation.results import (
+    evaluation_metrics,
+    read_eval_results,
+    write_eval_results,
+)
 from whole_run import DEADLINE_S, build_config, run
 
 WITH_HELD_OUT = """
@@ -191,6 +196,17 @@ def test_a_rollout_that_failed_has_not_passed_and_has_no_part_in_the_mean_also_i
     assert evaluation_metrics("say", answers[1:2], Evaluation()) == all_failed
 
 
+def evaluator_of(config, runner, metrics, *names: str) -> Evaluator:
+    held_out = {
+        name: SimpleNamespace(
+            name=name, config=SimpleNamespace(max_concurrent=8), num_eval=5, num_train=9, group_rewards=False,
+            check_group_size=lambda size: None,
+        ) for name in names
+    }  # fmt: skip
+    policy = SimpleNamespace(expect_evaluations=lambda due: None)
+    return Evaluator(config, held_out, policy, runner, metrics, Waits("orchestrator"))
+
+
 @pytest.mark.parametrize(("newest", "is_kept"), [(4, True), (5, False)])
 def test_an_evaluation_that_a_later_version_had_a_part_in_is_discarded(tmp_path, newest, is_kept):
     config = build_config(tmp_path, orchestrator={"eval": {"num_examples": 2}})
@@ -206,17 +222,41 @@ def test_an_evaluation_that_a_later_version_had_a_part_in_is_discarded(tmp_path,
             sample = SimpleNamespace(versions=np.array([-1, 4, newest if spec.example else 4]))
             return Rollout(env="say", example=spec.example, temperature=1.0, reward=1.0, num_turns=1, samples=[sample])
 
-    held_out = SimpleNamespace(
-        name="say", config=SimpleNamespace(max_concurrent=8), num_eval=5, num_train=9, group_rewards=False,
-        check_group_size=lambda size: None,
-    )  # fmt: skip
-    policy = SimpleNamespace(expect_evaluations=lambda due: None)
     metrics = SimpleNamespace(append=lambda version, row: None)
-    evaluator = Evaluator(config, {"say": held_out}, policy, Runner(), metrics, Waits("orchestrator"))
+    evaluator = evaluator_of(config, Runner(), metrics, "say")
     assert asyncio.run(evaluator.evaluate(4)) is is_kept
     assert [answer["example"] for answer in partial] == [0]
     assert len(lines(config, 4)) == (2 if is_kept else 0)
     assert lines(config, 4, ".say.*.partial") == []
+
+
+def test_an_evaluation_that_dies_between_two_results_files_asks_for_nothing_again(tmp_path, monkeypatch):
+    config = build_config(tmp_path, orchestrator={"eval": {"num_examples": 2}})
+    asked = []
+
+    class Runner:
+        def wait_for_room(self, what, folder, write):
+            write()
+
+        async def run(self, environment, spec, **how):
+            asked.append(environment.name)
+            sample = SimpleNamespace(versions=np.array([-1, 4]))
+            return Rollout(env="say", example=spec.example, temperature=1.0, reward=1.0, num_turns=1, samples=[sample])
+
+    def write_one(path, answers):
+        if path.stem == "second":
+            raise InterruptedError
+        write_eval_results(path, answers)
+
+    evaluate = lambda: asyncio.run(evaluator_of(config, Runner(), metrics, "first", "second").evaluate(4))  # noqa: E731
+    metrics = SimpleNamespace(append=lambda version, row: None)
+    monkeypatch.setattr(results, "write_eval_results", write_one)
+    with pytest.raises(InterruptedError):
+        evaluate()
+    monkeypatch.undo()
+    assert evaluate()
+    assert sorted(asked) == ["first"] * 2 + ["second"] * 2
+    assert sorted(path.name for path in (config.paths.evals / "step_4").iterdir()) == ["first.jsonl", "second.jsonl"]
 
 
 def test_an_evaluation_may_take_longer_than_the_trainer_is_waited_for(tmp_path):

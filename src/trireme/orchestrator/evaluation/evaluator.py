@@ -120,6 +120,8 @@ class Evaluator:
             for file, results, _ in evaluated:
                 move_aside(file.path)
                 file.finish(results)
+            for file, _, _ in evaluated:  # only now: until all are there, an orchestrator that dies reads them again
+                file.discard()
 
         await self._write(write_all, version)
         reach("evaluation.written")

@@ -122,12 +122,11 @@ class EvalResultsFile:
         append_lines(self.partial, deque([_to_line(result)]), sync=False)
 
     def discard(self) -> None:
-        """Remove what has come: it will not be resumed."""
+        """Remove what has come: it will not be resumed, or `finish` has written all of it."""
         self.partial.unlink(missing_ok=True)
 
     def finish(self, results: Iterable[EvalResult]) -> None:
         write_eval_results(self.path, sorted(results, key=lambda result: result.rollout_key))
-        self.partial.unlink(missing_ok=True)
 
 
 def _by_key(results: Iterable[EvalResult]) -> dict[RolloutKey, EvalResult]:

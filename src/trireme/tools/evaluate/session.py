@@ -185,6 +185,7 @@ class EvalSession:
         )
         if self.file is not None:
             self.file.finish(self.results.values())
+            self.file.discard()
         self._describe(finished=True)
 
     def _describe(self, *, finished: bool) -> None:
