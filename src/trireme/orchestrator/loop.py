@@ -315,7 +315,11 @@ def restore_metrics(config: RunConfig, journal: Journal, evaluator: Evaluator, m
         is_recent = step >= steps[-1] - 1  # after a rewind, the line may be from before it
         if "reward/mean" not in row or (is_recent and not journal.read(step).metrics.items() <= row.items()):
             metrics.append(step, journal.read(step).metrics)
-    for folder in sorted(config.paths.evals.glob("step_*")):
-        version = step_of(folder)
-        if version is not None and version not in evaluated and evaluator.is_done(version):
+    found = [version for folder in config.paths.evals.glob("step_*") if (version := step_of(folder)) is not None]
+    versions = [version for version in sorted(found) if evaluator.is_done(version)]
+    for version in versions:
+        is_newest = version == versions[-1]  # likewise
+        if version not in evaluated or (
+            is_newest and not evaluator.figures(version).items() <= newest[version].items()
+        ):
             evaluator.report(version)

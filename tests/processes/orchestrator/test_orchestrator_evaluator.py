@@ -17,10 +17,12 @@ from trireme.monitor.metrics import MetricsFile, read_metrics
 from trireme.orchestrator.evaluation import results
 from trireme.orchestrator.evaluation.evaluator import Evaluator, max_concurrent_rollouts
 from trireme.orchestrator.evaluation.results import (
+    EvalResult,
     evaluation_metrics,
     read_eval_results,
     write_eval_results,
 )
+from trireme.orchestrator.loop import restore_metrics
 from whole_run import DEADLINE_S, build_config, run
 
 WITH_HELD_OUT = """
@@ -257,6 +259,23 @@ def test_an_evaluation_that_dies_between_two_results_files_asks_for_nothing_agai
     assert evaluate()
     assert sorted(asked) == ["first"] * 2 + ["second"] * 2
     assert sorted(path.name for path in (config.paths.evals / "step_4").iterdir()) == ["first.jsonl", "second.jsonl"]
+
+
+def test_a_restart_reports_an_evaluation_whose_line_is_missing_or_of_a_course_that_the_run_left(tmp_path):
+    config = build_config(tmp_path, orchestrator={"eval": {}})
+    metrics = MetricsFile(config.paths.metrics, "orchestrator")
+    evaluator = evaluator_of(config, None, metrics, "say")
+    for version in (20, 60, 100):
+        path = config.paths.evals / f"step_{version}" / "say.jsonl"
+        path.parent.mkdir(parents=True)
+        write_eval_results(path, [EvalResult(example_id=0, reward=version / 100)])
+    metrics.append(20, evaluator.figures(20))
+    metrics.append(100, {"eval/say/reward": 0.25})  # before the run went back
+    for _ in range(2):
+        restore_metrics(config, SimpleNamespace(steps=list), evaluator, metrics)
+        rows = read_metrics(config.paths.metrics)[0]
+        reported = [(row["step"], row["eval/say/reward"]) for row in rows]
+        assert reported == [(20, 0.2), (100, 0.25), (60, 0.6), (100, 1.0)]
 
 
 def test_an_evaluation_may_take_longer_than_the_trainer_is_waited_for(tmp_path):

@@ -134,15 +134,20 @@ class Evaluator:
         Args:
             seconds: how long the evaluation took, where it ran in this process.
         """
+        row = ({} if seconds is None else {"time/eval": seconds}) | self.figures(version)
+        self.metrics.append(version, row)
+        shown = ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in row.items())
+        log.info("version %d is evaluated: %s", version, shown)
+
+    def figures(self, version: int) -> dict[str, float]:
+        """Return the metrics of `version`, from its results on disk."""
         assert self._eval is not None
-        row: dict[str, float] = {} if seconds is None else {"time/eval": seconds}
+        row: dict[str, float] = {}
         for name in self.environments:
             row |= evaluation_metrics(
                 name, read_eval_results(results_path(self.config.paths, version, name)), self._eval
             )
-        self.metrics.append(version, row)
-        shown = ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in row.items())
-        log.info("version %d is evaluated: %s", version, shown)
+        return row
 
     async def _evaluate_environment(
         self, version: int, environment: Environment
