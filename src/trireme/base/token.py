@@ -51,9 +51,12 @@ def write_key(folder: Path, key: str | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f"{KEY_FILE}.{os.getpid()}")  # a client may read the key at any time
     partial.unlink(missing_ok=True)
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as opened:
-        opened.write(key)
-    os.replace(partial, file)
+    try:
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as opened:
+            opened.write(key)
+        os.replace(partial, file)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_key(folder: Path) -> str | None:

@@ -57,8 +57,11 @@ def write_logprobs(folder: Path, step: int, rank: int, rows: Sequence[MicroBatch
     path = path_of(folder, step, rank)
     partial = path.with_name(f".{path.name}.partial")
     folder.mkdir(exist_ok=True)
-    partial.write_bytes(encode(Scored(step, [identity(sample) for sample in samples], counts, logprobs)))
-    os.replace(partial, path)
+    try:
+        partial.write_bytes(encode(Scored(step, [identity(sample) for sample in samples], counts, logprobs)))
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_logprobs(folder: Path, step: int) -> dict[bytes, np.ndarray]:

@@ -35,7 +35,7 @@ RUN_ENTRIES = frozenset(
 NO_OBSTACLES = frozenset({"lost+found", ".snapshot", "gepa", "env-check"})
 """Entries that do not keep a run out: those of file systems, and folders that our other commands make in `outputs`."""
 SUBMISSIONS = ".submissions"  # ending of the folders of `trireme submit`, next to those of their runs
-RUN_PREFIXES = ("checkpoint-", ".checkpoint-")
+RUN_PREFIXES = ("checkpoint-", ".checkpoint-", f"{KEY_FILE}.")
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from answering import answering_http
+from limits import file_size_limit
 from resolved_runs import refusals
 from stage import until
 from trireme.base.token import KEY_FILE, TOKEN, make_token, read_key, status_key, token, write_key
@@ -93,7 +94,10 @@ def test_a_key_lies_in_the_run_folder_for_its_owner_alone(tmp_path: Path) -> Non
     assert (tmp_path / KEY_FILE).stat().st_mode & 0o777 == 0o600
     assert read_key(tmp_path) == status_key() != token()
     write_key(tmp_path, None)
+    with file_size_limit(9), pytest.raises(OSError, match="File too large"):
+        write_key(tmp_path, token())
     assert read_key(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_status_key_opens_the_status_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

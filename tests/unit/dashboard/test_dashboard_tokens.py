@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from limits import file_size_limit
 from tiny_tokenizer import write_tokenizer
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
@@ -74,6 +75,10 @@ def test_the_trainers_word_is_found_for_every_token_of_its_batch_and_for_nothing
     for content in (b"", b"\xc1", whole[: len(whole) // 2]):
         file.write_bytes(content)
         assert read_logprobs(run.paths.logprobs, 1).keys() == {identity(sample) for sample in others}
+
+    with file_size_limit(9), pytest.raises(OSError, match="File too large"):
+        train(run, 1, world=1)
+    assert [path.name for path in run.paths.logprobs.iterdir() if path.name.startswith(".")] == []
 
     def sample_again(record: BatchRecord) -> None:
         for rollout in record.rollouts:

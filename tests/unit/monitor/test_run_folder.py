@@ -13,6 +13,7 @@ import pytest
 from resolved_runs import resolved, run_in
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.base.paths import RunPaths, remove_partial_files
+from trireme.base.token import KEY_FILE
 from trireme.config.files import command_without_secrets, read_run, write_process_files, write_run
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord, State
@@ -57,7 +58,8 @@ def test_a_run_is_refused_among_files_that_are_no_run(tmp_path: Path) -> None:
 def test_folders_of_other_runs_are_no_obstacle(tmp_path: Path) -> None:
     for place in ("outputs/other", "outputs/group/member"):
         make_run(tmp_path / place)
-    (tmp_path / "outputs" / ".launcher").touch()
+    for name in (".launcher", f"{KEY_FILE}.7"):  # the key of a launcher that was killed
+        (tmp_path / "outputs" / name).touch()
     for name in ("gepa/wordle", "env-check/wordle", "mine.submissions/20260102-030405-ab12", "evals/model"):
         (tmp_path / "outputs" / name).mkdir(parents=True)
     assert prepare_folder(run_in(tmp_path / "outputs")) is None
