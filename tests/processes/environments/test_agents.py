@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -21,7 +22,7 @@ import pytest
 
 from agent_play import ENDS, TASKS, ScriptedPolicy, assert_exact, calls, player
 from real_run import is_alive
-from toy_environments import open_toy, running, write
+from toy_environments import never, open_toy, running, with_environment, write
 from trireme.base.errors import ConfigError, DeadlineExceeded, PeerDied
 from trireme.base.processes import make_socket_folder
 from trireme.config.orchestrator import Environment
@@ -30,6 +31,7 @@ from trireme.orchestrator.environments import agent_session
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import open_environment
 from trireme.orchestrator.environments.programs import AgentPrograms
+from trireme.orchestrator.environments.wire import RunTask
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome
 from trireme.orchestrator.rollout.runner import RolloutSpec
@@ -361,6 +363,25 @@ def test_a_worker_that_dies_costs_no_turn(play, tmp_path):
     (rollout,), policy = play(DIES_ONCE % str(tmp_path / "first"), journal=tmp_path / "journal")
     assert (rollout.metrics["exit_code"], rollout.num_turns, len(policy.given)) == (0.0, 1, 1)
     assert not is_alive((tmp_path / "first").read_text())  # it would work in its successor's folder
+
+
+def test_the_program_of_a_rollout_that_is_cancelled_while_its_worker_is_dead_is_ended(tmp_path):
+    async def cancel(environment):
+        running = asyncio.create_task(environment.run(RunTask(task="0-0.0", index=0), never))
+        while not started.exists():
+            await asyncio.sleep(0.01)
+        (worker,) = environment._workers
+        os.kill(worker.pid, signal.SIGKILL)
+        while worker.is_ready:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.wait({running})
+        assert not is_alive(started.read_text())
+        assert list((tmp_path / "logs" / "agents").glob("*/*")) == []
+
+    started = tmp_path / "started"
+    command = ("sh", "-c", f"echo $$ > {started}.part; mv {started}.part {started}; exec sleep 600")
+    with_environment(tmp_path, write(tmp_path, TASKS), cancel, agent={"command": command}, num_workers=1)
 
 
 def test_all_workers_start_the_process_of_programs_once_even_after_a_start_that_failed(tmp_path):

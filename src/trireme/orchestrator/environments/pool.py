@@ -234,20 +234,25 @@ class Environment:
                 client_session.open()
                 return await client_session.play(self.sessions, lambda play: self._run(task, play))
         kept = requests if self._programs is not None else None  # where no program outlives a worker
-        with AgentSession(self.gateway, task, ask, has_traces=self.config.agent is None, requests=kept) as session:
-            await self._open_session(session, task, on_retry)
-            play = partial(self._run, task, ask, partial(self._begin_again, session, task, on_retry))
-            try:
-                done = await session.watch(play())
-            except RolloutFailed:
-                if not session.has_lost_program:
-                    raise
-            else:
-                if not session.has_lost_program:
-                    return done
-            log.info("%s: its program ended when the orchestrator died; it is started again", task.task)
-            session.restart(on_retry)
-            return await session.watch(play())
+        try:
+            with AgentSession(self.gateway, task, ask, has_traces=self.config.agent is None, requests=kept) as session:
+                await self._open_session(session, task, on_retry)
+                play = partial(self._run, task, ask, partial(self._begin_again, session, task, on_retry))
+                try:
+                    done = await session.watch(play())
+                except RolloutFailed:
+                    if not session.has_lost_program:
+                        raise
+                else:
+                    if not session.has_lost_program:
+                        return done
+                log.info("%s: its program ended when the orchestrator died; it is started again", task.task)
+                session.restart(on_retry)
+                return await session.watch(play())
+        except BaseException:
+            if self._programs is not None:  # its worker ends them, too, unless that is dead
+                await asyncio.shield(asyncio.to_thread(self._programs.end, task.task))
+            raise
 
     def has_program(self, task: str) -> bool:
         """Return whether a program of this rollout has outlived the orchestrator before this one."""

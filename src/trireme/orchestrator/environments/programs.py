@@ -120,7 +120,7 @@ class AgentPrograms:
         return {}
 
     def end(self, rollout: str) -> None:
-        """End the programs of a rollout, and forget them."""
+        """End the programs of a rollout, and remove its folder and its container."""
         with suppress(PeerDied):
             self._ask({"do": "end", "rollout": rollout})[0].close()
 

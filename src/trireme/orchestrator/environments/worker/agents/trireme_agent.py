@@ -195,8 +195,8 @@ class AgentAdapter(PlainAdapter):
     async def dispose(self, played: Played) -> None:
         assert isinstance(played, AgentPlayed), played
         try:
-            await self._programs.end(played.rollout)
-            await self._runtime.close(played.folder.parent)
+            if not await self._programs.end(played.rollout):
+                await self._runtime.close(played.folder.parent)
         finally:
             await asyncio.to_thread(remove_folder, played.folder.parent)
 

@@ -11,7 +11,8 @@ answer:
     {"do": "running"}               the same without the descriptor
     {"do": "find", "rollout"}       {"found": true, "began_ns"} where a program of the rollout runs, or has ended
     {"do": "run", "rollout", ...}   the end of the program, which is started unless it was before
-    {"do": "end", "rollout"}        {}, when no process of the rollout is left
+    {"do": "end", "rollout"}        {"found": true} when no process of the rollout is left, and its folder and container
+                                    are removed; {"found": false} where no program of it was started
 
 Standard library only: it is started with the environment's interpreter.
 """
@@ -30,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trireme_runtime import LAUNCHER, Ended, Program, end_processes, make_runtime
+from trireme_runtime import LAUNCHER, Ended, Program, Subprocess, end_processes, make_runtime, remove_folder
 
 LONGEST_LINE = 64 << 20
 """Bytes of a request: a program's input and an example's fields are in it."""
@@ -80,9 +81,12 @@ class Programs:
             raise OSError(answer["error"])
         return Ended(answer["exit_code"], answer["stop"], answer["output"]), answer["seconds"]
 
-    async def end(self, rollout: str) -> None:
-        """End all processes of a rollout, and forget its programs."""
-        await self._ask(ANSWER_S, do="end", rollout=rollout)
+    async def end(self, rollout: str) -> bool:
+        """End all processes of a rollout, and remove its folder and its container.
+
+        Returns: False where none of its programs was started, so that nothing is removed.
+        """
+        return (await self._ask(ANSWER_S, do="end", rollout=rollout))["found"]
 
     async def _ask(self, answer_s: float | None, **request: Any) -> dict[str, Any]:
         """Ask. Without that process this one is of no use: it ends, and its rollouts are played again."""
@@ -107,6 +111,9 @@ class _Rollout:
 
     key: str
     began_ns: int
+    parent: Path
+    runtime: Subprocess
+    ending: "asyncio.Task[None] | None" = None
     steps: dict[str, "asyncio.Task[dict[str, Any]]"] = field(default_factory=dict)
 
 
@@ -166,21 +173,36 @@ class _Server:
         return {"found": known is not None, "began_ns": known.began_ns if known else 0}
 
     async def _run(self, rollout: str, key: str, step: str, began_ns: int, **order: Any) -> dict[str, Any]:
-        steps = self._rollouts.setdefault(rollout, _Rollout(key, began_ns)).steps
-        if step not in steps:
-            steps[step] = asyncio.create_task(_play(**order))
-        await asyncio.wait({steps[step]})  # the program runs on where the worker that asked has died
-        return {"error": "it was ended"} if steps[step].cancelled() else steps[step].result()
+        if rollout not in self._rollouts:
+            runtime = make_runtime(order["agent"], order["readable"])
+            self._rollouts[rollout] = _Rollout(key, began_ns, Path(order["program"]["parent"]), runtime)
+        known = self._rollouts[rollout]
+        if step not in known.steps:
+            known.steps[step] = asyncio.create_task(_play(known.runtime, order["program"], order["timeout_s"]))
+        task = known.steps[step]
+        await asyncio.wait({task})  # the program runs on where the worker that asked has died
+        return {"error": "it was ended"} if task.cancelled() else task.result()
 
     async def _end(self, rollout: str) -> dict[str, Any]:
-        if (known := self._rollouts.pop(rollout, None)) is not None:
+        if (known := self._rollouts.get(rollout)) is None:
+            return {"found": False}
+        if known.ending is None:  # the orchestrator and a worker may both ask for it
+            known.ending = asyncio.create_task(self._remove(rollout, known))
+        await asyncio.wait({known.ending})
+        return {"found": True}
+
+    async def _remove(self, rollout: str, known: _Rollout) -> None:
+        try:
             for task in known.steps.values():
                 task.cancel()
             await asyncio.gather(*known.steps.values(), return_exceptions=True)
-        return {}
+            await known.runtime.close(known.parent)
+        finally:
+            await asyncio.to_thread(remove_folder, known.parent)
+            del self._rollouts[rollout]
 
 
-async def _play(program: dict, agent: dict, readable: list[str], timeout_s: float) -> dict[str, Any]:
+async def _play(runtime: Subprocess, program: dict, timeout_s: float) -> dict[str, Any]:
     """Run a program to its end."""
     for name in LAUNCHER:  # the launcher finds it as one of this process
         if name in program["variables"] and name in os.environ:
@@ -188,7 +210,7 @@ async def _play(program: dict, agent: dict, readable: list[str], timeout_s: floa
     given = Program(**program | {name: Path(program[name]) for name in ("parent", "folder")})
     began = asyncio.get_running_loop().time()
     try:
-        ended = await make_runtime(agent, readable).run(given, timeout_s=timeout_s)
+        ended = await runtime.run(given, timeout_s=timeout_s)
     except Exception as error:  # for the rollout alone
         return {"error": f"{type(error).__name__}: {error}"}
     return dataclasses.asdict(ended) | {"seconds": asyncio.get_running_loop().time() - began}
