@@ -1,6 +1,7 @@
 """`trireme export`: any checkpoint becomes the model that its run had exported, from disk alone."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def test_what_is_exported_is_what_the_run_had_exported_to_the_bit(run, tmp_path)
     alone = Path(shutil.copytree(run / "checkpoints" / "step_1", tmp_path / "mine"))
     with pytest.raises(ConfigError, match=r"lies in no run's folder .*Set `--to`"):
         export([str(alone)])
+    (alone / "model" / "notes.txt").symlink_to(__file__)  # not in the manifest: not a file of the checkpoint
     assert export([str(alone), "--to", str(tmp_path / "model")]) == 0
     assert content(tmp_path / "model") == content(tmp_path / "first")
     deleted = shutil.copytree(run, tmp_path / "run")
@@ -138,10 +140,11 @@ def adapted(tiny_model: Path, world: World, tmp_path: Path) -> tuple[Path, dict[
 
 def test_adapters_are_merged_into_what_engines_got_also_where_the_base_model_has_moved(adapted, tmp_path):
     run, served = adapted
+    (run / "checkpoints" / "step_1" / "model" / "notes.txt").symlink_to(__file__)
     assert export([str(run), "--merge", "--to", str(tmp_path / "merged")]) == 0
     assert are_equal(load_file(tmp_path / "merged" / "model.safetensors"), served)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.bfloat16
-    assert not (tmp_path / "merged" / "adapter_config.json").exists()
+    assert not {"adapter_config.json", "notes.txt"} & set(os.listdir(tmp_path / "merged"))
     assert export([str(run), "--to", str(tmp_path / "adapters")]) == 0
     assert content(tmp_path / "adapters") == content(run / "weights" / "step_1")
     base = (tmp_path / "base").rename(tmp_path / "moved")

@@ -6,7 +6,6 @@ float32, then rounded.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from trireme.messages import TensorSpec
 from trireme.tools.export.weights_folder import read_settings
 from trireme.trainer.checkpoint.export import (
     DESCRIPTION,
+    copy_description,
     describe_model,
     make_folder,
     require_undamaged,
@@ -62,9 +62,7 @@ def export_merged(
     specs = merged.specs(dtype)
 
     def fill(folder: Path) -> None:
-        shutil.copytree(
-            checkpoint / DESCRIPTION, folder, ignore=shutil.ignore_patterns(CONFIG, TRAINED_WITH, "README.md")
-        )
+        copy_description(checkpoint, folder, without=(CONFIG, TRAINED_WITH, "README.md"))
         merged.describe(folder, getattr(torch, dtype))
         with open_checkpoint(checkpoint) as stored:
             prefix = f"{MODEL}."

@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -101,7 +102,8 @@ class Exporter:
     def write(self, checkpoint: Path, version: int) -> None:
         """Make `step_N` from a checkpoint that lacks only its manifest."""
         folder = step_folder(self.folder, version)
-        write_export(folder, checkpoint / DESCRIPTION, self._layout, sorted(checkpoint.glob("rank_*.safetensors")))
+        describe = partial(shutil.copytree, checkpoint / DESCRIPTION)
+        write_export(folder, describe, self._layout, sorted(checkpoint.glob("rank_*.safetensors")))
         log.info("weights %s", folder)
 
 
@@ -120,7 +122,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, dtype: str | None = Non
     names = sorted(name for name in read_manifest(checkpoint).files if name.startswith("rank_"))
     write_export(
         folder,
-        checkpoint / DESCRIPTION,
+        partial(copy_description, checkpoint),
         in_dtype(layout, dtype) if dtype else layout,
         [checkpoint / name for name in names],
         dtype=getattr(torch, dtype) if dtype else None,
@@ -133,9 +135,28 @@ def require_undamaged(checkpoint: Path) -> None:
         raise JournalCorrupt(f"The checkpoint {checkpoint} is damaged: {damage}. Export another step.")
 
 
+def copy_description(checkpoint: Path, folder: Path, *, without: Sequence[str] = ()) -> None:
+    """Copy all of an export but its weights.
+
+    What the manifest does not list is left out. It may be a link to a file of the user.
+    """
+    listed = read_manifest(checkpoint).files
+
+    def left_out(root: str, names: list[str]) -> set[str]:
+        paths = {name: Path(root, name) for name in names if name not in without}
+        kept = {
+            name
+            for name, path in paths.items()
+            if str(path.relative_to(checkpoint)) in listed or (path.is_dir() and not path.is_symlink())
+        }
+        return set(names) - kept
+
+    shutil.copytree(checkpoint / DESCRIPTION, folder, ignore=left_out)
+
+
 def write_export(
     folder: Path,
-    description: Path,
+    describe: Callable[[Path], object],
     layout: Layout,
     pieces: Sequence[Path],
     *,
@@ -144,11 +165,12 @@ def write_export(
     """Write an export: its description, and the tensors of its layout.
 
     Args:
+        describe: creates the folder that it is given, with all but the weights.
         dtype: precision of the layout if it differs from the description's.
     """
 
     def fill(partial: Path) -> None:
-        shutil.copytree(description, partial)
+        describe(partial)
         is_adapter = (partial / CONFIG).is_file()
         with open_shards(pieces) as stored:
             most = sys.maxsize if is_adapter else MAX_FILE_BYTES
