@@ -262,6 +262,22 @@ def test_a_folder_that_a_program_has_made_read_only_is_removed(tmp_path, monkeyp
     assert not os.listdir()
 
 
+def test_folders_too_deep_for_python_to_walk_are_looked_at_and_removed(tmp_path, monkeypatch):
+    for folder in ("worker", "worker/agents"):
+        monkeypatch.syspath_prepend(Path(agent_session.__file__).parent / folder)
+    agent, runtime = importlib.import_module("trireme_agent"), importlib.import_module("trireme_runtime")
+    (tmp_path / "first.txt").touch()
+    below = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(1200):
+        os.mkdir("d", dir_fd=below)
+        above, below = below, os.open("d", os.O_RDONLY, dir_fd=below)
+        os.close(above)
+    os.close(below)
+    assert agent.written_since(0, tmp_path) == {"first.txt": 0}
+    runtime.remove_folder(tmp_path / "d")
+    assert os.listdir(tmp_path) == ["first.txt"]
+
+
 BRANCHES = """
     import openai
     client = openai.OpenAI()
@@ -467,17 +483,22 @@ def test_a_program_in_the_sandbox_reaches_the_policy_and_its_own_folder_alone(sa
     assert_exact(rollout, policy, num_turns=2)
 
 
+ONCE = {"memory_gib": 1.0, "timeout_s": 8.0}  # what four processes share counts once
+
+
 @pytest.mark.parametrize(
     ("grows", "stop", "limits"),
     [
         ("kept = b'1' * (600 << 20)", "agent_memory", {"memory_gib": 0.5}),
+        ("shared = mmap.mmap(-1, 600 << 20); shared[::4096]", "agent_memory", {"memory_gib": 0.5}),
+        ("shared = mmap.mmap(-1, 300 << 20); os.fork(), os.fork(), shared[::4096]", "agent_timeout", ONCE),
         ("for _ in range(40): os.fork() or time.sleep(60)", "agent_processes", {"num_processes": 32}),
         ("", "agent_timeout", {"timeout_s": 8.0}),
     ],
 )
 def test_a_program_that_takes_too_much_is_ended_and_scored(sandboxed, grows, stop, limits):
     program = f"""
-    import os, time, urllib.request  # it starts sooner than an SDK
+    import mmap, os, time, urllib.request  # it starts sooner than an SDK
     body, key = b'{{"messages": [{{"role": "user", "content": "hi"}}]}}', os.environ["ANTHROPIC_API_KEY"]
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, {{"x-api-key": key}})
     urllib.request.urlopen(request).read()

@@ -214,17 +214,18 @@ def written_since(time_ns: int, folder: Path) -> dict[str, int]:
     """Return the sizes of files that were written since a time, by their paths: the first ones, without Git's own."""
     found: dict[str, int] = {}
     num_seen = 0
-    for root, folders, files in os.walk(folder):
-        folders[:] = sorted(set(folders) - {".git", "__pycache__", "node_modules"})
-        for name in sorted(files):
-            num_seen += 1
-            if len(found) >= KEPT_FILES or num_seen > MOST_FILES:
-                return found
-            with contextlib.suppress(OSError):
-                status = os.lstat(os.path.join(root, name))
-                if status.st_ctime_ns > time_ns:
-                    path = os.path.relpath(os.path.join(root, name), folder)
-                    found[path.encode(errors="replace").decode()] = status.st_size
+    with contextlib.suppress(RecursionError):  # of Python 3.11, in folders a thousand deep
+        for root, folders, files in os.walk(folder):
+            folders[:] = sorted(set(folders) - {".git", "__pycache__", "node_modules"})
+            for name in sorted(files):
+                num_seen += 1
+                if len(found) >= KEPT_FILES or num_seen > MOST_FILES:
+                    return found
+                with contextlib.suppress(OSError):
+                    status = os.lstat(os.path.join(root, name))
+                    if status.st_ctime_ns > time_ns:
+                        path = os.path.relpath(os.path.join(root, name), folder)
+                        found[path.encode(errors="replace").decode()] = status.st_size
     return found
 
 

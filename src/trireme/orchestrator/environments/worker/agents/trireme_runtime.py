@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence, Set
@@ -434,13 +434,9 @@ def processes_of(parent: Path, session: int, killed: Set[int]) -> list[int]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder if it is there, with folders in it that a program has made read-only."""
-    shutil.rmtree(folder, ignore_errors=True)
-    if not folder.exists():
-        return
-    below = (Path(root, name) for root, names, _ in os.walk(folder) for name in names)
-    for path in itertools.chain((folder,), below):  # each before what is in it is listed
-        with contextlib.suppress(OSError):
-            if not path.is_symlink():
-                path.chmod(0o700)
-    shutil.rmtree(folder, ignore_errors=True)
+    """Remove a folder if it is there, with folders in it that a program has made read-only or very deep."""
+    with contextlib.suppress(RecursionError):  # Python 3.11 recurses into folders, and gives up a thousand deep
+        shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists() and not folder.is_symlink():
+        for command in (("chmod", "-R", "u+rwx"), ("rm", "-rf")):
+            subprocess.run([*command, "--", folder], stderr=subprocess.DEVNULL, check=False)
