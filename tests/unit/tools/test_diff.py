@@ -1,6 +1,7 @@
 """`trireme diff`: of two runs that are not the same, the first thing that differs is named, and what leads to it."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -176,6 +177,18 @@ def test_a_run_is_the_same_as_its_copy_and_nothing_is_written(whole, copy, tmp_p
     for name in "xy":  # of one seed, written at different times
         write_whole_run(tmp_path / name)
     assert compare_runs(tmp_path / "x", tmp_path / "y").same
+
+
+def test_logprobs_are_listed_once_per_run_and_a_rank_that_is_missing_hides_no_later_one(whole, copy, monkeypatch):
+    file = path_of(copy.paths.logprobs, STEP, 0)
+    file.rename(path_of(copy.paths.logprobs, STEP, 2))  # ranks 0 and 1 could not write theirs
+    listed = []
+    for name in ("scandir", "listdir"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda path, real=real: listed.append(Path(path).name) or real(path))
+    compared = compare_runs(whole, copy.paths.root)
+    assert (compared.same, compared.compared["scored"]) == (True, 5)
+    assert listed.count("logprobs") == 2
 
 
 @pytest.mark.parametrize("aspect", CHANGES)

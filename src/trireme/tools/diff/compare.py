@@ -16,12 +16,12 @@ from pathlib import Path
 
 from trireme.base.paths import RunPaths, step_folder, step_of
 from trireme.journal.journal import Journal
-from trireme.journal.logprobs import read_logprobs
+from trireme.journal.logprobs import count_ranks, read_logprobs
 from trireme.journal.provenance import read_provenance
 from trireme.journal.versions import Versions
 from trireme.monitor.metrics import Row, latest_by_step, read_metrics
 from trireme.tools.diff.aspects import MAIN, Difference, compare_tables
-from trireme.tools.diff.batches import BATCH_ASPECTS, Decode, compare_batches, compare_scored
+from trireme.tools.diff.batches import BATCH_ASPECTS, Decode, Scored, compare_batches, compare_scored
 from trireme.tools.diff.configuration import KeyDifference, compare_configurations, read_configuration
 from trireme.tools.record_differences import first_place
 from trireme.tools.tokenizer import find_decoder
@@ -48,7 +48,7 @@ class Side:
         self.configuration = read_configuration(folder)
         paths = RunPaths(folder)
         self.journal = Journal(paths.journal)
-        self.logprobs = paths.logprobs
+        self._logprobs, self._num_ranks = paths.logprobs, count_ranks(paths.logprobs)
         self.batches = set(self.journal.require_all())
         self.rows = latest_by_step(read_metrics(paths.metrics)[0])
         self.steps = {step for process, step in self.rows if process == "trainer"}
@@ -57,6 +57,10 @@ class Side:
         exported = {step for folder in paths.weights.glob("step_*") if (step := step_of(folder)) is not None}
         self.versions = {*self._confirmed.known(), *exported}
         self.surroundings = read_provenance(paths)
+
+    def logprobs(self, step: int) -> Scored:
+        """Return the trainer's logprobs by sample."""
+        return read_logprobs(self._logprobs, step, self._num_ranks)
 
     def confirmed(self, version: int) -> dict[str, str] | None:
         """Return confirmed digests by tensor. Raises JournalCorrupt where the record is damaged."""
@@ -166,7 +170,7 @@ def _compare_at(step: int, a: Side, b: Side, compared: Counter[str], decode: Dec
         # entries of runs that do the same have the same bytes, and need not be decoded
         if path_a.stat().st_size != path_b.stat().st_size or path_a.read_bytes() != path_b.read_bytes():
             yield from compare_batches(a.journal.read(step), b.journal.read(step), decode)
-        scores_a, scores_b = read_logprobs(a.logprobs, step), read_logprobs(b.logprobs, step)
+        scores_a, scores_b = a.logprobs(step), b.logprobs(step)
         common = scores_a.keys() & scores_b.keys()
         compared["scored"] += bool(common)
         if any(first_place(scores_a[sample], scores_b[sample]) is not None for sample in common):
