@@ -20,9 +20,11 @@ PATIENCE_S = 3.0  # with a receiver that does not come
 
 def test_every_tensor_arrives_at_every_receiver_to_the_bit_over_old_connections_and_new_ones():
     with closing(Ends(2, timeout_s=DEADLINE_S)) as ends:
+        num_keys = {}  # of the rendezvous store, which lives as long as the trainer
         for model, epoch, join in zip(MODELS, ("a/1", "a/1", "a/2", "a/3"), (True, False, True, True), strict=True):
             futures = ends.send(model, epoch=epoch, receivers=ends.receivers, join=join)
             assert outcome(futures) == [None, *[digests_of(model)] * 2]
+            assert num_keys.setdefault(epoch, ends.sender._store.num_keys()) == ends.sender._store.num_keys()
         with pytest.raises(AssertionError, match="more tensors than specs"):
             ends.sender.send([], iter(MODEL.values()))
 

@@ -175,8 +175,10 @@ class CollectiveSender(Sender):
                 self._kind, self._store, epoch=epoch, rank=0, world_size=world_size, timeout_s=self._timeout_s
             )
             self._epoch, self._num_transfers = epoch, 0
-        transfer = self._num_transfers
-        self._await([_listens(epoch, transfer, rank) for rank in receivers], _listens(epoch, transfer, 0), is_wanted)
+        listen = [_listens(epoch, self._num_transfers, rank) for rank in range(world_size)]
+        self._await(listen[1:], listen[0], is_wanted)
+        for key in listen:  # each transfer has its own, and the store lives as long as the run
+            self._store.delete_key(key)
         self._num_transfers += 1
 
     def _await(self, keys: list[str], sign_of_life: str, is_wanted: Callable[[], bool]) -> None:
