@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from trireme.algo.model import flops
-from trireme.algo.model.architecture import ATTENDING
+from trireme.algo.model.architecture import ATTENDING, experts_used
 from trireme.algo.model.chips import chip_called
 from trireme.algo.model.cost import Cost
 from trireme.config.trainer import TOWER
@@ -36,14 +36,14 @@ def matrix_parameters(model: PreTrainedModel) -> tuple[float, float]:
     An embedding counts only if it is the head too, and a vision encoder not at all, as tokens do not pass through it.
     Of experts, held as [experts, in, out], those count that a token is sent to.
     """
-    config = model.config.get_text_config()
+    used = experts_used(model.config.get_text_config().to_dict())
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     total = trained = 0.0
     for name, parameter in model.named_parameters():
         is_lookup_only = parameter is embedding.weight and (head is None or parameter is not head.weight)
         if parameter.ndim > 1 and not is_lookup_only and not name.startswith(f"{TOWER}."):
             is_of_experts = parameter.ndim == 3 and ".experts." in name
-            share = config.num_experts_per_tok / parameter.shape[0] if is_of_experts else 1.0
+            share = used / parameter.shape[0] if is_of_experts else 1.0
             total += parameter.numel() * share
             trained += parameter.numel() * share * parameter.requires_grad
     return total, trained

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trireme.algo.model.architecture import architecture_of
 from trireme.algo.model.flops import flops_per_token as by_hand
 from trireme.algo.model.flops import model_flops
+from trireme.tools.plan.sizes import count_sizes
 from trireme.trainer.perf import flops_per_token, matrix_parameters, peak_memory
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": False}
@@ -42,3 +43,14 @@ def test_the_plan_and_the_trainer_count_the_same_work(kind: str, more: dict[str,
     planned = model_flops(architecture_of({"model_type": kind, **SIZES, **more}), 300.0)
     assert planned == flops_per_token(built(kind, **more), 300.0)
     assert peak_memory(torch.device("cpu"))["perf/peak_memory_gib"] > 0
+
+
+def test_experts_that_a_token_meets_count_under_the_name_that_a_family_has_for_their_number() -> None:
+    """Gemma 4, with 2 layers and experts of 3 matrices here."""
+    more = {"enable_moe_block": True, "num_experts": 4, "moe_intermediate_size": 16, "global_head_dim": 32}
+    more |= {"hidden_size_per_layer_input": 0, "layer_types": ["sliding_attention", "full_attention"]}
+    two, three = (matrix_parameters(built("gemma4_text", top_k_experts=count, **more))[0] for count in (2, 3))
+    assert three - two == 2 * 3 * 64 * 16
+    planned = count_sizes({"model_type": "gemma4_text", "top_k_experts": 3, **SIZES, **more})
+    assert planned is not None
+    assert [layer.experts.used for layer in planned.layers if layer.experts] == [3, 3]

@@ -16,6 +16,9 @@ Config = Mapping[str, Any]  # a config.json
 ATTENDING = ("full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid")
 """Kinds of layers in a config.json that attend; the others carry a state, or are an MLP alone."""
 
+EXPERTS_USED = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
+"""Keys of a config.json that say how many experts each token is sent to."""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -226,6 +229,12 @@ def is_known(config: Config) -> bool:
     return "text_config" not in config and config.get("model_type") in FAMILIES
 
 
+def experts_used(text: Config, default: int = 1) -> int:
+    """Return how many experts of a layer each token is sent to; the most if layers differ."""
+    found = next((text[key] for key in EXPERTS_USED if text.get(key)), default)
+    return max(found) if isinstance(found, list) else int(found)
+
+
 def _layers(text: Config, family: Family) -> Iterator[Layer]:
     hidden, heads = text["hidden_size"], text["num_attention_heads"]
     head_dim = text.get("head_dim") or family.head_dim or hidden // heads
@@ -258,7 +267,7 @@ def _dense(text: Config) -> Iterator[Matrix]:
 
 
 def _experts(text: Config, family: Family) -> Iterator[Matrix]:
-    hidden, used = text["hidden_size"], text.get("num_experts_per_tok", family.experts_used)
+    hidden, used = text["hidden_size"], experts_used(text, family.experts_used)
     count = text.get(str(family.experts)) or text["num_local_experts"]  # transformers 5 writes all models' so
     width, bias = text[family.expert_width], family.expert_bias
     yield Matrix("router", hidden, count, bias)

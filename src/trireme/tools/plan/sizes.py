@@ -10,7 +10,16 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from trireme.algo.model.activations import SHORT, Pass
-from trireme.algo.model.architecture import Architecture, Family, Layer, Matrix, architecture_of, is_known, window_of
+from trireme.algo.model.architecture import (
+    Architecture,
+    Family,
+    Layer,
+    Matrix,
+    architecture_of,
+    experts_used,
+    is_known,
+    window_of,
+)
 from trireme.algo.model.chips import GIB
 from trireme.base.errors import ConfigError
 from trireme.config.inference import LOW_BIT
@@ -162,7 +171,7 @@ def _layer(block: torch.nn.Module, text: dict[str, Any], number: int) -> Layer:
 
 def _matrices(block: torch.nn.Module, text: dict[str, Any]) -> Iterator[Matrix]:
     """Yield linear layers, routers, and the stacked matrices of experts."""
-    used = text.get("num_experts_per_tok") or 1
+    used = experts_used(text)
     convolutions = {id(part.weight) for part in _convolutions(block)}
     for path, parameter in block.named_parameters():
         module, name = path.split(".")[-2:] if "." in path else ("", path)
