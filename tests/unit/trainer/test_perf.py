@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trireme.algo.model.architecture import architecture_of
+from trireme.algo.model.chips import CHIPS, chip_called
 from trireme.algo.model.flops import flops_per_token as by_hand
 from trireme.algo.model.flops import model_flops
 from trireme.tools.plan.sizes import count_sizes
@@ -54,3 +55,10 @@ def test_experts_that_a_token_meets_count_under_the_name_that_a_family_has_for_t
     planned = count_sizes({"model_type": "gemma4_text", "top_k_experts": 3, **SIZES, **more})
     assert planned is not None
     assert [layer.experts.used for layer in planned.layers if layer.experts] == [3, 3]
+
+
+def test_a_gpu_is_known_by_whole_words_of_its_name() -> None:
+    names = ("NVIDIA L40", "NVIDIA L40S", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB")
+    found = [chip_called(name) for name in (*names, "NVIDIA GeForce RTX 4090")]
+    assert found == [CHIPS[key] for key in ("l40", "l40s", "h100", "h100-pcie", "a100-40", "4090")]
+    assert chip_called("NVIDIA GH200 480GB") is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 GIB = 1 << 30
@@ -27,9 +28,11 @@ CHIPS = {
     "b200": _chip("B200", 178, 2250, 75, 8.0),
     "h200": _chip("H200", 139, 989, 67, 4.8),
     "h100": _chip("H100", 79, 989, 67, 3.35),
+    "h100-pcie": _chip("H100 PCIe", 79, 756, 51, 2.0),
     "a100": _chip("A100", 79, 312, 19.5, 2.0),
     "a100-40": _chip("A100 40GB", 39, 312, 19.5, 1.55),
     "l40": _chip("L40", 44, 181, 90.5, 0.864),
+    "l40s": _chip("L40S", 44, 362, 91.6, 0.864),
     "4090": _chip("RTX 4090", 23.5, 165, 82.6, 1.0),
 }
 """GPUs by the name that `--gpu` takes. The memory is what the driver reports, a little less than advertised."""
@@ -41,7 +44,9 @@ def chip_called(name: str) -> Chip | None:
     Example:
         chip_called("NVIDIA A100-SXM4-40GB").name  # "A100 40GB"
     """
-    if "A100" in name and "40GB" in name:
+    words = set(re.split(r"[\s-]+", name.lower().replace("gb200", "b200")))  # which has the same chips
+    if "a100" in words and "40gb" in words:
         return CHIPS["a100-40"]
-    words = name.upper()
-    return next((chip for key, chip in CHIPS.items() if key.upper() in words), None)
+    if "h100" in words and "pcie" in words:
+        return CHIPS["h100-pcie"]
+    return next((chip for key, chip in CHIPS.items() if key in words), None)
