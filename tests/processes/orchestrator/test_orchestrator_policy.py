@@ -645,3 +645,25 @@ def test_no_request_goes_out_on_a_connection_that_the_engine_is_about_to_close()
     """An engine closes what was idle for so long; the request that comes just then is lost, and costs a second."""
     settings = Path(find_spec("vllm").submodule_search_locations[0]) / "envs.py"
     assert int(re.search(r"VLLM_HTTP_TIMEOUT_KEEP_ALIVE: int = (\d+)", settings.read_text())[1]) > KEEP_IDLE_S
+
+
+def test_a_confirmation_that_waits_for_room_is_not_written_once_its_attempt_is_abandoned(tmp_path, monkeypatch):
+    full = tmp_path / "full"
+    full.touch()
+    monkeypatch.setenv("TRIREME_FAULTS", f"disk_full={full}")
+
+    async def play(policy: Policy) -> None:
+        engines: Any = [SimpleNamespace(url="http://x")]
+        abandoned = asyncio.create_task(policy.record(5, engines, {"w": "abandoned"}, 0.0))
+        while not policy.waits.now():
+            await asyncio.sleep(0.01)
+        abandoned.cancel()
+        await asyncio.sleep(0)
+        full.unlink()
+        await asyncio.gather(abandoned, return_exceptions=True)
+        await policy.record(5, engines, {"w": "sent"}, 0.0)
+
+    versions, pool = Versions(tmp_path / "journal"), SimpleNamespace(is_begun=False)
+    versions.folder.mkdir()
+    asyncio.run(play(Policy(pool, Waits("orchestrator"), versions)))
+    assert [each.digests["w"] for each in versions.read(5).confirmations] == ["sent"]

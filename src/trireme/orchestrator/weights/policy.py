@@ -7,11 +7,13 @@ update travels.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from trireme.base.disk import when_there_is_room
+from trireme.base.errors import PeerDied
 from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
 from trireme.journal.versions import Versions
@@ -139,14 +141,29 @@ class Policy:
             difference: largest difference between the trainer's and an engine's logprobs on the probe.
         """
         urls = [engine.url for engine in engines]
-        await asyncio.to_thread(
-            when_there_is_room,
-            lambda: self.versions.record(version, urls, digests, difference),
-            what=f"the confirmation of version {version}",
-            folder=self.versions.folder,
-            waits=self.waits,
-            deadline_s=self.disk_timeout_s,
+        is_abandoned = threading.Event()
+
+        def write() -> None:
+            if is_abandoned.is_set():
+                raise PeerDied(f"The attempt at version {version} was abandoned before its confirmation was on disk.")
+            self.versions.record(version, urls, digests, difference)
+
+        writing = asyncio.create_task(
+            asyncio.to_thread(
+                when_there_is_room,
+                write,
+                what=f"the confirmation of version {version}",
+                folder=self.versions.folder,
+                waits=self.waits,
+                deadline_s=self.disk_timeout_s,
+            )
         )
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:  # the thread would outlive this, and write after the next attempt
+            is_abandoned.set()
+            await asyncio.gather(writing, return_exceptions=True)
+            raise
 
     async def go_live(self, version: int, engines: list[Engine]) -> None:
         """Make a confirmed version live in the engines that confirmed it."""
