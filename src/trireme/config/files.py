@@ -103,8 +103,14 @@ def write_run(config: Section, file: Path) -> None:
 
 def read_run(root: type[AnySection], file: Path) -> AnySection:
     """Return exactly what `write_run` wrote. Nothing is derived again."""
+    table = read_table(file)
+    if "orchestrator" in root.model_fields and "orchestrator" not in table and "data" in table:
+        raise ConfigError(
+            f"{file} is that of an `sft` run - expected one of `rl`. `trireme report`, `dashboard`, `diff` and "
+            "`export` take such runs."
+        )
     try:
-        return root.model_validate(read_table(file))
+        return root.model_validate(table)
     except ValidationError as error:
         raise ConfigError(
             f"{file} is not a resolved configuration of this version ({error.error_count()} problems, the first: "

@@ -19,7 +19,9 @@ from trireme.cli.command import run_command
 from trireme.cli.rl import rl, write_configs
 from trireme.cli.trireme import VERBS, trireme
 from trireme.config.arguments import count, json_table, not_negative, positive, positive_int, share
+from trireme.config.files import write_run
 from trireme.config.run import RunConfig
+from trireme.config.sft import SftConfig
 
 ROOT = Path(__file__).parents[3]
 LIST = [sys.executable, "-m", "trireme.cli.trireme", "env", "list"]
@@ -87,6 +89,14 @@ def test_a_character_that_the_terminal_cannot_show_ends_no_command(monkeypatch):
     with pytest.raises(SystemExit, match="0"):
         run_command("rl", lambda _: print("trainer died: \u201cquoted\u201d \udc80"))
     assert shown.getvalue() == b"trainer died: \\u201cquoted\\u201d \\udc80\n"
+
+
+@pytest.mark.parametrize("verb", ["status", "audit", "replay"])
+def test_a_verb_for_rl_runs_says_of_an_sft_run_what_it_is(verb, tmp_path):
+    (tmp_path / "configs").mkdir()
+    write_run(SftConfig.model_validate({"output_dir": str(tmp_path)}), tmp_path / "configs" / "run.json")
+    with pytest.raises(ConfigError, match=r"run\.json is that of an `sft` run - expected one of `rl`"):
+        trireme([verb, str(tmp_path)])
 
 
 def test_settings_that_a_resumed_run_did_not_have_are_told_and_the_earlier_ones_kept(tmp_path, capsys):
