@@ -1,5 +1,7 @@
 """The dashboard's table of rollouts: all of them, found as the viewer finds them, however the journal changes."""
 
+import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,8 @@ from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord
 from trireme.tools.audit.audit import audit_run
-from trireme.tools.dashboard.rollout_index import RolloutIndex, bring_up_to_date
+from trireme.tools.dashboard import rollout_index
+from trireme.tools.dashboard.rollout_index import RolloutIndex, bring_up_to_date, fill
 from trireme.tools.rollout_filters import parse_filter
 from trireme.tools.rollouts import BatchFile
 from written_run import rewrite_batch, write_whole_run
@@ -61,7 +64,18 @@ def found_by_the_viewer(run: RunConfig, line: str) -> list[tuple[int, int]]:
     [
         *("", "it", "-it", "größe", '"100% it\'s"', "_x_", "IT größe", "'; DROP TABLE rollouts; --", "%"),
         *("reward<1", "reward>=1.3", "-reward<1", "advantage>0", "-advantage>0", "tokens=4", "turns!=1", "rollout=2"),
-        *("example=3", "example!=3", "example~1", "example>=4", "-example=3", "env=a", "env~B", "-env=a"),
+        *(
+            "example>99999999999999999999",
+            "reward<1e30",
+            "example=3",
+            "example!=3",
+            "example~1",
+            "example>=4",
+            "-example=3",
+            "env=a",
+            "env~B",
+            "-env=a",
+        ),
         *("stop=length", "stop~en", "-stop~en", "stop!=done", "error~timeout", "-error~timeout", "flaws~trunc"),
         *("is:truncated", "-is:truncated", "is:failed", "-is:failed", "is:flawed", "-is:flawed"),
         *("reward<=1.3 rollout>1", "reward<2 env=a is:truncated", "größe -is:truncated reward>0.5"),
@@ -120,6 +134,25 @@ def test_a_file_that_is_no_table_or_is_damaged_while_it_is_kept_is_made_again(tm
     for _ in range(2):
         bring_up_to_date(table)
     assert found(table, "") == before
+
+
+def test_the_process_that_fills_a_table_ends_and_a_page_starts_it_where_batches_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[int, int]] = []
+    monkeypatch.setattr(rollout_index, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(rollout_index, "QUIET_S", 0.0)
+    monkeypatch.setattr(RolloutIndex, "keep_current", lambda table: started.append(table.progress()))
+    run = write_whole_run(tmp_path / "run", batches=2)
+    table = RolloutIndex(run.paths.root, tmp_path / "cache")
+    table.create()
+    assert (table.look(), started) == ((0, 2), [(0, 2)])
+    fill(table)
+    assert (table.look(), len(started)) == ((2, 2), 1)
+    monkeypatch.setattr(rollout_index, "QUIET_S", math.inf)
+    shutil.rmtree(run.paths.root)
+    fill(table)
+    assert (table.look(), len(started)) == ((2, 0), 1)
 
 
 def test_fates_are_counted_as_the_audit_counts_them(run: RunConfig, table: RolloutIndex) -> None:

@@ -60,7 +60,7 @@ class FatesPage:
         ui.timer(LOOK_S, self._look, immediate=False)
 
     async def _look(self) -> None:
-        if (progress := self._index.progress()) != self._progress:
+        if (progress := self._index.look()) != self._progress:
             self._progress = progress
             await self.count()
 

@@ -31,6 +31,7 @@ FORMAT = 5  # of the tables; an index of another format is built again
 MOST_TEXT = 4000  # characters of a rollout that are searched: half of them from its beginning, half from its end
 BUSY_S = 10.0
 LOOK_EVERY_S = 2.0
+QUIET_S = 600.0  # without a new batch, after which the process that fills an index ends until a page misses a batch
 KEPT_DAYS = 30  # of an index that was not opened
 NICENESS = 15
 MOST_BARS = 400  # of the fates by step
@@ -183,6 +184,13 @@ class RolloutIndex:
 
     # reading
 
+    def look(self) -> tuple[int, int]:
+        """Return `progress`. Where batches are missing, start the process that fills the index. For the main thread."""
+        done, total = self.progress()
+        if 0 < total != done:
+            self.keep_current()
+        return done, total
+
     def progress(self) -> tuple[int, int]:
         """Return how many batches are in the index, and how many there are."""
         done = 0
@@ -308,22 +316,31 @@ def _cache_folder() -> Path:
 def _run(run: Path, cache: Path, parent: int) -> None:
     die_with_parent(parent)
     os.nice(NICENESS)
-    index = RolloutIndex(run, cache)
-    while True:
-        bring_up_to_date(index)
+    fill(RolloutIndex(run, cache))
+
+
+def fill(index: RolloutIndex) -> None:
+    """Keep an index up to date until its run is quiet for `QUIET_S`, or its folder is gone."""
+    changed_s = time.monotonic()
+    while os.path.isdir(index.run):
+        if bring_up_to_date(index):
+            changed_s = time.monotonic()
+        elif time.monotonic() - changed_s >= QUIET_S:
+            return
         time.sleep(LOOK_EVERY_S)
 
 
-def bring_up_to_date(index: RolloutIndex) -> None:
-    """Read what is new. A damaged index is emptied, and filled by the next call."""
+def bring_up_to_date(index: RolloutIndex) -> bool:
+    """Read what is new. A damaged index is emptied, and filled by the next call. Return whether anything was read."""
+    steps: list[int] = []
     try:
-        for _ in index.update():
-            pass
+        steps.extend(index.update())
     except (OSError, sqlite3.OperationalError):
         pass  # the disk is full, or another dashboard writes: retried by the next call
     except sqlite3.DatabaseError:
         index.remove()
         index.create()
+    return bool(steps)
 
 
 def _condition(term: Term) -> tuple[str, list[str | float]]:
@@ -334,6 +351,8 @@ def _condition(term: Term) -> tuple[str, list[str | float]]:
         return "instr(text, ?) > 0", [term.value]
     if term.field == "example":  # a number in the journal, and a name in a filter
         column = "CAST(example AS TEXT)" if isinstance(term.value, str) else "example"
+        if isinstance(term.value, int):  # SQLite takes 64 bits
+            return f"example {term.op} ?", [max(-(2**63), min(term.value, 2**63 - 1))]
     elif isinstance(term.value, str):
         column = f"lowered({column})"
     elif term.op in ("=", "!="):

@@ -205,7 +205,7 @@ class RolloutsPage:
         return found
 
     async def _look(self) -> None:
-        if (progress := self._index.progress()) != self._progress:
+        if (progress := self._index.look()) != self._progress:
             self._progress = progress
             was_empty = not self._list.rows
             await self.refresh()
