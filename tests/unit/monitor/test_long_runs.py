@@ -104,7 +104,7 @@ def test_progress_keeps_the_rows_of_the_newest_steps_and_every_reward_and_evalua
 
 
 READERS: dict[str, Callable[[RunConfig], object]] = {
-    "view": lambda config: View(config, StatusPoller(""), Console(quiet=True)).tick((), final=True),
+    "view": lambda config: View(config, StatusPoller("", config.paths.root), Console(quiet=True)).tick((), final=True),
     "status": lambda config: look_at(config.paths.root),
     "restarts": lambda config: Trained(config.paths.metrics).newest(),
     "warnings": lambda config: Watcher(MetricsFile(config.paths.metrics, "orchestrator")).look(),
