@@ -85,7 +85,7 @@ def player(folder: Path) -> Callable[..., tuple[list[Rollout], ScriptedPolicy]]:
         file = write(folder, program, "agent.py")
         policy = policy or ScriptedPolicy(tokenizer, list(texts) or [ENDS])
         waits = Waits("orchestrator", folder / "logs")
-        runner = RolloutRunner(RunConfig(), policy, tokenizer, journal=journal, waits=waits)  # type: ignore[arg-type]
+        runner = RolloutRunner(RunConfig(seq_len=1 << 17), policy, tokenizer, journal=journal, waits=waits)  # type: ignore[arg-type]
         table = {"command": command or (sys.executable, file, "{prompt}")} | agent
 
         async def roll_out(environment: Any) -> list[Rollout]:
