@@ -150,27 +150,10 @@ class _Reading:
                     )
 
     def take_all(self, arguments: Sequence[TypedFile | TypedFlag]) -> None:
-        """Take files, then flags, each in the order in which they were typed. Only the flag that begins a table of an
-        array (`--orchestrator.env.1.id`) comes before the others of that table."""
-        for file in arguments:
-            if isinstance(file, TypedFile):
-                with self._collect_problem():
-                    self._take_file(file)
-        flags = [flag for flag in arguments if isinstance(flag, TypedFlag)]
-        paths = [self._flag_path(flag)[0] for flag in flags]
-        first: dict[KeyPath, int] = {}
-        for number, path in enumerate(paths):
-            for depth in range(len(path)):
-                first.setdefault(path[:depth], number)
-
-        def place(number: int) -> tuple[int, bool]:
-            path, found = paths[number], find(self.root, paths[number])
-            begins = found is not None and found.required and any(map(str.isdigit, path[-2:-1]))
-            return (first[path[:-1]] if begins else number, not begins)
-
-        for number in sorted(range(len(flags)), key=place):
+        """Take files, then flags."""
+        for typed in sorted(arguments, key=lambda typed: isinstance(typed, TypedFlag)):
             with self._collect_problem():
-                self._take_flag(flags[number])
+                self._take_file(typed) if isinstance(typed, TypedFile) else self._take_flag(typed)
 
     def _take_file(self, typed: TypedFile) -> None:
         table = read_table(Path(typed.name))
@@ -291,15 +274,13 @@ class _Reading:
         Raises: ConfigError if an array has no such table, or a value is in the place of a free table.
         """
         here: Any = self.tree
-        found = find(self.root, path)
-        begins_item = found is not None and found.required  # the key that each table of an array must have (`id`)
         for depth, part in enumerate(path[:-1]):
             above, step = find(self.root, path[: depth + 1]), _item(here, part)
             is_array = above is not None and above.kind == "sections"
             if step is None and isinstance(here, dict):
                 step = here[part] = [] if is_array else {}
-            elif step is None and part == str(len(here)) and begins_item and len(path) == depth + 2:
-                here.append(step := {})
+            elif step is None and is_array and part == str(len(here)):
+                here.append(step := {})  # the next one, whatever its first key is
             if step is None and is_array:
                 raise ConfigError(_no_such_item(label, path[: depth + 1], len(here)))
             if not isinstance(step, dict | list):
