@@ -50,6 +50,12 @@ def step_of(folder: Path) -> int | None:
     return int(number) if name == "step" and number.isdigit() else None
 
 
+def steps_in(folder: Path) -> list[int]:
+    """Return the N of all `step_N` in a folder, complete or not, in order; none where there is no folder."""
+    steps = [step_of(path) for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(step for step in steps if step is not None)
+
+
 @contextmanager
 def atomic_write(path: Path, *, replace: bool = True) -> Iterator[IO[bytes]]:
     """Open a file that appears under its name only when whole and on disk; after an error there is nothing.

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from trireme.base.errors import JournalCorrupt
-from trireme.base.paths import step_folder, step_of
+from trireme.base.paths import step_folder, step_of, steps_in
 
 MANIFEST = "manifest.json"
 
@@ -48,8 +48,7 @@ def read_manifest(folder: Path) -> Manifest:
 def complete_steps(folder: Path) -> list[int]:
     """Return the steps of `folder` (a run's `checkpoints/`) whose checkpoint is complete, by names and sizes of
     files."""
-    steps = [step_of(path) for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted(step for step in steps if step is not None and is_complete(step_folder(folder, step)))
+    return [step for step in steps_in(folder) if is_complete(step_folder(folder, step))]
 
 
 def is_complete(folder: Path) -> bool:

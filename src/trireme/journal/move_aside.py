@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trireme.base.log import get_logger
-from trireme.base.paths import step_folder, step_of, sync_folder
+from trireme.base.paths import step_folder, steps_in, sync_folder
 
 log = get_logger("journal")
 
@@ -38,9 +38,3 @@ def set_aside_after(folder: Path, version: int) -> None:
         folder: the folder that holds `step_N`.
     """
     move_aside(folder, [step_folder(folder, step) for step in steps_in(folder) if step > version])
-
-
-def steps_in(folder: Path) -> list[int]:
-    """Return the N of all `step_N`, complete or not, in order."""
-    steps = [step_of(path) for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted(step for step in steps if step is not None)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from trireme.base.paths import step_folder, step_of
+from trireme.base.paths import step_folder, steps_in
 from trireme.config.run import RunConfig
 from trireme.monitor.collapse import Warned
 from trireme.monitor.progress import Evaluation, Progress, Status
@@ -90,8 +90,8 @@ def summary(progress: Progress, config: RunConfig, wall_s: float, restarts: Mapp
     lines += warning_lines(progress.warnings)
     lines += restarts_lines(restarts or {})
     for name, folder in (("weights", paths.weights), ("checkpoints", paths.checkpoints)):
-        steps = [step for path in folder.glob("step_*") if (step := step_of(path)) is not None]
-        lines.append(f"{name:13}" + (str(step_folder(folder, max(steps))) if steps else f"none in {folder}"))
+        steps = steps_in(folder)
+        lines.append(f"{name:13}" + (str(step_folder(folder, steps[-1])) if steps else f"none in {folder}"))
     return "\n".join([*lines, f"logs         {paths.logs}"])
 
 

@@ -19,7 +19,7 @@ from trireme.base.disk import when_there_is_room
 from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
-from trireme.base.paths import step_folder, step_of
+from trireme.base.paths import step_folder, steps_in
 from trireme.base.processes import rare_garbage_collection
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
@@ -315,8 +315,7 @@ def restore_metrics(config: RunConfig, journal: Journal, evaluator: Evaluator, m
         is_recent = step >= steps[-1] - 1  # after a rewind, the line may be from before it
         if "reward/mean" not in row or (is_recent and not journal.read(step).metrics.items() <= row.items()):
             metrics.append(step, journal.read(step).metrics)
-    found = [version for folder in config.paths.evals.glob("step_*") if (version := step_of(folder)) is not None]
-    versions = [version for version in sorted(found) if evaluator.is_done(version)]
+    versions = [version for version in steps_in(config.paths.evals) if evaluator.is_done(version)]
     for version in versions:
         is_newest = version == versions[-1]  # likewise
         if version not in evaluated or (

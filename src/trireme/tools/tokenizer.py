@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
-from trireme.base.paths import RunPaths, step_of
+from trireme.base.paths import RunPaths, step_folder, steps_in
 from trireme.base.safe_text import clean
 from trireme.config.model.folder import config_file
 from trireme.messages import Tokens
@@ -29,7 +29,7 @@ def find_decoder(run: Path) -> Decode | None:
     Nothing is downloaded, and only `tokenizer.json` is read, which holds no code.
     """
     paths = RunPaths(run)
-    exported = sorted(paths.weights.glob("step_*"), key=lambda folder: step_of(folder) or 0, reverse=True)
+    exported = [step_folder(paths.weights, step) for step in reversed(steps_in(paths.weights))]
     files: list[Path | None] = [folder / "tokenizer.json" for folder in exported]
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         files.append(config_file(json.loads(paths.run_config.read_bytes())["model"]["name"], "tokenizer.json"))

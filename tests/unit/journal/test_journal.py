@@ -15,7 +15,7 @@ import trireme
 from resolved_runs import run_in
 from trireme.base.devices import Devices
 from trireme.base.errors import JournalCorrupt
-from trireme.base.paths import RunPaths, step_folder, step_of
+from trireme.base.paths import RunPaths, step_folder, steps_in
 from trireme.cli.command import note_provenance
 from trireme.config.load import load_run_config
 from trireme.config.resolve import updated
@@ -193,10 +193,6 @@ def paths(tmp_path: Path) -> RunPaths:
         step_folder(paths.evals, version).mkdir(parents=True)
     paths.metrics.write_text("{}")
     return paths
-
-
-def steps_in(folder: Path) -> list[int]:
-    return sorted(step for entry in folder.iterdir() if (step := step_of(entry)) is not None)
 
 
 def left(paths: RunPaths) -> dict[str, list[int]]:

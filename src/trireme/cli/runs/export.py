@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trireme.base.errors import ConfigError
 from trireme.base.log import start_logging
-from trireme.base.paths import RunPaths, step_folder, step_of
+from trireme.base.paths import RunPaths, step_folder, step_of, steps_in
 from trireme.journal.manifest import MANIFEST, complete_steps
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -96,6 +96,5 @@ def find_checkpoint(source: Path, step: int | None) -> Path:
 def _broken(folder: Path) -> str:
     """Return a remark about steps that were begun, or damaged since."""
     steps = complete_steps(folder)
-    entries = folder.iterdir() if folder.is_dir() else ()
-    broken = sorted(step for entry in entries if (step := step_of(entry)) is not None and step not in steps)
+    broken = [step for step in steps_in(folder) if step not in steps]
     return f" (without a readable {MANIFEST}: {', '.join(f'step_{step}' for step in broken)})" if broken else ""

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from trireme.algo.rules import rules_of
 from trireme.base.errors import JournalCorrupt
-from trireme.base.paths import RunPaths
+from trireme.base.paths import RunPaths, steps_in
 from trireme.config.files import find_run_file, read_run
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
@@ -35,7 +35,7 @@ from trireme.tools.audit.metrics import MetricsLines, compare_batch, compare_lin
 from trireme.tools.audit.report import Report
 from trireme.tools.audit.tokens import TokenAudit
 from trireme.tools.audit.turns import TurnAudit
-from trireme.tools.audit.weights import check_checkpoints, check_versions, list_checkpoints
+from trireme.tools.audit.weights import check_checkpoints, check_versions
 
 MAY_LACK_LINES = 2
 """Newest batches, and newest steps, whose lines may be missing: see above."""
@@ -54,7 +54,7 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
     paths, report = RunPaths(folder), Report(folder)
     journal, recorded = Journal(paths.journal), Versions(paths.journal)
     # effects are listed before causes: checkpoints, versions and batches, then metrics, then their causes again
-    checkpoints, newest_at_first, batches = list_checkpoints(paths.checkpoints), recorded.newest, journal.steps()
+    checkpoints, newest_at_first, batches = steps_in(paths.checkpoints), recorded.newest, journal.steps()
     lines = MetricsLines(paths.metrics)
     known, num_batches = recorded.known(), max(journal.steps(), default=-1) + 1
     batches_set_aside = _list_set_aside(paths.journal, "batch")

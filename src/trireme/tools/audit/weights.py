@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from pathlib import Path
 
 from trireme.algo.weight_checks import first_difference
 from trireme.base.errors import JournalCorrupt
-from trireme.base.paths import RunPaths, step_folder, step_of
+from trireme.base.paths import RunPaths, step_folder
 from trireme.journal.manifest import find_damage, read_manifest
 from trireme.journal.versions import Version, Versions
 from trireme.tools.audit.report import Report
@@ -87,12 +86,6 @@ def _unsound(version: int, entry: Version) -> str | None:
     if not (math.isfinite(difference) and difference >= 0):
         return f"version {version} was recorded with a difference of {difference} on the probe"
     return None
-
-
-def list_checkpoints(folder: Path) -> list[int]:
-    """Return the checkpoints that should be complete: folders under their final name."""
-    steps = [step_of(path) for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted(step for step in steps if step is not None)
 
 
 def check_checkpoints(paths: RunPaths, steps: list[int], trained: set[int], report: Report, *, newest: int) -> None:

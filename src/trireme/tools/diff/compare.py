@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trireme.base.paths import RunPaths, step_folder, step_of
+from trireme.base.paths import RunPaths, step_folder, steps_in
 from trireme.journal.journal import Journal
 from trireme.journal.logprobs import count_ranks, read_logprobs
 from trireme.journal.provenance import read_provenance
@@ -54,8 +54,7 @@ class Side:
         self.steps = {step for process, step in self.rows if process == "trainer"}
         self._confirmed = Versions(paths.journal)
         self._exports = paths.weights
-        exported = {step for folder in paths.weights.glob("step_*") if (step := step_of(folder)) is not None}
-        self.versions = {*self._confirmed.known(), *exported}
+        self.versions = {*self._confirmed.known(), *steps_in(paths.weights)}
         self.surroundings = read_provenance(paths)
 
     def logprobs(self, step: int) -> Scored:

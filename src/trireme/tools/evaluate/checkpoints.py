@@ -18,7 +18,7 @@ from trireme.algo.digest import model_digest, tensor_digest
 from trireme.algo.weight_checks import first_difference
 from trireme.base.errors import ConfigError, TriremeError, WeightsMismatch
 from trireme.base.log import get_logger, start_logging
-from trireme.base.paths import RunPaths, atomic_write, step_folder, step_of
+from trireme.base.paths import RunPaths, atomic_write, step_folder, steps_in
 from trireme.base.waiting import Waits
 from trireme.config.files import find_run_file, read_run
 from trireme.config.run import RunConfig
@@ -254,7 +254,7 @@ class CheckpointEvaluation:
 
 def find_steps(weights: Path, wanted: tuple[int, ...]) -> dict[int, Path]:
     """Return the folders of the wanted steps, or of all. Raises: ConfigError where one does not exist."""
-    found = sorted(step for folder in weights.iterdir() if folder.is_dir() and (step := step_of(folder)) is not None)
+    found = steps_in(weights)
     if missing := sorted(set(wanted) - set(found)):
         more = " …" if len(found) > MAX_STEPS_SHOWN else ""
         raise ConfigError(

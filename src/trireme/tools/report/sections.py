@@ -15,7 +15,7 @@ import numpy as np
 from markupsafe import Markup
 
 from trireme.base.errors import JournalCorrupt
-from trireme.base.paths import RunPaths, step_of
+from trireme.base.paths import RunPaths, step_folder, steps_in
 from trireme.base.safe_text import shortened
 from trireme.config.files import find_run_file, read_run, read_table, to_table, to_toml, without_secrets
 from trireme.config.run import RunConfig
@@ -240,14 +240,13 @@ class Run:
     def held_out(self) -> Iterator[str]:
         """Show the examples of each environment that gained and lost the most from the first evaluation to the last."""
         by_env: dict[str, dict[int, dict[str, Record]]] = {}  # environment -> version -> example
-        for folder in self.paths.evals.glob("step_*"):
-            for path in sorted(folder.glob("*.jsonl")):
+        for version in steps_in(self.paths.evals):
+            for path in sorted(step_folder(self.paths.evals, version).glob("*.jsonl")):
                 file = ResultsFile(path)
                 while file.read_more():
                     pass
-                if (version := step_of(folder)) is not None:
-                    rows = {row.example: row for row in reversed(file.rows) if row.reward is not None}
-                    by_env.setdefault(path.stem, {})[version] = {e: file.record(row) for e, row in rows.items()}
+                rows = {row.example: row for row in reversed(file.rows) if row.reward is not None}
+                by_env.setdefault(path.stem, {})[version] = {e: file.record(row) for e, row in rows.items()}
         for env, versions in by_env.items():
             first, last = versions[min(versions)], versions[max(versions)]
             gains = {e: _reward(last[e]) - _reward(first[e]) for e in sorted(first.keys() & last.keys())}

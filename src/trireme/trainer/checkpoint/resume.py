@@ -12,10 +12,9 @@ import torch.distributed as dist
 
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
-from trireme.base.paths import is_left_over, step_folder
+from trireme.base.paths import is_left_over, step_folder, steps_in
 from trireme.config.trainer import Checkpoints
 from trireme.journal.manifest import complete_steps, find_damage, is_complete, read_manifest
-from trireme.journal.move_aside import steps_in
 from trireme.trainer.parallel.mesh import World
 
 log = get_logger("checkpoint")
