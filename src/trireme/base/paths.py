@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from trireme.base.errors import ConfigError
+
 PARTIAL = ".partial"
 
 
@@ -48,6 +50,17 @@ def step_of(folder: Path) -> int | None:
     """Return N of a name `step_N`, or None for other names."""
     name, _, number = folder.name.partition("_")
     return int(number) if name == "step" and number.isdigit() else None
+
+
+def require_new_folder(folder: Path, option: str) -> None:
+    """Raises: ConfigError where a folder that is written whole and then renamed cannot take this one's place."""
+    if folder.resolve() == Path.cwd():
+        raise ConfigError(
+            f"{folder} is the folder that this command runs in - expected another: one that is complete takes its "
+            f"place, and your shell would be left in one that is gone. Set `{option}` to a new one."
+        )
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is not empty - expected an empty or a new folder. Set `{option}` to another.")
 
 
 def steps_in(folder: Path) -> list[int]:

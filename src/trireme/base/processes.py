@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trireme.base.errors import ConfigError
@@ -44,7 +44,8 @@ NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUP
 """Errors of `flock` on a file system that cannot lock files, such as Lustre without `-o flock`."""
 
 OPEN_FILES = 1 << 16
-"""Of a process with many connections. Its children inherit it, and some close all descriptors up to the limit."""
+"""Most files that a process with many connections may open. Its children inherit the limit, and some of them close all
+descriptors up to it."""
 
 MANY = 1_000_000
 """More objects than there were, before the collector looks: some hundred MiB, if all of them were cycles."""
@@ -128,18 +129,14 @@ def free_port(host: str = "127.0.0.1") -> int:
     On Linux this process holds the port by a socket that does not listen, so that no other call, in any process,
     returns it; a server that sets `SO_REUSEADDR`, as they all do, can listen at it.
     """
+    holder = socket.socket()
     beyond = _first_port_of_the_kernel()
-    for attempt in range(TRIES + 1):
-        holder = socket.socket()
-        # 0 is any port: another system, one that gives almost all ports to connections, or a crowded one
-        is_any = beyond <= LOWEST_PORT or attempt == TRIES
-        try:
-            holder.bind((host, 0 if is_any else _random.randrange(LOWEST_PORT, beyond)))
+    for _ in range(TRIES if beyond > LOWEST_PORT else 0):
+        with suppress(OSError):
+            holder.bind((host, _random.randrange(LOWEST_PORT, beyond)))
             break
-        except OSError:
-            holder.close()
-            if is_any:
-                raise
+    else:  # another system, one that gives almost all ports to connections, or a crowded one
+        holder.bind((host, 0))
     port: int = holder.getsockname()[1]
     if sys.platform == "linux":  # others let one process bind a port at a time
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after `bind`, which fails where a port is held

@@ -42,7 +42,7 @@ class Section(BaseModel):
 
 
 Seed = Annotated[int, Interval(ge=0, le=2**32 - 1)]
-"""What numpy and vLLM accept as a seed."""
+"""A seed that numpy and vLLM accept."""
 
 Kind = Literal["section", "sections", "list", "table", "choice", "bool", "integer", "number", "text"]
 

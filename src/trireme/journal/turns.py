@@ -160,7 +160,8 @@ def newest_attempts(journal: Path) -> dict[str, int]:
     newest: dict[str, int] = {}
     for file in turns_folder(journal).glob("*.turns"):
         rollout, _, attempt = file.stem.rpartition(".")
-        newest[rollout] = max(int(attempt), newest.get(rollout, 0))
+        if attempt.isdecimal():
+            newest[rollout] = max(int(attempt), newest.get(rollout, 0))
     return newest
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -16,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fake_chat import served
+from stage import until
 from trireme.orchestrator.environments.programs import listen
 from trireme.orchestrator.gateway import server
 from trireme.orchestrator.gateway.dialects import anthropic as anthropic_dialect
@@ -326,8 +326,7 @@ def test_a_request_that_is_whole_only_after_its_session_has_ended_gets_no_turn()
 
     def body() -> Iterator[bytes]:
         yield b'{"messages": [{"role": "user", '
-        while not session.num_open:
-            time.sleep(0.01)
+        until(lambda: session.num_open)
         gateway.close("another", "its rollout was begun again")
         yield b'"content": "a"}]}'
 

@@ -198,7 +198,13 @@ def test_a_rollout_that_failed_has_not_passed_and_has_no_part_in_the_mean_also_i
     assert evaluation_metrics("say", answers[1:2], Evaluation()) == all_failed
 
 
-def evaluator_of(config, runner, metrics, *names: str) -> Evaluator:
+def evaluator_of(config, answer, metrics, *names: str) -> Evaluator:
+    """`answer(environment, spec)` returns the newest version that a rollout's tokens are of."""
+
+    async def run_rollout(environment, spec, **how):
+        sample = SimpleNamespace(versions=np.array([-1, 4, await answer(environment, spec)]))
+        return Rollout(env="say", example=spec.example, temperature=1.0, reward=1.0, num_turns=1, samples=[sample])
+
     held_out = {
         name: SimpleNamespace(
             name=name, config=SimpleNamespace(max_concurrent=8), num_eval=5, num_train=9, group_rewards=False,
@@ -206,6 +212,7 @@ def evaluator_of(config, runner, metrics, *names: str) -> Evaluator:
         ) for name in names
     }  # fmt: skip
     policy = SimpleNamespace(expect_evaluations=lambda due: None)
+    runner = SimpleNamespace(run=run_rollout, wait_for_room=lambda what, folder, write: write())
     return Evaluator(config, held_out, policy, runner, metrics, Waits("orchestrator"))
 
 
@@ -214,18 +221,13 @@ def test_an_evaluation_that_a_later_version_had_a_part_in_is_discarded(tmp_path,
     config = build_config(tmp_path, orchestrator={"eval": {"num_examples": 2}})
     partial = []
 
-    class Runner:
-        def wait_for_room(self, what, folder, write):
-            write()
-
-        async def run(self, environment, spec, **how):
-            await asyncio.sleep(0.1 * spec.example)
-            partial.extend(lines(config, 4, ".say.*.partial"))
-            sample = SimpleNamespace(versions=np.array([-1, 4, newest if spec.example else 4]))
-            return Rollout(env="say", example=spec.example, temperature=1.0, reward=1.0, num_turns=1, samples=[sample])
+    async def answer(environment, spec) -> int:
+        await asyncio.sleep(0.1 * spec.example)
+        partial.extend(lines(config, 4, ".say.*.partial"))
+        return newest if spec.example else 4
 
     metrics = SimpleNamespace(append=lambda version, row: None)
-    evaluator = evaluator_of(config, Runner(), metrics, "say")
+    evaluator = evaluator_of(config, answer, metrics, "say")
     assert asyncio.run(evaluator.evaluate(4)) is is_kept
     assert [answer["example"] for answer in partial] == [0]
     assert len(lines(config, 4)) == (2 if is_kept else 0)
@@ -236,21 +238,16 @@ def test_an_evaluation_that_dies_between_two_results_files_asks_for_nothing_agai
     config = build_config(tmp_path, orchestrator={"eval": {"num_examples": 2}})
     asked = []
 
-    class Runner:
-        def wait_for_room(self, what, folder, write):
-            write()
-
-        async def run(self, environment, spec, **how):
-            asked.append(environment.name)
-            sample = SimpleNamespace(versions=np.array([-1, 4]))
-            return Rollout(env="say", example=spec.example, temperature=1.0, reward=1.0, num_turns=1, samples=[sample])
+    async def answer(environment, spec) -> int:
+        asked.append(environment.name)
+        return 4
 
     def write_one(path, answers):
         if path.stem == "second":
             raise InterruptedError
         write_eval_results(path, answers)
 
-    evaluate = lambda: asyncio.run(evaluator_of(config, Runner(), metrics, "first", "second").evaluate(4))  # noqa: E731
+    evaluate = lambda: asyncio.run(evaluator_of(config, answer, metrics, "first", "second").evaluate(4))  # noqa: E731
     metrics = SimpleNamespace(append=lambda version, row: None)
     monkeypatch.setattr(results, "write_eval_results", write_one)
     with pytest.raises(InterruptedError):

@@ -665,5 +665,5 @@ def test_a_confirmation_that_waits_for_room_is_not_written_once_its_attempt_is_a
 
     versions, pool = Versions(tmp_path / "journal"), SimpleNamespace(is_begun=False)
     versions.folder.mkdir()
-    asyncio.run(play(Policy(pool, Waits("orchestrator"), versions)))
+    asyncio.run(asyncio.wait_for(play(Policy(pool, Waits("orchestrator"), versions)), 30))
     assert [each.digests["w"] for each in versions.read(5).confirmations] == ["sent"]

@@ -58,7 +58,7 @@ def test_what_is_exported_is_what_the_run_had_exported_to_the_bit(run, tmp_path)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["RUN", "--to", "FULL"], r"is not empty - expected a folder that is.*Set `--to`"),
+        (["RUN", "--to", "FULL"], r"is not empty.*Set `--to`"),
         (["RUN", "--to", "."], "is the folder that this command runs in"),
         (["RUN", "--to", "NEW", "--step", "7"], r"step 7 in .*it has \[1, 2\]"),
         (["FULL", "--to", "NEW"], "holds no complete checkpoint -"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trireme.base.errors import ConfigError
 from trireme.base.log import start_logging
-from trireme.base.paths import RunPaths, step_folder, step_of, steps_in
+from trireme.base.paths import RunPaths, require_new_folder, step_folder, step_of, steps_in
 from trireme.journal.manifest import MANIFEST, complete_steps
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -43,13 +43,7 @@ def export(argv: list[str]) -> int:
         folder = RunPaths(place.parent.parent).weights / place.name
     if folder is None:
         raise ConfigError(f"{checkpoint} lies in no run's folder - expected to be told where to write. Set `--to`.")
-    if folder.resolve() == Path.cwd():
-        raise ConfigError(
-            f"{folder} is the folder that this command runs in - expected another: one that is complete takes its "
-            "place, and your shell would be left in one that is gone. Set `--to` to a new one."
-        )
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is not empty - expected a folder that is, or is not there. Set `--to` to another.")
+    require_new_folder(folder, "--to")
     if not arguments.merge and (arguments.base or arguments.trust_remote_code):
         raise ConfigError(
             "`--base` and `--trust-remote-code` were given without `--merge` - expected them together with it only. "

@@ -425,7 +425,7 @@ async def read_body(request: Request, most_bytes: int | None = None) -> dict[str
         try:
             body = msgspec.json.decode(data)
         except ValueError:
-            body = msgspec.json.decode(whole_json(data))
+            body = msgspec.json.decode(whole_json(data.decode()))
     except (ValueError, RecursionError) as error:
         expected = f"expected a JSON object of at most {most_bytes >> 20} MiB"
         raise Refused("invalid", f"The request cannot be read ({error}), {expected}.") from error

@@ -28,7 +28,7 @@ FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "conf
 FILES += ["preprocessor_config.json", "processor_config.json"]  # of models that see
 
 LONG_TOKEN = 16
-"""Characters: four times those of a token in usual text."""
+"""Number of characters, four times that of a token in usual text."""
 
 KEPT_PROMPTS = 64
 """First prompts that are kept tokenised: the rollouts of a group begin alike, one after the other."""

@@ -16,7 +16,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from trireme.base.errors import ConfigError
-from trireme.base.paths import RunPaths, replace_folder, sync_folder
+from trireme.base.paths import RunPaths, replace_folder, require_new_folder, sync_folder
 from trireme.journal.journal import Journal
 from trireme.journal.pictures import PictureFiles, pictures_folder, to_data_uri
 from trireme.journal.records import Rollout
@@ -50,13 +50,7 @@ def write_sets(run: Path, kind: str, folder: Path, *, selection: Selection, opti
         ConfigError: There is nothing to write, or the folder is not empty.
         JournalCorrupt: A batch is damaged or missing.
     """
-    if folder.resolve() == Path.cwd():
-        raise ConfigError(
-            f"{folder} is the folder that this command runs in. Expected another: one that is complete takes its "
-            "place, and your shell would be left in one that is gone. Set `--output` to a new one."
-        )
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is not empty. Expected an empty or a new folder. Set `--output` to another.")
+    require_new_folder(folder, "--output")
     journal = Journal(RunPaths(run).journal)
     present = journal.steps()
     if not present:

@@ -22,7 +22,7 @@ from trireme.trainer.model.sharding import decoder_layers
 PROBE_TOKENS = 32
 COPIES = 8  # of the prompt, each with other noise
 PLACES = 8192
-"""At which a layer's random errors may begin in the pool, so that no two layers get the same ones."""
+"""Number of places in the pool at which a layer's random errors may begin: few layers get the same ones."""
 
 SHIFT = 17
 """Numbers of the pool from the beginning of a token's errors to that of the next token's."""

@@ -136,7 +136,7 @@ def _blocks(turn: Turn) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]
         yield block, [{"type": "input_json_delta", "partial_json": written}]
 
 
-def _arguments(written: str | bytes) -> dict[str, Any]:
+def _arguments(written: str) -> dict[str, Any]:
     """Return arguments as the object that this API wants, even where the model wrote none."""
     try:
         arguments = json.loads(written or "{}")

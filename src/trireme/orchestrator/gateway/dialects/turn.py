@@ -194,7 +194,7 @@ def custom_function(name: str, description: Any, grammar: Any) -> dict[str, Any]
     return function(name, shown, text)
 
 
-def whole_json(text: str | bytes) -> str | bytes:
+def whole_json(text: str) -> str:
     """Return JSON with U+FFFD for each half of a surrogate pair. A text without one, or that is no JSON, is unchanged.
 
     Models write halves, and JavaScript cuts texts inside of an emoji. Few parsers take them.
