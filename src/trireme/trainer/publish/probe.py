@@ -74,7 +74,7 @@ def compute_probe(
 
 class _Pool:
     """Random errors between -1 and 1, the same for each probe. A layer's errors are a view of the pool from a random
-    place on: to draw them for every layer takes longer than the layers do on a CPU.
+    place on: to draw them for every layer doubles the time of a probe on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
