@@ -141,20 +141,20 @@ def test_a_token_tells_what_engine_and_trainer_said_of_it_and_has_an_address(wat
     expect(page.locator(".tr-token").first).to_be_visible()
 
 
-def test_a_report_is_shown_whole_and_asks_for_nothing(tmp_path: Path) -> None:
+def test_a_report_is_shown_whole_and_asks_for_nothing(watched: Watched, tmp_path: Path) -> None:
     run = write_whole_run(tmp_path / "run").paths.root
     write_evaluations(run)
     assert report([str(run)]) == 0
-    with open_chromium() as watched:
-        page = watched.page
-        page.goto((run / "report.html").as_uri())
-        assert page.locator("h1").inner_text() == "run"
-        boxes = [plot.bounding_box() for plot in page.locator(".figure svg").all()]
-        assert len(boxes) > 5
-        assert all(box and min(box["width"], box["height"]) > 100 for box in boxes), "plots that take their place"
-        assert page.get_by_text("Nothing was lost, and nothing was trained twice").is_visible()
-        page.get_by_text("All keys").click()
-        assert page.get_by_text("rollout_timeout_s").last.is_visible()
-        wide = page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-        assert wide, "nothing reaches beyond the page"
-        assert (watched.troubles, watched.elsewhere()) == ([], [])
+    page = watched.page.context.new_page()
+    shown_report = Watched(page)
+    page.goto((run / "report.html").as_uri())
+    assert page.locator("h1").inner_text() == "run"
+    boxes = [plot.bounding_box() for plot in page.locator(".figure svg").all()]
+    assert len(boxes) > 5
+    assert all(box and min(box["width"], box["height"]) > 100 for box in boxes), "plots that take their place"
+    assert page.get_by_text("Nothing was lost, and nothing was trained twice").is_visible()
+    page.get_by_text("All keys").click()
+    assert page.get_by_text("rollout_timeout_s").last.is_visible()
+    wide = page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert wide, "nothing reaches beyond the page"
+    assert (shown_report.troubles, shown_report.elsewhere()) == ([], [])
