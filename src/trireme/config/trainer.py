@@ -20,7 +20,8 @@ class ActivationCheckpointing(Section):
     freq: PositiveInt = 1
     """Distance between layers that are recomputed; 1 recomputes all (least memory), 2 every other."""
     mode: Literal["full", "selective"] = "full"
-    """`selective` keeps the results of matrix products and attention, and recomputes only what is cheap."""
+    """`selective` keeps the results of matrix products and attention, and recomputes only what is cheap. Not with
+    `compile`, which does so by itself."""
 
 
 class Lora(Section):
@@ -241,6 +242,12 @@ def model_problems(table: str, model: TrainerModel, ranks: int) -> Iterator[str]
         yield (
             f'{table}.attn = "eager" with {table}.cp = {model.cp} - expected sdpa, flex_attention or flash attention, '
             f'with which ranks can share a row. Set `{table}.attn = "sdpa"`, or `cp = 1`.'
+        )
+    if model.compile and model.ac is not None and model.ac.mode == "selective":
+        yield (
+            f'`{table}.ac.mode = "selective"` with `{table}.compile = true` - expected one of them: a compiled block'
+            " hides the operations of which selective recomputation keeps some. The compiler recomputes what is cheap"
+            f' by itself: remove `[{table}.ac]`, or set `mode = "full"`.'
         )
     if model.trains_vision_encoder and model.lora is not None:
         yield (

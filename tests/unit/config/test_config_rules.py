@@ -87,6 +87,7 @@ TRAINER = rows("trainer", CPU,
     ("--num-ranks 8 --model.cp 3", "... 4", "cp = 3 with 8 ranks - expected a divisor of their number: 1, 2, 4, 8"),
     ("--model.attn flash_attention_2", "+ --model.optimization-dtype bfloat16", 'optimization_dtype = "bfloat16"'),
     ("--num-ranks 2 --model.attn eager --model.cp 2", "... 1", '`trainer.model.attn = "sdpa"`'),
+    ("--model.compile --model.ac.mode selective", "... full", "remove `[trainer.model.ac]`"),
 )  # fmt: skip
 ORCHESTRATOR = rows("orchestrator", CPU,
     ("--batch-size 100", "--batch-size 96", "100 % 16 = 4 ... to 96 or 112 ... one of 10, 20"),

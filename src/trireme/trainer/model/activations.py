@@ -43,15 +43,18 @@ OFFLOADED_BYTES = 1 << 20  # smaller tensors stay: copying them costs more than 
 
 
 def wrap_layers(layers: Sequence[torch.nn.Module], config: TrainerModel, device: torch.device) -> None:
-    """Wrap blocks from the inside out: recomputed parts are compiled too, and offloading sees what compiled blocks
-    keep."""
+    """Wrap blocks from the inside out: compiled ones are recomputed, and offloading sees what recomputed ones keep.
+
+    Not the other way about: nothing is compiled of a block that is recomputed inside of a compiled function, if part of
+    it cannot be compiled, as attention over packed samples.
+    """
     offload = Offload(device, smallest_bytes=OFFLOADED_BYTES) if config.activation_offload else None
     for index, layer in enumerate(layers):
         forward: Forward = layer.forward
-        if config.ac and index % config.ac.freq == 0:
-            forward = _recomputed(forward, layer, config.ac)
         if config.compile:
             forward = torch.compile(forward)
+        if config.ac and index % config.ac.freq == 0:
+            forward = _recomputed(forward, layer, config.ac)
         if offload:
             forward = offload.around(forward, layer, is_first=index == 0)
         layer.forward = forward
