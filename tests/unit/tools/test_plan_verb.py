@@ -155,11 +155,14 @@ def test_a_plan_of_something_unknown_or_wrong_is_refused(config_file, flags, wor
         ({"model_type": "qwen3_0"}, 'transformers has no architecture "qwen3_0"'),
         ({"model_type": "falcon_h1", "mamba_rms_norm": True}, "mamba_norm_before_gate = true, which vLLM ignores"),
         ({"model_type": "nemotron_h", "layers_block_type": ["mamba", "moe"]}, "no kernel on a CPU for the experts"),
+        (["qwen3"], "config.json cannot be read: it is a list"),
+        ("\0 not JSON", "config.json cannot be read: "),
     ],
 )
 def test_a_model_that_a_run_would_refuse_is_refused_by_its_plan(config_file, described, words):
     (config_file.parent / "model").mkdir()
-    (config_file.parent / "model/config.json").write_text(json.dumps(described))
+    text = described if isinstance(described, str) else json.dumps(described)
+    (config_file.parent / "model/config.json").write_text(text)
     argv = ["@", str(config_file), "--model.name", str(config_file.parent / "model")]
     with pytest.raises(ConfigError, match=words):
         plan([*argv, "--gpus", "0"])

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from trireme.base.errors import ConfigError
 from trireme.config.model.state_layers import source_of, state_layer_problems, text_of
 from trireme.config.model.vision import vision_problems
 from trireme.config.trainer import TrainerModel, divisors_of
@@ -79,9 +80,23 @@ def read_config(name: str | None, file: str = "config.json") -> dict[str, Any]:
     """Return a model's `config.json`; empty where there is none on this disk, or none that can be read."""
     found = config_file(name, file) if name else None
     try:
-        return json.loads(found.read_text()) if found else {}
-    except (ValueError, RecursionError):  # the rules report it
+        return load_described(found) if found else {}
+    except ConfigError:  # the rules report it
         return {}
+
+
+def load_described(file: Path) -> dict[str, Any]:
+    """Load the `config.json` of a model. Raises: ConfigError if it cannot be read."""
+    try:
+        config = json.loads(file.read_text())
+        if not isinstance(config, dict):
+            raise ValueError(f"it is a {type(config).__name__}")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{file} cannot be read: {error} - expected a model's configuration, as `save_pretrained` writes it. Copy "
+            "or download the model again."
+        ) from error
+    return config
 
 
 def read_image_processor(name: str) -> dict[str, Any]:
@@ -177,12 +192,9 @@ def model_launch_problems(table: str, model: TrainerModel, device: str) -> Itera
     if model.name is None or (file := config_file(model.name)) is None:
         return
     try:
-        config = json.loads(file.read_text())
-    except (ValueError, RecursionError) as error:
-        yield (
-            f"{file} cannot be read: {error} - expected a model's configuration, as `save_pretrained` writes it. Copy "
-            "or download the model again."
-        )
+        config = load_described(file)
+    except ConfigError as error:
+        yield str(error)
         return
     folder = file.parent
     if not model.from_scratch and looks_local(model.name) and not any((folder / name).exists() for name in WEIGHTS):

@@ -23,7 +23,7 @@ from trireme.algo.model.architecture import (
 from trireme.algo.model.chips import GIB
 from trireme.base.errors import ConfigError
 from trireme.config.inference import LOW_BIT
-from trireme.config.model.folder import config_file, num_experts_of
+from trireme.config.model.folder import config_file, load_described, num_experts_of
 from trireme.config.model.state_layers import MIXERS
 from trireme.config.model.vision import WITHOUT_TEXT_MODEL
 from trireme.config.run import RunConfig
@@ -56,11 +56,10 @@ def find_config(name: str, *, fetch: bool = False) -> dict[str, Any]:
     Args:
         fetch: whether to fetch it from the hub if it is in neither.
 
-    Raises: ConfigError if there is none.
+    Raises: ConfigError if there is none, or none that can be read.
     """
     if file := config_file(name):
-        config: dict[str, Any] = json.loads(file.read_text())
-        return config
+        return load_described(file)
     import httpx  # a plan without a model on a hub needs neither
     from huggingface_hub import constants, hf_hub_url
     from huggingface_hub.utils import build_hf_headers
@@ -71,7 +70,7 @@ def find_config(name: str, *, fetch: bool = False) -> dict[str, Any]:
         # not by `hf_hub_download`, which retries for half a minute without a network
         url, headers = hf_hub_url(name, "config.json"), build_hf_headers()
         answer = httpx.get(url, headers=headers, timeout=HUB_S, follow_redirects=True).raise_for_status()
-        config = answer.json()
+        config: dict[str, Any] = answer.json()
         return config
     except (httpx.HTTPError, OSError, ValueError) as error:
         raise ConfigError(
