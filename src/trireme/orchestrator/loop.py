@@ -318,7 +318,7 @@ def restore_metrics(config: RunConfig, journal: Journal, evaluator: Evaluator, m
     versions = [version for version in steps_in(config.paths.evals) if evaluator.is_done(version)]
     for version in versions:
         is_newest = version == versions[-1]  # likewise
-        if version not in evaluated or (
-            is_newest and not evaluator.figures(version).items() <= newest[version].items()
-        ):
-            evaluator.report(version)
+        if version not in evaluated or is_newest:
+            row = evaluator.figures(version)
+            if not row.items() <= newest.get(version, {}).items():
+                evaluator.report(version, row)

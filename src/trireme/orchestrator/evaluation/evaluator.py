@@ -125,16 +125,12 @@ class Evaluator:
 
         await self._write(write_all, version)
         reach("evaluation.written")
-        self.report(version, seconds=time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        self.report(version, {"time/eval": seconds} | await asyncio.to_thread(self.figures, version))
         return True
 
-    def report(self, version: int, *, seconds: float | None = None) -> None:
-        """Write the metrics of `version`, from its results on disk.
-
-        Args:
-            seconds: how long the evaluation took, where it ran in this process.
-        """
-        row = ({} if seconds is None else {"time/eval": seconds}) | self.figures(version)
+    def report(self, version: int, row: dict[str, float]) -> None:
+        """Write the metrics of `version`."""
         self.metrics.append(version, row)
         shown = ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in row.items())
         log.info("version %d is evaluated: %s", version, shown)
