@@ -24,6 +24,9 @@ PIECE_BYTES = 1 << 22
 Row = dict[str, Any]
 """One line: `step`, `process` and `time_s` (unix), then metrics; None where the number was not finite."""
 
+MARKS = {"trainer": "loss", "orchestrator": "reward/mean", "sft": "loss"}
+"""A metric of each process that only rows of steps have."""
+
 
 class MetricsFile(LinesFile):
     """The lines of one process. A step's line is on disk before its checkpoint: `trireme audit` relies on that."""
@@ -77,6 +80,11 @@ def parse_row(line: bytes) -> Row | None:
         return None
     is_row = isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("process"), str)
     return row if is_row else None
+
+
+def is_of_step(row: Row) -> bool:
+    """Return whether a row is of a step that its process has done. Rows of evaluations come late."""
+    return MARKS.get(row["process"]) in row
 
 
 def latest_by_step(rows: Iterable[Row]) -> dict[tuple[str, int], Row]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from trireme.monitor.collapse import Warned, Watch
-from trireme.monitor.metrics import Row, merge_processes
+from trireme.monitor.metrics import Row, is_of_step, merge_processes
 
 PACE_STEPS = 20  # steps that the estimate of the time left looks back on
 MOST_END_STEPS = 5  # steps at each end of a curve
@@ -114,6 +114,8 @@ def ends_of(values: Sequence[float]) -> Ends | None:
 class Progress:
     """Steps, rewards, evaluations, pace and warnings of a run.
 
+    Where a process went back (a resume from an older step, a rewind), its later steps are forgotten.
+
     Rewards and evaluations of the whole run are kept. Whole rows are kept of the `MOST_STEPS` that were reported last,
     and of those that `take_completed` has not returned yet.
 
@@ -128,6 +130,7 @@ class Progress:
         self.steps: dict[int, dict[str, Row]] = {}  # batch number or version -> process -> its row; reported last, last
         self._rewards: dict[int, float | None] = {}
         self._evaluations: dict[tuple[int, str], float | None] = {}  # (version, name of the metric) -> reward
+        self._newest: dict[str, int] = {}  # process -> its newest step
         self._session: list[tuple[int, float]] | None = None  # (batch number, unix time) of the newest training steps
         self._unreported: list[int] = []
         self._watch = Watch()
@@ -140,6 +143,10 @@ class Progress:
     def add(self, rows: Iterable[Row]) -> None:
         for row in rows:
             step, process = row["step"], row["process"]
+            if is_of_step(row):
+                if step < self._newest.get(process, -1):
+                    self._forget_after(step, process)
+                self._newest[process] = step
             processes = self.steps[step] = self.steps.pop(step, {})
             processes[process] = processes.get(process, {}) | row
             if "reward/mean" in row:
@@ -156,6 +163,18 @@ class Progress:
         for step in set(list(self.steps)[:-MOST_STEPS]).difference(self._unreported):
             del self.steps[step]
         del (self._session or [])[:-MOST_STEPS]
+
+    def _forget_after(self, step: int, process: str) -> None:
+        for later in [each for each in self.steps if each > step]:
+            self.steps[later].pop(process, None)
+            if not self.steps[later]:
+                del self.steps[later]
+        if process == "orchestrator":
+            self._rewards = {each: value for each, value in self._rewards.items() if each <= step}
+            self._evaluations = {key: value for key, value in self._evaluations.items() if key[0] <= step}
+        if process == "trainer":
+            self._unreported = [each for each in self._unreported if each <= step]
+            self._session = self._session and [each for each in self._session if each[0] <= step]
 
     def take_completed(self, *, final: bool = False) -> list[int]:
         """Return the batches trained since the last call; the newest only if the orchestrator has reported it too."""

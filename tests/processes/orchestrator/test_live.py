@@ -203,6 +203,27 @@ def test_the_summary_tells_what_was_learned_and_where_it_lies(stage: Stage) -> N
     assert " restart" not in summary(progress, stage.config, 1.0, {"trainer": 0})
 
 
+def test_steps_that_a_run_has_left_by_going_back_are_not_shown() -> None:
+    progress = Progress(9)
+
+    def sample(step: int) -> None:
+        progress.add([{"step": step, "process": "orchestrator", "reward/mean": step / 10, "time_s": 0}])
+
+    def train(step: int) -> None:
+        sample(step)
+        progress.add([{"step": step, "process": "orchestrator", "eval/words/reward": step / 10}])
+        progress.add([{"step": step, "process": "trainer", "loss": 0.1, "time_s": 0}])
+
+    for step in range(5):
+        train(step)
+    progress.begin_session()
+    train(2)
+    sample(3)
+    assert (progress.num_done, progress.recent(9), progress.take_completed()) == (3, [0, 1, 2], [2])
+    assert progress.rewards() == [0.0, 0.1, 0.2, 0.3], "a batch of the new course is there already"
+    assert [each.version for each in progress.evaluations()] == [0, 1, 2]
+
+
 def test_the_last_words_are_the_cause_and_not_the_symptom(tmp_path: Path) -> None:
     log = tmp_path / "inference.stdout"
     core = "(EngineCore pid=7) Traceback (most recent call last):\n(EngineCore pid=7)   File x\n"

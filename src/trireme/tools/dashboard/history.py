@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trireme.monitor import timeline
-from trireme.monitor.metrics import Row
+from trireme.monitor.metrics import Row, is_of_step
 from trireme.monitor.progress import EVAL_REWARD
 from trireme.monitor.spans import ENGINE, TRAINER, Span, read_spans
 from trireme.monitor.timeline import Shares
@@ -41,9 +41,6 @@ Points = list[list[float | None]]
 
 
 # metrics
-
-MARKS = {"trainer": "loss", "orchestrator": "reward/mean", "sft": "loss"}
-"""A metric of each process that only rows of steps have. Rows of evaluations come late, and are no rewind."""
 
 
 class Series(NamedTuple):
@@ -80,7 +77,7 @@ class Metrics:
             process, step = str(row["process"]), row["step"]
             with self._lock:
                 columns = self._columns.setdefault(process, {})
-                if MARKS.get(process) in row:
+                if is_of_step(row):
                     if step < self._newest.get(process, -1):
                         for column in columns.values():
                             column.forget_after(step)
