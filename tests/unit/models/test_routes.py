@@ -86,6 +86,7 @@ def test_what_cannot_be_the_experts_of_these_tokens_is_not_believed(given: str |
         ({"num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 2}, SHAPE),
         ({"text_config": {"num_hidden_layers": 3, "num_local_experts": 8, "num_experts_per_tok": 2}}, SHAPE),
         ({"num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 2}, SHAPE),
+        ({"num_hidden_layers": 3, "num_experts": 8, "top_k_experts": 2}, SHAPE),
         ({"num_hidden_layers": 3}, None),
         ({"num_hidden_layers": 3, "num_experts": 0, "num_experts_per_tok": 2}, None),
     ],

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from trireme.algo.model.architecture import experts_used
 from trireme.base.errors import ConfigError
 from trireme.config.model.folder import NUM_EXPERTS, num_experts_of
 from trireme.config.rules import REPLAY
@@ -40,7 +41,7 @@ def expert_shape(config: dict[str, Any]) -> ExpertShape | None:
     """Read the sizes from a model's `config.json`; None where it has no experts."""
     config = config.get("text_config") or config
     num_experts = num_experts_of(config)
-    layers, top_k = config.get("num_hidden_layers"), config.get("num_experts_per_tok")
+    layers, top_k = config.get("num_hidden_layers"), experts_used(config, 0)
     return ExpertShape(layers, top_k, num_experts) if num_experts and layers and top_k else None
 
 
