@@ -16,6 +16,8 @@ from hypothesis import settings
 settings.register_profile("trireme", max_examples=60, deadline=None, derandomize=True, database=None)
 settings.load_profile("trireme")
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # nothing waits for a hub, here and in processes that tests start
+
 if TYPE_CHECKING:
     from stage import Stage
     from trireme.trainer.parallel.mesh import World

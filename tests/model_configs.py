@@ -13,7 +13,7 @@ MODELS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "data/pu
 
 
 def cache_models(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put them into a cache of the hub, with their fine-tuned siblings, and go offline."""
+    """Put them into a cache of the hub, with their fine-tuned siblings."""
     siblings = {f"{name}{suffix}": config for name, config in MODELS.items() for suffix in ("", *SUFFIXES)}
     for name, config in siblings.items():
         model = folder / f"models--{name.replace('/', '--')}"
@@ -21,4 +21,3 @@ def cache_models(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             (model / file).parent.mkdir(parents=True)
             (model / file).write_text(text)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

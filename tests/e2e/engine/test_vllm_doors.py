@@ -42,9 +42,9 @@ from trireme.base.errors import ConfigError
 from trireme.inference.server import serve
 
 for name, value in (("kv-cache-dtype", "foo"), ("enable-log-outputs", True), ("max-num-batched-tokens", 1)):
-    model, inference = {"name": "models/reverse-text-tiny"}, {"server": {"port": 1}, "args": {name: value}}
+    inference = {"model": {"name": "models/reverse-text-tiny"}, "server": {"port": 1}, "args": {name: value}}
     try:
-        serve(RunConfig.model_validate({"device": "cpu", "model": model, "inference": inference}))
+        serve(RunConfig.model_validate({"device": "cpu", "inference": inference}))
     except ConfigError as error:
         found["refused"].append(str(error))
 print("FOUND", json.dumps(found))
