@@ -4,6 +4,7 @@ uv run rl @ configs/agent/own-harness.toml --model.name MODEL     # in another t
 uv run python examples/own_harness.py                             # ends half a minute after the run
 """
 
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,10 +13,11 @@ import httpx
 from openai import OpenAI, OpenAIError
 
 http = httpx.Client(base_url="http://127.0.0.1:8090", timeout=600, transport=httpx.HTTPTransport(retries=7))
+TOKEN = Path("outputs/own-harness/.token")  # another one after `rl --resume`
 
 
 def play() -> None:
-    token = Path("outputs/own-harness/.token").read_text()  # another one after `rl --resume`
+    token = os.environ.get("TRIREME_TOKEN") or TOKEN.read_text()
     opened = http.post("/sessions", json={"env": "shout"}, headers={"Authorization": f"Bearer {token}"})
     session = opened.raise_for_status().json()
     policy = OpenAI(base_url=session["base_url"], api_key=session["api_key"])

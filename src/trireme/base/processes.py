@@ -64,8 +64,13 @@ def die_with_parent(expected_parent: int | None = None) -> None:
 
 def raise_open_files() -> None:
     """Raise this process's limit of open files, often 1,024 where far more are allowed, as far as it may be."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_open_files(), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def most_open_files() -> int:
+    """Return the limit of open files that `raise_open_files` sets."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(files, min(most, OPEN_FILES)), most))
+    return max(files, OPEN_FILES if most == resource.RLIM_INFINITY else min(most, OPEN_FILES))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trireme.base.processes import OPEN_FILES, quick_imports, raise_open_files
+from trireme.base.processes import OPEN_FILES, most_open_files, quick_imports, raise_open_files
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 DEADLINE_S = 120
@@ -66,7 +66,7 @@ def test_what_needs_no_model_loads_none_of_them(call, tmp_path):
     assert loaded_by(call, tmp_path) <= planning
 
 
-def test_an_orchestrator_may_open_as_many_files_as_the_machine_allows():
+def test_an_orchestrator_may_open_as_many_files_as_the_machine_allows(monkeypatch):
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
     try:
@@ -74,6 +74,8 @@ def test_an_orchestrator_may_open_as_many_files_as_the_machine_allows():
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(most, OPEN_FILES), most)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
+    monkeypatch.setattr("resource.getrlimit", lambda _: (256, resource.RLIM_INFINITY))
+    assert most_open_files() == OPEN_FILES
 
 
 def test_after_quick_imports_garbage_is_collected_again_also_where_one_failed():

@@ -6,7 +6,6 @@ import fcntl
 import os
 import platform
 import re
-import resource
 import time
 from collections.abc import Iterator
 from importlib import metadata
@@ -16,6 +15,7 @@ import psutil
 
 from trireme.algo.model.chips import GIB
 from trireme.base.errors import ConfigError
+from trireme.base.processes import most_open_files
 from trireme.config.run import RunConfig
 from trireme.tools.doctor.report import Case, Finding, ok, problem, skipped, warning
 from trireme.tools.plan.estimate import ORCHESTRATOR_BYTES, estimate_here
@@ -84,13 +84,12 @@ def limits(case: Case) -> Iterator[Finding]:
     config = case.config
     rollouts = config.orchestrator.batch_size * config.orchestrator.oversampling_factor * (1 + config.max_async_level)
     needed = FILES_OF_A_PROCESS + 2 * min(int(rollouts), config.orchestrator.max_concurrent)
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = most_open_files()
     shared = os.statvfs("/dev/shm")
     free = shared.f_bavail * shared.f_frsize
-    if files != resource.RLIM_INFINITY and files < needed:
-        more = "`ulimit -n 65536` in this shell" if most == resource.RLIM_INFINITY else f"`ulimit -n {most}`"
-        fix = f"{more}; in a container `--ulimit nofile=65536`."
-        yield problem(f"{files:,} open files per process - expected {needed:,} or more, for its connections", fix)
+    if files < needed:
+        fix = "Raise the hard limit (`ulimit -Hn`): `nofile` in limits.conf; in a container `--ulimit nofile=65536`."
+        yield problem(f"{files:,} open files per process at most - expected {needed:,}, for its connections", fix)
     elif free < SHARED:
         fix = "In a container `--shm-size 8g` (or `--ipc host`); else `mount -o remount,size=8g /dev/shm`."
         said = f"/dev/shm has {free / MIB:,.0f} MiB free - expected {SHARED / MIB:,.0f} MiB for several ranks or GPUs"

@@ -124,6 +124,7 @@ class Workspace:
         """
         copies = self.copies or not self.shipped.is_checkout
         self._bring_file(Path("environments/AGENTS.md"))
+        self._bring("environments/examples/*.py", copies=copies)
         return self._bring("environments/*/pyproject.toml", copies=copies)
 
     def bring_models(self) -> int:
@@ -144,7 +145,7 @@ class Workspace:
 
     def _bring(self, pattern: str, *, copies: bool) -> int:
         """Link or copy the folders of the files that match."""
-        folders = [file.parent for file in self.shipped.root.glob(pattern)]
+        folders = {file.parent for file in self.shipped.root.glob(pattern)}
         for folder in folders:
             target = self.root / folder.relative_to(self.shipped.root)
             if target.is_symlink() and not target.exists():
@@ -194,4 +195,5 @@ def sized(text: str, size: Size) -> str:
             value = values[SIZES.index(size) - 1].strip()
             lines += [] if value == NO_KEY else [f"{found['key']} = {value}"]
     paragraphs = "\n".join(lines).strip().split("\n\n")
-    return "\n\n".join(paragraph for paragraph in paragraphs if not _EMPTY_TABLE.fullmatch(paragraph)) + "\n"
+    meant = {*text.split("\n\n")}  # a table may be empty in the file too
+    return "\n\n".join(each for each in paragraphs if each in meant or not _EMPTY_TABLE.fullmatch(each)) + "\n"
