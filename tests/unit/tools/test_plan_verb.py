@@ -76,6 +76,25 @@ def test_the_advice_fits_when_it_is_followed(config_file, capsys):
     assert any("inference.parallel.tp = 4" in line for line in said["engine_advice"])
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--model.name Qwen/Qwen3-8B --trainer.model.compile true",
+        "--model.name Qwen/Qwen3-8B --trainer.model.attn eager",
+        "--model.name Qwen/Qwen2.5-7B --trainer.optim.type sgd",
+        "--model.name Qwen/Qwen3-Next-80B-A3B",
+    ],
+)
+def test_a_run_accepts_each_line_of_the_advice(config_file, tmp_path, flags):
+    savings = advise(estimated(config_file, *flags.split())).savings
+    lines = [saving.words for saving in savings if "_gpus" not in saving.words]
+    assert len(lines) > 5
+    for line in lines:
+        (tmp_path / "advice.toml").write_text(line.replace(", trainer", "\ntrainer"))
+        argv = ["@", str(config_file), *flags.split(), "@", str(tmp_path / "advice.toml")]
+        assert plan([*argv, "--gpu", "h100", "--gpus", "8"]) in (0, 1)
+
+
 def test_following_one_line_of_the_advice_saves_what_it_said(config_file):
     flags = ["--model.name", "Qwen/Qwen2.5-7B", "--trainer.model.optimization-dtype", "bfloat16"]
     before = estimated(config_file, *flags, gpus=2, prompt=1000.0, sampled=3000.0)

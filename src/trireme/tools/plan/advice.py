@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -83,6 +84,9 @@ def trainer_changes(estimate: Estimate) -> list[Change]:
     on_gpu, is_eager = not on_cpu, row.attention == "eager"
     keeps_scores, halved = on_gpu and row.attention in ("sdpa", "eager"), max(longest, row.tokens // 2)
     has_sdpa = not (training.model.family.sinks or training.model.capped)
+    has_states = any(layer.conv_state or layer.recurrent_state for layer in training.model.layers)
+    may_share = on_gpu and not (is_eager or has_states or training.model.tower)  # a row among ranks
+    shared = math.gcd(ranks, training.model.heads)
     flash = f'{model}attn = "flash_attention_2"'
     bfloat16 = f'{model}optimization_dtype = "bfloat16"'
     linear = {matrix.name for layer in training.model.layers for matrix in layer.matrices} - {"router"}
@@ -101,12 +105,16 @@ def trainer_changes(estimate: Estimate) -> list[Change]:
             f"{flash}, {bfloat16}",
             {"attention": "flash_attention_2", "value_bytes": 2},
         ),
-        (training.ac_freq is None, f'{model}ac = {{ mode = "selective" }}', {"ac_freq": 1, "ac_mode": "selective"}),
+        (
+            training.ac_freq is None and not training.compiled,
+            f'{model}ac = {{ mode = "selective" }}',
+            {"ac_freq": 1, "ac_mode": "selective"},
+        ),
         (training.ac_freq is None, f"{model}ac.freq = 2", {"ac_freq": 2, "ac_mode": "full"}),
         ((training.ac_freq, training.ac_mode) != (1, "full"), f"{model}ac.freq = 1", {"ac_freq": 1, "ac_mode": "full"}),
         (on_gpu and training.reduce_bytes == 4, f'{model}reduce_dtype = "bfloat16"', {"reduce_bytes": 2}),
         (training.optimizer == "adamw", f'{prefix}optim.type = "adamw_8bit"', {"optimizer": "adamw_8bit"}),
-        *((on_gpu and cp > row.cp and ranks % cp == 0, f"{model}cp = {cp}", {"cp": cp}) for cp in (2, 4, 8)),
+        *((may_share and cp > row.cp, f"{model}cp = {cp}", {"cp": cp}) for cp in (2, 4, 8) if shared % cp == 0),
         (
             on_gpu and not training.offload_activations,
             f"{model}activation_offload = true",

@@ -149,6 +149,7 @@ class Training:
     offload_parameters: bool = False
     reshard: bool = True
     head_chunk: int = 1024
+    compiled: bool = False  # its memory is counted as if it were not
     has_reference: bool = False
     served_bytes: int = 2
     bucket_bytes: int | None = 64 << 20  # None: engines read a copy of the whole model (CUDA IPC)

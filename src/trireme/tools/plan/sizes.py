@@ -248,6 +248,7 @@ def training_of(config: RunConfig | SftConfig, model: Architecture, *, rows: int
         offload_parameters=settings.fsdp_cpu_offload,
         reshard=settings.reshard_after_forward,
         head_chunk=settings.head_chunk,
+        compiled=settings.compile,
         has_reference=has_reference,
         served_bytes=4 if on_cpu else served_bytes,
         bucket_bytes=bucket_bytes,
