@@ -13,10 +13,12 @@ from whole_run import build_config, run
 
 REPOSITORY = Path(__file__).parents[3]
 DOCUMENT = REPOSITORY / "docs" / "metrics.md"
-SOURCES = [REPOSITORY / "src" / "trireme" / room for room in ("algo", "orchestrator", "trainer", "monitor", "base")]
+SOURCES = [
+    REPOSITORY / "src" / "trireme" / room for room in ("algo", "orchestrator", "trainer", "monitor", "base", "launch")
+]
 
 # In this run: what the environment below measures itself is called "odd".
-WILD = {"ENV": r"[^/]+", "METRIC": "odd", "REASON": r"\w+", "NAME": r"\w+", "K": r"\d+"}
+WILD = {"ENV": r"[^/]+", "METRIC": "odd", "REASON": r"\w+", "NAME": r"\w+", "PROCESS": r"\w+", "K": r"\d+"}
 PLACEHOLDER = re.compile(rf"\b(?:{'|'.join(WILD)})\b")
 
 CODE = """
