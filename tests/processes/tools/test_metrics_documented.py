@@ -13,9 +13,8 @@ from whole_run import build_config, run
 
 REPOSITORY = Path(__file__).parents[3]
 DOCUMENT = REPOSITORY / "docs" / "metrics.md"
-SOURCES = [
-    REPOSITORY / "src" / "trireme" / room for room in ("algo", "orchestrator", "trainer", "monitor", "base", "launch")
-]
+ROOMS = ("algo", "orchestrator", "trainer", "monitor", "base", "launch")
+SOURCES = [REPOSITORY / "src" / "trireme" / room for room in ROOMS]
 
 # In this run: what the environment below measures itself is called "odd".
 WILD = {"ENV": r"[^/]+", "METRIC": "odd", "REASON": r"\w+", "NAME": r"\w+", "PROCESS": r"\w+", "K": r"\d+"}
