@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
+from itertools import product
 from typing import Any
 
 PREFIX = "picture:"
@@ -14,21 +16,44 @@ PREFIX = "picture:"
 
 _URL = re.compile(rf"{PREFIX}([0-9a-f]{{64}})")
 _LETTERS = 8  # of a digest that are shown
+_PROBE = "probe0001"  # name and id of a call: some templates write the id only, some want nine letters and digits
+_CALLING = {"role": "assistant", "tool_calls": [{"id": _PROBE, "function": {"name": _PROBE, "arguments": {"a": 1}}}]}
 
 
-def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as chat templates expect it, in rollouts and in supervised training: with content, if only an
-    empty text, and with the arguments of tool calls as objects."""
+def form_for(render: Callable[[list[dict[str, Any]]], str]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Return the `for_template` that suits a chat template: the first with which `render` shows a tool call.
+
+    Most templates take the usual form. Those of DeepSeek-V3 and R1 append the arguments as text, and show a call only
+    if the content is None. It is the usual form for a template that shows no call in any.
+    """
+    for empty, as_objects in product(("", None), (True, False)):
+        form = partial(for_template, empty=empty, as_objects=as_objects)
+        with suppress(Exception):  # a template may raise anything
+            if _PROBE in render([{"role": "user", "content": "?"}, form(_CALLING)]):
+                return form
+    return for_template
+
+
+def for_template(message: Mapping[str, Any], *, empty: str | None = "", as_objects: bool = True) -> dict[str, Any]:
+    """Return a message in a form that chat templates expect, in rollouts and in supervised training.
+
+    Args:
+        empty: the content of a message that has tool calls and no text. Other messages without one have an empty text.
+        as_objects: the arguments of tool calls are objects, and not JSON as text.
+    """
     out = dict(message)
-    if out.get("content") is None:
-        out["content"] = ""
+    if out.get("content") in (None, ""):
+        out["content"] = empty if out.get("tool_calls") else ""
     if calls := out.get("tool_calls"):
         out["tool_calls"] = []
         for call in calls:
             function = dict(call.get("function", call))
-            if isinstance(arguments := function.get("arguments"), str):
+            arguments = function.get("arguments")
+            if as_objects and isinstance(arguments, str):
                 with suppress(ValueError, RecursionError):  # a model wrote it
                     function["arguments"] = json.loads(arguments)
+            elif not as_objects:
+                function["arguments"] = as_text(arguments or {})
             out["tool_calls"].append({"type": "function", "id": call.get("id"), "function": function})
     return out
 

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiny_tokenizer import CHATML, END, LLAMA_3, QWEN_3, write_tokenizer
+from trireme.journal.message_text import for_template
 from trireme.journal.turns import prompt_digest
 from trireme.orchestrator.engines.pool import Generation, OverlongPrompt
 from trireme.orchestrator.gateway.dialects.turn import ToolCall
-from trireme.orchestrator.rollout.chat import ChatTokenizer, _for_template
+from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.continuation import Rewritten
 from trireme.orchestrator.rollout.trajectory import Trajectory
 from trireme.orchestrator.rollout.turns import ModelMessage, split_tool_calls
@@ -312,4 +313,4 @@ def test_arguments_too_deep_to_read_reach_the_template_as_they_were_written():
     said, calls = split_tool_calls(f'hm <tool_call>{{"name": "f", "arguments": "{deep}"}}</tool_call>', 1)
     function = {"name": calls[0].name, "arguments": calls[0].arguments}
     message = {"role": "assistant", "content": said, "tool_calls": [{"id": calls[0].id, "function": function}]}
-    assert _for_template(message)["tool_calls"][0]["function"] == {"name": "f", "arguments": deep}
+    assert for_template(message)["tool_calls"][0]["function"] == {"name": "f", "arguments": deep}

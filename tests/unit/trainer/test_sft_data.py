@@ -391,13 +391,32 @@ def test_a_template_that_drops_earlier_thinking_makes_a_sample_of_each_turn(thin
     assert '"name": "f"' in thinking.decode(sample.ids).partition("# Tools\n<tools>\n")[2].partition("</tools>")[0]
 
 
-def test_messages_are_written_as_rollouts_serve_them(tmp_path):
-    calls = "(message.tool_calls | tojson if message.tool_calls else '')"
-    folder = write_tokenizer(tmp_path / "t", CHATML.replace("+ '<|im_end|>'", f"+ {calls} + '<|im_end|>'"))
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    turns = [said("user", "half \ud83d"), {"role": "assistant", "content": None, "tool_calls": [call]}, GREETING[1]]
-    (sample,) = samples_of(Renderer(AutoTokenizer.from_pretrained(folder)), conversation(*turns))
-    served = ChatTokenizer(folder)
+CALLED = "message.tool_calls[0].function"
+AS_TEXT = f"{CALLED}.name + ': ' + {CALLED}.arguments"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("message.content + (message.tool_calls | tojson if message.tool_calls else '')", '"arguments": {"x": 1}}'),
+        # of DeepSeek's templates: arguments are text, and a message with content, if only an empty one, has no calls
+        (f"message.content + ({AS_TEXT} if message.tool_calls else '')", 'call: {"x": 1}'),
+        (f"(message.content if message.content is not none else {AS_TEXT})", 'call: {"x": 1}'),
+        ("message.content", None),
+    ],
+)
+@pytest.mark.parametrize(("empty", "arguments"), [(None, '{"x": 1}'), ("", {"x": 1})])
+def test_tool_calls_are_learned_as_rollouts_serve_them_or_refused(tmp_path, content, expected, empty, arguments):
+    folder = write_tokenizer(tmp_path / "t", CHATML.replace("message['content']", content))
+    call = {"id": "1", "type": "function", "function": {"name": "call", "arguments": arguments}}
+    turns = [said("user", "half \ud83d"), {"role": "assistant", "content": empty, "tool_calls": [call]}, GREETING[1]]
+    renderer, served = Renderer(AutoTokenizer.from_pretrained(folder)), ChatTokenizer(folder)
+    if expected is None:
+        with pytest.raises(ConfigError, match=r"the call of `call`"):
+            renderer.render(conversation(*turns))
+        return
+    (sample,) = samples_of(renderer, conversation(*turns))
+    assert expected in learned(renderer.tokenizer, sample)
     assert sample.ids == served.encode(served.render(turns, tools=None, generate=False))
 
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from trireme.base.errors import ConfigError
 from trireme.base.safe_text import encodable
-from trireme.journal.message_text import for_template
+from trireme.journal.message_text import form_for
 from trireme.orchestrator.engines.pool import OverlongPrompt
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -54,6 +54,7 @@ class ChatTokenizer:
         self._first_ids = lru_cache(0 if "strftime_now" in text else KEPT_PROMPTS)(self._tokenize_first)
         tokens = {key: config[key] for key in SPECIAL_TOKENS if config.get(key) is not None}
         self._names = {key: token["content"] if isinstance(token, dict) else token for key, token in tokens.items()}
+        self._form = form_for(self._render)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token for token, entry in added.items() if entry.special)
         self.num_tokens: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
@@ -65,12 +66,11 @@ class ChatTokenizer:
 
     def render(self, messages: list[dict[str, Any]], *, tools: list[dict] | None, generate: bool) -> str:
         """Render the conversation as the model reads it; with `generate`, up to where the assistant's turn begins."""
+        return self._render([_with_image_parts(self._form(message)) for message in messages], tools, generate)
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[dict] | None = None, generate: bool = False) -> str:
         return self._template.render(
-            messages=[_for_template(message) for message in messages],
-            tools=tools or None,
-            documents=None,
-            add_generation_prompt=generate,
-            **self._names,
+            messages=messages, tools=tools or None, documents=None, add_generation_prompt=generate, **self._names
         )
 
     def encode(self, text: str, most_tokens: int | None = None) -> list[int]:
@@ -182,9 +182,8 @@ def _compile_template(text: str) -> jinja2.Template:
     return template
 
 
-def _for_template(message: dict[str, Any]) -> dict[str, Any]:
-    """Convert a message to what templates expect, with `{"type": "image"}` for each picture."""
-    out = for_template(message)
-    if isinstance(out["content"], list):
-        out["content"] = [{"type": "image"} if part["type"] == "image_url" else part for part in out["content"]]
-    return out
+def _with_image_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with `{"type": "image"}`, which templates expect, for each picture."""
+    if not isinstance(content := message["content"], list):
+        return message
+    return message | {"content": [{"type": "image"} if part["type"] == "image_url" else part for part in content]}

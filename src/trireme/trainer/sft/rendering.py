@@ -11,7 +11,7 @@ new sample begins there, as in rollouts of several turns. In each sample the mod
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from trireme.algo.pictures import expand
 from trireme.base.errors import ConfigError
 from trireme.base.safe_text import encodable
-from trireme.journal.message_text import for_template
+from trireme.journal.message_text import form_for
 from trireme.messages import Picture
 from trireme.trainer.sft.conversations import ASSISTANT, Completion, Conversation
 from trireme.trainer.sft.pictures import Grid
@@ -80,6 +80,7 @@ class Renderer:
             after = self._apply(conversation, index + 1)
             if not after.startswith(before):
                 raise _contradiction(conversation, before, after)
+            _check_calls(conversation, message, after[len(before) :])
             if spans and not before.startswith(text):  # the template rewrote earlier turns
                 samples.append(_rendered(conversation, text, spans, seen))
                 spans = ()
@@ -88,12 +89,10 @@ class Renderer:
 
     def _apply(self, conversation: Conversation, num_messages: int, *, generate: bool = False) -> str:
         try:
-            text = self.tokenizer.apply_chat_template(
-                [for_template(message) for message in conversation.messages[:num_messages]],
+            text = self._apply_template(
+                [self._form(message) for message in conversation.messages[:num_messages]],
                 tools=list(conversation.tools) if conversation.tools else None,
-                tokenize=False,
                 add_generation_prompt=generate,
-                **dict(self.template_kwargs),
             )
         except Exception as error:  # a template may raise anything
             raise ConfigError(
@@ -101,8 +100,16 @@ class Renderer:
                 f"({type(error).__name__}: {error}) - expected messages as the template knows them. Correct the "
                 "conversation, or set `chat_template` to a template that renders it."
             ) from error
-        assert isinstance(text, str)
         return encodable(text)
+
+    @cached_property
+    def _form(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+        return form_for(self._apply_template)
+
+    def _apply_template(self, messages: list[dict[str, Any]], **more: Any) -> str:
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, **more, **dict(self.template_kwargs))
+        assert isinstance(text, str)
+        return text
 
     def tokenize(self, texts: Sequence[Rendered]) -> list[Tokenized]:
         """Tokenize all texts in one call, which is faster than one by one."""
@@ -201,6 +208,18 @@ def _rendered(conversation: Conversation, text: str, spans: tuple[tuple[int, int
 
 def _borders(rendered: Rendered) -> list[int]:
     return [border for span in rendered.spans for border in span]
+
+
+def _check_calls(conversation: Conversation, message: Mapping[str, Any], rendered: str) -> None:
+    """Check that a learned message has its calls: a model that is trained without them learns to call nothing."""
+    for call in message.get("tool_calls") or ():
+        name = call.get("function", call).get("name")
+        if encodable(str(name)) not in rendered:
+            raise ConfigError(
+                f"{conversation.where}: the chat template leaves the call of `{name}` out of the message that is to be "
+                f"learned ({rendered[:60]!r}) - expected its name there. Set `chat_template` to a template that writes "
+                'the tool calls of such messages, or mark the message with `"train": false`.'
+            )
 
 
 def _contradiction(conversation: Conversation, before: str, after: str) -> ConfigError:
