@@ -251,7 +251,7 @@ class Environment:
                 return await session.watch(play())
         except BaseException:
             if self._programs is not None:  # its worker ends them, too, unless that is dead
-                await asyncio.shield(asyncio.to_thread(self._programs.end, task.task))
+                await asyncio.shield(self._programs.end(task.task))
             raise
 
     def has_program(self, task: str) -> bool:
@@ -265,12 +265,12 @@ class Environment:
             session.open()
         elif not await session.resume(key):
             assert self._programs is not None
-            await asyncio.to_thread(self._programs.end, task.task)
+            await self._programs.end(task.task)
             session.restart(on_retry)
 
     async def _begin_again(self, session: AgentSession, task: RunTask, on_retry: Callable[[], None]) -> None:
         """Begin a session again after the death of a worker, unless its program has outlived that."""
-        if self._programs is None or task.task not in await asyncio.to_thread(self._programs.running):
+        if self._programs is None or task.task not in await self._programs.running():
             session.restart(on_retry)
 
     async def _run(

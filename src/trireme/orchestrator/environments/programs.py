@@ -8,12 +8,13 @@ orchestrator finds the programs at work. Without a launcher it ends with this pr
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import socket
 import subprocess
 import threading
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,16 @@ ABSENCE_S = 600.0
 """Programs are ended where no orchestrator has come for so long: SDKs of agents wait as long for an answer."""
 
 ANSWER_S = 60.0
+LONGEST_ANSWER = 64 << 20  # bytes: all rollouts that run, with their keys
 STOP_S = 30.0
 BACKLOG = 1024  # connections of agents that wait until the gateway takes them
 
 
 class AgentPrograms:
-    """The process of one environment's agent programs. Its calls block, for milliseconds.
+    """The process of one environment's agent programs.
+
+    `open`, `start` and `close` block, and belong into a thread. Ending a program takes seconds, with its container
+    minutes, so `end` and `running` are coroutines: many at once must not take the threads that others wait for.
 
     Example:
         programs = AgentPrograms(python, folders=logs / "agents/shell", log_file=..., address=("127.0.0.1", 0))
@@ -100,49 +105,49 @@ class AgentPrograms:
             self._hold()
 
     def _hold(self) -> None:
-        """Raises: PeerDied where no process listens."""
-        connection, answer, descriptors = self._ask({"do": "hold"}, num_descriptors=1)
+        """Connect, and keep the process from ending. Raises: PeerDied where none listens."""
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.settimeout(ANSWER_S)
+            connection.connect(str(self.path))
+            connection.sendall(b'{"do": "hold"}\n')
+            data, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+            with connection.makefile("rb") as rest:
+                data += rest.readline()
+            if not data.endswith(b"\n") or not descriptors:
+                raise ConnectionResetError("it ended")
+        except OSError as error:
+            connection.close()
+            raise PeerDied(
+                f"The process that runs agent programs did not answer: {error} - expected an answer within "
+                f"{ANSWER_S:.0f} s - the end of {self._log_file} says why."
+            ) from error
         connection.setblocking(False)
         self._held = connection
         if self.listener is None:
-            self.listener, self.found = socket.socket(fileno=descriptors[0]), answer["running"]
+            self.listener, self.found = socket.socket(fileno=descriptors[0]), msgspec.json.decode(data)["running"]
             if self.found:
                 log.info("%d agent programs have outlived the orchestrator before this one", len(self.found))
         else:
             os.close(descriptors[0])
 
-    def running(self) -> dict[str, str]:
+    async def running(self) -> dict[str, str]:
         """Return the rollouts whose programs run or have ended, with their keys; none where the process has died."""
-        with suppress(PeerDied):
-            connection, answer, _ = self._ask({"do": "running"})
-            connection.close()
-            return answer["running"]
-        return {}
+        return (await self._ask({"do": "running"})).get("running", {})
 
-    def end(self, rollout: str) -> None:
+    async def end(self, rollout: str) -> None:
         """End the programs of a rollout, and remove its folder and its container."""
-        with suppress(PeerDied):
-            self._ask({"do": "end", "rollout": rollout})[0].close()
+        await self._ask({"do": "end", "rollout": rollout})
 
-    def _ask(self, request: dict[str, str], num_descriptors: int = 0) -> tuple[socket.socket, Any, list[int]]:
-        """Return the open connection, the answer, and the descriptors that came with it. Raises: PeerDied."""
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            connection.settimeout(ANSWER_S)
-            connection.connect(str(self.path))
-            connection.sendall(msgspec.json.encode(request) + b"\n")
-            data, descriptors, _, _ = socket.recv_fds(connection, 1, num_descriptors)
-            with connection.makefile("rb") as rest:
-                data += rest.readline()
-            if not data.endswith(b"\n") or len(descriptors) != num_descriptors:
-                raise ConnectionResetError("it ended")
-            return connection, msgspec.json.decode(data), descriptors
-        except OSError as error:
-            connection.close()
-            raise PeerDied(
-                f"The process that runs agent programs did not answer {request['do']!r}: {error} - expected an answer "
-                f"within {ANSWER_S:.0f} s - the end of {self._log_file} says why."
-            ) from error
+    async def _ask(self, request: dict[str, str]) -> dict[str, Any]:
+        """Return the answer; an empty one where the process has died or does not answer in time."""
+        with suppress(OSError, msgspec.DecodeError):
+            async with asyncio.timeout(ANSWER_S):
+                reader, writer = await asyncio.open_unix_connection(self.path, limit=LONGEST_ANSWER)
+                with closing(writer):
+                    writer.write(msgspec.json.encode(request) + b"\n")
+                    return msgspec.json.decode(await reader.readline())
+        return {}
 
     def close(self) -> None:
         """Let the process end with all programs: at once, or with the launcher."""
