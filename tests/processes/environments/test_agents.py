@@ -426,8 +426,16 @@ def test_all_workers_start_the_process_of_programs_once_even_after_a_start_that_
     lack.unlink()
     with ThreadPoolExecutor() as keepers:
         list(keepers.map(lambda _: programs.start(), range(4)))
-    assert len(running_now()) == 1
-    assert asyncio.run(programs.running()) == {}
+    (second,) = running_now()
+
+    async def ask_at_once() -> list[dict]:
+        second.suspend()
+        asking = [asyncio.create_task(programs._ask({"do": "running"})) for _ in range(200)]
+        await asyncio.sleep(0)
+        second.resume()
+        return await asyncio.gather(*asking)
+
+    assert asyncio.run(ask_at_once()) == [{"running": {}}] * 200
     programs.close()
 
 

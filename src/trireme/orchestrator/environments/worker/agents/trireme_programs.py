@@ -36,6 +36,9 @@ from trireme_runtime import LAUNCHER, Ended, Program, Subprocess, end_processes,
 LONGEST_LINE = 64 << 20
 """Bytes of a request: a program's input and an example's fields are in it."""
 
+BACKLOG = 4096
+"""Requests that wait to be taken, as the rollouts of a whole run may begin or end at once: one more would fail."""
+
 ANSWER_S = 120.0
 """Time for an answer that waits for no program: ending one takes up to half a minute."""
 
@@ -131,7 +134,7 @@ class _Server:
         loop.add_signal_handler(signal.SIGTERM, self._stopped.set)
         await end_processes(Path(self._folders))  # of a process like this one that was killed
         self._absent = loop.call_later(FIRST_S, self._stopped.set)
-        server = await asyncio.start_unix_server(self._answer, sock=listener, limit=LONGEST_LINE)
+        server = await asyncio.start_unix_server(self._answer, sock=listener, limit=LONGEST_LINE, backlog=BACKLOG)
         await self._stopped.wait()
         server.close()
         await asyncio.gather(*(self._end(rollout) for rollout in list(self._rollouts)))
