@@ -1,16 +1,20 @@
 """Turns of a rollout on disk: what was written whole is read again, whatever cut the file off."""
 
+import asyncio
 import errno
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from trireme.journal.journal import Journal
 from trireme.journal.requests import AgentRequest, RequestLog
-from trireme.journal.turns import TurnLog, TurnRecord, prompt_digest, read_turns, turns_file
+from trireme.journal.turns import TurnLog, TurnRecord, framed, prompt_digest, read_turns, turns_file
+from trireme.orchestrator.environments.agent_session import AgentSession
+from trireme.orchestrator.environments.wire import RunTask
 
 
 def record(prompt: str, token: int, **more: object) -> TurnRecord:
@@ -134,3 +138,14 @@ def test_requests_are_read_whole_by_the_next_process_and_each_message_is_written
     assert [one.continues(ASKED[0]) for one in ASKED] == [False, True, True, True]
     after.remove()
     assert RequestLog(path).read("a") == []
+
+
+def test_a_program_whose_requests_cannot_be_read_is_to_be_started_again(tmp_path):
+    (tmp_path / "requests").write_bytes(framed(b"\x80"))  # as another version may have written them
+
+    async def resume():
+        requests = RequestLog(tmp_path / "requests")
+        session = AgentSession(SimpleNamespace(url=""), RunTask(task="1-0.0", index=0), None, requests=requests)
+        return await session.resume("key")
+
+    assert asyncio.run(resume()) is False

@@ -10,6 +10,8 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Self
 
+import msgspec
+
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.journal.requests import AgentRequest, RequestLog
@@ -79,7 +81,11 @@ class AgentSession:
         self._begin(key)
         if self._requests is None:
             return False
-        asked = await asyncio.to_thread(self._requests.read, self._name)
+        try:
+            asked = await asyncio.to_thread(self._requests.read, self._name)
+        except msgspec.DecodeError as error:  # of another version
+            log.warning("An agent program is started again, as its requests cannot be read: %s", error)
+            return False
         for each in sorted(asked, key=lambda request: request.number):
             request = TurnRequest(
                 each.messages, each.tools, {}, streams=False, calls_tools=each.calls_tools, trace=each.trace
