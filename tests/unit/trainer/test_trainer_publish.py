@@ -237,13 +237,13 @@ def test_a_full_disk_delays_a_version_as_often_as_it_fills_up_and_leaves_the_las
 
     def save_part(content: dict[str, Any], path: Path) -> None:
         path.write_bytes(b"torn")
-        if len(found) < 2 * publish.ATTEMPTS:
+        if len(found) < 4 * publish.ATTEMPTS:
             fail()
         save_file(content, path)
 
     def reserve(*_: Any) -> None:
         found.append(sorted(str(path.relative_to(tmp_path)) for path in (tmp_path / "broadcast").rglob("*.*")))
-        if len(found) == 3:
+        if len(found) % 2:
             fail()
         waits.extend(map(str, stand.publisher._waits.now()))
 
@@ -254,9 +254,24 @@ def test_a_full_disk_delays_a_version_as_often_as_it_fills_up_and_leaves_the_las
     monkeypatch.setattr(publish, "when_there_is_room", partial(when_there_is_room, poll_s=0.01))
     stand.publish()
     assert found == [["broadcast/0/00000.safetensors"]] * len(found)
-    assert len(found) == 2 * publish.ATTEMPTS
-    assert [wait.split(" for ")[1] for wait in waits] == ["room"]
+    assert len(found) == 4 * publish.ATTEMPTS
+    assert [wait.split(" for ")[1] for wait in waits] == ["room"] * (2 * publish.ATTEMPTS)
     assert sorted(path.name for path in (tmp_path / "broadcast").iterdir()) == ["0", "1"]
+
+
+def test_a_full_disk_counts_as_a_failed_attempt_where_there_is_room_for_more_than_the_weights(open_stand, monkeypatch):
+    reserved: list[int] = []
+
+    def fail(*_: Any) -> None:
+        assert len(reserved) <= publish.ATTEMPTS
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    stand = open_stand()
+    monkeypatch.setattr(filesystem, "save_file", fail)
+    monkeypatch.setattr(os, "posix_fallocate", lambda _file, _first, size: reserved.append(size))
+    with pytest.raises(PeerDied, match="Version 0 was sent 20 times"):
+        stand.publish()
+    assert min(reserved) > stand.served_bytes + MIB
 
 
 @pytest.mark.parametrize("place", ["join", "send"])

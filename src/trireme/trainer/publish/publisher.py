@@ -227,8 +227,8 @@ class Publisher:
         if self._failures_in_a_row >= ATTEMPTS:
             raise PeerDied(
                 f"Version {version} was sent {ATTEMPTS} times, and each time an engine or the orchestrator died or "
-                "failed before it was confirmed - expected them to stay alive. The warnings above name the failures; "
-                f"see also the logs in {self._config.paths.logs}."
+                "failed before it was confirmed, or the disk was full - expected them to stay alive, and room for the "
+                f"files. The warnings above name the failures; see also the logs in {self._config.paths.logs}."
             )
         time.sleep(min(LONGEST_BACKOFF_S, BACKOFF_S * 2 ** (self._failures_in_a_row - 1)))
 
@@ -261,7 +261,7 @@ class Publisher:
         specs = adapters if adapters and not is_first else self._specs
         payload = self._send(version, specs, self._parts(digests, is_first))
         if not self._world.agree(payload is not None):
-            self._failures_in_a_row -= self._world.agree(self._wait_for_room(version))  # a full disk does not count
+            self._failures_in_a_row -= self._world.agree(self._wait_for_room(version))  # it had to wait: no failure
             return False
         reach("trainer.sent", rank=self._world.rank)
         sent = None
@@ -341,17 +341,23 @@ class Publisher:
         return payload
 
     def _wait_for_room(self, version: int) -> bool:
-        """Return whether the transfer broke because the disk is full, once a whole version fits. For rank 0.
+        """Wait until a whole version fits, if the transfer broke because the disk is full. For rank 0.
+
+        Returns whether it had to wait: a disk that has room for this, and still not for the files, is not waited for.
 
         Raises:
             DeadlineExceeded: the disk was full for `disk_timeout_s` seconds.
         """
         lacked_room, self._lacks_room = self._lacks_room, False
+        num_looks = 0
         if lacked_room:
             folder, size = self._config.paths.broadcast, sum(map(num_bytes, self._specs))
+            size += size // 100 + (1 << 20)  # for headers, folders, and the last block of each file
             meanwhile = keep_alive(self._world, timeout_s=self._config.trainer.batch_timeout_s)
 
             def reserve() -> None:
+                nonlocal num_looks
+                num_looks += 1
                 meanwhile()
                 folder.mkdir(parents=True, exist_ok=True)
                 with tempfile.TemporaryFile(dir=folder) as file:  # in contrast to free bytes, this knows quotas
@@ -364,7 +370,7 @@ class Publisher:
                 waits=self._waits,
                 deadline_s=self._config.disk_timeout_s,
             )
-        return lacked_room
+        return num_looks > 1
 
     def _parts(self, digests: dict[str, str], is_first: bool) -> Iterator[Part]:
         """Yield what is sent of each tensor: all of it or, of a delta, what has changed.
