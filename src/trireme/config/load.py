@@ -8,6 +8,7 @@ each problem names the file or flag that it came from. All problems are shown to
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -29,6 +30,12 @@ from trireme.config.section import NONE, AnySection, Section, as_flag, as_key, f
 
 MOST_LEVELS = 64  # of tables and arrays inside one value
 NEARLY = 0.9  # share of a variable's letters that a key has in the same order, from which on it is a slip
+
+_OF_A_SERVICE = re.compile(
+    r"\w+_(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?|PORT(?==\w+://))="
+)
+"""Variables, with the beginning of their values, that Kubernetes sets in every pod for a service: for
+`trireme-inference`, `TRIREME_INFERENCE_PORT=tcp://…` and others."""
 
 
 class Invocation(Section):
@@ -141,8 +148,10 @@ class _Reading:
         keys = {key.replace(".", "_"): tuple(key.split(".")) for key, _ in walk(self.root)}
         for name, value in os.environ.items():
             typed = name.removeprefix("TRIREME_").lower()
+            if "__" not in name and _OF_A_SERVICE.match(f"{name}={value}"):
+                continue
             if name.startswith("TRIREME_") and value and typed.split("__")[0] not in fields_of(self.root):
-                # Others are ours, another command's, or Kubernetes' for a service `trireme`.
+                # Others are ours, or another command's.
                 for near in get_close_matches(typed.replace("__", "_"), keys, n=1, cutoff=NEARLY):
                     self.problems.append(
                         f"{name}: no key has that name - expected one, with `__` after each table. Did you mean "
