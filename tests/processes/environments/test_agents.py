@@ -12,6 +12,7 @@ import tempfile
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -404,6 +405,39 @@ def test_the_program_of_a_rollout_that_is_cancelled_while_its_worker_is_dead_is_
     started = tmp_path / "started"
     command = ("sh", "-c", f"echo $$ > {started}.part; mv {started}.part {started}; exec sleep 600")
     with_environment(tmp_path, write(tmp_path, TASKS), cancel, agent={"command": command}, num_workers=1)
+
+
+def test_a_rollout_that_is_being_removed_is_neither_running_nor_found_and_takes_no_step(tmp_path, monkeypatch):
+    for folder in ("worker", "worker/agents"):
+        monkeypatch.syspath_prepend(Path(agent_session.__file__).parent / folder)
+    module, runtime = importlib.import_module("trireme_programs"), importlib.import_module("trireme_runtime")
+    parent, path = tmp_path / "0-0.0", str(tmp_path / "socket")
+
+    async def remove() -> None:
+        closing, closed = asyncio.Event(), asyncio.Event()
+
+        async def close(*_: object) -> None:
+            closing.set()
+            await closed.wait()
+
+        monkeypatch.setattr(runtime.Subprocess, "close", close)
+        parent.mkdir()
+        server, programs = module._Server(None, str(tmp_path), 0.0), module.Programs(path)
+        program = runtime.Program(parent, ["true"], {}, parent)
+        run = partial(programs.run, program, agent={"runtime": "subprocess"}, readable=(), timeout_s=60.0)
+        async with await asyncio.start_unix_server(server._answer, path):
+            await run(rollout=parent.name)
+            ending = asyncio.create_task(programs.end(parent.name))
+            await closing.wait()
+            finding = asyncio.create_task(programs.find(parent.name))  # a worker that plays it again
+            with pytest.raises(OSError, match="it was ended"):
+                await run(rollout=parent.name, step="tests")
+            assert await server._running() == {"running": {}}
+            assert not finding.done()
+            closed.set()
+            assert (await ending, await finding, parent.exists()) == (True, None, False)
+
+    asyncio.run(remove())
 
 
 def test_all_workers_start_the_process_of_programs_once_even_after_a_start_that_failed(tmp_path):

@@ -9,7 +9,8 @@ answer:
     {"do": "hold"}                  {"running": {ROLLOUT: KEY}}, with the descriptor GATEWAY. The orchestrator keeps the
                                     connection open. Without one for ABSENCE_S seconds, everything is ended
     {"do": "running"}               the same without the descriptor
-    {"do": "find", "rollout"}       {"found": true, "began_ns"} where a program of the rollout runs, or has ended
+    {"do": "find", "rollout"}       {"found": true, "began_ns"} where a program of the rollout runs, or has ended. One
+                                    that is being removed is not found, and the answer waits for its end
     {"do": "run", "rollout", ...}   the end of the program, which is started unless it was before
     {"do": "end", "rollout"}        {"found": true} when no process of the rollout is left, and its folder and container
                                     are removed; {"found": false} where no program of it was started
@@ -116,7 +117,6 @@ class _Rollout:
     began_ns: int
     parent: Path
     runtime: Subprocess
-    ending: "asyncio.Task[None] | None" = None
     steps: dict[str, "asyncio.Task[dict[str, Any]]"] = field(default_factory=dict)
 
 
@@ -126,6 +126,7 @@ class _Server:
         self._folders = folders
         self._absence_s = absence_s
         self._rollouts: dict[str, _Rollout] = {}
+        self._ending: dict[str, asyncio.Task[None]] = {}  # rollouts that are being removed, and in `_rollouts` no more
         self._num_holding = 0
         self._stopped = asyncio.Event()
 
@@ -137,7 +138,7 @@ class _Server:
         server = await asyncio.start_unix_server(self._answer, sock=listener, limit=LONGEST_LINE, backlog=BACKLOG)
         await self._stopped.wait()
         server.close()
-        await asyncio.gather(*(self._end(rollout) for rollout in list(self._rollouts)))
+        await asyncio.gather(*(self._end(rollout) for rollout in [*self._rollouts, *self._ending]))
         os._exit(0)  # connections that are still open end, too
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -172,10 +173,14 @@ class _Server:
         return {"running": {name: rollout.key for name, rollout in self._rollouts.items()}}
 
     async def _find(self, rollout: str) -> dict[str, Any]:
+        if rollout in self._ending:  # its worker has died meanwhile; the next attempt uses the same folder
+            await asyncio.wait({self._ending[rollout]})
         known = self._rollouts.get(rollout)
         return {"found": known is not None, "began_ns": known.began_ns if known else 0}
 
     async def _run(self, rollout: str, key: str, step: str, began_ns: int, **order: Any) -> dict[str, Any]:
+        if rollout in self._ending:
+            return {"error": "it was ended"}
         if rollout not in self._rollouts:
             runtime = make_runtime(order["agent"], order["readable"])
             self._rollouts[rollout] = _Rollout(key, began_ns, Path(order["program"]["parent"]), runtime)
@@ -187,14 +192,15 @@ class _Server:
         return {"error": "it was ended"} if task.cancelled() else task.result()
 
     async def _end(self, rollout: str) -> dict[str, Any]:
-        if (known := self._rollouts.get(rollout)) is None:
+        if (known := self._rollouts.pop(rollout, None)) is not None:
+            self._ending[rollout] = asyncio.create_task(self._remove(known))
+            self._ending[rollout].add_done_callback(lambda _: self._ending.pop(rollout))
+        if rollout not in self._ending:
             return {"found": False}
-        if known.ending is None:  # the orchestrator and a worker may both ask for it
-            known.ending = asyncio.create_task(self._remove(rollout, known))
-        await asyncio.wait({known.ending})
+        await asyncio.wait({self._ending[rollout]})  # the orchestrator and a worker may both ask for it
         return {"found": True}
 
-    async def _remove(self, rollout: str, known: _Rollout) -> None:
+    async def _remove(self, known: _Rollout) -> None:
         try:
             for task in known.steps.values():
                 task.cancel()
@@ -202,7 +208,6 @@ class _Server:
             await known.runtime.close(known.parent)
         finally:
             await asyncio.to_thread(remove_folder, known.parent)
-            del self._rollouts[rollout]
 
 
 async def _play(runtime: Subprocess, program: dict, timeout_s: float) -> dict[str, Any]:
