@@ -10,6 +10,7 @@ import socket
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -400,18 +401,22 @@ def test_the_program_of_a_rollout_that_is_cancelled_while_its_worker_is_dead_is_
             os.kill(environment._programs._process.pid, signal.SIGCONT)
         await asyncio.wait({running})
         assert not is_alive(started.read_text())
-        assert list((tmp_path / "logs" / "agents").glob("*/*")) == []
+        assert not (folders / "0-0.0").exists()
 
-    started = tmp_path / "started"
+    started, folders = tmp_path / "started", tmp_path / "logs" / "agents" / "toy"
+    (folders / ".0-9.0.1.gone").mkdir(parents=True)  # that a process which was killed had yet to delete
     command = ("sh", "-c", f"echo $$ > {started}.part; mv {started}.part {started}; exec sleep 600")
     with_environment(tmp_path, write(tmp_path, TASKS), cancel, agent={"command": command}, num_workers=1)
+    assert os.listdir(folders) == []
 
 
-def test_a_rollout_that_is_being_removed_is_neither_running_nor_found_and_takes_no_step(tmp_path, monkeypatch):
+def test_a_rollout_that_is_being_removed_is_found_no_more_and_costs_no_other(tmp_path, monkeypatch):
     for folder in ("worker", "worker/agents"):
         monkeypatch.syspath_prepend(Path(agent_session.__file__).parent / folder)
     module, runtime = importlib.import_module("trireme_programs"), importlib.import_module("trireme_runtime")
-    parent, path = tmp_path / "0-0.0", str(tmp_path / "socket")
+    parent, path, deletes = tmp_path / "0-0.0", str(tmp_path / "socket"), threading.Event()
+    monkeypatch.setattr(module, "remove_folder", lambda _: deletes.wait(90))
+    monkeypatch.setitem(sys.modules, "trireme_guard", None)  # the worker does not end
 
     async def remove() -> None:
         closing, closed = asyncio.Event(), asyncio.Event()
@@ -434,10 +439,14 @@ def test_a_rollout_that_is_being_removed_is_neither_running_nor_found_and_takes_
                 await run(rollout=parent.name, step="tests")
             assert await server._running() == {"running": {}}
             assert not finding.done()
+            monkeypatch.setattr(module, "ANSWER_S", 0.01)
+            with pytest.raises(OSError, match=r"'end'.* within 0\.01 s"):
+                await programs.end(parent.name)
             closed.set()
             assert (await ending, await finding, parent.exists()) == (True, None, False)
+            deletes.set()
 
-    asyncio.run(remove())
+    asyncio.run(asyncio.wait_for(remove(), 60))
 
 
 def test_all_workers_start_the_process_of_programs_once_even_after_a_start_that_failed(tmp_path):

@@ -194,9 +194,10 @@ class AgentAdapter(PlainAdapter):
 
     async def dispose(self, played: Played) -> None:
         assert isinstance(played, AgentPlayed), played
+        if await self._programs.end(played.rollout):
+            return
         try:
-            if not await self._programs.end(played.rollout):
-                await self._runtime.close(played.folder.parent)
+            await self._runtime.close(played.folder.parent)
         finally:
             await asyncio.to_thread(remove_folder, played.folder.parent)
 

@@ -10,10 +10,11 @@ answer:
                                     connection open. Without one for ABSENCE_S seconds, everything is ended
     {"do": "running"}               the same without the descriptor
     {"do": "find", "rollout"}       {"found": true, "began_ns"} where a program of the rollout runs, or has ended. One
-                                    that is being removed is not found, and the answer waits for its end
+                                    that is being ended is not found, and the answer waits until it is
     {"do": "run", "rollout", ...}   the end of the program, which is started unless it was before
-    {"do": "end", "rollout"}        {"found": true} when no process of the rollout is left, and its folder and container
-                                    are removed; {"found": false} where no program of it was started
+    {"do": "end", "rollout"}        {"found": true} when no process of the rollout is left, its container is removed,
+                                    and its folder is renamed and being deleted; {"found": false} where no program of it
+                                    was started
 
 Standard library only: it is started with the environment's interpreter.
 """
@@ -27,12 +28,14 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trireme_runtime import LAUNCHER, Ended, Program, Subprocess, end_processes, make_runtime, remove_folder
+from trireme_runtime import CALL_S, LAUNCHER, Ended, Program, Subprocess, end_processes, make_runtime, remove_folder
 
 LONGEST_LINE = 64 << 20
 """Bytes of a request: a program's input and an example's fields are in it."""
@@ -40,8 +43,11 @@ LONGEST_LINE = 64 << 20
 BACKLOG = 4096
 """Requests that wait to be taken, as the rollouts of a whole run may begin or end at once: one more would fail."""
 
-ANSWER_S = 120.0
-"""Time for an answer that waits for no program: ending one takes up to half a minute."""
+ANSWER_S = 60.0 + 2 * CALL_S
+"""Time for an answer that waits for no program: ending one takes up to half a minute, and its container two calls."""
+
+GONE = ".gone"
+"""End of the names of rollouts' folders that are being deleted."""
 
 FIRST_S = 60.0
 """Time for the orchestrator that has started this process to connect."""
@@ -89,6 +95,7 @@ class Programs:
         """End all processes of a rollout, and remove its folder and its container.
 
         Returns: False where none of its programs was started, so that nothing is removed.
+        Raises: OSError where that takes too long; it is not given up.
         """
         return (await self._ask(ANSWER_S, do="end", rollout=rollout))["found"]
 
@@ -101,7 +108,13 @@ class Programs:
                     writer.write(json.dumps(request).encode() + b"\n")
                     await writer.drain()
                     return json.loads(await reader.readline())
-        except (OSError, ValueError) as error:  # a timeout too
+        except TimeoutError as error:  # ending one rollout takes long, which costs no other
+            raise OSError(
+                f"The process that runs agent programs did not answer {request['do']!r} for {request['rollout']} "
+                f"within {answer_s:g} s - expected its processes to end and its container to be removed by then - see "
+                "how loaded the machine and its container engine are."
+            ) from error
+        except (OSError, ValueError) as error:
             import trireme_guard  # in the path of workers alone
 
             print(f"The process that runs agent programs cannot be asked: {error!r}", file=sys.stderr, flush=True)
@@ -127,6 +140,7 @@ class _Server:
         self._absence_s = absence_s
         self._rollouts: dict[str, _Rollout] = {}
         self._ending: dict[str, asyncio.Task[None]] = {}  # rollouts that are being removed, and in `_rollouts` no more
+        self._deletions = ThreadPoolExecutor(4, "deletions")  # may take minutes; ending processes needs other threads
         self._num_holding = 0
         self._stopped = asyncio.Event()
 
@@ -134,11 +148,14 @@ class _Server:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._stopped.set)
         await end_processes(Path(self._folders))  # of a process like this one that was killed
+        for folder in Path(self._folders).glob(f".*{GONE}"):  # of the same
+            self._deletions.submit(remove_folder, folder)
         self._absent = loop.call_later(FIRST_S, self._stopped.set)
         server = await asyncio.start_unix_server(self._answer, sock=listener, limit=LONGEST_LINE, backlog=BACKLOG)
         await self._stopped.wait()
         server.close()
         await asyncio.gather(*(self._end(rollout) for rollout in [*self._rollouts, *self._ending]))
+        self._deletions.shutdown()
         os._exit(0)  # connections that are still open end, too
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -207,7 +224,10 @@ class _Server:
             await asyncio.gather(*known.steps.values(), return_exceptions=True)
             await known.runtime.close(known.parent)
         finally:
-            await asyncio.to_thread(remove_folder, known.parent)
+            aside = known.parent.with_name(f".{known.parent.name}.{time.time_ns()}{GONE}")
+            with contextlib.suppress(FileNotFoundError):
+                await asyncio.to_thread(known.parent.rename, aside)
+            self._deletions.submit(remove_folder, aside)
 
 
 async def _play(runtime: Subprocess, program: dict, timeout_s: float) -> dict[str, Any]:
