@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -155,10 +156,10 @@ class Environment(Section):
 class DifficultyPools(Section):
     """`[orchestrator.buffer.pools]`: how often an example comes, by how well its last groups did."""
 
-    easy_threshold: float = 0.9
-    """Examples whose recent mean reward is at least this are easy."""
-    hard_threshold: float = 0.1
-    """Examples whose recent mean reward is at most this are hard."""
+    easy_threshold: Annotated[float, Field(gt=-math.inf, allow_inf_nan=True)] = 0.9
+    """Examples whose recent mean reward is at least this are easy; with `inf`, none."""
+    hard_threshold: Annotated[float, Field(lt=math.inf, allow_inf_nan=True)] = 0.1
+    """Examples whose recent mean reward is at most this are hard; with `-inf`, none."""
     easy_weight: Annotated[float, Field(ge=0)] = 0.2
     """Weight of easy examples in the draw, relative to the other pools; 0 leaves it out."""
     normal_weight: Annotated[float, Field(ge=0)] = 1.0
@@ -214,7 +215,7 @@ class Filters(Section):
     """Longest unit of a repetition, in tokens."""
     gibberish: Literal["count", "mask", "drop"] = "count"
     """Rollouts whose tokens are so unlikely under the policy itself that sampling must have derailed."""
-    gibberish_logprob: Annotated[float, Field(lt=0)] = -8.0
+    gibberish_logprob: Annotated[float, Field(lt=0, allow_inf_nan=True)] = -8.0
     """Mean logprob over `gibberish_window` tokens below which they count as gibberish."""
     gibberish_window: PositiveInt = 32
     """Tokens that the mean is taken over."""
@@ -537,7 +538,7 @@ def _advantage_problems(config: OrchestratorConfig) -> Iterator[str]:
             '"custom"`, or the function would never be called. Write that, or remove `path`.'
         )
     clip = advantage.reward_clip
-    if clip is not None and clip[0] >= clip[1]:
+    if clip is not None and not clip[0] < clip[1]:  # NaN too
         yield f"orchestrator.advantage.reward_clip = {list(clip)} - expected the lower end first. Exchange them."
 
 

@@ -16,6 +16,7 @@ from trireme.config.orchestrator import OrchestratorConfig, slots_for
 from trireme.config.section import Section, Seed
 from trireme.config.trainer import TrainerConfig, Vlm
 
+PositiveOrInfinite = Annotated[float, Field(gt=0, allow_inf_nan=True)]
 Broadcast = Literal["auto", "gloo", "nccl", "ipc", "filesystem"]
 
 
@@ -51,9 +52,9 @@ class WeightBroadcast(Section):
     delta: bool = False
     """Send only what changed since the version before; pays where that is little: bf16, small learning rates. It takes
     a copy of the model, as it is served, in host memory of all trainer ranks together, and one per engine worker."""
-    probe_tolerance: PositiveFloat | None = None
-    """Largest difference between the trainer's and an engine's logprobs on a fixed prompt after each update. If not
-    set, 1e-3 in float32; else the mean difference may be four times what rounding makes, measured at each update."""
+    probe_tolerance: PositiveOrInfinite | None = None
+    """Largest difference between the trainer's and an engine's logprobs on a fixed prompt after each update; `inf`
+    takes any. If not set, 1e-3 in float32; else the mean may be four times what rounding makes, measured each time."""
 
 
 class Ports(Section):
@@ -115,9 +116,10 @@ class Supervisor(Section):
     long."""
     longest_backoff_s: PositiveFloat = 30.0
     """No restart waits longer than this."""
-    frozen_after_s: PositiveFloat = 20.0
-    """A process that has been stopped (SIGSTOP, a debugger) for this long is killed, and so started again."""
-    unhealthy_after_s: PositiveFloat = 60.0
+    frozen_after_s: PositiveOrInfinite = 20.0
+    """A process that has been stopped (SIGSTOP, a debugger) for this long is killed, and so started again; `inf` kills
+    none."""
+    unhealthy_after_s: PositiveOrInfinite = 60.0
     """A server that answered `/health` before and has not done so for this long is killed, and so started again; one
     whose port is closed is not waited for longer than 10 s."""
 

@@ -138,7 +138,8 @@ def test_supervised_runs_resolve_too():
 
 
 def test_a_written_run_reads_back_the_same(tmp_path):
-    write_run(config := resolved("--trainer.loss.ratio-high inf", on=gpus(4)), tmp_path / "run.json")
+    infinite = "--trainer.loss.ratio-high inf --orchestrator.buffer.pools.hard-threshold -inf"
+    write_run(config := resolved(infinite, on=gpus(4)), tmp_path / "run.json")
     assert read_run(RunConfig, tmp_path / "run.json") == config
     assert load_run_config(["--run", str(tmp_path / "run.json")], program="rl")[0] == config
     assert json.loads((tmp_path / "run.json").read_text())["trainer"]["micro_batch_tokens"] == 2048

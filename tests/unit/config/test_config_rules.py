@@ -129,6 +129,7 @@ ORCHESTRATOR = rows("orchestrator", CPU,
     ("--advantage.type custom", "--advantage.type custom --advantage.path m:f", "without `path`"),
     ("--advantage.path m:f", "--advantage.type custom --advantage.path m:f", 'path = "m:f" with `type = "group_mean"`'),
     ("--advantage.reward-clip [1.0,1.0]", "--advantage.reward-clip [-1.0,1.0]", "reward_clip = [1.0, 1.0]"),
+    ("--advantage.reward-clip nan 1.0", "--advantage.reward-clip -inf 1.0", "reward_clip = [nan, 1.0]"),
     ("--length-penalty {max_length=50,buffer=51}", "--length-penalty {max_length=50,buffer=50}", "buffer = 51"),
 )  # fmt: skip
 
