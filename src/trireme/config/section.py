@@ -91,6 +91,8 @@ class Field:
                 value = structure if isinstance(structure, dict | list) else value
             if isinstance(value, str) and self.kind == "list":
                 parts = [part.strip() for part in value.split(",")]
+                if len(parts) > 2 and not parts[-1]:  # "a,b,"; "a," alone may be an item
+                    parts.pop()
                 if self.is_text_list and value and not (len(parts) > 1 and all(parts)):
                     value = [value]  # "\n\n" and ", " are items themselves
                 else:

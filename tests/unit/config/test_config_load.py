@@ -127,6 +127,8 @@ def test_each_process_may_have_its_file_and_any_table():
         ("--trainer-gpu-ids 0, 1", "trainer_gpu_ids", [0, 1]),
         # no item of a text list is dropped or cut apart
         ("--orchestrator.sampling.stop 'a,b, c'", "orchestrator.sampling.stop", ["a", "b", "c"]),
+        ("--orchestrator.sampling.stop 'a,b, '", "orchestrator.sampling.stop", ["a", "b"]),
+        ("--orchestrator.sampling.stop 'END,'", "orchestrator.sampling.stop", ["END,"]),
         ("--orchestrator.sampling.stop ' END'", "orchestrator.sampling.stop", [" END"]),
         ("--orchestrator.sampling.stop '\n\n'", "orchestrator.sampling.stop", ["\n\n"]),
         ("--orchestrator.sampling.stop ', '", "orchestrator.sampling.stop", [", "]),
