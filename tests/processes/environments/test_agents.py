@@ -707,6 +707,8 @@ ENGINE = """
         sys.exit(subprocess.run(command, cwd=cwd, env={"PATH": os.environ["PATH"]} | env).returncode)
     elif words[0] == "build":
         (ROOT / "workdir").write_text(re.search("WORKDIR (.+)", pathlib.Path(words[-1], "Dockerfile").read_text())[1])
+    elif words[:2] == ["container", "inspect"]:
+        print((ROOT / "workdir").read_text())
     elif words[0] == "ps":
         print("leftover")
     sys.exit(words[:2] == ["image", "inspect"])
@@ -749,8 +751,9 @@ def test_tasks_that_need_an_image_run_in_containers(play, engine, task, caplog, 
         "task_toml": "[agent]\nuser = 'ann'\n[environment]\ncpus = 2\nmemory_mb = 512\nenv = { ANSWER = '3' }\n"
         "allow_internet = false\n",
     }
-    shows = calls("bash", cmd="echo $ANSWER > answer.txt"), ENDS
-    (rollout,), policy = play(agent(CHAT), *shows, id=task(**files), runtime="docker", network=True)
+    shows = calls("bash", cmd="test $FOLDER = /app/repo && echo $ANSWER > answer.txt"), ENDS
+    more = {"runtime": "docker", "env": {"FOLDER": "{folder}"}}
+    (rollout,), policy = play(agent(CHAT), *shows, id=task(**files), network=True, **more)
     assert rollout.reward == 3.0
     assert_exact(rollout, policy, num_turns=2)
     (built,) = (call for call in engine() if call[0] == "build")

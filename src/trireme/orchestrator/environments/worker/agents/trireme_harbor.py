@@ -139,7 +139,6 @@ class HarborAdapter(AgentAdapter):
     def _place(self, played: AgentPlayed, values: dict[str, str]) -> None:
         """Make the files that the program finds."""
         task, parent = self._task(played), played.folder.parent
-        values["folder"] = self._workdir(task) or "."
         remove_folder(parent)  # of an attempt that was interrupted
         parent.mkdir(parents=True, mode=0o700)
         for name in ("work", "home", "agent-logs", "verifier"):
@@ -168,6 +167,9 @@ class HarborAdapter(AgentAdapter):
             program = self._program(played, command, variables, values, {task.folder / "solution": "/solution"})
             program.user = task.agent_user
         else:
+            values["folder"] = self._workdir(task)
+            if isinstance(self._runtime, Container) and not values["folder"]:
+                values["folder"] = await self._runtime.workdir(played.folder.parent)
             command = [fill_in(word, values) for word in self._agent["command"]]
             policy = self._policy(values)
             program = self._program(played, command, policy, values)

@@ -277,6 +277,11 @@ class Container(Subprocess):
     async def close(self, parent: Path) -> None:
         await self.call("rm", "--force", _container_of(parent), may_fail=True)
 
+    async def workdir(self, parent: Path) -> str:
+        """Return the folder in which programs of a rollout's container run where they name none."""
+        found = await self.call("container", "inspect", "--format", "{{.Config.WorkingDir}}", _container_of(parent))
+        return (found or "").strip() or "/"
+
     async def run(self, program: Program, *, timeout_s: float) -> Ended:
         name = _container_of(program.parent)
         await self.call("start", name)
