@@ -6,7 +6,7 @@ import os
 
 from trireme.base.log import start_logging
 from trireme.base.paths import remove_partial_files
-from trireme.base.processes import quick_imports, raise_open_files
+from trireme.base.processes import quick_imports
 from trireme.base.token import status_key, write_key
 from trireme.cli.command import open_process, run_command
 from trireme.launch.folder import hold
@@ -23,7 +23,6 @@ def orchestrator(argv: list[str]) -> None:
         return
     config, _ = opened
     start_logging("orchestrator", config.log_level)
-    raise_open_files()  # rollouts have several connections each
 
     with quick_imports():
         from trireme.orchestrator.loop import orchestrate

@@ -1,9 +1,13 @@
 """What happens while an environment is loaded."""
 
+import resource
+
 import pytest
 
+from limits import limited
 from toy_environments import ECHO, run_one, says, with_environment, write
 from trireme.base.errors import ConfigError
+from trireme.base.processes import most_open_files
 
 REFUSED = {
     "raises": (
@@ -44,6 +48,13 @@ def test_an_environment_that_cannot_be_used_is_a_configuration_error_that_names_
     code, words, config = REFUSED[way]
     with pytest.raises(ConfigError, match=words.replace("{logs}", str(tmp_path / "logs"))):
         with_environment(tmp_path, write(tmp_path, code), lambda environment: None, **config)
+
+
+def test_every_command_with_an_environment_and_its_workers_may_hold_as_many_connections_as_the_machine_allows(tmp_path):
+    code = ECHO.replace("float(completion == answer)", "__import__('resource').getrlimit(7)[0]")
+    with limited(resource.RLIMIT_NOFILE, 256):
+        done = with_environment(tmp_path, write(tmp_path, code), lambda e: run_one(e, says("1"), 1))
+        assert 256 < done.reward == resource.getrlimit(resource.RLIMIT_NOFILE)[0] == most_open_files()
 
 
 def test_what_an_environment_prints_goes_to_its_log_and_not_into_the_wire(tmp_path):

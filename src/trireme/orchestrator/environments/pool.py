@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from trireme.base.errors import ConfigError, PeerDied
 from trireme.base.log import get_logger
+from trireme.base.processes import raise_open_files
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.journal.requests import RequestLog
@@ -79,6 +80,7 @@ async def open_environment(
 
     Raises: ConfigError where it cannot be found, installed or loaded.
     """
+    raise_open_files()  # a rollout under way is a connection to an engine, and its programs have several to the gateway
     name = f"{'eval-' if is_evaluation else ''}{config.file_name}"
     source = find_environment(config.id, root=root)
     install_log = logs / f"environment-{name}-install.stdout"
