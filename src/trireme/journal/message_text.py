@@ -4,11 +4,11 @@ pictures) as text."""
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import product
 from typing import Any
 
 PREFIX = "picture:"
@@ -17,21 +17,28 @@ PREFIX = "picture:"
 _URL = re.compile(rf"{PREFIX}([0-9a-f]{{64}})")
 _LETTERS = 8  # of a digest that are shown
 _PROBE = "probe0001"  # name and id of a call: some templates write the id only, some want nine letters and digits
-_CALLING = {"role": "assistant", "tool_calls": [{"id": _PROBE, "function": {"name": _PROBE, "arguments": {"a": 1}}}]}
+_ARGUMENT = "probe0002"
+_CALL = {"id": _PROBE, "function": {"name": _PROBE, "arguments": {_ARGUMENT: 1}}}
 
 
 def form_for(render: Callable[[list[dict[str, Any]]], str]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Return the `for_template` that suits a chat template: the first with which `render` shows a tool call.
+    """Return the `for_template` with which `render` shows a tool call: the usual one if it does, or if none does.
 
-    Most templates take the usual form. Those of DeepSeek-V3 and R1 append the arguments as text, and show a call only
-    if the content is None. It is the usual form for a template that shows no call in any.
+    Templates of DeepSeek append arguments as text. With an empty content some of them show no call, or add an empty
+    turn to it, and others show None as a word. So of the unusual forms it is the one with the shortest result.
     """
-    for empty, as_objects in product(("", None), (True, False)):
-        form = partial(for_template, empty=empty, as_objects=as_objects)
+
+    def length(form: Callable[[Mapping[str, Any]], dict[str, Any]]) -> float:
         with suppress(Exception):  # a template may raise anything
-            if _PROBE in render([{"role": "user", "content": "?"}, form(_CALLING)]):
-                return form
-    return for_template
+            text = render([{"role": "user", "content": "?"}, form({"role": "assistant", "tool_calls": [_CALL]})])
+            if _PROBE in text and _ARGUMENT in text:
+                return len(text)
+        return math.inf
+
+    if length(for_template) < math.inf:
+        return for_template
+    forms = [partial(for_template, empty=empty, as_objects=parsed) for empty in ("", None) for parsed in (True, False)]
+    return min(forms, key=length)
 
 
 def for_template(message: Mapping[str, Any], *, empty: str | None = "", as_objects: bool = True) -> dict[str, Any]:
