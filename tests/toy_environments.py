@@ -17,6 +17,7 @@ from local_packages import write_package
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.orchestrator.environments.pool import Environment, open_environment
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
+from warm_python import warm_workers
 
 PACKAGES, SHIPPED = Path(__file__).parent / "environments", Path(__file__).parents[1] / "environments"
 SHIPPED_OF_V0 = ("alphabet_sort", "gsm8k", "math_python", "reverse_text", "wiki_search", "wordle")
@@ -154,7 +155,7 @@ def with_package(folder: Path, package: str, use: Use, /, **args: Any) -> Any:
 def shared_packages(tmp_path_factory: Any) -> Iterator[Callable[..., Any]]:
     """As `sharing`; `which` is a package."""
     folder = packages_folder(tmp_path_factory)
-    with sharing(lambda package, **args: open_package(folder, package, **args)) as run_on:
+    with warm_workers(), sharing(lambda package, **args: open_package(folder, package, **args)) as run_on:
         yield run_on
 
 
