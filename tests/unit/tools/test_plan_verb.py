@@ -147,7 +147,7 @@ def test_rates_that_are_given_take_the_place_of_assumed_ones(config_file, capsys
 @pytest.mark.parametrize(("idle", "rate"), [(0.75, 512), (None, 128)])
 def test_the_rate_of_engines_is_that_of_the_time_in_which_they_have_requests(tmp_path, idle, rate):
     """8 rollouts of 64 tokens in 2 s, on two engines."""
-    values = {"output_dir": tmp_path, "inference_gpu_ids": ["0", "1"], "orchestrator.batch_size": 8}
+    values = {"output_dir": tmp_path, "inference_gpu_ids": (0, 1), "orchestrator.batch_size": 8}
     write_run(updated(RunConfig(), values), RunPaths(tmp_path).run_config)
     row = {"process": "orchestrator", "tokens/completion_mean": 64, "time/fill_batch": 2, "perf/engine_idle_frac": idle}
     RunPaths(tmp_path).metrics.write_text("".join(json.dumps(row | {"step": step}) + "\n" for step in range(4)))
