@@ -14,6 +14,7 @@ import json
 import os
 import random
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -26,11 +27,12 @@ from typing import Any
 from unittest import mock
 
 IMPORTED = ("verifiers", "verifiers.v1", "datasets", "pandas")
+IMPORT_S = 300.0
 
 
 @contextlib.contextmanager
 def warm_workers() -> Iterator[None]:
-    """Start all workers so meanwhile."""
+    """Start all workers this way while the context is open."""
     servers: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="warm-"))
@@ -41,6 +43,7 @@ def warm_workers() -> Iterator[None]:
                 server = subprocess.Popen([python, __file__, servers[python]], stdout=subprocess.PIPE, env=env)
                 stack.callback(lambda: (server.kill(), server.wait()))
                 assert server.stdout is not None
+                assert select.select([server.stdout], [], [], IMPORT_S)[0], f"{python} imports for {IMPORT_S:.0f} s"
                 assert server.stdout.readline() == b"ready\n", f"{python} cannot fork"
             return servers[python]
 
@@ -86,9 +89,9 @@ def serve(address: str) -> None:
 
 
 def keep(client: socket.socket) -> None:
-    data, descriptors, _, _ = socket.recv_fds(client, 1 << 20, 2)
-    while not data.endswith(b"\n"):
-        data += client.recv(1 << 20)
+    data, descriptors, _, _ = socket.recv_fds(client, 1, 2)
+    with client.makefile("rb") as rest:
+        data += rest.readline()  # cut off, which is no JSON, if the client is killed
     if worker := os.fork():
         for each in descriptors:
             os.close(each)
