@@ -7,7 +7,7 @@ import pytest
 from limits import limited
 from toy_environments import ECHO, run_one, says, with_environment, write
 from trireme.base.errors import ConfigError
-from trireme.base.processes import most_open_files
+from trireme.base.processes import OPEN_FILES, most_open_files
 
 REFUSED = {
     "raises": (
@@ -50,11 +50,16 @@ def test_an_environment_that_cannot_be_used_is_a_configuration_error_that_names_
         with_environment(tmp_path, write(tmp_path, code), lambda environment: None, **config)
 
 
-def test_every_command_with_an_environment_and_its_workers_may_hold_as_many_connections_as_the_machine_allows(tmp_path):
+def test_every_command_with_an_environment_and_its_workers_may_hold_as_many_connections_as_the_machine_allows(
+    tmp_path, monkeypatch
+):
     code = ECHO.replace("float(completion == answer)", "__import__('resource').getrlimit(7)[0]")
     with limited(resource.RLIMIT_NOFILE, 256):
         done = with_environment(tmp_path, write(tmp_path, code), lambda e: run_one(e, says("1"), 1))
         assert 256 < done.reward == resource.getrlimit(resource.RLIMIT_NOFILE)[0] == most_open_files()
+    for most, expected in ((20_000, 20_000), (1 << 20, OPEN_FILES), (resource.RLIM_INFINITY, OPEN_FILES)):
+        monkeypatch.setattr("resource.getrlimit", lambda _, most=most: (256, most))
+        assert most_open_files() == expected
 
 
 def test_what_an_environment_prints_goes_to_its_log_and_not_into_the_wire(tmp_path):

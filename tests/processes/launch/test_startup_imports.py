@@ -2,7 +2,6 @@
 
 import gc
 import os
-import resource
 import subprocess
 import sys
 from importlib import import_module
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trireme.base.processes import OPEN_FILES, most_open_files, quick_imports, raise_open_files
+from trireme.base.processes import quick_imports
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 DEADLINE_S = 120
@@ -64,18 +63,6 @@ def test_what_needs_no_model_loads_none_of_them(call, tmp_path):
     (tmp_path / "models").symlink_to(REPOSITORY / "models")
     planning = {"numpy", "psutil"} if "--dry-run" in call else set()  # whether the run fits this machine
     assert loaded_by(call, tmp_path) <= planning
-
-
-def test_an_orchestrator_may_open_as_many_files_as_the_machine_allows(monkeypatch):
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
-    try:
-        raise_open_files()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(most, OPEN_FILES), most)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
-    monkeypatch.setattr("resource.getrlimit", lambda _: (256, resource.RLIM_INFINITY))
-    assert most_open_files() == OPEN_FILES
 
 
 def test_after_quick_imports_garbage_is_collected_again_also_where_one_failed():
