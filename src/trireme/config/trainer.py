@@ -21,7 +21,7 @@ class ActivationCheckpointing(Section):
     """Distance between layers that are recomputed; 1 recomputes all (least memory), 2 every other."""
     mode: Literal["full", "selective"] = "full"
     """`selective` keeps the results of matrix products and attention, and recomputes only what is cheap. Not with
-    `compile`, which does so by itself."""
+    `compile`, which recomputes what is cheap by itself."""
 
 
 class Lora(Section):
