@@ -14,7 +14,7 @@ from typing import Any
 
 from trireme.base.disk import pretend_full
 from trireme.base.log import get_logger
-from trireme.base.paths import replace_folder, step_folder
+from trireme.base.paths import remove_folder, replace_folder, step_folder
 from trireme.config.run import RunConfig
 from trireme.journal.manifest import complete_steps
 from trireme.monitor.metrics import Row, latest_by_step, merge_processes, read_metrics
@@ -44,7 +44,9 @@ class CheckpointFolders:
                 kept = {self.folder(step).name for step in steps}
                 for folder in self._paths.root.glob("checkpoint-*"):
                     if folder.name not in kept and (folder / STATE).is_file():
-                        shutil.rmtree(folder)
+                        remove_folder(folder)
+                for folder in self._paths.root.glob(".checkpoint-*.removed"):  # of a launcher that was killed meanwhile
+                    shutil.rmtree(folder)
             due = [step for step in steps if not self._is_current(step)]
             for step in due:
                 self._write(step)

@@ -394,3 +394,17 @@ def test_a_whole_checkpoint_gets_a_folder_once_which_goes_with_it_unless_all_are
     shutil.rmtree(vf_rl.config.paths.checkpoints / "step_50")
     folders.write_due()
     assert {folder.name.partition("-")[2] for folder in root.glob("checkpoint-*")} == left
+
+
+def test_the_removal_of_a_checkpoints_folder_is_completed_after_a_kill(vf_rl, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = vf_rl.config.paths.root
+    folders = CheckpointFolders(updated(vf_rl.config, {"trainer.ckpt.keep_last": 1}))
+    write_checkpoint(vf_rl, 50)
+    folders.write_due()
+    shutil.rmtree(vf_rl.config.paths.checkpoints / "step_50")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda folder, **_: (folder / "trainer_state.json").unlink(missing_ok=True))
+        folders.write_due()
+    assert not (root / "checkpoint-50").exists()
+    folders.write_due()
+    assert not list(root.glob(".checkpoint-*"))
