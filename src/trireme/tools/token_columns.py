@@ -1,4 +1,4 @@
-"""All that is known of each token of a rollout, for those who look at it: in the dashboard and in the viewer."""
+"""All that is known of each token of a rollout, for the dashboard."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from trireme.orchestrator.evaluation.results import EvalResult, write_eval_resul
 from trireme.tools.rollout_filters import parse_filter
 from trireme.tools.rollouts import CHUNK, PREVIEW, Record, ResultsFile, Row, record_of
 from trireme.tools.tokenizer import find_decoder, pieces
-from trireme.tools.viewer.reader import as_json, page
+from trireme.tools.viewer.reader import page
 from trireme.tools.viewer.sources import find_sources, run_title
 from trireme.tools.viewer.table import by_example, columns_for, in_order
 from viewing import answer, write_evaluations, write_results
@@ -123,7 +123,6 @@ def test_whatever_a_line_holds_is_shown(value):
     for longest in (100, None):
         shown = "".join(text.plain for text, _ in page(record, longest=longest))
         assert not any(ord(letter) < 32 for letter in shown.replace("\n", ""))
-    json.loads(as_json(record))
     for column in columns_for([record.row], by_example=False):
         assert in_order([record.row], column, backwards=True) == [record.row]
     assert by_example([record.row])[0].count == 1

@@ -27,7 +27,7 @@ from trireme.base.safe_text import clean
 from trireme.tools.rollout_filters import Filter, Term, parse_filter
 from trireme.tools.rollouts import BatchFile, ResultsFile, Row, open_rollouts
 from trireme.tools.viewer.help import Help
-from trireme.tools.viewer.reader import Reader, as_json
+from trireme.tools.viewer.reader import Reader
 from trireme.tools.viewer.sources import TRAINING, MeanRewards, Source, find_sources, run_title
 from trireme.tools.viewer.table import (
     LARGEST_FIRST,
@@ -42,7 +42,6 @@ from trireme.tools.viewer.table import (
 )
 from trireme.tools.viewer.tree import Key, RunTree
 
-FOLLOW_S = 2.0
 REDRAW_S = 1.0  # between two results of a long search or a large file
 
 
@@ -63,11 +62,8 @@ class EvalView(App[None]):
         Binding("p", "step_rollout(-1)", "previous", show=False),
         Binding("left_square_bracket", "step_source(-1)", "step before", show=False),
         Binding("right_square_bracket", "step_source(1)", "step after", show=False),
-        Binding("t", "tokens", "tokens"),
         Binding("z", "zoom", "zoom"),
         Binding("r", "reload", "reload"),
-        Binding("f", "follow", "follow", show=False),
-        Binding("y", "copy", "copy", show=False),
         Binding("question_mark", "help", "keys"),
         Binding("q", "quit", "quit"),
     ]
@@ -81,7 +77,6 @@ class EvalView(App[None]):
         self.rows: list[Row] = []  # those that pass the filter
         self.filter = Filter()
         self.sorted_by, self.backwards, self.groups_examples = "example", False, False
-        self.is_following = False
         self.pane = "tree"  # the one that is shown where there is room for one
         self._reading = threading.Lock()  # a worker that was replaced may still be reading
         self._means = MeanRewards()
@@ -95,7 +90,6 @@ class EvalView(App[None]):
         self.figures = Static(id="figures", markup=False)
         self.table = RolloutTable(id="table")
         self.filter_line = Input(placeholder='words, "a phrase", reward<0.5, is:truncated', id="filter")
-        self.token = Static(id="token", markup=False)
         self.reader = Reader(id="reader")
         self.panes = {"tree": self.run_tree, "table": self.table, "reader": self.reader}
         yield self.where
@@ -103,12 +97,11 @@ class EvalView(App[None]):
             yield self.run_tree
             with Container(id="work"):
                 yield Vertical(self.figures, self.table, self.filter_line, id="list")
-                yield Vertical(self.token, self.reader, id="read")
+                yield Vertical(self.reader, id="read")
         yield Footer(compact=True)
 
     def on_mount(self) -> None:
         self._go_to_pane("tree")
-        self.set_interval(FOLLOW_S, lambda: self.action_reload() if self.is_following else None)
         self.action_reload()
 
     # files
@@ -234,11 +227,10 @@ class EvalView(App[None]):
             if (self.opened, line) == self._shown:
                 return
         self._shown = self.opened, line
-        self.token.remove_class("shown")
         if isinstance(line, ExampleRow):
             line = next((row for row in self.rows if (row.env, row.example) == (line.env, line.example)), None)
         record = self.opened.record(line) if self.opened and line else None
-        self.reader.show(record, self.source.run if self.source else Path())
+        self.reader.show(record)
         self._write_where()
 
     def _write_where(self) -> None:
@@ -247,8 +239,7 @@ class EvalView(App[None]):
         parts = [self.source.run.resolve().name, self.source.series, self.source.label]
         if self.reader.record is not None:
             parts.append(f"example {self.reader.record.row.example}, rollout {self.reader.record.row.rollout}")
-        text = Text(" › ".join(map(clean, parts)), style="bold")
-        self.where.update(Text("● following  ", style="green") + text if self.is_following else text)
+        self.where.update(Text(" › ".join(map(clean, parts)), style="bold"))
 
     def on_data_table_row_selected(self) -> None:
         line = self.table.current
@@ -360,32 +351,6 @@ class EvalView(App[None]):
     def action_group(self) -> None:
         self.groups_examples = not self.groups_examples
         self._sort("example")
-
-    # reading
-
-    def action_tokens(self) -> None:
-        rollout = self.reader.record.rollout if self.reader.record else None
-        if rollout is None or not any(sample.length for sample in rollout.samples):
-            self.notify("There are no tokens here: files of evaluations hold texts, the journal of training has both.")
-            return
-        self.reader.toggle_tokens()
-        self.token.set_class(self.reader.shows_tokens, "shown")
-        self._go_to_pane("reader")
-
-    def on_reader_token_moved(self, event: Reader.TokenMoved) -> None:
-        self.token.update(event.description)
-        self.token.add_class("shown")
-
-    def action_follow(self) -> None:
-        self.is_following = not self.is_following
-        self._write_where()
-        self.action_reload()
-
-    def action_copy(self) -> None:
-        if (record := self.reader.record) is not None:
-            self.copy_to_clipboard(as_json(record))
-            row = record.row
-            self.notify(f"example {clean(row.example)}, rollout {row.rollout}: copied as JSON", markup=False)
 
     def action_help(self) -> None:
         self.push_screen(Help())

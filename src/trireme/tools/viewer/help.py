@@ -21,8 +21,6 @@ Everywhere
   ↑ ↓ j k      move, with page up, page down, home, end
   z            give this pane the whole screen, or take it back
   r            look again for what is new
-  f            follow: look again every two seconds
-  y            copy this rollout as JSON
   q            leave
 Rollouts
   /            filter, or search: see below
@@ -33,9 +31,6 @@ Rollouts
   [   ]        the same example, one step earlier or later
 Reading
   space        a page on
-  t            tokens instead of text (rollouts of training)
-  ← →          token by token
-  c            colour tokens by probability, advantage, version …
   x            long texts in full
 Filters
 """ + indent(SYNTAX, "  ")

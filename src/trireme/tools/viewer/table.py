@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from statistics import fmean, pstdev
 from typing import Any, ClassVar
@@ -158,7 +157,6 @@ def summary(opened: ResultsFile | BatchFile, rows: Sequence[Row], chosen: Filter
         parts.append(f"first {MOST_LINES} of {num_lines} lines")
     if rewards:
         parts.append(f"reward {decimal(fmean(rewards))} ±{decimal(pstdev(rewards), 2)}")
-        parts.append(f"{decimal(min(rewards), 2)} {histogram(rewards)} {decimal(max(rewards), 2)}")
     counts = {"truncated": sum(row.truncated for row in rows), "dropped": sum(row.stop == DROPPED for row in rows)}
     counts["failed"] = sum(bool(row.error) for row in rows) - counts["dropped"]
     parts += [f"{count} {name}" for name, count in counts.items() if count]
@@ -169,16 +167,3 @@ def summary(opened: ResultsFile | BatchFile, rows: Sequence[Row], chosen: Filter
     if chosen.line:
         text.append(f" · / {clean(chosen.line)}", style="cyan")
     return text
-
-
-def histogram(values: Sequence[float], width: int = 10) -> str:
-    """Draw how many values lie in each of `width` equal parts from the lowest to the highest.
-
-    Example:
-        histogram([0, 0, 0, 0.5, 1], width=3)  # "█▃▃"
-    """
-    low, span = min(values), (max(values) - min(values)) or 1.0
-    counts = [0] * width
-    for value in values:
-        counts[min(width - 1, int(width * (value - low) / span))] += 1
-    return "".join(" ▁▂▃▄▅▆▇█"[math.ceil(8 * count / max(counts))] for count in counts)
