@@ -29,13 +29,13 @@ from trireme.monitor.metrics import read_metrics
 from trireme.monitor.progress import Evaluation, ends_of
 from trireme.monitor.run_text import held_out_lines, short_time
 from trireme.monitor.samples import choose
-from trireme.monitor.timeline import WORTH_TELLING
+from trireme.monitor.timeline import WORTH_TELLING, in_words
 from trireme.tools.audit.audit import audit_run
 from trireme.tools.audit.report import PROMISES
 from trireme.tools.conversation import blocks
 from trireme.tools.dashboard.history import Metrics, Spans, summarize
 from trireme.tools.diff.configuration import flatten
-from trireme.tools.report.plots import Line, line_plot, picture, shares_plot
+from trireme.tools.report.plots import Line, line_plot, picture
 from trireme.tools.report.writing import Report, block, folded, paragraphs, prose, table
 from trireme.tools.rollouts import BatchFile, Record, ResultsFile, record_of_rollout
 
@@ -213,7 +213,7 @@ class Run:
             begin_s, end_s = spans.steady()
             shown = summarize(spans, begin_s, end_s)
             yield f"Over {end_s - begin_s:,.0f} s, from the first step to the last: {shown.advice}."
-            yield shares_plot("What each process did", shown.shares)
+            yield table([(process, in_words(shares)) for process, shares in shown.shares.items()])
             rows = [
                 (process, f"{share:.0%}", why)
                 for process, waits in shown.waits.items()
