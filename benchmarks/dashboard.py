@@ -48,8 +48,8 @@ BEGAN_S = 1_700_000_000.0
 STEP_S = 4.0
 GROUP = 16
 TEMPLATES = 64  # samples that all rollouts are made of
-SHOWN = ("overview", "metrics", "timeline", "rollouts", "logs", "warnings")
-"""Views that are timed; tokens and fates are about one rollout, and about an audit that is asked for."""
+SHOWN = ("overview", "metrics", "timeline", "rollouts", "logs")
+"""Views that are timed; tokens is about one rollout."""
 
 SCROLL = """async () => {
   const gaps = []; let last = performance.now(), y = 0;

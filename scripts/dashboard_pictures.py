@@ -101,15 +101,7 @@ def _strength(token) -> float:  # type: ignore[no-untyped-def]
     return float((token.get_attribute("style") or "0,0)").rpartition(",")[2].rstrip(")"))
 
 
-def pose_fates(page: Page) -> None:
-    """Of an example that was dropped, where there is one."""
-    for _ in range(2):
-        page.locator(".tr-list th", has_text="dropped").click()
-        page.wait_for_timeout(SETTLE_MS)
-    page.locator(".tr-list tbody tr").first.click()
-
-
-POSES = {"rollouts": pose_rollouts, "agent": pose_agent, "tokens": pose_tokens, "fates": pose_fates}
+POSES = {"rollouts": pose_rollouts, "agent": pose_agent, "tokens": pose_tokens}
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def tab(page: Page, name: str) -> None:
     """Click on a tab and wait until it is the current one; by way of another tab where it is already."""
     link = page.locator("nav a.tr-tab", has_text=name)
     if link.get_attribute("aria-current"):
-        tab(page, "Warnings" if name != "Warnings" else "Logs")
+        tab(page, "Overview" if name != "Overview" else "Logs")
     link.click()
     expect(link).to_have_attribute("aria-current", "page")
 
@@ -91,23 +91,10 @@ def colour(page: Page, name: str) -> None:
     expect(page.locator(".tr-token").first).to_be_visible()
 
 
-def fates(page: Page) -> None:
-    tab(page, "Fates")
-    page.get_by_role("button", name="Audit this run").click()
-    expect(page.get_by_text(re.compile("Nothing was lost|Contradictions"))).to_be_visible(timeout=60_000)
-    page.locator(".tr-list tbody tr").first.click()
-    expect(page.locator(".tr-reading .tr-fate").first).to_be_visible()
-
-
 def logs(page: Page) -> None:
     tab(page, "Logs")
     expect(page.get_by_role("log")).to_contain_text(re.compile(r"\w"))
 
 
-def warnings(page: Page) -> None:
-    tab(page, "Warnings")
-    expect(page.locator(".tr-main .tr-card").first).to_be_visible()
-
-
-VIEWS = {view.__name__: view for view in (overview, metrics, timeline, rollouts, tokens, fates, logs, warnings)}
+VIEWS = {view.__name__: view for view in (overview, metrics, timeline, rollouts, tokens, logs)}
 """Every one of them, by its name: how one gets there."""

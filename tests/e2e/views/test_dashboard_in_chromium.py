@@ -24,7 +24,6 @@ from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.pictures import PictureFiles, pictures_folder
 from trireme.journal.records import BatchRecord
-from trireme.tools.audit.audit import audit_run
 from viewing import write_evaluations
 from written_run import rewrite_batch, write_whole_run
 
@@ -61,13 +60,11 @@ def watched(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         assert watched.elsewhere() == []
 
 
-def test_pages_that_only_show_are_drawn_and_audit_as_the_command_does(watched: Watched, folder: Path) -> None:
+def test_pages_that_only_show_are_drawn(watched: Watched) -> None:
     """The other pages are used in the tests below. The fixture checks that no script failed."""
-    for name in ("overview", "timeline", "logs", "warnings", "fates"):
+    for name in ("overview", "timeline", "logs"):
         VIEWS[name](watched.page)
         expect(watched.page.get_by_text("could not be drawn")).to_have_count(0)
-    verdict = "Nothing was lost" if audit_run(folder).holds else "Contradictions"
-    expect(watched.page.get_by_text(re.compile(verdict))).to_be_visible()
 
 
 def test_rollouts_are_searched_sorted_and_read_as_the_journal_has_them(watched: Watched, folder: Path) -> None:
@@ -90,7 +87,7 @@ def test_rollouts_are_searched_sorted_and_read_as_the_journal_has_them(watched: 
     expect(reading).to_contain_text(f"example {chosen.example} · rollout {chosen.place}")
     expect(reading).to_contain_text(str(chosen.prompt[-1]["content"]))
     for name in chosen.metrics:
-        expect(reading.locator(".tr-components")).to_contain_text(name)
+        expect(reading).to_contain_text(name)
 
     page.locator(".tr-list tbody tr").first.click()
     expect(reading).to_contain_text(re.compile(r"\[picture 64x48 \w{8}…\]\s*Which colour\?"))
@@ -109,15 +106,16 @@ def test_dragging_over_a_chart_zooms_and_a_double_click_shows_all_again(watched:
     page = watched.page
     metrics(page)
     chart = page.locator(".tr-chart-card canvas").first
-    begin, end = page.get_by_label("From"), page.get_by_label("To", exact=True)
+    stretch = page.get_by_role("button", name=re.compile(r"^\d+ – \d+: show all$"))
     for _ in range(10):  # a chart that is drawn already may not listen yet
         chart.drag_to(chart, source_position={"x": 150, "y": 80}, target_position={"x": 300, "y": 80})
         with suppress(AssertionError):
-            expect(begin).to_have_value(re.compile(r"\d"), timeout=5_000)
+            expect(stretch).to_be_visible(timeout=5_000)
             break
-    assert float(begin.input_value()) < float(end.input_value())
+    begin, end = map(int, re.findall(r"\d+", stretch.inner_text()))
+    assert begin < end
     chart.dblclick()
-    expect(begin).to_have_value("")
+    expect(stretch).to_have_count(0)
 
 
 def test_a_token_tells_what_engine_and_trainer_said_of_it_and_has_an_address(watched: Watched) -> None:

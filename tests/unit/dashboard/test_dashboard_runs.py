@@ -209,10 +209,10 @@ def test_figures_are_what_one_works_out_by_hand(tmp_path: Path) -> None:
     assert said | {"Steps trained": "10 of 10", "Reward": reward, "Seconds a step": "2"} == said
 
 
-@given(st.text(st.characters(exclude_categories=["Cc", "Cs"])), st.sampled_from(["", "a", "<b> &", "error script"]))
-def test_whatever_a_process_wrote_is_shown_as_text(line: str, words: str) -> None:
-    page = Reader(to_html([line], words))
-    assert page.tags <= {"span", "mark"}
+@given(st.text(st.characters(exclude_categories=["Cc", "Cs"])))
+def test_whatever_a_process_wrote_is_shown_as_text(line: str) -> None:
+    page = Reader(to_html([line]))
+    assert page.tags == {"span"}
     assert "".join(page.texts) == line
 
 

@@ -19,7 +19,7 @@ from trireme.journal.logprobs import counting, identity, logprobs_of, path_of, r
 from trireme.journal.rank_shares import Shares, samples_of
 from trireme.journal.records import BatchRecord, Branch, Rollout
 from trireme.messages import MicroBatch, Tokens, build_tokens
-from trireme.tools.dashboard.rollouts import components_html, conversation_html
+from trireme.tools.dashboard.rollouts import conversation_html
 from trireme.tools.dashboard.tokens import LoadedRollout, load_rollout, token_html
 from trireme.tools.rollouts import Record, Row
 from trireme.tools.token_columns import TokenColumns, colours_of, columns_of, facts_of, summary
@@ -157,7 +157,6 @@ def test_what_a_model_wrote_is_never_markup() -> None:
     page = (
         conversation_html(record, "run")
         + conversation_html(agents, EVIL)
-        + components_html({EVIL: 1.0}, 0.5)
         + token_html(evil, "engine", range(5), step=5)
     )
     seen = Reader(page)

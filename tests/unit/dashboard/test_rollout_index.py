@@ -10,7 +10,6 @@ from trireme.base.errors import ConfigError
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord
-from trireme.tools.audit.audit import audit_run
 from trireme.tools.dashboard import rollout_index
 from trireme.tools.dashboard.rollout_index import RolloutIndex, bring_up_to_date, fill
 from trireme.tools.rollout_filters import parse_filter
@@ -153,13 +152,3 @@ def test_the_process_that_fills_a_table_ends_and_a_page_starts_it_where_batches_
     shutil.rmtree(run.paths.root)
     fill(table)
     assert (table.look(), len(started)) == ((2, 0), 1)
-
-
-def test_fates_are_counted_as_the_audit_counts_them(run: RunConfig, table: RolloutIndex) -> None:
-    counted, summary = table.totals(), audit_run(run.paths.root).summary
-    assert counted.trained + counted.masked == summary.trained
-    assert counted.dropped == summary.dropped_for
-    assert counted.open_groups == summary.open_groups
-    steps, fates = table.by_step()
-    assert steps == list(range(5))
-    assert sum(map(sum, fates.values())) == summary.trained + summary.dropped

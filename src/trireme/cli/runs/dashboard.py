@@ -29,8 +29,8 @@ def dashboard(argv: list[str]) -> int:
     parser = ArgumentParser(
         prog="trireme dashboard",
         description="Shows runs in the browser: rewards and all other metrics, what each process did and waits for, "
-        "rollouts token by token, the fate of every example, logs, warnings. Live or long over, from the run's folder "
-        "alone. Needs no internet, and writes nothing.",
+        "rollouts token by token, logs, warnings. Live or long over, from the run's folder alone. Needs no internet, "
+        "and writes nothing.",
         epilog="Ctrl-C ends it. With TRIREME_TOKEN set, the printed address holds a key that a browser must send. "
         "At anything but loopback, a token is required.",
         allow_abbrev=False,

@@ -18,8 +18,8 @@ def eval_view(argv: list[str]) -> int:
     """
     parser = ArgumentParser(
         prog="trireme eval-view",
-        description="Runs and evaluations with their mean rewards, their rollouts, and each one's conversation. The run "
-        "may still be training. Writes nothing.",
+        description="Runs and evaluations with their mean rewards, their rollouts, and each one's conversation. The "
+        "run may still be training. Writes nothing.",
         epilog="? shows all keys. Exit codes: 0, or 2 if there is nothing at the path.",
     )
     what = f"of a run, one with runs or evaluations below it, or a .jsonl file; by default {' and '.join(USUAL)}"

@@ -1,4 +1,4 @@
-"""The dashboard's server, and what is around its pages: tabs, the choice of runs, the state of a run, and keys.
+"""The dashboard's server, and what is around its pages: tabs, the choice of runs, and the state of a run.
 
 Scripts, styles and fonts come with NiceGUI, so a browser loads nothing from elsewhere.
 """
@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import uvicorn
 from fastapi import FastAPI
 from nicegui import PageArguments, context, run, ui
-from nicegui.events import KeyEventArguments
 
 from trireme.base.log import get_logger
 from trireme.journal.journal import Journal
-from trireme.tools.dashboard import charts, fates, logs, overview, rollouts, theme, timeline, tokens
+from trireme.tools.dashboard import charts, logs, overview, rollouts, theme, timeline, tokens
 from trireme.tools.dashboard.pictures import serve_pictures
 from trireme.tools.dashboard.runs import Library, RunSet
 from trireme.transport.dashboard_key import RequireKey
@@ -45,20 +44,9 @@ PAGES = (
     Page("/timeline", "Timeline", "view_timeline", timeline.build),
     Page("/rollouts", "Rollouts", "forum", rollouts.build, reads_batches=True),
     Page("/tokens", "Tokens", "data_object", tokens.build, reads_batches=True),
-    Page("/fates", "Fates", "fact_check", fates.build, reads_batches=True),
     Page("/logs", "Logs", "article", logs.build),
-    Page("/warnings", "Warnings", "warning_amber", overview.build_warnings),
 )
-"""Pages in the order of the tabs. Key N opens page N."""
-
-KEYS = {
-    f"1 – {len(PAGES)}": "the pages, from left to right",
-    "r": "choose runs",
-    "/": "the page's first field",
-    "d": "light or dark",
-    "?": "this list",
-    "Tab, Enter": "everything else",
-}
+"""Pages in the order of the tabs."""
 
 
 def open_dashboard(runs: list[Path], listener: socket.socket, secret: str | None = None) -> None:
@@ -77,7 +65,7 @@ def open_dashboard(runs: list[Path], listener: socket.socket, secret: str | None
         root=lambda: Browser(library).build(),
         title="Trireme",
         favicon=theme.FAVICON,
-        dark=None,
+        dark=None,  # as the browser prefers
         show_welcome_message=False,
         tailwind=False,  # a second's worth of scripts; `style.css` is enough
     )
@@ -95,12 +83,11 @@ class Browser:
         self._is_showing = False
 
     async def build(self) -> None:
-        self._dark = theme.apply()
+        theme.apply()
         await run.io_bound(self._library.search)
         self._build_header()
         with ui.element("main").classes("tr-main"):
             ui.sub_pages({page.path: self._builder(page) for page in PAGES})
-        ui.keyboard(self._press)
         ui.timer(LOOK_S, self._look, immediate=False)
 
     # pages
@@ -161,15 +148,6 @@ class Browser:
             self._select = ui.select([], multiple=True, with_input=True, label="Runs", on_change=self._choose)
             self._select.props(f"dense outlined options-dense use-chips max-values={MOST_RUNS} input-debounce=0")
             self._select.classes("tr-select").style("width: 240px")
-            theme.icon_button("contrast", "Light or dark (d)", self._turn_dark)
-            theme.icon_button("keyboard", "Keys (?)", lambda: self._help.open())
-        with ui.dialog() as self._help, ui.element("section").classes("tr-card tr-dialog"):
-            theme.heading("Keys")
-            for key, meaning in KEYS.items():
-                with theme.row():
-                    ui.label(key).classes("tr-kbd")
-                    ui.label(meaning).classes("tr-soft")
-            ui.button("Close", on_click=self._help.close).props("flat")
 
     def _show_header(self) -> None:
         for path, tab in self._tabs.items():
@@ -209,25 +187,3 @@ class Browser:
         if not self._is_showing and names != [chosen.name for chosen in self._runs.chosen]:
             chosen = [found for name in names if (found := self._library.named(name))]
             ui.navigate.to(RunSet(self._library, chosen).link(self._path))
-
-    async def _turn_dark(self) -> None:
-        """Switch between light and dark. The browser remembers it; until then it follows the system."""
-        dark = not await ui.run_javascript("document.body.classList.contains('body--dark')")
-        self._dark.value = dark
-        word = "dark" if dark else "light"
-        ui.run_javascript(f"document.cookie = '{theme.COOKIE}={word};path=/;max-age=31536000;samesite=strict'")
-
-    async def _press(self, event: KeyEventArguments) -> None:
-        if not event.action.keydown or event.modifiers.ctrl or event.modifiers.alt or event.modifiers.meta:
-            return
-        key = event.key.name
-        if key.isdigit() and 0 < int(key) <= len(PAGES):
-            ui.navigate.to(self._runs.link(PAGES[int(key) - 1].path))
-        elif key == "d":
-            await self._turn_dark()
-        elif key == "?":
-            self._help.open()
-        elif key == "r":
-            self._select.run_method("focus")
-        elif key == "/":
-            ui.run_javascript("document.querySelector('.tr-main input')?.focus()")

@@ -21,15 +21,10 @@ from trireme.tools.dashboard.runs import RunFolder, RunSet
 
 GRID = "rgba(138, 147, 165, 0.18)"
 LABEL = {"color": theme.QUIET, "fontSize": 11}
-VALUE = (
-    "v => v == null ? '–' : v === 0 ? '0' : Math.abs(v) >= 1e5 || Math.abs(v) < 1e-3 ? v.toExponential(2) "
-    ": String(+v.toPrecision(5))"
-)
 TICK = (
     "v => v === 0 ? '0' : Math.abs(v) >= 1e6 || Math.abs(v) < 1e-3 ? v.toExponential(0) "
     ": Math.abs(v) >= 1e4 ? +(v / 1000).toPrecision(3) + 'k' : String(+v.toPrecision(3))"
 )
-STEP_TICK = "v => String(+v.toPrecision(6))"
 SHORTEST_STEPS = 0.5  # a shorter drag was a click
 
 Options = dict[str, Any]
@@ -86,11 +81,7 @@ def lines_of(runs: Sequence[RunFolder], metric: str, frame: Frame, about: str = 
     ]
 
 
-def line_chart(lines: Sequence[Line], frame: Frame, *, marks: Sequence[int] = ()) -> Options:
-    """
-    Args:
-        marks: steps that a run resumed from after it had been further.
-    """
+def line_chart(lines: Sequence[Line], frame: Frame) -> Options:
     series = []
     for name, color, (raw, smooth) in lines:
         if smooth:  # with the values that it is made of behind it, faintly
@@ -99,16 +90,6 @@ def line_chart(lines: Sequence[Line], frame: Frame, *, marks: Sequence[int] = ()
             series += [_series(name, color, smooth, 2.0), behind]
         else:
             series.append(_series(name, color, raw, 1.8))
-    if series and frame.axis == "step":
-        series[0]["markLine"] = {
-            "silent": True,
-            "symbol": "none",
-            "lineStyle": {"color": theme.QUIET, "type": "dashed", "width": 1},
-            "label": {"show": False},
-            "data": [{"xAxis": step} for step in dict.fromkeys(marks)],
-        }
-    in_steps = f"p => '{frame.axis} ' + Math.round(p.value)"
-    pointer = "p => (+p.value).toFixed(3) + ' h'" if frame.axis == "hours" else in_steps
     return {
         "animation": False,
         "grid": {"left": 52, "right": 14, "top": 12, "bottom": 26},
@@ -116,7 +97,6 @@ def line_chart(lines: Sequence[Line], frame: Frame, *, marks: Sequence[int] = ()
             "trigger": "axis",
             "confine": True,
             "axisPointer": {"type": "line", "lineStyle": {"color": theme.QUIET}},
-            ":valueFormatter": VALUE,
             "textStyle": {"fontSize": 12},
             "order": "valueDesc",
         },
@@ -124,11 +104,10 @@ def line_chart(lines: Sequence[Line], frame: Frame, *, marks: Sequence[int] = ()
             "type": "value",
             "min": "dataMin" if frame.begin is None else frame.begin,
             "max": "dataMax" if frame.end is None else frame.end,
-            "axisLabel": LABEL | {"hideOverlap": True, ":formatter": STEP_TICK},
+            "axisLabel": LABEL | {"hideOverlap": True},
             "axisLine": {"lineStyle": {"color": GRID}},
             "axisTick": {"show": False},
             "splitLine": {"show": False},
-            "axisPointer": {"label": {"show": False, ":formatter": pointer}},
         },
         "yAxis": {
             "type": "log" if frame.is_log else "value",
@@ -153,77 +132,25 @@ def _series(name: str, color: str, points: Points, width: float) -> Options:
     }
 
 
-def bar_chart(names: Sequence[Any], bars: dict[str, list[int]], colors: dict[str, str]) -> Options:
-    """Stacked bars, one stack for each name."""
-    axis = {"axisLine": {"lineStyle": {"color": theme.QUIET}}, "splitLine": {"lineStyle": {"opacity": 0.15}}}
-    return {
-        "animation": False,
-        "grid": {"left": 54, "right": 16, "top": 34, "bottom": 24},
-        "legend": {"textStyle": {"color": theme.QUIET}, "top": 2, "type": "scroll"},
-        "tooltip": {"trigger": "axis", "axisPointer": {"type": "shadow"}, "renderMode": "richText"},
-        "xAxis": {"type": "category", "data": list(names), **axis},
-        "yAxis": {"type": "value", **axis},
-        "series": [
-            {"name": name, "type": "bar", "stack": "all", "data": values, "color": colors[name], "barCategoryGap": 0}
-            for name, values in bars.items()
-        ],
-    }
-
-
 # the page of metrics
 
 
-class Group(NamedTuple):
-    """Metrics that belong together."""
-
-    title: str
-    note: str
-    pattern: str
-
-
-GROUPS = (
-    Group("Reward", "what the policy is paid; of the batch that each step trains on", r"reward(/|$)"),
-    Group("Evaluation", "held-out examples, by version of the weights", r"eval/|time/eval$|validation/"),
-    Group(
-        "Loss",
-        "the step: loss, gradient, learning rate, what was clipped or masked",
-        r"(loss|loss_tokens|perplexity|epoch|grad_norm|lr|learning_rate|skipped_\w+|masked_frac|capped_frac)$|clip_frac/",
-    ),
-    Group(
-        "Policy",
-        "how far it has moved, and whether trainer and engine agree",
-        r"policy/|(importance_ratio|ess|mismatch_kl|reference_kl)$",
-    ),
-    Group("Lag", "age of the tokens that are trained on, in versions", r"lag/"),
-    Group(
-        "Rollouts",
-        "lengths, turns, groups with signal, what was dropped or filtered",
-        r"(rollouts|groups|filters|tokens|turns)/|truncated_frac$",
-    ),
-    Group("Time", "where the seconds of a step go", r"time/|(engine/)?idle_frac$"),
-    Group("Performance", "speed, memory, packing, weights in passing", r"(perf|weights|moe|engine|inference)/"),
-    Group("Environments", "by environment: rewards' components, lengths, failures", r"env/"),
-    Group("Data", "epochs, difficulty pools, curriculum", r"(data|curriculum)/"),
-    Group("Other", "all other metrics that processes report", r""),
-)
 FIRST = ("reward/mean", "eval/[^/]+/reward", "loss", "perplexity", "time/step", "perf/tokens_per_s", "policy/entropy")
-"""Metrics that come first in their groups."""
-PROCESS = re.compile(r"^(orchestrator|supervisor|sft)/")
+"""Metrics that come first in their groups, as their groups do."""
 
 
-def grouped(names: Iterable[str], wanted: str) -> dict[Group, list[str]]:
-    """Return the names that have all words of `wanted` in them, by group, and what matters most first."""
+def grouped(names: Iterable[str], wanted: str) -> dict[str, list[str]]:
+    """Return the names that have all words of `wanted` in them, by what is before their first slash, or by "step"."""
     words = wanted.lower().split()
-    found: dict[Group, list[str]] = {group: [] for group in GROUPS}
+    found: dict[str, list[str]] = {}
 
     def place(name: str) -> tuple[int, str]:
         return next((place for place, first in enumerate(FIRST) if re.fullmatch(first, name)), len(FIRST)), name
 
     for name in sorted(names, key=place):
         if all(word in name.lower() for word in words):
-            bare = PROCESS.sub("", name)
-            found[next(group for group in GROUPS if re.match(group.pattern, bare))].append(name)
-    return {group: members for group, members in found.items() if members}
+            found.setdefault(name.partition("/")[0] if "/" in name else "step", []).append(name)
+    return found
 
 
 async def build(runs: RunSet) -> None:
@@ -239,8 +166,6 @@ class MetricsPage:
     def __init__(self, runs: RunSet) -> None:
         self.runs = runs
         self.frame = Frame()
-        if re.fullmatch(r"0\.\d+", runs.query.get("smoothing", "")):
-            self.frame = Frame(smoothing=min(0.99, float(runs.query["smoothing"])))
         self._wanted = runs.query.get("find", "")
         self._names: list[str] = []
         self._charts: list[MetricChart] = []
@@ -250,8 +175,7 @@ class MetricsPage:
         runs.watchers.append(self._renew)
 
     def zoom(self, begin: float | None, end: float | None) -> None:
-        for number, value in ((self._begin, begin), (self._end, end)):
-            number.value = None if value is None else float(f"{value:.6g}")
+        self._stretch.set_text("All" if begin is None or end is None else f"{begin:.6g} – {end:.6g}: show all")
         self._look(begin=begin, end=end)
 
     def _look(self, **changes: Any) -> None:
@@ -273,7 +197,7 @@ class MetricsPage:
             search = ui.input("Find metrics", value=self._wanted, on_change=lambda event: find(event.value))
             search.props("dense outlined clearable debounce=150").style("min-width: 200px")
             theme.soft("Smoothing")
-            slider = ui.slider(min=0, max=0.99, step=0.01, value=self.frame.smoothing)
+            slider = ui.slider(min=0, max=0.99, step=0.01, value=0)
             slider.on_value_change(lambda event: self._look(smoothing=event.value))
             slider.props('aria-label="Smoothing" label').style("width: 140px")
             axis = ui.toggle({"step": "Steps", "hours": "Hours"}, value="step")
@@ -281,14 +205,8 @@ class MetricsPage:
             axis.props('dense no-caps unelevated aria-label="Horizontal axis"')
             ui.checkbox("Logarithmic", on_change=lambda event: self._look(is_log=event.value)).props("dense")
             ui.space()
-            self._begin, self._end = ui.number("From"), ui.number("To")
-            for number in (self._begin, self._end):
-                number.props("dense outlined clearable").style("width: 96px")
-                for event in ("change", "clear"):
-                    number.on(event, lambda: self.zoom(self._begin.value, self._end.value))
-            ui.button("All", on_click=lambda: self.zoom(None, None)).props("flat dense no-caps").tooltip(
-                "Drag over a chart to look closer; double-click to see all again"
-            )
+            self._stretch = ui.button("All", on_click=lambda: self.zoom(None, None)).props("flat dense no-caps")
+            self._stretch.tooltip("Drag over a chart to look closer; double-click to see all again")
         with theme.row():
             names = {}
             for place, run in enumerate(self.runs.chosen):
@@ -313,8 +231,7 @@ class MetricsPage:
             shown = grouped(self._names, self._wanted)
             for group, names in shown.items():
                 with theme.row().classes("tr-group"):
-                    theme.heading(group.title)
-                    theme.soft(group.note)
+                    theme.heading(group)
                 with ui.element("div").classes("tr-grid"):
                     self._charts += [MetricChart(self, name) for name in names]
             if not shown:
@@ -351,9 +268,7 @@ class MetricChart:
         runs, page = self._page.runs.chosen, self._page
         values = [run.metrics.last(self._name) for run in runs]
         self._newest.set_text("   ".join(f"{value:.4g}" for value in values if value is not None))
-        marks = [step for run in runs for step in run.metrics.went_back]
-        lines = lines_of(runs, self._name, page.frame)
-        self._canvas.draw(line_chart(lines, page.frame, marks=marks))
+        self._canvas.draw(line_chart(lines_of(runs, self._name, page.frame), page.frame))
 
     def _zoom(self, begin: float | None, end: float | None) -> None:
         if begin is None or end is None or self._page.frame.axis == "hours":

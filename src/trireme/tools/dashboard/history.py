@@ -35,7 +35,7 @@ CURVE_POINTS = 500
 DRAWN_SPANS = 4000
 
 Values = NDArray[np.float64]
-Axis = Literal["step", "hours", "token"]
+Axis = Literal["step", "hours"]
 Points = list[list[float | None]]
 """Pairs [x, y]; y is None where it is not finite."""
 
@@ -231,7 +231,7 @@ def _points(x: Values, y: Values, begin: int, end: int) -> Points:
     x, y = x[begin:end], y[begin:end]
     at = extremes(x, y, CURVE_POINTS)
     return [
-        [float(f"{a:.10g}"), float(f"{b:.6g}") if math.isfinite(b) else None] for a, b in zip(x[at], y[at], strict=True)
+        [round(float(a), 4), float(f"{b:.6g}") if math.isfinite(b) else None] for a, b in zip(x[at], y[at], strict=True)
     ]
 
 

@@ -80,17 +80,9 @@ def level_of(line: str) -> Literal["", "warn", "bad"]:
     return "warn" if WARNING.search(line) else ""
 
 
-def to_html(lines: list[str], words: str = "") -> str:
-    """Return lines with their levels and the words that were looked for marked. Text is escaped."""
-    longest_first = sorted(words.split(), key=len, reverse=True)
-    pattern = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})", re.IGNORECASE)
-    shown = []
-    for line in lines:
-        parts = [html.escape(part) for part in pattern.split(line)]  # every second one is a word
-        parts[1::2] = [f"<mark>{part}</mark>" for part in parts[1::2]]
-        text, level = "".join(parts), level_of(line)
-        shown.append(f'<span class="{level}">{text}</span>' if level else text)
-    return "\n".join(shown)
+def to_html(lines: list[str]) -> str:
+    """Return lines with their levels marked. Text is escaped."""
+    return "\n".join(f'<span class="{level_of(line)}">{html.escape(line)}</span>' for line in lines)
 
 
 async def build(runs: RunSet) -> None:
@@ -137,7 +129,7 @@ class LogsPage:
         if shown is None or self._text.is_deleted or file != self._file():
             return
         self._shown = shown
-        self._text.set_content(to_html(shown.lines, words))
+        self._text.set_content(to_html(shown.lines))
         self._summary.set_text(summary(shown))
         if self._follow.value:
             text = f"getHtmlElement({self._text.id})"

@@ -1,4 +1,4 @@
-"""The overview of the chosen runs, and the page of warnings: figures, waits, curves, differences, signs of collapse."""
+"""The overview of the chosen runs: figures, waits, signs of a collapse, curves, differences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nicegui import run as threads
 from nicegui import ui
 
 from trireme.config.files import without_secrets
-from trireme.monitor.collapse import SIGNS, Warned
+from trireme.monitor.collapse import Warned
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.progress import ends_of
 from trireme.monitor.run_text import short_time
@@ -27,8 +27,8 @@ from trireme.tools.diff.configuration import flatten
 
 PACE_STEPS = 20  # whose median is the pace
 TAIL_BYTES = 16 * 1024  # of the metrics of each run in the list
-MOST_WARNINGS = 3  # on the overview
-MOST_LISTED_WARNINGS = 100  # of a run, on the page of warnings
+MOST_WARNINGS = 3  # that persist
+MOST_EARLIER_WARNINGS = 100
 MOST_HELD_OUT = 3
 OWN_KEYS = {"name", "output_dir", "resume", "ports", "hosts"}
 """Keys that say where a run is, not what it does."""
@@ -49,6 +49,7 @@ class Overview:
         self._figures = ui.element("div").classes("tr-figures")
         self._now = theme.column()
         self._warnings = theme.column()
+        self._warned: list[tuple[Warned, bool]] = []  # as they are shown
         self._charts: dict[str, Canvas] = {}
         self._chart_grid = ui.element("div").classes("tr-grid")
         self._compared = theme.column()
@@ -56,7 +57,7 @@ class Overview:
         self._listed: list[str] = []
 
     async def renew(self) -> None:
-        for place in (self._figures, self._now, self._warnings, self._compared):
+        for place in (self._figures, self._now, self._compared):
             place.clear()
         with self._figures:
             for figure in figures(self._run):
@@ -64,9 +65,7 @@ class Overview:
         with self._now, theme.card("Now"):
             for line in _state_lines(self._run):
                 ui.label(line)
-        with self._warnings:
-            for warned in [warned for warned, is_lasting in self._run.warnings() if is_lasting][:MOST_WARNINGS]:
-                _show_warning(self._runs, warned, is_lasting=True)
+        self._show_warnings()
         self._show_charts()
         if len(self._runs.chosen) > 1:
             rows = differences(self._runs.chosen)
@@ -76,6 +75,22 @@ class Overview:
                 else:
                     ui.label("Nothing but where they are.").classes("tr-soft")
         await self._show_others()
+
+    def _show_warnings(self) -> None:
+        """Show those that persist, and fold those that do not any more. Only what is new closes them again."""
+        found = self._run.warnings()
+        if found == self._warned:
+            return
+        self._warned = found
+        lasting, earlier = ([warned for warned, lasts in found if lasts == which] for which in (True, False))
+        self._warnings.clear()
+        with self._warnings:
+            for warned in lasting[:MOST_WARNINGS]:
+                _show_warning(self._runs, warned, is_lasting=True)
+            if earlier:
+                with ui.expansion(f"Earlier warnings: {len(earlier)}").classes("tr-card"):
+                    for warned in earlier[:MOST_EARLIER_WARNINGS]:
+                        _show_warning(self._runs, warned, is_lasting=False)
 
     def _show_charts(self) -> None:
         chosen = self._runs.chosen
@@ -222,41 +237,6 @@ def ago(unix_s: float) -> str:
         if seconds >= length:
             return f"{math.floor(seconds / length)} {unit} ago"
     return "just now"
-
-
-# warnings
-
-
-async def build_warnings(runs: RunSet) -> None:
-    body = theme.column()
-    drawn: list[list[tuple[Warned, bool]]] = []
-
-    async def renew() -> None:
-        found = [run.warnings() for run in runs.chosen]
-        if found != drawn and not body.is_deleted:
-            drawn[:] = found
-            body.clear()
-            with body:
-                for run, findings in zip(runs.chosen, found, strict=True):
-                    lasting = sum(is_lasting for _, is_lasting in findings)
-                    with theme.row().classes("tr-group"):
-                        theme.heading(run.name)
-                        theme.soft(f"{lasting} now, {len(findings) - lasting} earlier")
-                    if not findings:
-                        steps = run.metrics.num_done
-                        searched = f"{len(SIGNS)} are looked for in every row of its metrics; {steps} steps so far."
-                        theme.nothing("No sign of a collapse.", searched, icon="check_circle_outline")
-                    for warned, is_lasting in findings[:MOST_LISTED_WARNINGS]:
-                        _show_warning(runs, warned, is_lasting=is_lasting)
-                with ui.expansion(f"What is looked for ({len(SIGNS)} signs)").classes("tr-card"):
-                    signs = [
-                        {"sign": sign.name.replace("_", " "), "of": ", ".join(sign.watched), "meaning": sign.meaning}
-                        for sign in SIGNS
-                    ]
-                    theme.table(signs, {"sign": "sign", "of": "of", "meaning": "what it usually means"})
-
-    await renew()
-    runs.watchers.append(renew)
 
 
 def _show_warning(runs: RunSet, warned: Warned, *, is_lasting: bool) -> None:

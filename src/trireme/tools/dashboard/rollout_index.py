@@ -1,4 +1,4 @@
-"""An index of a run's rollouts in SQLite: it is searched, sorted and counted without reading the journal again.
+"""An index of a run's rollouts in SQLite: it is searched and sorted without reading the journal again.
 
 It lies in the user's cache and can be deleted at any time. A process of its own, with low priority, reads the journal
 into it batch by batch, the newest first. Pages read what is there by now.
@@ -7,8 +7,6 @@ into it batch by batch, the newest first. Pages read what is there by now.
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import multiprocessing
 import os
 import sqlite3
@@ -23,83 +21,33 @@ from typing import Any, NamedTuple
 
 from trireme.base.processes import die_with_parent
 from trireme.journal.journal import Journal
-from trireme.tools.audit.fates import kind_of
 from trireme.tools.rollout_filters import CLOSE, FLAGS, Term, parse_filter
-from trireme.tools.rollouts import DROPPED, MASKED, TRAINED, BatchFile, Row, identity_of
+from trireme.tools.rollouts import BatchFile, Row, identity_of
 
-FORMAT = 5  # of the tables; an index of another format is built again
+FORMAT = 6  # of the tables; an index of another format is built again
 MOST_TEXT = 4000  # characters of a rollout that are searched: half of them from its beginning, half from its end
 BUSY_S = 10.0
 LOOK_EVERY_S = 2.0
 QUIET_S = 600.0  # without a new batch, after which the process that fills an index ends until a page misses a batch
 KEPT_DAYS = 30  # of an index that was not opened
 NICENESS = 15
-MOST_BARS = 400  # of the fates by step
-MOST_KINDS = 8  # of reasons for dropping, shown one by one
-
-OPEN = "open"
-"""Fate of a group that was begun and is in no batch yet."""
-
 FIELDS = tuple(
     name for name in Row.__struct_fields__ if name not in ("example", "question", "last_message", "offset", "length")
 )
 TABLES = f"""
-CREATE TABLE batches (
-    step INTEGER PRIMARY KEY, file TEXT NOT NULL, trouble TEXT NOT NULL, open_groups TEXT NOT NULL, sizes TEXT NOT NULL
-);
-CREATE TABLE rollouts (
-    id INTEGER PRIMARY KEY, kind TEXT, example INTEGER, {", ".join(f'"{name}"' for name in FIELDS)}
-);
-CREATE INDEX of_step ON rollouts (step, fate, kind);
-CREATE INDEX of_example ON rollouts (env, example);
+CREATE TABLE batches (step INTEGER PRIMARY KEY, file TEXT NOT NULL, trouble TEXT NOT NULL);
+CREATE TABLE rollouts (id INTEGER PRIMARY KEY, example INTEGER, {", ".join(f'"{name}"' for name in FIELDS)});
+CREATE INDEX of_step ON rollouts (step);
 CREATE TABLE texts (id INTEGER PRIMARY KEY, last_message TEXT, text TEXT);
 """
 ROLLOUT_SORTS = ("step", "env", "example", "rollout", "reward", "advantage", "tokens", "turns", "fate")
 
-FATES = """
-sum(fate = 'trained') AS trained, sum(fate = 'masked') AS masked, sum(fate = 'dropped') AS dropped,
-avg(reward) AS mean, group_concat(DISTINCT CASE WHEN fate = 'dropped' THEN kind END) AS why
-"""
-REWARD_OF_A_STEP = """
-SELECT avg(reward) FROM rollouts AS one WHERE one.env = rollouts.env AND one.example = rollouts.example
-AND reward IS NOT NULL GROUP BY step ORDER BY step
-"""
-EXAMPLES = f"""
-SELECT env, example, count(DISTINCT "group") AS groups, {FATES}, max(step) AS last_step,
-({REWARD_OF_A_STEP} LIMIT 1) AS first_reward, ({REWARD_OF_A_STEP} DESC LIMIT 1) AS last_reward
-FROM rollouts GROUP BY env, example
-"""
-GROUPS = f"""
-SELECT step, "group", {FATES}, min(reward) AS low, max(reward) AS high,
-CASE WHEN sum(fate != 'dropped') THEN 'trained' ELSE 'dropped' END AS fate
-FROM rollouts WHERE env = ? AND example = ? GROUP BY step, "group" ORDER BY step, "group"
-"""
-EXAMPLE_SORTS = (
-    *("env", "example", "groups", "trained", "masked", "dropped"),
-    *("first_reward", "last_reward", "mean", "last_step"),
-)
-
 
 class Found(NamedTuple):
-    """One page of a list."""
+    """One page of the rollouts that a search found."""
 
     rows: list[dict[str, Any]]
-    total: int
-
-
-class Totals(NamedTuple):
-    """Numbers of rollouts by fate, of groups, and of examples.
-
-    Example:
-        Totals(trained=1200, masked=4, dropped={"no signal": 80}, open_groups=16, examples=310, of=1000)
-    """
-
-    trained: int
-    masked: int
-    dropped: dict[str, int]  # by kind of reason, most frequent first
-    open_groups: int
-    examples: int  # that have a fate
-    of: int  # training examples of all environments
+    total: int  # on all pages
 
 
 class RolloutIndex:
@@ -144,11 +92,6 @@ class RolloutIndex:
         with closing(self._open()) as db:
             return db.execute(sql, values).fetchall()
 
-    def _dicts(self, sql: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
-        with closing(self._open()) as db:
-            db.row_factory = sqlite3.Row
-            return [dict(row) for row in db.execute(sql, values)]
-
     # writing
 
     def update(self) -> Iterator[int]:
@@ -166,17 +109,12 @@ class RolloutIndex:
 
     def _write(self, step: int, identity: str, file: BatchFile) -> None:
         file.read_more()
-        batch = file.batch
-        open_groups = [(group.id, group.env, group.example) for group in batch.state.open_groups] if batch else []
-        sizes = batch.state.sizes if batch else {}
         with closing(self._open()) as db, db:
             _forget(db, step)
-            values = (step, identity, file.trouble, json.dumps(open_groups), json.dumps(sizes))
-            db.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?)", values)
+            db.execute("INSERT INTO batches VALUES (?, ?, ?)", (step, identity, file.trouble))
             ((first,),) = db.execute("SELECT COALESCE(max(id), 0) + 1 FROM rollouts")
             for id, row in enumerate(file.rows, first):
-                fields = [getattr(row, name) for name in FIELDS]
-                columns = (id, kind_of(row.error) if row.fate == DROPPED else "", row.example, *fields)
+                columns = (id, row.example, *(getattr(row, name) for name in FIELDS))
                 db.execute(f"INSERT INTO rollouts VALUES (?{', ?' * (len(columns) - 1)})", columns)
                 text, half = file.record(row).text.lower(), MOST_TEXT // 2
                 searched = text if len(text) <= MOST_TEXT else f"{text[:half]}\n{text[-half:]}"
@@ -219,66 +157,13 @@ class RolloutIndex:
         ((total,),) = self.ask(f"SELECT count(*) {found}", values)
         direction = "DESC" if backwards else "ASC"
         order = f"ORDER BY {sort} IS NULL, {sort} {direction}, step {direction}, number"
-        rows = self._dicts(
+        page = (
             f"WITH page AS (SELECT id {found} {order} LIMIT {int(limit)} OFFSET {int(offset)}) "
-            f"SELECT rollouts.*, last_message FROM page JOIN rollouts USING (id) JOIN texts USING (id) {order}",
-            values,
+            f"SELECT rollouts.*, last_message FROM page JOIN rollouts USING (id) JOIN texts USING (id) {order}"
         )
-        return Found(rows, total)
-
-    def examples(self, *, sort: str = "example", backwards: bool = False, limit: int = 50, offset: int = 0) -> Found:
-        """Return what became of each example. Those without a value to sort by come last."""
-        assert sort in EXAMPLE_SORTS, sort
-        direction = "DESC" if backwards else "ASC"
-        order = f"ORDER BY {sort} IS NULL, {sort} {direction}, env, example LIMIT {int(limit)} OFFSET {int(offset)}"
-        waiting = {(env, example) for _, env, example in self.open_groups()}
-        rows = [row | {OPEN: (row["env"], row["example"]) in waiting} for row in self._dicts(f"{EXAMPLES} {order}")]
-        return Found(rows, self._num_examples())
-
-    def groups_of(self, env: str, example: int) -> list[dict[str, Any]]:
-        """Return the fates of an example's groups in the order in which they were decided; open ones last."""
-        decided = self._dicts(GROUPS, (env, example))
-        waiting = [id for id, *which in self.open_groups() if which == [env, example]]
-        return decided + [{"step": None, "group": id, "fate": OPEN} for id in waiting]
-
-    def open_groups(self) -> list[list[Any]]:
-        """Return number, environment and example of the groups that the newest batch leaves open."""
-        newest = self.ask("SELECT open_groups FROM batches ORDER BY step DESC LIMIT 1")
-        return json.loads(newest[0][0]) if newest else []
-
-    def _num_examples(self) -> int:
-        ((count,),) = self.ask("SELECT count(*) FROM (SELECT DISTINCT env, example FROM rollouts)")
-        return count
-
-    def totals(self) -> Totals:
-        counts = self.ask("SELECT fate, kind, count(*) FROM rollouts GROUP BY fate, kind ORDER BY count(*) DESC, kind")
-        sizes = self.ask("SELECT sizes FROM batches WHERE sizes != '{}' ORDER BY step DESC LIMIT 1")
-        return Totals(
-            trained=sum(count for fate, _, count in counts if fate == TRAINED),
-            masked=sum(count for fate, _, count in counts if fate == MASKED),
-            dropped={kind: count for fate, kind, count in counts if fate == DROPPED},
-            open_groups=len(self.open_groups()),
-            examples=self._num_examples(),
-            of=sum(json.loads(sizes[0][0]).values()) if sizes else 0,
-        )
-
-    def by_step(self) -> tuple[list[int], dict[str, list[int]]]:
-        """Return the first steps of up to `MOST_BARS` equal stretches, and how many rollouts of each came to each fate.
-
-        Dropped rollouts are counted by kind of reason, the rare ones together.
-        """
-        ((first, last),) = self.ask("SELECT min(step), max(step) FROM batches")
-        if first is None:
-            return [], {}
-        width = math.ceil((last - first + 1) / MOST_BARS)
-        often = list(self.totals().dropped)[:MOST_KINDS]
-        begins = list(range(first, last + 1, width))
-        found = {name: [0] * len(begins) for name in (TRAINED, MASKED, *often, "other reasons")}
-        counts = "SELECT (step - ?) / ? AS bar, fate, kind, count(*) FROM rollouts GROUP BY bar, fate, kind"
-        for bar, fate, kind, count in self.ask(counts, (first, width)):
-            name = fate if fate != DROPPED else kind if kind in often else "other reasons"
-            found[name][bar] += count
-        return begins, {name: values for name, values in found.items() if name == TRAINED or any(values)}
+        with closing(self._open()) as db:
+            db.row_factory = sqlite3.Row
+            return Found([dict(row) for row in db.execute(page, values)], total)
 
 
 def _forget(db: sqlite3.Connection, step: int) -> None:

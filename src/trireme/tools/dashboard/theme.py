@@ -1,17 +1,16 @@
-"""Look of the dashboard: colours for processes, activities and runs, in light and dark, and small parts of pages."""
+"""Look of the dashboard: its colours, in light and dark, and small parts of pages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from nicegui import context, ui
+from nicegui import ui
 
 from trireme.tools.dashboard.colours import RUNS
 
 ACCENT = "#6d4aff"
-PROCESSES = {"trainer": "#7c5cff", "orchestrator": "#f59e0b", "engine": "#14b8a6"}
 STATES = {"running": "#0f9d6b", "starting": "#228be6", "finishing": "#228be6", "finished": "#7c5cff", "done": "#7c5cff"}
 QUIET = "#8a93a5"  # text of charts: readable on white and on black
 
@@ -20,15 +19,13 @@ FAVICON = (
     'stroke-linecap="round"><path d="M4 8h24" stroke="#14b8a6"/><path d="M4 16h17" stroke="#f59e0b"/>'
     '<path d="M4 24h21" stroke="#7c5cff"/></g></svg>'
 )
-COOKIE = "trireme_theme"
 ROWS = 20  # of a page of a table
 
 
-def apply() -> ui.dark_mode:
-    """Give the page that is being built its style, light or dark by the browser's cookie or its system."""
+def apply() -> None:
+    """Give the page that is being built its style."""
     ui.add_css(Path(__file__).with_name("style.css"))
     ui.colors(primary=ACCENT)
-    return ui.dark_mode({"light": False, "dark": True}.get(context.client.request.cookies.get(COOKIE, "")))
 
 
 def run_color(place: int) -> str:
@@ -61,14 +58,6 @@ def heading(text: str) -> None:
 
 def soft(text: str = "") -> ui.label:
     return ui.label(text).classes("tr-soft tr-small")
-
-
-def icon_button(icon: str, label: str, act: Callable[[], Any]) -> None:
-    """
-    Args:
-        label: a constant of ours: it becomes a property, which NiceGUI parses.
-    """
-    ui.button(icon=icon, on_click=act).props(f'flat round dense aria-label="{label}"').tooltip(label)
 
 
 def figure(name: str, value: str, note: str = "") -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 from nicegui import run as threads
 from nicegui import ui
-from nicegui.events import KeyEventArguments
 
 from trireme.monitor.run_text import short_time
 from trireme.monitor.timeline import WORTH_TELLING, Shares, is_engine
@@ -18,12 +17,9 @@ from trireme.tools.dashboard.runs import RunSet
 
 SHORTEST_S = 0.005
 LOOK_S = 2.0  # between two reads of the spans
-LATEST_S = 60.0  # what is followed of a live run
 MOST_REASONS = 5
 LEAST_SHARE = 0.0005
 ROW_PX, AROUND_PX = 46, 46
-ZOOM_KEYS = {"+": 0.5, "=": 0.5, "-": 2.0}
-MOVE_KEYS = {"ArrowLeft": -0.5, "ArrowRight": 0.5}
 
 BLOCK = """(params, api) => {
   const row = api.value(0), begin = api.coord([api.value(1), row]), end = api.coord([api.value(2), row]);
@@ -66,7 +62,6 @@ class TimelinePage:
         self._spans = runs.main.spans
         self._end_s = 0.0  # of what was known when it was drawn
         self._stretch: tuple[float, float] | None = None  # None shows all of it
-        self._follows = False  # the last minute
         self._body = theme.column()
         self._is_built = False
 
@@ -83,16 +78,17 @@ class TimelinePage:
         elif not self._is_built:
             self._build()
             await self._show()
-        elif self._spans.extent()[1] != self._end_s and (self._follows or self._stretch is None):
+        elif self._spans.extent()[1] != self._end_s and self._stretch is None:
             await self._show()
 
     def _build(self) -> None:
         async def zoom(begin: float | None, end: float | None) -> None:
-            first, _ = self._spans.extent()
+            first = self._spans.extent()[0]
             if begin is None or end is None:
-                await self._go(None)
+                self._stretch = None
             elif end - begin >= SHORTEST_S:
-                await self._go((first + begin, first + end))
+                self._stretch = first + begin, first + end
+            await self._show()
 
         self._is_built = True
         self._body.clear()
@@ -103,57 +99,15 @@ class TimelinePage:
                     theme.heading(f"Timeline of {self._run.name}")
                     self._length = theme.soft()
                     ui.space()
-                    for text, tip, act in (
-                        ("All", "The whole run", lambda: self._go(None)),
-                        ("Steps", "Without start and end", lambda: self._go(self._spans.steady())),
-                        ("Last minute", "Follows a run that is alive", lambda: self._go(None, follow=True)),
-                    ):
-                        ui.button(text, on_click=act).props("flat dense no-caps").tooltip(tip)
+                    ui.button("All", on_click=lambda: zoom(None, None)).props("flat dense no-caps")
                 self._canvas = Canvas(on_zoom=zoom).style("width: 100%")
                 self._legend = theme.row()
-                theme.soft("Drag or + to look closer, - and arrows to move, double-click or 0 for all.")
+                theme.soft("Drag over it to look closer, double-click for all.")
             self._shares = theme.column()
-        ui.keyboard(self._press)
-
-    # the stretch that is shown
-
-    def _current(self) -> tuple[float, float]:
-        first, last = self._spans.extent()
-        if self._follows:
-            return max(first, last - LATEST_S), last
-        return self._stretch or (first, last)
-
-    async def _go(self, stretch: tuple[float, float] | None, *, follow: bool = False) -> None:
-        """Show a stretch of time, within what is known; None shows everything."""
-        first, last = self._spans.extent()
-        if stretch:
-            begin, end = max(stretch[0], first), min(stretch[1], last)
-            stretch = (begin, max(end, begin + SHORTEST_S))
-        self._stretch, self._follows = stretch, follow
-        await self._show()
-
-    async def _move(self, *, share: float = 0.0, zoom: float = 1.0) -> None:
-        """Move by a share of the stretch that is shown, and make it longer or shorter around its middle."""
-        begin, end = self._current()
-        first, last = self._spans.extent()
-        by_s = min(max(share * (end - begin), first - begin), last - end)
-        middle, half = (begin + end) / 2 + by_s, max(SHORTEST_S, (end - begin) * zoom) / 2
-        await self._go((middle - half, middle + half))
-
-    async def _press(self, event: KeyEventArguments) -> None:
-        key = event.key.name
-        if not event.action.keydown:
-            return
-        if key in ZOOM_KEYS:
-            await self._move(zoom=ZOOM_KEYS[key])
-        elif key in MOVE_KEYS:
-            await self._move(share=MOVE_KEYS[key])
-        elif key in ("0", "Home"):
-            await self._go(None)
 
     async def _show(self) -> None:
         self._end_s = self._spans.extent()[1]
-        shown = await threads.io_bound(summarize, self._spans, *self._current())
+        shown = await threads.io_bound(summarize, self._spans, *(self._stretch or self._spans.extent()))
         if shown is None or self._body.is_deleted:
             return
         seconds = shown.end_s - shown.begin_s

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from nicegui import run, ui
 
 from trireme.base.paths import RunPaths
 from trireme.base.safe_text import decimal
 from trireme.journal.journal import Journal
 from trireme.tools.dashboard import theme
-from trireme.tools.dashboard.charts import Canvas, Line, line_chart
-from trireme.tools.dashboard.colours import ACTIVITIES
-from trireme.tools.dashboard.history import Curve, Frame, Points
 from trireme.tools.dashboard.runs import RunSet
 from trireme.tools.rollouts import DROPPED, BatchFile, Record, Row
 from trireme.tools.token_columns import (
@@ -137,7 +132,8 @@ class TokensPage:
                     theme.heading(f"{row.env} · example {row.example} · rollout {row.rollout}")
                     theme.soft(f"step {row.step} · group {row.group} · reward {decimal(row.reward)}")
                     ui.space()
-                    ui.link("What was said", self._runs.link("/rollouts", **here)).classes("tr-go")
+                    where = {"q": f"step={row.step}", "rollout": f"{row.step}/{row.number}"}
+                    ui.link("What was said", self._runs.link("/rollouts", **where)).classes("tr-go")
                 show_group(loaded, self._number.set_value)
                 masked = loaded.record.more.get("masked")
                 if masked:
@@ -162,10 +158,8 @@ class TokensPage:
                     label = f"{start + 1} – {min(columns.length, start + WINDOW)}"
                     button = ui.button(label, on_click=lambda start=start: turn(start)).props("dense size=sm")
                     button.props("outline" if start == window.start else "flat")
-        with ui.element("div").classes("tr-split"):
-            text = ui.html(token_html(columns, self._colour, window, step=step), sanitize=False).classes("tr-tokens")
-            text.props('tabindex=0 aria-label="Tokens"')
-            Canvas().style("height: 240px; width: 100%").draw(_chart(columns, window))
+        text = ui.html(token_html(columns, self._colour, window, step=step), sanitize=False).classes("tr-tokens")
+        text.props('tabindex=0 aria-label="Tokens"')
 
 
 def show_group(loaded: LoadedRollout, open: Callable[[int], Any]) -> None:
@@ -181,23 +175,6 @@ def show_group(loaded: LoadedRollout, open: Callable[[int], Any]) -> None:
             mate.props["aria-label"] = f"rollout {row.rollout} of the group"
             mate.props["aria-current"] = str(row is loaded.record.row).lower()
             mate.on("click", lambda number=row.number: open(number))
-
-
-def _chart(columns: TokenColumns, window: range) -> dict[str, Any]:
-    """Return the probabilities of the sampled tokens under engine and trainer, and their ratio."""
-    quantities = {"engine": (np.exp(columns.engine), theme.PROCESSES["engine"])}
-    if columns.has_trainer:
-        quantities["trainer"] = np.exp(columns.trainer), theme.PROCESSES["trainer"]
-        quantities["ratio"] = columns.ratios, ACTIVITIES["wait"]
-    lines = []
-    for name, (values, color) in quantities.items():
-        points: Points = [
-            [place + 1, round(float(values[place]), 5)] for place in window if math.isfinite(values[place])
-        ]
-        lines.append(Line(name, color, Curve(points, [])))
-    options = line_chart(lines, Frame(axis="token"))
-    options["grid"]["top"] = 34
-    return options | {"legend": {"top": 0, "textStyle": {"color": theme.QUIET}}}
 
 
 def token_html(columns: TokenColumns, colour: str, window: range, *, step: int) -> str:
