@@ -59,12 +59,10 @@ def best(folder: Path = OUTPUT) -> str:
     return (folder / "best_prompt.txt").read_text()
 
 
-def test_a_prompt_becomes_better_on_examples_that_nothing_has_seen(endpoint, capsys):
+def test_a_prompt_becomes_better_on_the_validation_examples(endpoint, capsys):
     """By hand: each of three rules is a third of the reward, and each reflection finds one of them."""
-    assert search(endpoint, "--num-test", "3", "--max-calls", "100") == 0
-    said = capsys.readouterr().out
-    assert "validation  0.000 -> 1.000" in said
-    assert "held out    0.000 -> 1.000 (3 examples that nothing had seen)" in said
+    assert search(endpoint, "--max-calls", "100") == 0
+    assert "validation  0.000 -> 1.000 (4 examples" in capsys.readouterr().out
     assert best() == f"{BEST}\n"
     assert json.loads((OUTPUT / "best_args.json").read_text()) == {"system_prompt": BEST}
     assert [line["validation"] for line in lines_of("candidates.jsonl")] == pytest.approx([0, 1 / 3, 2 / 3, 1])
@@ -73,25 +71,18 @@ def test_a_prompt_becomes_better_on_examples_that_nothing_has_seen(endpoint, cap
     assert found == [(1.0, [3], [BEST])] * 4
     metadata = json.loads((OUTPUT / "metadata.json").read_text())
     assert (metadata["env_id"], metadata["model"], metadata["minibatch_size"]) == ("harbour.py", "follower", 2)
-    # 4 for the first prompt; 2 + 2 + 4 for each of three new ones; 3 + 3 for the test
-    assert summary()["calls"] == {"total": 34, "train": 12, "validation": 16, "test": 6}
-    assert [len(endpoint.asked(model)) for model in ("follower", "reflector")] == [34, 3]
-    seen: dict[str, set[int]] = {}
-    for line in lines_of("rollouts.jsonl"):
-        seen.setdefault(line["purpose"], set()).add(line["example"])
-    assert not seen["train"] & seen["validation"]
-    assert not seen["test"] & (seen["train"] | seen["validation"])
+    # 4 for the first prompt; 2 + 2 + 4 for each of three new ones
+    assert (summary()["state"], summary()["calls"]) == ("finished", 28)
+    assert [len(endpoint.asked(model)) for model in ("follower", "reflector")] == [28, 3]
 
 
-@pytest.mark.parametrize(("max_calls", "refused"), [("100", 13), ("24", 28)])
-def test_a_search_that_is_stopped_anywhere_ends_as_if_it_had_not_been(endpoint, max_calls, refused):
-    """Stopped by an endpoint that refuses the key now and then: every 13th time, or for the last test of a search that
-    its budget ends."""
+def test_a_search_that_is_stopped_anywhere_ends_as_if_it_had_not_been(endpoint):
+    """Stopped by an endpoint that refuses the key every 13th time."""
     whole, parts = Path("whole"), Path("parts")
-    more = ["--num-test", "2", "--max-concurrent", "1", "--max-calls", max_calls]
+    more = ["--max-concurrent", "1", "--max-calls", "100"]
     search(endpoint, "--output", "whole", *more)
     num_asked, num_stops = [len(endpoint.asked(model)) for model in MINDS], 0
-    endpoint.status = lambda body: 401 if len(endpoint.requests) % refused == 0 else 200
+    endpoint.status = lambda body: 401 if len(endpoint.requests) % 13 == 0 else 200
     while not (parts / "metadata.json").exists() or summary(parts)["state"] != "finished":
         with suppress(ConfigError):  # the key was refused
             search(endpoint, "--output", "parts", *more)
@@ -99,28 +90,22 @@ def test_a_search_that_is_stopped_anywhere_ends_as_if_it_had_not_been(endpoint, 
     assert num_stops > 1
     for name in ("best_prompt.txt", "candidates.jsonl"):
         assert (parts / name).read_text() == (whole / name).read_text()
-    for key in ("calls", "validation", "held_out", "num_reflections", "best"):
-        assert summary(parts)[key] == summary(whole)[key]
+    assert summary(parts) == summary(whole)
     again, reflections = [len(endpoint.asked(model)) - num for model, num in zip(MINDS, num_asked, strict=True)]
     assert reflections == num_asked[1]
     assert 0 <= again - num_asked[0] <= num_stops, "only what was under way when the key was refused is asked again"
 
 
-def test_a_search_keeps_its_budget_goes_on_with_a_larger_one_and_is_not_mixed_with_others(endpoint, capsys):
+def test_a_search_keeps_its_budget_goes_on_with_a_larger_one_and_reuses_nothing_with_other_settings(endpoint):
     """A new prompt costs 8 here, the first one 4."""
-    for max_calls, total in ((12, 12), (12, 12), (19, 12), (20, 20)):
+    for max_calls, total in ((12, 12), (19, 12), (20, 20), (12, 12)):
+        num_before = len(endpoint.asked("follower"))
         search(endpoint, "--max-calls", str(max_calls))
-        assert summary()["calls"]["total"] == len(endpoint.asked("follower")) == total
+        assert summary()["calls"] == total
+        assert len(endpoint.asked("follower")) == max(num_before, total)
         assert "one more prompt may take 8" in summary()["why"]
-    assert capsys.readouterr().out.count("it was finished before") == 1
-    search(endpoint, "--max-calls", "100")
-    assert (len(endpoint.asked("follower")), summary()["validation"]["after"]) == (28, 1)
-    with pytest.raises(ConfigError, match="28 rollouts were made already"):
-        search(endpoint, "--max-calls", "20")
-    with pytest.raises(ConfigError, match=r"other settings: seed was 0, is 1 - .*--fresh"):
-        search(endpoint, "--seed", "1")
-    search(endpoint, "--max-calls", "12", "--seed", "1", "--fresh")
-    assert best(OUTPUT.with_name("harbour.earlier-1"))
+    search(endpoint, "--max-calls", "12", "--sampling.temperature", "0.5")
+    assert len(endpoint.asked("follower")) == 20 + 12
 
 
 def test_ctrl_c_ends_it_with_what_was_found_and_the_same_command_goes_on(endpoint):
@@ -138,7 +123,7 @@ def test_ctrl_c_ends_it_with_what_was_found_and_the_same_command_goes_on(endpoin
         said, _ = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert (process.returncode, summary()["state"]) == (130, "stopped"), said
+    assert (process.returncode, summary()["state"]) == (130, "under way"), said
     assert b"the same command resumes the search" in said
     endpoint.delay_s = 0.0
     num_before = len(lines_of("rollouts.jsonl"))
@@ -158,37 +143,19 @@ def test_rewards_that_fail_always_or_compare_a_group_and_a_second_search_are_ref
     Path("harbour.py").write_text(CODE)
     with hold_folder(RunPaths(OUTPUT)), pytest.raises(ConfigError, match="another command writes into outputs/gepa"):
         search(endpoint)
-    assert search(endpoint) == 0, "no score was left behind"
+    assert search(endpoint) == 0, "what failed is made again"
 
 
-def test_a_reflection_model_that_refuses_or_has_nothing_new_ends_the_search_with_what_was_found(endpoint):
-    endpoint.status = lambda body: 401 if body["model"] == "reflector" else 200
-    with pytest.raises(ConfigError, match="401 to a question for 'reflector'"):
-        search(endpoint)
-    assert sum(body["model"] == "reflector" for body in endpoint.requests) == 1
-    assert endpoint.asked("follower") == []
+def test_a_reflection_model_that_refuses_or_has_nothing_new_leaves_what_was_found(endpoint, capsys):
     endpoint.status = lambda body: 403 if body["model"] == "reflector" and endpoint.asked("reflector") else 200
     with pytest.raises(ConfigError, match="403 to a question for 'reflector'"):
         search(endpoint)
-    assert (summary()["state"], summary()["num_prompts"]) == ("stopped", 2)
+    assert (summary()["state"], summary()["num_prompts"]) == ("under way", 2)
     endpoint.status = lambda body: 200
     endpoint.minds["reflector"] = lambda messages: "```\nYou are a parrot.\n```"
-    with pytest.raises(Refused, match="gave no new prompt 5 times in a row"):
-        search(endpoint, "--fresh")
-
-
-def test_of_a_search_that_gave_up_only_what_was_unusable_is_asked_again_however_often_a_start_fails(endpoint):
-    good = endpoint.minds["reflector"]
-    is_first = lambda: len(endpoint.asked("reflector")) <= 1  # noqa: E731
-    endpoint.minds["reflector"] = lambda messages: good(messages) if is_first() else "```\nYou are a parrot.\n```"
-    search(endpoint, "--max-calls", "100")
-    reflections = lines_of("reflections.jsonl")
-    assert len(reflections) == 1 + 5
-    endpoint.status = lambda body: 401
-    for _ in range(2):
-        with pytest.raises(ConfigError, match="401"):
-            search(endpoint, "--max-calls", "101")
-        assert lines_of("reflections.jsonl") == reflections[:1]
+    assert search(endpoint, "--output", "another", "--max-calls", "16") == 0
+    assert "no prompt was better than the one to begin with" in capsys.readouterr().out
+    assert len(endpoint.asked("reflector")) == 1 + 3, "a known prompt costs no rollout"
 
 
 FOLLOWER = ["harbour.py", "-m", "follower", "-b", "URL"]
@@ -198,7 +165,7 @@ FOLLOWER = ["harbour.py", "-m", "follower", "-b", "URL"]
     ("words", "problem"),
     [
         ([*FOLLOWER, "-k", "NO_SUCH_KEY"], "NO_SUCH_KEY: this variable is not set"),
-        ([*FOLLOWER, "-n", "40", "-N", "9"], "48 to train on and 0 held out"),
+        ([*FOLLOWER, "-n", "2"], "2 to reflect on and 16 to choose by - expected at least 3"),
         ([*FOLLOWER, "-B", "30"], "too few for a single new prompt.*expected 38"),
     ],
 )

@@ -24,9 +24,6 @@ from trireme.config.orchestrator import Environment
 from trireme.orchestrator.evaluation import results
 from trireme.tools.evaluate.config import EvalConfig
 from trireme.tools.evaluate.session import EvalSession
-from trireme.tools.gepa.config import GepaConfig
-from trireme.tools.gepa.records import Drawn
-from trireme.tools.gepa.results import BEST_ARGS, Candidate, write_candidates
 
 
 def answered(example: int) -> results.EvalResult:
@@ -104,6 +101,3 @@ def test_a_date_of_a_toml_file_among_an_environments_arguments_is_written_as_tex
         session.results = {spec.key: answered(0) for spec in session.missing}
         asyncio.run(session.run(lambda reward: None))
     assert json.loads((tmp_path / "e.json").read_text())["env_args"] == written
-    found = [Candidate("p", None, (1.0,))]
-    write_candidates(tmp_path, GepaConfig(env_id="e", model="m", env_args=args), found, Drawn((), (), ()))
-    assert json.loads((tmp_path / BEST_ARGS).read_text()) == written | {"system_prompt": "p"}

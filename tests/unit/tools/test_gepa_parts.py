@@ -1,15 +1,17 @@
 """What `trireme gepa` is made of: prompts, examples, feedback, the journal, and what is typed."""
 
+import datetime
+import json
 import textwrap
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gepa.core.result import GEPAResult
 
 from reflecting import ENVIRONMENT
 from toy_environments import with_environment
-from trireme.base.errors import ConfigError
 from trireme.base.processes import free_port
 from trireme.cli.workspace.gepa import gepa, to_flags
 from trireme.config.load import load_config
@@ -17,9 +19,10 @@ from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
 from trireme.tools.environments.policy import PolicyWanted
 from trireme.tools.gepa.config import GepaConfig
-from trireme.tools.gepa.optimize import places_of
+from trireme.tools.gepa.optimize import draw_examples, places_of
 from trireme.tools.gepa.prompts import PromptedEnvironment, own_prompt, with_system
-from trireme.tools.gepa.records import Example, Records, Reflection, draw_examples
+from trireme.tools.gepa.records import Example, Records, Reflection
+from trireme.tools.gepa.results import write_results
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -50,30 +53,29 @@ def test_an_environment_is_asked_with_the_candidate_as_if_it_had_been_loaded_wit
 @pytest.mark.parametrize(
     ("given", "num_train", "num_eval", "sizes"),
     [
-        ({}, 2000, 100, (100, 50, 0)),
-        ({}, 48, 0, (32, 16, 0)),
-        ({}, 0, 60, (40, 20, 0)),
-        ({"num_val": 10}, 14, 0, (4, 10, 0)),
-        ({"num_test": 6}, 24, 0, (12, 6, 6)),
+        ({}, 2000, 100, (100, 50)),
+        ({}, 48, 0, (32, 16)),
+        ({}, 0, 60, (40, 20)),
+        ({"num_val": 10}, 14, 0, (10, 4)),
+        ({"num_train": 8, "num_val": 6}, 24, 4, (8, 4)),
     ],
 )
-def test_defaults_shrink_to_what_there_is_and_no_example_is_drawn_twice(given, num_train, num_eval, sizes):
+def test_sizes_shrink_to_what_there_is_and_no_example_is_drawn_twice(given, num_train, num_eval, sizes):
     drawn = draw_examples(GepaConfig(env_id="e", model="m", **given), num_train=num_train, num_eval=num_eval)
-    parts = (drawn.train, drawn.validation, drawn.test)
-    assert tuple(map(len, parts)) == sizes
-    assert len({(each.split, each.index) for part in parts for each in part}) == sum(sizes)
+    assert tuple(map(len, drawn)) == sizes
+    assert len({each for part in drawn for each in part}) == sum(sizes)
 
 
 def test_flags_mean_what_keys_of_a_file_mean(tmp_path):
     (tmp_path / "my.toml").write_text(
         'env_id = "my-env"\nmodel = "a/small"\nreflection_model = "a/large"\nmax_calls = 1000\nnum_train = 200\n'
-        'num_val = 90\nstate_columns = ["parsed_answer", "tool_calls"]\nfresh = true\n'
+        'num_val = 90\nstate_columns = ["parsed_answer", "tool_calls"]\n'
     )
     typed = [f"run {tmp_path / 'my.toml'}"]
     flags = "-m a/small -M a/large -B 1000 -n 200 -N 90 --state-columns parsed_answer tool_calls"
-    typed += [f"run my-env {flags} --fresh", f"{flags} --fresh my-env", f"--fresh my-env {flags.replace('-m ', '-m=')}"]
+    typed += [f"run my-env {flags}", f"my-env {flags.replace('-m ', '-m=')}"]
     file, *same = (load_config(to_flags(words.split()), GepaConfig, program="trireme gepa")[0] for words in typed)
-    assert same == [file] * 3
+    assert same == [file] * 2
 
 
 def test_the_reflection_model_is_looked_for_where_the_model_is_unless_it_is_named_elsewhere(tmp_path, monkeypatch):
@@ -101,13 +103,20 @@ def test_every_shipped_file_loads(file, monkeypatch, capsys):
         assert (REPOSITORY / "environments" / env_id.replace("-", "_")).exists()
 
 
-def test_a_line_that_was_not_written_to_its_end_is_done_again(tmp_path):
+def test_a_line_that_was_not_written_to_its_end_or_tells_of_a_failure_is_made_again(tmp_path):
     file = tmp_path / "reflections.jsonl"
     records = Records(file, Reflection)
-    for name in "abc":
-        records.add(Reflection(question_name=name, nth=0, question="q", answer=name))
+    for name in "abcd":
+        records.add(Reflection(name=name, nth=0, question="q", answer=name, error="no" if name == "b" else None))
     file.write_bytes(file.read_bytes()[:-5])
-    assert list(Records(file, Reflection).lines) == [("a", 0), ("b", 0)]
-    file.write_text("{}\n" + file.read_text())
-    with pytest.raises(ConfigError, match="line 1 cannot be read"):
-        Records(file, Reflection)
+    records = Records(file, Reflection)
+    assert list(records.lines) == [("a", 0), ("c", 0)]
+    records.add(Reflection(name="e", nth=0, question="q", answer="e"))
+    assert list(Records(file, Reflection).lines) == [("a", 0), ("c", 0), ("e", 0)]
+
+
+def test_a_date_of_a_toml_file_among_the_arguments_is_written_as_text(tmp_path):
+    found = GEPAResult([{"system_prompt": "p"}], [[None]], [1.0], [{}], {}, [0])
+    config = GepaConfig(env_id="e", model="m", env_args={"since": datetime.date(2026, 1, 2)})
+    write_results(tmp_path, config, found, [], {})
+    assert json.loads((tmp_path / "best_args.json").read_text()) == {"since": "2026-01-02", "system_prompt": "p"}

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 
 from trireme.config.inference import InferenceConfig
 from trireme.config.orchestrator import Sampling
 from trireme.config.section import Section, Seed
-
-REFLECTION_ENGINE = "reflection"  # folder of an engine that was started for the reflection model alone
 
 
 class GepaConfig(Section):
@@ -38,12 +36,9 @@ class GepaConfig(Section):
     max_calls: PositiveInt = 500
     """Most rollouts, of all kinds together; questions to the reflection model are counted by themselves."""
     num_train: PositiveInt = 100
-    """Examples that are reflected on; fewer where the data set has fewer and nothing was given."""
+    """Examples that are reflected on; fewer where the data set has fewer."""
     num_val: PositiveInt = 50
     """Examples that every accepted prompt is scored on, and the best is chosen by; fewer as above."""
-    num_test: Annotated[int, Field(ge=0)] = 0
-    """Examples that nothing has seen: the first prompt and the best one are scored on them at the end, within
-    `max_calls`."""
     minibatch_size: PositiveInt = 3
     """Examples per reflection."""
     perfect_score: float | None = None
@@ -52,8 +47,6 @@ class GepaConfig(Section):
     """Fields of the environment's state that the reflection model is shown too."""
     initial_prompt: Path | None = None
     """File with the prompt to begin with; the environment's own system prompt where not given."""
-    feedback_chars: PositiveInt = 4000
-    """Longest text of one example that the reflection model is shown, in characters; the middle is left out."""
     sampling: Sampling = Sampling()
     """How `model` answers."""
     reflection_sampling: Sampling = Sampling()
@@ -71,9 +64,8 @@ class GepaConfig(Section):
     seed: Seed = 0
     """Seed of everything random: which examples, in which order, which prompt is improved next."""
     output: Path | None = None
-    """Where results go; `outputs/gepa` in the environment's folder, or `outputs/gepa/NAME` where it has none."""
-    fresh: bool = False
-    """Start a new search where earlier results are; they are moved to a folder next to it."""
+    """Where results go; `outputs/gepa` in the environment's folder, or `outputs/gepa/NAME` where it has none. Rollouts
+    that are there are reused by searches with the same model, sampling and arguments."""
     environments: Path = Path("environments")
     """Where environments are."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -1,8 +1,9 @@
-"""One search from start to end: load the environment, open the models, read the first prompt, search, test."""
+"""One search from start to end: load the environment, open the models, read the first prompt, search."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -17,20 +18,17 @@ from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
-from trireme.launch.folder import move_aside
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.venv import EnvironmentSource
 from trireme.tools.environments.catalog import build_if_missing, find_source
 from trireme.tools.environments.check import open_as_stage
 from trireme.tools.environments.output import hold_output
 from trireme.tools.environments.policy import EnginePolicy, PolicyWanted, RolloutPolicy, build_opener, find_policy
-from trireme.tools.environments.policy_endpoint import ChatEndpoint
 from trireme.tools.environments.progress import Progress
-from trireme.tools.gepa.config import REFLECTION_ENGINE, GepaConfig
+from trireme.tools.gepa.config import GepaConfig
 from trireme.tools.gepa.prompts import own_prompt
-from trireme.tools.gepa.records import REFLECTIONS, ROLLOUTS, Drawn, PromptRollout, Records, Reflection, draw_examples
-from trireme.tools.gepa.reflection import check_answers
-from trireme.tools.gepa.results import FILES, METADATA, check_same, describe, read_metadata
+from trireme.tools.gepa.records import Example
+from trireme.tools.gepa.results import describe
 from trireme.tools.gepa.search import Search, iteration_cost
 
 MOST_EXAMPLES = 1 << 16  # of an environment, which may have endless ones
@@ -41,7 +39,7 @@ OpenModels = Callable[[], AbstractAsyncContextManager[tuple[RolloutPolicy, Rollo
 
 
 def run_search(config: GepaConfig) -> str:
-    """Search, or show a finished search again, and return its summary in words.
+    """Search, or resume a search, and return its summary in words.
 
     Raises: ConfigError for what was typed; TriremeError where a model or the environment is gone.
     """
@@ -53,18 +51,9 @@ def run_search(config: GepaConfig) -> str:
     paths = RunPaths(folder)
     if paths.holds_run:
         raise ConfigError(f"{folder} is a run's folder - expected one for prompts alone. Give another `--output`.")
-    if not config.fresh:
-        check_same(folder, config)
     progress, waits = Progress(), Waits("the search", paths.logs)
     open_models = build_models(config, folder, waits, progress)
     with hold_output(folder, flag="--output"):
-        if config.fresh and (folder / METADATA).exists():
-            progress.show(f"an earlier search was in {folder}: moved to {move_aside(paths, FILES)}")
-        earlier = read_metadata(folder) or {}
-        summary: dict[str, Any] = earlier.get("summary", {})
-        if summary.get("state") == "finished" and earlier["max_calls"] == config.max_calls:
-            more = "it was finished before: a larger `--max-calls` resumes it, `--fresh` starts a new one"
-            return f"{describe(summary, folder, config)}\n{more}"
         build_if_missing(source, progress)
         try:
             summary = asyncio.run(_search(config, source, folder, open_models, waits, progress))
@@ -104,71 +93,73 @@ async def _search(
         waits=waits,
         progress=progress,
     ) as environment:
-        drawn = _draw(config, environment)
-        first = await _first_prompt(config, environment, drawn)
-        facts = {"num_train": environment.num_train, "num_eval": environment.num_eval, "first_prompt": first}
-        check_same(folder, config, facts)
-        rollouts, reflections = Records(folder / ROLLOUTS, PromptRollout), Records(folder / REFLECTIONS, Reflection)
-        if len(rollouts.lines) > config.max_calls:
-            raise ConfigError(
-                f"--max-calls {config.max_calls}: {len(rollouts.lines)} rollouts were made already by the search in "
-                f"{folder} - expected at least as many, to resume it. Raise it, or start a new search with `--fresh`."
-            )
-        summary = (read_metadata(folder) or {}).get("summary", {})
-        if summary.get("state") == "finished":  # these are asked again, as the budget is larger now
-            unusable = set(map(tuple, summary.get("unusable", ())))  # by key: the next start may have to do it again
-            reflections.forget([line for key, line in reflections.lines.items() if key in unusable])
-        if rollouts.lines:
-            progress.show(f"resuming: {len(rollouts.lines)} rollouts are in {folder} already")
-        async with open_models() as models:
-            for flag, model in zip(("--model", "--reflection-model"), models, strict=True):
-                if isinstance(model, ChatEndpoint):
-                    await check_answers(model, flag=flag)
-            policy, teacher = models
+        num_train = min(environment.num_train, MOST_EXAMPLES)
+        train, validation = draw_examples(config, num_train=num_train, num_eval=environment.num_eval)
+        _check_fits(config, environment, train, validation)
+        first = await _first_prompt(config, environment, [*train, *validation])
+        async with open_models() as (policy, teacher):
             search = Search(
                 config=config,
                 folder=folder,
                 environment=environment,
                 policy=policy,
                 teacher=teacher,
-                drawn=drawn,
-                facts=facts | {"versions": environment.versions},
-                rollouts=rollouts,
-                reflections=reflections,
+                train=train,
+                validation=validation,
+                first_prompt=first,
                 progress=progress,
                 waits=waits,
             )
             return await search.run()
 
 
-def _draw(config: GepaConfig, environment: Environment) -> Drawn:
-    """Draw the examples. Raises: ConfigError where the settings do not fit the environment, its data or the budget."""
+def draw_examples(config: GepaConfig, *, num_train: int, num_eval: int) -> tuple[list[Example], list[Example]]:
+    """Draw the examples to reflect on and those to choose by from all over the data, by the seed. None is in both.
+
+    An environment with only one split gives a third of it, at most, to choose by.
+
+    Args:
+        num_train: size of the environment's training split.
+        num_eval: size of its evaluation split, 0 where it has none.
+    """
+    rng = random.Random(config.seed)
+    training = [Example("train", index) for index in range(num_train)]
+    held_out = [Example("eval", index) for index in range(num_eval)]
+    rng.shuffle(training)
+    rng.shuffle(held_out)
+    if not (training and held_out):
+        both = training + held_out
+        num_val = min(config.num_val, len(both) // 3)
+        training, held_out = both[num_val:], both[:num_val]
+    return training[: config.num_train], held_out[: config.num_val]
+
+
+def _check_fits(config: GepaConfig, environment: Environment, train: list[Example], validation: list[Example]) -> None:
+    """Raises: ConfigError where the settings do not fit the environment, its data or the budget."""
     if environment.group_rewards:
         raise ConfigError(
             f"The rewards of environment {environment.name!r} compare the rollouts of a group - expected rewards that "
             "score one rollout by itself, as prompts are compared by the rewards of single rollouts."
         )
-    num_train = min(environment.num_train, MOST_EXAMPLES)
-    drawn = draw_examples(config, num_train=num_train, num_eval=environment.num_eval)
-    if config.minibatch_size > len(drawn.train):
+    if config.minibatch_size > len(train) or not validation:
         raise ConfigError(
-            f"--minibatch-size {config.minibatch_size} is more than the {len(drawn.train)} examples to reflect on - "
-            "expected at most as many. Lower it, or raise `--num-train`."
+            f"environment {environment.name!r} has {environment.num_train} examples to train on and "
+            f"{environment.num_eval} held out: {len(train)} to reflect on and {len(validation)} to choose by - "
+            f"expected at least {config.minibatch_size} (`minibatch_size`) and 1. Lower `--minibatch-size`, raise "
+            "`--num-train`, or add examples."
         )
-    cost, reserve = iteration_cost(config, drawn), 2 * config.num_test
-    if config.max_calls < (least := len(drawn.validation) + cost + reserve):
+    cost = iteration_cost(config, validation)
+    if config.max_calls < (least := len(validation) + cost):
         raise ConfigError(
-            f"--max-calls {config.max_calls} is too few for a single new prompt: {len(drawn.validation)} to score the "
-            f"first one, {cost} for the new one and {reserve} for the test at the end - expected {least} or more. "
-            "Raise it, or lower `--num-val`."
+            f"--max-calls {config.max_calls} is too few for a single new prompt: {len(validation)} to score the first "
+            f"one and {cost} for the new one - expected {least} or more. Raise it, or lower `--num-val`."
         )
-    return drawn
 
 
-async def _first_prompt(config: GepaConfig, environment: Environment, drawn: Drawn) -> str:
+async def _first_prompt(config: GepaConfig, environment: Environment, examples: list[Example]) -> str:
     """Raises: ConfigError where the file cannot be read, or the environment has no single prompt of its own."""
     if config.initial_prompt is None:
-        return await own_prompt(environment, (*drawn.train, *drawn.validation)[:NUM_FIRST_QUESTIONS])
+        return await own_prompt(environment, examples[:NUM_FIRST_QUESTIONS])
     try:
         return config.initial_prompt.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -210,15 +201,15 @@ def build_models(config: GepaConfig, folder: Path, waits: Waits, progress: Progr
     run = updated(RunConfig(), values | ({} if config.seq_len is None else {"seq_len": config.seq_len}))
     devices, (policy, teacher) = detect_devices(), places_of(config)
     is_shared = policy == teacher and policy.base_url is None
-    if not is_shared and policy.base_url is teacher.base_url is None and devices.gpus and config.device != "cpu":
+    if policy.base_url is teacher.base_url is None and not is_shared:
         raise ConfigError(
-            f"--model {policy.model} and --reflection-model {teacher.model} are both folders, and there are GPUs here "
-            "- expected one engine to be started, which takes them. Start the other one with `inference`, and give "
-            "its address as `--reflection-base-url`."
+            f"--model {policy.model} and --reflection-model {teacher.model} are both folders - expected one engine to "
+            "be started, which takes the whole machine. Start the other one with `inference`, and give its address as "
+            "`--reflection-base-url`."
         )
     open_policy = build_opener(policy, run, devices, waits, progress)
-    reflecting = {"output_dir": folder / REFLECTION_ENGINE, "orchestrator.sampling": config.reflection_sampling}
-    open_teacher = None if is_shared else build_opener(teacher, updated(run, reflecting), devices, waits, progress)
+    reflecting = updated(run, {"orchestrator.sampling": config.reflection_sampling})
+    open_teacher = None if is_shared else build_opener(teacher, reflecting, devices, waits, progress)
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[tuple[RolloutPolicy, RolloutPolicy]]:

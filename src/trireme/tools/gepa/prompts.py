@@ -53,8 +53,6 @@ class PromptedEnvironment:
         self._environment = environment
         self._prompt = prompt
         self._columns = list(columns)
-        self.asked: Messages = []
-        """The conversation that the policy was last asked to continue."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._environment, name)
@@ -65,8 +63,7 @@ class PromptedEnvironment:
         """Run a rollout as `Environment.run` does."""
 
         async def ask_prompted(question: Ask) -> Reply:
-            self.asked = with_system(question.messages, self._prompt)
-            return await ask(msgspec.structs.replace(question, messages=self.asked))
+            return await ask(msgspec.structs.replace(question, messages=with_system(question.messages, self._prompt)))
 
         task = msgspec.structs.replace(task, columns=self._columns)
         done = await self._environment.run(task, ask_prompted, on_retry=on_retry, **more)

@@ -8,16 +8,16 @@ costs no rollout.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import gepa
 from gepa.core.adapter import EvaluationBatch
+from gepa.core.result import GEPAResult
 from gepa.core.state import GEPAState
 from gepa.strategies.instruction_proposal import InstructionProposalSignature
 
@@ -28,17 +28,24 @@ from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.rollout.driver import RolloutOutcome, run_rollouts
 from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.tools.environments.policy import RolloutPolicy
-from trireme.tools.environments.progress import Progress
+from trireme.tools.environments.progress import SHOW_EVERY_S, Progress
 from trireme.tools.gepa.config import GepaConfig
 from trireme.tools.gepa.prompts import PromptedEnvironment
-from trireme.tools.gepa.records import PURPOSES, Drawn, Example, PromptRollout, Records, Reflection, name_of
-from trireme.tools.gepa.reflection import feedback_on, has_column, reflect
-from trireme.tools.gepa.results import LOG, Candidate, best_of, write_candidates, write_metadata
+from trireme.tools.gepa.records import REFLECTIONS, ROLLOUTS, Example, PromptRollout, Records, Reflection, name_of
+from trireme.tools.gepa.reflection import feedback_on, reflect
+from trireme.tools.gepa.results import COMPONENT, LOG, write_results
 
-COMPONENT = "system_prompt"
-MAX_UNUSABLE = 5
-"""Reflections in a row without a new prompt after which the search ends, with what it has."""
-SHOW_EVERY_S = 10.0
+ROLLOUTS_DEPEND_ON = {
+    "env_id",
+    "env_args",
+    "model",
+    "sampling",
+    "max_turns",
+    "rollout_timeout_s",
+    "state_columns",
+    "seed",
+}
+"""Keys of the settings without which two rollouts of a prompt are not the same."""
 
 Batch = EvaluationBatch[PromptRollout, PromptRollout]
 Value = TypeVar("Value")
@@ -57,21 +64,22 @@ class Search:
     environment: Environment
     policy: RolloutPolicy
     teacher: RolloutPolicy
-    drawn: Drawn
-    facts: dict[str, Any]  # of the environment, for `metadata.json`; with the prompt to begin with
-    rollouts: Records[PromptRollout]
-    reflections: Records[Reflection]
+    train: Sequence[Example]  # examples to reflect on
+    validation: Sequence[Example]  # examples to choose by
+    first_prompt: str
     progress: Progress
     waits: Waits
-    candidates: list[Candidate] = field(default_factory=list)
-    calls: Counter[str] = field(default_factory=Counter)  # rollouts so far, by purpose
-    _why: str = "under way"
-    _num_unusable: int = 0
-    _unusable: list[Reflection] = field(default_factory=list)  # since the last new prompt
-    _began: float = field(default_factory=time.monotonic)
-    _shown_at: float = field(default_factory=time.monotonic)
-    _is_stopped: bool = False
-    _pending: Future[Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._rollouts = Records(self.folder / ROLLOUTS, PromptRollout)
+        self._reflections = Records(self.folder / REFLECTIONS, Reflection)
+        settings = self.config.model_dump(mode="json", include=ROLLOUTS_DEPEND_ON)
+        self._settings = settings | {"num_train": self.environment.num_train, "num_eval": self.environment.num_eval}
+        self._found: GEPAResult[Any, Any] | None = None  # at the beginning of the current iteration
+        self._summary: dict[str, Any] = {}
+        self._num_calls = 0
+        self._is_stopped = False
+        self._pending: Future[Any] | None = None
 
     async def run(self) -> dict[str, Any]:
         """Search until the budget is spent, and return the summary. Where this is cancelled, the library's thread ends
@@ -80,52 +88,41 @@ class Search:
         Raises: the error of a model or the environment after which no other rollout could go better.
         """
         self._loop = asyncio.get_running_loop()
-        # Rollouts of an earlier test at the end are spent, but were not yet when the search before it was made: its
-        # replay has the budget that it had, or it would end without a prompt that it found.
-        tested = [line for line in self.rollouts.lines.values() if line.purpose == "test"]
-        self._num_tested = sum(line.prompt_name != name_of(self.facts["first_prompt"]) for line in tested)
-        self._num_replayed = len(self.rollouts.lines) - len(tested)
-        write_metadata(self.folder, self.config, self.facts, {"state": "under way"})
+        if known := len(self._rollouts.lines):
+            self.progress.show(
+                f"resuming: {known} rollouts are in {self.folder} already, and are reused where they fit"
+            )
         showing = asyncio.create_task(self._show_waits())
         working = self._loop.run_in_executor(None, self._optimize)
         try:
             await asyncio.shield(working)
-            held_out = await self._measure_held_out() if self.drawn.test else None
         except BaseException as error:
             self._is_stopped = True
             if self._pending is not None:
                 self._pending.cancel()
             await asyncio.wait([working])
             working.exception()  # marks it as retrieved
-            if self.candidates:
-                self._write("stopped")
             if isinstance(error, _Stopped):
                 raise error.args[0] from None
             raise
         finally:
             showing.cancel()
-        return self._write("finished", held_out)
+        return self._summary
 
     def _optimize(self) -> None:
         perfect = self.config.perfect_score
         with open(self.folder / LOG, "a", encoding="utf-8") as file:
-
-            class Log:
-                def log(self, message: str) -> None:
-                    file.write(f"{message}\n")
-                    file.flush()
-
             gepa.optimize(
-                seed_candidate={COMPONENT: self.facts["first_prompt"]},
-                trainset=list(self.drawn.train),
-                valset=list(self.drawn.validation),
+                seed_candidate={COMPONENT: self.first_prompt},
+                trainset=list(self.train),
+                valset=list(self.validation),
                 adapter=self,  # type: ignore[arg-type]
                 reflection_minibatch_size=self.config.minibatch_size,
                 skip_perfect_score=perfect is not None,
                 perfect_score=1.0 if perfect is None else perfect,
                 stop_callbacks=self.is_over,
                 callbacks=[self],  # type: ignore[list-item]
-                logger=Log(),
+                logger=SimpleNamespace(log=lambda message: print(message, file=file, flush=True)),
                 track_best_outputs=False,
                 seed=self.config.seed,
             )
@@ -148,89 +145,43 @@ class Search:
 
         Raises: TriremeError where no other rollout could go better: the key is wrong, the engine is gone.
         """
-        name = name_of(prompt)
-        keys = [(name, example, self.rollouts.next_time((name, example))) for example in examples]
-        wanted: dict[RolloutSpec, tuple[Example, PromptedEnvironment]] = {}
-        for _, example, nth in keys:
-            if (name, example, nth) in self.rollouts.lines:
-                self.calls[example.purpose] += 1
-            else:
-                prompted = PromptedEnvironment(self.environment, prompt, columns=self.config.state_columns)
-                task = f"{example.split}-{example.index}-{nth}"
-                wanted[RolloutSpec(example.split, example.index, nth, name=task)] = example, prompted
+        name = name_of(prompt, self._settings)
+        keys = [(name, example, self._rollouts.next_time((name, example))) for example in examples]
+        missing = [
+            RolloutSpec(example.split, example.index, nth, name=f"{example.split}-{example.index}-{nth}")
+            for _, example, nth in keys
+            if (name, example, nth) not in self._rollouts.lines
+        ]
+        self._num_calls += len(keys) - len(missing)
+        prompted = PromptedEnvironment(self.environment, prompt, columns=self.config.state_columns)
 
         async def roll_out(spec: RolloutSpec) -> Rollout:
-            return await self.policy.rollout(cast(Environment, wanted[spec][1]), spec)
+            return await self.policy.rollout(cast(Environment, prompted), spec)
 
         async def record(outcome: RolloutOutcome) -> None:
-            example, prompted = wanted[outcome.spec]
-            more: dict[str, Any] = {"purpose": example.purpose, "split": example.split, "prompt_name": name}
+            more: dict[str, Any] = {"split": outcome.spec.split, "prompt_name": name}
             if outcome.rollout is not None:
                 more |= {"columns": outcome.rollout.columns, "state_keys": outcome.rollout.state_keys}
-            elif outcome.failure is not None:
-                more |= {"prompt": prompted.asked, "traceback": outcome.failure.traceback}
-            self.rollouts.add(PromptRollout.of(outcome, **more))
-            self.calls[example.purpose] += 1
+            self._rollouts.add(PromptRollout.of(outcome, **more))
+            self._num_calls += 1
 
-        await run_rollouts(list(wanted), roll_out, record, scored_together=False)
-        return [self.rollouts.lines[key] for key in keys]
-
-    async def _measure_held_out(self) -> dict[str, Any]:
-        """Score the first and the best prompt on the test examples. Only these figures are unbiased: no choice was
-        made by them.
-        """
-        examples = self.drawn.test
-        self._show(f"measuring on {len(examples)} examples that nothing has seen")
-        means = []
-        for number in sorted({0, best_of(self.candidates)}):
-            scored = await self._try_prompt(self.candidates[number].prompt, examples)
-            means.append(sum(line.score for line in scored) / len(scored))
-        return {"before": means[0], "after": means[-1], "num_examples": len(examples)}
-
-    def _write(self, state: str, held_out: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Write what was found so far, and return the summary."""
-        write_candidates(self.folder, self.config, self.candidates, self.drawn)
-        best, rollouts = best_of(self.candidates), self.rollouts.lines
-        before, after = self.candidates[0].mean, self.candidates[best].mean
-        summary = {
-            "state": state,
-            "why": self._why,
-            "calls": {"total": len(rollouts)} | {purpose: self.calls[purpose] for purpose in PURPOSES},
-            "num_failed": sum(line.error is not None for line in rollouts.values()),
-            "num_reflections": len(self.reflections.lines),
-            "num_unusable_reflections": self._num_unusable,
-            "unusable": [each.key for each in self._unusable],  # since the last new prompt
-            "num_prompts": len(self.candidates),
-            "best": best,
-            "validation": {"before": before, "after": after, "num_examples": len(self.drawn.validation)},
-            "held_out": held_out,
-            "num_train": len(self.drawn.train),
-            "seconds": round(time.monotonic() - self._began, 1),
-            "policy": self.policy.name,
-            "teacher": self.teacher.name,
-        }
-        write_metadata(self.folder, self.config, self.facts, summary)
-        return summary
+        await run_rollouts(missing, roll_out, record, scored_together=False)
+        return [self._rollouts.lines[key] for key in keys]
 
     def _show(self, words: str) -> None:
-        self._shown_at = time.monotonic()
-        self.progress.show(f"[{self.calls.total()}/{self.config.max_calls}] {words}")
+        self.progress.show(f"[{self._num_calls}/{self.config.max_calls}] {words}")
 
     async def _show_waits(self) -> None:
-        """Show what is waited for whenever nothing else was shown for a while."""
         while True:
-            await asyncio.sleep(max(0.1, self._shown_at + SHOW_EVERY_S - time.monotonic()))
-            if time.monotonic() - self._shown_at >= SHOW_EVERY_S:
-                waits = self.waits.now()
-                more = f", and {len(waits) - 1} like it" if len(waits) > 1 else ""
-                self._show(f"{waits[0]}{more}" if waits else "rollouts under way")
+            await asyncio.sleep(SHOW_EVERY_S)
+            for wait in self.waits.now()[:1]:
+                self._show(str(wait))
 
     # what the library asks of an adapter
 
     def evaluate(self, batch: list[Example], candidate: dict[str, str], capture_traces: bool = False) -> Batch:
         lines = self._wait(self._try_prompt(candidate[COMPONENT], batch))
-        if not self.candidates and all(line.error is not None for line in lines):
-            self.rollouts.forget(lines)
+        if self._found is None and all(line.error is not None for line in lines):
             raise Refused(
                 f"all {len(lines)} rollouts of the first evaluation failed; the first: {lines[0].error} - expected "
                 "some that are scored. `trireme env check` with the same model shows more; a prompt cannot be improved "
@@ -257,62 +208,52 @@ class Search:
             question = {"current_instruction_doc": candidate[COMPONENT], "dataset_with_feedback": shown}
             return str(InstructionProposalSignature.prompt_renderer(question))
 
-        reflection = self._wait(reflect(self.teacher, self.reflections, render, chars=self.config.feedback_chars))
+        reflection = self._wait(reflect(self.teacher, self.config, self._reflections, render))
         prompt = InstructionProposalSignature.output_extractor(reflection.answer.strip())["new_instruction"]
-        known = [number for number, each in enumerate(self.candidates) if each.prompt == prompt]
-        problem = reflection.error or (f"prompt {known[0]} again" if known else None if prompt else "an empty one")
-        if problem:
-            self._num_unusable += 1
-            self._unusable.append(reflection)
-            self._show(f"the reflection model gave no new prompt: {problem}")
-            return {}
-        self._unusable.clear()
-        return {COMPONENT: prompt}
-
-    def is_over(self, gepa_state: GEPAState[Any, Any]) -> bool:
-        """Decide before each iteration whether it may begin."""
-        perfect, cost = self.config.perfect_score, iteration_cost(self.config, self.drawn)
-        calls = self.calls.total()
-        spent = calls + (self._num_tested if calls >= self._num_replayed else 0)
-        left = max(0, self.config.max_calls - 2 * self.config.num_test - spent)
-        if len(self._unusable) >= MAX_UNUSABLE:
-            self._why = f"{MAX_UNUSABLE} reflections in a row gave no new prompt"
-            if len(self.candidates) == 1:
-                self.reflections.forget(self._unusable)
-                error = Refused(
-                    f"{self.teacher.name} gave no new prompt {MAX_UNUSABLE} times in a row (nothing, or the one that "
-                    "it was shown; see gepa.log) - expected one. Name another `--reflection-model`, or give it more "
-                    "room: `--reflection-sampling.max-tokens`."
-                )
-                raise _Stopped(error)
-        elif perfect is not None and any(min(each.scores) >= perfect for each in self.candidates):
-            self._why = f"every validation example has the highest score, {perfect:g}"
-        elif left < cost:
-            self._why = f"{left} calls are left, and one more prompt may take {cost}"
-        else:
-            return False
-        return True
+        assert self._found is not None
+        if prompt and {COMPONENT: prompt} not in self._found.candidates:
+            return {COMPONENT: prompt}
+        problem = reflection.error or ("one that it gave before" if prompt else "an empty one")
+        self._show(f"the reflection model gave no new prompt: {problem}")
+        return {}
 
     # what the library reports
 
+    def is_over(self, gepa_state: GEPAState[Any, Any]) -> bool:
+        """Write what was found so far, and decide before each iteration whether it may begin."""
+        self._found = found = GEPAResult.from_state(gepa_state)
+        perfect, cost = self.config.perfect_score, iteration_cost(self.config, self.validation)
+        left, why = self.config.max_calls - self._num_calls, None
+        if perfect is not None and any(min(scores.values()) >= perfect for scores in found.val_subscores):
+            why = f"every validation example has the highest score, {perfect:g}"
+        elif left < cost:
+            why = f"{left} calls are left, and one more prompt may take {cost}"
+        before, after = found.val_aggregate_scores[0], found.val_aggregate_scores[found.best_idx]
+        self._summary = {
+            "state": "finished" if why else "under way",
+            "why": why,
+            "calls": self._num_calls,
+            "num_prompts": found.num_candidates,
+            "best": found.best_idx,
+            "validation": {"before": before, "after": after, "num_examples": len(self.validation)},
+            "first_prompt": self.first_prompt,
+            "policy": self.policy.name,
+            "teacher": self.teacher.name,
+        }
+        write_results(self.folder, self.config, found, self.validation, self._summary)
+        return why is not None
+
     def on_valset_evaluated(self, event: Mapping[str, Any]) -> None:
-        scores = tuple(event["scores_by_val_id"][place] for place in sorted(event["scores_by_val_id"]))
-        parent = next((parent for parent in event["parent_ids"] if parent is not None), None)
-        new = Candidate(event["candidate"][COMPONENT], parent, scores)
-        is_first, number = not self.candidates, len(self.candidates)
-        if is_first:
-            self._show(f"validation {new.mean:.3f} with the prompt to begin with")
-        else:
-            best = self.candidates[best_of(self.candidates)].mean
-            verdict = "the best so far" if new.mean > best else f"the best has {best:.3f}"
-            self._show(f"prompt {number}, from prompt {parent}: validation {new.mean:.3f}, {verdict}")
-        self.candidates.append(new)
-        self._write("under way")
-        scored = [line for line in self.rollouts.lines.values() if line.error is None]
-        for name in self.config.state_columns if is_first and scored else ():
-            if not any(has_column(line, name) for line in scored):
-                keys = ", ".join(next((line.state_keys for line in scored if line.state_keys), []))
-                self.progress.show(f"--state-columns {name}: no rollout had one. The environment's state has: {keys}")
+        parents, score = event["parent_ids"], event["average_score"]
+        if parents:
+            verdict = ", the best so far" if event["is_best_program"] else ""
+            self._show(f"prompt {event['candidate_idx']}, from prompt {parents[0]}: validation {score:.3f}{verdict}")
+            return
+        self._show(f"validation {score:.3f} with the prompt to begin with")
+        lines = self._rollouts.lines.values()
+        for name in set(self.config.state_columns) - {"tool_calls"}.union(*(line.columns for line in lines)):
+            keys = ", ".join(next((line.state_keys for line in lines if line.state_keys), []))
+            self.progress.show(f"--state-columns {name}: no rollout had one. The environment's state has: {keys}")
 
     def on_candidate_rejected(self, event: Mapping[str, Any]) -> None:
         size = self.config.minibatch_size
@@ -325,6 +266,6 @@ class Search:
         self._show(f"nothing to learn from {len(event['scores'])} examples that all have the highest score")
 
 
-def iteration_cost(config: GepaConfig, drawn: Drawn) -> int:
+def iteration_cost(config: GepaConfig, validation: Sequence[Example]) -> int:
     """Return how many rollouts one more prompt takes at most: two minibatches, and itself on validation."""
-    return 2 * config.minibatch_size + len(drawn.validation)
+    return 2 * config.minibatch_size + len(validation)
