@@ -57,20 +57,9 @@ def run_translated(program: str, argv: list[str]) -> int:
     with their_keys_named(typed.file, typed.translation):
         if program in PANES and not command.one_terminal and wants_panes(command.session):
             check_launch(config, devices)  # while it can be seen in this terminal
-            again = [sys.executable, "-m", __spec__.name, program, *_without_session(argv), "--one-terminal"]
+            again = [sys.executable, "-m", __spec__.name, program, *argv, "--one-terminal"]
             return open_panes(command.session or program, config.paths, PANES[program], again)
         return launch(config, devices, STARTED.get(program, ()))
-
-
-def _without_session(argv: list[str]) -> list[str]:
-    """Return the same words without the name of a session."""
-    left, kept = iter(argv), []
-    for word in left:
-        if word in ("-s", "--session"):
-            next(left, None)
-        elif not word.startswith("--session="):
-            kept.append(word)
-    return kept
 
 
 def set_variables(files: Sequence[Path]) -> None:
@@ -115,24 +104,20 @@ def open_panes(session: str, paths: RunPaths, processes: Sequence[str], command:
     script = _write_environment()
     file = shlex.quote(str(script))
     shown[RUN] = f"exec sh -c {shlex.quote(f'. {file}; rm -f {file}; exec {shlex.join(command)}')}"
-    panes: list[str] = []
+    window = ["-t", f"={session}:"]
+    words: list[str] = []
+    for title, text in shown.items():
+        words += ["split-window", *window] if words else ["new-session", "-d", "-s", session]
+        words += ["-c", os.getcwd(), text, ";", "set-option", "-w", *window, "remain-on-exit", "on", ";"]
+        words += ["select-pane", *window, "-T", title, ";"]
+    words += ["select-layout", *window, "even-vertical", ";", "set-option", *window, "pane-border-status", "top", ";"]
+    words += ["set-option", *window, "pane-border-format", " #{pane_title} "]
     try:
-        for text in shown.values():
-            where = ["split-window", "-d", "-t", panes[-1]] if panes else ["new-session", "-d", "-s", session]
-            # In the same command, because the pane of a short run would be gone before a second one.
-            keep = [";", "set-option", "-w", "-t", f"={session}:", "remain-on-exit", "on"]
-            panes.append(_tmux(*where, "-P", "-F", "#{pane_id}", "-c", os.getcwd(), text, *keep))
+        _tmux(*words)  # one call, because the pane of a short run would be gone before it is kept
     except ConfigError:
         script.unlink(missing_ok=True)
-        if panes:
-            _tmux("kill-session", "-t", f"={session}", check=False)
+        _tmux("kill-session", "-t", f"={session}", check=False)
         raise
-    for pane, title in zip(panes, shown, strict=True):
-        _tmux("select-pane", "-t", pane, "-T", title)
-    _tmux("select-layout", "-t", panes[0], "even-vertical")
-    _tmux("set-option", "-t", session, "pane-border-status", "top")
-    _tmux("set-option", "-t", session, "pane-border-format", " #{pane_title} ")
-    _tmux("select-pane", "-t", panes[-1])
     sys.stdout.flush()
     if not sys.stdout.isatty():
         print(f"session {session} is open: tmux attach -t {session}")

@@ -27,7 +27,7 @@ def vf_setup() -> None:
 
 
 def vf_init() -> None:
-    run_command("vf-init", lambda argv: trireme(["env", "init", *_with_path(argv)]))
+    run_command("vf-init", lambda argv: trireme(["env", "init", *argv]))
 
 
 def vf_install() -> None:
@@ -50,13 +50,9 @@ def vf_train() -> None:
     run_command("vf-train", lambda argv: run_translated("vf-train", argv))
 
 
-def _with_path(argv: list[str]) -> list[str]:
-    return ["--path" if word == "-p" else word for word in argv]
-
-
 def install(argv: list[str]) -> int:
     """Install environments. Those of this repository are in `environments/`, without `vf-` in their names."""
-    words = [known_name(word) for word in _with_path(argv) if word != "--from-repo"]
+    words = [known_name(word) for word in argv if word != "--from-repo"]
     if "--from-repo" in argv:
         print(f"--from-repo: the environments that come with this repository are in {ENVIRONMENTS} already")
     return trireme(["env", "install", *words])

@@ -40,7 +40,7 @@ RUN_PREFIXES = ("checkpoint-", ".checkpoint-", f"{KEY_FILE}.")
 
 @contextmanager
 def hold_folder(paths: RunPaths, *, leave_s: float = LEAVE_S) -> Iterator[int]:
-    """Lock the folder against other launchers for as long as this process lives, however it ends.
+    """Lock the folder against other launchers, and commands that write to it, until this process ends, however it does.
 
     An orchestrator or a trainer that was started alone in the folder also keeps a launcher out.
 
@@ -73,7 +73,8 @@ def hold(paths: RunPaths, process: str, *, leave_s: float = LEAVE_S) -> Iterator
             if is_alive or time.monotonic() >= give_up:
                 raise ConfigError(
                     f"another {process} (process {holder or 'unknown'}) is running in {paths.root} - "
-                    "expected one run per folder. Stop it, or give this run its own: `--name another`."
+                    "expected one at a time. Stop it, or name another folder: `--name another`, or `--output DIR` of a "
+                    "command that has that."
                 )
             time.sleep(0.1)
         lock.truncate(0)

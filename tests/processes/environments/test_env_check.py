@@ -75,8 +75,9 @@ def test_what_fails_is_told_with_its_examples_and_the_end_of_its_traceback(here,
         import asyncio
         return {"1": float("nan"), "2": asyncio.sleep(60)}.get(answer) or 1 / (int(answer) % 4)
     """
-    words = [write(here, ECHO + code), "-n", 8, "-r", 2, "-a", '{"size": 8}', "--timeout", 0.5]
-    status, report = checked(capsys, *words)
+    toy = write(here, ECHO + code)
+    words = ["-n", 8, "-r", 2, "-a", '{"size": 8}', "--orchestrator.env.0.rollout-timeout-s", 0.5]
+    status, report = checked(capsys, toy, *words, "--orchestrator.env.0.id", toy)
     assert (status, report["holds"], report["num_done"]) == (1, False, 8)
     assert report["troubles"][0]["count"] == 4  # the most frequent first
     troubles = {trouble.pop("stage") + str(trouble["count"]): trouble for trouble in report["troubles"]}
@@ -137,11 +138,10 @@ def test_a_configuration_gives_arguments_and_flags_win(here, capsys):
     write(here, ECHO.replace("size=40", "size=40, word='say'"))
     (here / "run.toml").write_text(
         'name = "demo"\n[[orchestrator.env]]\nid = "toy.py"\nname = "toy"\nargs = { size = 6, word = "tell" }\n'
-        "num_workers = 2\n"
     )
     status, report = checked(capsys, "toy", "-r", 1, "-a", '{"size": 7}', "@", "run.toml")
     assert status == 0
-    assert (report["loaded"]["num_train"], report["loaded"]["num_workers"], report["num_examples"]) == (7, 2, 7)
+    assert (report["loaded"]["num_train"], report["num_examples"]) == (7, 7)
     assert (here / "outputs" / "env-check" / "demo" / "rollouts.jsonl").exists()
     assert not report["is_baseline"]  # the file names no model
 
@@ -163,8 +163,7 @@ def test_an_engine_that_serves_no_version_answers_as_in_training(here, capsys):
     assert (status, report["num_done"], len(engine.requests)) == (0, 40, 40)
     assert report["is_baseline"]
     assert report["rewards"]["mean"] == pytest.approx(0.5)
-    assert report["sampled"] == {"mean": 3.0, "least": 3.0, "most": 3.0}
-    assert report["tokens"]["least"] > report["sampled"]["most"]
+    assert report["lengths"]["tokens in all"] > report["lengths"]["tokens sampled"] == 3.0
     assert "temperature 0.5" in report["policy"]
 
 
@@ -189,7 +188,7 @@ def test_a_foreign_endpoint_is_asked_with_its_key_and_its_only_model(here, capsy
     assert (status, report["split"], report["num_done"], report["rewards"]["mean"]) == (0, "eval", 9, 1.0)
     assert chat.keys == {"Bearer secret-words"}
     assert {(body["model"], body["temperature"]) for body in chat.requests} == {("grand-model", 0.25)}
-    assert (report["sampled"]["mean"], report["tokens"]["mean"]) == (2.0, 12.0)
+    assert report["lengths"] == {"turns": 1.0, "tokens sampled": 2.0, "tokens in all": 12.0}
     assert "secret-words" not in json.dumps(report)
 
 
@@ -259,7 +258,7 @@ def test_a_name_that_will_not_do_is_refused(name):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_written_package_is_found_and_pins_exactly_what_the_shipped_ones_do(here, kind):
     name = f"try-{kind}"
-    assert env(["init", f"try_{kind.replace('-', '_')}", "--kind", kind]) == 0
+    assert env(["init", f"try_{kind}", "--kind", kind]) == 0
     source = find_environment(name)
     assert (source.kind, source.module) == ("package", name.replace("-", "_"))
     written = tomllib.loads((source.folder / "pyproject.toml").read_text())
@@ -271,7 +270,7 @@ def test_a_written_package_is_found_and_pins_exactly_what_the_shipped_ones_do(he
     texts = {file.name: file.read_text() for file in source.folder.iterdir()}
     assert sorted(texts) == ["README.md", "pyproject.toml", f"{source.module}.py"]
     [entry] = list_environments(here / "environments")
-    assert (entry.id, entry.kind, entry.venv) == (name, "package", None)
+    assert (entry.id, entry.state) == (name, "not yet")
 
 
 @pytest.mark.parametrize("there", ["my_env", "my-env", "my_env.py"])
@@ -297,28 +296,24 @@ def test_an_environment_is_installed_once_and_found_offline_from_then_on(here, m
     assert f"installed already, in {place}" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="uv was not found"):
         env(["install", "toy", "--again"])
-    assert env(["list", "--json"]) == 0
-    [toy, _] = json.loads(capsys.readouterr().out)
-    assert (toy["id"], toy["kind"], toy["verifiers"], toy["venv"]) == ("toy", "package", "0", place)
+    assert {entry.id: entry.state for entry in list_environments(root)} == {"toy": "installed", "verifiers": "not yet"}
     (here / "file.py").write_text(PLAIN)
     assert env(["install", "file.py"]) == 0
     assert "needs no virtual environment of its own" in capsys.readouterr().out
 
 
-def test_the_list_tells_environments_from_libraries_and_imports_neither(here, capsys):
+def test_the_list_shows_packages_and_files_and_imports_none(here, capsys):
     root = here / "environments"
     (root / "examples").mkdir(parents=True)
     write_package(root, "toy", PLAIN + "raise SystemExit('imported')\n")
-    write_package(root, "box", "value = 1\n")
     (root / "examples" / "shout.py").write_text('"""Shout.\n\nMore."""\n' + PLAIN)
+    (root / "examples" / "program.py").write_text("raise SystemExit('imported')\n")
     (root / "broken").mkdir()
     (root / "broken" / "pyproject.toml").write_text("[project\n")
-    entries = {Path(entry.id).name: entry for entry in list_environments(root)}
-    kinds = {"toy": "package", "box": "library", "shout.py": "file", "broken": "package"}
-    assert {name: entry.kind for name, entry in entries.items()} == kinds
-    assert "no readable [project] name" in entries["broken"].trouble
-    assert entries["shout.py"].description == "Shout."
     assert env(["list"]) == 0
-    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
-    assert "not yet" in lines["toy"]
-    assert "broken" in lines["broken"].split(None, 1)[1]
+    _, *lines = capsys.readouterr().out.splitlines()
+    found = {Path(line.split()[0]).name: line.split(None, 1)[1] for line in lines}
+    assert found.keys() == {"toy", "shout.py", "broken"}
+    assert found["toy"].startswith("not yet")
+    assert found["shout.py"].endswith("Shout.")
+    assert "no readable [project] name" in found["broken"]

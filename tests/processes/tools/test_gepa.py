@@ -141,7 +141,7 @@ def test_rewards_that_fail_always_or_compare_a_group_and_a_second_search_are_ref
     with pytest.raises(ConfigError, match="compare the rollouts of a group"):
         search(endpoint)
     Path("harbour.py").write_text(CODE)
-    with hold_folder(RunPaths(OUTPUT)), pytest.raises(ConfigError, match="another command writes into outputs/gepa"):
+    with hold_folder(RunPaths(OUTPUT)), pytest.raises(ConfigError, match="another launcher"):
         search(endpoint)
     assert search(endpoint) == 0, "what failed is made again"
 

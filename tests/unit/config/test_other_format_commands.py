@@ -142,7 +142,7 @@ def test_environments_of_the_repository_need_no_fetching(monkeypatch, capsys):
     monkeypatch.setattr(vf_commands, "trireme", lambda argv: asked.append(argv) or 0)
     assert vf_commands.known_name("vf-nowhere") == "vf-nowhere"
     assert vf_commands.install(["vf-math-python", "--from-repo", "-p", "environments"]) == 0
-    assert asked == [["env", "install", "math-python", "--path", "environments"]]
+    assert asked == [["env", "install", "math-python", "-p", "environments"]]
     assert "already" in capsys.readouterr().out
 
 

@@ -20,7 +20,7 @@ from trireme.tools.environments.check_report import (
 )
 from trireme.tools.evaluate.report import conversation_of
 
-LOADED = Loaded("toy", "file", "toy.py", None, 0.1, 1, 10, 0, {"python": "3.11.7"})
+LOADED = Loaded("toy", "toy.py", 0.1, 10, 0, {"python": "3.11.7"})
 
 
 def outcome(example, place, reward, *, truncated=False, **metrics):
@@ -63,7 +63,7 @@ def test_an_example_counts_the_same_however_many_of_its_rollouts_failed():
     assert (report.rewards.mean, report.num_done, report.num_failed, report.holds) == (0.5, 3, 1, False)
     report = groups([1.0], num_restarts=1)
     assert not report.holds
-    assert "workers died and were restarted 1 time:" in text_of(report)
+    assert "workers died" in text_of(report)
 
 
 def test_what_a_model_or_an_environment_wrote_moves_no_cursor():
@@ -78,17 +78,14 @@ def test_what_a_model_or_an_environment_wrote_moves_no_cursor():
     assert ["␛[2J" in text for text in shown] == [True] * 3
 
 
-def test_success_is_the_share_above_a_bound_where_one_is_given():
-    attempts = [[-3.0, 2.0], [2.5, 7.0]]
-    assert groups(*attempts, success_at=2.0).rewards.success == 0.75
-    assert "from -3 to 7 are no shares of success. `--success-at X`" in difficulty_in_words(groups(*attempts).rewards)
+def test_rewards_that_are_no_shares_are_not_judged():
+    assert "from -3 to 7 are no shares of success" in difficulty_in_words(rewards_of([[-3.0, 2.0], [2.5, 7.0]]))
 
 
 def test_components_and_lengths_are_those_of_the_rollouts_that_have_them():
     report = report_of([outcome(0, 0, 1.0, right=1.0), outcome(0, 1, 0.0, right=0.0, tries=4.0), outcome(0, 2, "e")])
-    found = {name: (n.mean, n.least, n.most) for name, n in report.components.items()}
-    assert found == {"right": (0.5, 0.0, 1.0), "tries": (4.0, 4.0, 4.0)}
-    assert (report.turns.mean, report.sampled.mean, report.tokens, report.slowest_s) == (1.5, 15.0, None, 2.0)
+    assert report.components == {"right": 0.5, "tries": 4.0}
+    assert report.lengths == {"turns": 1.5, "tokens sampled": 15.0}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +95,7 @@ def test_components_and_lengths_are_those_of_the_rollouts_that_have_them():
 )  # fmt: skip
 def test_difficulty_at_its_bounds(said, lowest, highest):
     for success in (lowest, highest):
-        rewards = Rewards(success, None, 0.1, 0.0, 1.0, 0.1, 0.0, success)
+        rewards = Rewards(success, None, 0.0, 1.0, 0.1, 0.0, success)
         assert difficulty_in_words(rewards).startswith(f"{said}: ")
 
 
@@ -107,7 +104,6 @@ def test_what_hinders_learning_is_pointed_out():
     for report, words in (
         (groups(*[[0.5, 0.5]] * 6, *[[0.0, 1.0]] * 5), "55% of the groups have no signal"),
         (groups(*[[0.5, 0.52]] * 12), "differ little within groups (standard deviation 0.010)"),
-        (report_of(few), "only 1 example:"),
         (report_of(few), "25% of the rollouts were cut off"),
         (groups([0.9, 1.0], is_baseline=False), "earned 0.95: a reward that anything earns teaches nothing"),
     ):

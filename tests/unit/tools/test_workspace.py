@@ -35,8 +35,8 @@ def test_the_folder_of_the_tutorial(lab_folder, capsys):
     assert "✓ Wrote example configs for a CPU" in said
     assert said.splitlines()[-1] == "Next: uv run vf-rl @ configs/vf-rl/reverse-text.toml"
     assert 'name = "my-lab"' in Path("pyproject.toml").read_text(), "a name that a project may have"
-    listed = {entry.id for entry in list_environments(Path("environments")) if entry.kind == "package"}
-    assert listed == ENVIRONMENTS
+    listed = {entry.id for entry in list_environments(Path("environments")) if not entry.id.endswith(".py")}
+    assert listed == ENVIRONMENTS | {"python-sandbox"}
     assert all(endpoint.url for endpoint in read_endpoints(Path("configs/endpoints.py")).values())
     lab(["setup", "--vf-rl", "--path", "new/lab", "--size", "one-gpu"])
     assert capsys.readouterr().out.splitlines()[-1].startswith("Next: cd new/lab && uv run vf-rl @")
@@ -66,8 +66,8 @@ def test_each_kind_of_examples_comes_as_asked_and_is_ready_to_run_from_there(
     assert found == folders | others
     files = [file for folder in folders for file in Path("configs", folder).glob("*.toml")]
     assert len(files) == len(folders) * (1 if folders == OURS else len(ENVIRONMENTS))
-    for file in files:
-        assert command(["@", str(file), "--dry-run", "--device", "cpu"]) == 0
+    for file in files:  # but for one whose plan imports transformers, for 30 s: `test_pictures_run.py` starts it
+        assert file.parent.name == "color-squares" or command(["@", str(file), "--dry-run", "--device", "cpu"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert [line for line in said if "not ready" in line and "is in use" not in line] == []
 

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from trireme.cli.command import choose_verb
-from trireme.config.arguments import json_table, not_negative, positive, positive_int
+from trireme.config.arguments import json_table, positive_int
 from trireme.orchestrator.environments.venv import installed_venv
 from trireme.tools.environments.catalog import ROOT, build, find_source, list_environments
 from trireme.tools.environments.progress import Progress
 from trireme.tools.environments.template import KINDS, write_environment
-
-WIDTH = 150  # of the list where it does not go to a terminal
 
 
 def env(argv: list[str]) -> int:
@@ -31,7 +24,7 @@ def env(argv: list[str]) -> int:
 def init(argv: list[str]) -> int:
     parser = _parser("init", "Writes a new environment package that works at once; nothing is overwritten.")
     parser.add_argument("name", metavar="NAME", help="its name, such as my-env")
-    kinds = "plain: a data set and a function, no framework; the others use verifiers"
+    kinds = "plain: a data set and a function, no framework; else an environment of verifiers"
     parser.add_argument("--kind", choices=KINDS, default="verifiers", help=kinds)
     options = parser.parse_args(argv)
     folder = write_environment(options.name, kind=options.kind, root=options.path)
@@ -61,30 +54,16 @@ def install(argv: list[str]) -> int:
 
 
 def list_all(argv: list[str]) -> int:
-    parser = _parser("list", "Lists the environments that are here. Imports none of them.")
-    parser.add_argument("--json", action="store_true", help="for machines")
-    options = parser.parse_args(argv)
+    options = _parser("list", "Lists the environments that are here. Imports none of them.").parse_args(argv)
     entries = list_environments(options.path)
-    if options.json:
-        print(json.dumps([asdict(entry) for entry in entries], indent=1))
-        return 0
     if not entries:
         print(f"There are no environments in {options.path}. `trireme env init my-env` writes one.")
         return 0
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("id", "kind", "where", "installed", "verifiers", "description"):
-        table.add_column(column, overflow="fold")
-    for entry in entries:
-        installed = "yes" if entry.venv else "not yet" if entry.kind == "package" else "-"
-        shown = "broken" if entry.trouble else installed
-        table.add_row(entry.id, entry.kind, entry.where, shown, entry.verifiers or "-", entry.description)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-    with console.capture() as captured:  # rich ends the process with 1 where the reader of its output is gone
-        console.print(table)
-        for entry in entries:
-            if entry.trouble:
-                console.print(f"{entry.id}: {entry.trouble}", markup=False)
-    print(captured.get(), end="")
+    rows = [("id", "installed", "where", "description")]
+    rows += [(entry.id, entry.state, entry.where, entry.description) for entry in entries]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     return 0
 
 
@@ -119,15 +98,14 @@ def check(argv: list[str]) -> int:
     add("--base-url", metavar="URL", help="ask this server: an engine of ours, or OpenAI's chat completions")
     add("--api-key-var", metavar="NAME", help="variable that holds the server's key; OPENAI_API_KEY for https")
     add("--scripted", action="store_true", help="no model, whatever config.toml says")
-    add("--temperature", metavar="T", type=not_negative, help="1, or as in config.toml")
-    add("--max-tokens", metavar="N", type=positive_int, help="most tokens per model turn")
-    add("--success-at", metavar="X", type=float, help="a rollout is a success from this reward on")
-    add("--timeout", metavar="S", type=positive, help="most seconds per rollout; 600, or as in config.toml")
-    add("--workers", metavar="N", type=positive_int, help="worker processes; 1, or as in config.toml")
-    add("--max-concurrent", metavar="N", type=positive_int, default=32, help="most rollouts at once; 32")
+    add("--temperature", metavar="T", help="1, or as in config.toml")
+    add("--max-tokens", metavar="N", help="most tokens per model turn")
     add("--output", metavar="DIR", type=Path, help="for rollouts and logs; outputs/env-check/NAME")
     add("--json", action="store_true", help="for machines")
     options, words = parser.parse_known_args(argv)
+    for name in ("temperature", "max_tokens"):
+        if value := options.__dict__.pop(name):
+            words += [f"--orchestrator.sampling.{name}", value]
     config, _ = load_run_config(words, program="trireme env check")
     as_json = options.__dict__.pop("json")
     try:
@@ -142,12 +120,13 @@ def check(argv: list[str]) -> int:
 VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "init": ("writes a new environment that works at once", init),
     "install": ("builds an environment's virtual environment now, for use without a network", install),
-    "list": ("shows what is here, which verifiers each runs with, and what is installed", list_all),
+    "list": ("shows what is here, and what is installed", list_all),
     "check": ("runs a few rollouts: does it work, and how hard is it for a model?", check),
 }
 
 
 def _parser(verb: str, description: str) -> ArgumentParser:
     parser = ArgumentParser(prog=f"trireme env {verb}", description=description, allow_abbrev=False)
-    parser.add_argument("--path", metavar="DIR", type=Path, default=ROOT, help="where environments are; ./environments")
+    where = "where environments are; ./environments"
+    parser.add_argument("-p", "--path", metavar="DIR", type=Path, default=ROOT, help=where)
     return parser

@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, cast
 
 from trireme.base.devices import detect_devices
@@ -21,24 +22,16 @@ from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
+from trireme.launch.folder import hold_folder
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import Environment, open_environment
 from trireme.orchestrator.environments.venv import EnvironmentSource
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask, Split
 from trireme.orchestrator.environments.worker_process import LOAD_TIMEOUT_S
-from trireme.orchestrator.evaluation.results import write_eval_results
+from trireme.orchestrator.evaluation.results import EvalResult, write_eval_results
 from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome, read_extent, run_rollouts
 from trireme.tools.environments.catalog import ROOT, build_if_missing, find_source
-from trireme.tools.environments.check_report import (
-    CheckedRollout,
-    CheckReport,
-    Loaded,
-    Numbers,
-    Trouble,
-    build_report,
-    numbers_of,
-)
-from trireme.tools.environments.output import hold_output
+from trireme.tools.environments.check_report import CheckReport, Loaded, Trouble, build_report
 from trireme.tools.environments.policy import OpenPolicy, PolicyWanted, build_opener
 from trireme.tools.environments.progress import Progress
 from trireme.tools.environments.sessions import SessionWatch
@@ -54,7 +47,7 @@ class LoadFailed(TriremeError):
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """The environment, and the number and kind of rollouts. None is as in the run's configuration."""
+    """The environment, the number of rollouts, and the policy."""
 
     name: str  # of the environment: its id, a folder, a file, or its name in the configuration
     args: dict[str, Any] | None = None
@@ -65,12 +58,6 @@ class CheckOptions:
     base_url: str | None = None
     api_key_var: str | None = None
     scripted: bool = False
-    temperature: float | None = None
-    max_tokens: int | None = None
-    success_at: float | None = None
-    timeout: float | None = None  # seconds of one rollout
-    workers: int | None = None
-    max_concurrent: int = MAX_CONCURRENT
     path: Path = ROOT
     output: Path | None = None
 
@@ -90,31 +77,25 @@ def run_check(options: CheckOptions, config: RunConfig, progress: Progress) -> C
     source = find_source(entry.id, options.path)
     name = re.sub(r"[^\w.-]+", "_", entry.name or Path(source.module).stem)
     root = options.output or config.output_dir / "env-check" / (config.name or name)
-    sampling = {"temperature": options.temperature, "max_tokens": options.max_tokens}
-    given = {f"orchestrator.sampling.{key}": value for key, value in sampling.items() if value is not None}
-    config = updated(config, {"output_dir": root, "name": None} | given)
+    config = updated(config, {"output_dir": root, "name": None})
     if config.paths.holds_run:
         raise ConfigError(f"{root} is a run's folder - expected one for the check alone. Give another `--output`.")
-    most = max(options.max_concurrent, options.rollouts_per_example)
     values: dict[str, Any] = {
         "id": entry.id if source.folder is None else str(source.folder),
         "name": name,
         "args": entry.args | (options.args or {}),
-        "max_concurrent": min(entry.max_concurrent, most),
-        "num_workers": options.workers or entry.num_workers,
-        "rollout_timeout_s": options.timeout or entry.rollout_timeout_s,
+        "max_concurrent": min(entry.max_concurrent, max(MAX_CONCURRENT, options.rollouts_per_example)),
     }
     environment, waits = updated(entry, values), Waits("the check", config.paths.logs)
     key = find_key("--api-key-var", options.api_key_var, url=options.base_url)
     wanted = PolicyWanted(options.model, options.base_url, key, options.scripted)
     open_policy = build_opener(wanted, config, detect_devices(), waits, progress)
-    with hold_output(root, flag="--output"):
+    with hold_folder(config.paths):
         for file in (root / ROLLOUTS, *config.paths.logs.glob("*.stdout")):  # of an earlier check
             file.unlink(missing_ok=True)
-        install_s = build_if_missing(source, progress)
-        checking = _check(options, config, source, environment, open_policy, waits, progress, install_s)
-        report, outcomes = asyncio.run(checking)
-        write_eval_results(root / ROLLOUTS, map(CheckedRollout.of, outcomes))
+        build_if_missing(source, progress)
+        report, outcomes = asyncio.run(_check(options, config, source, environment, open_policy, waits, progress))
+        write_eval_results(root / ROLLOUTS, map(EvalResult.of, outcomes))
     progress.show(f"every rollout: {root / ROLLOUTS}; logs: {config.paths.logs}")
     return report
 
@@ -127,7 +108,6 @@ async def _check(
     open_policy: OpenPolicy,
     waits: Waits,
     progress: Progress,
-    install_s: float | None,
 ) -> tuple[CheckReport, list[RolloutOutcome]]:
     """Load the environment before the policy: an error of a second must not cost the start of an engine."""
     loading = open_as_stage(
@@ -142,11 +122,8 @@ async def _check(
         place = Path(source.folder or source.module)
         loaded = Loaded(
             id=source.id,
-            kind=source.kind,
             where=str(place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place),
-            install_s=install_s,
             load_s=time.monotonic() - began,
-            num_workers=environment_config.num_workers,
             num_train=environment.num_train,
             num_eval=environment.num_eval,
             versions=environment.versions,
@@ -187,19 +164,18 @@ async def _check(
             is_baseline=policy.is_policy,
             seconds=time.monotonic() - began,
             num_restarts=environment.num_restarts,
-            success_at=options.success_at,
             sessions=watch.report(outcomes),
         )
-    components, troubles = solved | report.components, [*unsound, *report.troubles]
-    return replace(report, components=components, troubles=troubles), outcomes
+    report = replace(report, components=solved | report.components, troubles=[*unsound, *report.troubles])
+    return report, outcomes
 
 
 async def check_solutions(
     environment: Environment, extent: Extent, progress: Progress
-) -> tuple[dict[str, Numbers], list[Trouble]]:
+) -> tuple[dict[str, float], list[Trouble]]:
     """Score each task's own solution, and no solution at all.
 
-    Returns: what they earn, and the tasks whose tests cannot tell them apart.
+    Returns: the mean that they earn, and the tasks whose tests cannot tell them apart.
     """
     if not environment.has_solutions:
         return {}, []
@@ -226,7 +202,7 @@ async def check_solutions(
             if (reward > 0) != (kind == "oracle"):
                 what = "its own solution" if kind == "oracle" else "no solution at all"
                 troubles.append(Trouble(kind, f"{name}: {what} earned {reward:g}", 1, [example], ""))
-    return {kind: numbers for kind, each in rewards.items() if (numbers := numbers_of(each))}, troubles
+    return {kind: fmean(earned) for kind, earned in rewards.items()}, troubles
 
 
 @asynccontextmanager

@@ -8,23 +8,12 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from typing import Literal, get_args
 
 from trireme.base.errors import ConfigError
+from trireme.orchestrator.environments.venv import VERIFIERS
 from trireme.tools.templates import render
 
-TemplateKind = Literal["verifiers", "plain", "tool", "multi-turn"]
-KINDS: tuple[TemplateKind, ...] = get_args(TemplateKind)
-
-VERIFIERS = "verifiers==0.2.0"
-
-REWARDS: dict[TemplateKind, str] = {
-    "verifiers": "1 where the last word of the answer is the sum, else 0; 0.1 more for an answer of one word.",
-    "plain": "1 for the sum and nothing else, 0.5 where it stands somewhere in the answer, else 0.",
-    "tool": "1 where the last answer holds the product, else 0; 0.2 more for having called the tool.",
-    "multi-turn": "1 for the number, less 0.1 for each guess after the first, 0 where it was not found.",
-}
-"""The reward of each template, for the README that is written."""
+KINDS = ("verifiers", "plain")
 
 _TAKEN = {"verifiers", "datasets", "openai", "numpy", "torch", "pip", "uv", "hatchling", "test", "tests", "trireme"}
 """Modules that an environment of the same name would hide from itself."""
@@ -32,8 +21,11 @@ _TAKEN = {"verifiers", "datasets", "openai", "numpy", "torch", "pip", "uv", "hat
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
-def write_environment(name: str, *, kind: TemplateKind, root: Path) -> Path:
+def write_environment(name: str, *, kind: str, root: Path) -> Path:
     """Write the package under `root` and return its folder. A crash leaves no partial package.
+
+    Args:
+        kind: one of `KINDS`.
 
     Raises: ConfigError for a name that cannot be used, or that is taken.
     """
@@ -46,13 +38,12 @@ def write_environment(name: str, *, kind: TemplateKind, root: Path) -> Path:
             f"Take another name (`trireme env init {name}-2`), or move {taken} away."
         )
     root.mkdir(parents=True, exist_ok=True)
-    values = {"name": name, "module": folder.name, "reward": REWARDS[kind]}
-    values["dependencies"] = "" if kind == "plain" else f'"{VERIFIERS}"'
-    templates = {"pyproject.toml": "pyproject.toml", f"{folder.name}.py": f"{kind.replace('-', '_')}.py"}
+    values = {"name": name, "module": folder.name, "kind": kind, "verifiers": VERIFIERS["v0"]}
+    templates = {"pyproject.toml": "pyproject.toml", f"{folder.name}.py": f"{kind}.py", "README.md": "README.md"}
     partial = root / f".{folder.name}.{os.getpid()}.partial"
     partial.mkdir()
     try:
-        for file, template in (templates | {"README.md": "README.md"}).items():
+        for file, template in templates.items():
             (partial / file).write_text(render(_TEMPLATES, template, **values), encoding="utf-8")
         partial.rename(folder)
     finally:

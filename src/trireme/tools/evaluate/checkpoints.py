@@ -23,11 +23,11 @@ from trireme.base.waiting import Waits
 from trireme.config.files import find_run_file, read_run
 from trireme.config.run import RunConfig
 from trireme.journal.versions import Versions
+from trireme.launch.folder import hold_folder
 from trireme.messages import TensorSpec
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.evaluation.results import description_path
 from trireme.orchestrator.rollout.chat import open_chat_tokenizer
-from trireme.tools.environments.output import hold_output
 from trireme.tools.environments.policy import EnginePolicy, PolicyWanted, open_engine_policy, vision_of
 from trireme.tools.environments.policy_endpoint import look_at
 from trireme.tools.environments.progress import Progress
@@ -131,7 +131,7 @@ class CheckpointEvaluation:
 
     def run(self) -> int:
         output = self._output
-        with hold_output(output, flag="--output-dir"):
+        with hold_folder(RunPaths(output)):
             install_environments(self._config, self._progress)
             try:
                 evaluated = asyncio.run(self._evaluate())

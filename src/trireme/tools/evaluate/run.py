@@ -19,12 +19,13 @@ from pydantic import ValidationError
 from trireme.base.devices import detect_devices
 from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.log import start_logging
+from trireme.base.paths import RunPaths
 from trireme.base.waiting import Waits
 from trireme.config.arguments import json_table, positive_int
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.orchestrator import Sampling
+from trireme.launch.folder import hold_folder
 from trireme.orchestrator.environments.pool import Environment
-from trireme.tools.environments.output import hold_output
 from trireme.tools.environments.policy import PolicyWanted, RolloutPolicy, build_opener, find_policy
 from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.config import EvalConfig
@@ -136,7 +137,7 @@ def evaluate_model(
 
     with ExitStack() as locks:
         for folder in homes.values() if saves else ():
-            locks.enter_context(hold_output(folder, flag="--output-dir"))
+            locks.enter_context(hold_folder(RunPaths(folder)))
         install_environments(config, progress)
         try:
             sessions = asyncio.run(evaluate())

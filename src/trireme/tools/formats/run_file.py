@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 
 from trireme.base.devices import Devices
@@ -74,7 +73,7 @@ def read_run_file(argv: list[str], devices: Devices, *, program: str, kinds: tup
             f"one, which holds the whole run. Type `{program} @ {format.examples}/reverse-text.toml`, or the like."
         )
     flags = [argument for argument in arguments if isinstance(argument, TypedFlag)]
-    own = [flag for flag in flags if _is_of_the_command(flag)]
+    own = [flag for flag in flags if knows(Command, flag)]
     command = read_as(Command, {}, where=program, flags=own)
     file = files[0].name
     table = read_table(Path(file))
@@ -94,12 +93,6 @@ def read_run_file(argv: list[str], devices: Devices, *, program: str, kinds: tup
     given = config.model_dump(mode="json", exclude_unset=True)
     typed = (" ".join([flag.name, *flag.values]) + " was typed" for flag in ours)
     return TypedRun(file, command, config, replace(translation, table=given, notes=(*translation.notes, *typed)))
-
-
-def _is_of_the_command(flag: TypedFlag) -> bool:
-    """Return whether a flag belongs here, also where it is misspelt, so that it gets its suggestion."""
-    nearly = len(flag.path) == 1 and get_close_matches(flag.path[0], Command.model_fields, cutoff=0.75)
-    return knows(Command, flag) or bool(nearly and not knows(RunConfig, flag))
 
 
 def resolve_run(typed: TypedRun, devices: Devices) -> RunConfig:

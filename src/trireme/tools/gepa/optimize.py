@@ -18,11 +18,11 @@ from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
+from trireme.launch.folder import hold_folder
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.venv import EnvironmentSource
 from trireme.tools.environments.catalog import build_if_missing, find_source
 from trireme.tools.environments.check import open_as_stage
-from trireme.tools.environments.output import hold_output
 from trireme.tools.environments.policy import EnginePolicy, PolicyWanted, RolloutPolicy, build_opener, find_policy
 from trireme.tools.environments.progress import Progress
 from trireme.tools.gepa.config import GepaConfig
@@ -53,7 +53,7 @@ def run_search(config: GepaConfig) -> str:
         raise ConfigError(f"{folder} is a run's folder - expected one for prompts alone. Give another `--output`.")
     progress, waits = Progress(), Waits("the search", paths.logs)
     open_models = build_models(config, folder, waits, progress)
-    with hold_output(folder, flag="--output"):
+    with hold_folder(paths):
         build_if_missing(source, progress)
         try:
             summary = asyncio.run(_search(config, source, folder, open_models, waits, progress))
