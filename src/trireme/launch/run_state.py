@@ -67,12 +67,11 @@ class RunState:
         return f"not running here (its orchestrator does not answer); {done}"
 
 
-def look_at(run: Path, *, token: str | None = None, address: str | None = None) -> RunState:
+def look_at(run: Path, *, token: str | None = None) -> RunState:
     """Return the state of the run in a folder.
 
     Args:
         token: the token of a submission, where the run's folder has no key.
-        address: the orchestrator's machine, where the run's configuration does not name it.
 
     Raises: ConfigError where the folder holds no run.
     """
@@ -82,7 +81,7 @@ def look_at(run: Path, *, token: str | None = None, address: str | None = None) 
     for rows, _ in read_in_pieces(paths.metrics):
         progress.add(rows)
     server = config.orchestrator.server
-    where = status_address(address or server.host, server.port, config.hosts.orchestrator)
+    where = status_address(server.host, server.port, config.hosts.orchestrator)
     return RunState(
         config=config,
         paths=paths,

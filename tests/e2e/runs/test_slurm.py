@@ -87,16 +87,11 @@ def test_what_is_only_shown_or_what_slurm_refuses_is_not_submitted(run_file, tmp
     shown = capsys.readouterr().out
     assert re.search(r"Slurm says: Job \d+ to start at .* on nodes m\[0-2\] in partition tiny", shown), shown
     assert "s3cret" not in shown
-    for flag, value, said in (
-        ("--partition", "huge", "Choose one with `--partition`: tiny"),
-        ("--nodes", "9", "The cluster has (machines, GPUs): tiny* 3 x gpu:2"),
-        ("--gpus-per-node", "4", "node configuration is not available"),
-    ):
-        with pytest.raises(ConfigError) as refused:
+    for flag, value in (("--partition", "huge"), ("--gpus-per-node", "4"), ("--time", "4h")):
+        with pytest.raises(ConfigError, match="Slurm rejects the job: "):
             submit([*words, flag, value])
-        assert said in str(refused.value)
     assert cluster.ask("squeue", "--noheader") == before
-    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("out/*.submissions/*"))
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -116,7 +111,7 @@ def test_a_run_on_two_machines_whose_time_is_up_goes_on_by_itself_and_loses_noth
     flags += ["--name", "again", "--max-steps", "12", "--inference.start-timeout-s", "240"]
     with open_machines(2) as machines, open_cluster(tmp_path / "slurm", machines=machines) as cluster:
         words = [sys.executable, "-m", "trireme.cli.trireme", "submit", "tests/e2e/scripted.toml", "--on", "slurm"]
-        assert "submitted as Slurm's job" in cluster.ask(*words, *flags)
+        assert "submitted to slurm as " in cluster.ask(*words, *flags)
         job = submitted(run).job
         metrics = run / "metrics.jsonl"
         wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 4, lambda: told(cluster, run))

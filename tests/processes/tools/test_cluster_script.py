@@ -16,7 +16,7 @@ import pytest
 
 from stage import until
 from trireme.tools.cluster.job import NODE_SCRIPT, SECRETS, Job, SubmitOptions, node_script, write_secrets
-from trireme.tools.cluster.nodes import plan_nodes
+from trireme.tools.cluster.nodes import ClusterPlan
 from trireme.tools.cluster.slurm import batch_script
 
 DEADLINE_S = 30
@@ -67,11 +67,11 @@ class Machine:
         program.chmod(0o755)
         state = folder / "it's here"
         state.mkdir()
-        run, two = folder / "out puts" / "run", plan_nodes(2, 0)
+        run, two = folder / "out puts" / "run", ClusterPlan(2, 0, 1)
         self.job = Job("20260102-030405-ab12", "run", two, run, state, state, "", python=str(program), restarts=2)
 
-    def spread(self, **wanted: int) -> None:
-        self.job = replace(self.job, plan=plan_nodes(**wanted))
+    def spread(self, *plan: int) -> None:
+        self.job = replace(self.job, plan=ClusterPlan(*plan))
 
     def start(self, index: int, to_terminal: bool = False, **plan: list[Any]) -> subprocess.Popen[str]:
         """Start machine number `index`, whose processes end as `plan` says."""
@@ -154,7 +154,7 @@ def test_a_job_that_starts_again_resumes_from_what_it_had(machine):
 
 def test_rl_resumes_only_a_run_of_its_own(machine):
     """Before it has written its configuration there is nothing to resume; an older file is another run's."""
-    machine.spread(nodes=1, gpus_per_node=0)
+    machine.spread(1, 0)
     earlier = machine.job.run / "configs" / "run.json"
     earlier.parent.mkdir(parents=True)
     earlier.write_text("{}")
@@ -167,12 +167,12 @@ def test_rl_resumes_only_a_run_of_its_own(machine):
 
 
 def test_every_process_is_told_all_addresses_its_place_and_its_gpus(machine):
-    machine.spread(nodes=3, gpus_per_node=4, inference_gpus=6, trainer_gpus=4)
+    machine.spread(3, 4, 2)
     machine.run(1, inference=[2])
     machine.run(2)
     hosts = ["--hosts.inference", "h0", "h1", "--hosts.orchestrator", "h2", "--hosts.trainer", "h2"]
     common = ["@", f"{machine.job.state}/run.toml", *hosts]
-    assert machine.argv("inference") == [[*common, "--inference-gpu-ids", "0", "1"]]
+    assert machine.argv("inference") == [[*common, "--inference-gpu-ids", "0", "1", "2", "3"]]
     assert machine.notes("inference")[0]["environ"]["TRIREME_NODE"] == "1"
     assert machine.argv("trainer") == [[*common, "--trainer-gpu-ids", "0", "1", "2", "3"]]
     assert machine.argv("orchestrator") == [common]

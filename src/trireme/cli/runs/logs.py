@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TypeVar
 
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
@@ -16,7 +14,6 @@ from trireme.tools.cluster import kubernetes, slurm
 from trireme.tools.cluster.job import Submission, find_submission
 
 ENDING = ".stdout"
-Found = TypeVar("Found")
 
 
 def logs(argv: list[str]) -> int:
@@ -41,14 +38,19 @@ def logs(argv: list[str]) -> int:
 
 def _command(options: Namespace, submission: Submission | None) -> list[str]:
     if submission and submission.scheduler == "kubernetes":
-        machine = _find(options.process, submission.processes, "the run") if options.process else None
-        return kubernetes.log_command(submission, machine=machine, lines=options.lines, follow=options.follow)
+        return kubernetes.log_command(submission, process=options.process, lines=options.lines, follow=options.follow)
     folder = RunPaths(Path(submission.run) if submission else options.run).logs
     files = {file.name.removesuffix(ENDING): file for file in sorted(folder.glob(f"*{ENDING}"))}
-    if options.process:
-        shown = [_find(options.process, files, str(folder))]
-    else:
+    if (process := options.process) is None:
         shown = (submission and slurm.logs_of(submission)) or list(files.values())
+    elif process in files:
+        shown = [files[process]]
+    else:
+        near = get_close_matches(process, files, n=1)
+        raise ConfigError(
+            f"There is no log of `{process}`: {folder} has {', '.join(files) or 'none'}. "
+            + (f"Did you mean `{near[0]}`?" if near else "Leave the name out to see all.")
+        )
     if not shown:
         advice = "Check the folder."
         if submission:
@@ -56,13 +58,3 @@ def _command(options: Namespace, submission: Submission | None) -> list[str]:
         raise ConfigError(f"There are no logs in {folder}. Expected those of a run that was started. {advice}")
     follow = ["--follow=name", "--retry"] if options.follow else []
     return ["tail", f"--lines={options.lines}", *follow, *map(str, shown)]
-
-
-def _find(process: str, known: Mapping[str, Found], owner: str) -> Found:
-    if process in known:
-        return known[process]
-    near = get_close_matches(process, known, n=1)
-    raise ConfigError(
-        f"There is no log of `{process}`: {owner} has {', '.join(known) or 'none'}. "
-        + (f"Did you mean `{near[0]}`?" if near else "Leave the name out to see all.")
-    )

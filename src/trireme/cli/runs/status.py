@@ -53,14 +53,10 @@ def _state_lines(run: Path, submission: Submission | None) -> list[str]:
         return list(look_at(run).lines())
     if submission.scheduler == "kubernetes":
         answer = kubernetes.ask_inside(submission)
-        return answer.splitlines() if answer else ["the orchestrator's pod does not answer (yet, or any more)"]
-    address = None  # of the orchestrator's machine; a run on one machine listens there alone
-    if len(set(submission.processes.values())) > 1:
-        machines = slurm.machines_of(submission)
-        address = machines[submission.leader] if submission.leader < len(machines) else None
+        return answer.splitlines() if answer else ["no pod answers (yet, or any more)"]
     try:
         token = read_token(submission.folder / SECRETS)
-        return list(look_at(Path(submission.run), token=token, address=address).lines())
+        return list(look_at(Path(submission.run), token=token).lines())
     except ConfigError:
         return [f"it has written nothing yet to {submission.run}"]
 

@@ -21,7 +21,6 @@ import msgspec
 from trireme.base.errors import FINAL_EXIT_CODES, ConfigError, TriremeError
 from trireme.base.paths import atomic_write
 from trireme.base.token import TOKEN
-from trireme.config.files import PROCESSES
 from trireme.config.problems import raise_together
 from trireme.config.section import Section
 from trireme.tools.cluster.nodes import ClusterPlan
@@ -57,12 +56,14 @@ class SubmitOptions(Section):
     """0 runs on CPUs."""
     inference_nodes: int | None = None
     """Machines for engines. Default: half of them."""
-    time: str | None = None
-    """Time limit as Slurm writes it: 90 (minutes), 12:00:00, 2-00:00:00."""
     cpus_per_node: int | None = None
     """Default: all."""
     memory_per_node: str | None = None
     """Such as 500G. Default: all."""
+    python: str | None = None
+    """Interpreter on the machines. Default: the one that runs this command (Slurm), or the image's (Kubernetes)."""
+    time: str | None = None
+    """Slurm: time limit, such as 90 (minutes), 12:00:00, 2-00:00:00."""
     partition: str | None = None
     """Slurm. Default: Slurm's own default."""
     account: str | None = None
@@ -71,37 +72,16 @@ class SubmitOptions(Section):
     """Slurm."""
     sbatch: tuple[str, ...] = ()
     """Slurm: any other option, such as --sbatch=--constraint=h100. May be repeated."""
-    requeues: int = 20
-    """Slurm: how often the job resumes after its time limit."""
-    python: str | None = None
-    """Interpreter on the machines. Default: the one that runs this command (Slurm), or the image's (Kubernetes)."""
     image: str | None = None
     """Kubernetes: an image with trireme and the run's environments; see docker/."""
-    namespace: str | None = None
-    """Kubernetes. Default: kubectl's own."""
     volume: str | None = None
     """Kubernetes: an existing volume claim, for the run's folder."""
-    storage: str | None = None
-    """Kubernetes: or the size of a claim to create, such as 500Gi."""
-    storage_class: str | None = None
-    """Kubernetes: class of the claim that is created."""
-
-    @property
-    def time_s(self) -> int | None:
-        return seconds_of(self.time) if self.time else None
+    namespace: str | None = None
+    """Kubernetes. Default: kubectl's own."""
 
     def check(self, on: Scheduler, num_nodes: int) -> None:
         """Raises: ConfigError with all values that cannot be used."""
         problems = []
-        if self.time is not None and seconds_of(self.time) is None:
-            problems.append(
-                f"`--time {self.time}` - expected minutes, hours:minutes:seconds or days-hours:minutes:seconds. "
-                "For a day and a half write `--time 1-12:00:00`."
-            )
-        if self.cpus_per_node is not None and self.cpus_per_node < 1:
-            problems.append(
-                f"`--cpus-per-node {self.cpus_per_node}` - expected at least 1. Leave it out to take whole machines."
-            )
         if self.memory_per_node is not None and not re.fullmatch(r"\d+[KMGT]", self.memory_per_node):
             problems.append(
                 f"`--memory-per-node {self.memory_per_node}` - expected a number with K, M, G or T. "
@@ -112,34 +92,13 @@ class SubmitOptions(Section):
                 f"`--cpus-per-node` or `--memory-per-node` with {num_nodes} machines - a run on several machines takes "
                 "whole ones: another run of yours on the same machine would want the same ports. Leave the two out."
             )
-        if on == "kubernetes" and bool(self.volume) == bool(self.storage):
+        if on == "kubernetes" and not self.dry_run and not (self.image and self.volume):
             problems.append(
-                "the run needs one volume for its checkpoints, its journal and its logs - expected one of `--volume` "
-                "and `--storage`. Write `--volume CLAIM` to use an existing one, or `--storage 500Gi` to create one."
-            )
-        if on == "kubernetes" and not self.image and not self.dry_run:
-            problems.append(
-                "no image was named - expected `--image`, which holds trireme and the run's environments. Build one "
-                "from `docker/`, push it to the cluster's registry, and write `--image REGISTRY/trireme:TAG`."
+                f"`--image {self.image or ''}` and `--volume {self.volume or ''}` - expected both: an image that holds "
+                "trireme and the run's environments (`docker/` builds one), and a volume claim for checkpoints, "
+                "journal and logs. Write `--image REGISTRY/trireme:TAG --volume CLAIM`."
             )
         raise_together(problems)
-
-
-def seconds_of(limit: str) -> int | None:
-    """Return the seconds of a time limit as Slurm writes it, or None where it is not one.
-
-    Example:
-        seconds_of("90"), seconds_of("1:30:00"), seconds_of("2-12"), seconds_of("4h")  # 5400, 5400, 216000, None
-    """
-    if not (found := re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)):
-        return None
-    days, *rest = found.groups()
-    numbers = [int(number) for number in rest if number is not None]
-    if days is None and len(numbers) < 3:
-        minutes, seconds = [*numbers, 0][:2]
-        return minutes * 60 + seconds
-    hours, minutes, seconds = [*numbers, 0, 0][:3]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 @dataclass(frozen=True)
@@ -169,12 +128,10 @@ def node_script(job: Job, *, to_terminal: bool = False, pause_s: int = 5, leave_
         pause_s: seconds before the first restart. The n-th restart in a row waits n times as long.
         leave_s: seconds that processes left behind by a dead one have to end by themselves.
     """
-    hosts = {kind: [f"${{{index + 1}}}" for index in job.plan.machines_of(kind)] for kind in sorted(PROCESSES)}
     return render(
         TEMPLATES,
         NODE_SCRIPT,
         job=job,
-        hosts=hosts,
         to_terminal=to_terminal,
         pause_s=pause_s,
         leave_s=leave_s,
@@ -224,14 +181,8 @@ class Submission:
     scheduler: Scheduler
     job: Word  # Slurm's job number, or the name of the Kubernetes Job
     run: Annotated[str, msgspec.Meta(pattern="^/")]  # the run's folder, as the machines see it
-    processes: dict[str, int]  # the machine of each process, by the process's name
     namespace: Word | None = None
     folder: Path = Path()  # where the record lies; not written to it
-
-    @property
-    def leader(self) -> int:
-        """The machine of the orchestrator."""
-        return self.processes.get("orchestrator", 0)
 
     def write(self) -> None:
         record = {key: value for key, value in asdict(self).items() if key != "folder"}

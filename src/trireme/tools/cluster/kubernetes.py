@@ -1,4 +1,4 @@
-"""Kubernetes: one indexed Job over all machines of a run, a headless Service that gives them names, a Secret, a volume.
+"""Kubernetes: one indexed Job over all machines of a run, a headless Service that gives them names, and a Secret.
 
 The manifests use core resources only, and no operator. Pod N is machine N, and a pod that replaces it keeps its name.
 The Job succeeds with the orchestrator's pod, and Kubernetes then ends the others.
@@ -6,14 +6,11 @@ The Job succeeds with the orchestrator's pod, and Kubernetes then ends the other
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 from trireme.base.errors import FINAL_EXIT_CODES, ConfigError, TriremeError
 from trireme.tools.cluster.job import (
@@ -29,14 +26,9 @@ from trireme.tools.cluster.job import (
 from trireme.tools.templates import render
 
 FILES = "/etc/trireme"
-VOLUME = "/runs"  # where relative output folders lie
+MOUNT = "/runs"  # of the volume in a pod; relative output folders lie in it
 LABEL = "trireme-submission"  # as in manifests.yaml.j2
 MAX_LOG_REQUESTS = 64  # pods whose logs kubectl reads at once
-
-
-def on_volume(output_dir: Path) -> Path:
-    """Return where a run's output lies in a pod."""
-    return output_dir if output_dir.is_absolute() else Path(VOLUME) / output_dir
 
 
 def name_of(job: Job) -> str:
@@ -53,12 +45,8 @@ def addresses_of(job: Job) -> list[str]:
     return [f"{name_of(job)}-{machine}.{name_of(job)}" for machine in range(job.plan.num_nodes)]
 
 
-def manifests(job: Job, options: SubmitOptions, secrets: Mapping[str, str], mount: Path) -> str:
-    """Render all resources as YAML, in the order in which they are created.
-
-    Args:
-        mount: where the volume is mounted in a pod.
-    """
+def manifests(job: Job, options: SubmitOptions, secrets: Mapping[str, str]) -> str:
+    """Render all resources as YAML, in the order in which they are created."""
     wanted = {
         "cpu": options.cpus_per_node,
         "memory": f"{options.memory_per_node}i" if options.memory_per_node else None,
@@ -78,7 +66,7 @@ def manifests(job: Job, options: SubmitOptions, secrets: Mapping[str, str], moun
         command=command,
         limits={name: str(value) for name, value in wanted.items() if value},
         files=FILES,
-        mount=mount,
+        mount=MOUNT,
     )
 
 
@@ -86,14 +74,14 @@ def is_here() -> bool:
     return shutil.which("kubectl") is not None
 
 
-def submit(job: Job, rendered: str, namespace: str | None) -> None:
+def submit(submission: Submission, rendered: str) -> None:
     """Create all resources of `rendered`, or none. Secrets go through a pipe.
 
     Raises: ConfigError with the cluster's answer.
     """
-    answer = _kubectl(namespace, "create", "--filename", "-", stdin=rendered)
+    answer = _kubectl(submission, "create", "--filename", "-", stdin=rendered)
     if answer.returncode:
-        _delete(job.id, namespace, "persistentvolumeclaim")
+        _delete(submission)
         raise ConfigError(
             f"Kubernetes rejects the job: {answer.stderr.strip()} - expected it to create every resource that "
             "`--dry-run` shows. What it had created was deleted. `kubectl auth can-i create jobs` and "
@@ -102,46 +90,25 @@ def submit(job: Job, rendered: str, namespace: str | None) -> None:
 
 
 def state_of(submission: Submission) -> str:
-    answer = _kubectl(submission.namespace, "get", "job", submission.job, "--output", "json")
-    if answer.returncode:
-        return f"job {submission.job}: {answer.stderr.strip()}"
-    return describe_status(json.loads(answer.stdout).get("status", {}))
-
-
-def describe_status(status: Mapping[str, Any]) -> str:
-    """Return a Job's status in a few words.
-
-    Example:
-        describe_status({"active": 3, "ready": 2})  # "RUNNING, 2 of 3 pods ready"
-    """
-    for condition in status.get("conditions", ()):
-        if condition["type"] in ("Complete", "Failed") and condition["status"] == "True":
-            why = f" ({condition['message']})" if condition["type"] == "Failed" and condition.get("message") else ""
-            return f"{'COMPLETED' if condition['type'] == 'Complete' else 'FAILED'}{why}"
-    active, ready = status.get("active", 0), status.get("ready", 0)
-    failed = f", {status['failed']} replaced" if status.get("failed") else ""
-    return f"{'RUNNING' if ready else 'PENDING'}, {ready} of {active} pods ready{failed}"
+    """Return the job's row of `kubectl get job`: "x-ab12   Running   0/3   5m", say."""
+    answer = _kubectl(submission, "get", "job", submission.job, "--no-headers")
+    return (answer.stdout or answer.stderr).strip()
 
 
 def ask_inside(submission: Submission) -> str | None:
-    """Run `trireme status` in the orchestrator's pod, which has the run's files; None where the pod does not answer."""
-    selector = f"{LABEL}={submission.id},batch.kubernetes.io/job-completion-index={submission.leader}"
-    names = ["get", "pods", "--selector", selector, "--field-selector", "status.phase=Running", "--output", "name"]
-    pods = _kubectl(submission.namespace, *names).stdout.split()
-    if not pods:
-        return None
-    answer = _kubectl(submission.namespace, "exec", pods[-1], "--", "trireme", "status", submission.run)
+    """Run `trireme status` in a pod, which has the run's files; None where no pod answers."""
+    answer = _kubectl(submission, "exec", f"job/{submission.job}", "--", "trireme", "status", submission.run)
     return answer.stdout if answer.returncode == 0 else None
 
 
-def log_command(submission: Submission, *, machine: int | None, lines: int, follow: bool) -> list[str]:
-    """Return the command that shows the logs of one machine, or of all."""
-    selector = f"{LABEL}={submission.id}"
-    if machine is not None:
-        selector += f",batch.kubernetes.io/job-completion-index={machine}"
-    command = ["kubectl", *_namespace(submission.namespace), "logs", "--selector", selector]
-    command += [f"--tail={lines}", f"--max-log-requests={MAX_LOG_REQUESTS}"]
-    return command + (["--prefix"] if machine is None else []) + (["--follow"] if follow else [])
+def log_command(submission: Submission, *, process: str | None, lines: int, follow: bool) -> list[str]:
+    """Return the command that shows the logs of all pods; or that of a process, whose log each pod sees."""
+    more = ["--follow"] if follow else []
+    if process is None:
+        more += [f"--tail={lines}", "--prefix", f"--max-log-requests={MAX_LOG_REQUESTS}"]
+        return _command(submission, "logs", "--selector", f"{LABEL}={submission.id}", *more)
+    inside = ["trireme", "logs", f"--lines={lines}", *more, "--", submission.run, process]
+    return _command(submission, "exec", f"job/{submission.job}", "--", *inside)
 
 
 def cancel(submission: Submission) -> None:
@@ -149,7 +116,7 @@ def cancel(submission: Submission) -> None:
 
     Raises: TriremeError with the cluster's answer.
     """
-    answer = _delete(submission.id, submission.namespace)
+    answer = _delete(submission)
     if answer.returncode:
         raise TriremeError(
             f"Kubernetes did not delete job {submission.job}: {answer.stderr.strip()} - expected it to be deleted. "
@@ -157,14 +124,14 @@ def cancel(submission: Submission) -> None:
         )
 
 
-def _delete(identity: str, namespace: str | None, *more: str) -> subprocess.CompletedProcess[str]:
-    kinds = ",".join(["job", "service", "secret", "configmap", *more])
-    return _kubectl(namespace, "delete", kinds, "--selector", f"{LABEL}={identity}", "--wait=false")
+def _delete(submission: Submission) -> subprocess.CompletedProcess[str]:
+    kinds = "job,service,secret,configmap"
+    return _kubectl(submission, "delete", kinds, "--selector", f"{LABEL}={submission.id}", "--wait=false")
 
 
-def _kubectl(namespace: str | None, *words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return call_scheduler("kubectl", *_namespace(namespace), *words, stdin=stdin)
+def _kubectl(submission: Submission, *words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return call_scheduler(*_command(submission, *words), stdin=stdin)
 
 
-def _namespace(namespace: str | None) -> list[str]:
-    return ["--namespace", namespace] if namespace else []
+def _command(submission: Submission, *words: str) -> list[str]:
+    return ["kubectl", *(["--namespace", submission.namespace] if submission.namespace else []), *words]

@@ -1,159 +1,126 @@
-"""Assign the processes of a run to the machines of a cluster, and to the GPUs there.
+"""Assign the processes of a run to the machines of a cluster.
 
-GPUs are dealt out in one row over all machines, engines first. Machines are whole where the numbers allow it, and one
-machine may hold both kinds. The orchestrator needs no GPU and runs on the trainer's first machine.
+Machines are whole: the first ones hold one inference server each, the others the trainer's ranks. The orchestrator
+needs no GPU and runs on the trainer's first machine.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from trireme.base.errors import ConfigError
 from trireme.config.files import ProcessName
+from trireme.config.run import RunConfig
 
-Share = dict[int, tuple[int, ...]]  # machine -> its GPUs
-
-
-@dataclass(frozen=True)
-class Placed:
-    """One process on its machine.
-
-    Example:
-        Placed("trainer", place=1, machine=3, gpus=(0, 1, 2, 3))  # on the second of the trainer's machines
-    """
-
-    kind: ProcessName
-    place: int  # of its machine among those of its kind, as `[hosts]` lists them
-    machine: int
-    gpus: tuple[int, ...] = ()  # as its machine counts them
-
-    def __str__(self) -> str:
-        gpus = f"{self.gpus[0]}-{self.gpus[-1]}" if len(self.gpus) > 1 else "".join(map(str, self.gpus))
-        return f"{self.kind} on GPU {gpus}" if gpus else self.kind
+MAX_GPUS_PER_NODE = 8  # of a machine whose number of GPUs the user does not give
 
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """All machines and processes. A single machine runs `rl`, which has a plan of its own.
+    """All machines of a run. A single machine runs `rl`, which has a plan of its own.
 
-    A machine ends when its first process ends.
+    Example:
+        ClusterPlan(num_nodes=3, gpus_per_node=8, num_engines=2).machines  # inference on 0 and 1, all else on 2
     """
 
     num_nodes: int
     gpus_per_node: int  # 0 runs on CPU
-    processes: tuple[Placed, ...] = ()  # in the order of their machines
+    num_engines: int = 0  # machines of inference servers, which are the first; 0 for a single machine
 
     @property
     def is_single(self) -> bool:
         return self.num_nodes == 1
 
-    def machines_of(self, kind: ProcessName) -> tuple[int, ...]:
-        return tuple(process.machine for process in self.processes if process.kind == kind)
-
     @property
     def leader(self) -> int:
         """The machine of the orchestrator. The run ends with it."""
-        return 0 if self.is_single else self.machines_of("orchestrator")[0]
+        return self.num_engines
 
     @property
-    def by_name(self) -> dict[str, int]:
-        """The machine of each process, by the name of the process and its log: "rl", or "inference.1"."""
-        if self.is_single:
-            return {"rl": 0}
-        return {self.name_of(process): process.machine for process in self.processes}
-
-    def name_of(self, process: Placed) -> str:
-        """Return the name of a process, with a number where there are several of its kind."""
-        alone = len(self.machines_of(process.kind)) == 1
-        return process.kind if alone else f"{process.kind}.{process.place}"
+    def machines(self) -> dict[ProcessName, Sequence[int]]:
+        """The machines of each process, as `[hosts]` lists them."""
+        trainer = range(self.num_engines, self.num_nodes)
+        return {"inference": range(self.num_engines), "orchestrator": [self.leader], "trainer": trainer}
 
     def describe(self) -> list[str]:
+        count = self.gpus_per_node
+        gpus = f" on {count} GPU{'s' * (count > 1)}" if count else ""
         if self.is_single:
-            count = self.gpus_per_node
-            return [f"machine 0  rl on {f'{count} GPU' + 's' * (count > 1) if count else 'the CPU'}"]
-        named = groupby(self.processes, key=lambda process: process.machine)
-        return [f"machine {machine}  {', '.join(map(str, processes))}" for machine, processes in named]
+            return [f"machine 0  rl{gpus or ' on the CPU'}"]
+        lines = []
+        for machine in range(self.num_nodes):
+            names = [name for name, machines in self.machines.items() if machine in machines]
+            lines.append(f"machine {machine}  {', '.join(names)}{gpus}")
+        return lines
 
 
 def plan_nodes(
-    nodes: int,
-    gpus_per_node: int,
-    *,
-    inference_gpus: int | None = None,
-    trainer_gpus: int | None = None,
-    inference_nodes: int | None = None,
-    tp: int = 1,
+    config: RunConfig, *, nodes: int | None = None, gpus_per_node: int | None = None, inference_nodes: int | None = None
 ) -> ClusterPlan:
-    """Choose the machine and the GPUs of each process.
+    """Choose how many machines of how many GPUs the run takes, and which of them hold engines.
 
     Args:
-        inference_gpus: of all machines, as are `trainer_gpus`. What is None is chosen here.
+        nodes: as the user gave it, like the others. What is None is chosen here.
 
-    Raises: ConfigError where the GPUs do not divide over the machines as the processes need them.
+    Raises: ConfigError where nothing says how many GPUs a machine has, where the run places itself, or where the GPUs
+        are not those of whole machines.
     """
-    if nodes == 1:
-        return ClusterPlan(1, gpus_per_node)
-    if gpus_per_node and not inference_nodes and (inference_gpus, trainer_gpus) != (None, None):
-        engines, trainer = _deal_gpus(nodes, gpus_per_node, inference_gpus, trainer_gpus)
-    else:  # whole machines; engines get the larger half by default
-        first = inference_nodes or (nodes + 1) // 2
-        if first >= nodes:
-            raise ConfigError(
-                f"{first} of {nodes} machines are for engines (`--inference-nodes`), which leaves none for the "
-                f"trainer - expected at most {nodes - 1}. Lower it, or raise `--nodes`."
-            )
-        gpus = tuple(range(gpus_per_node))
-        engines, trainer = dict.fromkeys(range(first), gpus), dict.fromkeys(range(first, nodes), gpus)
-    counts = [len(gpus) for gpus in trainer.values()]
-    if len(set(counts)) > 1:
+    if "hosts" in config.model_fields_set:
         raise ConfigError(
-            f"the trainer's {sum(counts)} GPUs would lie {' + '.join(map(str, counts))} on its machines - expected "
-            f"equally many ranks on each. Set `trainer_gpus` to a multiple of {gpus_per_node} "
-            f"and leave whole machines to the engines, or give `--inference-nodes` instead of numbers of GPUs."
+            "the run has a table `[hosts]` - expected none: the cluster chooses the machines, and their "
+            "addresses are filled in then. Remove the table, or start the processes yourself."
         )
-    for index, gpus in engines.items():
-        if len(gpus) % tp:
+    ids = {*(config.inference_gpu_ids or ()), *(config.trainer_gpu_ids or ())}
+    asked = max(len(ids), (config.inference_gpus or 0) + (config.trainer_gpus or 0))  # over all machines
+    if gpus_per_node is None and config.device != "cpu":
+        if not asked:
             raise ConfigError(
-                f"inference.parallel.tp = {tp}, and machine {index} has {len(gpus)} GPUs for engines - expected "
-                "a multiple: one engine's GPUs are on one machine. Lower `inference.parallel.tp`, or change "
-                "`inference_gpus`."
+                "nothing says how many GPUs each machine has - expected `--gpus-per-node`, or GPUs in the run itself. "
+                "Write `--gpus-per-node 8`, or 0 to run on CPUs."
             )
-    processes = [Placed("orchestrator", 0, min(trainer))]
-    processes += [Placed("trainer", place, index, gpus) for place, (index, gpus) in enumerate(trainer.items())]
-    processes += [Placed("inference", place, index, gpus) for place, (index, gpus) in enumerate(engines.items())]
-    return ClusterPlan(nodes, gpus_per_node, tuple(sorted(processes, key=lambda process: process.machine)))
+        gpus_per_node = min(MAX_GPUS_PER_NODE, -(-asked // (nodes or 1)))
+    gpus_per_node = gpus_per_node or 0
+    nodes = nodes or (-(-asked // gpus_per_node) if gpus_per_node else 1) or 1
+    if nodes == 1:
+        if asked > gpus_per_node:
+            raise ConfigError(
+                f"the run asks for {asked} GPUs, and its one machine has {gpus_per_node} - expected that to be enough. "
+                f"Write `--nodes {-(-asked // gpus_per_node) if gpus_per_node else 2}`, or raise `--gpus-per-node`."
+            )
+        return ClusterPlan(1, gpus_per_node)
+    if ids:
+        raise ConfigError(
+            f"inference_gpu_ids or trainer_gpu_ids was given, with {nodes} machines - expected no numbers of GPUs: "
+            "machines are taken whole. Write `--inference-nodes`."
+        )
+    if inference_nodes is None:
+        inference_nodes = _engines_of(config, nodes, gpus_per_node) if asked else (nodes + 1) // 2
+    if not 0 < inference_nodes < nodes:
+        raise ConfigError(
+            f"{inference_nodes} of {nodes} machines are for engines (`--inference-nodes`) - expected 1 to {nodes - 1}: "
+            "the trainer takes the others. Change it, or raise `--nodes`."
+        )
+    if gpus_per_node % (tp := config.inference.parallel.tp):
+        raise ConfigError(
+            f"inference.parallel.tp = {tp}, and each machine has {gpus_per_node} GPUs - expected a divisor: one "
+            "engine's GPUs are on one machine. Change `inference.parallel.tp`."
+        )
+    return ClusterPlan(nodes, gpus_per_node, inference_nodes)
 
 
-def _deal_gpus(nodes: int, per_node: int, inference_gpus: int | None, trainer_gpus: int | None) -> tuple[Share, Share]:
-    """Return the GPUs of the engines and those of the trainer, which follow in the row of all GPUs.
+def _engines_of(config: RunConfig, nodes: int, gpus_per_node: int) -> int:
+    """Return the machines that the engines' GPUs fill.
 
-    The trainer begins on the next machine where it then takes fewer machines, or has equal shares only there.
+    Raises: ConfigError where engines and trainer do not fill all machines, each its own.
     """
-    total = nodes * per_node
-    engines = total - (trainer_gpus or 0) if inference_gpus is None else inference_gpus
-    trainer = total - engines if trainer_gpus is None else trainer_gpus
-    if engines < 1 or trainer < 1 or engines + trainer > total:
+    total = nodes * gpus_per_node
+    engines = total - (config.trainer_gpus or 0) if config.inference_gpus is None else config.inference_gpus
+    trainer = total - engines if config.trainer_gpus is None else config.trainer_gpus
+    if engines + trainer != total or not gpus_per_node or engines % gpus_per_node:
         raise ConfigError(
             f"inference_gpus = {engines} and trainer_gpus = {trainer} were asked for, on {nodes} machines of "
-            f"{per_node} GPUs - expected at least one each, and at most {total} together. Raise `--nodes`, "
-            "or lower one of the two."
+            f"{gpus_per_node} GPUs - expected whole machines for each, and no machine left over. Write multiples of "
+            "`--gpus-per-node`, or `--inference-nodes` in their place."
         )
-    if (idle := nodes - -(-(engines + trainer) // per_node)) > 0:
-        raise ConfigError(
-            f"{engines + trainer} GPUs were asked for (inference_gpus = {engines}, trainer_gpus = {trainer}), and "
-            f"{nodes} machines of {per_node}: {idle} of them would do nothing - expected all to be "
-            f"used. Write `--nodes {nodes - idle}`, or raise one of the two."
-        )
-    boundary = -(-engines // per_node) * per_node
-    after, aligned = _row(engines, trainer, per_node), _row(boundary, trainer, per_node)
-    is_even = len({len(gpus) for gpus in after.values()}) == 1
-    has_room = boundary + trainer <= total
-    takes_aligned = has_room and (len(aligned) < len(after) or not is_even)
-    return _row(0, engines, per_node), aligned if takes_aligned else after
-
-
-def _row(first: int, count: int, per_node: int) -> Share:
-    """Return a stretch of the row of all GPUs, by machine."""
-    row = groupby(range(first, first + count), key=lambda gpu: gpu // per_node)
-    return {index: tuple(gpu % per_node for gpu in gpus) for index, gpus in row}
+    return engines // gpus_per_node

@@ -24,8 +24,8 @@ from trireme.tools.cluster.job import (
 from trireme.tools.templates import render
 
 SCRIPT = "job.sbatch"
-CANCELLED = "cancelled"  # a mark: the job must not requeue itself
 ENDED = "ended"  # holds the exit code
+MAX_REQUEUES = 20  # of one job, after its time limit
 
 
 def batch_script(job: Job, options: SubmitOptions, *, workdir: Path) -> str:
@@ -40,6 +40,7 @@ def batch_script(job: Job, options: SubmitOptions, *, workdir: Path) -> str:
         here=job.state,
         end_s=END_S,
         grace_s=GRACE_S + 20,  # the machines wait for their processes meanwhile
+        max_requeues=MAX_REQUEUES,
     )
 
 
@@ -52,63 +53,44 @@ def check_submission(script: str) -> str:
 
     Raises: ConfigError with Slurm's answer where it does not.
     """
-    return _sbatch(["--test-only"], script).replace("sbatch: ", "").strip()
+    return _sbatch("--test-only", script).replace("sbatch: ", "").strip()
 
 
-def submit(script: Path) -> str:
-    """Submit the script and return Slurm's job number."""
-    return _sbatch(["--parsable"], script.read_text()).strip().partition(";")[0]
+def submit(script: str) -> str:
+    """Submit the script and return Slurm's job number.
+
+    Raises: ConfigError with Slurm's answer where it rejects the job.
+    """
+    return _sbatch("--parsable", script).strip().partition(";")[0]
 
 
-def _sbatch(options: list[str], script: str) -> str:
+def _sbatch(option: str, script: str) -> str:
     """Pass the script through standard input, as a dry run writes no file."""
-    answer = call_scheduler("sbatch", *options, stdin=script)
-    if not answer.returncode:
-        return answer.stdout + answer.stderr
-    lines = [line for line in answer.stderr.splitlines() if line]
-    reason = "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in lines)
-    advice = "`sinfo` shows what the cluster has."
-    if "controller" in reason or "configuration source" in reason:
-        advice = "`scontrol ping` says whether Slurm's controller can be reached from here."
-    elif "partition" in reason.lower():
-        names = [name.rstrip("*") for name in call_scheduler("sinfo", "--noheader", "--format=%P").stdout.split()]
-        advice = f"Choose one with `--partition`: {', '.join(names) or 'none is known'}."
-    elif "node configuration" in reason.lower():
-        machines = "; ".join(call_scheduler("sinfo", "--noheader", "--format=%P %D x %G").stdout.splitlines())
-        advice = f"Change `--nodes`, `--gpus-per-node` or `--partition`. The cluster has (machines, GPUs): {machines}."
-    raise ConfigError(f"Slurm rejects the job: {reason} - expected a job that the cluster can run. {advice}")
+    answer = call_scheduler("sbatch", option, stdin=script)
+    if answer.returncode:
+        lines = [line for line in answer.stderr.splitlines() if line]
+        reason = "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in lines)
+        raise ConfigError(
+            f"Slurm rejects the job: {reason} - expected a job that the cluster can run. "
+            "`sinfo --format='%P %D %G'` shows its partitions with their machines and GPUs (`--partition`, `--nodes`, "
+            "`--gpus-per-node`), and `scontrol ping` whether its controller can be reached."
+        )
+    return answer.stdout + answer.stderr
 
 
 def state_of(submission: Submission) -> str:
-    """Return "RUNNING on n[1-2]", "PENDING (Priority)", "COMPLETED", …; read from disk once Slurm has forgotten it."""
+    """Return "RUNNING on n[1-2]", "PENDING (Priority)", "COMPLETED on n1", …; from disk once Slurm has forgotten it."""
     job = submission.job
     if not is_here():
         return f"job {job}; Slurm's commands are not in PATH here"
-    if row := call_scheduler("squeue", "--noheader", "--jobs", job, "--format=%T|%R").stdout.strip():
-        state, _, where = row.removesuffix("|(None)").partition("|")  # no reason before Slurm's scheduler saw the job
-        if not where:
-            return state
-        return f"{state} {where}" if where.startswith("(") else f"{state} on {where}"
-    if found := re.search(r"JobState=(\w+)", call_scheduler("scontrol", "show", "job", job).stdout):
-        return found[1]
-    if shutil.which("sacct"):
-        lines = call_scheduler("sacct", "--noheader", "-X", "--jobs", job, "--format=State%40").stdout.splitlines()
-        if lines:
-            return lines[-1].strip()
+    row = call_scheduler("squeue", "--noheader", "--states=all", "--jobs", job, "--format=%T %R").stdout.split()
+    if row:
+        state, where = row[0], " ".join(row[1:]).removeprefix("(None)")  # no reason before Slurm's scheduler saw it
+        return f"{state} {'' if where.startswith('(') else 'on '}{where}" if where else state
     try:
         return f"ended with exit code {(submission.folder / ENDED).read_text().strip()}"
     except OSError:
-        return "no longer known to Slurm"
-
-
-def machines_of(submission: Submission) -> list[str]:
-    """Return the machines of a running job."""
-    listed = (
-        call_scheduler("squeue", "--noheader", "--jobs", submission.job, "--format=%N").stdout.strip()
-        if is_here()
-        else ""
-    )
-    return call_scheduler("scontrol", "show", "hostnames", listed).stdout.split() if listed else []
+        return f"no longer known to Slurm; `sacct -j {job}` may show more"
 
 
 def cancel(submission: Submission) -> None:
@@ -116,18 +98,12 @@ def cancel(submission: Submission) -> None:
 
     Raises: TriremeError with Slurm's answer.
     """
-    mark = submission.folder / CANCELLED
-    mark.touch()  # first: the job looks for it when it ends
-    try:
-        answer = call_scheduler("scancel", submission.job)
-        if answer.returncode:
-            raise TriremeError(
-                f"`scancel {submission.job}` failed: {answer.stderr.strip()} - expected a job of yours. "
-                "`squeue --me` shows them."
-            )
-    except TriremeError:
-        mark.unlink()
-        raise
+    answer = call_scheduler("scancel", submission.job)
+    if answer.returncode:
+        raise TriremeError(
+            f"`scancel {submission.job}` failed: {answer.stderr.strip()} - expected a job of yours. "
+            "`squeue --me` shows them."
+        )
     (submission.folder / SECRETS).unlink(missing_ok=True)
 
 

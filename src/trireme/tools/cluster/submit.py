@@ -9,12 +9,13 @@ import secrets
 import shutil
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trireme.base.devices import Devices, detect_devices
 from trireme.base.errors import ConfigError
-from trireme.base.paths import RunPaths
 from trireme.base.token import TOKEN
 from trireme.config.arguments import mark_file
 from trireme.config.files import to_table, to_toml
@@ -38,14 +39,13 @@ from trireme.tools.cluster.job import (
     submissions_of,
     write_secrets,
 )
-from trireme.tools.cluster.nodes import ClusterPlan, plan_nodes
+from trireme.tools.cluster.nodes import MAX_GPUS_PER_NODE, ClusterPlan, plan_nodes
 from trireme.tools.formats.run_file import read_run_file
 
 PROGRAM = "trireme submit"
 HIDDEN = "(hidden)"
 _RULE = "-" * 20
 
-MAX_GPUS_PER_NODE = 8  # of a machine whose number of GPUs the user does not give
 _SPLIT = ("inference_gpus", "trainer_gpus", "inference_gpu_ids", "trainer_gpu_ids")
 
 
@@ -65,32 +65,39 @@ def submit_run(words: list[str], options: SubmitOptions) -> None:
     typed = read_run_file(words, devices, program=PROGRAM, kinds=("hosted", "flat", "vf-rl", "run"))
     config = typed.config
     on = options.on or _scheduler_here()
-    plan = plan_of(config, options)
+    plan = plan_nodes(
+        config,
+        nodes=options.nodes,
+        gpus_per_node=options.gpus_per_node,
+        inference_nodes=options.inference_nodes,
+    )
     options.check(on, plan.num_nodes)
     check_on_machines(config, plan, cores=options.cpus_per_node or detect_devices().cores)
-    environments = [environment.id for environment in config.orchestrator.env]
     if on == "slurm":
         check_folder(config, plan)
-        for environment in () if options.python else environments:
-            find_environment(environment)
+        for environment in () if options.python else config.orchestrator.env:
+            find_environment(environment.id)
     here = Path(typed.file).parent  # where secrets are looked for too
     named = [Path(file) for file in typed.translation.env_files]
     env_files = [here / file if not file.exists() and (here / file).exists() else file for file in named]
     variables = read_env_files([*env_files, *options.env_file]) | {TOKEN: secrets.token_urlsafe(32)}
     job = _job(config, plan, typed.file, options, on)
-    print(f"run {job.name}, written to {job.run}", *plan.describe(), sep="\n")
-    if config.trainer.ckpt.interval is None:
-        print(
-            "note: `trainer.ckpt.interval` is not set: a job that is restarted repeats every step from the journal. "
-            "Add `--trainer.ckpt.interval 50`, or the like"
-        )
-    submit = _submit_to_slurm if on == "slurm" else _submit_to_kubernetes
-    submitted = submit(job, config, options, variables)
-    if submitted is None:
+    print(f"run {job.name}, written to {job.run}", *plan.describe(), *_notes(job, config, on), sep="\n")
+    if on == "slurm":
+        script = slurm.batch_script(job, options, workdir=Path.cwd())
+        files = {RUN_TOML: job.run_toml, NODE_SCRIPT: node_script(job), slurm.SCRIPT: script}
+    else:
+        files = {"manifests.yaml": kubernetes.manifests(job, options, dict.fromkeys(variables, HIDDEN))}
+    if options.dry_run:
+        files["secrets"] = "\n".join(f"{name}={HIDDEN}" for name in variables)
+        print("".join(f"\n{_RULE} {name} {_RULE}\n{text.rstrip()}\n" for name, text in files.items()))
+        if on == "slurm":
+            print(_says_slurm(script))
         print("nothing was submitted")
         return
+    name = _submit(job, files, options, variables, on)
     run = config.paths.root
-    print(f"submitted as {submitted}\n  trireme status {run}\n  trireme logs {run} -f\n  trireme cancel {run}")
+    print(f"submitted to {on} as {name}\n  trireme status {run}\n  trireme logs {run} -f\n  trireme cancel {run}")
 
 
 def _scheduler_here() -> Scheduler:
@@ -105,19 +112,28 @@ def _scheduler_here() -> Scheduler:
 
 
 def _job(config: RunConfig, plan: ClusterPlan, file: str, options: SubmitOptions, on: Scheduler) -> Job:
-    output_dir = kubernetes.on_volume(config.output_dir) if on == "kubernetes" else config.output_dir.absolute()
-    run = RunPaths(output_dir / config.name if config.name else output_dir).root
+    """Raises: ConfigError where the run's folder would not be inside of the volume of Kubernetes."""
+    root = config.paths.root.absolute()
+    output_dir, run = config.output_dir.absolute(), root
+    if on == "kubernetes":
+        output_dir = Path(kubernetes.MOUNT, config.output_dir)
+        run = output_dir / config.name if config.name else output_dir
+        if Path(kubernetes.MOUNT) not in run.parents:
+            raise ConfigError(
+                f"the run's folder would be {run} - expected one inside of {kubernetes.MOUNT}, where the volume is "
+                "mounted. Give a relative `output_dir`, or add `--name NAME`."
+            )
     identity = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     table = _given(config) | {"output_dir": str(output_dir), "device": "cuda" if plan.gpus_per_node else "cpu"}
     if not plan.is_single:
         table = {key: value for key, value in table.items() if key not in (*_SPLIT, "hosts")}
     return Job(
         id=identity,
-        name=config.name or config.paths.root.name or Path(file).stem,
+        name=config.name or root.name or Path(file).stem,
         plan=plan,
         run=run,
         state=submissions_of(run) / identity,
-        folder=submissions_of(config.paths.root.absolute()) / identity,
+        folder=submissions_of(root) / identity,
         run_toml=f"# {file}, as it was submitted\n\n{to_toml(table)}",
         python=options.python or (sys.executable if on == "slurm" else None),
         goes_back=config.trainer.ckpt.resume_step is not None,
@@ -125,80 +141,56 @@ def _job(config: RunConfig, plan: ClusterPlan, file: str, options: SubmitOptions
     )
 
 
-def _submit_to_slurm(job: Job, config: RunConfig, options: SubmitOptions, variables: dict[str, str]) -> str | None:
-    """Return what was submitted, or None after a dry run."""
-    if not job.plan.is_single:
-        print(f"note: {job.run.parent} must be the same folder on all machines; the job checks that before it starts")
-    script = slurm.batch_script(job, options, workdir=Path.cwd())
-    files = {RUN_TOML: job.run_toml, NODE_SCRIPT: node_script(job), slurm.SCRIPT: script}
-    if options.dry_run:
-        _show(files, variables)
-        try:
-            print(f"\nSlurm says: {slurm.check_submission(script)}")
-        except ConfigError as error:
-            print(f"\nnot ready: {error}")
-        return None
-    answer = slurm.check_submission(script)
-    _write(job, files)
-    write_secrets(job.folder / SECRETS, variables)
-    try:
-        number = slurm.submit(job.folder / slurm.SCRIPT)
-    except ConfigError:
-        (job.folder / SECRETS).unlink()
-        raise
-    Submission(job.id, "slurm", number, str(job.run), job.plan.by_name, folder=job.folder).write()
-    return f"Slurm's job {number}: {answer}"
-
-
-def _submit_to_kubernetes(job: Job, config: RunConfig, options: SubmitOptions, variables: dict[str, str]) -> str | None:
-    """Return what was submitted, or None after a dry run. The manifests that are shown and kept have no secrets."""
-    environments = ", ".join(environment.resolved_name for environment in config.orchestrator.env)
-    print(f"note: the image {options.image or 'IMAGE'} must hold trireme and the environments {environments}")
-    if not job.plan.is_single:
-        volume = options.volume or kubernetes.name_of(job)
-        print(f"note: the volume {volume} must be one that several pods can write to (ReadWriteMany)")
-    mount = config.output_dir if config.output_dir.is_absolute() else Path(kubernetes.VOLUME)
-    if job.run == mount:
-        raise ConfigError(
-            f"`output_dir` is {config.output_dir} and the run has no `name`, so that its folder is {mount}, where the "
-            "volume is mounted - expected a folder inside of the volume: the state of the submission lies next to it. "
-            "Add `--name NAME`."
+def _notes(job: Job, config: RunConfig, on: Scheduler) -> Iterator[str]:
+    if config.trainer.ckpt.interval is None:
+        yield (
+            "note: `trainer.ckpt.interval` is not set: a job that is restarted repeats every step from the journal. "
+            "Add `--trainer.ckpt.interval 50`, or the like"
         )
-    hidden = kubernetes.manifests(job, options, dict.fromkeys(variables, HIDDEN), mount)
-    if options.dry_run:
-        _show({"manifests.yaml": hidden}, variables)
-        return None
-    name, processes = kubernetes.name_of(job), job.plan.by_name
-    record = Submission(job.id, "kubernetes", name, str(job.run), processes, options.namespace, folder=job.folder)
-    _write(job, {"manifests.yaml": hidden}, record)  # first: without it no command would find the job
+    if on == "kubernetes":
+        environments = ", ".join(environment.resolved_name for environment in config.orchestrator.env)
+        yield f"note: the image must hold trireme and the environments {environments}"
+        if not job.plan.is_single:
+            yield "note: the volume must be one that several pods can write to (ReadWriteMany)"
+    elif not job.plan.is_single:
+        yield f"note: {job.run.parent} must be the same folder on all machines; the job checks that before it starts"
+
+
+def _says_slurm(script: str) -> str:
     try:
-        kubernetes.submit(job, kubernetes.manifests(job, options, variables, mount), options.namespace)
-    except ConfigError:
-        shutil.rmtree(job.folder)
-        raise
-    return f"job {name}"
+        return f"Slurm says: {slurm.check_submission(script)}"
+    except ConfigError as error:
+        return f"not ready: {error}"
 
 
-def _show(files: dict[str, str], variables: dict[str, str]) -> None:
-    hidden = "\n".join(f"{name}={HIDDEN}" for name in variables)
-    for name, text in (files | {"secrets": hidden}).items():
-        print(f"\n{_RULE} {name} {_RULE}\n{text.rstrip()}")
+def _submit(job: Job, files: dict[str, str], options: SubmitOptions, variables: dict[str, str], on: Scheduler) -> str:
+    """Write the submission's folder, submit the job, and return its name.
 
-
-def _write(job: Job, files: dict[str, str], record: Submission | None = None) -> None:
-    """Raises: ConfigError where the submission's folder cannot be written."""
+    Raises: ConfigError where the folder cannot be written, or the cluster rejects the job. The folder is removed then.
+    """
     try:
         job.folder.mkdir(mode=0o700, parents=True)
-        for name, text in files.items():
-            (job.folder / name).write_text(text)
-        if record is not None:
-            record.write()
+        for file, text in files.items():
+            (job.folder / file).write_text(text)
     except OSError as error:
         raise ConfigError(
             f"{job.folder} could not be written ({error}) - expected a folder for the record of the submission, next "
             "to that of the run. Nothing was submitted. Free some space, or change `output_dir`: one that is relative "
             "lies in this folder here, and on the volume in Kubernetes."
         ) from error
+    submission = Submission(job.id, on, kubernetes.name_of(job), str(job.run), options.namespace, folder=job.folder)
+    try:
+        if on == "slurm":
+            write_secrets(job.folder / SECRETS, variables)
+            submission = replace(submission, job=slurm.submit(files[slurm.SCRIPT]))
+            submission.write()
+        else:
+            submission.write()  # first: without the record no command would find the job
+            kubernetes.submit(submission, kubernetes.manifests(job, options, variables))
+    except ConfigError:
+        shutil.rmtree(job.folder)
+        raise
+    return submission.job
 
 
 def _given(value: Any) -> Any:
@@ -211,59 +203,6 @@ def _given(value: Any) -> Any:
     return NONE if value is None else to_table(value)
 
 
-def plan_of(config: RunConfig, options: SubmitOptions) -> ClusterPlan:
-    """Choose how many machines of how many GPUs the run takes, and what runs where.
-
-    Raises: ConfigError where nothing says how many GPUs a machine has, where the run places itself, or where the GPUs
-        do not divide over the machines.
-    """
-    nodes, gpus_per_node = options.nodes, options.gpus_per_node
-    if "hosts" in config.model_fields_set:
-        raise ConfigError(
-            "the run has a table `[hosts]` - expected none: the cluster chooses the machines, and their "
-            "addresses are filled in then. Remove the table, or start the processes yourself."
-        )
-    if (nodes or 1) > 1 and (config.inference_gpu_ids is not None or config.trainer_gpu_ids is not None):
-        raise ConfigError(
-            f"inference_gpu_ids or trainer_gpu_ids was given, with `--nodes {nodes}` - GPUs of several machines are "
-            "dealt out by number. Write `inference_gpus` and `trainer_gpus`, counted over all machines."
-        )
-    ids = {*(config.inference_gpu_ids or ()), *(config.trainer_gpu_ids or ())}
-    asked = max(len(ids), (config.inference_gpus or 0) + (config.trainer_gpus or 0))  # over all machines
-    if gpus_per_node is None and config.device == "cpu":
-        gpus_per_node = 0
-    elif gpus_per_node is None and asked:
-        gpus_per_node = min(MAX_GPUS_PER_NODE, -(-asked // (nodes or 1)))
-    elif gpus_per_node is None:
-        raise ConfigError(
-            "nothing says how many GPUs each machine has - expected `--gpus-per-node`, or GPUs in the run itself. "
-            "Write `--gpus-per-node 8`, or 0 to run on CPUs."
-        )
-    if nodes is None:
-        nodes = max(1, -(-asked // gpus_per_node)) if gpus_per_node else 1
-    limits = (("--nodes", nodes, 1), ("--gpus-per-node", gpus_per_node, 0))
-    raise_together(
-        [
-            f"`{flag} {number}` - expected {least} or more. Write `{flag} {max(least, 1)}`, or leave it out."
-            for flag, number, least in limits
-            if number < least
-        ]
-    )
-    if nodes == 1 and asked > gpus_per_node:
-        raise ConfigError(
-            f"the run asks for {asked} GPUs, and its one machine has {gpus_per_node} - expected that to be enough. "
-            f"Write `--nodes {-(-asked // gpus_per_node) if gpus_per_node else 2}`, or raise `--gpus-per-node`."
-        )
-    return plan_nodes(
-        nodes,
-        gpus_per_node,
-        inference_gpus=config.inference_gpus,
-        trainer_gpus=config.trainer_gpus,
-        inference_nodes=options.inference_nodes,
-        tp=config.inference.parallel.tp if gpus_per_node else 1,
-    )
-
-
 def check_on_machines(config: RunConfig, plan: ClusterPlan, *, cores: int) -> None:
     """Check the run as each of its machines will.
 
@@ -274,20 +213,14 @@ def check_on_machines(config: RunConfig, plan: ClusterPlan, *, cores: int) -> No
     if plan.is_single:
         check(resolve(config, devices), devices)
         return
-    addresses = [
-        f"10.99.0.{machine + 1}" for machine in range(plan.num_nodes)
-    ]  # in place of those that the machines will have
-    hosts = {
-        "hosts.inference": tuple(addresses[index] for index in plan.machines_of("inference")),
-        "hosts.orchestrator": addresses[plan.leader],
-        "hosts.trainer": tuple(addresses[index] for index in plan.machines_of("trainer")),
-    }
-    config = updated(config, dict.fromkeys(_SPLIT) | hosts)
+    addresses = [f"10.99.0.{machine + 1}" for machine in range(plan.num_nodes)]  # in place of those that they will have
+    hosts = {f"hosts.{kind}": tuple(addresses[each] for each in machines) for kind, machines in plan.machines.items()}
+    config = updated(config, dict.fromkeys(_SPLIT) | hosts | {"hosts.orchestrator": addresses[plan.leader]})
     found: list[str] = []
-    for process in plan.processes:
-        own = updated(config, {f"{process.kind}_gpu_ids": process.gpus}) if process.gpus else config
-        resolved = resolve(own, devices, section=process.kind, node=process.place)
-        found += problems(resolved, devices, section=process.kind)
+    for kind, machines in plan.machines.items():
+        for place in range(len(machines)):
+            resolved = resolve(config, devices, section=kind, node=place)
+            found += problems(resolved, devices, section=kind)
     raise_together(found)
 
 
