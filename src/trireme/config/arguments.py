@@ -107,7 +107,6 @@ def _number(read: Callable[[str], Number], is_allowed: Callable[[Number], bool],
 positive_int = _number(int, lambda value: value >= 1, "a whole number of at least 1")
 count = _number(int, lambda value: value >= 0, "a whole number of at least 0")
 positive = _number(float, lambda value: 0 < value < math.inf, "a number above 0")
-share = _number(float, lambda value: 0 < value <= 1, "a number above 0 and up to 1")
 
 
 def json_table(example: str) -> Callable[[str], dict[str, Any]]:

@@ -1,25 +1,23 @@
 """`trireme plan`: from a configuration and a `config.json` to memory, time and advice, without starting anything."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from model_configs import cache_models
-from trireme.algo.model.chips import CHIPS
+from trireme.algo.model.chips import CHIPS, GIB
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
-from trireme.base.paths import RunPaths
 from trireme.cli.runs.plan import plan
-from trireme.config.files import write_run
 from trireme.config.load import load_run_config
-from trireme.config.resolve import resolve, updated
+from trireme.config.resolve import resolve
 from trireme.config.rules import launch_problems
-from trireme.config.run import RunConfig
 from trireme.tools.plan.advice import advise, fit_warnings
 from trireme.tools.plan.estimate import Estimate, estimate_run
-from trireme.tools.plan.lengths import lengths_of, rates_of
+from trireme.tools.plan.lengths import lengths_of
 from trireme.tools.plan.machine import describe_machine, find_chip
 from trireme.tools.plan.sizes import read_sizes
 
@@ -42,22 +40,17 @@ def estimated(file: Path, *flags: str, gpu: str | None = "h100", gpus: int = 8, 
     return estimate_run(config, read_sizes(str(config.trainer.model.name)), machine, lengths_of(config, **lengths))
 
 
-def told(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any]]:
-    code = plan([*argv, "--json"])
-    return code, json.loads(capsys.readouterr().out)
-
-
-def test_a_laptop_plans_for_a_cluster_by_the_name_of_a_model(capsys):
-    flags = ["--model.name", "Qwen/Qwen3-8B", "--gpu", "h100", "--gpus", "8"]
-    code, said = told(capsys, *flags)
-    parameters = {"parameters": 8_190_735_360, "active": 7_568_097_280, "trained": 8_190_735_360}
-    assert said["model"] == {"name": "Qwen/Qwen3-8B", "exact": True} | parameters
-    assert said["trainer"]["room_gib"] == 79
-    assert code == (0 if said["fits"] else 1)
-    plan(flags)
+def test_a_laptop_plans_for_a_cluster_by_the_name_of_a_model(config_file, capsys):
+    flags = ["--model.name", "Qwen/Qwen3-8B"]
+    estimate = estimated(config_file, *flags)
+    model = estimate.training.model
+    assert (model.num_parameters, model.active_parameters) == (8_190_735_360, 7_568_097_280)
+    assert estimate.trainer.room == 79 * GIB
+    code = plan(["@", str(config_file), *flags, "--gpu", "h100", "--gpus", "8"])
+    assert code == (0 if estimate.fits else 1)
     shown = capsys.readouterr().out
-    assert f"{said['trainer']['needs_gib']:,.2f} / {said['trainer']['room_gib']:,.2f}" in shown
-    assert f"{said['engine']['kv_tokens']:,} tokens" in shown
+    assert f"{estimate.trainer.total / GIB:,.2f} / {estimate.trainer.room / GIB:,.2f}" in shown
+    assert f"{estimate.serving.num_tokens:,} tokens" in shown
 
 
 def test_the_advice_fits_when_it_is_followed(config_file, capsys):
@@ -70,10 +63,10 @@ def test_the_advice_fits_when_it_is_followed(config_file, capsys):
     shown = capsys.readouterr().out
     assert "ac.freq = 1 saves" in shown
     assert "First that fits: " in shown
-    flags = ["--model.name", "meta-llama/Llama-3.1-70B", "--gpu", "h100", "--gpus", "8", "--inference-gpus", "4"]
-    code, said = told(capsys, "@", str(config_file), *flags)
-    assert (code, said["engine"]["fits"]) == (1, False)
-    assert any("inference.parallel.tp = 4" in line for line in said["engine_advice"])
+    flags = ["--model.name", "meta-llama/Llama-3.1-70B", "--inference-gpus", "4"]
+    large = estimated(config_file, *flags)
+    assert not large.engine_fits
+    assert any("inference.parallel.tp = 4" in line for line in advise(large).engine)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +78,10 @@ def test_the_advice_fits_when_it_is_followed(config_file, capsys):
         "--model.name Qwen/Qwen3-Next-80B-A3B",
     ],
 )
-def test_a_run_accepts_each_line_of_the_advice(config_file, tmp_path, flags):
-    savings = advise(estimated(config_file, *flags.split())).savings
+def test_a_run_accepts_each_line_of_the_advice(config_file, tmp_path, monkeypatch, flags):
+    before = estimated(config_file, *flags.split())
+    savings = advise(before).savings
+    monkeypatch.setattr("trireme.cli.runs.plan.read_sizes", lambda *_, **__: before.sized)  # they do not change
     lines = [saving.words for saving in savings if "_gpus" not in saving.words]
     assert len(lines) > 5
     for line in lines:
@@ -117,41 +112,26 @@ def test_a_supervised_configuration_is_seen_by_its_keys(tmp_path, capsys):
     (tmp_path / "chat.jsonl").write_text("{}")
     lines = [f'data = "{tmp_path}/chat.jsonl"', "seq_len = 4096", "batch_size = 32", '[model]\nname = "Qwen/Qwen3-4B"']
     file.write_text("\n".join(lines))
-    _, said = told(capsys, "@", str(file), "--gpu", "h100", "--gpus", "4", "--examples", "320")
-    assert said["engine"] is None
-    assert said["batch"]["rows"] == 8
-    assert said["batch"]["epochs"] == 100 * 32 / 320
-
-
-def test_splits_are_of_whole_engines_and_teams_and_the_shortest_step_that_fits_is_marked(config_file, capsys):
-    flags = ["@", str(config_file), "--model.name", "Qwen/Qwen3-0.6B", "--gpu", "h200", "--gpus", "8"]
-    _, said = told(capsys, *flags)
-    assert [split["engine_gpus"] + split["trainer_gpus"] for split in said["splits"]] == [8] * 7
-    best = min((split for split in said["splits"] if split["fits"]), key=lambda split: split["step_s"])
-    plan(flags)
+    plan(["@", str(file), "--gpu", "h100", "--gpus", "4"])
     shown = capsys.readouterr().out
-    assert any("shortest" in line and f"{best['step_s']:,.1f}" in line for line in shown.splitlines())
-    _, said = told(capsys, *flags, "--inference.parallel.tp", "2", "--trainer.model.cp", "2")
-    assert [(split["engine_gpus"], split["trainer_gpus"]) for split in said["splits"]] == [(6, 2), (4, 4), (2, 6)]
+    assert "engine" not in shown
+    assert re.search(r"^rows +8 of 4,096 tokens", shown, re.MULTILINE)
 
 
-def test_rates_that_are_given_take_the_place_of_assumed_ones(config_file, capsys):
-    """128 rollouts of 1,000 + 1,000 tokens; 3 engines at 2,000 tokens per second, a trainer at 8,000."""
-    flags = "--model.name Qwen/Qwen3-0.6B --gpu h100 --gpus 4 --inference-gpus 3 --prompt-tokens 1000"
-    flags += " --completion-tokens 1000 --engine-tokens-per-s 2000 --trainer-tokens-per-s 8000"
-    step = told(capsys, "@", str(config_file), *flags.split())[1]["step"]
-    assert (step["sampling_s"], step["training_s"]) == pytest.approx((128 * 1000 / 6000, 128 * 2000 / 8000))
-    assert step["step_s"] == pytest.approx(step["training_s"] + step["update_s"])
-
-
-@pytest.mark.parametrize(("idle", "rate"), [(0.75, 512), (None, 128)])
-def test_the_rate_of_engines_is_that_of_the_time_in_which_they_have_requests(tmp_path, idle, rate):
-    """8 rollouts of 64 tokens in 2 s, on two engines."""
-    values = {"output_dir": tmp_path, "inference_gpu_ids": (0, 1), "orchestrator.batch_size": 8}
-    write_run(updated(RunConfig(), values), RunPaths(tmp_path).run_config)
-    row = {"process": "orchestrator", "tokens/completion_mean": 64, "time/fill_batch": 2, "perf/engine_idle_frac": idle}
-    RunPaths(tmp_path).metrics.write_text("".join(json.dumps(row | {"step": step}) + "\n" for step in range(4)))
-    assert rates_of(tmp_path).engine == rate
+def test_the_better_split_is_of_whole_engines_and_teams_and_fits(config_file, capsys):
+    flags = ["--model.name", "Qwen/Qwen3-0.6B", "--inference-gpus", "7", "--trainer-gpus", "1"]
+    best = estimated(config_file, *flags, gpu="h200").best_split
+    steps = [
+        estimated(config_file, *flags[:2], "--inference-gpus", str(8 - ranks), "--trainer-gpus", str(ranks), gpu="h200")
+        for ranks in range(1, 8)
+    ]
+    fitting = [estimate.configured_split for estimate in steps if estimate.fits]
+    assert best.step_s == min(split.step_s for split in fitting)
+    plan(["@", str(config_file), *flags, "--gpu", "h200", "--gpus", "8"])
+    better = f"Better: inference_gpus = {best.engine_gpus}, trainer_gpus = {best.trainer_gpus}"
+    assert better in capsys.readouterr().out
+    paired = estimated(config_file, *flags[:2], "--inference.parallel.tp", "2", "--trainer.model.cp", "2").best_split
+    assert (paired.engine_gpus % 2, paired.trainer_gpus % 2) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from rich.console import Console
 from trireme.algo.model.chips import CHIPS
 from trireme.base.devices import detect_devices
 from trireme.base.errors import ConfigError
-from trireme.config.arguments import TypedFile, count, parse_arguments, positive, positive_int, share
+from trireme.config.arguments import TypedFile, count, parse_arguments, positive
 from trireme.config.files import read_table
 from trireme.config.load import load_config, load_run_config
 from trireme.config.model.folder import architecture_problems, looks_local
@@ -25,9 +24,9 @@ from trireme.config.sft import SftConfig
 from trireme.config.trainer import TrainerModel
 from trireme.tools.plan.advice import advise
 from trireme.tools.plan.estimate import Estimate, estimate_run
-from trireme.tools.plan.lengths import Lengths, Rates, lengths_of, rates_of
+from trireme.tools.plan.lengths import Lengths, lengths_of
 from trireme.tools.plan.machine import Machine, describe_machine
-from trireme.tools.plan.report import show, to_json
+from trireme.tools.plan.report import show
 from trireme.tools.plan.sizes import find_config, read_sizes
 
 WIDTH = 120
@@ -50,34 +49,16 @@ def plan(argv: list[str]) -> int:
     add = parser.add_argument_group("the machine, where it is not this one").add_argument
     add("--gpu", metavar="NAME", help=f"one of {', '.join(CHIPS)}")
     add("--gpus", metavar="N", type=count, help="how many in all; 0 plans for the CPU")
-    add("--gpus-per-node", metavar="N", type=positive_int, help="8, or all where there are fewer")
     add("--memory-gib", metavar="GIB", type=positive, help="of each GPU; of the machine on CPU")
-    add("--host-memory-gib", metavar="GIB", type=positive, help="of each node's own; 128 per GPU")
     add = parser.add_argument_group("the work").add_argument
-    add("--from", metavar="RUN", dest="run", type=Path, help="lengths and rates as this run had them")
+    add("--from", metavar="RUN", dest="run", type=Path, help="lengths as this run had them")
     add("--prompt-tokens", metavar="N", type=positive, help="of a rollout, on average")
     add("--completion-tokens", metavar="N", type=positive, help="sampled in a rollout, on average")
-    add("--examples", metavar="N", type=positive_int, help="to train on, for the number of passes")
-    add("--mfu", metavar="SHARE", type=share, help="of a GPU's peak that the trainer reaches")
-    add("--trainer-tokens-per-s", metavar="N", type=positive, help="of each of its GPUs, measured")
-    add("--engine-tokens-per-s", metavar="N", type=positive, help="of each of its GPUs, measured")
     parser.add_argument("--sft", action="store_true", help="the files are those of `sft`, as their keys may show")
-    parser.add_argument("--json", action="store_true", help="for machines")
     options, typed = parser.parse_known_args(argv)
-    machine = describe_machine(
-        detect_devices(),
-        gpu=options.gpu,
-        gpus=options.gpus,
-        gpus_per_node=options.gpus_per_node,
-        memory_gib=options.memory_gib,
-        host_memory_gib=options.host_memory_gib,
-    )
+    machine = describe_machine(detect_devices(), gpu=options.gpu, gpus=options.gpus, memory_gib=options.memory_gib)
     estimate = (_plan_sft if options.sft or _is_sft(typed) else _plan_run)(typed, options, machine)
-    advice = advise(estimate)
-    if options.json:
-        print(json.dumps(to_json(estimate, advice), indent=1, default=str))
-    else:
-        Console(width=WIDTH, highlight=False).print(show(estimate, advice), soft_wrap=False)
+    Console(width=WIDTH, highlight=False).print(show(estimate, advise(estimate)), soft_wrap=False)
     return 0 if estimate.fits else 1
 
 
@@ -90,12 +71,9 @@ def _plan_run(typed: list[str], options: Namespace, machine: Machine) -> Estimat
     name = config.trainer.model.name or config.model.name
     described = _described("trainer.model", config.trainer.model, name, config.device)
     raise_together(served_model_problems(config, described if config.inference.model.name in (None, name) else None))
-    prompt, sampled = options.prompt_tokens, options.completion_tokens
-    lengths = lengths_of(config, prompt=prompt, sampled=sampled, examples=options.examples, run=options.run)
     sized = read_sizes(name, described, vlm=config.trainer.model.vlm)
-    measured = rates_of(options.run) if options.run and machine.is_here else Rates()
-    rates = Rates(options.trainer_tokens_per_s or measured.trainer, options.engine_tokens_per_s or measured.engine)
-    return estimate_run(config, sized, machine, lengths, rates=rates, mfu=options.mfu)
+    prompt, sampled = options.prompt_tokens, options.completion_tokens
+    return estimate_run(config, sized, machine, lengths_of(config, prompt=prompt, sampled=sampled, run=options.run))
 
 
 def _plan_sft(typed: list[str], options: Namespace, machine: Machine) -> Estimate:
@@ -107,8 +85,7 @@ def _plan_sft(typed: list[str], options: Namespace, machine: Machine) -> Estimat
     sized = read_sizes(name, _described("model", config.model, name, config.device), vlm=config.model.vlm)
     length = sum(number for number in (options.prompt_tokens, options.completion_tokens) if number)
     source = "as given" if length else "the longest that the configuration allows"
-    lengths = Lengths(length or float(config.seq_len), 0.0, 0.0, source, examples=options.examples)
-    return estimate_run(config, sized, machine, lengths, mfu=options.mfu)
+    return estimate_run(config, sized, machine, Lengths(length or float(config.seq_len), 0.0, 0.0, source))
 
 
 def _described(table: str, model: TrainerModel, name: str, device: str) -> dict[str, Any]:

@@ -79,49 +79,35 @@ def trainer_changes(estimate: Estimate) -> list[Change]:
     """Return the changes that the configuration allows: first those that cost nothing, then those that cost speed, then
     precision, then more machines, then another task."""
     training, row, ranks = estimate.training, estimate.training.row, estimate.ranks
-    prefix, on_cpu = "trainer." if estimate.serving else "", estimate.machine.is_on_cpu
+    prefix, on_gpu = "trainer." if estimate.serving else "", not estimate.machine.is_on_cpu
     model, longest, cut = f"{prefix}model.", estimate.longest_sample, estimate.longest_sample // 2
-    on_gpu, is_eager = not on_cpu, row.attention == "eager"
-    keeps_scores, halved = on_gpu and row.attention in ("sdpa", "eager"), max(longest, row.tokens // 2)
-    has_sdpa = not (training.model.family.sinks or training.model.capped)
+    keeps_scores = on_gpu and row.attention in ("sdpa", "eager")
     has_states = any(layer.conv_state or layer.recurrent_state for layer in training.model.layers)
-    may_share = on_gpu and not (is_eager or has_states or training.model.tower)  # a row among ranks
+    may_share = on_gpu and not (row.attention == "eager" or has_states or training.model.tower)  # a row among ranks
     shared = math.gcd(ranks, training.model.heads)
-    flash = f'{model}attn = "flash_attention_2"'
-    bfloat16 = f'{model}optimization_dtype = "bfloat16"'
     linear = {matrix.name for layer in training.model.layers for matrix in layer.matrices} - {"router"}
     gpus = "trainer_gpus" if estimate.serving else "num_ranks"
+    flash, bfloat16 = {"attention": "flash_attention_2"}, {"value_bytes": 2}
+    attention, precision = f'{model}attn = "flash_attention_2"', f'{model}optimization_dtype = "bfloat16"'
+    selective, whole = {"ac_freq": 1, "ac_mode": "selective"}, {"ac_freq": 1, "ac_mode": "full"}
+    recomputes_none, recomputes_all = training.ac_freq is None, (training.ac_freq, training.ac_mode) == (1, "full")
     changes: list[tuple[bool, str, dict[str, Any]]] = [
-        (keeps_scores and row.value_bytes == 2, flash, {"attention": "flash_attention_2"}),
-        (on_cpu and is_eager and has_sdpa, f'{model}attn = "sdpa"', {"attention": "sdpa"}),
-        *((training.head_chunk > size, f"{model}head_chunk = {size}", {"head_chunk": size}) for size in (1024, 256)),
+        (keeps_scores and row.value_bytes == 2, attention, flash),
+        (training.head_chunk > 256, f"{model}head_chunk = 256", {"head_chunk": 256}),
         (not training.reshard, f"{model}reshard_after_forward = true", {"reshard": True}),
-        *((size < row.tokens, f"{prefix}micro_batch_tokens = {size}", {"tokens": size}) for size in (halved, longest)),
+        (longest < row.tokens, f"{prefix}micro_batch_tokens = {longest}", {"tokens": longest}),
         (on_gpu and training.shards < ranks, f"{model}dp_replicate = 1", {"shards": ranks}),
-        (on_gpu and row.value_bytes == 4, bfloat16, {"value_bytes": 2}),
+        (on_gpu and row.value_bytes == 4, precision, bfloat16),
         # kernels of flash attention know bfloat16 only
-        (
-            keeps_scores and row.value_bytes == 4,
-            f"{flash}, {bfloat16}",
-            {"attention": "flash_attention_2", "value_bytes": 2},
-        ),
-        (
-            training.ac_freq is None and not training.compiled,
-            f'{model}ac = {{ mode = "selective" }}',
-            {"ac_freq": 1, "ac_mode": "selective"},
-        ),
-        (training.ac_freq is None, f"{model}ac.freq = 2", {"ac_freq": 2, "ac_mode": "full"}),
-        ((training.ac_freq, training.ac_mode) != (1, "full"), f"{model}ac.freq = 1", {"ac_freq": 1, "ac_mode": "full"}),
+        (keeps_scores and row.value_bytes == 4, f"{attention}, {precision}", flash | bfloat16),
+        (recomputes_none and not training.compiled, f'{model}ac = {{ mode = "selective" }}', selective),
+        (not recomputes_all, f"{model}ac.freq = 1", whole),
         (on_gpu and training.reduce_bytes == 4, f'{model}reduce_dtype = "bfloat16"', {"reduce_bytes": 2}),
         (training.optimizer == "adamw", f'{prefix}optim.type = "adamw_8bit"', {"optimizer": "adamw_8bit"}),
         *((may_share and cp > row.cp, f"{model}cp = {cp}", {"cp": cp}) for cp in (2, 4, 8) if shared % cp == 0),
-        (
-            on_gpu and not training.offload_activations,
-            f"{model}activation_offload = true",
-            {"offload_activations": True},
-        ),
+        (on_gpu, f"{model}activation_offload = true", {"offload_activations": True}),
         *((on_gpu, f"{gpus} = {ranks * times} (has {ranks})", {"ranks": times}) for times in (2, 4, 8)),
-        (on_gpu and not training.offload_parameters, f"{model}fsdp_cpu_offload = true", {"offload_parameters": True}),
+        (on_gpu, f"{model}fsdp_cpu_offload = true", {"offload_parameters": True}),
         (training.has_reference, f"{prefix}loss.beta = 0", {"has_reference": False}),
         (row.targets is None, f"{model}lora.rank = 16", {"targets": tuple(linear), "rank": 16}),
         (True, f"seq_len = {cut}, {prefix}micro_batch_tokens = {cut}", {"tokens": cut}),

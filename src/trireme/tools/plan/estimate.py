@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from trireme.algo.model.chips import GIB
@@ -13,7 +13,7 @@ from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
-from trireme.tools.plan.lengths import Lengths, Rates, lengths_of
+from trireme.tools.plan.lengths import Lengths, lengths_of
 from trireme.tools.plan.machine import Machine, describe_machine
 from trireme.tools.plan.memory import Parts, Serving, Training, changed
 from trireme.tools.plan.sizes import Sized, read_sizes, serving_of, training_of
@@ -65,8 +65,6 @@ class Estimate:
     trainer_gpus: int = 0
     is_shared: bool = False  # trainer and engine live on the same devices
     synchronous: bool = False
-    rates: Rates = field(default_factory=Rates)
-    mfu: float | None = None  # as the user gave it
 
     @cached_property
     def trainer(self) -> Need:
@@ -132,46 +130,39 @@ class Estimate:
     @property
     def trainer_mfu(self) -> float:
         """Return the share of its peak that the trainer reaches."""
-        return self.mfu or (CPU_MFU if self.machine.is_on_cpu else assumed_mfu(self.training, self.batch))
+        return CPU_MFU if self.machine.is_on_cpu else assumed_mfu(self.training, self.batch)
 
     def training_seconds(self, gpus: int) -> float:
-        rate = self.rates.trainer or training_rate(self.training, self.machine.chip, self.batch, self.trainer_mfu)
+        rate = training_rate(self.training, self.machine.chip, self.batch, self.trainer_mfu)
         return self.batch.tokens / (rate * max(1, gpus))
 
-    def split(self, engine_gpus: int, trainer_gpus: int, *, fits: bool) -> Split:
+    def split(self, engine_gpus: int, trainer_gpus: int) -> Split:
         """Return a step on so many GPUs: one after the other in a synchronous run, else both at once, and the slower
         one decides. On GPUs (or cores) that both share, each takes what the other leaves."""
         assert self.serving is not None
-        engines = max(1, max(1, engine_gpus) // self.serving.tp)
-        chip, rate = self.machine.chip, self.rates.engine
-        sampling = sampling_seconds(self.serving, chip, self.batch, engines=engines, tokens_per_s=rate)
+        engines = max(1, engine_gpus // self.serving.tp)
+        sampling = sampling_seconds(self.serving, self.machine.chip, self.batch, engines=engines)
         training, update = self.training_seconds(trainer_gpus), update_seconds(self.serving)
         apart = self.synchronous or self.is_shared
         step = (training + sampling if apart else max(training, sampling)) + update
-        return Split(max(1, engine_gpus), max(1, trainer_gpus), sampling, training, update, step, fits)
+        return Split(engine_gpus, trainer_gpus, sampling, training, update, step)
 
     @cached_property
     def configured_split(self) -> Split | None:
-        return self.split(self.engine_gpus, self.trainer_gpus, fits=self.fits) if self.serving else None
-
-    @cached_property
-    def splits(self) -> list[Split]:
-        """Return all splits of as many GPUs, in whole engines and whole teams of ranks."""
-        if self.serving is None or self.is_shared or self.machine.is_on_cpu:
-            return []
-        copies, total = self.ranks // self.training.shards, self.engine_gpus + self.trainer_gpus
-        found, multiple = [], math.lcm(self.training.row.cp, copies)
-        for trainer_gpus in range(multiple, total, multiple):
-            if (total - trainer_gpus) % self.serving.tp == 0:
-                other = replace(self, training=changed(self.training, shards=trainer_gpus // copies))
-                fits = other.trainer.total <= self.trainer.room and self.engine_fits
-                found.append(self.split(total - trainer_gpus, trainer_gpus, fits=fits))
-        return found
+        return self.split(self.engine_gpus, self.trainer_gpus) if self.serving else None
 
     @property
     def best_split(self) -> Split | None:
-        """Return the shortest step of those that fit."""
-        return min((split for split in self.splits if split.fits), key=lambda split: split.step_s, default=None)
+        """Return the shortest step with as many GPUs, in whole engines and whole teams of ranks, that fits."""
+        if self.serving is None or self.is_shared or self.machine.is_on_cpu or not self.engine_fits:
+            return None
+        copies, total = self.ranks // self.training.shards, self.engine_gpus + self.trainer_gpus
+        multiple, found = math.lcm(self.training.row.cp, copies), []
+        for trainer_gpus in range(multiple, total, multiple):
+            other = replace(self, training=changed(self.training, shards=trainer_gpus // copies))
+            if (total - trainer_gpus) % self.serving.tp == 0 and other.trainer.total <= self.trainer.room:
+                found.append(self.split(total - trainer_gpus, trainer_gpus))
+        return min(found, key=lambda split: split.step_s, default=None)
 
 
 def scattered_bytes(parts: Parts, share: float) -> float:
@@ -182,15 +173,7 @@ def _gib(number: float) -> str:
     return f"{number / GIB:,.1f} GiB"
 
 
-def estimate_run(
-    config: RunConfig | SftConfig,
-    sized: Sized,
-    machine: Machine,
-    lengths: Lengths,
-    *,
-    rates: Rates | None = None,
-    mfu: float | None = None,
-) -> Estimate:
+def estimate_run(config: RunConfig | SftConfig, sized: Sized, machine: Machine, lengths: Lengths) -> Estimate:
     """Plan a resolved configuration. A supervised run has no engines, and its conversations are all prompt."""
     run, trainer = (config, config.trainer) if isinstance(config, RunConfig) else (None, config)
     rollouts = config.orchestrator.batch_size if isinstance(config, RunConfig) else config.batch_size
@@ -216,7 +199,6 @@ def estimate_run(
             teams=teams,
             iterations=run.trainer.num_iterations if run else 1,
             oversampling=run.orchestrator.oversampling_factor if run else 1.0,
-            steps=config.max_steps,
         ),
         longest_sample=config.seq_len,
         serving=serving_of(run, sized.architecture, machine) if run else None,
@@ -224,8 +206,6 @@ def estimate_run(
         trainer_gpus=len(trainer_ids),
         is_shared=set(trainer_ids) == set(engine_ids),
         synchronous=bool(run and run.synchronous),
-        rates=rates or Rates(),
-        mfu=mfu,
     )
 
 

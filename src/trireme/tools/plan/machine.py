@@ -13,7 +13,7 @@ from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 
 ASK_S = 5.0
-HOST_GIB_PER_GPU = 128.0  # where nothing is known of the machine that GPUs are in
+GPUS_PER_NODE, HOST_GIB_PER_GPU = 8, 128.0  # where nothing is known of the machine that GPUs are in
 
 # One core of a server, as this trainer and vLLM's CPU build were seen to use it.
 CORE_FLOPS = 40e9
@@ -29,7 +29,6 @@ class Machine:
     cores: int
     host_memory: float  # bytes, of one node
     gpus_per_node: int
-    is_here: bool  # else it was described
 
     @property
     def is_on_cpu(self) -> bool:
@@ -41,13 +40,7 @@ class Machine:
 
 
 def describe_machine(
-    here: Devices,
-    *,
-    gpu: str | None = None,
-    gpus: int | None = None,
-    gpus_per_node: int | None = None,
-    memory_gib: float | None = None,
-    host_memory_gib: float | None = None,
+    here: Devices, *, gpu: str | None = None, gpus: int | None = None, memory_gib: float | None = None
 ) -> Machine:
     """
     Args:
@@ -60,10 +53,8 @@ def describe_machine(
     count = gpus if gpus is not None else (1 if gpu else 0) or here.num_gpus
     is_here = not gpu and gpus is None
     if count == 0:
-        given = memory_gib or host_memory_gib
-        memory, flops = given * GIB if given else host_memory(), here.cores * CORE_FLOPS
-        chip = Chip("CPU", memory, flops, flops, here.cores * CORE_BANDWIDTH)
-        return Machine(chip, 0, here.cores, memory, 1, is_here=is_here and given is None)
+        memory, flops = memory_gib * GIB if memory_gib else host_memory(), here.cores * CORE_FLOPS
+        return Machine(Chip("CPU", memory, flops, flops, here.cores * CORE_BANDWIDTH), 0, here.cores, memory, 1)
     found = CHIPS.get(gpu.lower()) if gpu else find_chip() if is_here else None
     if found is None and memory_gib is None:
         what = f"--gpu {gpu} is not in the table" if gpu else "No GPU was named, and none was found on this machine"
@@ -71,11 +62,9 @@ def describe_machine(
     known = found or CHIPS["h100"]
     memory = memory_gib * GIB if memory_gib else known.memory
     chip = replace(known, name=found.name if found else gpu or "GPU", memory=memory)
-    per_node = gpus_per_node or min(count, 8)
-    host = (host_memory_gib or HOST_GIB_PER_GPU * per_node) * GIB
-    if is_here and not host_memory_gib:
-        host = host_memory()
-    return Machine(chip, count, here.cores, host, per_node, is_here=is_here)
+    per_node = min(count, GPUS_PER_NODE)
+    host = host_memory() if is_here else HOST_GIB_PER_GPU * per_node * GIB
+    return Machine(chip, count, here.cores, host, per_node)
 
 
 def find_chip() -> Chip | None:

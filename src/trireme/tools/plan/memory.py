@@ -82,12 +82,6 @@ class Serving:
         return self.utilization * self.memory - sum(self.parts.values())
 
     @property
-    def peak(self) -> float:
-        if self.is_on_cpu:
-            return sum(self.parts.values()) + self.room
-        return max(self.utilization * self.memory, sum(self.parts.values()))
-
-    @property
     def num_requests(self) -> float:
         """Return how many requests of `max_model_len` run at once."""
         return max(0.0, self.room / self.kv_bytes(self.max_model_len))
@@ -265,10 +259,6 @@ class Training:
     @property
     def parts(self) -> Parts:
         return self.moments[self.fullest]
-
-    @property
-    def peak(self) -> float:
-        return sum(self.parts.values())
 
     @property
     def host(self) -> Parts:

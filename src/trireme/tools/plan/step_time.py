@@ -1,8 +1,7 @@
 """Seconds of a step: sampling by the engines, training, and sending the weights.
 
 Hardware is modelled as simply as can be: products at a share of the peak, decoding as fast as memory can be read. It
-orders choices rightly more often than it gives the right second; measured rates (`--trainer-tokens-per-s`,
-`--engine-tokens-per-s`, `--from RUN`) replace it.
+orders choices rightly more often than it gives the right second.
 """
 
 from __future__ import annotations
@@ -35,17 +34,10 @@ class Batch:
     teams: int  # ranks, or teams that share a row, which have rows of their own
     iterations: int
     oversampling: float
-    steps: int
 
     @property
     def tokens(self) -> float:
         return self.rollouts * self.lengths.total
-
-    @property
-    def epochs(self) -> float | None:
-        """Return the passes over the examples of the whole run."""
-        examples = self.lengths.examples
-        return self.steps * (self.groups or self.rollouts) / examples if examples else None
 
 
 @dataclass(frozen=True)
@@ -58,20 +50,6 @@ class Split:
     training_s: float
     update_s: float
     step_s: float
-    fits: bool
-
-    @property
-    def bottleneck(self) -> str:
-        return "engines" if self.sampling_s > self.training_s else "trainer"
-
-    @property
-    def engines_idle(self) -> float:
-        """Return the share of a step."""
-        return 1 - self.sampling_s / self.step_s
-
-    @property
-    def trainer_idle(self) -> float:
-        return 1 - self.training_s / self.step_s
 
 
 def assumed_mfu(training: Training, batch: Batch) -> float:
@@ -96,17 +74,9 @@ def training_rate(training: Training, chip: Chip, batch: Batch, mfu: float) -> f
     return chip.peak(training.row.value_bytes) * mfu / flops
 
 
-def sampling_seconds(
-    serving: Serving, chip: Chip, batch: Batch, *, engines: int, tokens_per_s: float | None = None
-) -> float:
-    """Return the seconds to sample a batch: no shorter than the longest rollout takes.
-
-    Args:
-        tokens_per_s: of each GPU, where it was measured.
-    """
+def sampling_seconds(serving: Serving, chip: Chip, batch: Batch, *, engines: int) -> float:
+    """Return the seconds to sample a batch: no shorter than the longest rollout takes."""
     rollouts, lengths = batch.rollouts / engines, batch.lengths
-    if tokens_per_s:
-        return rollouts * lengths.sampled / (tokens_per_s * serving.tp)
     model, peak = serving.model, chip.peak(serving.value_bytes)
     requests = serving.concurrency(lengths.total, rollouts * batch.oversampling)
     # for one token of each request: all weights that are met are read, and all keys and values
