@@ -172,7 +172,11 @@ FAULTS: dict[str, Fault] = {
     "group numbers leap": (put(4, "state.next_group", 10**15), 4, "the next group is 1000000000000000"),
     "a counter is wrong": (change(3, "state.counters.trained", one_more), 3, "state.counters.trained is 25"),
     # the data order
-    "the place in the data is another": (change(3, "state.cursors.a.position", one_more), 3, "state.cursors.a is"),
+    "the place in the data is another": (
+        change(3, "state.cursors.a.position", one_more),
+        3,
+        "state.cursors.a.position is",
+    ),
     "the data set is unknown": (put(0, "state.sizes", {}), 0, "training sets as nothing"),
     # tokens
     "a token is of the future": (change_column("versions", 4), 3, "token . has 4 in `versions`"),
@@ -220,5 +224,5 @@ RICH_FAULTS: dict[str, Fault] = {
     "a running mean is another": (put(3, "state.baselines.a", 0.125), 3, "state.baselines.a is 0.125"),
     "one should be gone": (change(3, "rules.filters", drop_flawed), 3, "masked is .truncated|dropped for is nothing"),
     "a group says too little": (put(3, "rules.least_variance", 100.0), 3, "is trained, and there is little signal"),
-    "a score is another": (change(3, "state.scores.a.means", change_first_mean), 3, "state.scores.a.means, place 0 is"),
+    "a score is another": (change(3, "state.scores.a.means", change_first_mean), 3, r"state.scores.a.means\[0\] is"),
 }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,8 +16,6 @@ import msgspec
 import numpy as np
 
 from trireme.messages import COLUMNS, MicroBatch, Tokens, decode_as, encode
-
-NAME = re.compile(r"batch_\d+\.rank_(?P<rank>\d+)\.msgpack")
 
 
 class Scored(msgspec.Struct, frozen=True):
@@ -67,22 +64,12 @@ def write_logprobs(folder: Path, step: int, rank: int, rows: Sequence[MicroBatch
         partial.unlink(missing_ok=True)
 
 
-def count_ranks(folder: Path) -> int:
-    """Return one more than the highest rank of any file, listing the whole folder."""
-    names = (NAME.fullmatch(path.name) for path in folder.glob("batch_*.rank_*.msgpack"))
-    return max((int(match["rank"]) + 1 for match in names if match), default=0)
-
-
-def read_logprobs(folder: Path, step: int, num_ranks: int | None = None) -> dict[bytes, np.ndarray]:
-    """Return logprobs by sample. Files that are missing or cannot be read are skipped.
-
-    Args:
-        num_ranks: from `count_ranks`, for a reader of many steps; None counts them.
-    """
+def read_logprobs(folder: Path, step: int) -> dict[bytes, np.ndarray]:
+    """Return logprobs by sample. Files that are missing or cannot be read are skipped."""
     found: dict[bytes, np.ndarray] = {}
-    for rank in range(count_ranks(folder) if num_ranks is None else num_ranks):
+    for path in folder.glob(f"batch_{step:06d}.rank_*.msgpack"):
         with suppress(OSError, msgspec.DecodeError, ValueError, TypeError):
-            scored: Scored = decode_as(Scored, path_of(folder, step, rank).read_bytes())
+            scored: Scored = decode_as(Scored, path.read_bytes())
             parts = np.split(scored.logprobs, np.cumsum(scored.counts)[:-1])
             found |= dict(zip(scored.samples, parts, strict=True))
     return found

@@ -1,62 +1,69 @@
-"""Comparison of two records, to the bit: the names whose values differ, the place within a column or a list, and values
-as text."""
+"""Comparison of two records, to the bit: the first place at which they differ, and values as text."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
+import msgspec
 import numpy as np
 
 LONGEST = 120  # characters of a value
 
 
-def differing(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> list[Any]:
-    """Return the names whose values are not the same to the bit, in the order of A; a missing value counts as None."""
-    return [name for name in {**a, **b} if not _are_identical(a.get(name), b.get(name))]
+def first_difference(a: Any, b: Any, rtol: float = 0.0) -> tuple[str, Any, Any] | None:
+    """Return the first place within two values at which they differ, and what each has there; None where they are the
+    same. A missing value counts as None.
 
+    Args:
+        rtol: relative tolerance of numbers that are not computed in the same order again.
 
-def _are_identical(a: Any, b: Any) -> bool:
-    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        if type(a) is not type(b):
-            return False
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if isinstance(a, float) and isinstance(b, float):
-        return repr(a) == repr(b)  # NaN is identical to NaN, and 0.0 is not to -0.0
-    return bool(a == b)
+    Example:
+        first_difference({"a": [1, 2]}, {"a": [1, 3]})  # ".a[1]", 2, 3
+    """
+    match a, b:
+        case (float(), float()):
+            # NaN is the same as NaN, and 0.0 is not the same as -0.0
+            is_same = a.hex() == b.hex() or bool(rtol and np.isclose(a, b, rtol=rtol, atol=rtol / 1000))
+            return None if is_same else ("", a, b)
+        case (dict(), dict()):
+            parts = [(f".{name}", a.get(name), b.get(name)) for name in {**a, **b}]
+        case (msgspec.Struct(), msgspec.Struct()) if type(a) is type(b):
+            parts = [(f".{name}", getattr(a, name), getattr(b, name)) for name in a.__struct_fields__]
+        case (list(), list()):
+            parts = [(f"[{place}]", *both) for place, both in enumerate(zip_longest(a, b))]
+        case (np.ndarray(), np.ndarray()) if a.shape == b.shape and a.dtype == b.dtype:
+            index = first_place(a, b)
+            return None if index is None else (f"[{index}]", a.flat[index], b.flat[index])
+        case (np.ndarray(), _) | (_, np.ndarray()):
+            return "", a, b
+        case _:
+            return None if a == b else ("", a, b)
+    for place, one, other in parts:
+        if difference := first_difference(one, other, rtol):
+            return f"{place}{difference[0]}", *difference[1:]
+    return None
 
 
 def first_place(a: np.ndarray, b: np.ndarray) -> int | None:
-    """Return the first index at which two sequences differ, as far as the shorter one goes; to the bit."""
-    shorter = min(len(a), len(b))
-    bits_a, bits_b = (np.ascontiguousarray(each[:shorter]).view(f"u{each.dtype.itemsize}") for each in (a, b))
+    """Return the first index at which two columns differ, as far as the shorter one goes; to the bit."""
+    shorter = min(a.size, b.size)
+    bits_a, bits_b = (np.ascontiguousarray(each).ravel()[:shorter].view(f"u{each.itemsize}") for each in (a, b))
     differ = np.flatnonzero(bits_a != bits_b)
     return int(differ[0]) if len(differ) else None
 
 
-def narrowed(a: Any, b: Any, *, unit: str = "place") -> tuple[str, Any, Any]:
-    """Return the place at which two columns, or two lists of messages, differ, and what is there.
-
-    Args:
-        unit: word for a place in a column.
-
-    Example:
-        narrowed(np.array([1, 2]), np.array([1, 3]), unit="token")  # ", token 1", 2, 3
-    """
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and (a.shape, a.dtype) == (b.shape, b.dtype):
-        place = first_place(a, b)
-        return f", {unit} {place}", a[place], b[place]
-    if isinstance(a, list) and isinstance(b, list) and all(isinstance(each, dict) for each in (*a, *b)):
-        number = next((n for n, both in enumerate(zip(a, b, strict=False)) if both[0] != both[1]), min(len(a), len(b)))
-        one, other = (messages[number] if number < len(messages) else None for messages in (a, b))
-        return f", message {number}", one, other
-    return "", a, b
+def differences(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> dict[Any, tuple[str, Any, Any]]:
+    """Return the `first_difference` of each name whose values are not the same, in the order of A."""
+    compared = ((name, first_difference(a.get(name), b.get(name))) for name in {**a, **b})
+    return {name: difference for name, difference in compared if difference}
 
 
 def shown(value: Any) -> str:
     """Return a value as text, cut off where it is long."""
     if isinstance(value, np.ndarray):
-        return f"{len(value)} value{'' if len(value) == 1 else 's'}"
+        return counted(len(value), "value")
     text = "nothing" if value is None else str(value) if isinstance(value, np.generic) else repr(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 

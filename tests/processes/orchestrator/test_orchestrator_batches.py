@@ -71,7 +71,7 @@ def audited(outcome: WholeRun) -> WholeRun:
     write_run(outcome.config, outcome.config.paths.run_config)
     report = audit_run(outcome.config.paths.root)
     rooms = {one.area for one in report.in_order()} - {"metrics"}
-    assert not rooms, report.text(everything=True)
+    assert not rooms, report.text()
     return outcome
 
 

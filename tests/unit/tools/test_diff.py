@@ -1,7 +1,6 @@
 """`trireme diff`: of two runs that are not the same, the first thing that differs is named, and what leads to it."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -26,10 +25,9 @@ from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.journal.journal import Journal
-from trireme.journal.logprobs import Scored, counting, identity, path_of, read_logprobs
 from trireme.journal.provenance import collect_provenance, write_provenance
 from trireme.journal.records import BatchRecord, Dropped
-from trireme.messages import Kept, Picture, Tokens, encode
+from trireme.messages import Kept, Picture, Tokens
 from trireme.monitor.metrics import MetricsFile
 from trireme.tools.diff.aspects import ASPECTS, Difference
 from trireme.tools.diff.compare import compare_runs
@@ -78,22 +76,6 @@ def raise_metric(name: str) -> Change:
     return lambda step: change_lines(lambda rows: in_row(row_of(rows, "trainer", step)))
 
 
-def change_scores(step: int) -> Plant:
-    def plant(config: RunConfig) -> None:
-        of = identity(Journal(config.paths.journal).read(step).rollouts[0].samples[-1])
-        scores = read_logprobs(config.paths.logprobs, step)
-        save_scores(config, step, scores | {of: np.append(scores[of][:-1], next_float(scores[of][-1]))})
-
-    return plant
-
-
-def save_scores(config: RunConfig, step: int, scores: dict[bytes, np.ndarray]) -> None:
-    config.paths.logprobs.mkdir(exist_ok=True)
-    counts = np.array([len(each) for each in scores.values()], np.int32)
-    scored = Scored(step, list(scores), counts, np.concatenate(list(scores.values())))
-    path_of(config.paths.logprobs, step, 0).write_bytes(encode(scored))
-
-
 def change_digest(version: int) -> Plant:
     def in_entry(entry: Any) -> None:
         entry.confirmations[-1].digests["model.norm.weight"] = "another"
@@ -108,6 +90,7 @@ def keep_none(sample: Tokens) -> Tokens:
 STALE = Dropped(90, 0, 0, "a", 1, "stale: begun too early")
 CHANGES: dict[str, Change] = {
     "weights": change_digest,
+    "rules": lambda step: change(step, "rules.max_attempts", one_more),
     "examples": lambda step: edit(step, change_example),
     "attempts": in_rollout("attempt", one_more),
     "prompts": at_token("ids", one_more, masked=0),
@@ -123,7 +106,6 @@ CHANGES: dict[str, Change] = {
     "groups": lambda step: edit(step, change_group),
     "masks": lambda step: put(step, "rollouts.4.masked", "truncated"),
     "advantages": at_token("advantages", next_float),
-    "scored": change_scores,
     "lr": raise_metric("lr"),
     "loss": raise_metric("loss"),
     "grad_norm": raise_metric("grad_norm"),
@@ -138,10 +120,6 @@ ORDER = [aspect for aspect in ASPECTS if aspect in CHANGES]
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = write_whole_run(tmp_path_factory.mktemp("runs") / "a")
     change_lines(lambda it: [row_of(it, "trainer", n).update({"lr": 0.1, "policy/kl": 1}) for n in range(5)])(config)
-    for step in range(5):
-        rollouts = Journal(config.paths.journal).read(step).rollouts
-        samples = [sample for rollout in rollouts for sample in rollout.samples]
-        save_scores(config, step, {identity(sample): sample.logprobs[counting(sample)] for sample in samples})
     return config.paths.root
 
 
@@ -177,18 +155,6 @@ def test_a_run_is_the_same_as_its_copy_and_nothing_is_written(whole, copy, tmp_p
     for name in "xy":  # of one seed, written at different times
         write_whole_run(tmp_path / name)
     assert compare_runs(tmp_path / "x", tmp_path / "y").same
-
-
-def test_logprobs_are_listed_once_per_run_and_a_rank_that_is_missing_hides_no_later_one(whole, copy, monkeypatch):
-    file = path_of(copy.paths.logprobs, STEP, 0)
-    file.rename(path_of(copy.paths.logprobs, STEP, 2))  # ranks 0 and 1 could not write theirs
-    listed = []
-    for name in ("scandir", "listdir"):
-        real = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda path, real=real: listed.append(Path(path).name) or real(path))
-    compared = compare_runs(whole, copy.paths.root)
-    assert (compared.same, compared.compared["scored"]) == (True, 5)
-    assert listed.count("logprobs") == 2
 
 
 @pytest.mark.parametrize("aspect", CHANGES)
@@ -256,6 +222,7 @@ def test_a_key_is_named_before_anything_that_happened(whole, copy, capsys):
     assert told["first_key"] == {"key": "trainer.optim.lr", "a": "1e-06", "b": "3e-06"}
     assert (told["first"]["aspect"], told["first"]["step"]) == ("weights", 3)
     assert told["meaning"][0].startswith("It may follow from `trainer.optim.lr`")
+    assert told["meaning"][1] == ASPECTS["weights"]
     assert "Before version 3 everything that both runs wrote down is the same." in " ".join(told["meaning"])
 
 

@@ -24,11 +24,10 @@ def audit(argv: list[str]) -> int:
     )
     add = parser.add_argument
     add("run", metavar="RUN", type=Path, help="the run's folder; it may have been moved")
-    add("--all", action="store_true", help="every contradiction and note, not only the first ones")
     code = "call this function if the run's advantages are that custom function; no code of a run is called otherwise"
     add("--run-code", metavar="MODULE:NAME", help=code)
-    add("--json", action="store_true", help="for machines")
+    add("--json", action="store_true", help="all contradictions and notes, for machines")
     arguments = parser.parse_args(argv)
     report = audit_run(arguments.run, run_code=arguments.run_code)
-    print(json.dumps(report.as_json(), indent=1) if arguments.json else report.text(everything=arguments.all))
+    print(json.dumps(report.as_json(), indent=1) if arguments.json else report.text())
     return 0 if report.holds else 1

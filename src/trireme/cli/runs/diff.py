@@ -27,12 +27,8 @@ def diff(argv: list[str]) -> int:
     )
     parser.add_argument("a", metavar="RUN", type=Path, help="the folder of a run, called A")
     parser.add_argument("b", metavar="RUN", type=Path, help="the folder of another one, called B")
-    parser.add_argument("--all", action="store_true", help="every key that differs, and not only the first ones")
     parser.add_argument("--json", action="store_true", help="for machines")
     arguments = parser.parse_args(argv)
     comparison = compare_runs(arguments.a, arguments.b)
-    if arguments.json:
-        print(json.dumps(as_json(comparison), indent=1))
-    else:
-        print(as_text(comparison, everything=arguments.all))
+    print(json.dumps(as_json(comparison), indent=1) if arguments.json else as_text(comparison))
     return 0 if comparison.same else 1

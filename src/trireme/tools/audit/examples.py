@@ -7,13 +7,12 @@ a batch were taken before that batch was closed, and `BatchRecord.outcomes` are 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
 from trireme.algo.data.curriculum import Place
 from trireme.algo.data.difficulty import Outcome, Scores
-from trireme.algo.data.order import Cursor, DataOrder
+from trireme.algo.data.order import DataOrder
 from trireme.algo.filters import FLAWS
 from trireme.algo.rules import Rules
 from trireme.journal.records import BatchRecord, OpenGroup
@@ -71,8 +70,6 @@ class OrderAudit:
         state, sizes = record.state, self._order.sizes
         if not self._sizes:
             return
-        epochs = [cursor.epoch for cursor in state.cursors.values()] or [0]
-        self._report.summary.epochs = min(epochs), max(epochs)
         if self._is_lost:  # continue from the journal's own state, with nothing left to compare
             known = {name: scores for name, scores in state.scores.items() if _fit(scores, sizes.get(name, 0))}
             self._order.resume_from(state.cursors, known, Place(state.stage, state.stage_reward))
@@ -84,18 +81,20 @@ class OrderAudit:
         self._report.compare(
             "order",
             record.step,
-            _position(state.cursors, state.scores, Place(state.stage, state.stage_reward)),
-            _position(self._order.cursors, self._order.scores, self._order.place),
+            {
+                "state.cursors": state.cursors,
+                "state.scores": state.scores,
+                "state.stage": state.stage,
+                "state.stage_reward": state.stage_reward,
+            },
+            {
+                "state.cursors": self._order.cursors,
+                "state.scores": self._order.scores,
+                "state.stage": self._order.place.stage,
+                "state.stage_reward": self._order.place.reward,
+            },
             by=f"by the data order after {state.next_group} groups, and the outcomes of those that ended",
         )
-
-
-def _position(cursors: dict[str, Cursor], scores: dict[str, Scores], place: Place) -> dict[str, Any]:
-    """Return everything that decides which example comes next, by its place in a batch."""
-    position: dict[str, Any] = {f"state.cursors.{name}": cursor for name, cursor in cursors.items()}
-    for name, known in scores.items():
-        position |= {f"state.scores.{name}.examples": known.examples, f"state.scores.{name}.means": known.means}
-    return position | {"state.stage": place.stage, "state.stage_reward": place.reward}
 
 
 def _fit(scores: Scores, size: int) -> bool:
@@ -120,7 +119,7 @@ def check_outcomes(record: BatchRecord, rules: Rules, report: Report) -> None:
     report.compare(
         "outcomes",
         record.step,
-        {f"outcomes.{number}": outcome for number, outcome in enumerate(record.outcomes)},
-        {f"outcomes.{number}": due[group] for number, group in enumerate(sorted(due))},
+        {"outcomes": record.outcomes},
+        {"outcomes": [due[group] for group in sorted(due)]},
         by="by the groups that were trained, or dropped when their rewards were in, in order",
     )

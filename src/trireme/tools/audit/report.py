@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from trireme.tools.record_differences import counted, differing, narrowed, shown, some
+from trireme.tools.record_differences import counted, first_difference, shown, some
 
 KEPT_PER_AREA = 200
 """Contradictions of each area that are kept; the rest are counted. Areas report in the order of steps."""
+
+MOST_SHOWN = 5
+"""Contradictions, and notes, in the text."""
 
 AREAS = {
     "journal": "What it held is lost, or was damaged after it was written, by the disk or by hand.",
@@ -64,7 +65,6 @@ class Summary:
     dropped_for: dict[str, int] = field(default_factory=dict)
     open_groups: int = 0
     groups: int = 0  # begun
-    epochs: tuple[int, int] | None = None  # lowest and highest that an environment is in
     trained_tokens: int = 0
     lag: tuple[int, int] | None = None  # lowest and highest
     turns: dict[str, int] = field(default_factory=dict)  # of agent programs, by what became of them
@@ -77,18 +77,14 @@ class Summary:
         often = sorted(self.dropped_for.items(), key=lambda item: (-item[1], item[0]))
         reasons = some([f"{reason} {count:,}" for reason, count in often], 5)
         lag = f", lag {self.lag[0]} to {self.lag[1]}, of {counted(self.versions_used, 'version')}" if self.lag else ""
-        steps = self.checkpoints
-        checkpoints = " ".join(map(str, steps)) or "none"
-        if len(steps) > 6:
-            checkpoints = f"{steps[0]} {steps[1]} .. {steps[-1]}"
+        newest = f", the newest of version {self.checkpoints[-1]}" if self.checkpoints else ""
         lines = [
             f"{counted(self.batches, 'batch', 'batches')}, {counted(self.trained, 'rollout')} trained, "
             f"{self.dropped:,} dropped{f' ({reasons})' if often else ''}, {counted(self.open_groups, 'group')} open",
-            f"{counted(self.groups, 'group')} begun"
-            + (f", up to epoch {self.epochs[1]} of the data" if self.epochs else ""),
+            f"{counted(self.groups, 'group')} begun",
             f"{counted(self.trained_tokens, 'trained token')}{lag}; "
             f"{counted(self.versions_confirmed, 'version')} confirmed by digest",
-            f"checkpoints: {checkpoints}",
+            f"{counted(len(self.checkpoints), 'checkpoint')}{newest}",
         ]
         if total := sum(self.turns.values()):
             kinds = ", ".join(f"{number:,} {kind}" for kind, number in self.turns.items() if number)
@@ -145,14 +141,12 @@ class Report:
             by: what the expected values follow from.
             rtol: relative tolerance of numbers that are not computed in the same order again.
         """
-        names = differing(found, due)
-        if rtol:
-            names = [name for name in names if not _are_close(found.get(name), due.get(name), rtol)]
-        for name in names[:1]:
-            place, one, other = narrowed(found.get(name), due.get(name))
-            where = f"batch {step}: {of}{name}{place} is {shown(one)}"
+        difference = first_difference(found, due, rtol)
+        if difference is not None:
+            place, one, other = difference
+            where = f"batch {step}: {of}{place[1:]} is {shown(one)}"
             self.add(area, step, where, expected=f"{shown(other)}, {by}", advice=advice)
-        return bool(names)
+        return difference is not None
 
     def note(self, text: str) -> None:
         if text not in self.notes and len(self.notes) < KEPT_PER_AREA:
@@ -172,31 +166,18 @@ class Report:
         areas = list(AREAS)
         return sorted(self._kept, key=lambda one: (one.step, areas.index(one.area)))
 
-    def text(self, *, everything: bool) -> str:
-        """Return the report as text.
-
-        Args:
-            everything: show all recorded contradictions and notes, not only the first.
-        """
-        match self.total:
-            case 0:
-                verdict = "nothing was lost, and nothing was trained twice"
-            case 1:
-                verdict = "one contradiction"
-            case number:
-                verdict = f"{number} contradictions, in order of steps (--all shows more than the first)"
+    def text(self) -> str:
+        verdict = "nothing was lost, and nothing was trained twice"
+        if not self.holds:
+            verdict = f"{counted(self.total, 'contradiction')}, in order of steps; the first may have led to the others"
         lines = [f"{self.run}: {verdict}", *(f"  {line}" for line in self.summary.lines())]
         if self.holds:
             lines += [f"  {promise}" for promise in PROMISES]
-        notes, contradictions = self.notes, self.in_order()
-        num_notes = len(notes) if everything else 3
-        lines += [f"  note: {note}" for note in notes[:num_notes]]
-        if len(notes) > num_notes:
-            lines.append(f"  {len(notes) - num_notes} more notes: --all shows them")
-        for contradiction in contradictions if everything else contradictions[:1]:
+        lines += [f"  note: {note}" for note in self.notes[:MOST_SHOWN]]
+        for contradiction in self.in_order()[:MOST_SHOWN]:
             lines += ["", str(contradiction)]
-        if everything and (left_out := self.total - len(contradictions)):
-            lines += ["", f"and {left_out} more like these"]
+        if (left_out := max(self.total, len(self.notes)) - MOST_SHOWN) > 0:
+            lines += ["", f"{left_out} more: --json lists them"]
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
@@ -208,9 +189,3 @@ class Report:
             "contradictions": [asdict(contradiction) for contradiction in self.in_order()],
             "notes": self.notes,
         }
-
-
-def _are_close(one: Any, other: Any, rtol: float) -> bool:
-    if one is None or other is None:
-        return False
-    return bool(np.isclose(one, other, rtol=rtol, atol=rtol / 1000, equal_nan=True))

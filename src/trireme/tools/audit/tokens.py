@@ -1,11 +1,11 @@
 """Checks of every token of a batch: its version, its lag, and its training target, recomputed from rewards and tokens.
 
-R rollouts of a batch, S samples, T tokens of all of them, one after the other.
+T tokens of all samples of a batch, one after the other.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +13,6 @@ from trireme.algo.advantage import Baselines
 from trireme.algo.filters import ZERO_ADVANTAGE, flaw_with
 from trireme.algo.rules import Rules
 from trireme.base.errors import ConfigError
-from trireme.config.orchestrator import Filters
 from trireme.journal.records import BatchRecord, Rollout
 from trireme.journal.targets import (
     advantages_of,
@@ -29,15 +28,6 @@ from trireme.tools.audit.report import Report
 
 HIGHEST_LOGPROB = 1e-3
 """Above 0 only by rounding."""
-
-
-@dataclass(frozen=True)
-class Columns:
-    """The tokens of a batch, concatenated."""
-
-    lengths: np.ndarray  # [S]
-    rollout_of: np.ndarray  # [S] index in the batch
-    tokens: Tokens  # [T]
 
 
 class TokenAudit:
@@ -64,18 +54,13 @@ class TokenAudit:
         """
         if after_gap:
             self._baselines = dict(record.state.baselines)
-        columns = self._read_columns(record)
-        if columns is None:
+        tokens = self._read_tokens(record)
+        if tokens is not None:
+            self._check_tokens(record, tokens, rules)
+            self._check_rollouts(record, rules)
+        if tokens is None or self._has_misfit(record, rules):
             self._baselines = dict(record.state.baselines)  # continue from the journal's own
             return
-        self._check_tokens(record, columns, rules)
-        self._check_counts(record, rules)
-        for rollout in record.rollouts:
-            if misfit := _misfit(rollout, rules):
-                advice = "Its targets cannot be worked out again: this batch is not looked at further."
-                self._add(record, rollout, f" {misfit[0]}", expected=misfit[1], advice=advice)
-                self._baselines = dict(record.state.baselines)
-                return
         # The author of a run folder could run any code on this machine, if it were called without being named here too.
         if rules.advantage == "custom" and rules.advantage_path != self._run_code:
             self._report.note(
@@ -83,21 +68,20 @@ class TokenAudit:
                 f"{rules.advantage_path}, which is called only with `--run-code` and its name"
             )
         elif rules.advantage != "ema" or not after_gap:
-            self._compare_advantages(record, columns, rules)
+            self._compare_advantages(record, tokens, rules)
         if rules.filters is not None:  # else: written before flaws were
-            self._compare_flaws(record, rules.filters, rules)
             self._compare_worth(record, rules)
 
-    def _read_columns(self, record: BatchRecord) -> Columns | None:
+    def _read_tokens(self, record: BatchRecord) -> Tokens | None:
         """Concatenate a batch's columns; None where there are none, or where they do not fit together."""
-        samples = [(number, sample) for number, one in enumerate(record.rollouts) for sample in one.samples]
-        for number, sample in samples:
+        samples = [(rollout, sample) for rollout in record.rollouts for sample in rollout.samples]
+        for rollout, sample in samples:
             for name, (dtype, _) in COLUMNS.items():
                 column = getattr(sample, name)
                 if column.dtype != dtype or len(column) != sample.length:
                     self._add(
                         record,
-                        record.rollouts[number],
+                        rollout,
                         f" has {len(column)} values of {column.dtype} in `{name}`",
                         expected=f"{sample.length} of each, as there are `ids`, of the types in `messages.COLUMNS`",
                         advice="This batch is not looked at further.",
@@ -105,16 +89,10 @@ class TokenAudit:
                     return None
         if not samples:
             return None
-        return Columns(
-            lengths=np.array([sample.length for _, sample in samples]),
-            rollout_of=np.array([number for number, _ in samples]),
-            tokens=Tokens(
-                **{name: np.concatenate([getattr(sample, name) for _, sample in samples]) for name in COLUMNS}
-            ),
-        )
+        return Tokens(**{name: np.concatenate([getattr(sample, name) for _, sample in samples]) for name in COLUMNS})
 
-    def _check_tokens(self, record: BatchRecord, columns: Columns, rules: Rules) -> None:
-        tokens, step, summary = columns.tokens, record.step, self._report.summary
+    def _check_tokens(self, record: BatchRecord, tokens: Tokens, rules: Rules) -> None:
+        step, summary = record.step, self._report.summary
         trained, versions = tokens.loss_mask == 1, tokens.versions
         lags = step - versions
         allowed = rules.max_lag
@@ -137,7 +115,7 @@ class TokenAudit:
             expected = f"a version that engines confirmed: {file} is missing or empty"
             checks.append((trained & (versions == version), "versions", expected))
         for wrong, column, expected in checks:
-            self._add_token(record, columns, wrong, column, expected)
+            self._add_token(record, wrong, column, expected)
         if trained.any():
             lowest, highest = int(lags[trained].min()), int(lags[trained].max())
             before = summary.lag or (lowest, highest)
@@ -145,7 +123,8 @@ class TokenAudit:
         self._versions |= used
         summary.versions_used = len(self._versions)
 
-    def _check_counts(self, record: BatchRecord, rules: Rules) -> None:
+    def _check_rollouts(self, record: BatchRecord, rules: Rules) -> None:
+        """Compare what is recorded of each rollout with its tokens: their number, and the flaws of the filters."""
         trained = (rollout for rollout in record.rollouts if rollout.masked is None)
         self._report.summary.trained_tokens += sum(num_sampled(rollout.samples) for rollout in trained)
         for rollout in record.rollouts:
@@ -154,19 +133,31 @@ class TokenAudit:
                 self._add(record, rollout, " has no token that is trained on", expected="at least one")
                 return
             longest = max(sample.length for sample in rollout.samples)
-            due = {"num_sampled": count, "num_tokens": longest, "temperature": rules.temperature}
+            due: dict[str, Any] = {"num_sampled": count, "num_tokens": longest, "temperature": rules.temperature}
             recorded = {name: getattr(rollout, name) for name in due}
-            if self._report.compare(
-                "tokens",
-                record.step,
-                {name: due[name] if value is None else value for name, value in recorded.items()},  # older journals
-                due,
-                of=f"group {rollout.group}, place {rollout.place}: ",
-                by="by its samples and the rules of the batch",
-            ):
+            found = {name: due[name] if value is None else value for name, value in recorded.items()}  # older journals
+            if (filters := rules.filters) is not None:  # else: written before flaws were
+                is_flat = is_zero([sample.advantages for sample in rollout.samples])
+                found |= {"flaws": rollout.flaws, "masked": rollout.masked, "dropped for": None}
+                due |= {
+                    "flaws": flaws_of(rollout, rules) + [ZERO_ADVANTAGE] * is_flat,
+                    "masked": flaw_with("mask", rollout.flaws, filters),
+                    "dropped for": flaw_with("drop", rollout.flaws, filters),
+                }
+            of, by = f"group {rollout.group}, place {rollout.place}: ", "by its samples and the rules of the batch"
+            if self._report.compare("tokens", record.step, found, due, of=of, by=by):
                 return
 
-    def _compare_advantages(self, record: BatchRecord, columns: Columns, rules: Rules) -> None:
+    def _has_misfit(self, record: BatchRecord, rules: Rules) -> bool:
+        """Report the first rollout whose targets cannot be worked out again, and return whether there is one."""
+        for rollout in record.rollouts:
+            if misfit := _misfit(rollout, rules):
+                advice = "Its targets cannot be worked out again: this batch is not looked at further."
+                self._add(record, rollout, f" {misfit[0]}", expected=misfit[1], advice=advice)
+                return True
+        return False
+
+    def _compare_advantages(self, record: BatchRecord, tokens: Tokens, rules: Rules) -> None:
         """Compare in double precision, then rounded as in the journal."""
         try:
             custom = estimator_of(rules)
@@ -175,38 +166,13 @@ class TokenAudit:
             self._report.note(f"advantages are not compared: {error}")
             return
         expected = np.concatenate([part for per_sample in per_rollout for part in per_sample])
-        trained = columns.tokens.loss_mask == 1
-        wrong = trained & ~np.isclose(columns.tokens.advantages, expected, rtol=1e-5, atol=1e-6)
-        if wrong.any():
-            by = f"{expected[int(np.argmax(wrong))]:.6g}, by the rewards and the rules of the batch"
-            self._add_token(record, columns, wrong, "advantages", by)
-        found = record.state.baselines
+        trained = tokens.loss_mask == 1
+        wrong = trained & ~np.isclose(tokens.advantages, expected, rtol=1e-5, atol=1e-6)
+        by = f"{expected[int(np.argmax(wrong))]:.6g}, by the rewards and the rules of the batch"
+        self._add_token(record, wrong, "advantages", by)
         self._baselines = due
-        self._report.compare(
-            "tokens",
-            record.step,
-            {f"state.baselines.{name}": found.get(name) for name in sorted(found.keys() | due.keys())},
-            {f"state.baselines.{name}": mean for name, mean in due.items()},
-            by="by the rewards up to this batch",
-            rtol=1e-9,
-        )
-
-    def _compare_flaws(self, record: BatchRecord, filters: Filters, rules: Rules) -> None:
-        for rollout in record.rollouts:
-            is_flat = is_zero([sample.advantages for sample in rollout.samples])
-            if self._report.compare(
-                "tokens",
-                record.step,
-                {"flaws": rollout.flaws, "masked": rollout.masked, "dropped for": None},
-                {
-                    "flaws": flaws_of(rollout, rules) + [ZERO_ADVANTAGE] * is_flat,
-                    "masked": flaw_with("mask", rollout.flaws, filters),
-                    "dropped for": flaw_with("drop", rollout.flaws, filters),
-                },
-                of=f"group {rollout.group}, place {rollout.place}: ",
-                by="by its tokens and `[orchestrator.filters]`",
-            ):
-                return
+        baselines = ({"state.baselines": means} for means in (record.state.baselines, due))
+        self._report.compare("tokens", record.step, *baselines, by="by the rewards up to this batch", rtol=1e-9)
 
     def _compare_worth(self, record: BatchRecord, rules: Rules) -> None:
         for group in by_group(record.rollouts).values():
@@ -223,7 +189,7 @@ class TokenAudit:
         where = f"batch {record.step}: group {rollout.group}, place {rollout.place}"
         self._report.add("tokens", record.step, f"{where}{found}", expected=expected, advice=advice)
 
-    def _add_token(self, record: BatchRecord, columns: Columns, wrong: np.ndarray, column: str, expected: str) -> None:
+    def _add_token(self, record: BatchRecord, wrong: np.ndarray, column: str, expected: str) -> None:
         """Report the first token with a wrong value in a column, and the number of such tokens.
 
         Args:
@@ -231,17 +197,14 @@ class TokenAudit:
         """
         if not wrong.any():
             return
-        first, ends = int(np.argmax(wrong)), np.cumsum(columns.lengths)
-        sample = int(np.searchsorted(ends, first, side="right"))
-        place = first - int(ends[sample] - columns.lengths[sample])
-        value = getattr(columns.tokens, column)[first]
+        place = int(np.argmax(wrong))
         more = f" (and {int(wrong.sum()) - 1} more such tokens)" if wrong.sum() > 1 else ""
-        self._add(
-            record,
-            record.rollouts[int(columns.rollout_of[sample])],
-            f": token {place} has {value:.6g} in `{column}`{more}",
-            expected=expected,
-        )
+        for rollout in record.rollouts:
+            for sample in rollout.samples:
+                if 0 <= place < sample.length:
+                    value = f"{getattr(sample, column)[place]:.6g}"
+                    self._add(record, rollout, f": token {place} has {value} in `{column}`{more}", expected=expected)
+                place -= sample.length
 
 
 def _misfit(rollout: Rollout, rules: Rules) -> tuple[str, str] | None:

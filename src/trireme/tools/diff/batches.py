@@ -6,22 +6,17 @@ rolled out the same example under it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-import numpy as np
-
 from trireme.algo.data.difficulty import Outcome
-from trireme.journal.logprobs import logprobs_of
 from trireme.journal.records import BatchRecord, Dropped, Rollout
 from trireme.messages import Tokens
 from trireme.tools.diff.aspects import Difference, compare_tables
-from trireme.tools.record_differences import differing, first_place, narrowed, shown
+from trireme.tools.record_differences import first_difference, first_place, shown
+from trireme.tools.tokenizer import Decode
 
-Decode = Callable[[Sequence[int]], str]
-Scored = dict[bytes, np.ndarray]  # by sample: see `journal.logprobs`
 Pair = tuple[Rollout, Rollout]  # of one group and place, in A and in B
 
 BATCH_ASPECTS = (
@@ -34,21 +29,17 @@ CONTEXT = 30  # characters before a token
 TEXTS = ("prompt", "completion", "answer", "stop", "truncated", "num_turns", "temperature")
 ROLLOUT_ASPECTS: dict[str, Callable[[Rollout], dict[str, Any]]] = {
     "texts": lambda rollout: {name: getattr(rollout, name) for name in TEXTS},
-    "components": lambda rollout: rollout.metrics | _per_sample("rewards of steps", rollout.token_rewards),
+    "components": lambda rollout: {"metrics": rollout.metrics, "token_rewards": rollout.token_rewards},
     "rewards": lambda rollout: {"reward": rollout.reward},
-    "teacher": lambda rollout: _per_sample("logprobs of the teacher", rollout.teacher),
+    "teacher": lambda rollout: {"teacher": rollout.teacher},
 }
 """Values of one rollout, by name."""
 
 SHARED_ASPECTS: dict[str, Callable[[Rollout], dict[str, Any]]] = {
     "masks": lambda rollout: {"flaws": rollout.flaws, "masked": rollout.masked},
-    "advantages": lambda rollout: _per_sample("advantages", [sample.advantages for sample in rollout.samples]),
+    "advantages": lambda rollout: {"advantages": [sample.advantages for sample in rollout.samples]},
 }
 """Values that depend on other rollouts of the group or the batch, too."""
-
-
-def _per_sample(name: str, columns: list[np.ndarray]) -> dict[str, Any]:
-    return {f"{name} of sample {number}": column for number, column in enumerate(columns)}
 
 
 def compare_batches(a: BatchRecord, b: BatchRecord, decode: Decode | None = None) -> Iterator[Difference]:
@@ -56,21 +47,20 @@ def compare_batches(a: BatchRecord, b: BatchRecord, decode: Decode | None = None
     step, theirs = a.step, {(rollout.group, rollout.place): rollout for rollout in b.rollouts}
     pairs = [(one, other) for one in a.rollouts if (other := theirs.get((one.group, one.place)))]
     if a.rules is not None and b.rules is not None:
-        rules_a, rules_b = msgspec.structs.asdict(a.rules), msgspec.structs.asdict(b.rules)
-        yield from compare_tables("rules", step, f"batch {step}, rule ", rules_a, rules_b, unit="rules")
+        rules = ({"rules": of.rules} for of in (a, b))
+        yield from compare_tables("rules", step, f"batch {step}, ", *rules, unit="rules")
     examples = [_examples(record) for record in (a, b)]
     common = examples[0].keys() & examples[1].keys()
     tables = ({group: name for group, name in sorted(of.items()) if group in common} for of in examples)
-    yield from compare_tables("examples", step, f"batch {step}, group ", *tables, unit="groups", show=str)
+    yield from compare_tables("examples", step, f"batch {step}, group ", *tables, unit="groups")
     yield from _compare_generated(step, pairs, decode)
     yield from _compare_values(step, ROLLOUT_ASPECTS, pairs)
     reasons = (
         {f"group {it.group}, place {it.place}, attempt {it.attempt}": it.reason for it in of.dropped} for of in (a, b)
     )
-    where = f"batch {step}, "
-    yield from compare_tables("dropped", step, where, *reasons, unit="rollouts", show=str, missing="not dropped here")
+    yield from compare_tables("dropped", step, f"batch {step}, dropped ", *reasons, unit="rollouts")
     places = ({n: f"group {one.group}, place {one.place}" for n, one in enumerate(of.rollouts)} for of in (a, b))
-    yield from compare_tables("groups", step, f"batch {step}, rollout ", *places, unit="rollouts", show=str)
+    yield from compare_tables("groups", step, f"batch {step}, rollout ", *places, unit="rollouts")
     yield from _compare_values(step, SHARED_ASPECTS, pairs)
 
 
@@ -86,8 +76,8 @@ def _examples(record: BatchRecord) -> dict[int, str]:
 def _compare_generated(step: int, pairs: list[Pair], decode: Decode | None) -> Iterator[Difference]:
     """Yield the first difference of each aspect, with the number of rollouts that first differ in it."""
     found: dict[str, list[Difference]] = {}
-    for pair in pairs:
-        if difference := _compare_rollouts(step, *pair, decode if len(found) < 3 else None):
+    for a, b in pairs:
+        if difference := _compare_rollouts(step, a, b, decode if len(found) < 3 else None):
             found.setdefault(difference.aspect, []).append(difference)
     for differences in found.values():
         notes = (differences[0].note, f"in {len(differences)} of {len(pairs)} rollouts")
@@ -122,41 +112,25 @@ def _compare_samples(step: int, where: str, a: Tokens, b: Tokens, decode: Decode
             return Difference("prompts", step, f"{where}, token {one.place} of {a.length}", name_a, name_b)
     if first is None and a.length != b.length:
         where, note = f"{where}, token {min(a.length, b.length)}", "the same up to there"
-        return Difference("tokens", step, where, f"{a.length} tokens", f"{b.length} tokens", note, True)
+        return Difference("tokens", step, where, f"{a.length} tokens", f"{b.length} tokens", note)
     if first is None:
-        for what, *kept in (("choices of the sampler", a.kept, b.kept), ("routes", a.routed, b.routed)):
-            values_a, values_b = ({} if each is None else msgspec.structs.asdict(each) for each in kept)
-            if differing(values_a, values_b):
-                is_there_a, is_there_b = ("others" if each else "none" for each in (values_a, values_b))
-                return Difference("kept", step, f"{where}, {what}", is_there_a, is_there_b)
-        return None
+        kept = [{"choices of the sampler": each.kept, "routes": each.routed} for each in (a, b)]
+        return next(compare_tables("kept", step, f"{where}, ", *kept, unit="kinds"), None)
     where = f"{where}, token {first} of {a.length}"
-    same = at["logprobs"] is None or at["logprobs"] >= first
     if first == at["versions"]:
         return Difference("versions", step, where, f"version {a.versions[first]}", f"version {b.versions[first]}")
     if first in (at["ids"], at["loss_mask"]):
         aspect = "tokens" if a.loss_mask[first] or b.loss_mask[first] else "prompts"
         context = f"after {decode(a.ids[:first].tolist())[-CONTEXT:]!r}" if decode and first else ""
-        return Difference(aspect, step, where, _id(a, first, decode), _id(b, first, decode), context, same)
+        return Difference(aspect, step, where, _id(a, first, decode), _id(b, first, decode), context)
     note = "the same token, after the same tokens, under the same version"
-    return Difference("logprobs", step, where, str(a.logprobs[first]), str(b.logprobs[first]), note, same)
+    return Difference("logprobs", step, where, str(a.logprobs[first]), str(b.logprobs[first]), note)
 
 
 def _id(sample: Tokens, place: int, decode: Decode | None) -> str:
     number = int(sample.ids[place])
     text = f"{decode([number])!r} ({number})" if decode else str(number)
     return text if sample.loss_mask[place] else f"{text}, given"
-
-
-def compare_scored(batch: BatchRecord, a: Scored, b: Scored) -> Iterator[Difference]:
-    """Compare the trainers' logprobs of the same samples. Yield the first token that differs."""
-    for rollout in batch.rollouts:
-        for number, sample in enumerate(rollout.samples):
-            ours, theirs = logprobs_of(sample, a), logprobs_of(sample, b)
-            if ours is not None and theirs is not None and (place := first_place(ours, theirs)) is not None:
-                where = f"batch {batch.step}, {_name(rollout)}, sample {number}, token {place}"
-                yield Difference("scored", batch.step, where, str(ours[place]), str(theirs[place]))
-                return
 
 
 # what was made of it: named values of each rollout
@@ -166,10 +140,8 @@ def _compare_values(
     step: int, aspects: dict[str, Callable[[Rollout], dict[str, Any]]], pairs: list[Pair]
 ) -> Iterator[Difference]:
     for aspect, read in aspects.items():
-        values = [(read(a), read(b), a) for a, b in pairs]
-        found = [(differ[0], *each) for each in values if (differ := differing(each[0], each[1]))]
+        found = [(a, *differ) for a, b in pairs if (differ := first_difference(read(a), read(b)))]
         if found:
-            name, values_a, values_b, rollout = found[0]
-            place, a, b = narrowed(values_a.get(name), values_b.get(name), unit="token")
-            where, note = f"batch {step}, {_name(rollout)}, {name}{place}", f"in {len(found)} of {len(pairs)} rollouts"
-            yield Difference(aspect, step, where, shown(a), shown(b), note)
+            rollout, place, one, other = found[0]
+            where, note = f"batch {step}, {_name(rollout)}, {place[1:]}", f"in {len(found)} of {len(pairs)} rollouts"
+            yield Difference(aspect, step, where, shown(one), shown(other), note)

@@ -7,8 +7,6 @@ The runs may be finished, killed or running: they are compared as far as both go
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,22 +14,17 @@ from pathlib import Path
 
 from trireme.base.paths import RunPaths, step_folder, steps_in
 from trireme.journal.journal import Journal
-from trireme.journal.logprobs import count_ranks, read_logprobs
 from trireme.journal.provenance import read_provenance
 from trireme.journal.versions import Versions
 from trireme.monitor.metrics import Row, latest_by_step, read_metrics
 from trireme.tools.diff.aspects import MAIN, Difference, compare_tables
-from trireme.tools.diff.batches import BATCH_ASPECTS, Decode, Scored, compare_batches, compare_scored
+from trireme.tools.diff.batches import BATCH_ASPECTS, compare_batches
 from trireme.tools.diff.configuration import KeyDifference, compare_configurations, read_configuration
-from trireme.tools.record_differences import first_place
-from trireme.tools.tokenizer import find_decoder
+from trireme.tools.tokenizer import Decode, find_decoder
 
 STEP_ASPECTS = ("lr", "loss", "grad_norm", "training")
 CLOCKED = ("time/", "perf/", "weights/", "time_s", "memory/")
 """Metrics of how long something took and what it took, and not of what came out."""
-
-HEADER_BYTES = 8  # of a file of tensors: the length of its table, which follows
-MOST_HEADER = 100_000_000
 
 
 class Side:
@@ -44,22 +37,16 @@ class Side:
             ConfigError: the folder holds no run.
             JournalCorrupt: a batch before the newest is missing.
         """
-        self.folder = folder
+        self.folder, paths = folder, RunPaths(folder)
         self.configuration = read_configuration(folder)
-        paths = RunPaths(folder)
+        self.surroundings = read_provenance(paths)
         self.journal = Journal(paths.journal)
-        self._logprobs, self._num_ranks = paths.logprobs, count_ranks(paths.logprobs)
         self.batches = set(self.journal.require_all())
         self.rows = latest_by_step(read_metrics(paths.metrics)[0])
         self.steps = {step for process, step in self.rows if process == "trainer"}
-        self._confirmed = Versions(paths.journal)
-        self._exports = paths.weights
+        self._confirmed, self._exports = Versions(paths.journal), paths.weights
         self.versions = {*self._confirmed.known(), *steps_in(paths.weights)}
-        self.surroundings = read_provenance(paths)
-
-    def logprobs(self, step: int) -> Scored:
-        """Return the trainer's logprobs by sample."""
-        return read_logprobs(self._logprobs, step, self._num_ranks)
+        self.end = max((*self.batches, *self.steps, *self.versions), default=-1) + 1
 
     def confirmed(self, version: int) -> dict[str, str] | None:
         """Return confirmed digests by tensor. Raises JournalCorrupt where the record is damaged."""
@@ -69,34 +56,21 @@ class Side:
         """Return digests of exported tensors, reading all of them; None where the version was not exported as
         tensors."""
         files = sorted(step_folder(self._exports, version).glob("*.safetensors"))
-        try:
-            return {name: digest for file in files for name, digest in _digests_of(file)} or None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # not such a file, or half of it
+        if not files:
             return None
 
-    @property
-    def end(self) -> int:
-        """Return one more than the highest number of anything."""
-        return max((*self.batches, *self.steps, *self.versions), default=-1) + 1
+        from safetensors import SafetensorError
+
+        from trireme.transport.weights.published_files import PublishedFiles  # with torch
+
+        try:
+            return PublishedFiles(files).digests()
+        except (SafetensorError, OSError):  # half of one, which a live run is writing or has just removed
+            return None
 
     def __str__(self) -> str:
         newest = f"newest version {max(self.versions)}" if self.versions else "no version recorded"
         return f"{len(self.batches)} batches, {len(self.steps)} steps, {newest}"
-
-
-def _digests_of(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield SHA-256 of type, shape and bytes of each tensor in a file, without loading it by a library."""
-    with open(file, "rb") as tensors:
-        length = int.from_bytes(tensors.read(HEADER_BYTES), "little")
-        if length > MOST_HEADER:
-            raise ValueError(f"{file} has a table of {length} bytes")
-        table = json.loads(tensors.read(length))
-        for name, entry in table.items():
-            if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                tensors.seek(HEADER_BYTES + length + begin)
-                head = f"{entry['dtype']} {entry['shape']} ".encode()
-                yield name, hashlib.sha256(head + tensors.read(end - begin)).hexdigest()[:32]
 
 
 @dataclass
@@ -157,8 +131,7 @@ def _compare_at(step: int, a: Side, b: Side, compared: Counter[str], decode: Dec
         ours, theirs, source = a.exported(step), b.exported(step), "exported"
     if ours is not None and theirs is not None:
         compared["weights"] += 1
-        unit = f"tensors, as {source}"
-        yield from compare_tables("weights", step, f"version {step}, ", ours, theirs, unit=unit, show=str)
+        yield from compare_tables("weights", step, f"version {step}, ", ours, theirs, unit=f"tensors, as {source}")
     row_a, row_b = (side.rows.get(("orchestrator", step), {}) for side in (a, b))
     if evaluated := [name for name in row_a if name.startswith("eval/") and name in row_b]:
         compared["evaluation"] += 1
@@ -169,11 +142,6 @@ def _compare_at(step: int, a: Side, b: Side, compared: Counter[str], decode: Dec
         # entries of runs that do the same have the same bytes, and need not be decoded
         if path_a.stat().st_size != path_b.stat().st_size or path_a.read_bytes() != path_b.read_bytes():
             yield from compare_batches(a.journal.read(step), b.journal.read(step), decode)
-        scores_a, scores_b = a.logprobs(step), b.logprobs(step)
-        common = scores_a.keys() & scores_b.keys()
-        compared["scored"] += bool(common)
-        if any(first_place(scores_a[sample], scores_b[sample]) is not None for sample in common):
-            yield from compare_scored(a.journal.read(step), scores_a, scores_b)
     if step in a.steps and step in b.steps:
         compared.update(STEP_ASPECTS)
         row_a, row_b = a.rows["trainer", step], b.rows["trainer", step]
@@ -186,5 +154,5 @@ def _compare_at(step: int, a: Side, b: Side, compared: Counter[str], decode: Dec
 
 
 def _compare_metrics(aspect: str, step: int, where: str, names: list[str], a: Row, b: Row) -> Iterator[Difference]:
-    rows = ({name: row.get(name) for name in names} for row in (a, b))
-    yield from compare_tables(aspect, step, f"{where}, ", *rows, unit="metrics", missing="not finite")
+    rows = ({name: row.get(name) for name in names} for row in (a, b))  # JSON has null for what is not finite
+    yield from compare_tables(aspect, step, f"{where}, ", *rows, unit="metrics")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.config.files import find_run_file, read_table, toml_value, without_secrets
-from trireme.tools.record_differences import differing
+from trireme.tools.record_differences import differences
 
 Table = dict[str, Any]
 
@@ -42,7 +42,8 @@ class KeyDifference:
 
     @property
     def is_place(self) -> bool:
-        return is_below(self.key, PLACES)
+        """Return whether the key is one of `PLACES`, or lies in one of these tables."""
+        return any(self.key == table or self.key.startswith(f"{table}.") for table in PLACES)
 
     def __str__(self) -> str:
         return f"{self.key}: {self.a} in A, {self.b} in B"
@@ -56,8 +57,8 @@ def read_configuration(run: Path) -> Table:
 def compare_configurations(a: Table, b: Table) -> list[KeyDifference]:
     """Return differing keys, those that affect results first, in the order of the file."""
     flat_a, flat_b = dict(flatten(a)), dict(flatten(b))
-    differences = [KeyDifference(key, _shown(flat_a, key), _shown(flat_b, key)) for key in differing(flat_a, flat_b)]
-    return sorted(differences, key=lambda difference: difference.is_place)
+    keys = [KeyDifference(key, _shown(flat_a, key), _shown(flat_b, key)) for key in differences(flat_a, flat_b)]
+    return sorted(keys, key=lambda key: key.is_place)
 
 
 def flatten(table: Table, above: str = "") -> Iterator[tuple[str, Any]]:
@@ -74,8 +75,3 @@ def flatten(table: Table, above: str = "") -> Iterator[tuple[str, Any]]:
 
 def _shown(flat: Table, key: str) -> str:
     return toml_value(flat[key]) if key in flat else ABSENT
-
-
-def is_below(key: str, tables: tuple[str, ...]) -> bool:
-    """Return whether a key is one of these keys, or lies in one of these tables."""
-    return any(key == table or key.startswith(f"{table}.") for table in tables)

@@ -5,28 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from trireme.tools.diff.aspects import (
-    ASPECTS,
-    BASE_WEIGHTS,
-    DRAWN_WITH_SEEDS,
-    DRAWN_WITHOUT_SEEDS,
-    SYNCHRONOUS_TIMING,
-    Difference,
-)
+from trireme.tools.diff.aspects import ASPECTS, BASE_WEIGHTS
 from trireme.tools.diff.compare import Comparison
-from trireme.tools.diff.configuration import flatten, is_below
+from trireme.tools.diff.configuration import flatten
 from trireme.tools.record_differences import counted, some
 
-MOST_KEYS = 12
 MOST_CAUSES = 4
 
 
-def as_text(comparison: Comparison, *, everything: bool) -> str:
-    """Return the report as text.
-
-    Args:
-        everything: show all differing keys, also those that only say where a run runs.
-    """
+def as_text(comparison: Comparison) -> str:
     lines = [f"A  {comparison.a.folder}: {comparison.a}", f"B  {comparison.b.folder}: {comparison.b}", ""]
     telling, first = comparison.telling_keys, comparison.first
     if comparison.same:
@@ -37,34 +24,27 @@ def as_text(comparison: Comparison, *, everything: bool) -> str:
         head = "in what happened" if telling else "first difference"
         lines.append(f"{head}: {first.aspect}, {first}")
     lines += [f"  {sentence}" for sentence in meaning_of(comparison)]
-    lines += ["", *_configuration(comparison, everything=everything), "", *_aspects(comparison)]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_configuration(comparison), "", *_aspects(comparison)])
 
 
 def _extent(comparison: Comparison) -> str:
     """Describe how far the comparison goes, and whether one run goes further."""
-    if not any(comparison.compared.values()):
+    if not comparison.compared:
         return "the configurations are the same; no batch, step or version is in both"
     text = "configuration, versions, batches and steps are the same to the bit"
-    (shorter, end), (longer, other) = sorted(
-        (("A", comparison.a.end - 1), ("B", comparison.b.end - 1)), key=lambda run: run[1]
-    )
+    (end, shorter), (other, longer) = sorted([(comparison.a.end - 1, "A"), (comparison.b.end - 1, "B")])
     return text if end == other else f"{text}, as far as {shorter} goes: to {end}, {longer} to {other}"
 
 
-def _configuration(comparison: Comparison, *, everything: bool) -> list[str]:
+def _configuration(comparison: Comparison) -> list[str]:
     telling = comparison.telling_keys
-    places = [key for key in comparison.keys if key.is_place]
+    places = [key.key for key in comparison.keys if key.is_place]
     num_keys = max(len(dict(flatten(side.configuration))) for side in (comparison.a, comparison.b))
     head = f"{counted(len(telling), 'key')} of {num_keys} not the same"
     lines = [f"configuration: {head if telling else 'all keys that count are the same'}"]
-    lines += [f"  {key}" for key in (telling if everything else telling[:MOST_KEYS])]
-    if not everything and len(telling) > MOST_KEYS:
-        lines.append(f"  and {len(telling) - MOST_KEYS} more: --all shows them")
+    lines += [f"  {key}" for key in telling]
     if places:
-        lines.append(f"  of where it runs, {counted(len(places), 'key')}: {some([key.key for key in places])}")
-    if everything:
-        lines += [f"    {key}" for key in places]
+        lines.append(f"  of where it runs, {counted(len(places), 'key')}: {', '.join(places)}")
     if comparison.surroundings:
         lines += ["surroundings", *(f"  {key}" for key in comparison.surroundings)]
     return lines
@@ -87,21 +67,17 @@ def _aspects(comparison: Comparison) -> list[str]:
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    def table(difference: Difference) -> dict[str, Any]:
-        return {name: value for name, value in asdict(difference).items() if name != "same_before"}
-
-    first = comparison.first
-    keys = comparison.telling_keys
+    first, keys = comparison.first, comparison.telling_keys
     return {
         "a": str(comparison.a.folder),
         "b": str(comparison.b.folder),
         "same": comparison.same,
         "first_key": asdict(keys[0]) if keys else None,
-        "first": table(first) if first else None,
+        "first": asdict(first) if first else None,
         "meaning": meaning_of(comparison),
         "configuration": [asdict(key) | {"is_place": key.is_place} for key in comparison.keys],
         "surroundings": [asdict(key) for key in comparison.surroundings],
-        "aspects": {aspect: table(difference) for aspect, difference in comparison.firsts.items()},
+        "aspects": {aspect: asdict(difference) for aspect, difference in comparison.firsts.items()},
         "compared": dict(comparison.compared),
     }
 
@@ -112,18 +88,14 @@ def meaning_of(comparison: Comparison) -> list[str]:
     if first is None and not telling:
         return []
     if first is None:
-        if any(comparison.compared.values()):
+        if comparison.compared:
             return ["In all that happened so far it made no difference."]
         return ["There is nothing else that both runs have, so what follows from it is not known."]
-    aspect = BASE_WEIGHTS if first.aspect == "weights" and first.step == 0 else ASPECTS[first.aspect]
-    causes = [key for key in telling if is_below(key.key, aspect.keys)]
-    if causes:
-        names = some([f"`{key.key}`" for key in causes], MOST_CAUSES)
-        sentences = [f"It may follow from {names}" + (f": {aspect.because}." if aspect.because else ".")]
-    else:
-        sentences = [_meaning_without_a_key(comparison, first) or aspect.meaning]
-        if telling:
-            sentences.append("No key that differs bears on it.")
+    meaning = BASE_WEIGHTS if first.aspect == "weights" and first.step == 0 else ASPECTS[first.aspect]
+    sentences = [meaning]
+    if telling:
+        names = some([f"`{key.key}`" for key in telling], MOST_CAUSES)
+        sentences = [f"It may follow from {names}. If it does not:", meaning]
     around = [key for key in comparison.surroundings if not key.key.startswith("command")]
     if around:
         sentences.append(f"Besides the configuration, these differ: {some(around, MOST_CAUSES)}.")
@@ -135,17 +107,3 @@ def meaning_of(comparison: Comparison) -> list[str]:
         what = "version" if first.aspect == "weights" else "batch"
         sentences.append(f"Before {what} {first.step} everything that both runs wrote down is the same.")
     return sentences
-
-
-def _meaning_without_a_key(comparison: Comparison, first: Difference) -> str | None:
-    """Return the meaning where it depends on whether the runs are synchronous, and whether turns have seeds."""
-    configurations = (comparison.a.configuration, comparison.b.configuration)
-    is_synchronous = all(one.get("max_async_level") == 0 for one in configurations)
-    if first.aspect == "tokens" and first.same_before:
-        # supervised training has no table `orchestrator`
-        samplings = [(one.get("orchestrator") or {}).get("sampling") or {} for one in configurations]
-        has_seeds = is_synchronous or all(sampling.get("seed") is not None for sampling in samplings)
-        return DRAWN_WITH_SEEDS if has_seeds else DRAWN_WITHOUT_SEEDS
-    if first.aspect in ("groups", "versions", "attempts", "dropped") and is_synchronous:
-        return SYNCHRONOUS_TIMING
-    return None

@@ -219,7 +219,7 @@ def judge_run(ended: Ended, config: RunConfig, began: float) -> Finding:
     except TriremeError as error:
         return problem(f"{STEPS} steps, and the run's files cannot be read: {error}", f"They are in {root}.")
     if not report.holds:
-        said = f"{STEPS} steps, and the run's files contradict each other:\n{report.text(everything=False)}"
+        said = f"{STEPS} steps, and the run's files contradict each other:\n{report.text()}"
         return problem(said, f"`trireme audit {root}` shows all of it; report it.")
     times = sorted(row["time_s"] for row in trained)
     figures = {

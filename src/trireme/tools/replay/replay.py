@@ -158,7 +158,8 @@ def compare(retraced: Retraced, paths: RunPaths, versions: Versions, row: Mappin
         recorded.append((source, retraced.digests, confirmation.digests))
     export = step_folder(paths.weights, retraced.version)
     if export.is_dir():
-        recorded.append((f"{export} holds", retraced.exported, digests_of_export(export)))
+        files = PublishedFiles(sorted(export.glob("*.safetensors")))
+        recorded.append((f"{export} holds", retraced.exported, files.digests()))
     differences = []
     for source, ours, theirs in recorded:
         if differ := [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]:
@@ -179,11 +180,6 @@ def compare(retraced: Retraced, paths: RunPaths, versions: Versions, row: Mappin
                 )
                 break
     return Comparison(retraced.version, len(retraced.digests), bool(recorded), tuple(differences))
-
-
-def digests_of_export(folder: Path) -> Digests:
-    files = PublishedFiles(sorted(folder.glob("*.safetensors")))
-    return {name: tensor_digest(files.read(name, ())) for name in files.shapes}
 
 
 # the verdict

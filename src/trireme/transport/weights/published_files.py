@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from trireme.algo.digest import tensor_digest
 from trireme.base.errors import ConfigError
 from trireme.config.model.folder import FP8, MXFP4
 from trireme.messages import TensorSpec
@@ -78,6 +79,10 @@ class PublishedFiles:
         if name in self._low_bit:
             return self._low_bit[name].read(self._read, region or tuple(slice(0, size) for size in self.shapes[name]))
         return self._read(name, region)
+
+    def digests(self) -> dict[str, str]:
+        """Return the digest of each tensor, by its name."""
+        return {name: tensor_digest(self.read(name, ())) for name in self.shapes}
 
     def _read(self, name: str, region: Region) -> torch.Tensor:
         tensor: torch.Tensor = (
