@@ -16,7 +16,7 @@ from trireme.tools.rollouts import CHUNK, PREVIEW, Record, ResultsFile, Row, rec
 from trireme.tools.tokenizer import find_decoder, pieces
 from trireme.tools.viewer.reader import page
 from trireme.tools.viewer.sources import find_sources, run_title
-from trireme.tools.viewer.table import by_example, columns_for, in_order
+from trireme.tools.viewer.table import columns_for, in_order
 from viewing import answer, write_evaluations, write_results
 from written_run import write_whole_run
 
@@ -123,9 +123,8 @@ def test_whatever_a_line_holds_is_shown(value):
     for longest in (100, None):
         shown = "".join(text.plain for text, _ in page(record, longest=longest))
         assert not any(ord(letter) < 32 for letter in shown.replace("\n", ""))
-    for column in columns_for([record.row], by_example=False):
+    for column in columns_for([record.row]):
         assert in_order([record.row], column, backwards=True) == [record.row]
-    assert by_example([record.row])[0].count == 1
 
 
 ROWS = [

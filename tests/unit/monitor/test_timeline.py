@@ -172,4 +172,4 @@ def test_a_long_run_is_drawn_with_few_blocks_inside_the_picture(tmp_path):
     for lane in LANES:
         assert view.shares[lane] == pytest.approx(shares(mixed(3000), lane, begin, end), abs=1e-9)
     assert all(span.begin_s >= begin - 1e-6 and span.end_s <= end + 1e-6 for span in blocks)
-    json.dumps(timeline_chart(view, zero_s=begin), allow_nan=False)
+    json.dumps(timeline_chart(view), allow_nan=False)

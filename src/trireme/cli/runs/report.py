@@ -22,8 +22,8 @@ def report(argv: list[str]) -> int:
     parser = ArgumentParser(
         prog="trireme report",
         description="Writes one page about a run, out of its folder alone: curves, where the time went, warnings, "
-        "rollouts from start to end, the audit's verdict, configuration, versions, and how to do it again. The HTML "
-        "file needs no network and no other file. The run may be live.",
+        "rollouts from start to end, the audit's verdict, configuration, and versions. The HTML file needs no network "
+        "and no other file. The run may be live.",
         epilog="The exit code is 0 when the report is on disk, 2 where the folder is not a run's or the report cannot "
         "be written, 3 where the journal is damaged. docs/report.md lists the sections.",
     )

@@ -32,19 +32,10 @@ BLOCK = """(params, api) => {
 
 TOOLTIP = """p => {
   const safe = text => String(text).replace(/[&<>"]/g, c => '&#' + c.charCodeAt(0) + ';');
-  const [row, begin, end, what, step, why, at, process] = p.value, long = end - begin;
+  const [row, begin, end, what, step, why, process] = p.value, long = (end - begin) / 1000;
   const seconds = long >= 10 ? long.toFixed(1) : long >= 0.01 ? long.toFixed(3) : long.toFixed(6);
   return '<b>' + safe(what) + '</b> ' + seconds + ' s' + (step >= 0 ? ', step ' + step : '')
-    + '<br>' + safe(process) + ', from ' + new Date(1000 * at).toLocaleTimeString() + (why ? '<br>' + safe(why) : '');
-}"""
-
-ELAPSED = """v => {
-  const s = Math.abs(v), sign = v < 0 ? '-' : '';
-  const h = Math.floor(s / 3600), m = Math.floor(s % 3600 / 60), r = s % 60;
-  const two = x => String(x).padStart(2, '0');
-  if (h) return sign + h + ':' + two(m) + ':' + two(Math.floor(r));
-  if (m) return sign + m + ':' + two(Math.floor(r)) + (r % 1 ? (r % 1).toFixed(1).slice(1) : '');
-  return sign + (+r.toPrecision(4)) + ' s';
+    + '<br>' + safe(process) + ', from ' + new Date(begin).toLocaleTimeString() + (why ? '<br>' + safe(why) : '');
 }"""
 
 
@@ -83,11 +74,10 @@ class TimelinePage:
 
     def _build(self) -> None:
         async def zoom(begin: float | None, end: float | None) -> None:
-            first = self._spans.extent()[0]
             if begin is None or end is None:
                 self._stretch = None
-            elif end - begin >= SHORTEST_S:
-                self._stretch = first + begin, first + end
+            elif end - begin >= 1000 * SHORTEST_S:
+                self._stretch = begin / 1000, end / 1000
             await self._show()
 
         self._is_built = True
@@ -113,7 +103,7 @@ class TimelinePage:
         seconds = shown.end_s - shown.begin_s
         self._length.set_text(f"{seconds:.3g} s" if seconds < 120 else short_time(seconds))
         self._canvas.style(f"height: {len(shown.shares) * ROW_PX + AROUND_PX}px")
-        self._canvas.draw(timeline_chart(shown, zero_s=self._spans.extent()[0]))
+        self._canvas.draw(timeline_chart(shown))
         seen = {what for shares in shown.shares.values() for what, share in shares.items() if share > 0}
         for place in (self._legend, self._answer, self._shares):
             place.clear()
@@ -139,17 +129,13 @@ class TimelinePage:
                 _show_shares("all engines", shown.engines)
 
 
-def timeline_chart(shown: Timeline, *, zero_s: float) -> dict[str, Any]:
-    """Return the chart: a row for each process, a block for each span.
-
-    Args:
-        zero_s: unix time that the axis counts from.
-    """
+def timeline_chart(shown: Timeline) -> dict[str, Any]:
+    """Return the chart: a row for each process, a block for each span, over unix time in milliseconds."""
     row = {process: index for index, process in enumerate(shown.shares)}
     data = []
     for span in shown.spans:
-        value = [row[span.lane], round(span.begin_s - zero_s, 6), round(span.end_s - zero_s, 6), span.what, span.step]
-        value += [span.why, round(span.begin_s, 3), span.lane]
+        begin_ms, end_ms = round(1000 * span.begin_s, 3), round(1000 * span.end_s, 3)
+        value = [row[span.lane], begin_ms, end_ms, span.what, span.step, span.why, span.lane]
         color = ACTIVITIES.get(span.what, ACTIVITIES["other"])
         data.append({"value": value, "itemStyle": {"color": color}})
     hidden = {"show": False}
@@ -158,11 +144,10 @@ def timeline_chart(shown: Timeline, *, zero_s: float) -> dict[str, Any]:
         "grid": {"left": 148, "right": 16, "top": 8, "bottom": 28},
         "tooltip": {"trigger": "item", "confine": True, ":formatter": TOOLTIP, "textStyle": {"fontSize": 12}},
         "xAxis": {
-            "type": "value",
-            "min": shown.begin_s - zero_s,
-            "max": shown.end_s - zero_s,
-            "axisLabel": LABEL
-            | {"hideOverlap": True, ":formatter": ELAPSED, "showMinLabel": False, "showMaxLabel": False},
+            "type": "time",
+            "min": 1000 * shown.begin_s,
+            "max": 1000 * shown.end_s,
+            "axisLabel": LABEL | {"hideOverlap": True, "showMinLabel": False, "showMaxLabel": False},
             "axisLine": {"lineStyle": {"color": GRID}},
             "splitLine": {"lineStyle": {"color": GRID}},
         },

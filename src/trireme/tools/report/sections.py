@@ -104,7 +104,6 @@ def build_report(folder: Path, *, num_rollouts: int = 2, audits: bool = True) ->
         "Audit": run.audit() if audits else iter(()),
         "Configuration": run.configuration(),
         "Versions and machine": run.surroundings(),
-        "How to do it again": run.reproduction(),
     }
     written = {title: text for title, parts in sections.items() if (text := paragraphs(parts))}
     return Report(run.name, run.lead(), written)
@@ -317,7 +316,8 @@ class Run:
         yield from (f"Note: {note}" for note in report.notes[:MOST_NOTES])
 
     def configuration(self) -> Iterator[str]:
-        yield "Keys that are not at their defaults, without ports and paths:"
+        program = "rl" if self.rl else "sft"
+        yield f"Keys that are not at their defaults, without ports and paths, for `uv run {program} @ FILE`:"
         yield block(choices_of(self.config))
         yield folded("All keys", block(to_toml(without_secrets(to_table(self.config)))))
 
@@ -325,23 +325,6 @@ class Run:
         known = flatten(read_provenance(self.paths) or {})
         rows = [(name, " ".join(map(str, value)) if isinstance(value, list) else value) for name, value in known]
         yield table(rows) if rows else "The run did not write down what it ran with."
-
-    def reproduction(self) -> Iterator[str]:
-        program, folder = "rl" if self.rl else "sft", self.folder
-        lines = [f"uv run {program} @ again.toml --name {self.name}-again   # the configuration above, in a file"]
-        if self.rl:
-            lines += [
-                f"uv run trireme replay {folder}   # trains it again from its journal, compares every weight",
-                f"uv run trireme audit {folder}",
-                f"uv run trireme diff {folder} outputs/{self.name}-again   # where two runs part, and why",
-                f"uv run trireme dashboard {folder}",
-            ]
-        yield block("\n".join(lines))
-        if self.rl and not (self.rl.max_async_level == 0 and self.rl.device == "cpu"):
-            yield (
-                "Generation that runs ahead of training, and GPUs, do not repeat to the bit: expect the same curve, "
-                "not the same numbers. `--max-async-level 0` on a CPU repeats to the bit."
-            )
 
 
 def _reward(record: Record) -> float:

@@ -24,22 +24,12 @@ from textual.worker import get_current_worker
 
 from trireme.base.errors import ConfigError
 from trireme.base.safe_text import clean
-from trireme.tools.rollout_filters import Filter, Term, parse_filter
+from trireme.tools.rollout_filters import Filter, parse_filter
 from trireme.tools.rollouts import BatchFile, ResultsFile, Row, open_rollouts
 from trireme.tools.viewer.help import Help
 from trireme.tools.viewer.reader import Reader
 from trireme.tools.viewer.sources import TRAINING, MeanRewards, Source, find_sources, run_title
-from trireme.tools.viewer.table import (
-    LARGEST_FIRST,
-    ExampleRow,
-    Line,
-    RolloutTable,
-    by_example,
-    columns_for,
-    in_order,
-    key_of,
-    summary,
-)
+from trireme.tools.viewer.table import LARGEST_FIRST, RolloutTable, in_order, key_of, summary
 from trireme.tools.viewer.tree import Key, RunTree
 
 REDRAW_S = 1.0  # between two results of a long search or a large file
@@ -57,7 +47,6 @@ class EvalView(App[None]):
         Binding("slash", "filter", "filter"),
         Binding("s", "sort", "sort"),
         Binding("S", "reverse", "reverse", show=False),
-        Binding("g", "group", "examples"),
         Binding("n", "step_rollout(1)", "next", show=False),
         Binding("p", "step_rollout(-1)", "previous", show=False),
         Binding("left_square_bracket", "step_source(-1)", "step before", show=False),
@@ -76,12 +65,12 @@ class EvalView(App[None]):
         self.opened: ResultsFile | BatchFile | None = None
         self.rows: list[Row] = []  # those that pass the filter
         self.filter = Filter()
-        self.sorted_by, self.backwards, self.groups_examples = "example", False, False
+        self.sorted_by, self.backwards = "example", False
         self.pane = "tree"  # the one that is shown where there is room for one
         self._reading = threading.Lock()  # a worker that was replaced may still be reading
         self._means = MeanRewards()
         self._wanted: tuple[str, str, int] | None = None  # where the cursor belongs: env, example, rollout
-        self._shown: tuple[Any, Any] = (None, None)  # file and line that the reader shows
+        self._shown: tuple[Any, Any] = (None, None)  # file and row that the reader shows
         self._has_stepped = self._has_looked = False
 
     def compose(self) -> ComposeResult:
@@ -155,7 +144,7 @@ class EvalView(App[None]):
 
     def _open(self, source: Source) -> None:
         if self.source is None or (self.source.series == TRAINING) != (source.series == TRAINING):
-            self.sorted_by, self.backwards, self.groups_examples = "example", False, False
+            self.sorted_by, self.backwards = "example", False
         self.source, self.opened = source, open_rollouts(source.path)
         self._write_where()
         self._read_rollouts()
@@ -203,16 +192,13 @@ class EvalView(App[None]):
 
     def _show_table(self) -> None:
         assert self.opened is not None
-        columns = columns_for(self.rows, by_example=self.groups_examples)
-        lines: Sequence[Line] = by_example(self.rows) if self.groups_examples else self.rows
-        lines = in_order(lines, self.sorted_by, backwards=self.backwards)
-        wanted = self._wanted
-        self.table.show(lines, columns, sorted_by=self.sorted_by, backwards=self.backwards)
-        keys = [key_of(line) for line in self.table.lines]
+        wanted, rows = self._wanted, in_order(self.rows, self.sorted_by, backwards=self.backwards)
+        self.table.show(rows, sorted_by=self.sorted_by, backwards=self.backwards)
+        keys = [key_of(row) for row in self.table.listed]
         same_example = (place for place, key in enumerate(keys) if wanted and key[:2] == wanted[:2])
         place = keys.index(wanted) if wanted in keys else next(same_example, 0)
         self.table.move_cursor(row=place, animate=False)
-        self.figures.update(summary(self.opened, self.rows, self.filter, len(lines)))
+        self.figures.update(summary(self.opened, self.rows, self.filter))
         self.figures.set_class(bool(self.opened.trouble), "trouble")
         self._show_current()
 
@@ -220,17 +206,14 @@ class EvalView(App[None]):
         self._show_current()
 
     def _show_current(self) -> None:
-        """Show the rollout under the cursor; of an example the first one."""
-        line = self.table.current
-        if line is not None:
-            self._wanted = key_of(line)
-            if (self.opened, line) == self._shown:
+        """Show the rollout under the cursor."""
+        row = self.table.current
+        if row is not None:
+            self._wanted = key_of(row)
+            if (self.opened, row) == self._shown:
                 return
-        self._shown = self.opened, line
-        if isinstance(line, ExampleRow):
-            line = next((row for row in self.rows if (row.env, row.example) == (line.env, line.example)), None)
-        record = self.opened.record(line) if self.opened and line else None
-        self.reader.show(record)
+        self._shown = self.opened, row
+        self.reader.show(self.opened.record(row) if self.opened and row else None)
         self._write_where()
 
     def _write_where(self) -> None:
@@ -242,14 +225,7 @@ class EvalView(App[None]):
         self.where.update(Text(" › ".join(map(clean, parts)), style="bold"))
 
     def on_data_table_row_selected(self) -> None:
-        line = self.table.current
-        if isinstance(line, ExampleRow):  # list its rollouts
-            self.groups_examples, self.sorted_by, self.backwards = False, "rollout", False
-            terms = [Term(name, "=", value.lower()) for name, value in (("example", line.example), ("env", line.env))]
-            terms = [term for term in terms if term.value]
-            self.filter = Filter(" ".join(f'{term.field}="{term.value}"' for term in terms), tuple(terms))
-            self._read_rollouts()
-        elif line is not None:
+        if self.table.current is not None:
             self._go_to_pane("reader")
 
     # panes
@@ -347,10 +323,6 @@ class EvalView(App[None]):
         if self.opened is not None:
             self.sorted_by, self.backwards = name, name in LARGEST_FIRST if backwards is None else backwards
             self._show_table()
-
-    def action_group(self) -> None:
-        self.groups_examples = not self.groups_examples
-        self._sort("example")
 
     def action_help(self) -> None:
         self.push_screen(Help())

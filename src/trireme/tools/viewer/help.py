@@ -25,7 +25,6 @@ Everywhere
 Rollouts
   /            filter, or search: see below
   s   S        order by the next column; the other way round
-  g            one line for each example, or for each rollout
   ← →          scroll a table that is wider than its pane
   n   p        next and previous rollout, also while reading
   [   ]        the same example, one step earlier or later
