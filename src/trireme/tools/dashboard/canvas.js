@@ -5,7 +5,7 @@ import { convertDynamicProperties } from "../../static/utils/dynamic_properties.
 
 const AROUND = "300px"; // around the window: charts within it are drawn before they are seen
 const NO_ICON = { zoom: "path://", back: "path://" };
-const TOOLS = { feature: { dataZoom: { yAxisIndex: "none", icon: NO_ICON } } }; // selects by dragging; its buttons are hidden
+const TOOLS = { feature: { dataZoom: { yAxisIndex: "none", filterMode: "none", icon: NO_ICON } } }; // selects by dragging; its buttons are hidden
 const SELECT = { type: "takeGlobalCursor", key: "dataZoomSelect", dataZoomSelectActive: true };
 
 // Turn texts under keys such as ":formatter" into functions. Data have none, and are too long to be searched.
