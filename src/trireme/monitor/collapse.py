@@ -22,12 +22,10 @@ from trireme.base.log import get_logger
 
 CALM = 5
 """Rows of the sign's own metrics without it, after which it would be news again."""
-LONGEST = 48  # values kept of a metric
+LONGEST = 21  # values kept of a metric
 START = 3  # values that say where it began
 STEADY = 3
 """Rows in a row that most signs must hold for: one odd batch is no collapse."""
-LOOK_BACK = 45
-"""Batches that a slow decline is looked for in."""
 
 logger = get_logger("warnings")
 
@@ -160,18 +158,6 @@ def reward_drops(history: History) -> str | None:
     return f"reward/mean fell to {fmean(recent):.3g}; the 10 batches before had {fmean(before):.3g}"
 
 
-def reward_declines(history: History) -> str | None:
-    """Detect a slow decline: half of the reward's gain is lost again."""
-    start, values = history.start("reward/mean"), history.last("reward/mean", LOOK_BACK)
-    if start is None or not values:
-        return None
-    best = max(fmean(values[at : at + 10]) for at in range(0, LOOK_BACK - 10, 5))
-    now, spread = fmean(values[-10:]), _spread(values[-10:])
-    if not (best - start > 3 * spread and best - now > max(0.5 * (best - start), 2 * spread)):  # also where one is NaN
-        return None
-    return f"reward/mean is {now:.3g} over 10 batches; it began at {start:.3g} and had been at {best:.3g}"
-
-
 def not_finite(history: History) -> str | None:
     for name in ("loss", "grad_norm"):
         last = history.last(name)
@@ -273,13 +259,6 @@ SIGNS = (
         f"See whether `rollouts/error_rate`, `truncated_frac` or `curriculum/stage` moved. {CALM_DOWN}.",
     ),
     Sign(
-        "reward_decline",
-        ("reward/mean",),
-        reward_declines,
-        "What was learned is being unlearned: more than half of the gain is lost.",
-        f"{CALM_DOWN}. `trainer.loss.beta` above 0, or a smaller `max_async_level`, holds the policy back.",
-    ),
-    Sign(
         "not_finite",
         ("loss", "grad_norm", "skipped_update"),
         not_finite,
@@ -315,30 +294,6 @@ SIGNS = (
         "Lower `trainer.optim.lr` or `max_async_level`, or raise `trainer.loss.beta`.",
     ),
     Sign(
-        "low_ess",
-        ("ess",),
-        stays("ess", "{mean:.2f} over 3 steps: the importance weights of few tokens outweigh the others", below=0.3),
-        "A few tokens with large importance weights decide the step, so it is as noisy as a much smaller batch's.",
-        "Lower `max_async_level` or `trainer.optim.lr`, or choose a loss that clips or masks the ratio.",
-    ),
-    Sign(
-        "tokens_masked",
-        ("masked_frac",),
-        stays("masked_frac", "{mean:.2f} over 3 steps: so many tokens give no gradient", above=0.3),
-        "The loss leaves out many tokens, because their importance ratio is outside its band.",
-        "As for `importance_ratio`: fresher data or smaller steps; or widen the band (`trainer.loss.ratio_low` and "
-        "`trainer.loss.ratio_high`; `trainer.loss.correction_low` and `trainer.loss.correction_high` of a correction "
-        "that masks).",
-    ),
-    Sign(
-        "stale",
-        ("lag/beyond_frac",),
-        stays("lag/beyond_frac", "{mean:.2f} over 3 batches: so many tokens are older than max_async_level", above=0.5),
-        "Rollouts take longer than the steps that overtake them, so most data is older than generation runs ahead.",
-        "Lower `orchestrator.oversampling_factor`, give inference more GPUs, shorten rollouts "
-        '(`orchestrator.sampling.max_tokens`), or choose a loss for stale data (`trainer.loss.type = "decoupled"`).',
-    ),
-    Sign(
         "all_truncated",
         ("truncated_frac",),
         stays("truncated_frac", "{mean:.2f} over 3 batches", above=math.nextafter(0.8, 0.0)),
@@ -353,14 +308,6 @@ SIGNS = (
         "Answers repeat themselves without end or derail: the policy is collapsing, or the reward pays for it.",
         "Read some of them. Go back to an earlier checkpoint (`trainer.ckpt.resume_step`), lower `trainer.optim.lr`, "
         'set `orchestrator.filters.repetition = "drop"` (or `gibberish`), and mend the reward function.',
-    ),
-    Sign(
-        "answers_vanish",
-        ("tokens/completion_mean",),
-        stays("tokens/completion_mean", "{mean:.1f}; it began at {start:.1f}", below=lambda start: 0.1 * start),
-        "Answers have become next to nothing: ending at once is the safest way to avoid a penalty, or gets the reward.",
-        "Look whether a short answer is paid (reward function, `[orchestrator.length_penalty]`); go back to an "
-        "earlier checkpoint (`trainer.ckpt.resume_step`); `orchestrator.sampling.min_tokens` forbids it for a while.",
     ),
 )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -37,7 +38,6 @@ from trireme.orchestrator.buffer import Buffer
 from trireme.orchestrator.engines.expert_routes import experts_to_replay
 from trireme.orchestrator.engines.health import keep_engines
 from trireme.orchestrator.engines.pool import open_inference_pool
-from trireme.orchestrator.environment_counts import EnvironmentCounts
 from trireme.orchestrator.environments.pool import Environment, open_environment
 from trireme.orchestrator.evaluation.evaluator import Evaluator
 from trireme.orchestrator.evaluation.results import is_runs_own, results_path
@@ -144,7 +144,10 @@ class Orchestrator:
         teacher = await stack.enter_async_context(
             open_teacher(config.orchestrator.teacher, tokenizer, waits, max_model_len=pool.max_model_len)
         )
-        environments = await _open_environments(config, config.orchestrator.env, stack, waits, trained=True)
+        self.environments = environments = await _open_environments(
+            config, config.orchestrator.env, stack, waits, trained=True
+        )
+        self._reported = {name: Counter[str]() for name in environments}
         evaluation = config.orchestrator.eval
         evaluated = environments if evaluation else {}  # their held-out examples, unless the run names others
         if evaluation and evaluation.env:
@@ -168,11 +171,7 @@ class Orchestrator:
         self.batcher = Batcher(config, self.scheduler, state, teacher=teacher)
         self.evaluator = Evaluator(config, evaluated, policy, runner, self.metrics, waits)
         self.requests = TrainerRequests(config, journal, policy, self.updates, self.scheduler, self.peers, waits)
-        self.environment_counts = EnvironmentCounts(environments)
-        self.watcher = Watcher(
-            self.metrics,  # and what no batch reports yet: where all rollouts fail, no batch is ever full
-            lambda: {"step": self.scheduler.next_batch, "process": "now"} | self.environment_counts.lately(),
-        )
+        self.watcher = Watcher(self.metrics)
         status.pool, status.policy, status.scheduler, status.watcher = pool, policy, self.scheduler, self.watcher
         restore_metrics(config, journal, self.evaluator, self.metrics)
         reach("orchestrator.started")
@@ -198,7 +197,7 @@ class Orchestrator:
             reach("journal.appended")
             self.scheduler.batch_closed()
             self.requests.batch_closed()
-            metrics = record.metrics | self.environment_counts.take() | self.updates.take_seconds()
+            metrics = record.metrics | self._take_failures() | self.updates.take_seconds()
             metrics |= {"time/fill_batch": filled - began, "time/journal": time.perf_counter() - filled}
             metrics["perf/engine_idle_frac"] = self.lanes.idle_frac()
         self.metrics.append(step, metrics)
@@ -227,6 +226,15 @@ class Orchestrator:
             rules=rules_of(self.config),
             outcomes=batch.outcomes,
         )
+
+    def _take_failures(self) -> dict[str, float]:
+        """Return failures of environments and their workers since the batch before, without those that are 0."""
+        metrics: dict[str, float] = {}
+        for name, environment in self.environments.items():
+            counts = Counter(environment.counts)
+            metrics |= {f"env/{name}/{what}": count for what, count in (counts - self._reported[name]).items()}
+            self._reported[name] = counts
+        return metrics
 
     async def finish(self, evaluation: asyncio.Task) -> None:
         """Wait until the last version is live and evaluated, then let the trainer exit. Until then it may be needed."""

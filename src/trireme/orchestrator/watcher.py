@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
 
 from trireme.base.log import get_logger
 from trireme.monitor.collapse import Warned, Watch
-from trireme.monitor.metrics import MetricsFile, Row, read_in_pieces
+from trireme.monitor.metrics import MetricsFile, read_in_pieces
 
 POLL_S = 2.0
 
@@ -17,13 +16,8 @@ log = get_logger("warnings")
 class Watcher:
     """Reads the metrics of all processes as they are written, each row once."""
 
-    def __init__(self, metrics: MetricsFile, now: Callable[[], Row] = dict) -> None:
-        """
-        Args:
-            now: returns a row of metrics that no batch reports yet.
-        """
+    def __init__(self, metrics: MetricsFile) -> None:
         self._metrics = metrics
-        self._now = now
         self._watch = Watch()
         self._offset = 0
         for rows, offset in read_in_pieces(metrics.path):
@@ -48,11 +42,6 @@ class Watcher:
     def look(self) -> None:
         for rows, offset in read_in_pieces(self._metrics.path, self._offset):
             self._offset = offset
-            self._take(rows)
-        self._take([self._now()])
-
-    def _take(self, rows: Iterable[Row]) -> None:
-        for row in rows:
-            for warned in self._watch.take(row):
+            for warned in (warned for row in rows for warned in self._watch.take(row)):
                 log.warning("step %d, %s: %s", warned.step, warned.name, warned.text)
                 self._metrics.append(warned.step, {f"warnings/{warned.name}": 1.0})

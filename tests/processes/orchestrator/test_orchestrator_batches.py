@@ -20,6 +20,7 @@ from trireme.config.run import RunConfig
 from trireme.journal.rank_shares import DealtBatch
 from trireme.journal.records import BatchRecord
 from trireme.journal.versions import Versions
+from trireme.monitor.metrics import read_metrics
 from trireme.orchestrator.evaluation.results import read_eval_results, results_path
 from trireme.orchestrator.scheduler import Scheduler
 from trireme.orchestrator.weights.policy import Policy
@@ -170,6 +171,9 @@ def test_a_group_that_fails_is_dropped_and_replaced(tmp_path):
     records = whole_batches_of(outcome, reasons=("score: ZeroDivisionError: ", "group given up: "))
     rollouts = [rollout for record in records for rollout in record.rollouts]
     assert {(int(rollout.answer) % 2, rollout.attempt) for rollout in rollouts} == {(1, 0)}
+    told = sum(row.get("env/say/score_error", 0) for row in read_metrics(config.paths.metrics)[0])
+    dropped = sum(drop.reason.startswith("score: ") for record in records for drop in record.dropped)
+    assert dropped <= told <= outcome.orchestrator.scheduler.num_failures
 
 
 def test_that_nothing_ever_has_signal_is_said_again_and_again(tmp_path, caplog):

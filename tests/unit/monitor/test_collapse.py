@@ -74,12 +74,8 @@ TURNS = [
     ("mismatch", "trainer", [{"mismatch_kl": 0.05}] * 3, "mismatch_kl is 0.05 over 3 steps; at most 0.01"),
     ("importance_ratio", "trainer", [{"importance_ratio": 1.6}] * 3, "importance_ratio is 1.6"),
     ("policy_kl", "trainer", [{"policy/kl": 0.5}] * 3, "policy/kl is 0.5"),
-    ("low_ess", "trainer", [{"ess": 0.1}] * 3, "ess is 0.10"),
-    ("tokens_masked", "trainer", [{"masked_frac": 0.6}] * 3, "masked_frac is 0.60"),
-    ("stale", "orchestrator", [{"lag/beyond_frac": 0.9}] * 3, "lag/beyond_frac is 0.90"),
     ("all_truncated", "orchestrator", [{"truncated_frac": 1.0}] * 3, "truncated_frac is 1.00"),
     ("degenerate_outputs", "orchestrator", [{"filters/repetition_frac": 0.4}] * 3, "filters/repetition_frac is 0.40"),
-    ("answers_vanish", "orchestrator", [{"tokens/completion_mean": 1.5}] * 3, "tokens/completion_mean is 1.5"),
 ]
 
 
@@ -92,15 +88,6 @@ def test_each_sign_is_said_once_with_its_values_its_meaning_and_what_to_try(name
     assert warning.text.endswith(f" {sign.meaning} {sign.advice}")
 
 
-def test_a_slow_decline_is_seen_though_no_step_falls_much():
-    rows = list(healthy(60))
-    for row in healthy(60, seed=1):
-        if row["process"] == "orchestrator":
-            row["reward/mean"] = 0.8 - 0.6 * row["step"] / 59 + random.Random(row["step"]).gauss(0, 0.02)
-        rows.append(row | {"step": row["step"] + 60})
-    assert "reward_decline" in {one.name for one in warned(iter(rows))}
-
-
 def keys_of(section: dict[str, Any], sections: dict[str, Any], prefix: str = "") -> Iterator[str]:
     for name, field in section.get("properties", {}).items():
         yield prefix + name
@@ -109,7 +96,7 @@ def keys_of(section: dict[str, Any], sections: dict[str, Any], prefix: str = "")
 
 
 def test_every_sign_has_its_test_and_advises_keys_that_exist():
-    assert {sign.name for sign in SIGNS} == {name for name, *_ in TURNS} | {"reward_decline"}
+    assert {sign.name for sign in SIGNS} == {name for name, *_ in TURNS}
     schema = RunConfig.model_json_schema()
     advice = " ".join(sign.advice for sign in SIGNS)
     named = re.findall(r"`\[?\[?((?:orchestrator|trainer|inference)[\w.]*|seq_len|max_async_level)", advice)
@@ -148,8 +135,8 @@ def test_no_row_and_no_broken_sign_stops_the_watch() -> None:
 
 
 def test_the_orchestrator_logs_a_warning_and_writes_it_down_once(tmp_path, caplog):
-    path, now = tmp_path / "metrics.jsonl", {}
-    watcher = Watcher(MetricsFile(path, "orchestrator"), lambda: now)
+    path = tmp_path / "metrics.jsonl"
+    watcher = Watcher(MetricsFile(path, "orchestrator"))
     for row in run_that_turns("trainer", {"loss": None}):
         numbers = {name: math.nan if value is None else value for name, value in row.items()}
         MetricsFile(path, numbers.pop("process")).append(numbers.pop("step"), numbers)
@@ -162,11 +149,6 @@ def test_the_orchestrator_logs_a_warning_and_writes_it_down_once(tmp_path, caplo
     assert [one.name for one in watcher.lasting] == [one.name for one in restarted.lasting] == ["not_finite"]
     rows = [row for row in read_metrics(path)[0] if any(name.startswith("warnings/") for name in row)]
     assert [(row["step"], row["process"], row["warnings/not_finite"]) for row in rows] == [(50, "orchestrator", 1.0)]
-    # rollouts that all fail are said though no batch becomes full
-    now |= {"step": 51, "process": "now", "env/x/error_rate": 1.0, "rollouts/error_rate": 1.0}
-    watcher.look()
-    watcher.look()
-    assert [(one.name, one.step) for one in watcher.lasting] == [("not_finite", 50), ("rollouts_failing", 51)]
 
 
 def test_the_summary_tells_each_kind_once_and_of_this_session_only(tmp_path):

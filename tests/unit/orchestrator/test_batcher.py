@@ -1,9 +1,7 @@
 """A batch has as many rollouts as it should, whatever happens to groups, and metrics as worked out by hand."""
 
 import asyncio
-from collections import Counter
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,6 @@ from trireme.journal.records import Cursor, Dropped, OpenGroup, Outcome, Rollout
 from trireme.messages import Tokens, build_tokens
 from trireme.orchestrator.batch_metrics import batch_metrics, state_metrics
 from trireme.orchestrator.batcher import Batcher, Filled
-from trireme.orchestrator.environment_counts import EnvironmentCounts
 from trireme.orchestrator.scheduler import Group
 
 SIZE, GROUPS = 3, 2
@@ -208,17 +205,3 @@ def test_epochs_difficulty_and_curriculum_by_hand() -> None:
     sections = {"buffer": {"pools": {}}, "curriculum": [{"weights": {"a": 1.0}}]}
     told = state_metrics(state, config=RunConfig.model_validate({"orchestrator": sections}))
     assert told == plain | under("curriculum", stage=1, reward=0.5) | under("data/a", easy=2, normal=1, hard=2)
-
-
-def test_failures_of_an_environment_are_counted_once_and_told_while_no_batch_becomes_full() -> None:
-    environment = SimpleNamespace(counts=Counter(timeout=20), num_rollouts=100)
-    counts = EnvironmentCounts({"a": environment})
-    assert counts.take() == {"env/a/timeout": 20}
-    assert counts.take() == {}
-    environment.num_rollouts += 63
-    environment.counts += Counter(score_error=30, timeout=2, worker_death=7)  # a worker's death is no rollout's
-    assert counts.lately() == {}  # too few to say
-    environment.num_rollouts += 1
-    assert counts.lately() == {"env/a/error_rate": 0.5, "rollouts/error_rate": 0.5}
-    assert counts.take() == under("env/a", score_error=30, timeout=2, worker_death=7)
-    assert counts.lately() == {}

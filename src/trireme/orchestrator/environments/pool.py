@@ -170,7 +170,6 @@ class Environment:
         self.num_eval = 0  # 0: it has no evaluation set, and an eval run reads the training set
         self.versions: dict[str, str] = {}
         self.num_restarts = 0
-        self.num_rollouts = 0  # that ended, with a reward or without
         self.counts = counts
         """Failures so far. Of rollouts: `timeout`, `rollout_error`, `score_error`, and `worker_error` for those whose
         worker died again and again. Of workers: `worker_death`, and in how many of these deaths it was killed because
@@ -299,7 +298,6 @@ class Environment:
                         done = await worker.run(OpenRollout(task, ask, timeout_s, num_deaths, on_held=slot.close))
                     if is_compared:
                         await self._barrier.wait(task.group, task.group_size, timeout_s=timeout_s)
-                    self.num_rollouts += 1
                     return done
                 except WorkerDied as death:
                     self._barrier.fail(task.group, death.copy)
@@ -314,7 +312,6 @@ class Environment:
         except RolloutFailed as failure:
             self._barrier.release(task.group)
             self.counts[COUNTED[failure.stage]] += 1
-            self.num_rollouts += 1
             raise
         finally:
             self._group_members[task.group] -= 1
