@@ -9,33 +9,29 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from real_run import QUICKSTART, Run, started
+from real_run import SharedEngine, run_apart, started
 from tiny import largest_difference
 from trireme.cli.runs.export import export
 from trireme.journal.manifest import complete_steps, read_manifest
 from trireme.monitor.metrics import read_metrics
 
 
-def run(folder: Path, program: str, *arguments: str) -> None:
-    words = (*arguments, "--output-dir", str(folder), "--name", program, "--max-steps", "2")
-    with started(program, "@", *words, log=folder / f"{program}.log", forked=program != "rl") as process:
-        assert process.wait() == 0, process.tail()
-
-
-def test_a_model_goes_through_sft_and_rl_and_every_export_is_what_the_run_had_left(tmp_path: Path) -> None:
+def test_a_model_goes_through_sft_and_rl_and_every_export_is_what_the_run_had_left(
+    engine: SharedEngine, tmp_path: Path
+) -> None:
     weights = tmp_path / "sft/weights/step_2"
-    sft = ["--batch-size", "8", "--model.from-scratch", "false", "--validation-fraction", "0"]
-    run(tmp_path, "sft", "configs/reverse-text/sft.toml", *sft, "--scheduler.warmup-steps", "0")
+    words = ["@", "configs/reverse-text/sft.toml", "--output-dir", str(tmp_path), "--name", "sft", "--max-steps", "2"]
+    words += ["--batch-size", "8", "--model.from-scratch", "false", "--validation-fraction", "0"]
+    with started("sft", *words, "--scheduler.warmup-steps", "0", log=tmp_path / "sft.log", forked=True) as training:
+        assert training.wait() == 0, training.tail()
     left = {path.name: path.read_bytes() for path in weights.iterdir()}
     shutil.rmtree(weights.parent)
     export([str(tmp_path / "sft")])
     assert {path.name: path.read_bytes() for path in weights.iterdir()} == left
 
-    rl = ["--model.name", str(weights), "--orchestrator.batch-size", "16", "--orchestrator.rollouts-per-example", "8"]
-    run(tmp_path, "rl", QUICKSTART, *rl, "--no-orchestrator.eval", "--trainer.ckpt.interval", "1")
-    rows = Run(tmp_path / "rl").rows("trainer")
-    assert [row["step"] for row in rows] == [0, 1]
-    assert all(row["mismatch_kl"] < 1e-4 for row in rows if "mismatch_kl" in row)
+    rl = ["--model.name", str(weights), "--max-steps", "2", "--no-orchestrator.eval", "--trainer.ckpt.interval", "1"]
+    rows = run_apart(engine, tmp_path / "rl", *rl).rows("trainer")
+    assert [(row["step"], row["mismatch_kl"] < 1e-4) for row in rows] == [(0, True), (1, True)]
 
     export([str(tmp_path / "rl"), "--step", "1", "--to", str(tmp_path / "model")])
     folders = (tmp_path / "model", tmp_path / "rl/weights/step_1")

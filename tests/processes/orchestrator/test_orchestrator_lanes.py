@@ -1,7 +1,6 @@
 """The lanes of a real orchestrator between scripted ends: they add up to the time that passed."""
 
 import asyncio
-import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
@@ -21,7 +20,7 @@ from trireme.monitor.spans import Span, SpansFile, read_spans, reason_of
 from trireme.monitor.timeline import OTHER, joined, lanes_of, shares
 from trireme.orchestrator.engines.pool import InferencePool, open_inference_pool
 from trireme.orchestrator.lanes import Lanes, engine_lane
-from whole_run import WholeRun, block_until, build_config, run
+from whole_run import block_until, build_config, run
 
 STEPS = 4
 TOUCH_S = 2e-6
@@ -98,29 +97,6 @@ def test_every_version_is_a_transfer_every_batch_is_written_once_in_order_and_wa
     assert {reason_of(why) for why in waits} <= known | {"every batch is full"}
 
 
-def test_an_engine_that_dies_starts_again_in_its_lane(tmp_path: Path) -> None:
-    is_back = threading.Event()
-
-    async def kill(running: WholeRun) -> None:
-        pool = running.orchestrator.pool
-        pool.health_interval_s = pool.retry_s = 0.01
-        await running.until(lambda: running.trainer.version == 1, "the first step")
-        running.engine.dead = True
-        pool.engines[0].suspected.set()
-        await running.until(lambda: pool.engines[0].state == "starting", "its death is seen")
-        await asyncio.sleep(0.05)
-        running.engine.dead = False
-        await running.until(pool.live_engines, "its successor")
-        is_back.set()
-
-    config = build_config(tmp_path, max_steps=2)
-    held = {"before_step": lambda version: version < 1 or is_back.wait(10)}
-    assert run(config, meanwhile=kill, trainer=held).error is None
-    starts = [span for span in by_lane(config)["engine"] if span.what == "start"]
-    assert [span.why for span in starts] == ["", "it is gone: its successor is waited for"]
-    assert starts[1].seconds >= 0.05
-
-
 # by hand: two engines, and parts of a run that do nothing
 
 
@@ -167,22 +143,30 @@ def test_what_holds_an_engine_that_has_no_request(tmp_path, state, busy, own, wh
     assert [span.what for span in spans if span.lane == "engine 10.0.0.1:8000"][-1] == ("generate" if busy else "wait")
 
 
-def test_a_pause_for_new_weights_is_a_transfer_though_requests_are_in_flight(tmp_path: Path) -> None:
+def test_a_pause_for_new_weights_is_a_transfer_though_requests_are_in_flight_and_a_death_is_a_start(tmp_path: Path):
     async def turn() -> list[tuple[str | None, int]]:
         async with open_lanes(tmp_path / "spans.jsonl") as (lanes, pool):
             engine, lane, told = pool.engines[0], lanes._of_engine[pool.engines[0].url], []
+
+            def die() -> None:  # as health checks see it
+                engine.life, engine.state = 1, "starting"
+                pool.is_given(engine, None)
+
             for happens in [
                 lambda: pool.count(engine, 1),
                 lambda: (pool.is_given(engine, 7, is_paused=True), pool.quarantine(engine)),
                 lambda: pool.is_given(engine, 7),  # it goes on, and is not confirmed yet
                 lambda: pool.count(engine, -1),
                 lambda: pool.go_live(engine, 7),
+                die,
             ]:
                 happens()
                 told.append((lane.now, lane.step))
+            assert lane._why == "it is gone: its successor is waited for"
             return told
 
-    assert asyncio.run(turn()) == [("generate", -1), ("transfer", 7), ("generate", -1), ("transfer", 7), ("wait", -1)]
+    given = [("generate", -1), ("transfer", 7), ("generate", -1), ("transfer", 7), ("wait", -1), ("start", -1)]
+    assert asyncio.run(turn()) == given
 
 
 def test_an_engine_that_has_less_than_half_of_its_requests_has_few(tmp_path: Path) -> None:

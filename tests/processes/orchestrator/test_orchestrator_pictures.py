@@ -8,7 +8,6 @@ import numpy as np
 from tiny_pictures import picture_file
 from tiny_tokenizer import write_seeing_model
 from trireme.algo.pictures import PictureRules
-from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.journal.message_text import PREFIX
 from trireme.journal.pictures import PictureFiles, pictures_folder, rules_of_model
@@ -76,9 +75,3 @@ def test_an_engine_that_expands_a_picture_otherwise_is_named_with_both_counts(tm
     other = PictureRules(rules.token, rules.block // 2, rules.min_pixels, rules.max_pixels)
     outcome = run(config, engine={"rules": other})
     assert "The engine made 34 tokens of a prompt with pictures, and the orchestrator 28" in str(outcome.error)
-
-
-def test_without_the_table_of_the_model_a_picture_is_refused_by_its_name(tmp_path: Path) -> None:
-    config, _ = seeing_run(tmp_path)
-    outcome = run(updated(config, {"trainer.model.vlm": None}))
-    assert "Set `[model.vlm]`" in str(outcome.error)

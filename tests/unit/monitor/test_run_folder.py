@@ -4,8 +4,7 @@ import errno
 import fcntl
 import json
 import os
-import subprocess
-import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -127,12 +126,10 @@ def test_a_launcher_does_not_move_a_run_that_is_alive(process: str, tmp_path: Pa
 
 @pytest.mark.parametrize("program", ["orchestrator", "trainer"])
 def test_a_second_process_of_a_kind_ends_at_once(program: str, tmp_path: Path) -> None:
-    words = ["@", "tests/e2e/scripted.toml", "--output-dir", str(tmp_path)]
-    with hold(RunPaths(tmp_path), program):
-        command = [sys.executable, "-m", f"trireme.cli.{program}", *words]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == ConfigError.exit_code, ended.stderr
-    assert f"another {program} (process {os.getpid()}) is running in {tmp_path}" in ended.stderr
+    start = getattr(import_module(f"trireme.cli.{program}"), program)
+    words = rf"another {program} \(process {os.getpid()}\) is running in {tmp_path}"
+    with hold(RunPaths(tmp_path), program), pytest.raises(ConfigError, match=words):
+        start(["@", "tests/e2e/scripted.toml", "--output-dir", str(tmp_path)])
     assert not (tmp_path / "configs").exists()  # the configuration there is the running one's
 
 
