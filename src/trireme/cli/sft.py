@@ -57,7 +57,7 @@ def _train(config: SftConfig, run_file: Path) -> None:
         from trireme.trainer.out_of_memory import explain_out_of_memory
         from trireme.trainer.sft.loop import train_sft
 
-    with explain_out_of_memory("", config, seq_len=config.seq_len, device=config.device):
+    with explain_out_of_memory(""):
         train_sft(config)
 
 

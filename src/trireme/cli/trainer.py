@@ -34,9 +34,7 @@ def trainer(argv: list[str]) -> int | None:
     with ExitStack() as stack:
         if rank() == 0:
             stack.enter_context(hold(config.paths, "trainer"))
-        stack.enter_context(
-            explain_out_of_memory("trainer.", config.trainer, seq_len=config.seq_len, device=config.device)
-        )
+        stack.enter_context(explain_out_of_memory("trainer."))
         train(config)
     return None
 
