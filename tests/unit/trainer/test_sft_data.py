@@ -1,7 +1,6 @@
 """From conversations to batches: what is read, what counts, what is held out, and in which order samples come."""
 
 import json
-import logging
 import random
 from collections import Counter
 from pathlib import Path
@@ -131,17 +130,6 @@ def test_what_is_held_out_is_spread_over_the_data_and_never_trained_on(tiny_mode
     few = build_config(tmp_path / "few", tiny_model, data, validation_fraction=0.01)
     with pytest.raises(ConfigError, match=r"validation_fraction = 0.01 holds out none of 20"):
         prepare_data(few, world, Waits("sft"))
-
-
-def test_a_run_that_goes_on_with_other_data_is_warned(letters, tiny_model, tmp_path, caplog, world):
-    logging.getLogger("trireme.data").addHandler(caplog.handler)
-    other = write_lines(tmp_path / "other.jsonl", chat("hi", "yo"))
-    for data, resume, warned in ((letters, False, False), (letters, True, False), (other, True, True)):
-        config = build_config(tmp_path / "run", tiny_model, data, resume=resume)
-        caplog.clear()
-        prepare_data(config, world, Waits("sft"))
-        assert ("samples differ" in caplog.text) is warned
-    logging.getLogger("trireme.data").removeHandler(caplog.handler)
 
 
 def test_sources_are_trained_on_together_for_as_long_as_epochs_say(letters, tiny_model, tmp_path, world):
@@ -548,8 +536,6 @@ def test_a_sample_whose_picture_would_be_cut_is_left_out(tmp_path):
     found, _ = write_samples(tmp_path / "a", sample(6), sample(7), sample(8))
     assert (found.counts.samples, found.counts.parted) == (2, 1)
     assert [[picture.place for picture in each.tokens.pictures] for each in found] == [[6], []]
-    other = Tokenized(list(range(12)), [0, 1, *[0] * 10], (Picture("b" * 64, 6, 1, 2),))
-    assert write_samples(tmp_path / "b", other, sample(8))[0].digest() != found.digest()
 
 
 @pytest.mark.parametrize(

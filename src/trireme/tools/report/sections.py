@@ -65,7 +65,6 @@ class Chart(NamedTuple):
 CHARTS = (
     Chart("Loss", {"loss": "loss"}),
     Chart("Loss on held-out data", {"validation/loss": "held-out loss"}),
-    Chart("Held-out tokens that were the likeliest", {"validation/accuracy": "accuracy"}, shows_constants=False),
     Chart("Norm of the gradient, before it is clipped", {"grad_norm": "norm"}, log=True),
     Chart("Entropy of the policy (nats)", {"policy/entropy": "entropy"}),
     Chart("KL to the policy that sampled; engine to trainer", {"policy/kl": "policy", "mismatch_kl": "engine"}),

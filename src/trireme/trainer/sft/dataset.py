@@ -6,7 +6,6 @@ files into memory, so no rank holds all data. The samples of a batch are a funct
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from array import array
@@ -151,13 +150,6 @@ class SampleFiles:
 
     def __iter__(self) -> Iterator[Sample]:
         return (self[index] for index in range(len(self)))
-
-    def digest(self) -> str:
-        """Return a digest of all that the model sees and learns."""
-        total = hashlib.sha256()
-        for values in (self._ids, self._mask, self._starts, self._pictures):
-            total.update(np.ascontiguousarray(values).data)
-        return total.hexdigest()
 
 
 def write_samples(

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import torch
-from transformers import PreTrainedModel
 
 from trireme.algo.columns import Totals
 from trireme.algo.loss.loss import cross_entropy
@@ -25,7 +23,7 @@ from trireme.monitor.wandb_mirror import open_wandb_mirror
 from trireme.trainer.checkpoint.checkpoint import CheckpointStore
 from trireme.trainer.checkpoint.export import Exporter
 from trireme.trainer.checkpoint.state import TrainerState
-from trireme.trainer.model.forward import compute_columns, places_of
+from trireme.trainer.model.forward import compute_columns
 from trireme.trainer.model.model import load_model
 from trireme.trainer.model.vision import give_pictures
 from trireme.trainer.optim.optimizer import build_optimizer, set_lr
@@ -155,11 +153,9 @@ class Sft:
         """Measure the validation loss of the model that training starts from. A collective."""
         if self.held_out and self.state.version == 0:
             with self.lane.doing("evaluate"):
-                measured = self._measure(self.held_out)
-            self._base = {"validation/base_loss": measured["loss"]}
-            if "accuracy" in measured:
-                self._base["validation/base_accuracy"] = measured["accuracy"]
-            log.info("before the first step: validation loss %.4f", measured["loss"])
+                loss = self._validation_loss(self.held_out)
+            self._base = {"validation/base_loss": loss}
+            log.info("before the first step: validation loss %.4f", loss)
 
     def validate_if_due(self, metrics: dict[str, float]) -> None:
         """Add `validation/…` to the metrics at the interval and after the last step. A collective."""
@@ -167,31 +163,22 @@ class Sft:
         is_due = version == self.last_step or (interval is not None and version % interval == 0)
         if self.held_out and is_due:
             with self.lane.doing("evaluate", step=version):
-                measured = self._measure(self.held_out)
-            metrics |= {f"validation/{name}": value for name, value in measured.items()}
+                loss = self._validation_loss(self.held_out)
+            metrics |= {"validation/loss": loss, "validation/perplexity": _perplexity(loss)}
 
     @torch.no_grad()
-    def _measure(self, held_out: SampleFiles) -> dict[str, float]:
-        """Measure loss and accuracy over all learned tokens, a batch at a time."""
-        sums = {"loss": 0.0, "tokens": 0.0, "right": 0.0}
+    def _validation_loss(self, held_out: SampleFiles) -> float:
+        """Return the mean loss over all learned tokens, a batch at a time."""
+        sums = {"loss": 0.0, "tokens": 0.0}
         size = self.config.batch_size
-        with record_argmax(self.state.model) as argmax:
-            for first in range(0, len(held_out), size):
-                samples = [held_out[index] for index in range(first, min(first + size, len(held_out)))]
-                for row in self._pack(samples):
-                    columns = compute_columns(self.state.model, row, self.world.device)
-                    sums["loss"] += float(cross_entropy(columns, Totals(tokens=1, samples=1)).value)
-                    sums["tokens"] += float(columns.mask.sum())
-                    places, has_places = places_of(row)
-                    if self.world.cp_size == 1 and has_places:  # ranks that share a row see a part of its logits
-                        newest = torch.cat(argmax)[-len(places) :]  # a model is tried before its first row
-                        learned = torch.from_numpy(row.tokens.ids[places].astype("int64"))
-                        sums["right"] += int((newest.cpu() == learned).sum())
-                    argmax.clear()
+        for first in range(0, len(held_out), size):
+            samples = [held_out[index] for index in range(first, min(first + size, len(held_out)))]
+            for row in self._pack(samples):
+                columns = compute_columns(self.state.model, row, self.world.device)
+                sums["loss"] += float(cross_entropy(columns, Totals(tokens=1, samples=1)).value)
+                sums["tokens"] += float(columns.mask.sum())
         sums = self.world.sum(sums)  # the first rank of a team counts its rows
-        loss = sums["loss"] / sums["tokens"]
-        accuracy = {"accuracy": sums["right"] / sums["tokens"]} if self.world.cp_size == 1 else {}
-        return {"loss": loss, "perplexity": _perplexity(loss)} | accuracy
+        return sums["loss"] / sums["tokens"]
 
     def save_if_due(self) -> None:
         """Save a checkpoint if due, in the background; after the last step, wait until it is written."""
@@ -224,21 +211,3 @@ class Sft:
 
 def _perplexity(loss: float) -> float:
     return math.exp(min(loss, MOST_NATS))
-
-
-@contextmanager
-def record_argmax(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Record the likeliest token at each position whose logits the head computes, while this is open.
-
-    The model may scale or cap these logits later, which does not change their order.
-    """
-    found: list[torch.Tensor] = []
-
-    def record(_module: torch.nn.Module, _inputs: object, logits: torch.Tensor) -> None:
-        found.append(logits.detach().argmax(-1).flatten())
-
-    hook = model.get_output_embeddings().register_forward_hook(record)
-    try:
-        yield found
-    finally:
-        hook.remove()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from trireme.base.disk import when_there_is_room
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
-from trireme.base.paths import atomic_write
 from trireme.base.waiting import Waits
 from trireme.config.sft import SftConfig, Source
 from trireme.journal.pictures import PictureFiles, rules_of_model
@@ -23,8 +20,6 @@ from trireme.trainer.sft.pictures import PictureReader
 from trireme.trainer.sft.rendering import Renderer
 
 log = get_logger("data")
-
-_DIGESTS = "digests.json"
 
 
 def open_tokenizer_of(config: SftConfig) -> PreTrainedTokenizerBase:
@@ -82,8 +77,10 @@ def _write_all(config: SftConfig, waits: Waits, meanwhile: Callable[[], None]) -
         tuple(config.chat_template_kwargs.items()),
         image_token=pictures.rules.token if pictures else None,
     )
-    writers = {f"train_{number}": _writer(config) for number in range(len(config.sources))}
-    validation = _writer(config)
+    names = [*(f"train_{number}" for number in range(len(config.sources))), "validation"]
+    drop = config.overlong == "drop"
+    writers = {name: SampleWriter(seq_len=config.seq_len, drop=drop) for name in names}
+    validation = writers.pop("validation")
     for writer, source in zip(writers.values(), config.sources, strict=True):
         conversations = _read(source, pictures, meanwhile)
         write_samples(conversations, renderer, writer, validation, held_out_fraction=config.validation_fraction)
@@ -110,7 +107,6 @@ def _write_all(config: SftConfig, waits: Waits, meanwhile: Callable[[], None]) -
             writer.write(folder / name)
 
     when_there_is_room(write, what="samples", folder=folder, waits=waits, deadline_s=config.disk_timeout_s)
-    _compare_with_earlier(folder, list(writers), resumes=config.resume or config.ckpt.resume_step is not None)
 
 
 def _read(
@@ -141,26 +137,6 @@ def _picture_reader(config: SftConfig, waits: Waits, meanwhile: Callable[[], Non
         )
 
     return PictureReader(keep, rules_of_model(config.model.name))
-
-
-def _writer(config: SftConfig) -> SampleWriter:
-    return SampleWriter(seq_len=config.seq_len, drop=config.overlong == "drop")
-
-
-def _compare_with_earlier(folder: Path, names: list[str], *, resumes: bool) -> None:
-    """Warn a resumed run if its samples changed, as it continues at the same position among them."""
-    digests = {name: SampleFiles(folder / name).digest() for name in names}
-    path = folder / _DIGESTS
-    earlier = json.loads(path.read_text()) if resumes and path.exists() else digests
-    changed = sorted(name for name in {*digests, *earlier} if digests.get(name) != earlier.get(name))
-    if changed:
-        log.warning(
-            "The samples differ from those that this run started with (%s). It continues in the order of the new ones. "
-            "Keep data, tokenizer, chat template and `seq_len` to continue the same training.",
-            ", ".join(changed),
-        )
-    with atomic_write(path) as file:
-        file.write(json.dumps(digests).encode())
 
 
 def steps_of(config: SftConfig, data: Epochs) -> int:
