@@ -118,7 +118,7 @@ class _InChunks(torch.autograd.Function):
     def backward(ctx: Any, *upstream_K: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (hidden_KH,) = ctx.saved_tensors
         parameters, starts = ctx.head.parameters(), _starts(hidden_KH, ctx.chunk)
-        of_hidden, sums = torch.empty_like(hidden_KH), [_Sum(len(starts)) for _ in parameters]
+        of_hidden, sums = torch.empty_like(hidden_KH), [None] * len(parameters)
         with torch.enable_grad():
             for first in starts:
                 chunk = slice(first, first + ctx.chunk)
@@ -127,9 +127,10 @@ class _InChunks(torch.autograd.Function):
                 upstream = [each[chunk] for each in upstream_K][: len(outputs)]
                 inputs = (hidden_kH, *parameters)
                 of_hidden[chunk], *found = torch.autograd.grad(outputs, inputs, upstream, allow_unused=True)
-                for total, gradient in zip(sums, found, strict=True):
-                    total.add(gradient)
-        of_parameters = [total.in_dtype(parameter.dtype) for total, parameter in zip(sums, parameters, strict=True)]
+                pairs = zip(sums, found, strict=True)
+                sums = [_added(total, gradient, is_only=len(starts) == 1) for total, gradient in pairs]
+        pairs = zip(sums, parameters, strict=True)
+        of_parameters = [None if total is None else total.to(parameter.dtype) for total, parameter in pairs]
         return None, None, None, None, of_hidden, *of_parameters
 
 
@@ -138,25 +139,13 @@ def _starts(hidden_KH: torch.Tensor, chunk: int) -> range:
     return range(0, max(1, len(hidden_KH)), chunk)
 
 
-class _Sum:
-    """A sum of one gradient per chunk; of several chunks, in float32 at least."""
-
-    def __init__(self, count: int) -> None:
-        self._is_single = count == 1
-        self._total: torch.Tensor | None = None
-
-    def add(self, gradient: torch.Tensor | None) -> None:
-        if gradient is None:
-            return
-        if self._is_single:
-            self._total = gradient
-        elif self._total is None:  # a copy: autograd may hand out one tensor for two parameters
-            self._total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
-        else:
-            self._total += gradient
-
-    def in_dtype(self, dtype: torch.dtype) -> torch.Tensor | None:
-        return None if self._total is None else self._total.to(dtype)
+def _added(total: torch.Tensor | None, gradient: torch.Tensor | None, *, is_only: bool) -> torch.Tensor | None:
+    """Add a chunk's gradient to the sum so far: of several chunks, in float32 at least."""
+    if gradient is None or is_only:
+        return total if gradient is None else gradient
+    if total is None:  # a copy: autograd may hand out one tensor for two parameters
+        return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+    return total.add_(gradient)
 
 
 @dataclass

@@ -288,32 +288,25 @@ class Publisher:
         return reply
 
     def _meet(self, ready: PolicyReady, go: Go | Live | Again | None) -> str | None:
-        """Wait until the engines listen; return their epoch, or None if they do not. Only rank 0 meets engines."""
-        if self._sender is None:
-            return None
-        assert isinstance(go, Go), go
-        try:
-            return self._join(self._sender, ready, go)
-        except (RuntimeError, OSError) as error:
-            if is_out_of_memory(error):
-                raise
-            self._give_up(ready.version, error)
-            return None
-
-    def _join(self, sender: Sender, ready: PolicyReady, go: Go) -> str:
-        """Join the engines' group; return its epoch.
+        """Join the engines' group; return its epoch, or None if they do not listen. Only rank 0 meets engines.
 
         While this waits, the orchestrator may learn that an engine died, or may itself restart, and tell the engines to
         meet in another group. Nothing is sent yet, so the trainer joins that group instead.
         """
+        if self._sender is None:
+            return None
         while True:
+            assert isinstance(go, Go), go
             try:
-                sender.join(go.epoch, go.world_size, is_wanted=lambda: self._announce(ready) == go)  # noqa: B023
+                self._sender.join(go.epoch, go.world_size, is_wanted=lambda: self._announce(ready) == go)  # noqa: B023
                 return go.epoch
-            except RuntimeError:
-                answer = self._announce(ready)
-                if answer == go or not isinstance(answer, Go):
+            except (RuntimeError, OSError) as error:
+                if is_out_of_memory(error):
                     raise
+                answer = self._announce(ready) if isinstance(error, RuntimeError) else go
+                if answer == go or not isinstance(answer, Go):
+                    self._give_up(ready.version, error)
+                    return None
                 go = answer
 
     def _give_up(self, version: int, error: Exception) -> None:
