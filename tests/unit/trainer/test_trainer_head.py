@@ -14,7 +14,7 @@ from tiny import largest_difference, one_row, random_samples, take_gradients
 from trireme.algo.loss.logprobs import Choices
 from trireme.config.trainer import TrainerModel
 from trireme.messages import MicroBatch
-from trireme.trainer.model.forward import Scorer, attach_scorer, compute_columns, scorer_of
+from trireme.trainer.model.forward import compute_columns, scorer_of
 from trireme.trainer.model.head import Head, HeadOutput, NoHead, Targets, score_in_chunks
 from trireme.trainer.model.model import load_model
 
@@ -192,34 +192,3 @@ def test_temperatures_keep_their_precision_where_the_model_runs_in_less(tiny_mod
         other = MicroBatch(tokens=row.tokens, lengths=row.lengths, temperatures=[temperature])
         found.append(compute_columns(model, other, world.device).logprobs)
     assert not torch.equal(*found)
-
-
-class Louder(transformers.Qwen3ForCausalLM):
-    def forward(self, input_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        output = super().forward(input_ids=input_ids, **kwargs)
-        output.logits = output.logits * (2.0 if input_ids is not None else 1.0)
-        return output
-
-
-def test_a_model_whose_head_cannot_run_by_itself_makes_its_logits_in_its_own_way(world, caplog):
-    torch.manual_seed(6)
-    model = Louder(transformers.Qwen3Config(**SIZES)).train()
-    model.model.layers[0].mlp.eval()
-    attach_scorer(model, TrainerModel(head_chunk=4), world)
-    row = one_row(random_samples([20]))
-    row.tokens.ids[:] %= V
-    before = {name: module.training for name, module in model.named_modules()}
-    with caplog.at_level("WARNING"):
-        columns = compute_columns(model, row, world.device)
-    assert "head of Louder" in caplog.text
-    columns.logprobs.sum().backward()
-    ours = take_gradients(model)
-    ids = torch.from_numpy(row.tokens.ids.astype("int64"))
-    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1] / row.temperatures[0]
-    expected = torch.log_softmax(logits, -1).gather(-1, ids[1:, None]).squeeze(-1)
-    expected = expected[torch.from_numpy(row.tokens.loss_mask[1:].astype(bool))]
-    expected.sum().backward()
-    torch.testing.assert_close(columns.logprobs, expected)
-    assert largest_difference(ours, take_gradients(model)) < 1e-4
-    assert isinstance(scorer_of(model, world.device), Scorer)
-    assert {name: module.training for name, module in model.named_modules()} == before  # also after it was tried

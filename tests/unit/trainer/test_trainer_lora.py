@@ -27,6 +27,7 @@ from trireme.trainer.publish.served_weights import served_specs, served_tensors
 from trireme.trainer.step import base_state
 
 LORA = Lora(rank=4, alpha=8)
+MAMBAS = ("granitemoehybrid", "nemotron_h", "falcon_h1", "mamba2")
 LENGTHS = [40, 30, 18, 33]
 SELECTIVE = ActivationCheckpointing(mode="selective")
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 128}
@@ -106,7 +107,7 @@ def test_adapters_begin_as_pefts_own_change_nothing_at_first_and_alone_are_train
     assert not tiny.are_equal(before, tiny.weights_of(load_model(TrainerModel(lora=LORA), str(folder), world)))
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "gemma2", "qwen2", "qwen3_moe", *HYBRIDS])
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen2", "qwen3_moe", "qwen3_next", "lfm2_moe", *MAMBAS])
 def test_other_models_are_merged_too(kind, world, tmp_path, monkeypatch):
     """Experts, norms, biases; all layers of hybrids, whose fused kernel takes a weight past its adapter."""
     targets = {"target_modules": ("all-linear",)} if kind in HYBRIDS else {}
@@ -135,15 +136,18 @@ def test_other_models_are_merged_too(kind, world, tmp_path, monkeypatch):
 
 def test_how_activations_are_kept_changes_no_gradient_nor_what_is_dropped(folder, world):
     found = []
-    for settings in ({}, {"ac": ActivationCheckpointing()}, {"ac": SELECTIVE}, {"activation_offload": True}):
+    ways = ({}, {"ac": ActivationCheckpointing()}, {"ac": SELECTIVE}, {"activation_offload": True})
+    for dropout, settings in ((0.0, {}), *((0.2, way) for way in ways)):
         torch.manual_seed(0)
-        model = load_model(TrainerModel(lora=Lora(rank=4, alpha=8, dropout=0.2), **settings), str(folder), world)
+        model = load_model(TrainerModel(lora=Lora(rank=4, alpha=8, dropout=dropout), **settings), str(folder), world)
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:
                 parameter.data.fill_(0.01)
         tiny.backward(model, samples(0), world, capacity=64)
         found.append(tiny.take_gradients(model))
-    assert all(tiny.largest_difference(other, found[0]) < 1e-5 for other in found[1:])
+    whole, dropped, *others = found
+    assert tiny.largest_difference(whole, dropped) > 1e-3
+    assert all(tiny.largest_difference(other, dropped) < 1e-5 for other in others)
 
 
 def test_adapters_are_served_after_their_base_model_as_the_specs_announce(folder, world):
@@ -160,11 +164,6 @@ def test_adapters_are_served_after_their_base_model_as_the_specs_announce(folder
     name = "model.layers.1.mlp.up_proj"
     product = only[f"base_model.model.{name}.lora_B.weight"] @ only[f"base_model.model.{name}.lora_A.weight"]
     torch.testing.assert_close(base[f"{name}.weight"] + product, merged[f"{name}.weight"])
-
-
-def test_a_step_in_which_something_is_dropped_ends_elsewhere(folder, world):
-    dropped, whole = (trained(folder, world, LORA.model_copy(update={"dropout": each}), 1).model for each in (0.3, 0.0))
-    assert not tiny.are_equal(tiny.weights_of(dropped), tiny.weights_of(whole))
 
 
 def saved_weights(state: TrainerState, folder: Path, model: Path, world: World) -> tuple[Path, Path]:
@@ -207,8 +206,7 @@ def test_a_checkpoint_is_loaded_by_peft_merged_and_evaluated_as_trained(base, lo
     open_tokenizer(str(tmp_path / "merged"), False)
 
 
-@pytest.mark.parametrize("held", ["float32", "bfloat16"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("held", "dtype"), [("float32", "bfloat16"), ("bfloat16", "float32")])
 def test_what_is_merged_has_the_bits_that_engines_had_however_the_base_was_held(held, dtype, folder, world, tmp_path):
     model = load_model(TrainerModel(lora=LORA, optimization_dtype=held), str(folder), world)
     dtypes = {(parameter.requires_grad, parameter.dtype) for parameter in model.parameters()}

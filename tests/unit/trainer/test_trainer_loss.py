@@ -175,9 +175,9 @@ def test_the_policy_becomes_the_reference_every_so_many_versions(tiny_model, wor
     assert tiny.are_equal(seen[4][1], seen[4][0])
 
 
-@pytest.mark.parametrize("saved_at", [1, 2, 3])
+@pytest.mark.parametrize("saved_at", [1, 3])
 def test_a_run_with_a_moving_reference_goes_on_from_a_checkpoint_to_the_bit(tmp_path, tiny_model, world, saved_at):
-    """Saved before the first update, right after it, and in between."""
+    """Saved before the first update, and after it."""
     terms = {"beta": 0.3, "kl_estimator": "k1", "reference_update_every": 2, "entropy_bonus": 0.01}
     config = config_of(tiny_model, type="tis", **terms, num_iterations=2)
     straight, metrics = trained(config, world, until=4)
@@ -276,38 +276,16 @@ def test_attention_scores_that_a_model_caps_are_capped_in_training_too(kind, tmp
     assert (uncapped[0].logprobs - rows[0].logprobs).abs().max() > 0.01
 
 
-def plain_gspo(rows: list[Plain]) -> torch.Tensor:
-    """Equation 5 of the paper, whose ratio is differentiated as it stands."""
-    gains = []
-    for row in rows:
-        ratio = (row.logprobs - at_loss([row.sample], "logprobs")).mean().exp()
-        advantage = at_loss([row.sample], "advantages")[0]
-        gains.append(torch.minimum(ratio * advantage, ratio.clamp(0.5, 3.0) * advantage))
-    return -torch.stack(gains).mean()
-
-
-def plain_entropy_bonus(rows: list[Plain]) -> torch.Tensor:
-    gain = at_loss([row.sample for row in rows], "advantages") * torch.cat([row.logprobs for row in rows])
-    return -gain.mean() - 0.7 * torch.cat([row.entropies for row in rows]).mean()
-
-
-@pytest.mark.parametrize(
-    ("loss", "plain"),
-    [
-        ({"type": "gspo", "clip_low": 0.5, "clip_high": 2.0}, plain_gspo),
-        ({"type": "reinforce", "entropy_bonus": 0.7}, plain_entropy_bonus),
-    ],
-    ids=["gspo", "entropy_bonus"],
-)
-def test_losses_by_sample_and_of_entropies_have_the_gradients_of_samples_alone(tiny_model, world, loss, plain):
+def test_a_loss_of_entropies_has_the_gradients_of_samples_alone(tiny_model, world):
     samples = samples_at(0)
     model, rows = plain_pass(tiny_model, samples)
-    (expected := plain(rows)).backward()
-    options = {"loss_samples": len(samples), "entropy_gradient": "entropy_bonus" in loss, "capacity": 48}
-    found = passed(tiny.open_state(tiny_model, world).model, samples, world, policy_gradient(Loss(**loss)), **options)
-    assert found[0]["loss"] == pytest.approx(expected.item(), rel=1e-4)
-    assert found[0]["clip_frac/low"] + found[0]["clip_frac/high"] < 0.9
-    assert tiny.largest_difference({name: each.grad for name, each in model.named_parameters()}, found[1]) < 1e-5
+    gain = at_loss(samples, "advantages") * torch.cat([row.logprobs for row in rows])
+    (expected := -gain.mean() - 0.7 * torch.cat([row.entropies for row in rows]).mean()).backward()
+    loss = policy_gradient(Loss(type="reinforce", entropy_bonus=0.7))
+    options = {"loss_samples": len(samples), "entropy_gradient": True, "capacity": 48}
+    metrics, found = passed(tiny.open_state(tiny_model, world).model, samples, world, loss, **options)
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-4)
+    assert tiny.largest_difference({name: each.grad for name, each in model.named_parameters()}, found) < 1e-5
 
 
 def test_the_first_token_of_a_sample_is_never_predicted_from_its_neighbour(tiny_model, world):
