@@ -39,7 +39,6 @@ class WeighedEngine(FakeEngine):
     model: Path = Path()
     label: str = "default"  # what it calls its weights
     is_frozen: bool = False  # paused from the beginning
-    num_busy: int = 0  # requests of another client
     label_after: tuple[int, str] | None = None  # so many answers: then another client has given it weights
     gone_after: int | None = None  # requests for tokens: then it stops listening
     digests: dict[str, str] = field(default_factory=dict)
@@ -78,9 +77,6 @@ class WeighedEngine(FakeEngine):
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "weighed", "root": str(self.model), "max_model_len": 256}]})
 
-    async def metrics(self, request: web.Request) -> web.Response:
-        return web.Response(text=f'# HELP\nvllm:num_requests_running{{engine="0"}} {float(self.num_busy)}\n')
-
     async def _update_weight_version(self, body: dict[str, Any]) -> None:
         self.label = body["new_version"]
 
@@ -110,7 +106,6 @@ class WeighedEngine(FakeEngine):
 async def open_weighed_engine(model: Path, **knobs: Any) -> AsyncIterator[WeighedEngine]:
     engine = WeighedEngine(WeightWire(), model=model, **knobs)
     app = build_app(engine)
-    app.router.add_get("/metrics", engine.metrics)
     async with AsyncExitStack() as life:
         await life.enter_async_context(serving(app, engine.port))
 

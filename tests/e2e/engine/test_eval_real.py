@@ -56,7 +56,7 @@ def test_each_checkpoint_answers_with_its_own_weights_and_the_base_model_is_give
     assert answers[SAME] == answers[0]
     assert answers[ADAPTERS] == answers[MERGED]
     assert len({tuple(answers[step]) for step in (0, NOISE, ADAPTERS)}) == 3
-    summary = json.loads((tmp_path / "evals" / "summary.json").read_text())
-    rewards = {row["model"]: row["reward"] for row in summary}
-    assert rewards["base"] == rewards[f"step_{SAME}"] > rewards[f"step_{NOISE}"]
+    described = [tmp_path / "evals" / f"step_{step}" / "reverse-text.json" for step in range(3)]
+    rewards = [json.loads(file.read_text())["avg_reward"] for file in described]
+    assert rewards[0] == rewards[SAME] > rewards[NOISE]
     assert serves() == "default"

@@ -15,16 +15,13 @@ from typing import Any
 from rich.console import Console
 
 from trireme.algo.digest import model_digest, tensor_digest
-from trireme.algo.weight_checks import first_difference
-from trireme.base.errors import ConfigError, TriremeError, WeightsMismatch
+from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.log import get_logger, start_logging
-from trireme.base.paths import RunPaths, atomic_write, step_folder, steps_in
+from trireme.base.paths import RunPaths, step_folder, steps_in
 from trireme.base.waiting import Waits
-from trireme.config.files import find_run_file, read_run
+from trireme.config.files import find_run_file, read_run, to_table, to_toml
 from trireme.config.run import RunConfig
-from trireme.journal.versions import Versions
 from trireme.launch.folder import hold_folder
-from trireme.messages import TensorSpec
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.evaluation.results import description_path
 from trireme.orchestrator.rollout.chat import open_chat_tokenizer
@@ -33,7 +30,7 @@ from trireme.tools.environments.policy_endpoint import look_at
 from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.config import EvalConfig, inherit_from_run
 from trireme.tools.evaluate.engine import EvaluatedEngine
-from trireme.tools.evaluate.report import as_json, to_table
+from trireme.tools.evaluate.report import as_table
 from trireme.tools.evaluate.session import (
     EvalSession,
     install_environments,
@@ -46,7 +43,6 @@ from trireme.tools.export.weights_folder import require_readable
 
 log = get_logger("eval")
 
-SUMMARY = "summary.json"
 MAX_STEPS_SHOWN = 20
 WIDTH = 150  # characters of the table where it does not go to a terminal
 
@@ -61,7 +57,7 @@ def evaluate_checkpoints(config: EvalConfig, *, dry_run: bool) -> int:
     start_logging("eval", "warning")
     evaluation = CheckpointEvaluation(config)
     if dry_run:
-        print(evaluation)
+        print(to_toml(to_table(evaluation.config)), end="")
         return 0
     return evaluation.run()
 
@@ -81,21 +77,21 @@ class CheckpointEvaluation:
                 f"`weights/`.{hint}"
             )
         run_folder = weights.resolve().parent
-        self._trained_by: RunConfig | None = None  # the run that wrote the checkpoints, where its folder is around them
-        with suppress(ConfigError):  # no run, or one of `sft`, which has no environments
-            self._trained_by = read_run(RunConfig, find_run_file(run_folder, "orchestrator"))
-        if self._trained_by is not None:
-            config = inherit_from_run(config, self._trained_by)
+        with suppress(ConfigError):  # no run around them, or one of `sft`, which has no environments
+            config = inherit_from_run(config, read_run(RunConfig, find_run_file(run_folder, "orchestrator")))
         if not config.env:
             raise ConfigError(
                 "no environment is named, and there is no run around the checkpoints that says which "
                 f"({run_folder / 'configs'}) - expected one. Add `--env.id my-env`."
             )
-        self._config = config = prepare(config)
+        self.config = config = prepare(config)
         self._steps = find_steps(weights, config.steps)
         self._output = config.output_dir or run_folder / "evals"
-        for folder in self._steps.values():
+        self._models: dict[str, tuple[int, Path | None]] = {"base": (0, None)} if config.eval_base else {}
+        for step, folder in self._steps.items():
             require_readable(folder)
+            if step or not config.eval_base:
+                self._models[f"step_{step}"] = step, folder
         url = config.client.base_url
         self._server = asyncio.run(look_at(url, key=config.key))
         if not self._server.is_ours:
@@ -108,31 +104,10 @@ class CheckpointEvaluation:
         self._progress = Progress()
         self._engine: EvaluatedEngine | None = None  # once it may have been given weights
 
-    @property
-    def _models(self) -> dict[int, Path | None]:
-        """Folders by step, in order; None is the engine's own base model."""
-        base: dict[int, Path | None] = {0: None} if self._config.eval_base else {}
-        return base | {step: folder for step, folder in self._steps.items() if step or not base}
-
-    def _label(self, step: int) -> str:
-        return "base" if self._models[step] is None else f"step_{step}"
-
-    def __str__(self) -> str:
-        config, server = self._config, self._server
-        names = ", ".join(str(each.name) for each in config.env)
-        lines = {
-            "engine": f"{server.root}, which serves {', '.join(server.models) or 'a model'}",
-            "models": ", ".join(map(self._label, self._models)),
-            "environments": f"{names}: {config.num_examples or 'all'} examples x {config.rollouts_per_example}",
-            "sampling": config.evaluation.sampling.model_dump(exclude_defaults=True) or "temperature 1",
-            "results": f"{self._output}/step_N/ENV.jsonl",
-        }
-        return "\n".join(f"{name:12} {text}" for name, text in lines.items())
-
     def run(self) -> int:
         output = self._output
         with hold_folder(RunPaths(output)):
-            install_environments(self._config, self._progress)
+            install_environments(self.config, self._progress)
             try:
                 evaluated = asyncio.run(self._evaluate())
             except (TriremeError, KeyboardInterrupt):
@@ -142,14 +117,12 @@ class CheckpointEvaluation:
                         f"{self._engine.url} was left with {self._engine.holds}."
                     )
                 raise
-        with atomic_write(output / SUMMARY) as file:
-            file.write(as_json(evaluated).encode() + b"\n")
-        Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH).print(to_table(evaluated))
+        Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH).print(as_table(evaluated))
         self._progress.show(f"every rollout: {output}/step_N/ENV.jsonl (`trireme eval tui {output}`)")
         return 1 if any(session.num_failed for _, sessions in evaluated for session in sessions) else 0
 
     async def _evaluate(self) -> list[tuple[str, list[EvalSession]]]:
-        output, config = self._output, self._config
+        output, config = self._output, self.config
         waits = Waits("the evaluation", output / "logs")
         run = self._run_config()
         tokenizer = open_chat_tokenizer(run.model.name)
@@ -168,10 +141,9 @@ class CheckpointEvaluation:
             self._engine = engine
             try:
                 evaluated = [
-                    (self._label(step), await self._evaluate_model(step, environments, policy, engine))
-                    for step in self._models
+                    (label, await self._evaluate_model(label, environments, policy, engine)) for label in self._models
                 ]
-            except (ConfigError, WeightsMismatch):
+            except ConfigError:
                 await engine.restore()
                 raise
             await engine.restore()
@@ -179,7 +151,7 @@ class CheckpointEvaluation:
 
     def _run_config(self) -> RunConfig:
         """Rollouts have no seeds: the engine may not have been started for them, see `inference.server`."""
-        model, server = self._config.model, self._server
+        model, server = self.config.model, self._server
         lengths = [length for length in (model.max_model_len, server.max_model_len) if length]
         # checkpoints have their tokenizer with them; so have base models that are folders
         folders = [*self._steps.values(), *map(Path, filter(None, (model.base, *server.models)))]
@@ -190,20 +162,19 @@ class CheckpointEvaluation:
             "seq_len": min(lengths, default=RunConfig().seq_len),
             "max_async_level": 1,
         }
-        return rollout_config(self._config, values | vision_of(values["model.name"]))
+        return rollout_config(self.config, values | vision_of(values["model.name"]))
 
     async def _evaluate_model(
-        self, step: int, environments: list[Environment], policy: EnginePolicy, engine: EvaluatedEngine
+        self, label: str, environments: list[Environment], policy: EnginePolicy, engine: EvaluatedEngine
     ) -> list[EvalSession]:
-        label = self._label(step)
-        folder = self._models[step]
-        settings = {"base_url": self._config.client.base_url, "step": step, "checkpoint": label}
+        step, folder = self._models[label]
+        settings = {"base_url": self.config.client.base_url, "step": step, "checkpoint": label}
         if folder is None:
             settings["model"] = self._server.base_model
         sessions = []
         for environment in environments:
             session = EvalSession(
-                environment, policy, self._config, purpose=f"eval-{step}", settings=settings, version=step
+                environment, policy, self.config, purpose=f"eval-{step}", settings=settings, version=step
             )
             path = step_folder(self._output, step) / f"{environment.name}.jsonl"
             session.resume(path, description_path(path))
@@ -217,7 +188,6 @@ class CheckpointEvaluation:
                 )
             else:
                 digests = await engine.load(label, source)
-            self._require_as_confirmed(step, source.specs, digests)
             for session in sessions:
                 session.note(weights=model_digest(digests))
         elif not is_done:
@@ -228,28 +198,6 @@ class CheckpointEvaluation:
         scored = f"mean reward {sum(means) / len(means):.3f}" if means else "nothing was scored"
         self._progress.show(f"{label}: {scored}")
         return sessions
-
-    def _require_as_confirmed(self, step: int, specs: list[TensorSpec], digests: dict[str, str]) -> None:
-        """Compare a checkpoint with the digests that the run's engines confirmed: files may have changed since.
-
-        Adapters are not compared: the run's engines were given them in another form.
-
-        Raises: ConfigError.
-        """
-        folder = self._steps[step]
-        run_folder = folder.resolve().parent.parent
-        versions = Versions(RunPaths(run_folder).journal)
-        if self._trained_by is None or (folder / "adapter_config.json").is_file() or not versions.has(step):
-            return
-        if {spec.dtype for spec in specs} != {self._trained_by.served_dtype}:
-            return
-        differences = [first_difference(each.digests, digests) for each in versions.read(step).confirmations]
-        if all(differences):
-            raise ConfigError(
-                f"{folder} is not what the run's engines confirmed as version {step}: {differences[-1]} - expected the "
-                "weights of that version. The files were changed or damaged since. Move the folder away and make it "
-                f"again: `trireme export {run_folder} --step {step}`."
-            )
 
 
 def find_steps(weights: Path, wanted: tuple[int, ...]) -> dict[int, Path]:

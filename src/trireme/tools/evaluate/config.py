@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import PositiveFloat, PositiveInt
@@ -72,15 +72,8 @@ class EvalConfig(Section):
     sampling: Sampling | None = None
     """How the model is sampled; as in the run's own evaluations where not given, else greedy, or at temperature 1 where
     there are several rollouts per example."""
-    transfer: Literal["auto", "filesystem", "gloo"] = "auto"
-    """How weights reach the engine: it reads them from the folder itself, or they are sent; `auto` sends them to
-    engines on other machines."""
-    bucket_mib: PositiveInt = 64
-    """Size of the pieces that are sent, in MiB."""
     take_over: bool = False
     """Load weights also into an engine that serves a version of a training run; for engines whose run is over."""
-    restore_base: bool = True
-    """Give the engine its base model back when all is done."""
     output_dir: Path | None = None
     """Where results go, as `step_N/ENV.jsonl`; `evals` next to the weights folder where not given, else
     `outputs/evals/MODEL`."""

@@ -1,7 +1,7 @@
 """Servers of models: a name, an address and a key, from `configs/endpoints.py` or `.toml`.
 
-A Python file is read, never run: literals, names bound to literals above, f-strings of those, and `os.getenv("X")`,
-`os.environ["X"]`. A key in capitals, such as `"OPENAI_API_KEY"`, names the variable that has it.
+A Python file is read, never run: literals, and `os.getenv("X")`, `os.environ["X"]`. A key in capitals, such as
+`"OPENAI_API_KEY"`, names the variable that has it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import ast
 import os
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -164,21 +163,19 @@ def _text(value: Any) -> str | None:
 
 
 def _read_toml(path: Path) -> Iterator[tuple[str, Any]]:
-    """Read `["NAME"]` tables, all of them inside `[endpoints]` perhaps; or `[[endpoint]]` with a `name`."""
+    """Read `["NAME"]` tables, or `[[endpoint]]` tables with an `endpoint_id`."""
     table = read_table(path)
-    for outer in ("ENDPOINTS", "endpoints", "endpoint"):
-        table = table[outer] if set(table) == {outer} else table
-    if isinstance(table, dict):
+    if set(table) != {"endpoint"} or not isinstance(table["endpoint"], list):
         yield from table.items()
         return
-    for each in table:
-        name = each.get("name") or each.get("endpoint_id") if isinstance(each, dict) else None
+    for each in table["endpoint"]:
+        name = each.pop("endpoint_id", None) if isinstance(each, dict) else None
         if not name:
             raise ConfigError(
-                f'{path}: an [[endpoint]] has no name ({each!r}) - expected one. Add `name = "…"`, under which '
-                "`-m` finds it."
+                f'{path}: an [[endpoint]] has no endpoint_id ({each!r}) - expected one. Add `endpoint_id = "…"`, under '
+                "which `-m` finds it."
             )
-        yield name, {key: value for key, value in each.items() if key not in ("name", "endpoint_id")}
+        yield name, each
 
 
 def _read_python(path: Path) -> Iterator[tuple[str, Any]]:
@@ -188,46 +185,37 @@ def _read_python(path: Path) -> Iterator[tuple[str, Any]]:
         raise ConfigError(f"{path} does not exist - expected a file of endpoints. Correct the path.") from None
     except (SyntaxError, ValueError, OSError) as error:
         raise ConfigError(f"{path} cannot be read as Python: {error} - correct it.") from None
-    known: dict[str, Any] = {}
     for statement in statements:
-        if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
-            continue
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        for name in [target.id for target in targets if isinstance(target, ast.Name)]:
-            if name == "ENDPOINTS":
-                table = _evaluate(path, statement.value, known)
+        match statement:
+            case (
+                ast.Assign(targets=[ast.Name("ENDPOINTS")], value=value)
+                | ast.AnnAssign(target=ast.Name("ENDPOINTS"), value=ast.expr() as value)
+            ):
+                table = _evaluate(path, value)
                 if not isinstance(table, dict):
                     raise ConfigError(
                         f"{path}: ENDPOINTS is {table!r} - expected a dict of endpoints by name. Correct it."
                     )
                 yield from table.items()
                 return
-            with suppress(ConfigError):  # what else the file computes is not needed
-                known[name] = _evaluate(path, statement.value, known)
     raise ConfigError(
         f"{path} has no ENDPOINTS - expected `ENDPOINTS = {{name: {{…}}}}` at its top level. Add it: see "
         "docs/evaluation.md."
     )
 
 
-def _evaluate(path: Path, node: ast.expr, known: dict[str, Any]) -> Any:
+def _evaluate(path: Path, node: ast.expr) -> Any:
     """Return the value of an expression without running it. Raises: ConfigError."""
     match node:
         case ast.Constant():
             return node.value
         case ast.Dict() if all(node.keys):
             pairs = zip(node.keys, node.values, strict=True)
-            return {_evaluate(path, key, known): _evaluate(path, value, known) for key, value in pairs if key}
-        case ast.Name() if node.id in known:
-            return known[node.id]
-        case ast.JoinedStr():
-            return "".join(_text(_evaluate(path, part, known)) or "" for part in node.values)
-        case ast.FormattedValue(format_spec=None):
-            return _evaluate(path, node.value, known)
+            return {_evaluate(path, key): _evaluate(path, value) for key, value in pairs if key}
         case ast.Call(func=function, args=words, keywords=[]) if words and ast.unparse(function) in _GETENV:
-            return _Variable(*(_text(_evaluate(path, word, known)) or "" for word in words[:2]))
+            return _Variable(*(str(_evaluate(path, word) or "") for word in words[:2]))
         case ast.Subscript(value=value, slice=word) if ast.unparse(value) in ("os.environ", "environ"):
-            return _Variable(_text(_evaluate(path, word, known)) or "")
+            return _Variable(str(_evaluate(path, word)))
     raise ConfigError(
         f"{path}, line {node.lineno}: `{ast.unparse(node)}` is no literal - expected text, or os.getenv(…): the file "
         "is read and not run. Write the value itself, or put it into a variable of the environment."

@@ -12,26 +12,19 @@ The name of its weights shows which client gave it weights last:
 from __future__ import annotations
 
 import asyncio
-import re
 import shutil
-import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
 from trireme.algo.digest import tensor_digest
 from trireme.base.errors import ConfigError, PeerDied
 from trireme.base.log import get_logger
-from trireme.base.network import is_loopback
-from trireme.base.processes import free_port
-from trireme.messages import PULLED_KINDS, InitInfo, UpdateInfo
-from trireme.orchestrator.engines.engine import REQUEST_ERRORS
-from trireme.orchestrator.engines.responses import BadAnswer
+from trireme.messages import InitInfo, UpdateInfo
 from trireme.orchestrator.weights.engine_update import finish, join, load, require_confirmed
 from trireme.tools.environments.policy import FRESH, LOADING, EnginePolicy, StandingPool, WeightsReplaced
 from trireme.tools.environments.policy_endpoint import Server
@@ -44,10 +37,12 @@ from trireme.tools.export.weights_folder import (
     open_source,
     shape_difference,
 )
-from trireme.transport.weights.backends import open_sender
+from trireme.transport.weights.filesystem import FilesystemSender
 
 log = get_logger("eval")
 
+BUCKET_BYTES = 64 << 20
+"""Size of the files that merged adapters are written to."""
 OWN, BASE = "eval-", "-base"
 BASE_IN_WORDS = "its base model"
 
@@ -79,21 +74,8 @@ class EvaluatedEngine:
         self._base = find_model(self._base_model) if self._base_model else None  # on this machine
         self._dtype = "float32"  # that adapters are merged into
         self._folder = folder.resolve()
-        self._host, self._port = _own_address(server.root), free_port()
-        self._kind: str = config.transfer
-        if config.transfer == "auto":
-            self._kind = "filesystem" if is_loopback(self._host) else "gloo"
-        self._sender = open_sender(
-            self._kind,
-            host=self._host,
-            port=self._port,
-            folder=self._folder,
-            bucket_bytes=config.bucket_mib << 20,
-            timeout_s=config.client.timeout_s,
-        )
 
     def close(self) -> None:
-        self._sender.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def take(self) -> None:
@@ -107,12 +89,6 @@ class EvaluatedEngine:
         self.engine.num_workers = await self.engine.world_size() or 1
         name, report = await self.engine.weight_version(), (await self.engine.weight_reports())[0]
         is_paused = bool((await self._get("is_paused")).get("is_paused"))
-        if num_requests := await self._num_requests():
-            raise ConfigError(
-                f"{self.url} is answering {num_requests} requests of another client - expected an engine that no other "
-                "client uses: each checkpoint would be loaded under their answers. Wait until it is free, or start "
-                "another (`uv run inference …` with a `--server.port` of its own)."
-            )
         if is_paused and name == FRESH and not over:
             raise ConfigError(
                 f"{self.url} is paused: a client is about to give it weights, perhaps a training run that starts - "
@@ -215,7 +191,7 @@ class EvaluatedEngine:
         """
         await self.require_ours()
         if self._has_loaded and self.holds != BASE_IN_WORDS:
-            if not self._config.restore_base or self._base is None:
+            if self._base is None:
                 self._progress.show(f"{self.url} holds {self.holds} now, not its base model.")
                 return
             await self.load("base", self.open_source(self._base), is_base=True)
@@ -227,15 +203,15 @@ class EvaluatedEngine:
         self._pool.serves = self._last_name = name
 
     async def _transfer(self, name: str, source: Source) -> dict[str, str]:
-        """Send a model, on a way that weights travel in training. Returns the digest of each tensor."""
+        """Have the engine read a model's files, or those of a merged one. Returns the digest of each tensor."""
         info = InitInfo(
-            kind=self._kind,
-            host=self._host,
-            port=self._port,
+            kind="filesystem",
+            host="",
+            port=0,
             epoch=f"{self._id}/{name}/{uuid.uuid4().hex[:8]}",
             rank_offset=1,
             world_size=1 + self.engine.num_workers,
-            bucket_bytes=self._config.bucket_mib << 20,
+            bucket_bytes=BUCKET_BYTES,
             timeout_s=self._config.client.timeout_s,
         )
         digests: dict[str, str] = {}
@@ -245,48 +221,18 @@ class EvaluatedEngine:
                 digests[name] = tensor_digest(tensor)
                 yield tensor
 
-        def send() -> dict[str, Any]:
-            """Return the payload for kinds that are fetched. Blocks until all is sent."""
-            if self._kind == "filesystem" and source.folder is not None:
-                for _ in tensors():  # the engine reads the files; their digests are needed here
-                    pass
-                return {"folder": str(source.folder), "bucket_bytes": None}
-            self._sender.join(info.epoch, info.world_size, is_wanted=lambda: not receiving.done())
-            return self._sender.send(source.specs, tensors())
+        def write() -> dict[str, Any]:
+            if source.folder is None:
+                return FilesystemSender(self._folder, bucket_bytes=BUCKET_BYTES).send(source.specs, tensors())
+            for _ in tensors():  # only for their digests
+                pass
+            return {"folder": str(source.folder), "bucket_bytes": None}
 
-        async def receive() -> None:
-            await join(self.engine, info)
-            if self._kind not in PULLED_KINDS:
-                await load(self.engine, UpdateInfo(source.specs))
-
-        receiving = asyncio.create_task(receive())
-        try:
-            payload = await asyncio.to_thread(send)
-            await receiving
-        except (RuntimeError, OSError) as error:
-            if receiving.done() and not receiving.cancelled() and (cause := receiving.exception()) is not None:
-                raise cause from error
-            raise PeerDied(
-                f"sending {name} to {self.url} broke: {error} - expected it to take all of it. Look at its log."
-            ) from error
-        finally:
-            receiving.cancel()
-            await asyncio.gather(receiving, return_exceptions=True)
-        if self._kind in PULLED_KINDS:
-            await load(self.engine, UpdateInfo(source.specs, payload))
+        await join(self.engine, info)
+        payload = await asyncio.to_thread(write)
+        await load(self.engine, UpdateInfo(source.specs, payload))
         await finish(self.engine, f"{self._id}{LOADING}")
         return digests
-
-    # what it reports of itself
-
-    async def _num_requests(self) -> int:
-        """Return how many requests run and wait, as vLLM's metrics have it; 0 where it has none."""
-        try:
-            _, text = await self.engine.request("metrics")
-        except (*REQUEST_ERRORS, BadAnswer):
-            return 0
-        counts = re.findall(rb"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? ([\d.]+)$", text, re.MULTILINE)
-        return sum(int(float(count)) for count in counts)
 
     async def _get(self, path: str) -> dict[str, Any]:
         """Return the answer of a route that not every engine has, or nothing."""
@@ -294,14 +240,3 @@ class EvaluatedEngine:
             answer = await self.engine.get(path)
             return answer if isinstance(answer, dict) else {}
         return {}
-
-
-def _own_address(url: str) -> str:
-    """Return the address at which the engine reaches this process: loopback, or that of the route to it."""
-    parts = urlsplit(url)
-    host = parts.hostname or "127.0.0.1"
-    if is_loopback(host):
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
-        route.connect((host, parts.port or 80))
-        return str(route.getsockname()[0])

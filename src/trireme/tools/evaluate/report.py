@@ -1,11 +1,9 @@
-"""Reports of an evaluation: a table, JSON, and words."""
+"""Reports of an evaluation: a table, and words."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 from rich.table import Table
 
@@ -22,7 +20,7 @@ _MAX_REWARDS = 40
 _MAX_CHARACTERS = 2000
 
 
-def to_table(evaluated: Evaluated) -> Table:
+def as_table(evaluated: Evaluated) -> Table:
     """Return a row for each model and environment, with avg@k and every pass@k."""
     names = {name for _, sessions in evaluated for session in sessions for name in session.metrics if "@" in name}
     measures = sorted(names, key=lambda name: (name[:4], int(name.partition("@")[2])))
@@ -41,17 +39,6 @@ def to_table(evaluated: Evaluated) -> Table:
                 f"{metrics['tokens_mean']:.0f}" if metrics.get("tokens_mean") else "-",
             )
     return table
-
-
-def as_json(evaluated: Evaluated) -> str:
-    rows: list[dict[str, Any]] = [
-        {"model": model, "environment": session.environment.name}
-        | ({"results": str(session.file.path)} if session.file else {})
-        | session.metrics
-        for model, sessions in evaluated
-        for session in sessions
-    ]
-    return json.dumps(rows, indent=1)
 
 
 def _extent(session: EvalSession) -> str:

@@ -22,6 +22,7 @@ from trireme.base.log import start_logging
 from trireme.base.paths import RunPaths
 from trireme.base.waiting import Waits
 from trireme.config.arguments import json_table, positive_int
+from trireme.config.files import to_table, to_toml
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.orchestrator import Sampling
 from trireme.launch.folder import hold_folder
@@ -72,7 +73,6 @@ def eval_run(argv: list[str]) -> int:
         wanted,
         arguments.model or _address(wanted.base_url),
         saves=arguments.save_results,
-        starts_new=arguments.new,
         shows_rollouts=arguments.verbose,
     )
 
@@ -93,7 +93,6 @@ def evaluate_model(
     model: str,
     *,
     saves: bool,
-    starts_new: bool = False,
     shows_rollouts: bool = False,
     dry_run: bool = False,
 ) -> int:
@@ -101,7 +100,7 @@ def evaluate_model(
 
     Args:
         model: its name for people, and in folder names.
-        starts_new: never resume unfinished results.
+        saves: write results, and complete unfinished ones.
 
     Raises: ConfigError, TriremeError as `eval_run`.
     """
@@ -116,7 +115,7 @@ def evaluate_model(
     wanted = replace(wanted, pictures=output / "pictures" if saves else None)
     open_policy = build_opener(wanted, run, detect_devices(), waits, progress)
     if dry_run:
-        print(f"model        {model}\nenvironments {', '.join(homes)}")
+        print(to_toml(to_table(config)), end="")
         return 0
 
     def open_session(environment: Environment, policy: RolloutPolicy) -> EvalSession:
@@ -124,8 +123,9 @@ def evaluate_model(
         session = EvalSession(environment, policy, config, purpose="eval", settings=settings)
         if saves:
             home = homes[environment.name]
-            unfinished = None if starts_new else _find_unfinished(home, session)
-            folder = unfinished or home / f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+            folder = (
+                _find_unfinished(home, session) or home / f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+            )
             session.resume(folder / RESULTS, folder / METADATA)
         return session
 
@@ -224,7 +224,6 @@ def _parser() -> ArgumentParser:
     add("-c", "--max-concurrent", metavar="N", type=positive_int, default=32, help="rollouts at once; 32")
     add("-s", "--save-results", action="store_true", help=f"into {OUTPUT}/ENV--MODEL/RUN_ID/{RESULTS}")
     add("-v", "--verbose", action="store_true", help="show every conversation")
-    add("--new", action="store_true", help="start new results instead of completing those of the same command")
     add("-e", "--endpoints-path", metavar="FILE", type=Path, help="configs/endpoints.toml or .py where not given")
     add("-o", "--output-dir", metavar="DIR", type=Path, help=f"instead of {OUTPUT}")
     return parser
