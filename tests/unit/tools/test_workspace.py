@@ -97,7 +97,7 @@ def test_environments_are_copied_out_of_an_installed_package(tmp_path):
         shutil.copytree(ROOT / part, package / IN_PACKAGE / part, ignore=ignored)
     shipped = find_shipped(package)
     assert (shipped.root, shipped.is_checkout) == (package / IN_PACKAGE, False)
-    workspace = Workspace(tmp_path / "lab", shipped, copies=False)
+    workspace = Workspace(tmp_path / "lab", shipped)
     workspace.bring_environments()
     workspace.bring_models()
     assert not (workspace.root / "environments" / "wordle").is_symlink()

@@ -9,18 +9,9 @@ from pathlib import Path
 from trireme.base.devices import detect_devices
 from trireme.base.errors import ConfigError
 from trireme.cli.command import choose_verb
-from trireme.tools.workspace.setup import (
-    HOSTED,
-    PRIME_RL,
-    SIZES,
-    VF_RL,
-    PythonProject,
-    Size,
-    Workspace,
-    find_shipped,
-    size_of,
-)
+from trireme.tools.workspace.setup import SIZES, PythonProject, Size, Workspace, find_shipped, size_of
 
+ENDPOINTS = Path("configs/endpoints.py")
 PYTHON_WORDS: dict[PythonProject, tuple[str, str]] = {
     "linked": ("Created Python project", "`uv run` uses the installation of Trireme that this is, by the link .venv"),
     "kept": (
@@ -31,12 +22,12 @@ PYTHON_WORDS: dict[PythonProject, tuple[str, str]] = {
 }
 SIZE_WORDS: dict[Size, str] = {"cpu": "a CPU", "one-gpu": "one GPU", "eight-gpus": "eight GPUs"}
 
-
-FIRST_COMMANDS = {
-    VF_RL: "uv run vf-rl @ configs/vf-rl/reverse-text.toml",
-    PRIME_RL: "uv run prime-rl @ configs/prime-rl/reverse-text.toml",
-    HOSTED: "uv run rl @ configs/reverse-text/rl.toml",
+EXAMPLES = {
+    "hosted": (("rl/*.toml", "gepa/*.toml", "*/rl.toml"), "uv run rl @ configs/reverse-text/rl.toml"),
+    "vf-rl": (("vf-rl/*.toml",), "uv run vf-rl @ configs/vf-rl/reverse-text.toml"),
+    "prime-rl": (("prime-rl/*.toml", "*/rl.toml"), "uv run prime-rl @ configs/prime-rl/reverse-text.toml"),
 }
+"""The files below `configs` of each kind of examples, and the first command to type."""
 
 
 def lab(argv: list[str]) -> int:
@@ -59,12 +50,11 @@ def lab(argv: list[str]) -> int:
     add = parser.add_argument
     add("--size", choices=SIZES, help="the machine that the examples are for; default: this one")
     add("--path", metavar="DIR", type=Path, default=Path(), help="the folder; default: this one")
-    add("--copy", action="store_true", help="copy environments and models instead of linking them")
     typed = parser.parse_args(argv[1:])
-    examples = VF_RL if typed.vf_rl else PRIME_RL if typed.prime_rl else HOSTED
-    workspace = Workspace(typed.path, find_shipped(), copies=typed.copy)
+    patterns, first_command = EXAMPLES["vf-rl" if typed.vf_rl else "prime-rl" if typed.prime_rl else "hosted"]
+    workspace = Workspace(typed.path, find_shipped())
     size = typed.size or size_of(detect_devices())
-    if workspace.is_checkout:
+    if workspace.root.resolve() == workspace.shipped.root.resolve():
         _print_done("Nothing to do", "this is the checkout itself; configs, environments and models are here")
         if size != "cpu":
             print(
@@ -78,8 +68,9 @@ def lab(argv: list[str]) -> int:
         environments, models = workspace.bring_environments(), workspace.bring_models()
         counts = f"configs, environments ({environments} packages), models ({models} tiny ones)"
         _print_done("Created workspace structure", counts)
-        _print_done("Wrote endpoints", f"{workspace.write_endpoints()}, for `trireme eval` and `trireme gepa`")
-        written = workspace.write_examples(examples, size)
+        workspace.bring_file(ENDPOINTS)
+        _print_done("Wrote endpoints", f"{ENDPOINTS}, for `trireme eval` and `trireme gepa`")
+        written = workspace.write_examples(patterns, size)
     except OSError as error:
         raise ConfigError(
             f"{typed.path} cannot be set up: {error}. Expected a folder that can be written. Name another by `--path`."
@@ -89,7 +80,7 @@ def lab(argv: list[str]) -> int:
     for file in workspace.kept:
         print(f"  kept {file}, which was here and differs; remove it to have the example")
     cd = "" if workspace.root == Path() else f" cd {workspace.root} &&"
-    print(f"\nNext:{cd} {FIRST_COMMANDS[examples]}")
+    print(f"\nNext:{cd} {first_command}")
     return 0
 
 

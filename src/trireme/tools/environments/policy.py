@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -36,7 +36,7 @@ from trireme.orchestrator.engines.responses import Response
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.rollout.chat import ChatTokenizer, open_chat_tokenizer
 from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec
-from trireme.tools.environments.policy_endpoint import look_at, open_chat_endpoint
+from trireme.tools.environments.policy_endpoint import ChatEndpoint, look_at, open_chat_endpoint
 from trireme.tools.environments.policy_script import ScriptedPolicy
 from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.endpoints import find_endpoint, find_key
@@ -48,25 +48,11 @@ MAX_CONTEXT = 2048
 """Tokens of context of an engine that is started, unless the user asks for more."""
 
 
-class RolloutPolicy(Protocol):
-    """A script (`policy_script`), an engine of ours (`EnginePolicy`), or a chat endpoint (`policy_endpoint`)."""
+RolloutPolicy: TypeAlias = "ScriptedPolicy | EnginePolicy | ChatEndpoint"
+"""What answers an environment's questions. `name` is for reports; `is_policy` is whether its rewards measure how hard
+the environment is; `rollout` raises RolloutFailed, or TriremeError where no other rollout could go better."""
 
-    @property
-    def name(self) -> str:
-        """The name in reports."""
-        ...
-
-    @property
-    def is_policy(self) -> bool:
-        """Return whether its rewards measure how hard the environment is."""
-        ...
-
-    async def rollout(self, environment: Environment, spec: RolloutSpec) -> Rollout:
-        """Raises: RolloutFailed; TriremeError where no other rollout could go better."""
-        ...
-
-
-OpenPolicy = Callable[[], AbstractAsyncContextManager[RolloutPolicy]]
+OpenPolicy: TypeAlias = "Callable[[], AbstractAsyncContextManager[RolloutPolicy]]"
 
 
 @dataclass(frozen=True)
@@ -174,7 +160,7 @@ def _at_server(wanted: PolicyWanted, url: str, config: RunConfig, waits: Waits) 
             "expected an engine with a whole model. Type the evaluation's command again, or restart the engine."
         )
     model = wanted.model or next(iter(server.models), None)
-    if not (server.is_ours and model and Path(model).is_dir()):
+    if not (server.weights is not None and model and Path(model).is_dir()):
         return lambda: open_chat_endpoint(
             server,
             model=wanted.model,

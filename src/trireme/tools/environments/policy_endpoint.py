@@ -45,11 +45,10 @@ class Server:
 
     root: str  # without `/v1`
     api: str  # what `/chat/completions` is appended to
-    is_ours: bool  # an engine that takes token ids
     models: tuple[str, ...] = ()
     base_model: str | None = None  # folder or hub name of the first of them, as it was started with
     max_model_len: int | None = None
-    weights: str | None = None  # an engine of ours: the version of its weights
+    weights: str | None = None  # the version of its weights; None where it is no engine that takes token ids
 
 
 async def look_at(base_url: str, *, key: str | None = None) -> Server:
@@ -84,7 +83,6 @@ async def look_at(base_url: str, *, key: str | None = None) -> Server:
     return Server(
         root=root,
         api=api,
-        is_ours="weight_version" in about,
         weights=str(about["weight_version"]) if "weight_version" in about else None,
         models=tuple(card["id"] for card in cards),
         base_model=base_model if isinstance(base_model, str) else None,

@@ -21,8 +21,8 @@ from trireme.orchestrator.rollout.runner import RolloutSpec
 MAX_TURNS = 32
 """The conversation then no longer fits, as it would in a model's context: an environment may have no limit."""
 
-TEXTS = ("few words", "question again", "number", "broken markup", "long text", "nothing")
-CALLS = ("call", "call without arguments", "unreadable call", "two calls")
+BROKEN = '<answer><think>{"guess": [</answer> \\boxed{'
+LONG = "on and on " * 400
 
 
 class ScriptedPolicy:
@@ -51,39 +51,23 @@ def answer(question: Ask, spec: RolloutSpec, *, turn: int) -> Reply:
     """Return the same answer for the same rollout and turn."""
     if turn > MAX_TURNS:
         return Reply(error=f"The script takes {MAX_TURNS} turns.", error_kind="overlong_prompt")
-    kinds = (*TEXTS, *(CALLS if question.tools else ()))
-    kind = kinds[(spec.example + spec.rollout + turn - 1) % len(kinds)]
     rng = random.Random(f"{spec.name}/{turn}")
-    if kind in TEXTS:
-        reason: Any = "length" if kind == "long text" else "stop"
-        return Reply(content=_text(kind, question, rng), finish_reason=reason)
-    functions = [tool.get("function", {}) for tool in question.tools or []]
-    if kind == "call without arguments":
-        calls = [(functions[0], "{}")]
-    elif kind == "unreadable call":
-        calls = [(functions[-1], '{"unfinished": ')]
-    else:  # a tool that exists, with arguments of the right types; then perhaps one that does not exist
-        function = rng.choice(functions)
-        calls = [(function, json.dumps(_arguments(function.get("parameters") or {}, rng)))]
-        calls += [({"name": "no_such_tool"}, "{}")] if kind == "two calls" else []
-    tool_calls = [
-        ToolCall(id=f"call-{number}", name=str(function.get("name", "")), arguments=arguments)
-        for number, (function, arguments) in enumerate(calls, 1)
+    words = " ".join(rng.choice(("sea", "oar", "wind", "Ruder", "é", "漕", "42")) for _ in range(5))
+    last = question.messages[-1].get("content") if question.messages else ""
+    texts = [words, last if isinstance(last, str) else "", str(rng.randrange(-100, 1000)), BROKEN, LONG, ""]
+    calls: list[list[tuple[str, str]]] = []  # of tools: name and arguments
+    if question.tools:
+        function = rng.choice(question.tools).get("function", {})
+        name, right = str(function.get("name", "")), json.dumps(_arguments(function.get("parameters") or {}, rng))
+        calls = [[(name, right)], [(name, "{}")], [(name, '{"unfinished": ')], [(name, right), ("no_such_tool", "{}")]]
+    kind = (spec.example + spec.rollout + turn - 1) % (len(texts) + len(calls))
+    if kind < len(texts):
+        return Reply(content=texts[kind], finish_reason="length" if texts[kind] == LONG else "stop")
+    made = [
+        ToolCall(id=f"call-{number}", name=name, arguments=arguments)
+        for number, (name, arguments) in enumerate(calls[kind - len(texts)], 1)
     ]
-    return Reply(content=None, tool_calls=tool_calls, finish_reason="tool_calls")
-
-
-def _text(kind: str, question: Ask, rng: random.Random) -> str:
-    if kind == "few words":
-        return " ".join(rng.choice(("sea", "oar", "wind", "Ruder", "é", "漕", "42")) for _ in range(5))
-    if kind == "question again":
-        content = question.messages[-1].get("content") if question.messages else ""
-        return content if isinstance(content, str) else ""
-    if kind == "number":
-        return str(rng.randrange(-100, 1000))
-    return {"broken markup": '<answer><think>{"guess": [</answer> \\boxed{', "long text": "on and on " * 400}.get(
-        kind, ""
-    )
+    return Reply(content=None, tool_calls=made, finish_reason="tool_calls")
 
 
 def _arguments(schema: dict[str, Any], rng: random.Random) -> dict[str, Any]:

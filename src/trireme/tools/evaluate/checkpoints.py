@@ -94,7 +94,7 @@ class CheckpointEvaluation:
                 self._models[f"step_{step}"] = step, folder
         url = config.client.base_url
         self._server = asyncio.run(look_at(url, key=config.key))
-        if not self._server.is_ours:
+        if self._server.weights is None:
             raise ConfigError(
                 f"{url} answers, and is no engine that can be given weights: it has no /weight_info - expected one "
                 "that was started with `uv run inference …`, which is vLLM with our weight path (and the same "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -20,10 +21,6 @@ PythonProject = Literal["linked", "kept", "needless"]
 
 PARTS = ("configs", "environments", "models")
 IN_PACKAGE = "shipped"  # where a wheel has the parts; `hatch_build.py` puts them there
-
-VF_RL = ("vf-rl/*.toml",)
-PRIME_RL = ("prime-rl/*.toml", "*/rl.toml")
-HOSTED = ("rl/*.toml", "gepa/*.toml", "*/rl.toml")
 
 PROJECT = """\
 # `uv run` uses the installation of Trireme that .venv here is a link to.
@@ -83,20 +80,14 @@ class Workspace:
     """A folder that is being set up.
 
     Example:
-        workspace = Workspace(Path("lab"), find_shipped(), copies=False)
-        workspace.write_examples(VF_RL, "cpu")
+        workspace = Workspace(Path("lab"), find_shipped())
+        workspace.write_examples(["vf-rl/*.toml"], "cpu")
         workspace.kept  # [Path("configs/vf-rl/wordle.toml")]: the file was there and differs
     """
 
     root: Path
     shipped: Shipped
-    copies: bool  # rather than links
     kept: list[Path] = field(default_factory=list)
-
-    @property
-    def is_checkout(self) -> bool:
-        """Return whether this is the folder that everything comes from."""
-        return self.root.resolve() == self.shipped.root.resolve()
 
     def link_python(self, prefix: Path = Path(sys.prefix)) -> PythonProject:
         """Make `uv run` in the workspace use the interpreter that has Trireme.
@@ -122,19 +113,19 @@ class Workspace:
 
         Returns: their number.
         """
-        copies = self.copies or not self.shipped.is_checkout
-        self._bring_file(Path("environments/AGENTS.md"))
+        copies = not self.shipped.is_checkout
+        self.bring_file(Path("environments/AGENTS.md"))
         self._bring("environments/examples/*.py", copies=copies)
         return self._bring("environments/*/pyproject.toml", copies=copies)
 
     def bring_models(self) -> int:
         """Link the tiny models, and return their number."""
-        return self._bring("models/*/config.json", copies=self.copies)
+        return self._bring("models/*/config.json", copies=False)
 
-    def write_endpoints(self) -> Path:
-        return self._bring_file(Path("configs/endpoints.py"))
+    def bring_file(self, file: Path) -> None:
+        self._write(file, (self.shipped.root / file).read_text())
 
-    def write_examples(self, patterns: tuple[str, ...], size: Size) -> dict[str, int]:
+    def write_examples(self, patterns: Sequence[str], size: Size) -> dict[str, int]:
         """Write the example configurations, and return how many there are of each pattern."""
         counts = dict.fromkeys(patterns, 0)
         for pattern in patterns:
@@ -158,10 +149,6 @@ class Workspace:
             else:
                 target.symlink_to(folder.resolve(), target_is_directory=True)
         return len(folders)
-
-    def _bring_file(self, file: Path) -> Path:
-        self._write(file, (self.shipped.root / file).read_text())
-        return file
 
     def _write(self, file: Path, text: str) -> None:
         target = self.root / file
