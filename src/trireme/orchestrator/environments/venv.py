@@ -184,17 +184,13 @@ def undeclared_verifiers(folder: Path) -> list[str]:
     Example:
         undeclared_verifiers(folder)  # ["verifiers==0.4.0"] for `import verifiers.v1 as vf`
     """
-    project: dict[str, Any] = {}
-    with suppress(OSError, ValueError):  # uv reports a broken file, and better
-        project = tomllib.loads((folder / "pyproject.toml").read_text())
-    with suppress(AttributeError, TypeError):
-        declared = project.get("project", {}).get("dependencies", [])
-        sources = project.get("tool", {}).get("uv", {}).get("sources", {})
-        if "verifiers" in sources or any(DECLARES_VERSION.match(str(each).strip().lower()) for each in declared):
-            return []
-    inside = sorted(folder.rglob("*.py"))
+    project, sources = _read_project(folder)
+    declared = [str(each).strip().lower() for each in project.get("dependencies") or ()]
+    if "verifiers" in sources or any(map(DECLARES_VERSION.match, declared)):
+        return []
+    inside = (path for path in folder.rglob("*.py") if path.is_file())
     own = [path for path in inside if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    code = [path.read_text(errors="replace") for path in own if path.is_file()]
+    code = [path.read_text(errors="replace") for path in own]
     if any(IMPORTS_V1.search(text) for text in code):
         return [VERIFIERS["v1"]]
     return [VERIFIERS["v0"]] if any(IMPORTS_VERIFIERS.search(text) for text in code) else []
@@ -204,11 +200,19 @@ def _base_python(folder: Path) -> str:
     """Return our own Python, or which one uv has to find, where a package does not support ours."""
     from packaging.specifiers import SpecifierSet  # 0.1 s that no import of this module should take
 
-    with suppress(OSError, ValueError, KeyError, TypeError):  # uv reports a broken file, and better
-        required = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["requires-python"]
+    required = str(_read_project(folder)[0].get("requires-python", ""))
+    with suppress(ValueError):  # of a text that is no range of versions
         if platform.python_version() not in SpecifierSet(required):
             return required
     return sys.executable
+
+
+def _read_project(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tables `project` and `tool.uv.sources` of a package; empty ones of a broken file, which uv reports."""
+    with suppress(OSError, ValueError, AttributeError, TypeError):
+        table = tomllib.loads((folder / "pyproject.toml").read_text())
+        return dict(table.get("project", {})), dict(table.get("tool", {}).get("uv", {}).get("sources", {}))
+    return {}, {}
 
 
 def _python(venv: Path) -> Path:
@@ -343,10 +347,7 @@ def local_packages(folder: Path) -> list[LocalPackage]:
 
 def _local_packages_of(folder: Path) -> Iterator[LocalPackage]:
     project = folder / "pyproject.toml"
-    sources: Any = {}
-    with suppress(OSError, ValueError, AttributeError):  # uv reports a broken file, and better
-        sources = tomllib.loads(project.read_text()).get("tool", {}).get("uv", {}).get("sources", {})
-    for name, entries in sources.items() if isinstance(sources, dict) else ():
+    for name, entries in _read_project(folder)[1].items():
         for entry in entries if isinstance(entries, list) else [entries]:
             if isinstance(entry, dict) and "path" in entry:
                 path = (folder / str(entry["path"])).resolve()
