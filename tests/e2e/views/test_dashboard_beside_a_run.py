@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import httpx
 import psutil
@@ -15,7 +16,7 @@ import pytest
 
 from trireme.base.processes import free_port
 from trireme.base.token import TOKEN
-from trireme.config.run import Ports, RunConfig
+from trireme.config.run import RunConfig
 from trireme.launch.dashboard import run_dashboard
 
 pytestmark = pytest.mark.slow
@@ -24,12 +25,13 @@ DEADLINE_S = 60.0
 SECRET = "0123456789abcdef0123456789abcdef"
 
 LAUNCHER = """
-import sys, time
+import sys
 from pathlib import Path
-from trireme.config.run import RunConfig
+from trireme.config.run import Ports, RunConfig
 from trireme.launch.dashboard import run_dashboard
-with run_dashboard(RunConfig(name="run", output_dir=Path(sys.argv[1]), dashboard=True)):
-    time.sleep(600)
+ports = Ports(dashboard=int(sys.argv[2]))
+with run_dashboard(RunConfig(name="run", output_dir=Path(sys.argv[1]), dashboard=True, ports=ports)):
+    sys.stdin.read()
 """
 
 
@@ -43,37 +45,32 @@ def answer_of(url: str) -> httpx.Response:
             time.sleep(0.01)
 
 
-def test_it_answers_beside_the_run_and_is_gone_afterwards(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv(TOKEN, SECRET)
-    config = RunConfig(name="run", output_dir=tmp_path, dashboard=True, ports=Ports(dashboard=free_port()))
-    with run_dashboard(config):
-        (address,) = re.findall(r"http://\S+", capsys.readouterr().out)
-        assert f":{config.ports.dashboard}/" in address
-        page = answer_of(address)
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_it_answers_beside_the_run_and_ends_with_it(is_killed: bool, tmp_path: Path) -> None:
+    port = free_port()
+    command = [sys.executable, "-c", LAUNCHER, str(tmp_path), str(port)]
+    pipe, env = subprocess.PIPE, os.environ | {TOKEN: SECRET}
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env) as launcher:
+        assert launcher.stdin
+        assert launcher.stdout
+        (address,) = re.findall(r"http://\S+", launcher.stdout.readline())
+        assert f":{port}/" in address
+        page, (dashboard,) = answer_of(address), psutil.Process(launcher.pid).children()
         assert httpx.get(address.partition("?")[0], trust_env=False).status_code == 401
-    assert page.status_code == 200
-    assert SECRET not in page.text
-    key = address.partition("=")[2]
-    written = [file.read_text(errors="replace") for file in config.paths.root.rglob("*") if file.is_file()]
-    assert len(key) > 16
-    assert not [text for text in written if key in text or SECRET in text], "the key is for the terminal"
-    linked = re.findall(r"""(?:src|href|url\(|from|import)\s*[=(]?\s*["'](?:https?:)?//[^"']+""", page.text)
-    assert linked == []
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(address, trust_env=False)
-
-
-def test_a_launcher_that_is_killed_leaves_no_dashboard(tmp_path):
-    command = [sys.executable, "-c", LAUNCHER, str(tmp_path)]
-    env = {name: value for name, value in os.environ.items() if name != TOKEN}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as launcher:
-        assert launcher.stdout is not None
-        address = re.findall(r"http://\S+", launcher.stdout.readline())[0]
-        assert answer_of(address).status_code == 200
-        (dashboard,) = psutil.Process(launcher.pid).children()
-        launcher.send_signal(signal.SIGKILL)
+        if is_killed:
+            launcher.send_signal(signal.SIGKILL)
+        else:
+            launcher.stdin.close()
     _, alive = psutil.wait_procs([dashboard], timeout=DEADLINE_S)
     assert alive == []
+    assert page.status_code == 200
+    assert SECRET not in page.text
+    linked = re.findall(r"""(?:src|href|url\(|from|import)\s*[=(]?\s*["'](?:https?:)?//[^"']+""", page.text)
+    assert linked == []
+    key = address.partition("=")[2]
+    written = [file.read_text(errors="replace") for file in tmp_path.rglob("*") if file.is_file()]
+    assert len(key) > 16
+    assert not [text for text in written if key in text or SECRET in text], "the key is for the terminal"
 
 
 def test_one_that_cannot_start_ends_no_run(tmp_path, capsys):

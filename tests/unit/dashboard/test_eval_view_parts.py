@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from tiny_tokenizer import write_tokenizer
+from trireme.base.errors import ConfigError
 from trireme.orchestrator.evaluation.results import EvalResult, write_eval_results
 from trireme.tools.rollout_filters import parse_filter
 from trireme.tools.rollouts import CHUNK, PREVIEW, Record, ResultsFile, Row, record_of
@@ -148,6 +149,12 @@ ROWS = [
 def test_a_filter_means_what_it_says(line, expected):
     chosen, text = parse_filter(line), "It's The Capital of reward<1 France"
     assert [row.number for row in ROWS if chosen.matches(row, lambda row: Record(row, answer=text))] == expected
+
+
+@pytest.mark.parametrize("line", ["stp=3", "step~3", "reward=high", "is:good", "env<3", "example<--5"])
+def test_a_filter_without_a_meaning_is_refused(line):
+    with pytest.raises(ConfigError, match="Expected"):
+        parse_filter(line)
 
 
 def test_the_texts_of_tokens_make_up_the_text_and_without_a_tokenizer_tokens_are_numbers(tmp_path):

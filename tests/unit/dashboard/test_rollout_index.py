@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from trireme.base.errors import ConfigError
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord
@@ -63,18 +62,8 @@ def found_by_the_viewer(run: RunConfig, line: str) -> list[tuple[int, int]]:
     [
         *("", "it", "-it", "größe", '"100% it\'s"', "_x_", "IT größe", "'; DROP TABLE rollouts; --", "%"),
         *("reward<1", "reward>=1.3", "-reward<1", "advantage>0", "-advantage>0", "tokens=4", "turns!=1", "rollout=2"),
-        *(
-            "example>99999999999999999999",
-            "reward<1e30",
-            "example=3",
-            "example!=3",
-            "example~1",
-            "example>=4",
-            "-example=3",
-            "env=a",
-            "env~B",
-            "-env=a",
-        ),
+        *("example>99999999999999999999", "example=3", "example!=3", "example~1", "example>=4", "-example=3"),
+        *("reward<1e30", "env=a", "env~B", "-env=a", "step=2", "attempt>0", "step=2 group=13 -is:failed"),
         *("stop=length", "stop~en", "-stop~en", "stop!=done", "error~timeout", "-error~timeout", "flaws~trunc"),
         *("is:truncated", "-is:truncated", "is:failed", "-is:failed", "is:flawed", "-is:flawed"),
         *("reward<=1.3 rollout>1", "reward<2 env=a is:truncated", "größe -is:truncated reward>0.5"),
@@ -82,18 +71,6 @@ def found_by_the_viewer(run: RunConfig, line: str) -> list[tuple[int, int]]:
 )
 def test_a_search_finds_what_the_viewer_finds(run: RunConfig, table: RolloutIndex, line: str) -> None:
     assert found(table, line) == found_by_the_viewer(run, line)
-
-
-def test_steps_groups_and_attempts_can_be_asked_for(run: RunConfig, table: RolloutIndex) -> None:
-    record = Journal(run.paths.journal).read(2)
-    group = record.rollouts[0].group
-    assert found(table, "step=2") == [(2, number) for number in range(len(record.rollouts) + len(record.dropped))]
-    mine = [number for number, rollout in enumerate(record.rollouts) if rollout.group == group]
-    assert found(table, f"step=2 group={group} -is:failed") == [(2, number) for number in mine]
-    assert all(row["attempt"] > 0 for row in table.search("attempt>0", limit=EVERYTHING).rows)
-    for line in ("stp=3", "step~3", "reward=high", "is:good", "env<3", "example<--5"):
-        with pytest.raises(ConfigError, match="Expected"):
-            table.search(line)
 
 
 def test_what_is_new_is_read_damage_is_named_what_is_gone_is_forgotten_and_no_run_is_changed(
