@@ -108,6 +108,7 @@ def line_chart(lines: Sequence[Line], frame: Frame) -> Options:
             "axisLine": {"lineStyle": {"color": GRID}},
             "axisTick": {"show": False},
             "splitLine": {"show": False},
+            "axisPointer": {"label": {"precision": 3 if frame.axis == "hours" else 0}},
         },
         "yAxis": {
             "type": "log" if frame.is_log else "value",
