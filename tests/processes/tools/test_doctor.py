@@ -13,7 +13,7 @@ from real_run import is_alive
 from stage import until
 from trireme.base.errors import ConfigError
 from trireme.cli.workspace.doctor import CHECKS, doctor
-from trireme.tools.doctor.rehearsal import Program
+from trireme.tools.doctor.rehearsal import run_program
 from trireme.tools.doctor.report import Case, Check, Finding, ok, run_checks, summary_of, warning
 
 REPOSITORY = Path(__file__).parents[3]
@@ -29,7 +29,7 @@ def nothing_is_left(tmp_path, monkeypatch):
 
 
 def test_a_machine_that_can_run_the_quickstart_is_told_so_and_quick_starts_no_program(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(Program, "__init__", lambda *_, **__: pytest.fail("a program was started"))
+    monkeypatch.setattr("trireme.tools.doctor.rehearsal.run_program", lambda *_: pytest.fail("a program was started"))
     code, answers = diagnosed(capsys, "--quick")
     bad = [answer for each in answers.values() for answer in each if answer["verdict"] == "problem"]
     assert (code, bad, list(answers)) == (0, [], [check.name for check in CHECKS])
@@ -92,7 +92,8 @@ def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatc
         "print(child.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
-    ended = Program("hangs", env={"PYTHONPATH": str(tmp_path)}).wait(1.0)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ended = run_program(1.0, "hangs")
     assert ended.code is None
     assert ended.how == "was ended: it took too long"
     until(lambda: not is_alive(ended.output))

@@ -1,37 +1,38 @@
 """The doctor's rehearsals: environments that fail, runs that do, and what a small run keeps of the large one."""
 
-import pytest
+import json
 
-from doctoring import build_case, diagnosed, the_one
+from doctoring import build_case, diagnosed
 from planted_faults import change_column
 from toy_environments import ECHO, write
 from trireme.base.devices import Devices
-from trireme.tools.doctor.rehearsal import Ended, check_environments, judge_run, shrink
+from trireme.tools.doctor.rehearsal import Ended, check_environments, judge_environment, judge_run, shrink
 from written_run import write_whole_run
 
 GPUS = Devices(gpus=("0", "1"), cores=4)
 
 
-@pytest.mark.parametrize(
-    ("begins", "instead", "words"),
-    [
-        ("", "", None),
-        ("return [", 'raise FileNotFoundError("the word list is not here")\n        ', "the word list is not here"),
-        ("return float", 'raise ValueError("the judge has no key")\n        ', "the judge has no key"),
-    ],
-    ids=["works", "does not load", "cannot score"],
-)
-def test_an_environment_is_tried_in_a_process_of_its_own_and_fails_in_its_own_words(begins, instead, words, tmp_path):
-    toy = write(tmp_path, ECHO.replace(begins, instead + begins) if begins else ECHO)
-    case = build_case(tmp_path, "--orchestrator.env", f'[{{"id": "{toy}"}}]')
-    finding = the_one(check_environments(case))
-    if words is None:
-        assert finding.verdict == "ok"
-        assert "20 examples to train on" in finding.found
-        assert "4 rollouts" in finding.found
-    else:
-        assert (finding.verdict, words in finding.found) == ("problem", True)
-        assert "trireme env check" in finding.fix
+def test_each_environment_is_tried_in_a_process_of_its_own_and_fails_in_its_own_words(tmp_path):
+    toys = [
+        write(tmp_path, text, name=f"{name}.py")
+        for name, text in (
+            ("works", ECHO),
+            (
+                "cannot_score",
+                ECHO.replace("return float", 'raise ValueError("the judge has no key")\n        return float'),
+            ),
+        )
+    ]
+    case = build_case(tmp_path, "--orchestrator.env", json.dumps([{"id": str(toy)} for toy in toys]))
+    works, cannot_score = check_environments(case)
+    assert works.verdict == "ok", works.found
+    assert "20 examples to train on" in works.found
+    assert "4 rollouts" in works.found
+    assert (cannot_score.verdict, "the judge has no key" in cannot_score.found) == ("problem", True)
+    assert "trireme env check" in cannot_score.fix
+    (environment, _) = case.config.orchestrator.env
+    does_not_load = judge_environment(Ended(2, "", "trireme env: the word list is not here\n"), environment)
+    assert (does_not_load.verdict, "the word list is not here" in does_not_load.found) == ("problem", True)
 
 
 def test_the_small_run_is_the_large_one_in_all_but_its_size(tmp_path):

@@ -37,7 +37,6 @@ CHECKS = (
     Check("model", models.model),
     Check("tokenizer", models.tokenizer),
     Check("torch", rehearsal.check_torch, is_slow=True),
-    Check("collectives", rehearsal.check_collectives, is_slow=True),
     Check("environments", rehearsal.check_environments, is_slow=True),
     Check("run", rehearsal.check_run, is_slow=True, needs_health=True),
 )
@@ -54,7 +53,7 @@ def doctor(argv: list[str]) -> int:
         prog="trireme doctor",
         usage="trireme doctor [@ config.toml …] [--key value …] [--quick] [--only NAME …] [--json]",
         description="Checks what a run needs of this machine: libraries, memory, limits, disk, ports, other machines, "
-        "model files, and in the end a collective, the environments and three steps of the run itself. Each check has "
+        "model files, and in the end torch, the environments and three steps of the run itself. Each check has "
         "a verdict and, where it is bad, what to do. Takes the files and flags of `rl`; without a file it checks the "
         "quickstart. Writes below the run's `output_dir`, and removes it again.",
         epilog=f"Checks: {', '.join(check.name for check in CHECKS)}. Ends with 0 if no problem was found, 1 if there "

@@ -1,5 +1,5 @@
-"""Checks that start programs of their own: torch on each device, a collective of two processes, the environments with
-nonsense for answers, and three steps of the run itself."""
+"""Checks that start programs of their own: torch on each device, the environments with nonsense for answers, and three
+steps of the run itself."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from trireme.base.errors import ConfigError, TriremeError
-from trireme.base.network import interface_of, is_here, is_loopback, numeric
-from trireme.base.processes import die_with_parent, free_port, last_lines
+from trireme.base.processes import die_with_parent, last_lines
 from trireme.config.files import write_run
 from trireme.config.orchestrator import Buffer, Environment, Filters
 from trireme.config.resolve import resolve, updated
@@ -28,7 +27,7 @@ from trireme.tools.audit.audit import audit_run
 from trireme.tools.doctor.machine import INSTALL
 from trireme.tools.doctor.report import Case, Finding, about, ok, problem, skipped, warning
 
-TORCH_S, COLLECTIVE_S = 300.0, 120.0
+TORCH_S = 300.0
 ENVIRONMENT_S = 900.0  # with the installation of its packages
 EXAMPLES, ROLLOUTS = 2, 2
 STEPS, GROUPS, STEP_S = 3, 2, 120.0
@@ -36,15 +35,14 @@ LONGEST_TURN = 64  # tokens
 DISK_S = 30.0
 LOG_LINES = 8
 MUCH_TAKEN = 0.1  # of a GPU's memory, by others
-NAMES = "Can the machine's own name be resolved? `getent hosts $(hostname)`; GLOO_SOCKET_IFNAME=lo takes loopback."
 
 LEAVE_S = 20.0  # between SIGTERM and SIGKILL
 LAST_LINES = 12
 
 
 def check_torch(case: Case) -> Iterator[Finding]:
-    ended = Program("trireme.tools.doctor.torch_check").wait(TORCH_S)
-    facts = ended.read_json(last_line=True)
+    ended = run_program(TORCH_S, "trireme.tools.doctor.torch_check")
+    facts = ended.read_json()
     if facts is None:
         yield problem(f"torch does not load: the program {ended.how}. Its last lines:\n{ended.last_lines}", INSTALL)
         return
@@ -78,47 +76,6 @@ def check_gpus(facts: dict[str, Any], case: Case) -> Iterator[Finding]:
             yield ok(said)
 
 
-def check_collectives(case: Case) -> Iterator[Finding]:
-    """Add as ranks do and send as weights travel, for each kind of collective that the run uses. Every run uses gloo,
-    for checkpoints and barriers."""
-    trainer, engines = case.config.trainer_gpu_ids or (), case.config.inference_gpu_ids or ()
-    pair = tuple(dict.fromkeys((*trainer[:1], *engines[-1:])))
-    gpus = pair if len(pair) == 2 else trainer[:2]
-    yield about("gloo", run_pair("gloo", case, ()))
-    if len(gpus) == 2 and max(gpus) >= case.devices.num_gpus:
-        yield skipped(f"nccl: GPUs {', '.join(map(str, gpus))} are not here")
-    elif len(gpus) == 2:
-        yield about("nccl", run_pair("nccl", case, gpus))
-
-
-def run_pair(kind: str, case: Case, gpus: tuple[int, ...]) -> Finding:
-    """Start two processes that meet at the address by which this machine is known to the others of the run."""
-    address = numeric(next((host for host in case.config.hosts.all if is_here(host)), "127.0.0.1"))
-    env = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port(address)), "WORLD_SIZE": "2"}
-    env |= {"TRIREME_DOCTOR_STORE": str(free_port(address))}
-    env |= {"CUDA_VISIBLE_DEVICES": ",".join(case.devices.gpus[gpu] for gpu in gpus)}
-    if not is_loopback(address) and (interface := interface_of(address)):
-        env |= {name: os.environ.get(name, interface) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
-    with ExitStack() as stack:
-        programs = []
-        for rank in range(2):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank if gpus else 0)}
-            programs.append(Program("trireme.tools.doctor.collective_check", kind, env=env | own))
-            stack.callback(programs[-1].end)
-        ended = [program.wait(COLLECTIVE_S) for program in programs]
-    figures = ended[0].read_json(last_line=True)
-    if figures is None or any(each.code != 0 for each in ended):
-        bad = next(each for each in ended if each.code != 0)
-        fix = NAMES if kind == "gloo" else "`NCCL_DEBUG=INFO trireme doctor --only collectives` says where it stops."
-        lines = "\n".join(dict.fromkeys(each.last_lines for each in ended if each.code != 0))
-        return problem(f"one of two processes {bad.how} - expected them to add up. Last lines:\n{lines}", fix)
-    return ok(
-        f"two processes add 4 MiB in {figures['all_reduce_s'] * 1000:.1f} ms, and one sends the other "
-        f"{figures['broadcast_bytes'] >> 20} MiB at {figures['broadcast_bytes_per_s'] / 1e9:.2f} GB/s",
-        **figures,
-    )
-
-
 def check_environments(case: Case) -> Iterator[Finding]:
     """Run `trireme env check` on each environment, with a policy that says nothing sensible."""
     evaluation = case.config.orchestrator.eval
@@ -130,7 +87,7 @@ def check_environments(case: Case) -> Iterator[Finding]:
         write_run(updated(case.config, {"orchestrator.env": (environment,), "orchestrator.eval": None}), file)
         words = ["env", "check", name, "--scripted", "--json", "-n", str(EXAMPLES), "-r", str(ROLLOUTS)]
         words += ["--output", str(case.folder / f"environment-{number}"), "--run", str(file)]
-        yield about(name, judge_environment(Program("trireme.cli.trireme", *words).wait(ENVIRONMENT_S), environment))
+        yield about(name, judge_environment(run_program(ENVIRONMENT_S, "trireme.cli.trireme", *words), environment))
 
 
 def judge_environment(ended: Ended, environment: Environment) -> Finding:
@@ -166,7 +123,7 @@ def check_run(case: Case) -> Iterator[Finding]:
     file = case.folder / "run.json"
     write_run(config, file)
     began = time.time()
-    ended = Program("trireme.cli.rl", "--run", str(file)).wait(config.inference.start_timeout_s + STEPS * STEP_S)
+    ended = run_program(config.inference.start_timeout_s + STEPS * STEP_S, "trireme.cli.rl", "--run", str(file))
     yield judge_run(ended, config, began)
 
 
@@ -255,46 +212,44 @@ class Ended:
             return "was ended: it took too long"
         return f"ended with code {self.code}" if self.code >= 0 else f"was killed by {signal.Signals(-self.code).name}"
 
-    def read_json(self, *, last_line: bool = False) -> dict[str, Any] | None:
-        """Return the object of JSON that it printed, as its last line or as the whole of its output."""
-        with suppress(ValueError, IndexError):
-            found = json.loads(self.output.strip().splitlines()[-1] if last_line else self.output)
-            return found if isinstance(found, dict) else None
+    def read_json(self) -> dict[str, Any] | None:
+        """Return the object of JSON with which its output ends."""
+        with suppress(ValueError):
+            found: dict[str, Any] = json.loads(self.output[self.output.index("{") :])
+            return found
         return None
 
 
-class Program:
-    """One of our modules, started with this interpreter in a process group of its own."""
+def run_program(limit_s: float, module: str, *arguments: str) -> Ended:
+    """Run one of our modules with this interpreter. Nothing that it started is alive afterwards."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        preexec_fn=die_with_parent,
+    )
+    code = None
+    try:
+        output, errors = process.communicate(timeout=limit_s)
+        code = process.returncode
+    except subprocess.TimeoutExpired:
+        _end(process)
+        output, errors = process.communicate()
+    finally:
+        _end(process)
+    return Ended(code, output, errors)
 
-    def __init__(self, module: str, *arguments: str, env: Mapping[str, str] | None = None) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            env=os.environ | dict(env or {}),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
 
-    def wait(self, limit_s: float) -> Ended:
-        try:
-            output, errors = self._process.communicate(timeout=limit_s)
-            return Ended(self._process.returncode, output, errors)
-        except subprocess.TimeoutExpired:
-            self.end()
-            return Ended(None, *self._process.communicate())
-        finally:
-            self.end()
-
-    def end(self) -> None:
-        """Ask the program to end, so that it can end what it has started, then kill what is left of its group."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(LEAVE_S)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ask the program to end, so that it can end what it has started, then kill what is left of its group."""
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(LEAVE_S)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
