@@ -67,11 +67,8 @@ class RunState:
         return f"not running here (its orchestrator does not answer); {done}"
 
 
-def look_at(run: Path, *, token: str | None = None) -> RunState:
+def look_at(run: Path) -> RunState:
     """Return the state of the run in a folder.
-
-    Args:
-        token: the token of a submission, where the run's folder has no key.
 
     Raises: ConfigError where the folder holds no run.
     """
@@ -86,7 +83,7 @@ def look_at(run: Path, *, token: str | None = None) -> RunState:
         config=config,
         paths=paths,
         progress=progress,
-        status=ask_status(where, run, token or read_key(run), timeout_s=ANSWER_S),
+        status=ask_status(where, run, read_key(run), timeout_s=ANSWER_S),
         checkpoints=complete_steps(paths.checkpoints),
         launcher=launcher_of(paths),
     )

@@ -17,7 +17,7 @@ from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError, DeadlineExceeded, TriremeError
 from trireme.base.paths import RunPaths
 from trireme.base.processes import free_port
-from trireme.base.token import TOKEN
+from trireme.base.token import TOKEN, write_key
 from trireme.cli.runs import status as status_module
 from trireme.cli.runs.cancel import cancel, end_launcher
 from trireme.cli.runs.logs import logs
@@ -74,10 +74,11 @@ def test_a_run_without_a_process_is_told_from_disk(run, capsys):
     assert "reward       0.000 -> 0.200" in out
 
 
-def test_a_run_that_is_at_work_answers_itself_to_the_submissions_token(run, capsys, monkeypatch):
+def test_a_submitted_run_that_is_at_work_answers_to_the_key_in_its_folder(run, capsys, monkeypatch):
     monkeypatch.delenv(TOKEN, raising=False)
-    write_secrets(record(run) / "secrets.sh", {TOKEN: "a token of its own"})
-    with answering(run, token="a token of its own"):
+    record(run)
+    write_key(run, "a key of its own")
+    with answering(run, token="a key of its own"):
         out = said(capsys, run)
     assert "state        running, version 3; 3 of 8 steps are trained" in out
     assert "waits        orchestrator waits 12 s for rollouts" in out

@@ -14,7 +14,7 @@ from trireme.base.errors import ConfigError
 from trireme.cli.runs.cancel import cancel
 from trireme.cli.runs.status import status
 from trireme.cli.runs.submit import submit as submit_run
-from trireme.tools.cluster.job import Job, SubmitOptions, find_submission, node_script
+from trireme.tools.cluster.job import Job, SubmitOptions, find_submission, node_script, submissions_of
 from trireme.tools.cluster.kubernetes import addresses_of, manifests
 from trireme.tools.cluster.nodes import ClusterPlan
 
@@ -136,11 +136,12 @@ def test_all_is_made_at_once_with_a_record_and_taken_back_where_the_cluster_refu
 )
 def test_a_record_with_a_value_that_submit_does_not_write_reaches_no_command_of_a_scheduler(kubectl, changed):
     record = {"id": "20260102-030405-ab12", "scheduler": "kubernetes", "job": "x-ab12", "run": "/runs/x"}
-    record |= {"namespace": None}
-    (kubectl / "submission.json").write_text(json.dumps(record))
-    assert find_submission(kubectl).job == "x-ab12"
-    (kubectl / "submission.json").write_text(json.dumps(record | changed))
+    file = submissions_of(kubectl / "x") / "1" / "submission.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(record | {"namespace": None}))
+    assert find_submission(kubectl / "x").job == "x-ab12"
+    file.write_text(json.dumps(record | changed))
     for verb in (status, cancel):
         with pytest.raises(ConfigError, match="cannot be read"):
-            verb([str(kubectl)])
+            verb([str(kubectl / "x")])
     assert not (kubectl / "words").exists()

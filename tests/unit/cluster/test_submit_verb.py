@@ -15,7 +15,7 @@ from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.rules import problems
 from trireme.config.run import RunConfig
-from trireme.tools.cluster.job import find_submission, read_env_files, read_token
+from trireme.tools.cluster.job import find_submission, read_env_files
 
 ROOT = Path(__file__).parents[3]
 MODEL = str(ROOT / "models/reverse-text-tiny")
@@ -146,8 +146,8 @@ def test_secrets_are_their_owners_alone(folder):
     sourced = f'. {shlex.quote(str(place / "secrets.sh"))}; printf "%s|" "$OPENAI_API_KEY" "$B" "$C" "$TRIREME_TOKEN"'
     read = subprocess.run(["bash", "-c", sourced], capture_output=True, text=True, timeout=10).stdout.split("|")
     assert read[:3] == ["sk-1234", "x y", "a$b"]
-    assert read[3] == read_token(place / "secrets.sh") != read_token(submitted("outputs/y") / "secrets.sh")
     assert len(read[3]) >= 32
+    assert read[3] not in (submitted("outputs/y") / "secrets.sh").read_text()
     for file in (path for path in place.iterdir() if path.name != "secrets.sh"):
         assert "sk-1234" not in file.read_text()
         assert read[3] not in file.read_text()

@@ -74,7 +74,6 @@ def test_the_advice_fits_when_it_is_followed(config_file, capsys):
     [
         "--model.name Qwen/Qwen3-8B --trainer.model.compile true",
         "--model.name Qwen/Qwen3-8B --trainer.model.attn eager",
-        "--model.name Qwen/Qwen2.5-7B --trainer.optim.type sgd",
         "--model.name Qwen/Qwen3-Next-80B-A3B",
     ],
 )

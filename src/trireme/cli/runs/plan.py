@@ -51,7 +51,6 @@ def plan(argv: list[str]) -> int:
     add("--gpus", metavar="N", type=count, help="how many in all; 0 plans for the CPU")
     add("--memory-gib", metavar="GIB", type=positive, help="of each GPU; of the machine on CPU")
     add = parser.add_argument_group("the work").add_argument
-    add("--from", metavar="RUN", dest="run", type=Path, help="lengths as this run had them")
     add("--prompt-tokens", metavar="N", type=positive, help="of a rollout, on average")
     add("--completion-tokens", metavar="N", type=positive, help="sampled in a rollout, on average")
     parser.add_argument("--sft", action="store_true", help="the files are those of `sft`, as their keys may show")
@@ -72,8 +71,8 @@ def _plan_run(typed: list[str], options: Namespace, machine: Machine) -> Estimat
     described = _described("trainer.model", config.trainer.model, name, config.device)
     raise_together(served_model_problems(config, described if config.inference.model.name in (None, name) else None))
     sized = read_sizes(name, described, vlm=config.trainer.model.vlm)
-    prompt, sampled = options.prompt_tokens, options.completion_tokens
-    return estimate_run(config, sized, machine, lengths_of(config, prompt=prompt, sampled=sampled, run=options.run))
+    lengths = lengths_of(config, prompt=options.prompt_tokens, sampled=options.completion_tokens)
+    return estimate_run(config, sized, machine, lengths)
 
 
 def _plan_sft(typed: list[str], options: Namespace, machine: Machine) -> Estimate:

@@ -17,7 +17,7 @@ from trireme.launch.run_state import look_at
 from trireme.monitor.view import open_view
 from trireme.monitor.wandb_mirror import open_wandb_mirror
 from trireme.tools.cluster import kubernetes, slurm
-from trireme.tools.cluster.job import SECRETS, Submission, find_submission, read_token
+from trireme.tools.cluster.job import Submission, find_submission
 
 POLL_S = 1.0
 CONFIGURED_S = 120.0
@@ -55,8 +55,7 @@ def _state_lines(run: Path, submission: Submission | None) -> list[str]:
         answer = kubernetes.ask_inside(submission)
         return answer.splitlines() if answer else ["no pod answers (yet, or any more)"]
     try:
-        token = read_token(submission.folder / SECRETS)
-        return list(look_at(Path(submission.run), token=token).lines())
+        return list(look_at(Path(submission.run)).lines())
     except ConfigError:
         return [f"it has written nothing yet to {submission.run}"]
 

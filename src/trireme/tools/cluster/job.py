@@ -20,7 +20,6 @@ import msgspec
 
 from trireme.base.errors import FINAL_EXIT_CODES, ConfigError, TriremeError
 from trireme.base.paths import atomic_write
-from trireme.base.token import TOKEN
 from trireme.config.problems import raise_together
 from trireme.config.section import Section
 from trireme.tools.cluster.nodes import ClusterPlan
@@ -191,14 +190,14 @@ class Submission:
 
 
 def find_submission(run: Path) -> Submission | None:
-    """Return a run's newest submission, or the one whose folder `run` is; None for a run that was never submitted.
+    """Return a run's newest submission; None for a run that was never submitted.
 
     Raises: ConfigError for a record that is damaged, or that `trireme submit` did not write.
     """
-    records = [run / RECORD, *sorted(submissions_of(run).glob(f"*/{RECORD}"), reverse=True)]
-    record = next((record for record in records if record.is_file()), None)
-    if record is None:
+    records = sorted(submissions_of(run).glob(f"*/{RECORD}"))
+    if not records:
         return None
+    record = records[-1]
     try:
         return replace(msgspec.json.decode(record.read_bytes(), type=Submission), folder=record.parent)
     except (ValueError, RecursionError) as error:
@@ -244,13 +243,3 @@ def write_secrets(file: Path, variables: Mapping[str, str]) -> None:
     with os.fdopen(descriptor, "w") as out:
         for name, value in variables.items():
             out.write(f"export {name}={shlex.quote(value)}\n")
-
-
-def read_token(file: Path) -> str | None:
-    """Return the token from what `write_secrets` wrote, or None where the file is gone."""
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:
-        return None
-    prefix = f"export {TOKEN}="
-    return next((shlex.split(line.removeprefix(prefix))[0] for line in lines if line.startswith(prefix)), None)

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,17 +83,9 @@ def submit_run(words: list[str], options: SubmitOptions) -> None:
     variables = read_env_files([*env_files, *options.env_file]) | {TOKEN: secrets.token_urlsafe(32)}
     job = _job(config, plan, typed.file, options, on)
     print(f"run {job.name}, written to {job.run}", *plan.describe(), *_notes(job, config, on), sep="\n")
-    if on == "slurm":
-        script = slurm.batch_script(job, options, workdir=Path.cwd())
-        files = {RUN_TOML: job.run_toml, NODE_SCRIPT: node_script(job), slurm.SCRIPT: script}
-    else:
-        files = {"manifests.yaml": kubernetes.manifests(job, options, dict.fromkeys(variables, HIDDEN))}
+    files = _render(job, options, variables, on)
     if options.dry_run:
-        files["secrets"] = "\n".join(f"{name}={HIDDEN}" for name in variables)
-        print("".join(f"\n{_RULE} {name} {_RULE}\n{text.rstrip()}\n" for name, text in files.items()))
-        if on == "slurm":
-            print(_says_slurm(script))
-        print("nothing was submitted")
+        _show(files, variables, on)
         return
     name = _submit(job, files, options, variables, on)
     run = config.paths.root
@@ -156,11 +148,24 @@ def _notes(job: Job, config: RunConfig, on: Scheduler) -> Iterator[str]:
         yield f"note: {job.run.parent} must be the same folder on all machines; the job checks that before it starts"
 
 
-def _says_slurm(script: str) -> str:
-    try:
-        return f"Slurm says: {slurm.check_submission(script)}"
-    except ConfigError as error:
-        return f"not ready: {error}"
+def _render(job: Job, options: SubmitOptions, variables: Collection[str], on: Scheduler) -> dict[str, str]:
+    """Return the files that are shown and kept, without the values of the variables."""
+    if on == "kubernetes":
+        return {"manifests.yaml": kubernetes.manifests(job, options, dict.fromkeys(variables, HIDDEN))}
+    script = slurm.batch_script(job, options, workdir=Path.cwd())
+    return {RUN_TOML: job.run_toml, NODE_SCRIPT: node_script(job), slurm.SCRIPT: script}
+
+
+def _show(files: dict[str, str], variables: Collection[str], on: Scheduler) -> None:
+    hidden = "\n".join(f"{name}={HIDDEN}" for name in variables)
+    for name, text in (files | {"secrets": hidden}).items():
+        print(f"\n{_RULE} {name} {_RULE}\n{text.rstrip()}")
+    if on == "slurm":
+        try:
+            print(f"\nSlurm says: {slurm.check_submission(files[slurm.SCRIPT])}")
+        except ConfigError as error:
+            print(f"\nnot ready: {error}")
+    print("nothing was submitted")
 
 
 def _submit(job: Job, files: dict[str, str], options: SubmitOptions, variables: dict[str, str], on: Scheduler) -> str:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from trireme.algo.model.chips import GIB
-from trireme.algo.packing import pack
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.config.run import RunConfig
@@ -179,16 +178,15 @@ def estimate_run(config: RunConfig | SftConfig, sized: Sized, machine: Machine, 
     rollouts = config.orchestrator.batch_size if isinstance(config, RunConfig) else config.batch_size
     ranks, row_tokens = trainer.num_ranks or 1, trainer.micro_batch_tokens or config.seq_len
     teams = max(1, ranks // trainer.model.cp)
-    # packed as the trainer packs them; samples longer than a row were cut
-    samples = [min(length, row_tokens) for length in lengths.samples or [math.ceil(lengths.total)] * rollouts]
-    rows = max(1, math.ceil(len(pack(samples, row_tokens)) / teams))
+    length = min(math.ceil(lengths.total), row_tokens)  # samples longer than a row were cut
+    rows = max(1, math.ceil(rollouts / (row_tokens // length) / teams))
     training = training_of(config, sized.architecture, rows=rows)
     engine_ids = (run.inference_gpu_ids or ()) if run else ()
     trainer_ids = (run.trainer_gpu_ids or ()) if run else tuple(range(0 if machine.is_on_cpu else ranks))
     return Estimate(
         sized,
         machine,
-        changed(training, packed=row_tokens >= 2 * lengths.total or len(lengths.samples) > rows),
+        changed(training, packed=row_tokens >= 2 * lengths.total),
         ranks,
         Batch(
             rollouts=rollouts,
