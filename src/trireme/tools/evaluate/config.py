@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,10 @@ from pydantic import PositiveFloat, PositiveInt
 
 from trireme.base.network import is_loopback
 from trireme.base.token import TOKEN
-from trireme.config.arguments import HELP, TypedFile, TypedFlag, parse_arguments
 from trireme.config.orchestrator import Environment, Evaluation, Sampling
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
-from trireme.config.section import Section, Seed, as_flag
+from trireme.config.section import Section, Seed
 from trireme.tools.evaluate.endpoints import find_key
 
 
@@ -139,26 +137,22 @@ def _default_sampling(rollouts_per_example: int) -> Sampling:
 
 
 def with_environments(argv: list[str]) -> list[str]:
-    """Number the flags of environments: `--env.id my-env` names one, several of them or several words name several.
+    """Number the flags of environments. Each `--env.id` names one more, and takes the flags after it.
+
+    Environments of a file are replaced where one is named.
 
     Example:
-        with_environments(["--env.id", "a", "--env.args.split", "test"])
-        # ["--env", '[{"id": "a"}]', "--env.0.args.split", "test"]
+        with_environments(["--env.id", "a", "--env.args.split", "test", "--env.id=b"])
+        # ["--env", "[]", "--env.0.id", "a", "--env.0.args.split", "test", "--env.1.id=b"]
     """
-    if any(word in HELP for word in argv):
-        return argv
-    arguments = parse_arguments(argv)
-    named = [each for each in arguments if isinstance(each, TypedFlag) and each.path == ("env", "id")]
-    ids = [id for flag in named for word in flag.values for id in word.split(",") if id]
-    files: list[str] = []
-    flags: list[str] = []
-    for argument in arguments:
-        if isinstance(argument, TypedFile):
-            files += [*([as_flag(argument.scope)] if argument.scope else []), "@", argument.name]
-        elif argument in named and ids:
-            continue
-        elif argument.path[0] == "env" and len(argument.path) > 1 and not argument.path[1].isdigit() and len(ids) < 2:
-            flags += [as_flag(("env", "0", *argument.path[1:])), *argument.values]
-        else:
-            flags += [argument.name, *argument.values]
-    return files + (["--env", json.dumps([{"id": id} for id in ids])] if ids else []) + flags
+    numbered: list[str] = []
+    is_named, last = any(word.partition("=")[0] == "--env.id" for word in argv), -1
+    for word in argv:
+        above, _, key = word.partition(".")
+        if above == "--env" and not key[:1].isdigit():
+            if is_named and not any(each.startswith("--env.") for each in numbered):
+                numbered += ["--env", "[]"]
+            last += key.partition("=")[0] == "id"
+            word = f"--env.{max(0, last)}.{key}"
+        numbered.append(word)
+    return numbered
