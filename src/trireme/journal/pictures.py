@@ -150,14 +150,6 @@ class PictureFiles:
                     file.write(png)
         return digest
 
-    def size(self, digest: str) -> tuple[int, int]:
-        """Return width and height in pixels, from the head of the file.
-
-        Raises: OSError where it cannot be read.
-        """
-        with Image.open(self.path(digest), formats=("PNG",)) as image:
-            return image.size
-
     def read(self, digest: str) -> bytes:
         """Raises: JournalCorrupt where the file is missing or was changed."""
         path = self.path(digest)

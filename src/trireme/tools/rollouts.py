@@ -21,7 +21,7 @@ from trireme.base.errors import JournalCorrupt
 from trireme.base.safe_text import one_line
 from trireme.journal.entry import read_entry
 from trireme.journal.message_text import picture_of
-from trireme.journal.pictures import PICTURES, PictureFiles
+from trireme.journal.pictures import PICTURES, PictureFiles, size_of
 from trireme.journal.records import BatchRecord, Dropped, Rollout
 from trireme.tools.conversation import Message, blocks, content_text, last_message_text, messages_of
 
@@ -237,7 +237,7 @@ def add_sizes(messages: Iterable[Message], pictures: PictureFiles) -> None:
     for part in (part for content in contents if isinstance(content, list) for part in content):
         if digest := picture_of(part):
             with suppress(OSError):
-                width, height = pictures.size(digest)
+                width, height = size_of(pictures.path(digest).read_bytes())
                 part["image_url"]["size"] = f"{width}x{height}"
 
 

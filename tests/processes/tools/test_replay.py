@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+import forkserver
 from answering import answering
 from families import IMAGE, MROPE, build_config, save_family
 from planted_faults import change, change_lines
@@ -256,21 +256,24 @@ def test_what_cannot_be_replayed_is_refused(run, tmp_path):
 
 
 def test_two_ranks_replay_what_two_ranks_have_trained_until_a_batch_is_another(tmp_path, tiny_model):
+    def end_of(*words: str) -> tuple[int, str]:
+        env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        with (tmp_path / "log").open("w+") as log:
+            process = forkserver.popen([sys.executable, "-m", *words], output=log.fileno(), env=env, cwd=tmp_path)
+            code = process.wait(DEADLINE_S)
+            log.seek(0)
+            return code, log.read()
+
     with ready_to_train(tmp_path / "run", tiny_model, num_ranks=2) as run:
-        words = [sys.executable, "-m", "trireme.cli.trainer", "--run", str(run.config.paths.run_config)]
-        trained = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_S)
-        assert trained.returncode == 0, trained.stdout + trained.stderr
+        code, said = end_of("trireme.cli.trainer", "--run", str(run.config.paths.run_config))
+        assert code == 0, said
     run.change_batch(STEPS - 1)
-    done = subprocess.run(
-        [sys.executable, "-m", "trireme.cli.trireme", "replay", str(run.config.paths.root)],
-        env={name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}, capture_output=True,
-        text=True, timeout=DEADLINE_S,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stdout + done.stderr
-    first, *versions = done.stdout.splitlines()
+    code, said = end_of("trireme.cli.runs.replay", str(run.config.paths.root))
+    assert code == 1, said
+    first, *versions = said.splitlines()
     assert first.endswith(", 2 ranks of 1 thread")
     assert versions[:STEPS] == run.identical(0, STEPS - 1)
-    assert f"the first difference is at version {STEPS}." in versions[-1]
+    assert f"the first difference is at version {STEPS}." in said
 
 
 def test_a_run_with_pictures_is_replayed_and_a_picture_that_is_gone_is_named(tmp_path, capsys):

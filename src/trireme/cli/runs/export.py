@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trireme.base.errors import ConfigError
 from trireme.base.log import start_logging
-from trireme.base.paths import RunPaths, require_new_folder, step_folder, step_of, steps_in
+from trireme.base.paths import RunPaths, require_new_folder, step_folder, step_of
 from trireme.journal.manifest import MANIFEST, complete_steps
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -77,18 +77,9 @@ def find_checkpoint(source: Path, step: int | None) -> Path:
     steps = complete_steps(folder)
     if not steps:
         raise ConfigError(
-            f"{folder} holds no complete checkpoint{_broken(folder)} - expected the folder of a run, or of a "
-            f"checkpoint ({MANIFEST} in it). Check the path."
+            f"{folder} holds no complete checkpoint - expected the folder of a run, or of a checkpoint ({MANIFEST} in "
+            "it). Check the path."
         )
     if step is not None and step not in steps:
-        raise ConfigError(
-            f"There is no complete checkpoint of step {step} in {folder}{_broken(folder)} - it has {steps}. Take one."
-        )
+        raise ConfigError(f"There is no complete checkpoint of step {step} in {folder} - it has {steps}. Take one.")
     return step_folder(folder, steps[-1] if step is None else step)
-
-
-def _broken(folder: Path) -> str:
-    """Return a remark about steps that were begun, or damaged since."""
-    steps = complete_steps(folder)
-    broken = [step for step in steps_in(folder) if step not in steps]
-    return f" (without a readable {MANIFEST}: {', '.join(f'step_{step}' for step in broken)})" if broken else ""

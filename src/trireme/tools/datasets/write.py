@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +21,12 @@ from trireme.journal.records import Rollout
 from trireme.tools.datasets.tables import TABLES, MessageKeys, Options, Table
 
 
-@dataclass(frozen=True)
-class Selection:
-    """Conditions that hold at once. Without any, every rollout that was trained on."""
-
-    steps: range | None = None
-    env: str | None = None
-    min_reward: float | None = None
-
-    def __str__(self) -> str:
-        steps = self.steps and f"{self.steps.start}:{self.steps.stop}"
-        given = {"--steps": steps, "--env": self.env, "--min-reward": self.min_reward}
-        return " ".join(f"{flag} {value}" for flag, value in given.items() if value is not None) or "all"
-
-    def takes(self, rollout: Rollout) -> bool:
-        return self.env in (None, rollout.env) and (self.min_reward is None or rollout.reward >= self.min_reward)
-
-
-def write_sets(run: Path, kind: str, folder: Path, *, selection: Selection, options: Options) -> dict[Path, int]:
+def write_sets(run: Path, kind: str, folder: Path, *, steps: range | None, options: Options) -> dict[Path, int]:
     """Write the files of a data set, and return them with the number of their rows.
 
     Args:
         kind: a key of `TABLES`.
+        steps: None for all.
 
     Raises:
         ConfigError: There is nothing to write, or the folder is not empty.
@@ -59,23 +41,15 @@ def write_sets(run: Path, kind: str, folder: Path, *, selection: Selection, opti
             "Check the path; evaluations have files of their own, which are JSON lines already."
         )
     # once: a run that is going on has more the second time
-    steps = journal.require_all(selection.steps, ways_out="Or write what comes before and after it, with `--steps`.")
-    if not steps:
+    wanted = journal.require_all(steps, ways_out="Or write what comes before and after it, with `--steps`.")
+    if not wanted:
         raise ConfigError(
             f"The run has steps {present[0]} to {present[-1]}, and none of them was asked for. Change `--steps`."
         )
-
-    def batches() -> Iterator[tuple[int, list[Rollout]]]:
-        for step in steps:
-            yield step, [rollout for rollout in journal.read(step).rollouts if selection.takes(rollout)]
-
-    keys, num_rollouts = MessageKeys(set(), set()), 0  # the columns must be known before the first row
-    for _, rollouts in batches():
-        num_rollouts += len(rollouts)
-        for rollout in rollouts:
+    keys = MessageKeys(set(), set())  # the columns must be known before the first row
+    for step in wanted:
+        for rollout in journal.read(step).rollouts:
             keys.add(rollout)
-    if not num_rollouts:
-        raise ConfigError(f"No rollout of {run} matches {selection}. Expected one at least. Widen the conditions.")
     if keys.has_pictures:
         options = options._replace(pictures=PictureFiles(pictures_folder(RunPaths(run).journal)))
     partial = folder.with_name(f".{folder.name}.partial")
@@ -85,7 +59,8 @@ def write_sets(run: Path, kind: str, folder: Path, *, selection: Selection, opti
         kind_of_file = JsonLines if kind == "jsonl" else Parquet
         with ExitStack() as stack:
             files = [stack.enter_context(kind_of_file(partial, table, keys)) for table in TABLES[kind]]
-            for step, rollouts in batches():
+            for step in wanted:
+                rollouts = journal.read(step).rollouts
                 for file in files:
                     file.add(step, rollouts, options)
         sync_folder(partial)

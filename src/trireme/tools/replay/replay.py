@@ -20,10 +20,10 @@ from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths, step_folder
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
-from trireme.journal.manifest import complete_steps, read_manifest
 from trireme.journal.rank_shares import Shares
 from trireme.journal.versions import Versions
 from trireme.monitor.metrics import latest_by_step, read_metrics
+from trireme.tools.record_differences import counted
 from trireme.trainer.checkpoint.checkpoint import load_checkpoint
 from trireme.trainer.model.loading import untrained_of
 from trireme.trainer.model.lora import adapters_of
@@ -61,7 +61,7 @@ def replay(config: RunConfig, span: range, *, keep_going: bool = False) -> int:
         if world.is_main:
             start = f"the checkpoint of step {span.start}" if span.start else "the base model"
             print(
-                f"{config.paths.root}: {_count(len(span), 'step')} from {start}, with {_surroundings(config)}",
+                f"{config.paths.root}: {counted(len(span), 'step')} from {start}, with {_surroundings(config)}",
                 flush=True,
             )
         compared: list[Comparison] = []  # on rank 0 only
@@ -186,7 +186,7 @@ def compare(retraced: Retraced, paths: RunPaths, versions: Versions, row: Mappin
 
 
 def _verdict(config: RunConfig, compared: list[Comparison]) -> str:
-    steps = f"{_count(len(compared) - 1, 'step')} trained again from the journal"
+    steps = f"{counted(len(compared) - 1, 'step')} trained again from the journal"
     first = next((each for each in compared if each.differences), None)
     if first is None:
         unknown = ", ".join(str(each.version) for each in compared if not each.is_confirmed)
@@ -200,32 +200,19 @@ def _verdict(config: RunConfig, compared: list[Comparison]) -> str:
         )
     suspects = "Nothing was trained yet: look at the model that it starts from, and at what was recorded."
     if first is not compared[0]:
-        suspects = _suspects(config, first.version)
+        suspects = (
+            f"Up to there all agreed: look at {Journal(config.paths.journal).path(first.version - 1)}, at what was "
+            "recorded, and at what has changed since the run, or within it where it was resumed: another number of "
+            "ranks rounds differently."
+        )
     return text + (
         "On a CPU this is a contradiction: the same journal, configuration, code and libraries give the same bits. "
         f"{suspects} Here were {_surroundings(config)}."
     )
 
 
-def _suspects(config: RunConfig, version: int) -> str:
-    """Name what may have changed before the first version that differs."""
-    batch, folder = Journal(config.paths.journal).path(version - 1), config.paths.checkpoints
-    # a resumed run may have had another number of ranks, which the journal does not record
-    sizes = {read_manifest(step_folder(folder, step)).world_size for step in complete_steps(folder)}
-    others = " and ".join(map(str, sorted(sizes - {config.trainer.num_ranks or 1})))
-    ranks = f" There are checkpoints of {others} ranks: those round differently." if others else ""
-    return (
-        f"Up to there all agreed: look at {batch}, at what was recorded, and at what has changed since the run, or "
-        f"within it where it was resumed.{ranks}"
-    )
-
-
 def _surroundings(config: RunConfig) -> str:
     """Describe what results depend on besides the journal and the code."""
     processor = torch.backends.cpu.get_cpu_capability() if config.device == "cpu" else torch.cuda.get_device_name()
-    ranks = f"{_count(config.trainer.num_ranks or 1, 'rank')} of {_count(torch.get_num_threads(), 'thread')}"
+    ranks = f"{counted(config.trainer.num_ranks or 1, 'rank')} of {counted(torch.get_num_threads(), 'thread')}"
     return f"torch {torch.__version__}, transformers {transformers.__version__}, {processor}, {ranks}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
