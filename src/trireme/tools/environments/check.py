@@ -214,10 +214,9 @@ async def open_as_stage(
     seed: int,
     waits: Waits,
     progress: Progress,
-    root: Path = ROOT,
 ) -> AsyncIterator[Environment]:
     """Load an environment as a stage of a command. Raises: ConfigError where it cannot be loaded."""
-    opening = open_environment(config, logs=logs, root=root, seed=seed, waits=waits)
+    opening = open_environment(config, logs=logs, seed=seed, waits=waits)
     async with AsyncExitStack() as stack:
         with progress.stage(f"loading {name}", limit_s=LOAD_TIMEOUT_S):
             environment = await stack.enter_async_context(opening)

@@ -54,17 +54,9 @@ def split_gpus(num_gpus: int | None, file: Flat, devices: Devices) -> Settings:
         return {}
     if num_gpus == 1:
         return {"inference_gpu_ids": [0], "trainer_gpu_ids": [0]}
-    engines = engine_share(num_gpus, file.tensor_parallel_size or 1)
+    tp = file.tensor_parallel_size or 1
+    engines = max(1, num_gpus // 2 // tp) * tp  # half of the GPUs, in whole engines
     return {"inference_gpus": engines, "trainer_gpus": num_gpus - engines}
-
-
-def engine_share(num_gpus: int, tp: int) -> int:
-    """Return half of the GPUs, in whole engines of `tp`; one engine at least.
-
-    Example:
-        engine_share(8, 4)  # 4: one engine, and 4 GPUs to train with
-    """
-    return max(1, num_gpus // 2 // tp) * tp
 
 
 def check_pipeline(size: int, file: Flat, devices: Devices) -> Settings:
@@ -145,5 +137,5 @@ class Hosted(Common):
 LONG_SAMPLES: Settings = {"trainer.model.optimization_dtype": "bfloat16", "trainer.model.ac.freq": 1}
 """What makes long samples fit on GPUs. These formats have no keys for it."""
 
-FLAT = Format(Flat, "configs/prime-rl", presets_on_gpus=LONG_SAMPLES)
-HOSTED = Format(Hosted, "configs/rl", presets_on_gpus=LONG_SAMPLES)
+FLAT = Format(Flat, presets_on_gpus=LONG_SAMPLES)
+HOSTED = Format(Hosted, presets_on_gpus=LONG_SAMPLES)

@@ -61,16 +61,15 @@ def read_run_file(argv: list[str], devices: Devices, *, program: str, kinds: tup
 
     Raises: ConfigError with all that is wrong in the file, or with the flags; SystemExit(0) after `--help`.
     """
-    format = FORMATS[kinds[0]]
     if any(word in HELP for word in argv):
-        print(help_text(format.schema, Command, section=None, program=program))
+        print(help_text(FORMATS[kinds[0]].schema, Command, section=None, program=program))
         raise SystemExit(0)
     arguments = parse_arguments(mark_file(["--session" if word == "-s" else word for word in argv]))
     files = [argument for argument in arguments if isinstance(argument, TypedFile)]
     if len(files) != 1 or files[0].scope:
         raise ConfigError(
             f"{len(files)} files were given ({', '.join(file.name for file in files) or 'none'}) - `{program}` takes "
-            f"one, which holds the whole run. Type `{program} @ {format.examples}/reverse-text.toml`, or the like."
+            f"one, which holds the whole run. Type `{program} @ FILE`."
         )
     flags = [argument for argument in arguments if isinstance(argument, TypedFlag)]
     own = [flag for flag in flags if knows(Command, flag)]

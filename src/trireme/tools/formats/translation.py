@@ -83,12 +83,10 @@ class Format:
 
     Attributes:
         schema: its keys with types, defaults and destinations.
-        examples: the folder with files of this format.
         presets: our keys that the format sets without a key of its own, and those that it sets on GPUs only.
     """
 
     schema: type[Section]
-    examples: str
     presets: Settings = field(default_factory=dict)
     presets_on_gpus: Settings = field(default_factory=dict)
 

@@ -304,4 +304,4 @@ class VfRl(Section):
     trainer: VfTrainer
 
 
-VF_RL = Format(VfRl, "configs/vf-rl", presets={"console.style": "vf-rl"})
+VF_RL = Format(VfRl, presets={"console.style": "vf-rl"})

@@ -88,7 +88,6 @@ async def _search(
         environment_config,
         source.id,
         logs=folder / "logs",
-        root=config.environments,
         seed=config.seed,
         waits=waits,
         progress=progress,
