@@ -340,11 +340,11 @@ def test_a_run_has_its_files_where_the_documents_look_for_them(tmp_path):
 def test_the_table_of_memory_is_what_a_plan_says(call, workspace):
     """7B with LoRA on 80 GB, as the guide has it; figures as the rows have them."""
     typed = "trireme plan --model.name Qwen/Qwen2.5-7B-Instruct --trainer.model.lora.rank 32 --trainer-gpus 1"
-    typed += " --trainer.model.optimization-dtype bfloat16 --inference-gpus 3 --gpu h100 --gpus 4 --json"
+    typed += " --trainer.model.optimization-dtype bfloat16 --inference-gpus 3 --gpu h100 --gpus 4"
     freq = " --trainer.model.ac.freq 1"
     for line, flags in ((338, "--seq-len 16384"), (339, f"--seq-len 16384{freq}"), (340, f"--seq-len 8192{freq}")):
         (row,) = at("prime-rl guide", line)
         code, written = call(shlex.split(f"{typed} {flags}"))
-        trainer = json.loads(written)["trainer"]
-        assert (code == 1, trainer["fits"]) == ((True, False) if line == 338 else (False, True))
-        assert f"{trainer['needs_gib']:.1f} GiB" in row.here
+        assert code == (1 if line == 338 else 0)
+        trainer, _ = re.findall(r"([\d.]+) / 79\.00 │", written)  # of the trainer and of an engine
+        assert f"{float(trainer):.1f} GiB" in row.here
