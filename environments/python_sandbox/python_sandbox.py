@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["Confinement", "Limits", "Reason", "Result", "SandboxError", "find_confinement", "run_python"]
+__all__ = ["Confinement", "Limits", "Reason", "Result", "SandboxError", "find_confinement", "run_python", "score_code"]
 
 log = logging.getLogger("python_sandbox")
 
@@ -301,3 +301,36 @@ async def _try_all() -> Confinement:
         "aarch64 that allows user namespaces (kernel 5.12 or newer) or system call filters (seccomp) - allow one of "
         "them (`sysctl user.max_user_namespaces`, the container's security options), or run on another machine."
     )
+
+
+# --- code as an answer ------------------------------------------------------------------------------------------------
+
+
+async def score_code(code: str, tests: list, **options) -> float:
+    """The fraction of `tests` that `code` passes, each run on its own; `options` are `run_python`'s.
+
+    Args:
+        tests: statements that raise where the code is wrong ("assert add(1, 2) == 3"), or what the code is to read and
+            to print: {"input": "1 2\\n", "output": "3\\n"}. The second kind cannot be fooled by code that sees the
+            tests; the first can by code that tries to, as code and test share a process.
+    """
+    if not tests:
+        raise ValueError("No tests were given - at least one was expected. Give some.")
+    passed = await asyncio.gather(*(_passes(code, test, **options) for test in tests))
+    return sum(passed) / len(passed)
+
+
+async def _passes(code: str, test: str | dict, **options) -> bool:
+    if isinstance(test, dict):
+        result = await run_python(code, stdin=test["input"], **options)
+        return result.is_done and _same_lines(result.stdout, test["output"])
+    reached = f"passed-{os.urandom(16).hex()}"  # else `sys.exit()` would pass all tests
+    result = await run_python(f"{code}\n{test}\nprint({reached!r})\n", **options)
+    return result.is_done and result.stdout.rstrip("\n").endswith(reached)
+
+
+def _same_lines(one: str, other: str) -> bool:
+    """Spaces at the ends of lines and empty lines at the end are nobody's mistake."""
+    return [line.rstrip() for line in one.rstrip().split("\n")] == [
+        line.rstrip() for line in other.rstrip().split("\n")
+    ]

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+from trireme.algo.data.order import ENDLESS
 from trireme.algo.rules import rules_of
 from trireme.algo.weight_checks import POLICY
 from trireme.base.disk import when_there_is_room
@@ -286,7 +287,8 @@ async def _open_environments(
         await stack.enter_async_context(open_environment(entry, logs=config.paths.logs, **how)) for entry in entries
     ]
     for environment in environments:
-        log.info("%s: %d training examples, %d held out", environment.name, environment.num_train, environment.num_eval)
+        num_train = "endless" if environment.num_train == ENDLESS else environment.num_train
+        log.info("%s: %s training examples, %d held out", environment.name, num_train, environment.num_eval)
         if environment.num_train == 0 and (trained or environment.num_eval == 0):
             raise ConfigError(
                 f"The environment {environment.name!r} has no {'training ' if trained else ''}examples - at least one "

@@ -1,5 +1,7 @@
 """Small v1 environments of verifiers 0.4: say a word again, as often as a user asks for it."""
 
+import random
+
 import verifiers.v1 as vf
 
 
@@ -50,6 +52,9 @@ class EchoTaskset(vf.Taskset[EchoTask, EchoConfig]):
         return self.config.endless
 
     def load(self):
+        while self.config.endless:
+            word = str(random.random())
+            yield EchoTask(EchoData(prompt=f"say: {word}", answer=word), self.config.task)
         if self.config.picture:
             shown = vf.UserMessage(content=[{"type": "image_url", "image_url": {"url": self.config.picture}}])
             yield EchoTask(EchoData(prompt=[shown], answer="red"), self.config.task)

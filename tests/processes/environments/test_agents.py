@@ -119,6 +119,8 @@ SHOWS = """
     import json, os, pathlib, sys
     shown = {"args": sys.argv[1:], "env": dict(os.environ), "stdin": sys.stdin.read(), "here": sorted(os.listdir())}
     pathlib.Path(%r).write_text(json.dumps(shown))
+    pathlib.Path("made").mkdir()
+    pathlib.Path("made/here").write_text("hi")
     import openai
     openai.OpenAI().chat.completions.create(model="x", messages=[{"role": "user", "content": "hi"}])
     sys.exit(3)
@@ -144,7 +146,7 @@ def test_a_program_gets_its_task_and_no_secret_of_the_run(play, tmp_path, monkey
     assert "secret" not in str(shown["env"])
     assert "t" * 40 not in str(shown["env"])
     assert rollout.metrics["exit_code"] == 3.0
-    assert rollout.info["exit_code"] == 3
+    assert (rollout.info["exit_code"], rollout.info["files"]) == (3, {"made/here": 2})  # not those that were copied
     assert not Path(shown["env"]["HOME"]).exists()  # its folder is removed
     with pytest.raises(httpx.ConnectError):  # and so is the server, with the environment
         httpx.get(f"{url}/models", headers={"authorization": f"Bearer {key}"})
@@ -256,16 +258,20 @@ def test_a_folder_that_a_program_has_made_read_only_is_removed(tmp_path, monkeyp
     assert not os.listdir()
 
 
-def test_a_folder_too_deep_for_python_to_walk_is_removed(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(Path(agent_session.__file__).parent / "worker" / "agents")
+def test_folders_too_deep_for_python_to_walk_are_looked_at_and_removed(tmp_path, monkeypatch):
+    for folder in ("worker", "worker/agents"):
+        monkeypatch.syspath_prepend(Path(agent_session.__file__).parent / folder)
+    agent, runtime = importlib.import_module("trireme_agent"), importlib.import_module("trireme_runtime")
+    (tmp_path / "first.txt").touch()
     below = os.open(tmp_path, os.O_RDONLY)
     for _ in range(1200):
         os.mkdir("d", dir_fd=below)
         above, below = below, os.open("d", os.O_RDONLY, dir_fd=below)
         os.close(above)
     os.close(below)
-    importlib.import_module("trireme_runtime").remove_folder(tmp_path / "d")
-    assert os.listdir(tmp_path) == []
+    assert agent.written_since(0, tmp_path) == {"first.txt": 0}
+    runtime.remove_folder(tmp_path / "d")
+    assert os.listdir(tmp_path) == ["first.txt"]
 
 
 BRANCHES = """
@@ -432,7 +438,7 @@ def test_a_rollout_that_is_being_removed_is_found_no_more_and_costs_no_other(tmp
             with pytest.raises(OSError, match=r"'end'.* within 0\.01 s"):
                 await programs.end(parent.name)
             closed.set()
-            assert (await ending, await finding, parent.exists()) == (True, False, False)
+            assert (await ending, await finding, parent.exists()) == (True, None, False)
             deletes.set()
 
     asyncio.run(asyncio.wait_for(remove(), 60))

@@ -286,10 +286,12 @@ def test_where_nothing_confines_nothing_is_run(monkeypatch):
         run("print(1)")
 
 
-def test_limits_that_allow_nothing_are_refused():
+def test_limits_that_allow_nothing_and_a_score_without_tests_are_refused():
     for limits in ({"timeout_s": 0}, {"memory_mib": -1}, {"num_processes": 0}):
         with pytest.raises(ValueError, match="a number above 0 was expected"):
             Limits(**limits)
+    with pytest.raises(ValueError, match="No tests were given"):
+        asyncio.run(sandbox.score_code("pass", []))
 
 
 SPY = """
@@ -346,6 +348,25 @@ def test_an_ordinary_user_is_confined_just_as_well_and_the_code_sees_no_file_of_
     assert first.count("[False, False, False]\\n") == 2
     assert "PermissionError" in second
     assert ["stdout='[]\\n'" in each for each in spied] == [True, True], spied
+
+
+ADDS = "def add(a, b):\n    return a + b if a < 10 else 0"
+PRINTS = "a, b = map(int, input().split())\nprint(a + b, ' ')\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "tests", "score"),
+    [
+        (ADDS, ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add(10, 1) == 11"], 2 / 3),
+        ("import sys; sys.exit(0)", ["assert False"], 0),
+        ("def add(a, b", ["assert True"], 0),
+        # what code prints is compared line by line
+        (PRINTS, [{"input": "1 2\n", "output": "3"}, {"input": "4 5\n", "output": "9\n\n"}], 1),
+        (PRINTS, [{"input": "1 1", "output": "3"}], 0),
+    ],
+)
+def test_the_score_of_code_is_the_fraction_of_tests_that_it_passes(code, tests, score):
+    assert asyncio.run(sandbox.score_code(code, tests, timeout_s=5)) == pytest.approx(score)
 
 
 @only_namespaces

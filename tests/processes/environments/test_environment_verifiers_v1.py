@@ -16,6 +16,7 @@ from toy_environments import (
     run_one,
     says,
 )
+from trireme.algo.data.order import ENDLESS
 from trireme.base.errors import ConfigError
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.wire import Ask, Done, Reply
@@ -127,11 +128,25 @@ def test_each_run_of_an_agent_asks_on_its_own_and_has_its_own_reward(on):
     assert (done.reward, done.metrics["agent/reward"], done.metrics["agent/echoes"]) == (0.75, 0.75, 0.5)
 
 
+def test_tasks_of_an_infinite_taskset_are_the_same_wherever_they_are_drawn(on, tmp_path_factory):
+    async def ask_for(environment, places) -> list[str]:
+        assert environment.num_train == ENDLESS
+        return [(await run_one(environment, echo, place)).answer for place in places]
+
+    drawn = on("v1-echo", lambda environment: ask_for(environment, [0, 1, 4200, 2]), endless=True)
+
+    async def in_another_worker() -> list[str]:
+        async with open_package(packages_folder(tmp_path_factory), "v1-echo", endless=True) as environment:
+            return await ask_for(environment, [2, 4200])
+
+    assert len(set(drawn)) == 4
+    assert asyncio.run(in_another_worker()) == [drawn[3], drawn[2]]
+
+
 @pytest.mark.parametrize(
     ("package", "args", "words"),
     [
         ("v1-echo", {"agent": {"model": "gpt"}}, "Agent 'agent' names the model 'gpt' and no endpoint"),
-        ("v1-echo", {"endless": True}, r"infinite .* select = \{ limit = 2000 \}"),
         ("v1-harness", {}, r'v1_harness is a harness of verifiers v1.*harness = \{ id = "v1_harness"'),
     ],
 )

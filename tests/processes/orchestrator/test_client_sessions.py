@@ -71,7 +71,7 @@ def test_what_clients_play_at_the_same_time_is_trained_on_with_the_rewards_that_
 
     async def meanwhile(whole: WholeRun) -> None:
         client, odd, silent = Client(), Client(), Client()
-        assert await odd.open(rollout="gone") == await odd.open(env="x") == 404
+        assert await odd.open(example=10_000) == await odd.open(env="x") == 404
         await silent.open()
         await silent.ask()
         await client.open()
@@ -81,6 +81,8 @@ def test_what_clients_play_at_the_same_time_is_trained_on_with_the_rewards_that_
         await client.ask()
         for wrong in ({"reward": "1"}, {"reward": 1e31}, {"rewrd": 1}, {"reward": 1, "metrics": {"<b>": 1}}):
             assert await client.end(**wrong) == 400
+        state = await client.http.get(f"/sessions/{client.session['id']}", headers=client.key)
+        assert state.json() == {"state": "open", "num_turns": 1}
         await odd.open()
         assert await odd.end(error="the sandbox broke") == await client.end(reward=0.75) == 200
         assert (await client.ask()).status_code == await client.end(reward=1) == 403

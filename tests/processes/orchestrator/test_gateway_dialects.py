@@ -5,6 +5,7 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import anthropic
 import httpx
@@ -52,11 +53,15 @@ class Policy:
             raise turn
         return turn
 
+    async def count(self, request: TurnRequest) -> int:
+        await asyncio.sleep(self.pause_s)
+        return len(request.messages)
+
 
 @contextmanager
 def serving(policy: Policy) -> Iterator[tuple[Gateway, str]]:
     with served(lambda: server.open_gateway(listen("127.0.0.1", 0), "127.0.0.1")) as gateway:
-        gateway.open(KEY, Session("rollout", policy.ask))
+        gateway.open(KEY, Session("rollout", policy.ask, policy.count, list))
         yield gateway, gateway.url
 
 
@@ -236,10 +241,28 @@ def test_a_turn_that_cannot_be_answered_is_an_error_that_clients_do_not_retry(tu
                 ASKS[dialect](url, asks("a")["messages"], streams=True)
 
 
-def test_a_request_that_leaves_its_conversation_to_the_server_is_refused():
-    for name in ("previous_response_id", "conversation"):
-        with pytest.raises(Refused, match=name):
-            responses.read({"input": "x", name: "resp_t1"})
+def test_a_response_may_be_continued_by_its_id():
+    policy = Policy(TURNS["calls"], TURNS["text"])
+    with serving(policy) as (_, url):
+        client = openai_client(url)
+        first = client.responses.create(model="policy", input="List.", tools=RESPONSES_TOOLS)
+        output = [{"type": "function_call_output", "call_id": "call00100", "output": "a"}]
+        client.responses.create(model="policy", input=output, tools=RESPONSES_TOOLS, previous_response_id=first.id)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.create(model="policy", input="x", previous_response_id="resp_of_another")
+    assert [message["role"] for message in policy.requests[1].messages] == ["user", "assistant", "tool"]
+
+
+def test_the_responses_of_a_conversation_keep_its_items_once():
+    policy = Policy(TURNS["text"], replace(TURNS["text"], id="t2"))
+    session = Session("rollout", policy.ask, policy.count, list)
+    items = [{"role": "user", "content": "a"}]
+    with serving(policy) as (gateway, url):
+        gateway.open("another", session)
+        for _ in range(2):
+            items += httpx.post(f"{url}/s/another/v1/responses", json={"input": items}).json()["output"]
+        first, second = (session.whole_input({"input": "x", "previous_response_id": f"resp_t{n}"}) for n in (1, 2))
+    assert [one is other for one, other in zip(first, second, strict=False)] == [True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -278,6 +301,8 @@ def test_a_session_is_reached_by_bearer_key_header_key_or_path_and_by_no_other_k
         assert status({}) == status({"x-api-key": KEY + "x"}) == status({"authorization": f"Basic {KEY}"}) == 401
         assert httpx.head(url).status_code == 200
         assert openai_client(url).models.list().data[0].id == "policy"
+        counted = anthropic.Anthropic(base_url=url, api_key=KEY).messages.count_tokens(model="p", **question)
+        assert counted.input_tokens == 1
         gateway.close(KEY, "its rollout is over")
         assert status({"x-api-key": KEY}) == 403
 
@@ -297,7 +322,7 @@ def test_a_client_that_left_before_its_answer_gets_the_same_turn_when_it_asks_ag
 
 def test_a_request_that_is_whole_only_after_its_session_has_ended_gets_no_turn():
     policy = Policy(TURNS["text"])
-    session = Session("rollout", policy.ask)
+    session = Session("rollout", policy.ask, policy.count, list)
 
     def body() -> Iterator[bytes]:
         yield b'{"messages": [{"role": "user", '
@@ -332,18 +357,19 @@ def test_a_long_wait_shows_signs_of_life_and_its_error_comes_in_the_stream(monke
             ask_chat(url, user, streams=True)
 
 
-def test_a_flood_costs_its_session_a_pause_and_a_giant_is_refused(monkeypatch):
+@pytest.mark.parametrize("path", ["messages", "messages/count_tokens"])
+def test_a_flood_costs_its_session_a_pause_and_a_giant_is_refused(monkeypatch, path):
     monkeypatch.setattr(server, "MOST_AT_ONCE", 3)
     monkeypatch.setattr(server, "LARGEST_BODY", 1000)
 
     async def flood(url: str) -> list[int]:
         async with httpx.AsyncClient() as client:
-            posts = [client.post(f"{url}/s/{KEY}/v1/messages", json=asks(f"{number}")) for number in range(8)]
+            posts = [client.post(f"{url}/s/{KEY}/v1/{path}", json=asks(f"{number}")) for number in range(8)]
             return sorted(answer.status_code for answer in await asyncio.gather(*posts))
 
     with serving(Policy(TURNS["text"], pause_s=0.5)) as (_, url):
         assert asyncio.run(flood(url)) == [200] * 3 + [429] * 5
-        assert httpx.post(f"{url}/s/{KEY}/v1/messages", json=asks("a" * 2000)).status_code == 400
+        assert httpx.post(f"{url}/s/{KEY}/v1/{path}", json=asks("a" * 2000)).status_code == 400
         assert httpx.post(f"{url}/s/{KEY}/v1/messages", content=b"[" * 900).status_code == 400
 
 

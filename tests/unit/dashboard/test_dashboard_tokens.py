@@ -151,7 +151,7 @@ def test_what_a_model_wrote_is_never_markup() -> None:
     ]
     record = Record(row=Row(0, "1", 0, 1.0), prompt=said, completion=said, answer=EVIL, info={EVIL: EVIL})
     evil = dataclasses.replace(columns(), texts=[EVIL] * 5)
-    left = {"exit_code": EVIL, "seconds": EVIL, "output": EVIL}
+    left = {"exit_code": EVIL, "seconds": EVIL, "output": EVIL, "files": {EVIL: EVIL}}
     branches = [Branch(why=EVIL), Branch(why=EVIL, parent=0, place=2, messages=said), Branch(why=EVIL, parent=9)]
     agents = Record(row=record.row, prompt=said, completion=said, info=left, rollout=played(branches=branches))
     page = (
@@ -176,13 +176,13 @@ def test_a_session_is_a_tree_of_conversations_that_branch_where_they_leave_each_
         Branch(why="history edited", parent=1, place=3, messages=say("deeper")),
         Branch(why="new conversation", messages=say("title")),
     ]
-    info = {"exit_code": 3, "seconds": 1.5, "output": "bye"}
+    info = {"exit_code": 3, "seconds": 1.5, "output": "bye", "files": {"a/b.txt": 7}}
     record = Record(Row(0, "1", 0, 1.0), say("one"), say("two", "three"), info=info, rollout=played(branches=branches))
     assert record.facts[2] == "4 branches"
     texts = [text for text in Reader(conversation_html(record, "run")).texts if text.strip() not in ("", "user")]
     assert [text.split(":")[0] for text in texts] == [
         *("Conversation 0", "one", "two", "Conversation 1", "left", "Conversation 2", "deeper", "so", "three"),
-        *("Conversation 3", "title", "program", "bye"),
+        *("Conversation 3", "title", "files written", "a/b.txt  (7 bytes)", "program", "bye"),
     ]
     assert "turn dropped, 1 turn, 0 tools, sample 1" in texts[3]
     assert "history edited, 0 turns, 0 tools, not trained on" in texts[5]

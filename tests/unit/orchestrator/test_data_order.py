@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from order_rules import order_rules
 from trireme.algo.data.curriculum import Place, after_batch, weights_in
 from trireme.algo.data.difficulty import Outcome, left_out, to_scores
-from trireme.algo.data.order import draws_of, environment_of, example_order, names_and_shares
+from trireme.algo.data.order import ENDLESS, draws_of, environment_of, example_order, names_and_shares
 from trireme.algo.rules import Rules
 from trireme.base.errors import ConfigError
 from trireme.config.orchestrator import DifficultyPools, Stage
@@ -180,6 +180,15 @@ def test_a_run_does_not_go_on_with_other_examples() -> None:
     for words, others in changes.items():
         with pytest.raises(ConfigError, match=rf"{words} - the same examples were expected.*Restore the data.*new run"):
             Buffer({"a": 7} | others, order_rules(), state)
+
+
+def test_tasks_without_end_come_in_their_order_and_go_on_after_a_stop() -> None:
+    rules = order_rules({"a": 3.0, "b": 1.0}, pools=DifficultyPools())
+    buffer = Buffer({"a": ENDLESS, "b": 5}, rules, State())
+    groups = take(buffer, 40)
+    groups += take(Buffer({"a": ENDLESS, "b": 5}, rules, saved(buffer)), 40)
+    drawn = [group.example for group in groups if group.env == "a"]
+    assert sorted(set(drawn)) == list(range(max(drawn) + 1)), "none is left out"
 
 
 def test_environments_come_by_their_weights_in_the_long_run() -> None:

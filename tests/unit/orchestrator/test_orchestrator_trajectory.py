@@ -55,8 +55,9 @@ def test_a_prompt_that_is_far_too_long_is_refused_and_one_that_is_a_little_too_l
     talk.answer([ASK], "4<|im_end|>")
     for messages in ([far], [ASK, says("4"), far]):
         with pytest.raises(OverlongPrompt):
-            talk.ask(messages, None)
-    assert len(talk.ask([ASK, says("4"), little], None).ids) > 1000
+            talk.prompt_ids(messages, None, "")
+    assert len(talk.prompt_ids([ASK, says("4"), little], None, "")) > 1000
+    assert talk.ask([ASK], None).number == 1
     (first := Talk(tmp_path)).max_model_len = 100
     with pytest.raises(OverlongPrompt):
         first.ask([far], None)

@@ -111,6 +111,7 @@ def test_a_conversation_that_shows_more_pictures_stays_one_sample_with_each_at_i
     prompt, (one,) = talk.answer(first)
     text = "<|im_start|>user\na<|vision_start|><|image_pad|><|vision_end|>b<|im_end|>\n<|im_start|>assistant\n"
     assert collapse(prompt, [one]) == talk.tokenizer.encode(text)
+    assert talk.prompt_ids(first, None, "") == prompt
     prompt, pictures = talk.answer([*first, OK, *talk.read(says(at(uri), PNG), says("c", "d"))])
     (sample,) = talk.samples()
     assert sample.ids.tolist()[: len(prompt)] == prompt

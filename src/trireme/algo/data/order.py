@@ -20,6 +20,9 @@ from trireme.algo.data.difficulty import Outcome, Scores
 from trireme.algo.rules import Rules
 from trireme.config.orchestrator import DifficultyPools
 
+ENDLESS = 2**31 - 1
+"""Size of an environment whose tasks never end. They come in their own order, without epochs and difficulty pools."""
+
 
 class Cursor(msgspec.Struct):
     """The position within an environment's examples."""
@@ -84,7 +87,9 @@ class DataOrder:
         }
         self.place = place
         self._means = {
-            name: difficulty.from_scores(scores[name], size) for name, size in self.sizes.items() if name in scores
+            name: difficulty.from_scores(scores[name], size)
+            for name, size in self.sizes.items()
+            if name in scores and size != ENDLESS
         }
         self._chances.clear()
 
@@ -94,6 +99,9 @@ class DataOrder:
         place = environment_of(group, rules.seed, shares)
         name = names[place]
         cursor, size = self.cursors[name], self.sizes[name]
+        if size == ENDLESS:
+            cursor.position += 1
+            return name, cursor.position - 1
         while True:  # ends within two epochs, as some example has probability 1
             if cursor.position >= size:
                 cursor.epoch, cursor.position = cursor.epoch + 1, 0
@@ -126,7 +134,7 @@ class DataOrder:
         if rules.pools is None:
             self._means = {}
             return
-        for name in {outcome.env for outcome in outcomes}:
+        for name in {outcome.env for outcome in outcomes if self.sizes[outcome.env] != ENDLESS}:
             own = [outcome for outcome in outcomes if outcome.env == name]
             self._means[name] = difficulty.updated(self._means_of(name), own, rules.pools.memory)
 
@@ -139,4 +147,5 @@ class DataOrder:
         """Return the environments whose examples are all in pools of weight 0; they are drawn in their order anyway."""
         if rules.pools is None:
             return []
-        return [name for name in self.sizes if difficulty.left_out(self._means_of(name), rules.pools)]
+        finite = [name for name, size in self.sizes.items() if size != ENDLESS]
+        return [name for name in finite if difficulty.left_out(self._means_of(name), rules.pools)]

@@ -71,7 +71,7 @@ class AgentSession:
         self._task.gateway, self._task.api_key = self._gateway.url, key
         self._is_resumed = False
         self._name = hashlib.sha256(key.encode()).hexdigest()[:16]  # in the file of requests
-        self._session = Session(self._task.task, self._answer, self._has_traces)
+        self._session = Session(self._task.task, self._answer, self._count, lambda: self._longest, self._has_traces)
 
     async def resume(self, key: str) -> bool:
         """Continue the session of a program that outlived the orchestrator: its turns are on disk.
@@ -145,15 +145,7 @@ class AgentSession:
             raise Refused("ended", f"This rollout has had its {most} model turns (`max_turns`).")
         self._num_turns[request.trace] += 1
         self._num_asked += 1
-        question = Ask(
-            task=self._task.task,
-            call=str(self._num_asked),
-            messages=request.messages,
-            tools=request.tools,
-            sampling=request.sampling,
-            calls_tools=request.calls_tools,
-            trace=request.trace,
-        )
+        question = self._question(request)
         try:
             reply = await self._ask(question)
         except Exception as error:
@@ -199,9 +191,24 @@ class AgentSession:
             self._requests = None
         reach("request.written")
 
-    async def show_played(self, question: Ask) -> Reply:
-        """Answer the one request of the environment's worker, once the program has ended."""
-        return Reply(played=Played(messages=self._longest))
+    async def _count(self, request: TurnRequest) -> int:
+        question = self._question(request)
+        question.only_counts = True
+        reply = await self._ask(question)
+        if reply.error is not None:
+            raise Refused("invalid", reply.error)
+        return len(reply.prompt_ids)
+
+    def _question(self, request: TurnRequest) -> Ask:
+        return Ask(
+            task=self._task.task,
+            call=str(self._num_asked),
+            messages=request.messages,
+            tools=request.tools,
+            sampling=request.sampling,
+            calls_tools=request.calls_tools,
+            trace=request.trace,
+        )
 
 
 class ClientSession(AgentSession):
@@ -213,7 +220,8 @@ class ClientSession(AgentSession):
         Raises: as `watch`; RolloutFailed where the client posts an error.
         """
         task = self._task
-        rollout = ClientRollout(task.task, task.api_key, task.split, task.index, self._num_turns.total, _check_outcome)
+        example = task.split, task.index
+        rollout = ClientRollout(task.task, task.api_key, example, self._num_turns.total, _check_outcome)
         async with sessions.offer(rollout):
             return await self.watch(run(partial(self._wait_for_outcome, rollout)))
 

@@ -238,8 +238,7 @@ class Environment:
         try:
             with AgentSession(self.gateway, task, ask, has_traces=self.config.agent is None, requests=kept) as session:
                 await self._open_session(session, task, on_retry)
-                begin_again = partial(self._begin_again, session, task, on_retry)
-                play = partial(self._run, task, session.show_played, begin_again)
+                play = partial(self._run, task, ask, partial(self._begin_again, session, task, on_retry))
                 try:
                     done = await session.watch(play())
                 except RolloutFailed:

@@ -88,11 +88,11 @@ def assistant_message(content: str, reasoning: str | None, tool_calls: Iterable[
 
 
 class Played(msgspec.Struct, kw_only=True):
-    """The outcome of a rollout that a program or a client has played."""
+    """The outcome of a rollout that a client has played."""
 
     messages: list[dict[str, Any]]  # of the longest conversation
-    reward: float | None = None  # None: the environment's own decides
-    metrics: dict[str, float] = {}
+    reward: float | None  # None: the environment's own decides
+    metrics: dict[str, float]
 
 
 class Reply(_Message, tag="reply", kw_only=True, omit_defaults=True):
@@ -170,6 +170,7 @@ class Ask(_Message, tag="ask", kw_only=True):
     tools: list[dict[str, Any]] | None = None  # OpenAI function tools
     sampling: dict[str, Any]  # one flat dict: what OpenAI clients put into `extra_body` is merged in
     calls_tools: bool = True  # false: what looks like a tool call stays text
+    only_counts: bool = False  # the reply has the prompt's ids, and no turn is sampled
     example: dict[str, Any] | None = None  # a client plays it, and the reply comes when it has ended
     has_reward: bool = False  # the environment scores that rollout where the client does not
     trace: str = ""  # the agent run that asks, where a rollout has several

@@ -3,7 +3,9 @@
     POST /v1/chat/completions             OpenAI's Chat Completions
     POST /v1/responses                    OpenAI's Responses
     POST /v1/messages                     Anthropic's Messages
+    POST /v1/messages/count_tokens
     GET  /v1/models, HEAD /
+    GET  /transcript                      the longest conversation of the session, as chat messages
 
 An API key is a session: one rollout, and one role in it. A client that cannot set a key puts it into the path:
 `/s/KEY/v1/messages`. A key that no open session has is refused.
@@ -33,7 +35,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from trireme.base.log import get_logger
 from trireme.orchestrator.gateway.dialects.anthropic import ANTHROPIC
 from trireme.orchestrator.gateway.dialects.chat import CHAT
-from trireme.orchestrator.gateway.dialects.responses import RESPONSES
+from trireme.orchestrator.gateway.dialects.responses import RESPONSES, as_items, output_items
 from trireme.orchestrator.gateway.dialects.turn import STATUS, Dialect, Event, Refused, Turn, TurnRequest, whole_json
 from trireme.transport.bearer import read_body as receive_body
 
@@ -57,6 +59,9 @@ QUIET_S = 15.0
 EXPECTED_S = 600.0
 """Requests of a session that outlived the orchestrator wait this long for it, as long as SDKs wait for an answer."""
 
+KEPT_RESPONSES = 1000
+"""Responses of a session that `previous_response_id` can name."""
+
 KEPT_KEYS = 10_000
 """Ended sessions whose keys are answered with the reason."""
 
@@ -72,6 +77,12 @@ Ask = Callable[[TurnRequest, str, bool], Coroutine[Any, Any, Turn]]
 Its arguments are the request, its digest, and whether the client may have sent it before without getting the answer.
 """
 
+Transcript = Callable[[], list[dict[str, Any]]]
+"""Returns the messages of a session's longest conversation."""
+
+Count = Callable[[TurnRequest], Awaitable[int]]
+"""Counts the tokens of a request's prompt, or raises Refused."""
+
 
 @dataclass
 class Session:
@@ -79,12 +90,21 @@ class Session:
 
     name: str
     ask: Ask
+    count: Count
+    transcript: Transcript
     has_traces: bool = False  # its requests name the agent run that they belong to
     ended: str | None = None  # why no more requests are answered
     num_open: int = 0  # requests that are being answered
     is_used: bool = False  # a request for a turn has come
     _tasks: set[asyncio.Task[Turn]] = field(default_factory=set)  # turns under way
     _orphans: dict[str, list[asyncio.Future[Turn]]] = field(default_factory=dict)  # their clients left; by digest
+    _responses: OrderedDict[str, list[dict[str, Any]]] = field(default_factory=OrderedDict)  # conversations, by id
+
+    def admit(self) -> None:
+        """Count a request as open, before its body takes memory. Raises: Refused where too many are."""
+        if self.num_open >= MOST_AT_ONCE:
+            raise Refused("busy", f"{MOST_AT_ONCE} requests of this session are being answered.", retry_after_s=2)
+        self.num_open += 1
 
     def begin(self, request: TurnRequest, digest: str, *, is_retry: bool) -> asyncio.Future[Turn]:
         """Return the task that answers a request: the one that its client left behind, or a new one.
@@ -120,11 +140,33 @@ class Session:
         left = [task for tasks in self._orphans.values() for task in tasks if isinstance(task, asyncio.Task)]
         return [task.result() for task in left if task.done() and not task.cancelled() and task.exception() is None]
 
+    def whole_input(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the input of a Responses request with the conversation that it continues. Raises: Refused."""
+        items = as_items(body.get("input"))
+        if (earlier := body.get("previous_response_id")) is None:
+            return items
+        if earlier not in self._responses:
+            raise Refused("unknown", f"previous_response_id: this session has no response {earlier!r:.80}")
+        return self._responses[earlier] + items
+
+    def remember_response(self, items: list[dict[str, Any]], task: asyncio.Future[Turn], request: TurnRequest) -> None:
+        """Keep the conversation that a task has answered, unless it failed, for `previous_response_id`."""
+        if not task.cancelled() and task.exception() is None:
+            whole = items + output_items(task.result(), request)
+            newest = next(reversed(self._responses.values()), [])
+            for place, (known, item) in enumerate(zip(newest, whole, strict=False)):
+                if known == item:  # a client that sends whole conversations decodes to the same items at each turn
+                    whole[place] = known
+            self._responses[f"resp_{task.result().id}"] = whole
+            while len(self._responses) > KEPT_RESPONSES:
+                self._responses.popitem(last=False)
+
     def close(self, why: str) -> None:
         """Answer no more requests, and give up the turns that are under way."""
         self.ended = why
         for task in self._tasks:
             task.cancel()
+        self._responses.clear()
 
 
 class Gateway:
@@ -139,28 +181,31 @@ class Gateway:
         for prefix in ("", "/s/{key}"):
             self.app.add_api_route(f"{prefix}/", _greet, methods=["HEAD", "GET"])
             self.app.add_api_route(f"{prefix}/v1/models", self.serve(CHAT, self._models), methods=["GET"])
+            self.app.add_api_route(f"{prefix}/transcript", self.serve(CHAT, self._transcript), methods=["GET"])
+            count = self.serve(ANTHROPIC, self._count)
+            self.app.add_api_route(f"{prefix}/v1/messages/count_tokens", count, methods=["POST"])
             for path, dialect in (("chat/completions", CHAT), ("responses", RESPONSES), ("messages", ANTHROPIC)):
                 answer = self.serve(dialect, self._answer)
                 self.app.add_api_route(f"{prefix}/v1/{path}", answer, methods=["POST"])
 
     def expect(self, key: str) -> None:
         """Let requests of a key wait, as its session outlived the orchestrator and is opened again."""
-        self._expected[_digest(key)] = asyncio.Event()
+        self._expected[_digest(key.encode())] = asyncio.Event()
 
     def open(self, key: str, session: Session) -> None:
-        self._sessions[_digest(key)] = session
+        self._sessions[_digest(key.encode())] = session
         self._settle(key)
 
     def _settle(self, key: str) -> None:
-        if (expected := self._expected.pop(_digest(key), None)) is not None:
+        if (expected := self._expected.pop(_digest(key.encode()), None)) is not None:
             expected.set()
 
     def close(self, key: str, why: str) -> None:
         """End the session of a key. The key is refused from now on, with the reason."""
-        session = self._sessions.pop(_digest(key), None)
+        session = self._sessions.pop(_digest(key.encode()), None)
         if session is not None:
             session.close(why)
-            self._ended[_digest(key)] = why
+            self._ended[_digest(key.encode())] = why
             while len(self._ended) > KEPT_KEYS:
                 self._ended.popitem(last=False)
         self._settle(key)
@@ -182,12 +227,15 @@ class Gateway:
 
     async def _find(self, request: Request) -> Session:
         """Return the session of a request, once it is open again. Raises: Refused."""
-        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-        keys = (request.path_params.get("key"), bearer if scheme.lower() == "bearer" else None)
-        for digest in (_digest(key.strip()) for key in (*keys, request.headers.get("x-api-key")) if key):
+        for digest in _keys_of(request):
             if digest in self._expected:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._expected[digest].wait(), EXPECTED_S)
+        return self.find(request)
+
+    def find(self, request: Request) -> Session:
+        """Return the session of a request. Raises: Refused."""
+        for digest in _keys_of(request):
             if digest in self._sessions:
                 return self._sessions[digest]
             if digest in self._ended:
@@ -200,11 +248,12 @@ class Gateway:
         )
 
     async def _answer(self, request: Request, session: Session, dialect: Dialect) -> Response:
-        if session.num_open >= MOST_AT_ONCE:  # counted before the body takes memory
-            raise Refused("busy", f"{MOST_AT_ONCE} requests of this session are being answered.", retry_after_s=2)
-        session.num_open += 1
+        session.admit()
         try:
-            asked = dialect.read(await read_body(request))
+            body = await read_body(request)
+            if dialect is RESPONSES:
+                body["input"] = session.whole_input(body)
+            asked = dialect.read(body)
             if session.has_traces:
                 asked = replace(asked, trace=request.headers.get(TRACE_HEADER, ""))
             digest = conversation_digest(asked)
@@ -212,7 +261,19 @@ class Gateway:
         except BaseException:
             session.num_open -= 1
             raise
+        if dialect is RESPONSES and body.get("store") is not False:
+            task.add_done_callback(lambda task: session.remember_response(body["input"], task, asked))
         return _TurnResponse(session, dialect, asked, digest, task)
+
+    async def _count(self, request: Request, session: Session, dialect: Dialect) -> Response:
+        session.admit()
+        try:
+            return as_json({"input_tokens": await session.count(dialect.read(await read_body(request)))})
+        finally:
+            session.num_open -= 1
+
+    async def _transcript(self, request: Request, session: Session, dialect: Dialect) -> Response:
+        return as_json({"messages": session.transcript()})
 
     async def _models(self, request: Request, session: Session, dialect: Dialect) -> Response:
         model: dict[str, Any] = {"id": "policy", "object": "model", "created": 0, "owned_by": "trireme"}
@@ -376,11 +437,18 @@ async def read_body(request: Request, most_bytes: int | None = None) -> dict[str
 def conversation_digest(request: TurnRequest) -> str:
     """Return a digest of the conversation and its tools: requests that have the same one are retries."""
     decides = [request.messages, request.tools, request.calls_tools, request.trace]
-    return hashlib.sha256(msgspec.json.encode(decides, order="sorted")).hexdigest()
+    return _digest(msgspec.json.encode(decides, order="sorted")).hex()
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+def _keys_of(request: Request) -> list[bytes]:
+    """Return the digests of the keys that a request gives."""
+    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+    given = (request.path_params.get("key"), bearer if scheme.lower() == "bearer" else None)
+    return [_digest(key.strip().encode()) for key in (*given, request.headers.get("x-api-key")) if key]
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
 
 
 def as_json(body: dict[str, Any], status: int = 200) -> Response:

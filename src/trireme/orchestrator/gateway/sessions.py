@@ -1,6 +1,8 @@
 """Routes of the gateway by which the clients of a user's own harness play rollouts (`agent.external`).
 
-    POST /sessions                  {"env": NAME}: the next rollout that is wanted; with "rollout": NAME, that one
+    POST /sessions                  {"env": NAME}: the next rollout that is wanted; with "example": INDEX, one of that
+                                    example (and "split": "eval", of the held-out ones); with "rollout": NAME, that one
+    GET  /sessions/{id}             whether it is open, and its number of model turns
     POST /sessions/{id}/reward      {"reward": 0.5, "metrics": {"steps": 3}} ends it; {} lets the environment's `reward`
                                     decide; {"error": TEXT} drops it
 
@@ -14,7 +16,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from fastapi import Request, Response
@@ -42,6 +44,9 @@ WAIT_S = 4.0
 CLIENT_TIMEOUT_S = 1800.0
 """The run ends where rollouts have waited this long and no session is open."""
 
+Example = tuple[str, int]
+"""Split, and index in it."""
+
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -49,7 +54,17 @@ class Wanted(msgspec.Struct, forbid_unknown_fields=True):
     """The body of `POST /sessions`."""
 
     env: str
+    example: int | None = None
+    split: Literal["train", "eval"] = "train"
     rollout: str | None = None
+
+    def is_for(self, rollout: ClientRollout) -> bool:
+        if self.rollout is not None:
+            return rollout.name == self.rollout
+        return self.example is None or rollout.example == (self.split, self.example)
+
+    def __str__(self) -> str:
+        return f"{self.split} example {self.example}" if self.rollout is None else f"rollout {self.rollout!r:.80}"
 
 
 class Outcome(msgspec.Struct, forbid_unknown_fields=True):
@@ -66,8 +81,7 @@ class ClientRollout:
 
     name: str  # the same after a restart; also of its session at the gateway
     key: str
-    split: str
-    index: int
+    example: Example
     num_turns: Callable[[], int]
     check: Callable[[Outcome], None]  # raises ValueError
 
@@ -104,6 +118,7 @@ class Sessions:
             )
         app = self.gateway.app
         app.router.routes.append(Route("/sessions", RequireToken(request_response(self._take)), methods=["POST"]))
+        app.add_api_route("/sessions/{id}", self._show, methods=["GET"])
         app.add_api_route("/sessions/{id}/reward", self.gateway.serve(CHAT, self._finish), methods=["POST"])
 
     @asynccontextmanager
@@ -129,8 +144,7 @@ class Sessions:
         for asking, wanted in list(self._asking.items()):
             if not self._offered or len(self._open) >= self.max_open:
                 break
-            offered = (each for each in self._offered if wanted.rollout in (None, each.name))
-            if (rollout := next(offered, None)) is not None:
+            if (rollout := next(filter(wanted.is_for, self._offered), None)) is not None:
                 self._offered.remove(rollout)
                 self._open[rollout.id] = rollout
                 if not rollout.taken.done():
@@ -199,7 +213,8 @@ class Sessions:
             reach("session.taken")
             address = str(request.base_url).rstrip("/")
             shown = {"id": rollout.id, "api_key": rollout.key, "base_url": f"{address}/v1", "gateway": address}
-            which = {"env": self.env, "rollout": rollout.name, "split": rollout.split, "index": rollout.index}
+            split, index = rollout.example
+            which = {"env": self.env, "rollout": rollout.name, "split": split, "index": index}
             return as_json(shown | which | rollout.task.result())
         except Refused as refused:
             return refusal(refused, CHAT)
@@ -213,17 +228,24 @@ class Sessions:
     def _refuse(self, wanted: Wanted) -> Refused:
         if len(self._open) >= self.max_open:
             words = f"{self.max_open} sessions are open, the most at once (`max_concurrent`). Retry later."
-        elif wanted.rollout is None:
+        elif wanted.example is None and wanted.rollout is None:
             words = f"No rollout of environment {self.env!r} is wanted at the moment. Retry later."
         else:
-            words = f"Rollout {wanted.rollout!r:.80} is not wanted at the moment. Leave `rollout` out for another one."
+            words = f"{wanted} is not wanted at the moment. Leave `example` and `rollout` out for another one."
             return Refused("unknown", words)
         return Refused("busy", words, retry_after_s=1)
 
+    async def _show(self, request: Request) -> Response:
+        try:
+            rollout = self._find(request, self.gateway.find(request))
+        except Refused as refused:
+            if refused.problem == "ended":
+                return as_json({"state": "ended", "reason": str(refused)})
+            return refusal(refused, CHAT)
+        return as_json({"state": "open", "num_turns": rollout.num_turns()})
+
     async def _finish(self, request: Request, session: Session, dialect: Dialect) -> Response:
-        outcome, rollout = await _read(request, Outcome), self._open.get(request.path_params["id"])
-        if rollout is None or rollout.name != session.name:
-            raise Refused("unknown", "This API key belongs to another session than the one of the path.")
+        rollout, outcome = self._find(request, session), await _read(request, Outcome)
         if outcome.error is None:
             if outcome.reward is None and not rollout.has_reward:
                 raise Refused("invalid", f"reward: none, and {self.env!r} has no `reward` itself. Post a number.")
@@ -239,6 +261,13 @@ class Sessions:
         reach("session.rewarded")
         self.gateway.close(rollout.key, "its reward was posted")
         return as_json({"state": "ended"})
+
+    def _find(self, request: Request, session: Session) -> ClientRollout:
+        """Return the open rollout of a session's key, which the path must name. Raises: Refused."""
+        rollout = self._open.get(request.path_params["id"])
+        if rollout is None or rollout.name != session.name:
+            raise Refused("unknown", "This API key belongs to another session than the one of the path.")
+        return rollout
 
 
 async def _read(request: Request, kind: type[T]) -> T:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, TypeVar
 
+from trireme.algo.data.order import ENDLESS
 from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.log import get_logger
 from trireme.journal.records import Rollout
@@ -123,8 +124,13 @@ def read_extent(
             f"environment {environment.name!r} has no examples, neither to train on nor held out - expected at least "
             f"one - check what its `load_environment(**{environment.config.args!r})` makes its data set of."
         )
+    if size == ENDLESS and num_examples is None:
+        raise ConfigError(
+            f"environment {environment.name!r} has endless tasks - expected a number of them to roll out - set "
+            "`num_examples`, or add `select = { limit = 100 }` to its `args`."
+        )
     count = min(size, num_examples or size)
-    examples = [i * size // count for i in range(count)] if is_spread else range(count)
+    examples = [i * size // count for i in range(count)] if is_spread and size != ENDLESS else range(count)
     return Extent(split, examples, rollouts_per_example)
 
 

@@ -234,6 +234,9 @@ class _Conversation:
         runner = self.runner
         number = self._num_asked + 1 if self._agent is None else int(question.call)  # a program may be resumed
         try:
+            if question.only_counts:
+                messages = await read_messages(question.messages, runner.pictures)
+                return Reply(prompt_ids=self.trajectory.prompt_ids(messages, question.tools, question.trace))
             self._num_asked += 1
             arguments = self.sampling.of_turn(number, question.sampling)
             asked = await asyncio.shield(self._count_and_ask(self.trajectory, question))
@@ -241,7 +244,8 @@ class _Conversation:
             sample = partial(self._sample, asked, arguments, tools, number)
             turn, message = await (sample() if self.log is None else self._sample_once(self.log, asked, sample))
         except OverlongPrompt as error:
-            self._refused, self._cut = str(error), PROMPT_TOO_LONG
+            if not question.only_counts:
+                self._refused, self._cut = str(error), PROMPT_TOO_LONG
             return Reply(error=str(error), error_kind="overlong_prompt")
         except Rewritten as error:
             raise ConfigError(

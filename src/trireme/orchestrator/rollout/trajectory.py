@@ -357,6 +357,14 @@ class Trajectory:
         found = [AgentRun(agent=run.agent, reward=run.reward, samples=places[run.trace]) for run in runs]
         return [run for run in found if run.samples]
 
+    def prompt_ids(self, messages: list[dict[str, Any]], tools: list[dict] | None, trace: str) -> list[int]:
+        """Return the prompt that a turn would have. Raises: as `ask`."""
+        number = self._num_asked
+        try:
+            return self.ask(messages, tools, trace).ids
+        finally:
+            self._num_asked = number
+
     def token_rewards(self, turn_rewards: list[list[float]]) -> list[np.ndarray]:
         """Return [T] float32 per sample: rewards at the tokens that they are for, NaN elsewhere. Empty without any.
 

@@ -249,12 +249,13 @@ def _tree_html(record: Record, all_branches: list[Branch], run: str) -> str:
 
 def _program_texts(info: dict[str, Any]) -> dict[str, Any]:
     """Return how an agent program ended, with headings; nothing where none played."""
-    if not {"exit_code", "output"} <= info.keys():
+    if not {"exit_code", "output", "files"} <= info.keys() or not isinstance(info["files"], dict):
         return {}
     ended = "ended by its time limit" if info["exit_code"] is None else f"exit code {info['exit_code']}"
     return {
+        "files written": "\n".join(f"{path}  ({size} bytes)" for path, size in info["files"].items()),
         f"program: {ended}, after {info.get('seconds', '?')} s; end of its output": str(info["output"]) or "(nothing)",
-        **{name: value for name, value in info.items() if name not in ("exit_code", "output", "seconds")},
+        **{name: value for name, value in info.items() if name not in ("exit_code", "output", "files", "seconds")},
     }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from trireme.algo.advantage import SAME, are_same
+from trireme.algo.data.order import ENDLESS
 from trireme.base.safe_text import clean
 from trireme.monitor.metrics import means
 from trireme.orchestrator.environments.wire import Split
@@ -166,11 +167,12 @@ def rewards_of(groups: Sequence[Sequence[float]]) -> Rewards:
 
 def text_of(report: CheckReport) -> str:
     loaded, rewards, sessions = report.loaded, report.rewards, report.sessions
+    to_train = "endless tasks" if loaded.num_train == ENDLESS else str(loaded.num_train)
     failed = f"{report.num_failed} failed" if report.num_failed else "none failed"
     rows = {
         "versions": ", ".join(f"{name} {version}" for name, version in loaded.versions.items()),
         "loaded": f"in {loaded.load_s:.1f} s",
-        "examples": f"{loaded.num_train} to train on, {loaded.num_eval} held out",
+        "examples": f"{to_train} to train on, {loaded.num_eval} held out",
         "policy": report.policy,
         "rollouts": f"{report.num_examples} {report.split} examples x {report.rollouts_per_example}: "
         f"{report.num_done} scored, {failed}, in {report.seconds:.1f} s",

@@ -23,6 +23,7 @@ from trireme.orchestrator.gateway.dialects.turn import ToolCall
 from trireme.orchestrator.rollout.driver import build_rollout
 from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.orchestrator.rollout.sampling import sampling_arguments
+from trireme.tools.environments.policy_script import estimated_prompt
 from trireme.tools.evaluate.endpoints import LOCAL_HOSTS
 
 LOOK_TIMEOUT_S = 10.0
@@ -112,6 +113,8 @@ class ChatEndpoint:
 
         async def ask(question: Ask) -> Reply:
             nonlocal num_sampled, num_tokens
+            if question.only_counts:
+                return estimated_prompt(question)
             answer = await self._answer(question)
             if isinstance(answer, Reply):
                 return answer

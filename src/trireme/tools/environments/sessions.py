@@ -53,7 +53,7 @@ class SessionWatch:
 
         async def answer(question: Ask) -> Reply:
             reply = await ask(question)
-            if reply.prompt_ids and reply.error is None:
+            if reply.prompt_ids and reply.error is None and not question.only_counts:
                 given: dict[str, Any] = {"ids": reply.completion_ids, "logprobs": reply.logprobs}
                 prompt = prompt_digest(reply.prompt_ids)
                 turns.append(TurnRecord(prompt=prompt, versions=[], finish_reason="", message={}, **given))

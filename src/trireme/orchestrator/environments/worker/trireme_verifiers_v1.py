@@ -13,7 +13,8 @@ compared with the runs of the same agent. There is no evaluation split in v1: gi
 `args`.
 """
 
-from collections import defaultdict
+import random
+from collections import OrderedDict, defaultdict
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -25,6 +26,13 @@ from verifiers.v1.dialects.chat import message_to_wire
 
 FULL = ("context_length_exceeded", "prompt is too long")
 """Words in the gateway's refusal of a conversation that no longer fits into the model's context, by dialect."""
+
+
+ENDLESS = 2**31 - 1
+"""Number of tasks that stands for endless ones, as in the orchestrator's `data/order.py`."""
+
+KEPT_TASKS = 4096
+"""Drawn tasks of an infinite taskset that are kept. An older one is drawn again, with all before it."""
 
 
 class VerifiersV1Adapter(Adapter):
@@ -39,12 +47,7 @@ class VerifiersV1Adapter(Adapter):
         self._roles = _roles_of_the_policy(config)
         self._environment = vf.load_environment(config)
         taskset = self._environment.taskset.select(select)
-        if not taskset.bounded:
-            raise ValueError(
-                f"The taskset of {module} is infinite - expected a number of tasks, which are drawn as it is loaded - "
-                "choose one with `args = { select = { limit = 2000 } }`."
-            )
-        self.train = list(taskset)
+        self.train = list(taskset) if taskset.bounded else EndlessTasks(taskset)
 
     def serving(self) -> AbstractAsyncContextManager[Any]:
         return self._environment.serving()
@@ -74,6 +77,45 @@ class VerifiersV1Adapter(Adapter):
 
     async def score(self, played: list[dict]) -> list[dict]:
         return played
+
+
+class EndlessTasks:
+    """The tasks of an infinite taskset by their place, drawn when they are asked for.
+
+    A task is the same one in each worker, and after a restart, also where the taskset draws from the module `random`:
+    drawing goes on from the state of `random` that the draw before has left.
+    """
+
+    def __init__(self, taskset: vf.Taskset) -> None:
+        self._taskset = taskset
+        self._first_state = random.getstate()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._tasks, self._state, self._num_drawn = iter(self._taskset), self._first_state, 0
+        self._kept: OrderedDict[int, vf.Task] = OrderedDict()
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __getitem__(self, place: int) -> vf.Task:
+        if place < self._num_drawn and place not in self._kept:
+            self._begin()
+        outer = random.getstate()
+        random.setstate(self._state)
+        try:
+            while self._num_drawn <= place:
+                self._kept[self._num_drawn] = next(self._tasks)
+                self._num_drawn += 1
+                if len(self._kept) > KEPT_TASKS:
+                    self._kept.popitem(last=False)
+            self._state = random.getstate()
+        except Exception as error:
+            self._begin()  # a generator that has raised draws nothing more
+            raise RuntimeError(f"Task {place} could not be drawn: {type(error).__name__}: {error}") from error
+        finally:
+            random.setstate(outer)
+        return self._kept[place]
 
 
 def _configured(module: str, args: dict) -> Any:

@@ -1,4 +1,4 @@
-"""Anthropic's Messages: `POST /v1/messages`."""
+"""Anthropic's Messages: `POST /v1/messages` and `/v1/messages/count_tokens`."""
 
 from __future__ import annotations
 

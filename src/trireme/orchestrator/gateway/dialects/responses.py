@@ -37,19 +37,16 @@ SEPARATOR = "__"
 
 
 def read(body: dict[str, Any]) -> TurnRequest:
-    """Read a request. Raises: Refused where it does not bring its whole conversation."""
-    for name in ("previous_response_id", "conversation"):
-        if body.get(name) is not None:
-            words = f"{name}={body[name]!r:.80} - this server keeps no conversations. Send the whole one as `input`."
-            raise Refused("invalid", words)
+    """Read a request whose input is whole: the server puts what `previous_response_id` names before it.
+
+    Raises: Refused.
+    """
     messages: list[Message] = []
     instructions = body.get("instructions")
     if isinstance(instructions, str) and instructions:
         messages.append({"role": "system", "content": instructions})
     functions, declared = read_tools(body.get("tools") or [])
-    given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else as_messages(given, where="input")
-    messages += read_items(items, declared)
+    messages += read_items(as_items(body.get("input")), declared)
     return TurnRequest(
         messages,
         functions or None,
@@ -58,6 +55,11 @@ def read(body: dict[str, Any]) -> TurnRequest:
         calls_tools=body.get("tool_choice") != "none",
         declared=declared,
     )
+
+
+def as_items(given: Any) -> list[dict[str, Any]]:
+    """Return the input as a list of items. Raises: Refused."""
+    return [{"role": "user", "content": given}] if isinstance(given, str) else as_messages(given, where="input")
 
 
 def read_tools(tools: Any) -> tuple[list[dict[str, Any]], dict[str, Tool]]:

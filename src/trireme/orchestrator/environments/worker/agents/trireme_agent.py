@@ -19,8 +19,9 @@ import json
 import os
 import re
 import shutil
+import urllib.request
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,13 @@ from trireme_programs import Programs
 from trireme_rollout import Ask
 from trireme_runtime import LAUNCHER, Ended, Program, make_runtime, remove_folder
 
+KEPT_FILES = 50
+"""Files that the program wrote whose names and sizes are kept."""
+
+MOST_FILES = 10_000
+"""Files of its folder that are looked at."""
+
+TRANSCRIPT_TIMEOUT_S = 60.0
 UNSTARTED = Ended(0, "agent_ended", "")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 UNSAFE = re.compile(r"[^\w.-]")
@@ -41,8 +49,10 @@ class AgentPlayed(Played):
     rollout: str = ""  # its name
     key: str = ""  # of its session at the gateway
     folder: Path = Path()
+    began_ns: int = 0  # when its program began, by the clock of the file system
     ended: Ended = UNSTARTED
     seconds: float = 0.0  # that it ran
+    files: dict[str, int] = field(default_factory=dict)  # that it wrote: their sizes
     solve: str = ""  # "oracle" or "nothing": in place of the program
 
 
@@ -78,7 +88,7 @@ class AgentAdapter(PlainAdapter):
             yield
 
     async def play(self, request: dict, ask: Ask) -> AgentPlayed:
-        """Run the program. Its requests go to the gateway; `ask` returns the longest conversation afterwards."""
+        """Run the program. Its requests go to the gateway, not through `ask`."""
         example, index, prompt = self.begin(request)
         if any(isinstance(message["content"], list) for message in prompt):
             raise ValueError(
@@ -104,12 +114,16 @@ class AgentAdapter(PlainAdapter):
             "here": os.getcwd(),
         }
         try:
-            if not await self._programs.find(rollout):  # else a worker that has died has started it
+            began_ns = await self._programs.find(rollout)  # started by a worker that has died
+            if began_ns is None:
                 await asyncio.to_thread(self._place, played, values)
                 await self._runtime.open(parent, *await self._container(played))
+                began_ns = parent.stat().st_ctime_ns
+            played.began_ns = began_ns
             await self._run(played, values)
             played.stop = played.ended.stop
-            said = (await ask(prompt, tools=None, sampling={}))["played"]["messages"]
+            played.files = await asyncio.to_thread(written_since, began_ns, played.folder)
+            said = await asyncio.to_thread(_read_transcript, request["gateway"], request["api_key"])
         except BaseException:
             await self.dispose(played)
             raise
@@ -127,6 +141,7 @@ class AgentAdapter(PlainAdapter):
             shutil.copytree(template, played.folder, symlinks=True)
         else:
             played.folder.mkdir()
+        os.utime(parent)  # its change time is now, by the clock of the file system
 
     async def _container(self, played: AgentPlayed) -> tuple[str | None, dict[str, float]]:
         """Return the image of a rollout's container, and its `cpus` and `memory_mb` where they are not the usual."""
@@ -151,8 +166,9 @@ class AgentAdapter(PlainAdapter):
         self, played: AgentPlayed, program: Program, *, timeout_s: float, step: str = "program"
     ) -> tuple[Ended, float]:
         """Run a program of a rollout to its end, in the process that outlives this one. Raises: OSError."""
+        which: dict[str, Any] = {"rollout": played.rollout, "key": played.key, "began_ns": played.began_ns}
         how: dict[str, Any] = {"agent": self._agent, "readable": self._readable, "timeout_s": timeout_s}
-        return await self._programs.run(program, **how, rollout=played.rollout, key=played.key, step=step)
+        return await self._programs.run(program, **how, **which, step=step)
 
     def _inherited(self) -> dict[str, str]:
         names = (*self._agent["inherit"], *LAUNCHER) if self._runtime.inherits else ()
@@ -172,8 +188,9 @@ class AgentAdapter(PlainAdapter):
 
     def fields(self, played: Played) -> dict[str, Any]:
         assert isinstance(played, AgentPlayed), played
-        run = {"exit_code": played.ended.exit_code, "output": played.ended.output[-2000:]}
-        return super().fields(played) | {"info": run | {"seconds": round(played.seconds, 3)}}
+        run: dict[str, Any] = {"exit_code": played.ended.exit_code, "output": played.ended.output[-2000:]}
+        run |= {"seconds": round(played.seconds, 3), "files": played.files}
+        return super().fields(played) | {"info": run}
 
     async def dispose(self, played: Played) -> None:
         assert isinstance(played, AgentPlayed), played
@@ -192,3 +209,30 @@ def fill_in(text: str, values: dict[str, str]) -> str:
         fill_in('{"task": "{prompt}"}', {"prompt": "hi"})  # '{"task": "hi"}'
     """
     return PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), text)
+
+
+def written_since(time_ns: int, folder: Path) -> dict[str, int]:
+    """Return the sizes of files that were written since a time, by their paths: the first ones, without Git's own."""
+    found: dict[str, int] = {}
+    num_seen = 0
+    with contextlib.suppress(RecursionError):  # of Python 3.11, in folders a thousand deep
+        for root, folders, files in os.walk(folder):
+            folders[:] = sorted(set(folders) - {".git", "__pycache__", "node_modules"})
+            for name in sorted(files):
+                num_seen += 1
+                if len(found) >= KEPT_FILES or num_seen > MOST_FILES:
+                    return found
+                with contextlib.suppress(OSError):
+                    status = os.lstat(os.path.join(root, name))
+                    if status.st_ctime_ns > time_ns:
+                        path = os.path.relpath(os.path.join(root, name), folder)
+                        found[path.encode(errors="replace").decode()] = status.st_size
+    return found
+
+
+def _read_transcript(gateway: str, key: str) -> list[dict]:
+    """Return the messages of the rollout's longest conversation, as the gateway knows them."""
+    request = urllib.request.Request(f"{gateway}/transcript", headers={"x-api-key": key})
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=TRANSCRIPT_TIMEOUT_S) as answer:
+        return json.load(answer)["messages"]

@@ -146,6 +146,7 @@ class HarborAdapter(AgentAdapter):
         for source, target in () if self._has_images else task.copies:
             below = posixpath.relpath(target, task.workdir) + "/" * target.endswith("/")
             copy_into(task.folder / "environment", source, played.folder, below)
+        os.utime(parent)  # what changes from now on was written by the program
 
     async def _container(self, played: AgentPlayed) -> tuple[str | None, dict[str, float]]:
         """Build an image once, and go on with that although the rollout is cancelled."""

@@ -9,8 +9,8 @@ answer:
     {"do": "hold"}                  {"running": {ROLLOUT: KEY}}, with the descriptor GATEWAY. The orchestrator keeps the
                                     connection open. Without one for ABSENCE_S seconds, everything is ended
     {"do": "running"}               the same without the descriptor
-    {"do": "find", "rollout"}       {"found": true} where a program of the rollout runs, or has ended. One that is being
-                                    ended is not found, and the answer waits until it is
+    {"do": "find", "rollout"}       {"found": true, "began_ns"} where a program of the rollout runs, or has ended. One
+                                    that is being ended is not found, and the answer waits until it is
     {"do": "run", "rollout", ...}   the end of the program, which is started unless it was before
     {"do": "end", "rollout"}        {"found": true} when no process of the rollout is left, its container is removed,
                                     and its folder is renamed and being deleted; {"found": false} where no program of it
@@ -61,9 +61,10 @@ class Programs:
     def __init__(self, path: str) -> None:
         self._path = path
 
-    async def find(self, rollout: str) -> bool:
-        """Return whether a program of a rollout was started."""
-        return (await self._ask(ANSWER_S, do="find", rollout=rollout))["found"]
+    async def find(self, rollout: str) -> int | None:
+        """Return when the programs of a rollout began (ns of the file system's clock); None where none was started."""
+        answer = await self._ask(ANSWER_S, do="find", rollout=rollout)
+        return answer["began_ns"] if answer["found"] else None
 
     async def run(
         self,
@@ -75,6 +76,7 @@ class Programs:
         rollout: str,
         key: str = "",
         step: str = "program",
+        began_ns: int = 0,
     ) -> tuple[Ended, float]:
         """Run a program to its end. One that an earlier worker has started for this step is awaited instead.
 
@@ -83,8 +85,8 @@ class Programs:
         """
         given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(program).items()}
         order = {"program": given, "agent": agent, "readable": list(readable), "timeout_s": timeout_s}
-        # without a limit of time: the rollout has one
-        answer = await self._ask(None, do="run", **order, rollout=rollout, key=key, step=step)
+        which = {"rollout": rollout, "key": key, "step": step, "began_ns": began_ns}
+        answer = await self._ask(None, do="run", **order, **which)  # the rollout has a timeout
         if "error" in answer:
             raise OSError(answer["error"])
         return Ended(answer["exit_code"], answer["stop"], answer["output"]), answer["seconds"]
@@ -125,6 +127,7 @@ class _Rollout:
     """The programs of one rollout, by their steps."""
 
     key: str
+    began_ns: int
     parent: Path
     runtime: Subprocess
     steps: dict[str, "asyncio.Task[dict[str, Any]]"] = field(default_factory=dict)
@@ -189,14 +192,15 @@ class _Server:
     async def _find(self, rollout: str) -> dict[str, Any]:
         if rollout in self._ending:  # its worker has died meanwhile; the next attempt uses the same folder
             await asyncio.wait({self._ending[rollout]})
-        return {"found": rollout in self._rollouts}
+        known = self._rollouts.get(rollout)
+        return {"found": known is not None, "began_ns": known.began_ns if known else 0}
 
-    async def _run(self, rollout: str, key: str, step: str, **order: Any) -> dict[str, Any]:
+    async def _run(self, rollout: str, key: str, step: str, began_ns: int, **order: Any) -> dict[str, Any]:
         if rollout in self._ending:
             return {"error": "it was ended"}
         if rollout not in self._rollouts:
             runtime = make_runtime(order["agent"], order["readable"])
-            self._rollouts[rollout] = _Rollout(key, Path(order["program"]["parent"]), runtime)
+            self._rollouts[rollout] = _Rollout(key, began_ns, Path(order["program"]["parent"]), runtime)
         known = self._rollouts[rollout]
         if step not in known.steps:
             known.steps[step] = asyncio.create_task(_play(known.runtime, order["program"], order["timeout_s"]))
