@@ -7,8 +7,11 @@ each problem names the file or flag that it came from. All problems are shown to
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,9 +26,16 @@ from trireme.config.files import PROCESSES, ProcessName, read_run, read_table, t
 from trireme.config.problems import KeyPath, Source, explain, raise_together, unknown_key
 from trireme.config.reference import help_text
 from trireme.config.run import RunConfig
-from trireme.config.section import NONE, AnySection, Section, as_flag, as_key, fields_of, find, read_structure
+from trireme.config.section import NONE, AnySection, Section, as_flag, as_key, fields_of, find, read_structure, walk
 
 MOST_LEVELS = 64  # of tables and arrays inside one value
+NEARLY = 0.9  # share of a variable's letters that a key has in the same order, from which on it is a slip
+
+_OF_A_SERVICE = re.compile(
+    r"\w+_(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?|PORT(?==\w+://))="
+)
+"""Variables, with the beginning of their values, that Kubernetes sets in every pod for a service: for
+`trireme-inference`, `TRIREME_INFERENCE_PORT=tcp://…` and others."""
 
 
 class Invocation(Section):
@@ -135,6 +145,18 @@ class _Reading:
         found = EnvSettingsSource(settings, env_prefix="TRIREME_", env_nested_delimiter="__", env_ignore_empty=True)
         for path, value in _leaves(found()):  # texts, which `Section` reads like those of flags
             self._set(path, value, Source(_variable(path)))
+        keys = {key.replace(".", "_"): tuple(key.split(".")) for key, _ in walk(self.root)}
+        for name, value in os.environ.items():
+            typed = name.removeprefix("TRIREME_").lower()
+            if "__" not in name and _OF_A_SERVICE.match(f"{name}={value}"):
+                continue
+            if name.startswith("TRIREME_") and value and typed.split("__")[0] not in fields_of(self.root):
+                # Others are ours, or another command's.
+                for near in get_close_matches(typed.replace("__", "_"), keys, n=1, cutoff=NEARLY):
+                    self.problems.append(
+                        f"{name}: no key has that name - expected one, with `__` after each table. Did you mean "
+                        f"`{_variable(keys[near])}`? If not, unset it."
+                    )
 
     def take_all(self, arguments: Sequence[TypedFile | TypedFlag]) -> None:
         """Take files, then flags."""

@@ -39,7 +39,7 @@ from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome
 from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.tools.environments.check import check_solutions
 from trireme.tools.environments.progress import Progress
-from trireme.tools.environments.sessions import SessionReport
+from trireme.tools.environments.sessions import Spread
 
 LOOP = """
     # As any agent: ask, run what the model calls for, return the result, until it calls for nothing.
@@ -101,14 +101,19 @@ SIDE = """
 
 def test_a_check_counts_turns_branches_and_those_that_do_not_reproduce_what_was_sampled(play):
     watches = []
-    (rollout,), _ = play(agent(SIDE) + textwrap.dedent(CHAT), WRITES, ENDS, watches=watches)
+    (rollout,), policy = play(agent(SIDE) + textwrap.dedent(CHAT), WRITES, ENDS, watches=watches)
 
     def report(**changed):
         outcome = RolloutOutcome(SPEC, 1.0, msgspec.structs.replace(rollout, **changed))
         return watches[0].report([outcome])
 
-    branches = {"first request": 1, "new conversation": 1}
-    assert report() == SessionReport(turns=3, branches=branches, continuing=1, drift=0)
+    found = report()
+    lengths = sorted(len(prompt) for prompt, _ in policy.given)
+    assert (found.turns, found.prompt, found.unit) == (3, Spread(lengths[1], lengths[2]), "tokens")
+    assert found.branches == {"first request": 1, "new conversation": 1}
+    assert (found.without_tools, found.most_tools, found.system) == (1, 1, Spread(0, len("Title?")))
+    assert 0 < found.model_s.median < found.outside_s.median
+    assert (found.continuing, found.drift) == (1, 0)
     for place in np.flatnonzero(rollout.samples[1].loss_mask):  # each token of each turn counts
         ids = rollout.samples[1].ids.copy()
         ids[place] += 1

@@ -64,6 +64,30 @@ def test_the_environment_wins_over_defaults_and_nothing_else(monkeypatch):
     assert "Did you mean `trainer.optim.lr`" in message
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("TRIREME_TRAINER_OPTIM_LR", "TRIREME_TRAINER_OPTIM_LR: ... Did you mean `TRIREME_TRAINER__OPTIM__LR`?"),
+        ("TRIREME_MAX_STEP", "Did you mean `TRIREME_MAX_STEPS`?"),
+        ("TRIREME_INFERENCE_SERVER_PORT", "Did you mean `TRIREME_INFERENCE__SERVER__PORT`?"),
+        ("TRIREME_TRAINER__OPTM__LR", "TRIREME_TRAINER__OPTM__LR: unknown key `trainer.optm` ... `trainer.optim`?"),
+    ],
+)
+def test_a_variable_that_is_nearly_a_key_is_refused_and_those_of_others_are_not(name, words, monkeypatch):
+    for other in ("RUN", "NODE"):
+        monkeypatch.setenv(f"TRIREME_{other}", "1")
+    for service in ("TRIREME", "TRIREME_INFERENCE", "TRIREME_INFERENCE_SERVER"):  # what Kubernetes sets for each
+        url, port = "tcp://10.96.4.7:8000", "PORT_8000_TCP"
+        values = {"SERVICE_HOST": "10.96.4.7", "SERVICE_PORT": "8000", "SERVICE_PORT_HTTP": "8000", "PORT": url}
+        values |= {port: url, f"{port}_PROTO": "tcp", f"{port}_PORT": "8000", f"{port}_ADDR": "10.96.4.7"}
+        for end, value in values.items():
+            monkeypatch.setenv(f"{service}_{end}", value)
+    write("a.toml", "max_steps = 4\n[trainer.optim]\neps = 0.1")
+    load("@ a.toml")
+    monkeypatch.setenv(name, "1")
+    assert [part for part in words.split(" ... ") if part not in refusal("@ a.toml")] == []
+
+
 def test_each_process_may_have_its_file_and_any_table():
     write("t.toml", 'max_steps = 7\n[optim]\nlr = 0.1\n[model]\nname = "a/b"')
     write("o.toml", 'batch_size = 32\n[[env]]\nid = "x"')

@@ -188,8 +188,7 @@ def text_of(report: CheckReport) -> str:
         rows["truncated"] = f"{report.truncated:.1%}"
         rows["stopped by"] = ", ".join(f"{stop} ({count})" for stop, count in report.stops.items())
     if sessions is not None:
-        rows["branches"] = ", ".join(f"{why} ({number})" for why, number in sessions.branches.items())
-        rows["drift"] = f"{sessions.drift} of {sessions.continuing} turns that continue a conversation"
+        rows |= dict(sessions.lines())
     lines = [f"{loaded.id}  ({loaded.where})", *(f"  {name:11}{text}" for name, text in rows.items())]
     parts = [lines, list(_trouble_lines(report)), [*(f"- {line}" for line in advice_of(report)), _verdict(report)]]
     return clean("\n\n".join("\n".join(part) for part in parts if part))

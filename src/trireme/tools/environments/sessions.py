@@ -1,41 +1,118 @@
-"""Sessions of an agent program in a check: why its conversations branch, and whether its turns are token-exact."""
+"""Sessions of an agent program in a check: the size of its turns, its branches, and whether its tokens are exact.
+
+The watch stands between the environment and the policy. It keeps what the policy answered, and compares that with the
+samples that a rollout would be trained on. Where the policy answers in text, characters are counted, and conversations
+are not told apart.
+"""
 
 from __future__ import annotations
 
+import json
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import msgspec
 
+from trireme.journal.message_text import content_text
+from trireme.journal.records import Branch
 from trireme.journal.turns import TurnRecord, compare_turns, prompt_digest
 from trireme.orchestrator.environments.open_rollout import AskPolicy
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Done, Reply, RunTask
 from trireme.orchestrator.rollout.driver import RolloutOutcome
 
+SYSTEM = ("system", "developer")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One figure over all turns or rollouts."""
+
+    median: float
+    largest: float
+
+    def __str__(self) -> str:
+        middle, largest = (
+            f"{each:,.0f}" if each >= 100 else f"{round(each, 3):.3g}" for each in (self.median, self.largest)
+        )
+        return f"{middle} (largest {largest})"
+
 
 @dataclass(frozen=True)
 class SessionReport:
     """The findings of a check about the sessions of an agent program."""
 
+    rollouts: int
     turns: int
-    branches: dict[str, int]  # conversations, by why each began
+    unit: str  # of lengths: tokens or characters
+    prompt: Spread  # of a turn
+    sampled: Spread  # of a turn
+    system: Spread  # characters of a turn's system messages
+    tools: Spread  # characters of a turn's tools, as JSON
+    most_tools: int  # of a turn
+    branches: dict[str, int]  # conversations, by why each began; none where the policy answers in text
+    without_tools: int  # conversations
     continuing: int  # turns that continue a conversation and were compared
     drift: int  # of these, those that do not reproduce the tokens that were sampled
+    model_s: Spread  # of a rollout: while it waited for at least one turn
+    outside_s: Spread  # of a rollout: the rest of the time that the program ran
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        yield "sessions", f"{self.rollouts} rollouts, {self.turns} turns"
+        yield "prompt", f"{self.prompt} {self.unit} of a turn"
+        yield "sampled", f"{self.sampled} {self.unit} of a turn"
+        yield "system", f"{self.system} characters"
+        yield "tools", f"{self.tools} characters, up to {self.most_tools} tools"
+        if self.unit == "tokens":
+            yield "branches", ", ".join(f"{why} ({number})" for why, number in self.branches.items())
+            yield "side", f"{self.without_tools} conversations without tools"
+            yield "drift", f"{self.drift} of {self.continuing} turns that continue a conversation"
+        yield "time", f"in the model {self.model_s} s, outside it {self.outside_s} s of a rollout"
+
+
+@dataclass
+class _Turn:
+    """A turn without its messages, which would take megabytes of each rollout."""
+
+    system: int  # characters
+    tools: int  # characters
+    num_tools: int
+    prompt: int
+    sampled: int
+    answered: TurnRecord | None  # None where the policy answers in text
+    began: float
+    ended: float
+
+
+@dataclass
+class _Session:
+    """A rollout as the policy saw it."""
+
+    began: float = field(default_factory=time.monotonic)
+    turns: list[_Turn] = field(default_factory=list)
+    seconds: float = 0.0  # that the program ran
+
+    @property
+    def model_s(self) -> float:
+        """The time in which at least one turn was waited for."""
+        total, until = 0.0, 0.0
+        for turn in sorted(self.turns, key=lambda turn: turn.began):
+            total += max(0.0, turn.ended - max(turn.began, until))
+            until = max(until, turn.ended)
+        return total
 
 
 class SessionWatch:
-    """An environment whose turns are kept, to be compared with the samples that a rollout would be trained on.
-
-    Everything else is as in the environment that it is given.
-    """
+    """An environment whose rollouts are watched. Everything else is as in the environment that it is given."""
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
-        self._turns: dict[str, list[TurnRecord]] = {}  # by rollout
+        self._sessions: dict[str, _Session] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._environment, name)
@@ -44,38 +121,92 @@ class SessionWatch:
         self, task: RunTask, ask: AskPolicy, *, on_retry: Callable[[], None] = lambda: None, **more: Any
     ) -> Done:
         """Run a rollout, see `Environment.run`."""
-        turns = self._turns[task.task] = []
+        session = self._sessions[task.task] = _Session()
 
         def restart() -> None:
-            nonlocal turns
-            turns = self._turns[task.task] = []
+            nonlocal session
+            session = self._sessions[task.task] = _Session()
             on_retry()
 
         async def answer(question: Ask) -> Reply:
+            if question.only_counts:
+                return await ask(question)
+            began = time.monotonic()
             reply = await ask(question)
-            if reply.prompt_ids and reply.error is None and not question.only_counts:
-                given: dict[str, Any] = {"ids": reply.completion_ids, "logprobs": reply.logprobs}
-                prompt = prompt_digest(reply.prompt_ids)
-                turns.append(TurnRecord(prompt=prompt, versions=[], finish_reason="", message={}, **given))
+            if reply.error is None:
+                session.turns.append(_turn(question, reply, began))
             return reply
 
-        return await self._environment.run(task, answer, on_retry=restart, **more)
+        done = await self._environment.run(task, answer, on_retry=restart, **more)
+        session.seconds = float(done.info.get("seconds", time.monotonic() - session.began))
+        return done
 
     def report(self, outcomes: Sequence[RolloutOutcome]) -> SessionReport | None:
-        """Report on the rollouts that were scored; None where none had a turn, or the policy answers in text."""
-        branches: Counter[str] = Counter()
-        num_turns = continuing = drift = 0
+        """Report on the rollouts that were scored; None where none had a turn."""
+        branches: list[Branch] = []
+        sessions, turns = [], []
+        continuing = drift = 0
         for outcome in outcomes:
-            turns = self._turns.get(f"{outcome.spec.name}.{outcome.spec.attempt}")
-            if outcome.rollout is None or not turns:
+            session = self._sessions.get(f"{outcome.spec.name}.{outcome.spec.attempt}")
+            if outcome.rollout is None or session is None or not session.turns:
                 continue
-            num_turns += len(turns)
-            branches.update(branch.why for branch in outcome.rollout.branches)
+            sessions.append(session)
+            turns += session.turns
+            branches += outcome.rollout.branches
+            records = [turn.answered for turn in session.turns if turn.answered is not None]
             # replies do not say which pictures their prompts had
             samples = [msgspec.structs.replace(sample, pictures=[]) for sample in outcome.rollout.samples]
-            compared, _ = compare_turns(samples, turns, ("ids", "logprobs"))
+            compared, _ = compare_turns(samples, records, ("ids", "logprobs"))
             for before, turn in pairwise(compared):
                 if not turn.is_first:
                     continuing += 1
                     drift += bool(before.difference or turn.difference)
-        return SessionReport(num_turns, dict(branches.most_common()), continuing, drift) if num_turns else None
+        if not turns:
+            return None
+        return SessionReport(
+            rollouts=len(sessions),
+            turns=len(turns),
+            unit="tokens" if turns[0].answered else "characters",
+            prompt=_spread([turn.prompt for turn in turns]),
+            sampled=_spread([turn.sampled for turn in turns]),
+            system=_spread([turn.system for turn in turns]),
+            tools=_spread([turn.tools for turn in turns]),
+            most_tools=max(turn.num_tools for turn in turns),
+            branches=dict(Counter(branch.why for branch in branches).most_common()),
+            without_tools=sum(not branch.num_tools for branch in branches),
+            continuing=continuing,
+            drift=drift,
+            model_s=_spread([session.model_s for session in sessions]),
+            outside_s=_spread([max(0.0, session.seconds - session.model_s) for session in sessions]),
+        )
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    return Spread(median(values), max(values))
+
+
+def _turn(question: Ask, reply: Reply, began: float) -> _Turn:
+    calls = [call.name + call.arguments for call in reply.tool_calls or ()]
+    prompt, sampled = len(json.dumps([question.messages, question.tools])), "".join(calls)
+    lengths, answered = (prompt, len(f"{reply.reasoning or ''}{reply.content or ''}{sampled}")), None
+    if reply.prompt_ids:
+        lengths = len(reply.prompt_ids), len(reply.completion_ids)
+        answered = TurnRecord(
+            prompt=prompt_digest(reply.prompt_ids),
+            ids=reply.completion_ids,
+            logprobs=reply.logprobs,
+            versions=[],
+            finish_reason="",
+            message={},
+        )
+    system = [content_text(each.get("content")) for each in question.messages if each.get("role") in SYSTEM]
+    tools = question.tools or []
+    return _Turn(
+        len("".join(system)),
+        len(json.dumps(tools)) if tools else 0,
+        len(tools),
+        *lengths,
+        answered,
+        began,
+        time.monotonic(),
+    )
