@@ -73,9 +73,10 @@ def test_flags_mean_what_keys_of_a_file_mean(tmp_path):
     )
     typed = [f"run {tmp_path / 'my.toml'}"]
     flags = "-m a/small -M a/large -B 1000 -n 200 -N 90 --state-columns parsed_answer tool_calls"
-    typed += [f"run my-env {flags}", f"my-env {flags.replace('-m ', '-m=')}"]
+    begins, ends = flags.split(" -n ")
+    typed += [f"run my-env {flags}", f"{begins} my-env -n {ends}", f"my-env {flags.replace('-m ', '-m=')}"]
     file, *same = (load_config(to_flags(words.split()), GepaConfig, program="trireme gepa")[0] for words in typed)
-    assert same == [file] * 2
+    assert same == [file] * 3
 
 
 def test_the_reflection_model_is_looked_for_where_the_model_is_unless_it_is_named_elsewhere(tmp_path, monkeypatch):

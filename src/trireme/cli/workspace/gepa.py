@@ -10,7 +10,8 @@ import textwrap
 
 from trireme.config.arguments import HELP
 from trireme.config.files import to_table, to_toml
-from trireme.config.load import load_config
+from trireme.config.load import Invocation, load_config
+from trireme.config.section import find
 from trireme.tools.gepa.config import GepaConfig
 
 SHORT = {
@@ -58,17 +59,37 @@ def gepa(argv: list[str]) -> int:
 
 
 def to_flags(argv: list[str]) -> list[str]:
-    """Translate the words of this command to flags. The environment or the file comes first.
+    """Translate the words of this command to flags. The environment or the file may stand anywhere among them.
 
     Example:
-        to_flags(["run", "wordle", "-m", "my-model"])  # ["--env-id", "wordle", "--model", "my-model"]
+        to_flags(["run", "-m", "my-model", "wordle"])  # ["--env-id", "wordle", "--model", "my-model"]
         to_flags(["run", "gepa.toml"])  # ["@", "gepa.toml"]
     """
-    words = argv[1:] if argv[:1] == ["run"] else argv
-    flags = []
-    if words and not words[0].startswith(("-", "@")):
-        flags = ["@" if words[0].endswith((".toml", ".json")) else "--env-id", words[0]]
-    for word in words[len(flags) // 2 :]:
+    left = argv[1:] if argv[:1] == ["run"] else list(argv)
+    flags: list[str] = []
+    bare: list[str] = []
+    while left:
+        word = left.pop(0)
+        if not word.startswith(("-", "@")):
+            bare.append(word)
+            continue
         name, equals, value = word.partition("=")
-        flags.append(f"{SHORT.get(name, name)}{equals}{value}")
-    return flags
+        name = SHORT.get(name, name)
+        flags.append(f"{name}{equals}{value}")
+        count = 0 if equals else _num_values(name, left)
+        while count and left and not left[0].startswith(("--", "@")) and left[0] not in (*SHORT, *HELP):
+            flags.append(left.pop(0))
+            count -= 1
+    named = ["@" if word.endswith((".toml", ".json")) else "--env-id" for word in bare[:1]]
+    return [*named, *bare[:1], *flags, *bare[1:]]
+
+
+def _num_values(name: str, left: list[str]) -> int:
+    """Return how many of the words that are left a flag takes at most."""
+    if name.startswith("@"):
+        return int(name == "@")
+    path = tuple(name.removeprefix("--").replace("-", "_").split("."))
+    field = find(GepaConfig, path) or find(Invocation, path)
+    if field is None or field.kind == "list":
+        return len(left)
+    return int(field.kind != "bool" or left[:1] in (["true"], ["false"]))
