@@ -24,7 +24,6 @@ from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.pictures import PictureFiles, pictures_folder
 from trireme.journal.records import BatchRecord
-from viewing import write_evaluations
 from written_run import rewrite_batch, write_whole_run
 
 pytestmark = [
@@ -141,7 +140,6 @@ def test_a_token_tells_what_engine_and_trainer_said_of_it_and_has_an_address(wat
 
 def test_a_report_is_shown_whole_and_asks_for_nothing(watched: Watched, tmp_path: Path) -> None:
     run = write_whole_run(tmp_path / "run").paths.root
-    write_evaluations(run)
     assert report([str(run)]) == 0
     page = watched.page.context.new_page()
     shown_report = Watched(page)

@@ -27,7 +27,7 @@ from trireme.monitor.spans import Span
 from trireme.tools.diff.configuration import compare_configurations
 from trireme.tools.report.sections import OWN, Run, build_report, choices_of
 from trireme.tools.report.writing import Report, block, folded, paragraphs, prose, table, to_html
-from viewing import Reader, write_evaluations
+from viewing import Reader
 from written_run import rewrite_batch, write_whole_run
 
 EVIL = '<script>alert(1)</script> ``` </pre> </details> <img src="http://x.org/x"> \u202e ![x](http://example.org/y)'
@@ -36,9 +36,8 @@ SHOWN = EVIL.replace("\u202e", "�")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run with evaluations, in which a model was shown a picture and said something evil."""
+    """A finished run, in which a model was shown a picture and said something evil."""
     config = write_whole_run(tmp_path_factory.mktemp("runs") / "a run")
-    write_evaluations(config.paths.root)
     digest = PictureFiles(pictures_folder(config.paths.journal)).add(picture_file(900, 90))
 
     def speak(record: Any) -> None:
@@ -94,7 +93,6 @@ def test_html_loads_nothing_and_what_a_model_wrote_is_text(page: Report) -> None
 
 
 def test_the_page_says_what_the_files_say(run: Path, page: Report) -> None:
-    """`write_evaluations`: example 1 goes from 0 to 1, the others stay."""
     rows = [json.loads(line) for line in RunPaths(run).metrics.read_text().splitlines()]
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
     first, last = sum(rewards[:2]) / 2, sum(rewards[-2:]) / 2
@@ -105,10 +103,6 @@ def test_the_page_says_what_the_files_say(run: Path, page: Report) -> None:
     places = [("at the start", "1"), ("in the middle", "3"), ("at the end", "5")]
     assert [place for *place, _ in map(list, shown)] == [list(place) for place in places for _ in range(2)]
     assert shown[0][2] != shown[1][2], "one of each group"
-    held_out = words(page, "Held-out examples")
-    assert held_out.startswith("Example 1 of say, which gained the most (+1): version 0: reward 0 ")
-    assert "[user]\nquestion 1\n\n[assistant]\nversion 0 says 1" in held_out
-    assert "version 20: reward 1 [assistant]\nversion 20 says 1" in held_out
     assert "Nothing was lost, and nothing was trained twice" in words(page, "Audit")
     assert "None: no sign" in words(page, "Warnings")
     assert "did not write down" in words(page, "Versions and machine")
@@ -174,7 +168,7 @@ def test_supervised_training_has_a_page_too(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_runs_that_have_hardly_begun_or_go_on_have_a_page(copy: RunPaths, tmp_path: Path) -> None:
-    """The newest line is half written, the newest batch is damaged, an evaluation is being written."""
+    """The newest line is half written, the newest batch is damaged."""
     config = RunConfig(output_dir=tmp_path / "fresh")
     write_run(config, config.paths.run_config)
     fresh = build_report(tmp_path / "fresh")
@@ -184,12 +178,9 @@ def test_runs_that_have_hardly_begun_or_go_on_have_a_page(copy: RunPaths, tmp_pa
         file.write('{"step": 5, "process": "trai')
     batch = copy.journal / "batch_000004.msgpack"
     batch.write_bytes(batch.read_bytes()[:-9])
-    with open(copy.evals / "step_20" / "say.jsonl", "a") as file:
-        file.write('{"example_id": 4, "rew')
     run = Run(copy.root)
     assert run.lead().startswith("5 of 5 steps")
     assert any(part.startswith("Batch 4 cannot be read:") for part in run.rollouts(2))
-    assert any("example 1" in part.lower() for part in run.held_out())
 
 
 @pytest.mark.parametrize(

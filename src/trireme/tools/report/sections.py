@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,14 +13,14 @@ import numpy as np
 from markupsafe import Markup
 
 from trireme.base.errors import JournalCorrupt
-from trireme.base.paths import RunPaths, step_folder, steps_in
+from trireme.base.paths import RunPaths
 from trireme.base.safe_text import shortened
 from trireme.config.files import find_run_file, read_run, read_table, to_table, to_toml, without_secrets
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.journal.journal import Journal
 from trireme.journal.manifest import complete_steps
-from trireme.journal.pictures import PICTURES, PictureFiles, pictures_folder
+from trireme.journal.pictures import PictureFiles, pictures_folder
 from trireme.journal.provenance import read_provenance
 from trireme.monitor.collapse import Watch
 from trireme.monitor.metrics import read_metrics
@@ -37,7 +35,7 @@ from trireme.tools.dashboard.history import Metrics, Spans, summarize
 from trireme.tools.diff.configuration import flatten
 from trireme.tools.report.plots import Line, line_plot, picture
 from trireme.tools.report.writing import Report, block, folded, paragraphs, prose, table
-from trireme.tools.rollouts import BatchFile, Record, ResultsFile, record_of_rollout
+from trireme.tools.rollouts import BatchFile, Record, record_of_rollout
 
 OWN = (
     *("name", "output_dir", "resume", "ports", "hosts", "wandb", "dashboard"),
@@ -98,7 +96,6 @@ def build_report(folder: Path, *, num_rollouts: int = 2, audits: bool = True) ->
         "Curves": run.curves(),
         "Where the time went": run.time(),
         "Warnings": run.warnings(),
-        "Held-out examples": run.held_out(),
         "Rollouts": run.rollouts(num_rollouts),
         "Audit": run.audit() if audits else iter(()),
         "Configuration": run.configuration(),
@@ -235,26 +232,6 @@ class Run:
 
     # rollouts
 
-    def held_out(self) -> Iterator[str]:
-        """Show the examples of each environment that gained and lost the most from the first evaluation to the last."""
-        by_env: dict[str, dict[int, dict[str, Record]]] = {}  # environment -> version -> example
-        for version in steps_in(self.paths.evals):
-            for path in sorted(step_folder(self.paths.evals, version).glob("*.jsonl")):
-                file = ResultsFile(path)
-                while file.read_more():
-                    pass
-                rows = {row.example: row for row in reversed(file.rows) if row.reward is not None}
-                by_env.setdefault(path.stem, {})[version] = {e: file.record(row) for e, row in rows.items()}
-        for env, versions in by_env.items():
-            first, last = versions[min(versions)], versions[max(versions)]
-            gains = {e: _reward(last[e]) - _reward(first[e]) for e in sorted(first.keys() & last.keys())}
-            if len(versions) < 2 or not gains:
-                continue
-            best, worst = max(gains, key=gains.__getitem__), min(gains, key=gains.__getitem__)
-            yield from self._answers(env, best, f"gained the most ({gains[best]:+.3g})", versions)
-            if worst != best and gains[worst] < 0:
-                yield from self._answers(env, worst, f"lost the most ({gains[worst]:+.3g})", versions)
-
     def rollouts(self, count: int) -> Iterator[str]:
         """Show rollouts of the first, the middle and the last batch."""
         steps = self._batches
@@ -273,16 +250,6 @@ class Run:
                 title = f"{named[step]}, step {step + 1}: example {rollout.example} of {rollout.env}"
                 yield from self._conversation(f"{title}, reward {rollout.reward:.4g}", record)
 
-    def _answers(self, env: str, example: str, why: str, versions: Mapping[int, Mapping[str, Record]]) -> Iterator[str]:
-        """Show the question once, then the answers of the first, a middle and the last version."""
-        have = [version for version in sorted(versions) if example in versions[version]]
-        yield f"Example {example} of {env}, which {why}:"
-        for version in sorted({have[0], have[len(have) // 2], have[-1]}):
-            record = versions[version][example]
-            if version != have[0]:
-                record = Record(record.row, completion=record.completion, answer=record.answer, metrics=record.metrics)
-            yield from self._conversation(f"version {version}: reward {_reward(record):.4g}", record)
-
     def _conversation(self, title: str, record: Record) -> Iterator[str]:
         found = blocks([*record.prompt, *record.completion])
         texts = [f"[{each.heading}]\n{shortened(each.text, MOST_CHARACTERS)}" for each in found]
@@ -293,10 +260,9 @@ class Run:
         yield Markup("<h3>{}</h3>").format(prose(title))
         yield block("\n\n".join(texts))
         digests = dict.fromkeys(digest for each in found for digest in each.pictures)
-        folders = (pictures_folder(self.paths.journal), self.paths.evals / PICTURES)  # the latter: of `eval`
-        for digest, folder in product(list(digests)[:MOST_PICTURES], folders):
+        for digest in list(digests)[:MOST_PICTURES]:
             with suppress(OSError, ValueError, JournalCorrupt):  # it is not there, or damaged
-                yield picture(digest, PictureFiles(folder).read(digest))
+                yield picture(digest, PictureFiles(pictures_folder(self.paths.journal)).read(digest))
         yield shortened(" · ".join([*facts, *record.facts]), MOST_CHARACTERS)
 
     # audit, configuration, machine
@@ -324,10 +290,6 @@ class Run:
         known = flatten(read_provenance(self.paths) or {})
         rows = [(name, " ".join(map(str, value)) if isinstance(value, list) else value) for name, value in known]
         yield table(rows) if rows else "The run did not write down what it ran with."
-
-
-def _reward(record: Record) -> float:
-    return math.nan if record.row.reward is None else record.row.reward
 
 
 def choices_of(config: RunConfig | SftConfig) -> str:
