@@ -21,7 +21,7 @@ from trireme.monitor.metrics import MetricsFile, read_metrics
 from trireme.tools.dashboard import runs as module
 from trireme.tools.dashboard.history import Metrics, extremes
 from trireme.tools.dashboard.logs import TAIL_BYTES, log_files, tail, to_html
-from trireme.tools.dashboard.overview import figures
+from trireme.tools.dashboard.overview import differences, figures
 from trireme.tools.dashboard.runs import Library, RunFolder, RunSet
 from viewing import Reader
 
@@ -206,6 +206,13 @@ def test_figures_are_what_one_works_out_by_hand(tmp_path: Path) -> None:
     said = {name: value for name, value, _ in figures(opened(run))}
     reward = f"{0.5 + (5 + 6 + 7 + 8 + 9) / 5:.3f}"
     assert said | {"Steps trained": "10 of 10", "Reward": reward, "Seconds a step": "2"} == said
+
+
+def test_what_differs_between_runs_is_listed_by_key(tmp_path: Path) -> None:
+    for name, lr in (("a", 1e-5), ("b", 1e-5), ("c", 1e-4)):
+        configure(write(tmp_path / name, range(1)), {"name": name, "trainer": {"optim": {"lr": lr}}})
+    rows = differences([opened(tmp_path / name) for name in "abc"])
+    assert rows == [{"key": "trainer.optim.lr", "a": "1e-05", "b": "1e-05", "c": "0.0001"}]
 
 
 @given(st.text(st.characters(exclude_categories=["Cc", "Cs"])))

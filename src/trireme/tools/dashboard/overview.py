@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -23,15 +22,13 @@ from trireme.tools.dashboard import theme
 from trireme.tools.dashboard.charts import Canvas, line_chart, lines_of
 from trireme.tools.dashboard.history import Frame, Metrics
 from trireme.tools.dashboard.runs import RunFolder, RunSet, changed_s
-from trireme.tools.diff.configuration import flatten
+from trireme.tools.diff.configuration import compare_configurations
 
 PACE_STEPS = 20  # whose median is the pace
 TAIL_BYTES = 16 * 1024  # of the metrics of each run in the list
 MOST_WARNINGS = 3  # that persist
 MOST_EARLIER_WARNINGS = 100
 MOST_HELD_OUT = 3
-OWN_KEYS = {"name", "output_dir", "resume", "ports", "hosts"}
-"""Keys that say where a run is, not what it does."""
 
 
 async def build(runs: RunSet) -> None:
@@ -73,7 +70,7 @@ class Overview:
                 if rows:
                     theme.table(rows, {name: name for name in rows[0]})
                 else:
-                    ui.label("Nothing but where they are.").classes("tr-soft")
+                    ui.label("Nothing but where and how they run.").classes("tr-soft")
         await self._show_others()
 
     def _show_warnings(self) -> None:
@@ -200,14 +197,15 @@ def _state_lines(run: RunFolder) -> Iterator[str]:
 
 
 def differences(runs: Sequence[RunFolder]) -> list[dict[str, str]]:
-    """Return the keys whose values differ between the runs, each with its values; "–" where a run has no such key."""
-    flat = {run.name: {key: json.dumps(value) for key, value in flatten(without_secrets(run.config))} for run in runs}
-    rows = []
-    for key in dict.fromkeys(key for values in flat.values() for key in values):
-        values = {name: of_run.get(key, "–") for name, of_run in flat.items()}
-        if len(set(values.values())) > 1 and key.split(".")[0] not in OWN_KEYS and not key.endswith(".port"):
-            rows.append({"key": key} | values)
-    return rows
+    """Return the keys that matter to results and differ between the runs, each with its values by run."""
+    main, *others = (without_secrets(run.config) for run in runs)
+    rows: dict[str, dict[str, str]] = {}
+    for run, config in zip(runs[1:], others, strict=True):
+        for found in compare_configurations(main, config):
+            if not found.is_place:
+                row = {"key": found.key} | {each.name: found.a for each in runs}
+                rows.setdefault(found.key, row)[run.name] = found.b
+    return list(rows.values())
 
 
 def list_row(run: RunFolder) -> dict[str, Any]:
