@@ -25,6 +25,7 @@ from trireme.orchestrator.environments.wire import Ask, Done, Reply
 from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.tools.environments.catalog import list_environments
 from trireme.tools.environments.policy_endpoint import look_at, open_chat_endpoint
+from trireme.tools.environments.policy_script import answer
 from trireme.tools.environments.template import KINDS, checked_name
 
 REPOSITORY = Path(__file__).parents[3]
@@ -111,10 +112,16 @@ def test_an_environment_that_cannot_be_loaded_is_the_checks_result(here, capsys)
     assert "RuntimeError: no data" in report["error"]
 
 
-def test_a_plain_environment_of_the_template_works(here, capsys):
-    assert env(["init", "my-env", "--kind", "plain"]) == 0
-    status, report = checked(capsys, "environments/my_env/my_env.py", "-r", 2)
-    assert (status, report["num_done"], report["loaded"]["num_train"]) == (0, 40, 200)
+def test_the_script_calls_tools_with_right_wrong_and_unreadable_arguments():
+    parameters = {"properties": {"a": {"type": "integer"}, "b": True}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+    question = Ask(task="t", call="c", messages=[{"role": "user", "content": "q"}], sampling={}, tools=tools)
+    specs = [RolloutSpec("train", 0, place, name=f"0-{place}") for place in range(10)]
+    replies = [answer(question, spec, turn=1) for spec in specs]
+    called = [[(call.name, call.arguments) for call in reply.tool_calls] for reply in replies if reply.tool_calls]
+    right = ("add", '{"a": 7, "b": "sea"}')
+    assert called == [[right], [("add", "{}")], [("add", '{"unfinished": ')], [right, ("no_such_tool", "{}")]]
+    assert {"", "q"} < {reply.content for reply in replies}
 
 
 @pytest.mark.parametrize(
@@ -256,7 +263,7 @@ def test_a_name_that_will_not_do_is_refused(name):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_written_package_is_found_and_pins_exactly_what_the_shipped_ones_do(here, kind):
+def test_a_written_package_is_found_and_works_and_pins_exactly_what_the_shipped_ones_do(here, capsys, kind):
     name = f"try-{kind}"
     assert env(["init", f"try_{kind}", "--kind", kind]) == 0
     source = find_environment(name)
@@ -271,6 +278,9 @@ def test_a_written_package_is_found_and_pins_exactly_what_the_shipped_ones_do(he
     assert sorted(texts) == ["README.md", "pyproject.toml", f"{source.module}.py"]
     [entry] = list_environments(here / "environments")
     assert (entry.id, entry.state) == (name, "not yet")
+    if kind == "plain":
+        status, report = checked(capsys, source.folder / f"{source.module}.py", "-r", 2)
+        assert (status, report["num_done"], report["loaded"]["num_train"]) == (0, 40, 200)
 
 
 @pytest.mark.parametrize("there", ["my_env", "my-env", "my_env.py"])

@@ -33,6 +33,7 @@ from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome, read_ext
 from trireme.tools.environments.catalog import ROOT, build_if_missing, find_source
 from trireme.tools.environments.check_report import CheckReport, Loaded, Trouble, build_report
 from trireme.tools.environments.policy import OpenPolicy, PolicyWanted, build_opener
+from trireme.tools.environments.policy_script import ScriptedPolicy
 from trireme.tools.environments.progress import Progress
 from trireme.tools.environments.sessions import SessionWatch
 from trireme.tools.evaluate.endpoints import find_key
@@ -161,7 +162,7 @@ async def _check(
             outcomes,
             extent,
             policy=policy.name,
-            is_baseline=policy.is_policy,
+            is_baseline=not isinstance(policy, ScriptedPolicy),
             seconds=time.monotonic() - began,
             num_restarts=environment.num_restarts,
             sessions=watch.report(outcomes),

@@ -49,8 +49,8 @@ MAX_CONTEXT = 2048
 
 
 RolloutPolicy: TypeAlias = "ScriptedPolicy | EnginePolicy | ChatEndpoint"
-"""What answers an environment's questions. `name` is for reports; `is_policy` is whether its rewards measure how hard
-the environment is; `rollout` raises RolloutFailed, or TriremeError where no other rollout could go better."""
+"""What answers an environment's questions. Its `rollout` raises RolloutFailed, or TriremeError where no other rollout
+could go better."""
 
 OpenPolicy: TypeAlias = "Callable[[], AbstractAsyncContextManager[RolloutPolicy]]"
 
@@ -231,7 +231,6 @@ class EnginePolicy:
     runner: RolloutRunner
     sampling: Sampling
     trained: bool = True  # rollouts must be such that they could be trained on
-    is_policy: bool = True
 
     @property
     def name(self) -> str:

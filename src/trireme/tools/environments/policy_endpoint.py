@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -101,7 +101,6 @@ class ChatEndpoint:
     waits: Waits
     timeout_s: float
     pause_s: float = FIRST_PAUSE_S  # before the first retry; it doubles with each
-    is_policy: bool = field(default=True, init=False)
 
     @property
     def name(self) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import random
-from typing import Any
 
 from trireme.journal.records import Rollout
 from trireme.orchestrator.environments.pool import Environment
@@ -23,11 +22,11 @@ MAX_TURNS = 32
 
 BROKEN = '<answer><think>{"guess": [</answer> \\boxed{'
 LONG = "on and on " * 400
+VALUES = {"integer": 7, "number": 0.5, "boolean": True, "array": [], "object": {}}  # of arguments, by their JSON type
 
 
 class ScriptedPolicy:
     name = "scripted answers that make no sense"
-    is_policy = False
 
     async def rollout(self, environment: Environment, spec: RolloutSpec) -> Rollout:
         num_turns = 0
@@ -58,7 +57,9 @@ def answer(question: Ask, spec: RolloutSpec, *, turn: int) -> Reply:
     calls: list[list[tuple[str, str]]] = []  # of tools: name and arguments
     if question.tools:
         function = rng.choice(question.tools).get("function", {})
-        name, right = str(function.get("name", "")), json.dumps(_arguments(function.get("parameters") or {}, rng))
+        name, properties = str(function.get("name", "")), (function.get("parameters") or {}).get("properties") or {}
+        types = {key: str(each.get("type")) if isinstance(each, dict) else "" for key, each in properties.items()}
+        right = json.dumps({key: VALUES.get(type, "sea") for key, type in types.items()})
         calls = [[(name, right)], [(name, "{}")], [(name, '{"unfinished": ')], [(name, right), ("no_such_tool", "{}")]]
     kind = (spec.example + spec.rollout + turn - 1) % (len(texts) + len(calls))
     if kind < len(texts):
@@ -68,14 +69,3 @@ def answer(question: Ask, spec: RolloutSpec, *, turn: int) -> Reply:
         for number, (name, arguments) in enumerate(calls[kind - len(texts)], 1)
     ]
     return Reply(content=None, tool_calls=made, finish_reason="tool_calls")
-
-
-def _arguments(schema: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """Return a value of the right type for each property of a JSON schema."""
-    properties = schema.get("properties")
-    values: dict[str, Any] = {}
-    for name, each in properties.items() if isinstance(properties, dict) else ():
-        each = each if isinstance(each, dict) else {}
-        kinds = {"integer": rng.randrange(10), "number": rng.random(), "boolean": True, "array": [], "object": {}}
-        values[name] = rng.choice(each["enum"]) if each.get("enum") else kinds.get(str(each.get("type")), "sea")
-    return values

@@ -61,12 +61,11 @@ def text_of(session: EvalSession) -> str:
         figures |= {name: f"{value:.3f}" for name, value in metrics.items() if name not in own}
         figures["truncated"] = f"{metrics['truncated_frac']:.1%}"
         figures["tokens"] = f"{metrics['tokens_mean']:.1f} per rollout, {metrics['turns_mean']:.1f} turns"
-        if session.policy.is_policy:
-            groups: dict[int, list[float]] = defaultdict(list)
-            for result in results.values():
-                if result.reward is not None:
-                    groups[result.example].append(result.reward)
-            advice = [f"- {difficulty_in_words(rewards_of(list(groups.values())))}"]
+        groups: dict[int, list[float]] = defaultdict(list)
+        for result in results.values():
+            if result.reward is not None:
+                groups[result.example].append(result.reward)
+        advice = [f"- {difficulty_in_words(rewards_of(list(groups.values())))}"]
     errors = Counter(result.error for result in results.values() if result.error is not None)
     failures = [f"{count} rollouts failed: {error}" for error, count in list(errors.items())[:5]]
     lines = [f"  {name:14} {figure}" for name, figure in figures.items()]
