@@ -221,7 +221,6 @@ REFUSED = [
     (["--rollouts-per-example", "2", "--sampling.temperature", "0"], "would all be the same"),
     (["run", "say.py"], "no model is named"),
     (["run", "say.py", "-b", "http://h/v1", "-S", '{"top_p": 7}'], "sampling-args: top_p = 7"),
-    (["run", "say.py", "-b", "http://h/v1", "-S", '{"temperature": 1}', "-T", "0.5"], "expected one of the two"),
     (["rnu", "wordle"], "Did you mean `eval run`"),
     (["wordle"], "trireme eval run wordle -m MODEL"),
 ]
@@ -256,7 +255,7 @@ def test_the_analysis_of_the_guide_runs_on_what_is_saved(here, capsys, monkeypat
     """Every second answer of `yes` is right: of six examples three always, three never."""
     monkeypatch.setenv("MY_KEY", "secret-words")
     words = ["say.py", "-m", "big", "-n", "-1", "-r", "5", "-a", '{"size": 6}']
-    words += ["-S", '{"top_p": 0.5, "logit_bias": {"7": -1}}', "-t", "9", "-T", "0.25"]
+    words += ["-S", '{"top_p": 0.5, "logit_bias": {"7": -1}, "temperature": 0.25}', "-t", "9", "-T", "0.5"]
     with FakeChat().running() as chat:
         endpoint = {"model": "grand", "url": chat.url, "key": "MY_KEY"}
         Path("configs/endpoints.py").write_text(f'ENDPOINTS = {{"big": {endpoint}}}')

@@ -123,9 +123,8 @@ def evaluate_model(
         session = EvalSession(environment, policy, config, purpose="eval", settings=settings)
         if saves:
             home = homes[environment.name]
-            folder = (
-                _find_unfinished(home, session) or home / f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
-            )
+            now = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+            folder = _find_unfinished(home, session) or home / now
             session.resume(folder / RESULTS, folder / METADATA)
         return session
 
@@ -162,14 +161,8 @@ def _address(url: str | None) -> str:
 
 def _read_sampling(arguments: Namespace) -> Sampling:
     """Raises: ConfigError."""
-    given = dict(arguments.sampling_args or {})
     typed = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
-    for name, value in ((name, value) for name, value in typed.items() if value is not None):
-        if given.setdefault(name, value) != value:
-            raise ConfigError(
-                f"--sampling-args has {name} = {given[name]!r}, --{name.replace('_', '-')} is {value!r} - expected one "
-                "of the two. Leave one out."
-            )
+    given = {name: value for name, value in typed.items() if value is not None} | (arguments.sampling_args or {})
     fields = {name: value for name, value in given.items() if name in Sampling.model_fields}
     more = {name: value for name, value in given.items() if name not in fields}
     fields["extra_body"] = {**fields.get("extra_body", {}), **more}
@@ -220,7 +213,7 @@ def _parser() -> ArgumentParser:
     add("-a", "--env-args", metavar="JSON", type=table, help="arguments of the environment's load_environment")
     add("-S", "--sampling-args", metavar="JSON", type=table, help='such as \'{"temperature": 0.7, "top_p": 0.9}\'')
     add("-t", "--max-tokens", metavar="N", type=positive_int, help="most tokens per model turn")
-    add("-T", "--temperature", metavar="T", type=float, help="1 where not given")
+    add("-T", "--temperature", metavar="T", type=float, help="1 where not given; -S takes precedence")
     add("-c", "--max-concurrent", metavar="N", type=positive_int, default=32, help="rollouts at once; 32")
     add("-s", "--save-results", action="store_true", help=f"into {OUTPUT}/ENV--MODEL/RUN_ID/{RESULTS}")
     add("-v", "--verbose", action="store_true", help="show every conversation")

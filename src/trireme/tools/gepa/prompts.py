@@ -75,36 +75,32 @@ async def own_prompt(environment: Environment, examples: Sequence[Example]) -> s
 
     Raises: ConfigError where examples have different ones, or none of them asks a question.
     """
-    seen = await asyncio.gather(*(_first_messages(environment, example) for example in examples))
-    prompts = list(dict.fromkeys(system_of(each) for each in seen if not isinstance(each, RolloutFailed)))
-    if not prompts:
-        raise ConfigError(
-            f"Environment {environment.name!r}: none of {len(seen)} examples came to its first question; one failed "
-            f"with: {seen[0]} - expected to read its system prompt there. `trireme env check {environment.name}` "
-            "shows more."
-        )
-    if len(prompts) > 1:
-        raise ConfigError(
-            f"Environment {environment.name!r} gives its examples different system prompts, such as "
-            f"{prompts[0][:SHOWN]!r} and {prompts[1][:SHOWN]!r} - expected one for all, to begin with. Write one that "
-            "replaces all of them to a file, and give it as `--initial-prompt FILE`."
-        )
-    return prompts[0]
-
-
-async def _first_messages(environment: Environment, example: Example) -> Messages | RolloutFailed:
-    class Asked(Exception):
-        """Ends the rollout at its first question."""
+    prompts: dict[str, None] = {}
 
     async def ask(question: Ask) -> Reply:
-        raise Asked(question.messages)
+        prompts[system_of(question.messages)] = None
+        raise RolloutFailed("rollout", "its first question was read")
 
-    task = RunTask(task=f"prompt-{example.split}-{example.index}", split=example.split, index=example.index)
-    try:
-        await environment.run(task, ask)
-    except Asked as asked:
-        messages: Messages = asked.args[0]
-        return messages
-    except RolloutFailed as failure:
-        return failure
-    return RolloutFailed("rollout", "it ended without asking for a turn")
+    async def read(example: Example) -> str:
+        task = RunTask(task=f"prompt-{example.split}-{example.index}", split=example.split, index=example.index)
+        try:
+            await environment.run(task, ask)
+        except RolloutFailed as failure:
+            return str(failure)
+        return "it ended without asking for a turn"
+
+    ends = await asyncio.gather(*map(read, examples))
+    if not prompts:
+        raise ConfigError(
+            f"Environment {environment.name!r}: none of {len(ends)} examples came to its first question; one failed "
+            f"with: {ends[0]} - expected to read its system prompt there. `trireme env check {environment.name}` "
+            "shows more."
+        )
+    first, *others = prompts
+    if others:
+        raise ConfigError(
+            f"Environment {environment.name!r} gives its examples different system prompts, such as "
+            f"{first[:SHOWN]!r} and {others[0][:SHOWN]!r} - expected one for all, to begin with. Write one that "
+            "replaces all of them to a file, and give it as `--initial-prompt FILE`."
+        )
+    return first

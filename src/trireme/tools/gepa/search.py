@@ -35,17 +35,8 @@ from trireme.tools.gepa.records import REFLECTIONS, ROLLOUTS, Example, PromptRol
 from trireme.tools.gepa.reflection import feedback_on, reflect
 from trireme.tools.gepa.results import COMPONENT, LOG, write_results
 
-ROLLOUTS_DEPEND_ON = {
-    "env_id",
-    "env_args",
-    "model",
-    "sampling",
-    "max_turns",
-    "rollout_timeout_s",
-    "state_columns",
-    "seed",
-}
-"""Keys of the settings without which two rollouts of a prompt are not the same."""
+ROLLOUTS_DEPEND_ON = {"env_id", "env_args", "model", "sampling", "max_turns", "state_columns", "seed"}
+"""Keys of the settings that decide what a rollout with a prompt means."""
 
 Batch = EvaluationBatch[PromptRollout, PromptRollout]
 Value = TypeVar("Value")
@@ -89,9 +80,7 @@ class Search:
         """
         self._loop = asyncio.get_running_loop()
         if known := len(self._rollouts.lines):
-            self.progress.show(
-                f"resuming: {known} rollouts are in {self.folder} already, and are reused where they fit"
-            )
+            self.progress.show(f"resuming: {known} rollouts are in {self.folder} already, and reused where they fit")
         showing = asyncio.create_task(self._show_waits())
         working = self._loop.run_in_executor(None, self._optimize)
         try:
