@@ -70,7 +70,7 @@ def content_text(content: Any) -> str:
 
     Example:
         content_text([{"type": "image_url", "image_url": {"url": "picture:9f3a…"}}, {"type": "text", "text": "Which?"}])
-        # "[picture 64x64 9f3a1c2b…]\\nWhich?" if the part has its `size`, else "[picture 9f3a1c2b…]\\nWhich?"
+        # "[picture 9f3a1c2b…]\\nWhich?"
     """
     if content is None:
         return ""
@@ -82,8 +82,7 @@ def content_text(content: Any) -> str:
         if not isinstance(text, str):
             text = f"[{part.get('type', 'part')}]"
             if digest := picture_of(part):
-                size = part["image_url"].get("size")
-                text = " ".join(filter(None, ("[picture", size, f"{digest[:_LETTERS]}…]")))
+                text = f"[picture {digest[:_LETTERS]}…]"
         texts.append(text)
     return "\n".join(texts)
 

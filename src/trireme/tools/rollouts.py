@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ import numpy as np
 from trireme.base.errors import JournalCorrupt
 from trireme.base.safe_text import one_line
 from trireme.journal.entry import read_entry
-from trireme.journal.message_text import picture_of
-from trireme.journal.pictures import PICTURES, PictureFiles, size_of
 from trireme.journal.records import BatchRecord, Dropped, Rollout
 from trireme.tools.conversation import Message, blocks, content_text, last_message_text, messages_of
 
@@ -225,22 +222,6 @@ def open_rollouts(path: Path) -> BatchFile | ResultsFile:
     return BatchFile(path) if path.suffix == ".msgpack" else ResultsFile(path)
 
 
-def pictures_of(file: Path) -> PictureFiles | None:
-    """Return the pictures that a batch, or a file of results, shows: beside it, above it, or in the run's journal."""
-    folders = (each for above in list(file.absolute().parents)[:4] for each in (above, above / "journal"))
-    return next((PictureFiles(each / PICTURES) for each in folders if (each / PICTURES).is_dir()), None)
-
-
-def add_sizes(messages: Iterable[Message], pictures: PictureFiles) -> None:
-    """Write the size of each picture beside its digest: `{"url": "picture:9f3a…", "size": "64x64"}`."""
-    contents = [message.get("content") for message in messages]
-    for part in (part for content in contents if isinstance(content, list) for part in content):
-        if digest := picture_of(part):
-            with suppress(OSError):
-                width, height = size_of(pictures.path(digest).read_bytes())
-                part["image_url"]["size"] = f"{width}x{height}"
-
-
 def identity_of(path: Path) -> tuple[int, int, int] | None:
     """Return what changes when a file is written again; None where there is no such file."""
     try:
@@ -276,10 +257,6 @@ class BatchFile:
         except (OSError, JournalCorrupt) as error:
             self.trouble = str(error)
             return False
-        if pictures := pictures_of(self.path):
-            for rollout in batch.rollouts:
-                branches = (message for branch in rollout.branches for message in branch.messages)
-                add_sizes([*rollout.prompt, *rollout.completion, *branches], pictures)
         self.batch, self._identity = batch, identity
         self._records = [record_of_rollout(step, number, rollout) for number, rollout in enumerate(batch.rollouts)]
         dropped = enumerate(batch.dropped, len(self._records))
@@ -356,8 +333,6 @@ class ResultsFile:
             return Record(row, more={"gone": f"line at byte {row.offset} of {self.path} is not there any more"})
         record = record_of(value, number=row.number)
         record.row = row
-        if pictures := pictures_of(self.path):
-            add_sizes(record.prompt + record.completion, pictures)
         return record
 
 
