@@ -84,17 +84,27 @@ def test_a_submitted_run_that_is_at_work_answers_to_the_key_in_its_folder(run, c
     assert "waits        orchestrator waits 12 s for rollouts" in out
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys, monkeypatch):
+def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
     for flags in ([], ["--follow"]):
         with pytest.raises(ConfigError, match="not a run's folder"):
             status([str(tmp_path), *flags])
     with pytest.raises(ConfigError, match="There are no logs"):
         logs([str(tmp_path)])
     assert capsys.readouterr().out == ""
-    record(tmp_path)  # submitted, and never started
-    monkeypatch.setattr(status_module, "CONFIGURED_S", 0.0)
-    with pytest.raises(ConfigError, match="not a run's folder"):
-        status([str(tmp_path), "--follow"])
+
+
+def test_a_submitted_run_is_followed_before_it_has_started_and_a_damaged_one_is_refused(tmp_path, capsys, monkeypatch):
+    record(tmp_path / "queued")
+
+    def start(_: float) -> None:
+        configs = RunPaths(tmp_path / "queued").configs
+        configs.mkdir(parents=True)
+        (configs / "run.json").write_text("no JSON")
+
+    monkeypatch.setattr(status_module.time, "sleep", start)
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        status([str(tmp_path / "queued"), "--follow"])
+    assert "has no configuration yet" in capsys.readouterr().out
 
 
 def test_steps_are_followed_as_they_come_until_somebody_asks_it_to_end(run):

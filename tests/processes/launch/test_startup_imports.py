@@ -43,7 +43,14 @@ def loaded_by(code: str, folder: Path) -> set[str]:
     return set(done.stdout.rpartition("LOADED")[2].split())
 
 
-@pytest.mark.parametrize("modules", LOADS, ids=[modules.split()[-1] for modules in LOADS])
+@pytest.mark.parametrize(
+    "modules",
+    [
+        # importing torch and transformers from scratch takes longer than all other rows together
+        pytest.param(modules, id=modules.split()[-1], marks=[pytest.mark.slow] if "torch" in libraries else [])
+        for modules, libraries in LOADS.items()
+    ],
+)
 def test_a_process_loads_what_it_needs_and_no_more(modules, tmp_path):
     found = loaded_by("\n".join(f"import {module}" for module in modules.split()), tmp_path)
     assert found <= LOADS[modules]

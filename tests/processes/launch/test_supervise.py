@@ -138,7 +138,7 @@ def main(argv):
         time.sleep(0.02)
     if rank() == 1 and Path("refuse").exists():
         raise ConfigError("no")
-    time.sleep(600 if not Path("leave").exists() else 0)
+    time.sleep(600)
 
 if __name__ == "__main__":
     run_command("door", main)
@@ -149,7 +149,6 @@ if __name__ == "__main__":
     ("wish", "end", "code", "told"),
     [
         ("refuse", None, 2, ""),
-        ("leave", None, 0, ""),
         ("", lambda group, ranks: os.kill(ranks[1], signal.SIGKILL), 1, "stopped. Exit codes: rank 1: -9"),
         ("", lambda group, ranks: group.terminate(), 128 + signal.SIGTERM, ""),
         ("", lambda group, ranks: group.kill(), -signal.SIGKILL, ""),

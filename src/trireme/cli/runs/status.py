@@ -20,8 +20,6 @@ from trireme.tools.cluster import kubernetes, slurm
 from trireme.tools.cluster.job import Submission, find_submission
 
 POLL_S = 1.0
-CONFIGURED_S = 120.0
-"""A run that was started or submitted writes its configuration within this time after its folder is there."""
 DESERTED_S = 30.0
 """After so long without a launcher, an answer or a step, no process works on the run."""
 
@@ -95,25 +93,23 @@ def _follow(options: Namespace) -> int:
 
 
 def _wait_for_config(run: Path, *, is_mirror: bool) -> RunConfig:
-    """Return the run's configuration, which a run that was only just started has not written yet.
+    """Return the run's configuration. Wait for it while the run is queued, or was only just started.
 
     Args:
-        is_mirror: the run's own script asks, which ends this process itself: wait without a deadline.
+        is_mirror: the run's own script asks, which ends this process itself.
 
     Raises: ConfigError where the folder is not a run's, and none is about to be started in it.
     """
-    give_up = time.monotonic() + CONFIGURED_S
     is_shown = False
     while True:
         try:
             return read_run(RunConfig, find_run_file(run, "orchestrator"))
         except ConfigError:
             is_written = any((RunPaths(run).configs / f"{name}.json").exists() for name in ("run", "orchestrator"))
-            is_coming = find_submission(run) is not None or launcher_of(RunPaths(run)) is not None
-            is_late = is_written or not is_coming or time.monotonic() > give_up
-            if not run.is_dir() or (is_late and not is_mirror):
+            is_coming = is_mirror or find_submission(run) is not None or launcher_of(RunPaths(run)) is not None
+            if is_written or not is_coming:
                 raise
-            if not is_shown:
-                print(f"{run} has no configuration yet: waiting for the processes of the run to write it", flush=True)
-            is_shown = True
-            time.sleep(POLL_S)
+        if not is_shown:
+            print(f"{run} has no configuration yet: waiting for the processes of the run to write it", flush=True)
+        is_shown = True
+        time.sleep(POLL_S)
