@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -151,7 +151,7 @@ def check_is_ours(paths: RunPaths) -> None:
     """Raise ConfigError where the folder holds files but no run: the user keeps other things there."""
     if paths.holds_run or not paths.root.is_dir():
         return
-    others = [entry for entry in paths.root.iterdir() if not _is_of_a_run(entry, NO_OBSTACLES)]
+    others = [entry for entry in paths.root.iterdir() if not _is_of_a_run(entry) and entry.name not in NO_OBSTACLES]
     foreign = sorted(entry.name for entry in others if not (entry.suffix == SUBMISSIONS or _holds_runs(entry)))
     if foreign:
         shown = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
@@ -180,28 +180,25 @@ def _check_resumable(paths: RunPaths, step: int | None) -> None:
         )
 
 
-def move_aside(paths: RunPaths, also: Collection[str] = ()) -> Path:
+def move_aside(paths: RunPaths) -> Path:
     """Move the files of a run to a new folder next to its own; inside it where that is a mount point.
 
     Other runs inside it, and files of the user, stay.
-
-    Args:
-        also: names of further files to move.
     """
     root = paths.root.resolve()
     base = root / "run" if os.path.ismount(root) else root  # a move must not copy
     names = (base.with_name(f"{base.name}.earlier-{number}") for number in count(1))
     aside = next(name for name in names if not name.exists())
     locks = LOCKS.values()
-    mine = [entry for entry in paths.root.iterdir() if _is_of_a_run(entry, also) and entry.name not in locks]
+    mine = [entry for entry in paths.root.iterdir() if _is_of_a_run(entry) and entry.name not in locks]
     aside.mkdir()
     for entry in sorted(mine, key=lambda entry: entry in (paths.metrics, paths.journal)):  # `holds_run` until the end
         entry.rename(aside / entry.name)
     return aside
 
 
-def _is_of_a_run(entry: Path, also: Collection[str] = ()) -> bool:
-    return entry.name in RUN_ENTRIES or entry.name in also or entry.name.startswith(RUN_PREFIXES)
+def _is_of_a_run(entry: Path) -> bool:
+    return entry.name in RUN_ENTRIES or entry.name.startswith(RUN_PREFIXES)
 
 
 def _holds_runs(entry: Path) -> bool:

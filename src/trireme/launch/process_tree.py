@@ -65,6 +65,14 @@ def read_processes() -> dict[int, Process]:
     return {pid: process for pid in pids if (process := read_process(pid)) is not None}
 
 
+def _read_environment(process: Process) -> list[bytes]:
+    """Return the entries of its environment; none where it is another user's, or has ended."""
+    try:
+        return (_PROC / str(process.pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
 class Descendants:
     """The recorded descendants, each until it ends: an orphan cannot be found by walking down the tree any more."""
 
@@ -117,21 +125,17 @@ class Descendants:
         """Record processes whose environment has all marks: they left their parent and session between two scans."""
         wanted = {mark.encode() for mark in marks}
         for process in read_processes().values():
-            with suppress(OSError):  # it is another user's, or has ended
-                environment = (_PROC / str(process.pid) / "environ").read_bytes().split(b"\0")
-                if process.pid != os.getpid() and wanted <= set(environment):
-                    self._starts[process.pid] = process.start
+            if process.pid != os.getpid() and wanted <= set(_read_environment(process)):
+                self._starts[process.pid] = process.start
 
     def release(self, name: str) -> None:
         """Forget descendants that bear the name of another process of the run, with what descends from them."""
         table = read_processes()
         queue = []
         for process in self.alive():
-            with suppress(OSError):
-                environment = (_PROC / str(process.pid) / "environ").read_bytes().split(b"\0")
-                names = [entry for entry in environment if entry.startswith(f"{MEMBER}=".encode())]
-                if names and f"{MEMBER}={name}".encode() not in names:
-                    queue.append(process.pid)
+            names = [entry for entry in _read_environment(process) if entry.startswith(f"{MEMBER}=".encode())]
+            if names and f"{MEMBER}={name}".encode() not in names:
+                queue.append(process.pid)
         for pid in queue:  # grows as it is walked
             self._starts.pop(pid, None)
             queue += [process.pid for process in table.values() if process.parent == pid]
