@@ -18,8 +18,8 @@ from trireme.base.processes import free_port
 from trireme.config.files import ProcessName
 from trireme.config.inference import low_bit_error
 from trireme.config.losses import resolve_loss
-from trireme.config.model.folder import caps_scores, lacks_sdpa, read_config
-from trireme.config.model.state_layers import WITHOUT_ATTENTION, dtype_on_cpu
+from trireme.config.model.folder import needs_eager, read_config
+from trireme.config.model.state_layers import dtype_on_cpu
 from trireme.config.orchestrator import Environment, Evaluation
 from trireme.config.run import Model, RunConfig, place_of
 from trireme.config.section import AnySection
@@ -183,9 +183,7 @@ def _attention(model: TrainerModel, name: str | None) -> str:
     """
     if "attn" in model.model_fields_set or model.cp > 1:
         return model.attn
-    config = read_config(name)
-    is_eager = caps_scores(config) or lacks_sdpa(config) or config.get("model_type") in WITHOUT_ATTENTION
-    return "eager" if is_eager else model.attn
+    return "eager" if needs_eager(read_config(name)) else model.attn
 
 
 def _precision_and_lengths(config: RunConfig) -> Values:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.base.errors import ConfigError
-from trireme.config.model.state_layers import source_of, state_layer_problems, text_of
+from trireme.config.model.state_layers import WITHOUT_ATTENTION, source_of, state_layer_problems, text_of
 from trireme.config.model.vision import vision_problems
 from trireme.config.trainer import TrainerModel, divisors_of
 
@@ -247,6 +247,11 @@ def architecture_problems(table: str, model: TrainerModel, config: dict[str, Any
             f"transformers' sdpa leaves out and the engine does not - expected {kept}. "
             f'Set `{table}.attn = "eager"`{together}.'
         )
+
+
+def needs_eager(config: Mapping[str, Any]) -> bool:
+    """Return whether transformers has no `sdpa` for a model with this config.json, or one that leaves out its cap."""
+    return caps_scores(config) or lacks_sdpa(config) or config.get("model_type") in WITHOUT_ATTENTION
 
 
 def lacks_sdpa(config: Mapping[str, Any]) -> bool:

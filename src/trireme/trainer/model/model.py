@@ -27,8 +27,7 @@ from transformers import (
 
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
-from trireme.config.model.folder import SOFT_CAP, lacks_sdpa, low_bit_problem, read_config
-from trireme.config.model.state_layers import WITHOUT_ATTENTION
+from trireme.config.model.folder import SOFT_CAP, low_bit_problem, needs_eager, read_config
 from trireme.config.model.vision import vision_problems
 from trireme.config.trainer import TOWER, TrainerModel
 from trireme.trainer.model.activations import wrap_layers
@@ -127,18 +126,13 @@ def _attention(config: TrainerModel, name: str, architecture: PretrainedConfig) 
 
     The launcher decides the same, but cannot do so for a model that is downloaded only now.
     """
-    is_refused = config.attn == "sdpa" and lacks_sdpa({"model_type": architecture.model_type})
-    if is_refused or architecture.model_type in WITHOUT_ATTENTION:
-        return "eager"
-    cap = getattr(architecture.get_text_config(), SOFT_CAP, None)
-    if not cap or config.attn not in ("sdpa", "eager"):
+    if config.attn != "sdpa" or not needs_eager(architecture.to_dict()):
         return config.attn
     log.info(
-        "%s caps its attention scores (%s = %g), which sdpa leaves out: attention is eager. On GPUs `model.attn` "
+        "%s: attention is eager, as there is no sdpa for it, or none that caps its scores (%s). On GPUs `model.attn` "
         "flex_attention or flash_attention_2 needs less memory.",
         name,
         SOFT_CAP,
-        cap,
     )
     return "eager"
 
