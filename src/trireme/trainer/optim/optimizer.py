@@ -67,35 +67,27 @@ def set_lr(
     optimizer: torch.optim.Optimizer, optim: Optimizer, scheduler: Scheduler, *, step: int, max_steps: int
 ) -> float:
     """Set and return the learning rate, a function of the step alone, so that resuming needs no scheduler state."""
-    lr = optim.lr * lr_factor(
-        step,
-        kind=scheduler.type,
-        warmup_steps=scheduler.warmup_steps,
-        max_steps=max_steps,
-        floor=min(1.0, scheduler.min_lr / optim.lr),
-        decay_steps=scheduler.decay_of(max_steps),
-    )
+    lr = optim.lr * lr_factor(step, optim, scheduler, max_steps=max_steps)
     for group in optimizer.param_groups:
         group["lr"] = lr
     return lr
 
 
-def lr_factor(step: int, *, kind: str, warmup_steps: int, max_steps: int, floor: float, decay_steps: int = 1) -> float:
+def lr_factor(step: int, optim: Optimizer, scheduler: Scheduler, *, max_steps: int) -> float:
     """Return the factor of the peak learning rate at optimizer step `step` (0-based).
 
-    Rises linearly over `warmup_steps`, the first step already above 0; then stays (`constant`), falls to `floor` at
+    Rises linearly over `warmup_steps`, the first step already above 0; then stays (`constant`), falls to `min_lr` at
     `max_steps` along a line or half a cosine, or stays until the last `decay_steps` and falls along a line in these
     (`wsd`: warm-up, stable, decay; Hu et al. 2024, arXiv 2404.06395, section 4.2, with the linear fall of Haegele et
     al. 2024, arXiv 2405.18392).
-
-    Args:
-        decay_steps: of `wsd`.
     """
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    if kind == "constant":
+    first, floor = scheduler.warmup_steps, min(1.0, scheduler.min_lr / optim.lr)
+    if step < first:
+        return (step + 1) / first
+    if scheduler.type == "constant":
         return 1.0
-    first = max(warmup_steps, max_steps - decay_steps) if kind == "wsd" else warmup_steps
+    if scheduler.type == "wsd":
+        first = max(first, max_steps - scheduler.decay_of(max_steps))
     done = min(1.0, max(0, step - first) / max(1, max_steps - first))
-    shape = 0.5 * (1.0 + math.cos(math.pi * done)) if kind == "cosine" else 1.0 - done
+    shape = 0.5 * (1.0 + math.cos(math.pi * done)) if scheduler.type == "cosine" else 1.0 - done
     return floor + (1.0 - floor) * shape
