@@ -136,7 +136,7 @@ def trained(step: int, steps: int, rng: random.Random) -> dict[str, float]:
         "lr": 1e-5 * (1 - step / steps),
         "policy/entropy": 2.0 - step / steps,
         "perf/tokens_per_s": rng.gauss(25_000, 500),
-        "perf/packing_waste": 0.04,
+        "perf/shared_frac": 0.4,
         "perf/peak_memory_gib": 40.0,
         "time/step": rng.gauss(STEP_S, 0.2),
         "time/wait_for_batch": abs(rng.gauss(0.4, 0.1)),

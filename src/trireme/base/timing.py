@@ -36,10 +36,6 @@ class Timer:
         finally:
             self._seconds[name] += time.perf_counter() - start
 
-    def add(self, name: str, seconds: float) -> None:
-        """Add seconds that were measured elsewhere."""
-        self._seconds[name] += seconds
-
     def take(self) -> dict[str, float]:
         taken = {f"time/{name}": round(seconds, 6) for name, seconds in self._seconds.items()}
         self._seconds.clear()

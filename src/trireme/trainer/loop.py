@@ -15,7 +15,6 @@ from trireme.base.log import get_logger
 from trireme.base.timing import Timer, age_s
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
-from trireme.journal.rank_shares import row_capacity, row_cost
 from trireme.messages import BatchReply, Done, GetBatch, Ok, Publish, Reply, decode_reply, encode
 from trireme.monitor.metrics import MetricsFile
 from trireme.monitor.spans import TRAINER, What, open_spans
@@ -28,7 +27,7 @@ from trireme.trainer.logprob_log import LogprobLog
 from trireme.trainer.model.forward import shared_frac
 from trireme.trainer.model.model import open_tokenizer
 from trireme.trainer.parallel.mesh import CONTEXT, World, keep_alive, open_world
-from trireme.trainer.perf import flops_per_token, packing_metrics, peak_memory, throughput
+from trireme.trainer.perf import flops_per_token, peak_memory, throughput
 from trireme.trainer.publish.publisher import Publisher
 from trireme.trainer.step import Stepper, base_state
 from trireme.trainer.try_step import try_step
@@ -128,7 +127,6 @@ class Trainer:
         )
         self._settled = self.state.version  # the newest version that was confirmed and, if due, saved
         self._settling_s = 0.0
-        self._row_cost = row_cost(config)
         self.activity.state = "running"
         self.lane.enter(None)
         self._step_began = time.perf_counter()
@@ -181,15 +179,14 @@ class Trainer:
             reach("trainer.stepped", rank=self.world.rank)
             self.activity.version = self.state.version
             seconds = time.perf_counter() - began - (self._settling_s - settling_s)
-            rows, capacity = batch.micro_batches, row_capacity(self.config)
+            rows = batch.micro_batches
             tokens = sum(row.tokens.length for row in rows) * self.world.dp_size
             samples = sum(len(row.lengths) for row in rows) * self.world.dp_size
             shared = shared_frac(self.state.model, rows)
             flops = flops_per_token(self.state.model, tokens / max(1, samples))
             flops *= self.config.trainer.num_iterations * (1 - shared)
             metrics |= throughput(tokens=tokens, seconds=seconds, flops=flops, world_size=self.world.size)
-            metrics |= {"perf/shared_frac": shared} | peak_memory(self.world.device)
-            return metrics | packing_metrics(rows, capacity=capacity, cost=self._row_cost, world=self.world)
+            return metrics | {"perf/shared_frac": shared} | peak_memory(self.world.device)
 
     def publish(self) -> None:
         """Send the policy to all engines if it is new. `settle` waits until they serve it."""
@@ -238,8 +235,6 @@ class Trainer:
                 self.checkpoints.save(self.state)
                 if version == last:
                     self.checkpoints.wait()
-        if (seconds := self.checkpoints.take_write_seconds()) is not None:
-            self._timer.add("checkpoint_write", seconds)
 
     def record(self, metrics: dict[str, float]) -> None:
         """Write the step's metrics on rank 0, and on every rank the logprobs of the weights before the step."""

@@ -1,4 +1,4 @@
-"""Performance metrics of a step: throughput, MFU, memory, and how well rows are packed and balanced."""
+"""Performance metrics of a step: throughput, MFU and memory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,8 @@ from transformers import PreTrainedModel
 
 from trireme.algo.model import flops
 from trireme.algo.model.architecture import ATTENDING, experts_used
-from trireme.algo.model.chips import chip_called
-from trireme.algo.model.cost import Cost
+from trireme.algo.model.chips import GIB, chip_called
 from trireme.config.trainer import TOWER
-from trireme.messages import MicroBatch
-from trireme.trainer.parallel.mesh import World
-
-GIB = 1 << 30
 
 
 def flops_per_token(model: PreTrainedModel, mean_length: float) -> float:
@@ -67,17 +62,3 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     }
     torch.cuda.reset_peak_memory_stats(device)
     return peaks
-
-
-def packing_metrics(rows: list[MicroBatch], *, capacity: int, cost: Cost, world: World) -> dict[str, float]:
-    """Return how full all ranks' rows are, and how long ranks wait for each other by the cost model. A collective."""
-    rounds, ranks = range(len(rows)), range(world.dp_size)
-    own = {f"{number}/{world.dp_rank}": cost.of_row(row.lengths) for number, row in enumerate(rows)}
-    own["tokens"] = float(sum(row.tokens.length for row in rows))
-    costs = world.sum({f"{number}/{rank}": 0.0 for number in rounds for rank in ranks} | own)
-    tokens, mean = costs.pop("tokens"), sum(costs.values()) / len(ranks)
-    slowest = sum(max(costs[f"{number}/{rank}"] for rank in ranks) for number in rounds)
-    return {
-        "perf/packing_waste": 1 - tokens / (len(rounds) * len(ranks) * capacity),
-        "perf/rank_imbalance": slowest / mean - 1,
-    }

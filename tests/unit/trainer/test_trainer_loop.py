@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from queue import Queue
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +16,7 @@ from answering import DEADLINE_S, answering
 from tiny import num_loss_tokens, random_samples
 from trireme import messages
 from trireme.algo.digest import tensor_digest
-from trireme.algo.model.cost import Cost
-from trireme.algo.packing import micro_batches_of_rank, rows_of
+from trireme.algo.packing import micro_batches_of_rank
 from trireme.base.errors import Refused
 from trireme.base.waiting import Waits
 from trireme.config.losses import Loss
@@ -30,8 +28,7 @@ from trireme.monitor.timeline import joined, shares, steady
 from trireme.trainer import heartbeat as heartbeat_module
 from trireme.trainer.checkpoint.checkpoint import complete_steps
 from trireme.trainer.heartbeat import Activity, heartbeat
-from trireme.trainer.loop import share_with_team, train
-from trireme.trainer.perf import packing_metrics
+from trireme.trainer.loop import train
 
 STEPS = 4
 TOUCH_S = 1e-4  # between two clocks that are read one after the other
@@ -234,29 +231,3 @@ def test_a_heart_beats_what_the_trainer_does_and_waits_for(monkeypatch):
     assert isinstance(first, messages.Heartbeat)
     assert (first.run_id, first.process, first.state, first.version) == ("run", "trainer", "running", 3)
     assert [wait.endswith("s for batch 3 from orchestrator") for wait in first.waits] == [True]
-
-
-CAPACITY = 48
-
-
-def rank_of(rank: int = 1, cp_rank: int = 0) -> Any:
-    """One of two ranks, without the other, which adds rows of 30 and of 10 tokens to what is summed up."""
-
-    def add_up(values: dict[str, float]) -> dict[str, float]:
-        others = {"0/1": 30.0, "1/1": 10.0, "tokens": 40.0}
-        return {name: value + others.get(name, 0.0) for name, value in values.items()}
-
-    return SimpleNamespace(rank=rank, is_main=rank == 0, dp_size=2, dp_rank=rank % 2, cp_rank=cp_rank, sum=add_up)
-
-
-def test_waste_and_imbalance_by_hand(world):
-    batch = messages.BatchReply(step=1, micro_batches=[], loss_tokens=1, num_rollouts=1)
-    assert share_with_team(batch, world) is batch  # a rank on its own
-    rows = micro_batches_of_rank(random_samples([40, 30, 18]), capacity=CAPACITY, rank=0, world=1)
-    found = packing_metrics(rows, capacity=CAPACITY, cost=Cost(), world=world)
-    assert found == {"perf/packing_waste": pytest.approx(1 - 88 / 96), "perf/rank_imbalance": pytest.approx(0.0)}
-    rows = rows_of(random_samples([40, 18]), [[0], [1]])  # two ranks, two rounds: 40 beside 30 tokens, 18 beside 10
-    assert packing_metrics(rows, capacity=CAPACITY, cost=Cost(), world=rank_of(0)) == {
-        "perf/rank_imbalance": pytest.approx((40 + 18) / (98 / 2) - 1),  # what all wait for the slowest
-        "perf/packing_waste": pytest.approx(1 - 98 / (4 * CAPACITY)),
-    }

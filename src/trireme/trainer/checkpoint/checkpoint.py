@@ -86,9 +86,8 @@ class CheckpointStore:
         self._exporter = exporter
         self._host_buffers: dict[str, torch.Tensor] = {}  # of copies, by name
         self._on_gpu = world.device.type == "cuda"
-        self._writing: Future[float] | None = None  # the last checkpoint: the seconds that it takes
+        self._writing: Future[None] | None = None  # the last checkpoint
         self._what = ""  # the last checkpoint, for those who wait for it
-        self._write_seconds: float | None = None
 
     def is_due(self, version: int, *, last: int) -> bool:
         """Return whether a checkpoint is due at this version. Raises what writing the last one raised."""
@@ -137,7 +136,7 @@ class CheckpointStore:
             return
         self._wait_for(self._writing.done, self._what, peer=DISK, times=4)  # the deadlines of the job come first
         written, self._writing = self._writing, None  # what it raised is raised once
-        self._write_seconds = written.result()
+        written.result()
 
     def close(self) -> None:
         """Give the last checkpoint some time to be written. Raises nothing; call `wait` before to be sure."""
@@ -147,11 +146,6 @@ class CheckpointStore:
             log.warning("%s: abandoned, as the process ends", self._what)
         elif (error := self._writing.exception()) is not None:
             log.error("%s: %s: %s", self._what, type(error).__name__, error)
-
-    def take_write_seconds(self) -> float | None:
-        """Return how long the last checkpoint took to write, once that was noticed by `is_due` or `wait`."""
-        seconds, self._write_seconds = self._write_seconds, None
-        return seconds
 
     def resume(self, state: TrainerState, *, resume: bool) -> None:
         """Load the checkpoint that the run resumes from, if any. A collective.
@@ -176,9 +170,9 @@ class CheckpointStore:
             set_aside_after(self._exporter.folder, version)
         return version
 
-    def _write(self, copy: _Copy) -> float:
-        """Write a copy; return the seconds that it took. Runs in the background thread."""
-        began, rank = time.perf_counter(), self._world.rank
+    def _write(self, copy: _Copy) -> None:
+        """Write a copy. Runs in the background thread."""
+        rank = self._world.rank
         if self._world.is_main:
             self._when_there_is_room(lambda: copy.folder.mkdir(parents=True), f"checkpoint {copy.name}")
         else:
@@ -191,7 +185,6 @@ class CheckpointStore:
         else:
             is_complete = f"checkpoint {copy.name} to be complete"
             self._wait_for(lambda: not copy.folder.exists(), is_complete, peer="trainer", times=3)
-        return time.perf_counter() - began
 
     def _write_rank(self, copy: _Copy) -> None:
         """Write what this rank holds, and the list of its files. After an error, remove them."""

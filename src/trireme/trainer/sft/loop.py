@@ -28,7 +28,7 @@ from trireme.trainer.model.model import load_model
 from trireme.trainer.model.vision import give_pictures
 from trireme.trainer.optim.optimizer import build_optimizer, set_lr
 from trireme.trainer.parallel.mesh import keep_alive, open_world
-from trireme.trainer.perf import flops_per_token, packing_metrics, peak_memory, throughput
+from trireme.trainer.perf import flops_per_token, peak_memory, throughput
 from trireme.trainer.sft.dataset import SampleFiles
 from trireme.trainer.sft.prepare_data import open_tokenizer_of, picture_files, prepare_data, steps_of
 from trireme.trainer.step import forward_backward, optimizer_step
@@ -146,8 +146,7 @@ class Sft:
         flops = flops_per_token(self.state.model, tokens / len(samples))
         seconds = time.perf_counter() - began
         metrics |= throughput(tokens=tokens, seconds=seconds, flops=flops, world_size=self.world.size)
-        metrics |= peak_memory(self.world.device)
-        return metrics | packing_metrics(rows, capacity=self._capacity, cost=self._cost, world=self.world)
+        return metrics | peak_memory(self.world.device)
 
     def measure_base(self) -> None:
         """Measure the validation loss of the model that training starts from. A collective."""
