@@ -18,7 +18,7 @@ from trireme.trainer.parallel.mesh import World
 from trireme.trainer.publish.served_weights import served_tensors
 from trireme.trainer.step import base_state
 
-KINDS = ("adamw", "adamw_8bit", "muon", "sgd", "adapters", "iterations")
+KINDS = ("adamw_8bit", "muon", "sgd", "adapters", "iterations")  # the last two with AdamW
 CAPACITY = 48
 LENGTHS = [40, 30, 18, 33, 15, 44, 20, 9, 13]  # five rows of at most 48, so one of two ranks is a row short
 SAVED_AT, STEPS = 2, 3

@@ -25,7 +25,7 @@ from trireme.messages import Picture
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.trainer.parallel.mesh import World
 from trireme.trainer.sft.conversations import Completion, Conversation, read_conversations, to_conversation
-from trireme.trainer.sft.dataset import Epochs, Portion, SampleFiles, SampleWriter
+from trireme.trainer.sft.dataset import Counts, Epochs, Portion, SampleFiles, SampleWriter
 from trireme.trainer.sft.prepare_data import prepare_data, steps_of
 from trireme.trainer.sft.rendering import Rendered, Renderer, Tokenized, tokenized
 
@@ -55,22 +55,21 @@ def build_config(folder: Path, model: Path, data: Path, **changed: object) -> Sf
     return config.model_copy(update=changed)
 
 
-def write_samples(folder: Path, *samples: Tokenized, drop: bool = False) -> tuple[SampleFiles, list[list[int]]]:
+def write_samples(folder: Path, *samples: Tokenized, drop: bool = False) -> tuple[list[Sample], Counts]:
     writer = SampleWriter(seq_len=8, drop=drop)
     for sample in samples:
         writer.add([sample])
     writer.write(folder)
-    found = SampleFiles(folder)
-    return found, [sample.tokens.ids.tolist() for sample in found]
+    return list(SampleFiles(folder)), writer.counts
 
 
 def test_samples_come_back_from_disk_as_they_were(tmp_path):
     rng = random.Random(0)
     samples = [Tokenized([rng.randrange(9) for _ in range(n)], [0, *[1] * (n - 1)]) for n in (3, 8, 2, 5)]
-    found, ids = write_samples(tmp_path / "a", *samples)
-    assert ids == [sample.ids for sample in samples]
+    found, counts = write_samples(tmp_path / "a", *samples)
+    assert [sample.tokens.ids.tolist() for sample in found] == [sample.ids for sample in samples]
     assert [sample.tokens.loss_mask.tolist() for sample in found] == [sample.mask for sample in samples]
-    assert (found.counts.samples, found.counts.tokens, found.counts.learned) == (4, 18, 14)
+    assert (counts.samples, counts.tokens, counts.learned) == (4, 18, 14)
     (sample,), _ = write_samples(tmp_path / "b", Tokenized([5, 6], [1, 1]))
     assert sample.tokens.loss_mask.tolist() == [0, 1]  # nothing comes before the first token to predict it from
 
@@ -79,9 +78,8 @@ def test_samples_come_back_from_disk_as_they_were(tmp_path):
 def test_what_is_too_long_is_cut_or_left_out_and_counted(tmp_path, drop):
     long, exact = Tokenized(list(range(9)), [0] * 4 + [1] * 5), Tokenized(list(range(8)), [0] * 4 + [1] * 4)
     late = Tokenized(list(range(20)), [0] * 10 + [1] * 10)  # nothing to learn is left of it
-    found, ids = write_samples(tmp_path / "a", long, exact, late, drop=drop)
-    assert ids == ([exact.ids] if drop else [long.ids[:8], exact.ids])
-    counts = found.counts
+    found, counts = write_samples(tmp_path / "a", long, exact, late, drop=drop)
+    assert [sample.tokens.ids.tolist() for sample in found] == ([exact.ids] if drop else [long.ids[:8], exact.ids])
     assert (counts.conversations, counts.cut, counts.dropped, counts.empty) == ((3, 0, 2, 0) if drop else (3, 1, 0, 1))
 
 
@@ -533,8 +531,8 @@ def test_a_sample_whose_picture_would_be_cut_is_left_out(tmp_path):
     def sample(place: int) -> Tokenized:
         return Tokenized(list(range(12)), [0, 1, *[0] * 10], (Picture("a" * 64, place, 1, 2),))
 
-    found, _ = write_samples(tmp_path / "a", sample(6), sample(7), sample(8))
-    assert (found.counts.samples, found.counts.parted) == (2, 1)
+    found, counts = write_samples(tmp_path / "a", sample(6), sample(7), sample(8))
+    assert (counts.samples, counts.parted) == (2, 1)
     assert [[picture.place for picture in each.tokens.pictures] for each in found] == [[6], []]
 
 

@@ -6,11 +6,10 @@ files into memory, so no rank holds all data. The samples of a batch are a funct
 
 from __future__ import annotations
 
-import json
 import shutil
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import floor
 from pathlib import Path
 
@@ -28,7 +27,6 @@ log = get_logger("data")
 
 _ARRAYS = ("ids", "mask", "starts", "pictures")
 _PICTURE = np.dtype([("place", "i8"), ("rows", "i4"), ("columns", "i4"), ("digest", "S64")])  # places count all samples
-_COUNTS = "counts.json"
 _SAY_EVERY = 10_000  # conversations
 
 
@@ -101,9 +99,9 @@ class SampleWriter:
         Raises:
             ConfigError: the folder holds anything else. It is not changed.
         """
-        if folder.exists() and not (folder / _COUNTS).exists():
+        if folder.exists() and not (folder / "starts.npy").exists():
             raise ConfigError(
-                f"{folder} holds no samples of an earlier start (it has no {_COUNTS}) - expected that, or no such "
+                f"{folder} holds no samples of an earlier start (it has no starts.npy) - expected that, or no such "
                 "folder, because the samples of this run go there. Choose another `output_dir`."
             )
         partial = folder.with_name(f".{folder.name}.partial")
@@ -113,7 +111,6 @@ class SampleWriter:
         np.save(partial / "mask.npy", np.frombuffer(self._mask, dtype=np.uint8))
         np.save(partial / "starts.npy", np.frombuffer(self._starts, dtype=np.int64))
         np.save(partial / "pictures.npy", np.array(self._pictures, dtype=_PICTURE))
-        (partial / _COUNTS).write_text(json.dumps(asdict(self.counts)) + "\n")
         replace_folder(partial, folder)
 
 
@@ -121,7 +118,6 @@ class SampleFiles:
     """Reads what `SampleWriter` wrote; only what is asked for is read from disk."""
 
     def __init__(self, folder: Path) -> None:
-        self.counts = Counts(**json.loads((folder / _COUNTS).read_text()))
         self._ids, self._mask, self._starts, self._pictures = (  # an empty array cannot be mapped
             np.load(path, mmap_mode="r" if path.stat().st_size > 4096 else None)
             for path in (folder / f"{name}.npy" for name in _ARRAYS)
