@@ -74,7 +74,7 @@ def test_spans_are_bounded_and_the_shares_of_the_whole_run_stay_right(tmp_path: 
 def test_a_long_file_is_never_in_memory_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trireme.tools.dashboard.runs.PIECE_BYTES", 4096)
     row = {"step": 1, "process": "trainer", "time_s": 1.0} | {f"name/{n}": 0.5 for n in range(20)}
-    (tmp_path / "metrics.jsonl").write_text((json.dumps(row) + "\n") * 5000 + '{"half')
+    (tmp_path / "metrics.jsonl").write_text((json.dumps(row) + "\n") * 2000 + '{"half')
     run = RunFolder(tmp_path, "run")
     tracemalloc.start()
     while run.refresh():
@@ -116,7 +116,7 @@ def test_a_long_file_of_metrics_is_read_in_pieces(reader: str, tmp_path: Path) -
     config = RunConfig.model_validate({"output_dir": str(tmp_path)})
     write_run(config, config.paths.run_config)
     row = {"step": 1, "process": "trainer", "time_s": 1.0} | {f"name/{n}": 0.5 for n in range(20)}
-    config.paths.metrics.write_text((json.dumps(row) + "\n") * 5000)
+    config.paths.metrics.write_text((json.dumps(row) + "\n") * 2000)
     READERS[reader](config)  # imports take memory too
     tracemalloc.start()
     READERS[reader](config)
