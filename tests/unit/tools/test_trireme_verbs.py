@@ -18,7 +18,7 @@ from trireme.base.errors import ConfigError
 from trireme.cli.command import run_command
 from trireme.cli.rl import rl, write_configs
 from trireme.cli.trireme import VERBS, trireme
-from trireme.config.arguments import count, json_table, positive, positive_int, share
+from trireme.config.arguments import count, json_table, positive, positive_int
 from trireme.config.files import write_run
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
@@ -124,7 +124,6 @@ def test_settings_that_a_resumed_run_did_not_have_are_told_and_the_earlier_ones_
         (positive_int, "3", "0"),
         (count, "0", "-1"),
         (positive, "0.5", "nan"),
-        (share, "1", "1.01"),
         (json_table('{"a": 1}'), '{"a": [1]}', "[1]"),
     ],
 )
