@@ -4,7 +4,6 @@
 component of the reward was missed, and adds the instruction for the first of them to the prompt it was shown.
 """
 
-import asyncio
 import re
 from collections.abc import Callable
 from typing import Any
@@ -56,7 +55,6 @@ class Endpoint(FakeChat):
         self.answered: list[dict[str, Any]] = []
         self.minds: dict[str, Callable[[list[dict[str, Any]]], str]] = {"follower": follow, "reflector": reflect}
         self.status: Callable[[dict[str, Any]], int] = lambda body: 200
-        self.delay_s = 0.0
 
     def asked(self, model: str) -> list[dict[str, Any]]:
         """What was answered, without the first question that each is greeted with."""
@@ -65,7 +63,6 @@ class Endpoint(FakeChat):
 
     async def chat(self, request: web.Request) -> web.Response:
         self.requests.append(body := await request.json())
-        await asyncio.sleep(self.delay_s)
         if (status := self.status(body)) != 200:
             return web.json_response({"error": "no"}, status=status)
         self.answered.append(body)

@@ -1,11 +1,9 @@
 """`trireme gepa`: real workers, the real library, and an endpoint whose answers depend on the prompt alone."""
 
 import json
+import os
 import signal
-import subprocess
-import sys
 import textwrap
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -14,7 +12,6 @@ from typing import Any
 import pytest
 
 from fake_engine import FakeEngine, open_fake_engine
-from interrupts import heed_interrupts
 from reflecting import ENVIRONMENT, RULES, Endpoint
 from trireme.base.errors import ConfigError, Refused
 from trireme.base.paths import RunPaths
@@ -108,28 +105,25 @@ def test_a_search_keeps_its_budget_goes_on_with_a_larger_one_and_reuses_nothing_
     assert len(endpoint.asked("follower")) == 20 + 12
 
 
-def test_ctrl_c_ends_it_with_what_was_found_and_the_same_command_goes_on(endpoint):
-    words = ["harbour.py", "-m", "follower", "-M", "reflector", "-b", endpoint.url, *SMALL]
-    command = [sys.executable, "-m", "trireme.cli.trireme", "gepa", "run", *words]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=heed_interrupts)
+def test_ctrl_c_ends_it_with_what_was_found_and_the_same_command_goes_on(endpoint, capsys):
+    def interrupt_a_reflection(body: dict[str, Any]) -> int:
+        if body["model"] == "reflector":
+            os.kill(os.getpid(), signal.SIGINT)
+        return 200
+
+    endpoint.status = interrupt_a_reflection
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        give_up = time.monotonic() + 60
-        while not endpoint.asked("reflector"):
-            assert time.monotonic() < give_up
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.01)
-        endpoint.delay_s = 0.3
-        process.send_signal(signal.SIGINT)
-        said, _ = process.communicate(timeout=60)
+        with pytest.raises(KeyboardInterrupt):
+            search(endpoint)
     finally:
-        process.kill()
-    assert (process.returncode, summary()["state"]) == (130, "under way"), said
-    assert b"the same command resumes the search" in said
-    endpoint.delay_s = 0.0
-    num_before = len(lines_of("rollouts.jsonl"))
+        signal.signal(signal.SIGINT, before)
+    assert "the same command resumes the search" in capsys.readouterr().err
+    assert (summary()["state"], summary()["num_prompts"], best()) == ("under way", 1, "You are a parrot.\n")
+    endpoint.status = lambda body: 200
     assert search(endpoint) == 0
     assert best() == f"{BEST}\n"
-    assert len(lines_of("rollouts.jsonl")) == 28 > num_before
+    assert len(lines_of("rollouts.jsonl")) == 28
 
 
 def test_rewards_that_fail_always_or_compare_a_group_and_a_second_search_are_refused(endpoint):

@@ -43,7 +43,7 @@ log = get_logger("eval")
 
 BUCKET_BYTES = 64 << 20
 """Size of the files that merged adapters are written to."""
-OWN, BASE = "eval-", "-base"
+OWN, BASE = "eval-", "base"
 BASE_IN_WORDS = "its base model"
 
 
@@ -68,8 +68,7 @@ class EvaluatedEngine:
         self._id = f"{OWN}{uuid.uuid4().hex[:6]}"
         self._last_name = FRESH  # of its weights, when this evaluation last looked
         self._has_loaded = False
-        self._began_with = FRESH  # the name of its weights before this evaluation
-        self._began_with_base = False
+        self._holds_base = False
         self._base_model = config.model.base or server.base_model
         self._base = find_model(self._base_model) if self._base_model else None  # on this machine
         self._dtype = "float32"  # that adapters are merged into
@@ -102,9 +101,9 @@ class EvaluatedEngine:
                 "a `--server.port` of its own) and name it with `--client.base-url`; or, if that run is over, add "
                 "`--take-over`."
             )
-        self._began_with = self._last_name = name
+        self._last_name = name
         is_fresh = name == FRESH and not report.digests
-        self._began_with_base = is_fresh or (name.startswith(OWN) and name.endswith(BASE))
+        self._holds_base = is_fresh or (name.startswith(OWN) and name.endswith(f"-{BASE}"))
         if is_paused:
             await self.engine.post("resume")
         model = ((await self._get("server_info?config_format=json")).get("vllm_config") or {}).get("model_config") or {}
@@ -145,11 +144,11 @@ class EvaluatedEngine:
                 "type the same command again: what was answered so far is kept."
             )
 
-    async def load(self, name: str, source: Source, *, is_base: bool = False) -> dict[str, str]:
+    async def load(self, name: str, source: Source) -> dict[str, str]:
         """Give it weights. Returns their digests, once the engine has reported the same and serves.
 
         Args:
-            name: for messages, and in the name of its weights.
+            name: for messages, and in the name of its weights; `BASE` for its base model.
 
         Raises:
             WeightsMismatch: it holds something else.
@@ -159,30 +158,31 @@ class EvaluatedEngine:
         with self._progress.stage(f"loading {name} into the engine", limit_s=self._config.client.timeout_s):
             await self.require_ours()
             await self.engine.post("pause?mode=wait")  # which also forgets what was computed with other weights
-            self._has_loaded = True
+            self._has_loaded, self._holds_base = True, False
             await self._name(f"{self._id}{LOADING}")
             self.holds = f"a part of {name}"
             digests = await self._transfer(name, source)
             await require_confirmed(self.engine, digests, name=name)
-            await self._name(f"{self._id}{BASE if is_base else '-' + name}")
+            await self._name(f"{self._id}-{name}")
             await self.engine.post("resume")
-            self.holds = BASE_IN_WORDS if is_base else name
+            self._holds_base = name == BASE
+            self.holds = BASE_IN_WORDS if self._holds_base else name
         return digests
 
     async def load_base(self) -> None:
         """Give it its base model, unless it has held that from the beginning. Raises: ConfigError; as `load`."""
-        if self._began_with_base and not self._has_loaded:
+        if self._holds_base:
             await self.require_ours()
-            await self._name(f"{self._id}{BASE}")
+            await self._name(f"{self._id}-{BASE}")
             self.holds = BASE_IN_WORDS
             return
         if self._base is None:
             raise ConfigError(
-                f"{self.url} holds {self._began_with!r}, and its base model ({self._base_model}) is not on this "
+                f"{self.url} holds {self._last_name!r}, and its base model ({self._base_model}) is not on this "
                 "machine - expected an engine with its base model. Restart it, say where the model is (`--model.base "
                 "FOLDER`), or leave it out: `--no-eval-base`."
             )
-        await self.load("base", self.open_source(self._base), is_base=True)
+        await self.load(BASE, self.open_source(self._base))
 
     async def restore(self) -> None:
         """Give the engine its base model back, or show what it holds.
@@ -190,12 +190,12 @@ class EvaluatedEngine:
         Raises: WeightsReplaced where another client has given it weights.
         """
         await self.require_ours()
-        if self._has_loaded and self.holds != BASE_IN_WORDS:
+        if self._has_loaded and not self._holds_base:
             if self._base is None:
                 self._progress.show(f"{self.url} holds {self.holds} now, not its base model.")
                 return
-            await self.load("base", self.open_source(self._base), is_base=True)
-        if self._began_with_base or self.holds == BASE_IN_WORDS:
+            await self.load(BASE, self.open_source(self._base))
+        if self._holds_base:
             await self._name(FRESH)  # as before the first update
 
     async def _name(self, name: str) -> None:
