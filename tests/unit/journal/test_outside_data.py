@@ -149,9 +149,10 @@ def test_no_number_that_is_not_finite_gets_through(number):
         assert isinstance(wire.decode(in_json(DONE | {"turn_rewards": [["x"]]}).replace(b'"x"', number)), wire.Error)
 
 
-@pytest.mark.parametrize("number", [2**64, -(2**63) - 1])
+@pytest.mark.parametrize("number", [2**64, 2**64 - 1, -(2**63), -(2**63) - 1])
 def test_whole_numbers_of_any_size_get_into_the_journal(number, tmp_path):
-    """As text, which no reader takes for another number."""
+    """Those beyond 64 bits as text, which no reader takes for another number."""
+    kept = number if -(2**63) <= number < 2**64 else str(number)
     message = USER | {"n": [number]}
     more = {"prompt": [message], "completion": [message], "info": {"n": number}, "columns": {"n": number}}
     done = wire.decode(in_json(DONE | more | {"example_id": number}))
@@ -159,8 +160,8 @@ def test_whole_numbers_of_any_size_get_into_the_journal(number, tmp_path):
     Journal(tmp_path).append(BatchRecord(step=0, rollouts=[rollout], dropped=[], state=State()))
     (read,) = Journal(tmp_path).read(0).rollouts
     texts = read.prompt + read.completion + read.branches[0].messages
-    assert [each["n"] for each in texts] == [[str(number)]] * 3
-    assert [read.info["n"], read.columns["n"], read.example_id] == [str(number)] * 3
+    assert [each["n"] for each in texts] == [[kept]] * 3
+    assert [read.info["n"], read.columns["n"], read.example_id] == [kept] * 3
     asked = AgentRequest(session="one", number=1, messages=[message], tools=[{"maximum": number}])
     RequestLog(tmp_path / "requests").write(asked)
     assert RequestLog(tmp_path / "requests").read("one") == [asked]  # else its turns would not be found

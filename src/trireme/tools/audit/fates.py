@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections import Counter, defaultdict
+from collections import defaultdict
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,6 @@ from trireme.tools.audit.report import Report
 
 TRAINED = "trained"
 OPEN, UNKNOWN = -1, -2  # instead of a batch; the latter: not listed as open, or decided where it cannot be read
-
-MOST_REASONS = 50
 
 Fate = Rollout | Dropped
 
@@ -35,7 +33,7 @@ class Fates:
         self._report = report
         self._batch_of = array("q")  # by group: which batch decided it
         self._open: dict[int, OpenGroup | None] = {}  # what the data order says that they are
-        self._counters: Counter[str] = Counter()  # by the journal
+        self._counters = {"trained": 0, "dropped": 0}  # rollouts, by the journal
 
     @property
     def num_begun(self) -> int:
@@ -68,26 +66,7 @@ class Fates:
         for group, fates in sorted(groups.items()):
             self._decide(step, group, fates, rules)
         self._compare_open(record, after_gap=after_gap)
-        summary, reasons = self._report.summary, self._report.summary.dropped_for
-        for dropped in record.dropped:
-            kind = kind_of(dropped.reason)
-            kind = kind if kind in reasons or len(reasons) < MOST_REASONS else "others"
-            reasons[kind] = reasons.get(kind, 0) + 1
-        numbers = {"trained": len(record.rollouts), "dropped": len(record.dropped)}
-        summary.trained, summary.dropped = summary.trained + numbers["trained"], summary.dropped + numbers["dropped"]
-        summary.groups, summary.open_groups = self.num_begun, len({group.id for group in record.state.open_groups})
-        counters = {f"state.counters.{name}": record.state.counters.get(name, 0) for name in numbers}
-        due = {name: self._counters[name] + number for name, number in zip(counters, numbers.values(), strict=True)}
-        num_groups = len({rollout.group for rollout in record.rollouts})
-        self._report.compare(
-            "fates",
-            step,
-            {"number of rollouts": len(record.rollouts), "number of groups": num_groups} | counters,
-            {"number of rollouts": rules.batch_size, "number of groups": rules.batch_size // rules.group_size}
-            | (counters if after_gap else due),
-            by=f"by {rules.group_size} rollouts of each group, and what the batch before had counted",
-        )
-        self._counters = Counter(counters)
+        self._count(record, rules, after_gap=after_gap)
 
     def _decide(self, step: int, group: int, fates: list[Fate], rules: Rules) -> None:
         """Check a group that was trained or dropped in this batch."""
@@ -141,6 +120,32 @@ class Fates:
         for group in self._open.keys() - followed.keys():
             self._batch_of[group] = UNKNOWN
         self._open = followed
+
+    def _count(self, record: BatchRecord, rules: Rules, *, after_gap: bool) -> None:
+        """Add the batch to the summary, and check its numbers of rollouts and groups and the run's counters."""
+        num_trained, num_dropped, summary = len(record.rollouts), len(record.dropped), self._report.summary
+        summary.trained, summary.dropped = summary.trained + num_trained, summary.dropped + num_dropped
+        summary.groups, summary.open_groups = self.num_begun, len({group.id for group in record.state.open_groups})
+        for kind in (kind_of(dropped.reason) for dropped in record.dropped):
+            summary.dropped_for[kind] = summary.dropped_for.get(kind, 0) + 1
+        before, counters = self._counters, {name: record.state.counters.get(name, 0) for name in self._counters}
+        due = {"trained": before["trained"] + num_trained, "dropped": before["dropped"] + num_dropped}
+        self._report.compare(
+            "fates",
+            record.step,
+            {
+                "number of rollouts": num_trained,
+                "number of groups": len({rollout.group for rollout in record.rollouts}),
+                "state.counters": counters,
+            },
+            {
+                "number of rollouts": rules.batch_size,
+                "number of groups": rules.batch_size // rules.group_size,
+                "state.counters": counters if after_gap else due,
+            },
+            by=f"by {rules.group_size} rollouts of each group, and what the batch before had counted",
+        )
+        self._counters = counters
 
 
 def kind_of(reason: str) -> str:

@@ -23,7 +23,7 @@ from trireme.journal.journal import Journal
 from trireme.journal.rank_shares import Shares
 from trireme.journal.versions import Versions
 from trireme.monitor.metrics import latest_by_step, read_metrics
-from trireme.tools.record_differences import counted
+from trireme.tools.record_differences import counted, differences
 from trireme.trainer.checkpoint.checkpoint import load_checkpoint
 from trireme.trainer.model.loading import untrained_of
 from trireme.trainer.model.lora import adapters_of
@@ -160,13 +160,13 @@ def compare(retraced: Retraced, paths: RunPaths, versions: Versions, row: Mappin
     if export.is_dir():
         files = PublishedFiles(sorted(export.glob("*.safetensors")))
         recorded.append((f"{export} holds", retraced.exported, files.digests()))
-    differences = []
+    differing = []
     for source, ours, theirs in recorded:
-        if differ := [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]:
-            name = differ[0]
-            differences.append(
-                f"{len(differ)} of {len(ours)} tensors differ from what {source}, the first is {name}: "
-                f"{theirs.get(name, 'nothing')} then, {ours.get(name, 'nothing')} now"
+        if found := differences(ours, theirs):
+            name, (_, now, then) = next(iter(found.items()))
+            differing.append(
+                f"{len(found)} of {len(ours)} tensors differ from what {source}, the first is {name}: "
+                f"{then or 'nothing'} then, {now or 'nothing'} now"
             )
     confirmed = min((one.time for one in confirmations), default=-math.inf)
     if row.get("time_s", confirmed) >= confirmed:  # else it is of abandoned steps: the run was rewound, and stopped
@@ -175,11 +175,11 @@ def compare(retraced: Retraced, paths: RunPaths, versions: Versions, row: Mappin
             value = retraced.metrics.get(name, math.nan)
             now = value if math.isfinite(value) else None
             if name in retraced.metrics and name in row and row[name] != now:
-                differences.append(
+                differing.append(
                     f"{name} of the step that made it was {row[name]} then ({paths.metrics}), is {now} now"
                 )
                 break
-    return Comparison(retraced.version, len(retraced.digests), bool(recorded), tuple(differences))
+    return Comparison(retraced.version, len(retraced.digests), bool(recorded), tuple(differing))
 
 
 # the verdict
