@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from trireme.base.devices import Devices
-from trireme.config.orchestrator import Sampling
+from trireme.config.orchestrator import Environment, Sampling
 from trireme.config.run import RunConfig, Wandb
 from trireme.config.section import Section
 from trireme.config.trainer import Lora
-from trireme.tools.formats.translation import Format, Refused, Settings, To, on_gpus, plain_name
+from trireme.tools.formats.translation import Format, Refused, Settings, To, on_gpus
 
 ADAPTER_LR, WHOLE_LR = 1e-5, 1e-6
 """Where the guide to these formats begins, with adapters and without."""
@@ -20,7 +20,7 @@ TURNS = 4  # of `max_tokens` that fit into a sample if the file does not say how
 
 
 def name_run(name: str | None, file: Common, devices: Devices) -> Settings:
-    return {"name": name or plain_name(file.env[0].id)}
+    return {"name": name or file.env[0].resolved_name}
 
 
 def limit_samples(seq_len: int | None, file: Common, devices: Devices) -> Settings:
@@ -68,19 +68,6 @@ def check_pipeline(size: int, file: Flat, devices: Devices) -> Settings:
     return {}
 
 
-class FlatEnv(Section):
-    """`[env]` or `[[env]]`: one environment."""
-
-    id: str
-    """Its name."""
-    name: str | None = None
-    """Name in metrics."""
-    args: dict[str, Any] = {}
-    """Keyword arguments of its `load_environment`."""
-    weight: PositiveFloat = 1.0
-    """Share of the examples, relative to the other environments'."""
-
-
 class Saving(Section):
     """`[checkpointing]`: what is kept on disk."""
 
@@ -112,7 +99,8 @@ class Common(Section):
     ] = None
     max_async_level: Annotated[NonNegativeInt | None, To("max_async_level")] = None
     sampling: Annotated[Sampling | None, To("orchestrator.sampling")] = None
-    env: Annotated[tuple[FlatEnv, ...], To("orchestrator.env")]
+    env: Annotated[tuple[Environment, ...], To("orchestrator.env")]
+    """`[env]` or `[[env]]`: environments."""
     checkpointing: Saving | None = None
     wandb: Annotated[Wandb | None, To("wandb")] = None
     env_file: Annotated[tuple[Path, ...], To(None, "given to the run by `prime-rl` and `trireme submit`")] = ()

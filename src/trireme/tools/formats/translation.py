@@ -161,11 +161,6 @@ def if_true(ours: str, value: Any) -> Rule:
     return lambda wanted, file, devices: {ours: value} if wanted else {}
 
 
-def plain_name(id: str) -> str:
-    """Return the name of an environment without its owner: "reverse-text" for "primeintellect/reverse-text"."""
-    return id.rstrip("/").rpartition("/")[2].removesuffix(".py")
-
-
 @dataclass
 class _Key:
     """A key of the file, with its value or its default."""

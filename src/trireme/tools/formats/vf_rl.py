@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from trireme.base.devices import Devices
-from trireme.config.orchestrator import OrchestratorConfig
+from trireme.config.orchestrator import Environment, OrchestratorConfig
+from trireme.config.run import Wandb
 from trireme.config.section import Section
-from trireme.tools.formats.translation import Format, Refused, Settings, To, ToEach, if_true, on_gpus, plain_name
+from trireme.tools.formats.translation import Format, Refused, Settings, To, ToEach, if_true, on_gpus
 
 TARGETS = ("q_proj", "v_proj", "k_proj", "o_proj", "gate_proj", "down_proj", "up_proj")
 CPU_ROW_TOKENS = 512
@@ -35,7 +36,7 @@ VLLM_FLAGS = {
 
 def name_run(name: str | None, file: VfRl, devices: Devices) -> Settings:
     folder = file.trainer.args.output_dir
-    return {"name": PurePath(folder).name if folder else name or plain_name(file.env.id)}
+    return {"name": PurePath(folder).name if folder else name or file.env.resolved_name}
 
 
 def place_run(folder: str | None, file: VfRl, devices: Devices) -> Settings:
@@ -51,10 +52,10 @@ def set_resume(place: str | None, file: VfRl, devices: Devices) -> Settings:
     return {"trainer.ckpt.resume_step": int(step)} if step.isdigit() else {"resume": True}
 
 
-def set_environment(env: VfEnv, file: VfRl, devices: Devices) -> Settings:
+def set_environment(env: Environment, file: VfRl, devices: Devices) -> Settings:
     args = file.trainer.args
     limits = {"max_concurrent": args.max_concurrent, "rollout_timeout_s": args.generation_timeout}
-    return {"orchestrator.env": [{"id": env.id, "args": env.args, **limits}]}
+    return {"orchestrator.env": [limits | env.model_dump(mode="json", exclude_unset=True)]}
 
 
 def set_dtype(bf16: bool, file: VfRl, devices: Devices) -> Settings:
@@ -140,23 +141,14 @@ def set_timeouts(seconds: float, file: VfRl, devices: Devices) -> Settings:
 
 
 def set_project(to: str, file: VfRl, devices: Devices) -> Settings:
-    return {"wandb.project": (file.trainer.args.wandb or VfWandb()).project} if to == "wandb" else {}
+    return {"wandb": file.trainer.args.wandb or Wandb()} if to == "wandb" else {}
 
 
-def set_wandb(table: VfWandb | None, file: VfRl, devices: Devices) -> Settings:
+def set_wandb(table: Wandb | None, file: VfRl, devices: Devices) -> Settings:
     """The table alone asks for it, too."""
     args = file.trainer.args
     is_off = args.report_to == "none" and "report_to" in args.model_fields_set
-    return {} if table is None or is_off else {"wandb.project": table.project, "wandb.name": table.name}
-
-
-class VfWandb(Section):
-    """`[trainer.args.wandb]`: where metrics go with `report_to = "wandb"`."""
-
-    project: str = "trireme"
-    """Project."""
-    name: str | None = None
-    """Name of the run there; `run_name` where not given."""
+    return {} if is_off else {"wandb": table}
 
 
 class VfArgs(Section):
@@ -265,17 +257,8 @@ class VfArgs(Section):
     num_completions_to_print: Annotated[PositiveInt, To("console.num_samples")] = 1
     report_to: Annotated[Literal["none", "wandb"], To(set_project, "see [wandb]")] = "none"
     """Where metrics go besides the run's folder."""
-    wandb: Annotated[VfWandb | None, To(set_wandb, 'without effect: report_to = "none"')] = None
+    wandb: Annotated[Wandb | None, To(set_wandb, 'without effect: report_to = "none"')] = None
     ds3_gather_for_generation: Annotated[bool, To(None, "not needed: weights are sent tensor by tensor")] = True
-
-
-class VfEnv(Section):
-    """`[env]`: the environment."""
-
-    id: str
-    """Its name."""
-    args: dict[str, Any] = {}
-    """Keyword arguments of its `load_environment`."""
 
 
 class VfInference(Section):
@@ -299,7 +282,8 @@ class VfRl(Section):
     """The file of a run of `vf-rl`."""
 
     model: Annotated[str, To("model.name")]
-    env: Annotated[VfEnv, To(set_environment)]
+    env: Annotated[Environment, To(set_environment)]
+    """`[env]`: the environment."""
     inference: VfInference
     trainer: VfTrainer
 
