@@ -24,13 +24,10 @@ class GepaConfig(Section):
     reflection_model: str | None = None
     """The model that rewrites prompts; `model` where not given."""
     base_url: str | None = None
-    """Address of the endpoint that has `model`; as in the file of endpoints where not given."""
-    reflection_base_url: str | None = None
-    """Address of the endpoint that has `reflection_model`; as in the file of endpoints, else `base_url`."""
+    """Address of the endpoint that has the models; that of each in the file of endpoints where not given."""
     api_key_var: str | None = None
-    """Variable that holds the key of `base_url`; OPENAI_API_KEY, for https, where not given."""
-    reflection_api_key_var: str | None = None
-    """Variable that holds the key of `reflection_base_url`; as `api_key_var` where not given."""
+    """Variable that holds the key of the endpoint of `model`, and of `base_url`; OPENAI_API_KEY, for https, where not
+    given."""
     endpoints: Path | None = None
     """File of endpoints; `configs/endpoints.toml` or `.py` where not given."""
     max_calls: PositiveInt = 500

@@ -174,14 +174,12 @@ def places_of(config: GepaConfig) -> tuple[PolicyWanted, PolicyWanted]:
     Raises: ConfigError where no place is known for one, or the variable of its key is not set.
     """
     policy = find_policy(config.model, config.base_url, config.api_key_var, endpoints=config.endpoints)
-    if config.reflection_model is None and config.reflection_base_url is None:
+    model = config.reflection_model
+    if model is None:
         return policy, policy
-    model = config.reflection_model or config.model
-    variable = config.reflection_api_key_var or config.api_key_var
-    url = config.reflection_base_url
-    if url is None and config.base_url is not None and not Path(model).is_dir():
-        url = config.base_url
-    return policy, find_policy(model, url, variable, flag="--reflection-api-key-var", endpoints=config.endpoints)
+    if config.base_url is not None and not Path(model).is_dir():
+        return policy, find_policy(model, config.base_url, config.api_key_var)
+    return policy, find_policy(model, None, None, endpoints=config.endpoints)
 
 
 def build_models(config: GepaConfig, folder: Path, waits: Waits, progress: Progress) -> OpenModels:
@@ -203,8 +201,8 @@ def build_models(config: GepaConfig, folder: Path, waits: Waits, progress: Progr
     if policy.base_url is teacher.base_url is None and not is_shared:
         raise ConfigError(
             f"--model {policy.model} and --reflection-model {teacher.model} are both folders - expected one engine to "
-            "be started, which takes the whole machine. Start the other one with `inference`, and give its address as "
-            "`--reflection-base-url`."
+            "be started, which takes the whole machine. Start the other one with `inference`, and give it an entry in "
+            "configs/endpoints.py."
         )
     open_policy = build_opener(policy, run, devices, waits, progress)
     reflecting = updated(run, {"orchestrator.sampling": config.reflection_sampling})
