@@ -97,8 +97,10 @@ class Overview:
             for env, name in sorted(names.items())
             for line in lines_of(chosen, name, Frame(), env if len(names) > 2 else "")
         ]
+        rewards = lines_of(chosen, "reward/mean", Frame())
         for title, lines in {
-            "Reward of the batches": lines_of(chosen, "reward/mean", Frame()) or lines_of(chosen, "loss", Frame()),
+            "Reward of the batches": rewards,
+            "Loss": [] if rewards else lines_of(chosen, "loss", Frame()),
             "Reward of held-out examples": held_out,
             "Tokens a second": lines_of(chosen, "perf/tokens_per_s", Frame()),
         }.items():
