@@ -1,7 +1,8 @@
 """`eval`: checkpoints of a run, loaded into a running engine; `eval run`: one model on one environment, anywhere."""
 
 import json
-import subprocess
+import os
+import signal
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -14,8 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 from fake_chat import FakeChat, completion, served
-from interrupts import heed_interrupts
+from interrupts import heeding_interrupts
 from trireme.base.errors import ConfigError, PeerDied, WeightsMismatch
+from trireme.cli.command import run_command
 from trireme.cli.eval import eval as eval_command
 from trireme.cli.trireme import trireme
 from trireme.config.files import write_run
@@ -278,26 +280,19 @@ def test_the_analysis_of_the_guide_runs_on_what_is_saved(here, capsys, monkeypat
     assert (described["avg_reward"], described["metrics"]["pass@4"]) == (0.5, 0.5)
 
 
-ONE_BY_ONE = ["say.py", "-m", "grand-model", "-n", "8", "-r", "1", "-s", "-c", "1", "-b"]
+def test_ctrl_c_keeps_what_was_answered(here, capsys, monkeypatch):
+    def interrupt() -> tuple[int, Any]:
+        os.kill(os.getpid(), signal.SIGINT)
+        return 503, {}
 
-
-def test_ctrl_c_keeps_what_was_answered(here):
-    chat = FakeChat()
-    with chat.running():
-        command = [sys.executable, "-m", "trireme.cli.trireme", "eval", "run", *ONE_BY_ONE, chat.url]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts)
+    with FakeChat().running() as chat:
         chat.answers = lambda number: (200, completion("yes")) if number < 3 else interrupt()
-
-        def interrupt() -> tuple[int, Any]:
-            process.send_signal(2)
-            return 503, {}
-
-        try:
-            _, said = process.communicate(timeout=120)
-        finally:
-            process.kill()
-    assert process.returncode == 130
-    assert "type the same command again" in said
+        words = ["run", "say.py", "-m", "grand-model", "-n", "8", "-r", "1", "-s", "-c", "1", "-b", chat.url]
+        monkeypatch.setattr(sys, "argv", ["eval", *words])
+        with heeding_interrupts(), pytest.raises(SystemExit) as end:
+            run_command("eval", eval_command)
+    assert end.value.code == 130
+    assert "type the same command again" in capsys.readouterr().err
     assert [len(file.read_text().splitlines()) for file in here.glob("outputs/**/results.jsonl.partial")] == [3]
 
 

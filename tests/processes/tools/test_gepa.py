@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from fake_engine import FakeEngine, open_fake_engine
+from interrupts import heeding_interrupts
 from reflecting import ENVIRONMENT, RULES, Endpoint
 from trireme.base.errors import ConfigError, Refused
 from trireme.base.paths import RunPaths
@@ -112,12 +113,8 @@ def test_ctrl_c_ends_it_with_what_was_found_and_the_same_command_goes_on(endpoin
         return 200
 
     endpoint.status = interrupt_a_reflection
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            search(endpoint)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with heeding_interrupts(), pytest.raises(KeyboardInterrupt):
+        search(endpoint)
     assert "the same command resumes the search" in capsys.readouterr().err
     assert (summary()["state"], summary()["num_prompts"], best()) == ("under way", 1, "You are a parrot.\n")
     endpoint.status = lambda body: 200
