@@ -75,7 +75,7 @@ LIKE_ANOTHER_ON_DISK |= {"engine.joined", "engine.received", "engine.finished"}
 """A killed launcher takes all with it, so that only the disk can tell these points from one another."""
 
 STEPS = 70
-SYNCHRONOUS = ("--max-steps", str(STEPS), "--max-async-level", "0")
+FEW_STEPS = 48  # for each process in each phase
 AHEAD = ("--max-steps", str(STEPS), "--max-async-level", "2")
 QUICKLY = ("--supervisor.backoff-s", "0.2", "--weight-broadcast.timeout-s", "60")
 ON_VLLM = (
@@ -91,20 +91,25 @@ RECOVERY_S = 300.0  # vLLM takes most of a minute to come up beside others
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Run]:
-    """Make, or find, the run of a number of ranks in which nothing dies. All workers of a test session share it."""
+def undisturbed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Run]:
+    """Make, or find, the run of so many ranks and steps in which nothing dies, which all workers of a session share."""
     shared = tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else None
     folder = shared or tmp_path_factory.mktemp("undisturbed")
 
-    def of_ranks(ranks: int) -> Run:
-        place = folder / f"undisturbed-{ranks}"
+    def find_or_make(ranks: int, steps: int) -> Run:
+        place = folder / f"undisturbed-{ranks}-{steps}"
+        flags = [*synchronous(steps), "--model.name", str(tiny_model)]
         with FileLock(f"{place}.lock"):
-            run = KilledRun(place, [*SYNCHRONOUS, "--model.name", str(tiny_model)], name="undisturbed", ranks=ranks)
-            if not run.run.weights(STEPS).exists():
+            run = KilledRun(place, flags, name="undisturbed", ranks=ranks)
+            if not run.run.weights(steps).exists():
                 finish_undisturbed(run)
         return run.run
 
-    return of_ranks
+    return find_or_make
+
+
+def synchronous(steps: int) -> tuple[str, ...]:
+    return ("--max-steps", str(steps), "--max-async-level", "0")
 
 
 @contextmanager
@@ -120,12 +125,12 @@ def started(
 
 
 def test_each_process_may_be_killed_in_each_phase_of_a_step(tiny_model, tmp_path, undisturbed):
-    with started(tmp_path, tiny_model, *SYNCHRONOUS, name="phases", ranks=2) as run:
+    with started(tmp_path, tiny_model, *synchronous(FEW_STEPS), name="phases", ranks=2) as run:
         run.start()
         for point in PHASES.values():
             for victim in VICTIMS:
                 run.kill_at(victim, point)
-    assert_same_weights(run, undisturbed(2), STEPS)
+    assert_same_weights(run, undisturbed(2, FEW_STEPS), FEW_STEPS)
 
 
 @pytest.mark.slow
@@ -133,11 +138,11 @@ def test_each_process_may_be_killed_in_each_phase_of_a_step(tiny_model, tmp_path
 def test_a_process_may_be_killed_at_every_point(victim, tiny_model, tmp_path, undisturbed):
     left = [point for point in points_for(victim) if point not in AT_THE_END]
     ranks = 2 if victim.startswith("trainer") else 1
-    with started(tmp_path, tiny_model, *SYNCHRONOUS, name=victim, ranks=ranks) as run:
+    with started(tmp_path, tiny_model, *synchronous(STEPS), name=victim, ranks=ranks) as run:
         for point in left:  # the first is armed before the start
             run.kill_at(victim, point, wake=wake_for(victim, point))
         run.kill_at_the_end(victim, AT_THE_END)
-    assert_same_weights(run, undisturbed(ranks), STEPS)
+    assert_same_weights(run, undisturbed(ranks, STEPS), STEPS)
 
 
 @pytest.mark.slow
@@ -154,7 +159,7 @@ def test_processes_may_be_killed_while_generation_runs_ahead(tiny_model, tmp_pat
 @pytest.mark.slow
 def test_a_process_that_freezes_is_replaced(tiny_model, tmp_path, undisturbed):
     """All but the launcher, which no process watches."""
-    flags = [*SYNCHRONOUS, "--supervisor.frozen-after-s", "2"]
+    flags = [*synchronous(STEPS), "--supervisor.frozen-after-s", "2"]
     with started(tmp_path, tiny_model, *flags, name="frozen", ranks=2) as run:
         run.start()
         for victim in VICTIMS:
@@ -162,7 +167,7 @@ def test_a_process_that_freezes_is_replaced(tiny_model, tmp_path, undisturbed):
                 run.until(lambda before=run.version: run.version > before + 2, "the next version but two")
                 run.find(victim).send_signal(signal.SIGSTOP)
                 run.until(lambda before=run.version: run.version > before + 3, f"the run goes on without {victim}")
-    assert_same_weights(run, undisturbed(2), STEPS)
+    assert_same_weights(run, undisturbed(2, STEPS), STEPS)
 
 
 LORA = ("--trainer.model.lora.rank", "4", "--trainer.model.lora.sync", "adapter", "--trainer.optim.lr", "1e-3")
