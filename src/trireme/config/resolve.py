@@ -103,11 +103,11 @@ def _listening(config: RunConfig, section: ProcessName | None, node: int) -> Val
     values: Values = {}
     if section in (None, "inference"):
         with suppress(ValueError, IndexError):  # the rules refuse an address that cannot be read
-            place = place_of(config.hosts.inference[node])
+            host, port = place_of(config.hosts.inference[node])
             if "host" not in config.inference.server.model_fields_set:
-                values["inference.server.host"] = listening_address(place.host)
-            if place.port is not None:
-                values["inference.server.port"] = place.port
+                values["inference.server.host"] = listening_address(host)
+            if port is not None:
+                values["inference.server.port"] = port
     if section in (None, "orchestrator") and "host" not in config.orchestrator.server.model_fields_set:
         values["orchestrator.server.host"] = listening_address(config.hosts.orchestrator)
     return values

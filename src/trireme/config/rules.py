@@ -387,10 +387,10 @@ def _address_problem(address: str, *, with_port: bool) -> str | None:
     if address.count(":") > 1 and "/" not in address:
         return f"expected an IPv4 address or a name. {example}"
     try:
-        place = place_of(address)
+        _, port = place_of(address)
     except ValueError:
         return f"expected an address or a name{', and maybe a port' if with_port else ''}. {example}"
-    return f"expected no port. {example}" if place.port is not None and not with_port else None
+    return f"expected no port. {example}" if port is not None and not with_port else None
 
 
 def _token_problems(config: RunConfig) -> Iterator[str]:
@@ -416,20 +416,12 @@ def _processes_elsewhere(config: RunConfig) -> Iterator[str]:
     is_one_of_each = len(hosts.inference) == len(hosts.trainer) == 1
     if is_one_of_each and all(is_loopback(host) or is_here(host) for host in hosts.all):
         return
-    commands = [f"uv run inference @ FILE{_node(hosts.inference, n)}   # on {a}" for n, a in enumerate(hosts.inference)]
-    commands.append(f"uv run orchestrator @ FILE   # on {hosts.orchestrator}")
-    commands += [f"uv run trainer @ FILE{_node(hosts.trainer, n)}   # on {a}" for n, a in enumerate(hosts.trainer)]
+    commands = [f"uv run {name} @ FILE   # on {', '.join(places)}" for name, places in hosts.by_process.items()]
     yield (
         f"`[hosts]` names {len(hosts.inference)} inference servers and {len(hosts.trainer)} machines of the trainer, "
-        f"at {', '.join(hosts.all)} - expected one of each, all here: `rl` starts the processes of one machine. "
-        "Start each process by its command:\n    " + "\n    ".join(commands)
+        f"at {', '.join(hosts.all)} - expected one of each, all here: `rl` starts the processes of one machine. Start "
+        "each process by its command, with `--node N` where one host has several:\n    " + "\n    ".join(commands)
     )
-
-
-def _node(addresses: tuple[str, ...], number: int) -> str:
-    """Return the flag that gives a machine its number, if several have the same address."""
-    hosts = [address.partition(":")[0] for address in addresses]
-    return f" --node {number}" if hosts.count(hosts[number]) > 1 else ""
 
 
 # files and ports on this machine

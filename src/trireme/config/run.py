@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -208,8 +208,8 @@ class RunConfig(AnyRun):
         return list(map(self.engine_url, self.hosts.inference))
 
     def engine_url(self, address: str) -> str:
-        place = place_of(address)
-        return f"http://{place.host}:{place.port or self.inference.server.port}"
+        host, port = place_of(address)
+        return f"http://{host}:{port or self.inference.server.port}"
 
     @property
     def num_groups(self) -> int:
@@ -260,23 +260,15 @@ class RunConfig(AnyRun):
 NODE = "TRIREME_NODE"
 
 
-class Place(NamedTuple):
-    """The address of a process.
+def place_of(address: str) -> tuple[str, int | None]:
+    """Return the host of an address, and its port if it has one.
 
-    Example:
-        place_of("10.0.0.2:8003")  # Place("10.0.0.2", 8003)
+    Raises: ValueError if the address is neither `host` nor `host:port`.
     """
-
-    host: str
-    port: int | None = None
-
-
-def place_of(address: str) -> Place:
-    """Raises: ValueError if the address is neither `host` nor `host:port`."""
     host, colon, port = address.partition(":")
     if not host or "/" in address or (colon and not (port.isdigit() and 0 < int(port) < 65536)):
         raise ValueError(address)
-    return Place(host, int(port) if colon else None)
+    return host, int(port) if colon else None
 
 
 def find_node(table: str, addresses: tuple[str, ...], flag: int | None) -> int:

@@ -1,7 +1,6 @@
-"""No wait without a name and an end; a full disk is a wait, not an end; and an event loop comes back soon."""
+"""No wait without a name and an end; a full disk is a wait, not an end."""
 
 import errno
-import gc
 import os
 import time
 from contextlib import suppress
@@ -13,7 +12,6 @@ from limits import fill, small_disk
 from tiny_tokenizer import write_tokenizer
 from trireme.base.disk import is_full, require_room, when_there_is_room
 from trireme.base.errors import DeadlineExceeded
-from trireme.base.processes import MANY, rare_garbage_collection
 from trireme.base.waiting import DISK, Waits
 
 
@@ -128,12 +126,3 @@ def test_every_library_that_writes_for_us_is_understood_when_the_disk_is_full(tm
             with pytest.raises(Exception, match="No space left") as error:
                 write()
             assert is_full(error.value)
-
-
-def test_collecting_rarely_leaves_the_collector_as_it_was():
-    gc.unfreeze()  # what a test before may have set aside
-    before = gc.get_threshold()
-    with rare_garbage_collection():
-        assert gc.get_threshold()[0] == MANY
-        assert gc.get_freeze_count() > 0
-    assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)

@@ -276,29 +276,20 @@ class InferencePool:
 
 @asynccontextmanager
 async def open_inference_pool(
-    urls: list[str],
-    *,
-    waits: Waits,
-    max_model_len: int,
-    timeout_s: float,
-    max_concurrent: int,
-    request_timeout_s: float | None = None,
-    **model: Any,
+    urls: list[str], *, timeout_s: float, max_concurrent: int, request_timeout_s: float | None = None, **others: Any
 ) -> AsyncIterator[InferencePool]:
     """
     Args:
         request_timeout_s: for the answer to a turn, where that may take longer than other answers.
-        model: further fields of `InferencePool`.
+        others: further fields of `InferencePool`.
     """
     async with open_engine_session(urls, timeout_s=timeout_s) as session:
         yield InferencePool(
             engines=[Engine(url, session) for url in urls],
-            waits=waits,
-            max_model_len=max_model_len,
             timeout_s=timeout_s,
             slots=asyncio.Semaphore(max_concurrent),
             request_timeout=aiohttp.ClientTimeout(total=request_timeout_s or timeout_s),
-            **model,
+            **others,
         )
 
 

@@ -116,8 +116,8 @@ def sockets_of(case: Case, host: str) -> list[Socket]:
     """Return what listens on a machine. A process that is started alone takes the known port where none is set."""
     typed, hosts = case.typed, case.config.hosts
     engine_port = typed.inference.server.port or KNOWN_PORTS["inference.server.port"]
-    places = [place_of(address) for address in hosts.inference]
-    found = [Socket("inference", place.port or engine_port, "/version") for place in places if place.host == host]
+    engines = [port or engine_port for at, port in map(place_of, hosts.inference) if at == host]
+    found = [Socket("inference", port, "/version") for port in engines]
     if hosts.orchestrator == host:
         status = typed.orchestrator.server.port or KNOWN_PORTS["orchestrator.server.port"]
         found.append(Socket("orchestrator", status, "/status"))
