@@ -351,10 +351,10 @@ def test_a_run_that_goes_by_everything_at_once_and_stopped_in_the_midst_is_what_
 # examples that break what reads them cost those rollouts: the run, and its evaluation, go on
 
 ODD = """
-    ODD = {odd}
+    ODD = [dict(role=0, content="say 25"), "say odd"]
 
     def dataset(split="train"):
-        return [{{"prompt": f"say {{i}}" if i else ODD, "answer": ""}} for i in range(4)]
+        return [{"prompt": prompt, "answer": ""} for prompt in (*ODD, "say 2", "say 3")]
 
     def reward(completion, answer):
         return 1.0
@@ -362,15 +362,14 @@ ODD = """
 TEMPLATE = "{% for m in messages %}{{ m.role if m.content != 'say odd' else 1 + m.role }}: {{ m.content }}{% endfor %}"
 
 
-@pytest.mark.parametrize("odd", ["dict(role=0, content='say 25')", "'say odd'"])
-def test_an_example_that_no_template_can_render_costs_its_own_rollouts(odd, tmp_path):
-    config = build_config(tmp_path, ODD.format(odd=odd), orchestrator={"eval": {"num_examples": 4}})
+def test_an_example_that_no_template_can_render_costs_its_own_rollouts(tmp_path):
+    config = build_config(tmp_path, ODD, orchestrator={"eval": {"num_examples": 4}})
     (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
     outcome = run(config)
     assert outcome.error is None
     assert len(outcome.records) == 3
-    assert {rollout.example for record in outcome.records for rollout in record.rollouts} == {1, 2, 3}
-    assert {drop.example for record in outcome.records for drop in record.dropped} == {0}
+    assert {rollout.example for record in outcome.records for rollout in record.rollouts} == {2, 3}
+    assert {drop.example for record in outcome.records for drop in record.dropped} == {0, 1}
     answers = read_eval_results(results_path(config.paths, 0, "say"))
-    assert {answer.example for answer in answers if answer.error is not None} == {0}
+    assert {answer.example for answer in answers if answer.error is not None} == {0, 1}
     assert len(answers) == 4

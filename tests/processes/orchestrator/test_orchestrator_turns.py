@@ -29,7 +29,7 @@ from trireme.orchestrator.gateway.dialects.turn import ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec
 from trireme.orchestrator.rollout.turns import ModelMessage, TurnReader, split_tool_calls
-from whole_run import SAY, WholeRun, build_config, run
+from whole_run import SAY, build_config, run
 
 TALK = """
     def dataset(size=40):
@@ -74,41 +74,26 @@ def test_of_several_turns_in_real_workers_exactly_what_was_sampled_is_trained_on
 @pytest.mark.parametrize(
     ("code", "seq_len", "max_tokens", "ends"),
     [
-        (TALK, 64, 8, {(True, "prompt_too_long"), (True, "context_full")}),
-        (SAY, 256, 3, {(True, "max_tokens")}),
-        (SAY, 256, 8, {(False, "stop")}),
+        (TALK, 64, 8, {(True, "prompt_too_long")}),
+        (SAY, 256, 3, {(True, "max_tokens"), (False, "stop")}),
     ],
 )
 def test_how_a_rollout_ended_is_known_and_it_is_trained_on(tmp_path, code, seq_len, max_tokens, ends):
     sampling = {"sampling": {"max_tokens": max_tokens}}
     config = build_config(tmp_path, code, max_steps=1, seq_len=seq_len, orchestrator=sampling)
-    outcome = run(config, engine={"answer": lambda asked: [20, 21, 22, 23, asked.end]})
+    answers = {"answer": lambda asked: [20, *([] if code == SAY and asked.number % 2 else [21, 22, 23]), asked.end]}
+    outcome = run(config, engine=answers)
     (record,) = outcome.records
     assert (outcome.error, record.dropped, len(record.rollouts)) == (None, [], 8)
-    assert {(rollout.truncated, rollout.stop) for rollout in record.rollouts} <= ends
+    assert {(rollout.truncated, rollout.stop) for rollout in record.rollouts} == ends
     assert all(sample.length <= seq_len for rollout in record.rollouts for sample in rollout.samples)
 
 
-def test_a_template_that_drops_thinking_ends_a_run_of_several_turns_with_advice_that_works(tmp_path):
-    def attempt(name: str, code: str, **orchestrator: Any) -> WholeRun:
-        how = {"sampling": {"max_tokens": 40}} | orchestrator
-        config = build_config(tmp_path / name, code, max_steps=1, orchestrator=how)
-        tokenizer = ChatTokenizer(write_tokenizer(tmp_path / name / "model", QWEN_3))
-        thinking = tokenizer.encode("<think>\nm\n</think>\n\nyes")
-        return run(config, engine={"answer": lambda asked: [*thinking, asked.end]})
-
-    refused = attempt("refused", TALK).error
-    assert refused.exit_code == 2  # not tried again
-    assert 'Set `trajectory_strategy = "branching"`' in str(refused)
-    trained = attempt("trained", TALK, trajectory_strategy="branching")
-    assert trained.error is None
-    assert {len(rollout.samples) for record in trained.records for rollout in record.rollouts} == {4}
-    assert attempt("single", SAY).error is None
-
-
-def test_what_a_cut_sampler_chose_from_reaches_the_journal(tmp_path):
+def test_what_a_cut_sampler_chose_from_is_in_the_journal_and_a_token_beyond_the_vocabulary_is_not_believed(tmp_path):
     def with_candidates(response: dict) -> dict:
         (choice,) = response["choices"]
+        if int(response["request_id"]) % 5 == 0:
+            choice["token_ids"][0] = 200
         for token, entry in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
             logprobs = {token: float(np.log(0.75)), token + 1: float(np.log(0.25)), 9: -9999.0}
             entry |= {"token_id": token, "logprob": logprobs[token]}
@@ -116,27 +101,17 @@ def test_what_a_cut_sampler_chose_from_reaches_the_journal(tmp_path):
         return response
 
     config = build_config(tmp_path, max_steps=1, orchestrator={"sampling": {"max_tokens": 8, "top_p": 0.9}})
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"vocab_size": 200}))
     outcome = run(config, engine={"mangle": with_candidates})
     assert outcome.error is None
+    dropped = [drop.reason for drop in outcome.records[0].dropped]
+    assert any("The engine gave token 200 - ids from 0 to 199" in reason for reason in dropped)
     assert {asked.sampling["logprobs"] for asked in outcome.engine.requests} == {88}
     for rollout in outcome.records[0].rollouts:
         (sample,) = rollout.samples
         sampled = sample.ids[sample.loss_mask == 1]
         assert sample.kept.counts.tolist() == (sample.loss_mask * 2).tolist()
         assert sample.kept.ids.reshape(-1, 2).tolist() == [[token, token + 1] for token in sampled]
-
-
-def test_a_token_beyond_the_models_vocabulary_is_not_believed(tmp_path):
-    def mangle(response: dict) -> dict:
-        if int(response["request_id"]) % 5 == 0:
-            response["choices"][0]["token_ids"][0] = 200
-        return response
-
-    config = build_config(tmp_path, max_steps=1)
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"vocab_size": 200}))
-    (record,) = run(config, engine={"mangle": mangle}).records
-    assert all((sample.ids < 200).all() for rollout in record.rollouts for sample in rollout.samples)
-    assert any("The engine gave token 200 - ids from 0 to 199" in drop.reason for drop in record.dropped)
 
 
 # what is read out of one turn
@@ -483,7 +458,9 @@ def test_over_many_random_rollouts_the_tokens_trained_on_are_exactly_those_that_
     refused = asyncio.run(many_rollouts(tokenizers))
     assert refused.keys() <= {("interleaved", name) for name in ("chatml", "llama-3", "qwen-3")}
     assert len(refused["interleaved", "qwen-3"]) > 20
-    assert all("became" in words or "is no longer there" in words for each in refused.values() for words in each)
+    for words in (words for each in refused.values() for words in each):
+        assert "became" in words or "is no longer there" in words
+        assert 'Set `trajectory_strategy = "branching"`' in words
 
 
 async def many_rollouts(tokenizers: dict[str, ChatTokenizer]) -> dict[tuple[str, str], list[str]]:
