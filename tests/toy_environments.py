@@ -146,11 +146,6 @@ def _write_v0_packages(folder: Path) -> None:
         write_package(Path(own), "v0-packages", code, sources=sources).rename(folder / "v0_packages")
 
 
-def with_package(folder: Path, package: str, use: Use, /, **args: Any) -> Any:
-    with running(open_package(folder, package, **args)) as run:
-        return run(use)
-
-
 @contextmanager
 def shared_packages(tmp_path_factory: Any) -> Iterator[Callable[..., Any]]:
     """As `sharing`; `which` is a package."""

@@ -19,14 +19,10 @@ def raising():
     def one_in_ten(completion, answer):
         return 1 / (int(answer) % 10)
 
-    return vf.SingleTurnEnv(dataset=rows(), rubric=vf.Rubric(funcs=[one_in_ten]))
+    def judge(completion, answer):
+        return None if answer == "13" else 0.0
 
-
-def returning_none():
-    def judge(completion, **kwargs):
-        return None
-
-    return vf.SingleTurnEnv(dataset=rows(), rubric=vf.Rubric(funcs=[judge], weights=[0.0]))
+    return vf.SingleTurnEnv(dataset=rows(), rubric=vf.Rubric(funcs=[one_in_ten, judge], weights=[1.0, 0.0]))
 
 
 def shortest():
@@ -93,9 +89,15 @@ def judged(base_url):
     return vf.SingleTurnEnv(dataset=rows(), rubric=rubric)
 
 
-def mixed_group():
-    members = [shortest(), raising()]
-    return vf.EnvGroup(envs=members, env_names=["compared", "alone"])
+def groups():
+    """Some members compare rollouts, so each is scored with its group; examples 0, 20, ... are the first of each."""
+    members = [shortest(), raising(), bad_group("short"), bad_group("nan"), stepwise_group()]
+    return vf.EnvGroup(envs=members, env_names=["compared", "alone", "short", "nan", "stepwise"])
+
+
+def alone():
+    """Members that compare nothing; examples 0, 20, ... are the first of each."""
+    return vf.EnvGroup(envs=[multi_turn(), multi_turn(timeout_seconds=30.0), tools(), parallel(), stepwise()])
 
 
 class Counting(vf.MultiTurnEnv):

@@ -27,7 +27,7 @@ from real_run import is_alive
 from toy_environments import never, open_toy, running, with_environment, write
 from trireme.base.errors import ConfigError, DeadlineExceeded, PeerDied
 from trireme.base.processes import make_socket_folder
-from trireme.config.orchestrator import Environment
+from trireme.config.orchestrator import Agent, Environment
 from trireme.journal.turns import compare_turns, read_turns, turns_file
 from trireme.orchestrator.environments import agent_session
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
@@ -43,29 +43,41 @@ from trireme.tools.environments.sessions import Spread
 
 LOOP = """
     # As any agent: ask, run what the model calls for, return the result, until it calls for nothing.
-    import json, subprocess, sys
+    import json, os, subprocess, sys, urllib.request
+
+    def ask(messages, **more):  # without an SDK, which takes a second to import
+        body, headers = json.dumps({"messages": messages, **more}), {"x-api-key": os.environ["OPENAI_API_KEY"]}
+        url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+        answer = urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers))
+        return json.load(answer)["choices"][0]["message"]
 
     def run(arguments):
         command = json.loads(arguments)["cmd"]
         return subprocess.run(command, shell=True, capture_output=True, text=True).stdout or "done"
 
+    HI = [{"role": "user", "content": "hi"}]
     SCHEMA = {"type": "object", "properties": {"cmd": {"type": "string"}}}
+    TOOLS = [{"type": "function", "function": {"name": "bash", "parameters": SCHEMA}}]
 """
-CHAT = """
+SDK = """
     import openai
     client = openai.OpenAI()
-    tools = [{"type": "function", "function": {"name": "bash", "parameters": SCHEMA}}]
+    def ask(messages, **more):
+        return client.chat.completions.create(model="x", messages=messages, **more).choices[0].message.model_dump()
+"""
+CHAT = """
     messages = [{"role": "user", "content": sys.argv[1]}]
     while True:
-        message = client.chat.completions.create(model="x", messages=messages, tools=tools).choices[0].message
-        calls, text = message.tool_calls or [], (message.content or "").strip()
-        again = [{"name": "bash", "arguments": json.dumps(json.loads(c.function.arguments))} for c in calls]
-        again = [{"id": c.id, "type": "function", "function": f} for c, f in zip(calls, again)]
-        messages.append({"role": "assistant", "content": text, **({"tool_calls": again} if calls else {})})
+        message = ask(messages, tools=TOOLS)
+        calls, text = message.get("tool_calls") or [], (message["content"] or "").strip()
+        for call in calls:  # whose arguments it returns in another form
+            call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]))
+        messages.append({"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})})
         if not calls:
             break
-        messages += [{"role": "tool", "tool_call_id": c.id, "content": run(c.function.arguments)} for c in calls]
-    print(message.content)
+        results = [(call["id"], run(call["function"]["arguments"])) for call in calls]
+        messages += [{"role": "tool", "tool_call_id": id, "content": result} for id, result in results]
+    print(text)
 """
 SPEC = RolloutSpec("train", 0, 0, name="0-0")
 WRITES = calls("bash", cmd="echo 5 > sum.txt")
@@ -76,12 +88,12 @@ def play(tmp_path):
     return player(tmp_path)
 
 
-def agent(dialect: str) -> str:
-    return textwrap.dedent(LOOP) + textwrap.dedent(dialect)
+def agent(*parts: str) -> str:
+    return "".join(map(textwrap.dedent, (LOOP, *parts)))
 
 
 def test_an_unmodified_program_is_trained_on_the_very_tokens_that_were_sampled(play):
-    (rollout,), policy = play(agent(CHAT), WRITES, ENDS)
+    (rollout,), policy = play(agent(SDK, CHAT), WRITES, ENDS)
     assert rollout.reward == 1.0
     assert (rollout.metrics["exit_code"], rollout.stop, rollout.num_turns) == (0.0, "agent_ended", 2)
     assert_exact(rollout, policy, num_turns=2)
@@ -93,15 +105,13 @@ def test_an_unmodified_program_is_trained_on_the_very_tokens_that_were_sampled(p
 
 
 SIDE = """
-    import openai
-    client, title = openai.OpenAI(), [{"role": "system", "content": "Title?"}, {"role": "user", "content": "hi"}]
-    client.chat.completions.create(model="x", messages=title)
+    ask([{"role": "system", "content": "Title?"}, *HI])
 """
 
 
 def test_a_check_counts_turns_branches_and_those_that_do_not_reproduce_what_was_sampled(play):
     watches = []
-    (rollout,), policy = play(agent(SIDE) + textwrap.dedent(CHAT), WRITES, ENDS, watches=watches)
+    (rollout,), policy = play(agent(SIDE, CHAT), WRITES, ENDS, watches=watches)
 
     def report(**changed):
         outcome = RolloutOutcome(SPEC, 1.0, msgspec.structs.replace(rollout, **changed))
@@ -121,13 +131,12 @@ def test_a_check_counts_turns_branches_and_those_that_do_not_reproduce_what_was_
 
 
 SHOWS = """
-    import json, os, pathlib, sys
+    import pathlib
     shown = {"args": sys.argv[1:], "env": dict(os.environ), "stdin": sys.stdin.read(), "here": sorted(os.listdir())}
     pathlib.Path(%r).write_text(json.dumps(shown))
     pathlib.Path("made").mkdir()
     pathlib.Path("made/here").write_text("hi")
-    import openai
-    openai.OpenAI().chat.completions.create(model="x", messages=[{"role": "user", "content": "hi"}])
+    ask(HI)
     sys.exit(3)
 """
 
@@ -138,7 +147,7 @@ def test_a_program_gets_its_task_and_no_secret_of_the_run(play, tmp_path, monkey
     (tmp_path / "start").mkdir()
     (tmp_path / "start" / "readme.txt").write_text("hi")
     (rollout,), _ = play(
-        SHOWS % str(tmp_path / "shown"),
+        agent(SHOWS % str(tmp_path / "shown")),
         command=(sys.executable, str(tmp_path / "agent.py"), "{file}: {prompt}", '{"a": "{base_url}"}', "{unknown}"),
         env={"MY_URL": "{gateway}/s/{api_key}"}, workdir=str(tmp_path / "start"), stdin="Please: {day}",
         tasks=TASKS.replace('"file":', '"day": __import__("datetime").date(2026, 1, 2), "file":'),
@@ -158,10 +167,8 @@ def test_a_program_gets_its_task_and_no_secret_of_the_run(play, tmp_path, monkey
 
 
 LINGERS = """
-    import os, subprocess, sys, time, urllib.request  # a client that starts in no time: the program's time is short
-    url, key = f"{os.environ['OPENAI_BASE_URL']}/chat/completions", os.environ["OPENAI_API_KEY"]
-    body = b'{"messages": [{"role": "user", "content": "hi"}]}'
-    urllib.request.urlopen(urllib.request.Request(url, body, {"authorization": f"Bearer {key}"}))
+    import time
+    ask(HI)
     if os.fork() == 0:  # a process that leaves the group, loses its parent and ignores SIGTERM
         os.setsid()
         if os.fork() == 0:
@@ -176,7 +183,7 @@ LINGERS = """
 
 def test_a_program_that_does_not_end_is_ended_with_all_that_it_started_and_scored(play, tmp_path):
     mark = f"lingering-{os.getpid()}"
-    (rollout,), _ = play(LINGERS % mark, timeout_s=4.0)
+    (rollout,), _ = play(agent(LINGERS % mark), timeout_s=4.0)
     assert (rollout.stop, rollout.metrics["exit_code"], rollout.reward) == ("agent_timeout", -1.0, 0.0)
     assert 0 < rollout.metrics["output"] <= 130_000
     deadline = time.monotonic() + 10
@@ -186,8 +193,7 @@ def test_a_program_that_does_not_end_is_ended_with_all_that_it_started_and_score
 
 
 LEAVES_A_SERVER = """
-    import openai, os, subprocess, sys
-    openai.OpenAI().chat.completions.create(model="x", messages=[{"role": "user", "content": "hi"}])
+    ask(HI)
     subprocess.Popen(["sleep", "600"], start_new_session=True)  # it holds the output open
     subprocess.Popen(["sleep", "600"], env={})
     subprocess.Popen(["sh", "-c", "sleep 0 &"]).wait()
@@ -201,7 +207,7 @@ def test_a_program_has_ended_although_what_it_left_behind_has_not(play):
         '"left": len(file.joinpath("/proc", p := (folder / "parent").read_text(), "task", p, "children").read_text())'
     )
     tasks = TASKS.replace('"output": len(output)', '"output": output.endswith("END\\n"), ' + left)
-    (rollout,), _ = play(LEAVES_A_SERVER, tasks=tasks, timeout_s=60.0)
+    (rollout,), _ = play(agent(LEAVES_A_SERVER), tasks=tasks, timeout_s=60.0)
     assert rollout.metrics["left"] == 0  # processes, and those that have ended and were not waited for
     assert (rollout.stop, rollout.metrics["exit_code"], rollout.metrics["output"]) == ("agent_ended", 0.0, 1.0)
 
@@ -280,16 +286,14 @@ def test_folders_too_deep_for_python_to_walk_are_looked_at_and_removed(tmp_path,
 
 
 BRANCHES = """
-    import openai
-    client = openai.OpenAI()
-    def ask(*messages, **more):
-        client.chat.completions.create(model="x", messages=[{"role": r, "content": c} for r, c in messages], **more)
-    tools = [{"type": "function", "function": {"name": "bash", "parameters": {}}}]
-    ask(("user", "A title?"))
-    ask(("user", "a"), tools=tools)
-    ask(("user", "a"), ("assistant", "Yes."), ("user", "b"), tools=tools)
-    ask(("user", "a"), ("assistant", "Yes."), ("user", "c"), tools=tools)  # leaves it after its first turn
-    ask(("user", "summary"), tools=tools)  # as after a compaction
+    def say(*texts, **more):
+        roles = ["user", "assistant", "user"]
+        ask([{"role": role, "content": text} for role, text in zip(roles, texts)], **more)
+    say("A title?")
+    say("a", tools=TOOLS)
+    say("a", "Yes.", "b", tools=TOOLS)
+    say("a", "Yes.", "c", tools=TOOLS)  # leaves it after its first turn
+    say("summary", tools=TOOLS)  # as after a compaction
 """
 
 
@@ -298,25 +302,23 @@ BRANCHES = """
     [({}, [1, 2, 1, 1]), ({"train": "main"}, [2]), ({"train": "last"}, [1]), ({"only_with_tools": True}, [2, 1, 1])],
 )
 def test_each_branch_is_a_sample_and_the_user_chooses_which_train(play, choice, turns):
-    (rollout,), policy = play(BRANCHES, "Yes.<|im_end|>", **choice)
+    (rollout,), policy = play(agent(BRANCHES), "Yes.<|im_end|>", **choice)
     assert rollout.num_turns == 5
     length = len(policy.given[0][1].ids)
     assert [int(sample.loss_mask.sum()) / length for sample in rollout.samples] == turns
 
 
 ASKS_ON = """
-    import openai
-    chat = openai.OpenAI(max_retries=0).chat.completions
     for number in range(3):
         try:
-            chat.create(model="x", messages=[{"role": "user", "content": str(number)}])
-        except openai.PermissionDeniedError as error:
-            raise SystemExit(7)
+            ask([{"role": "user", "content": str(number)}])
+        except urllib.error.HTTPError as error:
+            sys.exit(7 if error.code == 403 else 1)
 """
 
 
 def test_a_program_that_asks_on_after_its_last_turn_is_refused_and_one_that_never_asks_has_no_rollout(play):
-    (rollout,), policy = play(ASKS_ON, max_turns=2)
+    (rollout,), policy = play(agent(ASKS_ON), max_turns=2)
     assert (rollout.metrics["exit_code"], len(policy.given)) == (7.0, 2)
     with pytest.raises(RolloutFailed, match="Nothing was sampled"):
         play("print('I know everything.')")
@@ -366,9 +368,9 @@ def test_turns_that_were_sampled_before_a_crash_are_not_sampled_again(play, tmp_
 
 
 DIES_ONCE = """
-    import openai, os, pathlib, signal, time
+    import pathlib, signal, time
     first = pathlib.Path(%r)
-    openai.OpenAI().chat.completions.create(model="x", messages=[{"role": "user", "content": "hi"}])
+    ask(HI)
     if not first.exists():
         first.write_text(str(os.getpid()))
         os.kill(os.getppid(), signal.SIGKILL)  # the worker of its environment
@@ -377,7 +379,7 @@ DIES_ONCE = """
 
 
 def test_a_worker_that_dies_costs_no_turn(play, tmp_path):
-    (rollout,), policy = play(DIES_ONCE % str(tmp_path / "first"), journal=tmp_path / "journal")
+    (rollout,), policy = play(agent(DIES_ONCE % str(tmp_path / "first")), journal=tmp_path / "journal")
     assert (rollout.metrics["exit_code"], rollout.num_turns, len(policy.given)) == (0.0, 1, 1)
     assert not is_alive((tmp_path / "first").read_text())  # it would work in its successor's folder
 
@@ -550,19 +552,11 @@ ONCE = {"memory_gib": 1.0, "timeout_s": 8.0}  # what four processes share counts
         ("shared = mmap.mmap(-1, 600 << 20); shared[::4096]", "agent_memory", {"memory_gib": 0.5}),
         ("shared = mmap.mmap(-1, 300 << 20); os.fork(), os.fork(), shared[::4096]", "agent_timeout", ONCE),
         ("for _ in range(40): os.fork() or time.sleep(60)", "agent_processes", {"num_processes": 32}),
-        ("", "agent_timeout", {"timeout_s": 8.0}),
     ],
 )
 def test_a_program_that_takes_too_much_is_ended_and_scored(sandboxed, grows, stop, limits):
-    program = f"""
-    import mmap, os, time, urllib.request  # it starts sooner than an SDK
-    body, key = b'{{"messages": [{{"role": "user", "content": "hi"}}]}}', os.environ["ANTHROPIC_API_KEY"]
-    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, {{"x-api-key": key}})
-    urllib.request.urlopen(request).read()
-    {grows}
-    time.sleep(60)
-    """
-    (rollout,), _ = sandboxed(program, **limits)
+    program = f"\nimport mmap, time\nask(HI)\n{grows}\ntime.sleep(60)\n"
+    (rollout,), _ = sandboxed(agent(program), **limits)
     assert (rollout.stop, rollout.metrics["exit_code"], rollout.reward) == (stop, -1.0, 0.0)
 
 
@@ -590,12 +584,23 @@ def test_the_sandbox_writes_to_no_folder_but_a_private_one(tmp_path, monkeypatch
 SHIPPED_TASKS = Path(__file__).parents[3] / "environments" / "examples" / "harbor_tasks"
 
 
+SANDBOX = Agent(command=("true",), runtime="sandbox").model_dump(mode="json") | {"folders": "/none", "programs": ""}
+
+
+@pytest.fixture
+def harbor(monkeypatch):
+    """Return the worker's module for tasks. It needs the standard library alone."""
+    for folder in ("worker", "worker/agents"):
+        monkeypatch.syspath_prepend(Path(agent_session.__file__).parent / folder)
+    return importlib.import_module("trireme_harbor")
+
+
 @pytest.fixture
 def task(tmp_path):
-    """Return what writes a copy of a shipped task, with some of its files changed, and its data set."""
+    """Return what writes a copy of a shipped task, with some of its files changed, and returns its data set."""
 
-    def write_task(**files: str) -> str:
-        folder = tmp_path / "tasks" / "count-errors"
+    def write_task(name: str = "count-errors", **files: str) -> str:
+        folder = tmp_path / "tasks" / name
         shutil.copytree(SHIPPED_TASKS / "count-errors", folder)
         for name, text in files.items():
             (folder / name.replace("__", "/").replace("_", ".")).write_text(text)
@@ -630,9 +635,9 @@ def test_a_program_solves_a_task_folder_and_its_own_tests_give_the_reward(sandbo
         ({"task_toml": "[agent]\ntimeout_sec = 'long'\n"}, "cannot be read"),
     ],
 )
-def test_a_task_that_cannot_be_run_is_named_with_the_reason(sandboxed, task, files, words):
-    with pytest.raises(ConfigError, match=f"count-errors.*{words}"):
-        sandboxed("", id=task(**files))
+def test_a_task_that_cannot_be_run_is_named_with_the_reason(harbor, task, files, words):
+    with pytest.raises(ValueError, match=f"count-errors.*{words}"):
+        harbor.HarborAdapter(task(**files), versions={}, agent=SANDBOX)
 
 
 @pytest.mark.parametrize("copied", [("keys", "/app/out/x"), ("b", "."), ("x", "x")])
@@ -654,34 +659,37 @@ def test_a_task_writes_to_no_file_outside_of_its_folder_through_a_link_that_it_h
 
 
 @pytest.mark.parametrize("name", ["instruction.md", "task.toml", "environment/Dockerfile", "environment", "tests"])
-def test_a_task_whose_files_lie_outside_of_its_folder_is_refused(sandboxed, task, tmp_path, name):
+def test_a_task_whose_files_lie_outside_of_its_folder_is_refused(harbor, task, tmp_path, name):
     linked, outside = Path(task(), "count-errors", name), tmp_path / "outside"
     linked.rename(outside)
     linked.symlink_to(outside)
-    with pytest.raises(ConfigError, match=f"count-errors.*cannot be read.*{name} leads to .*outside"):
-        sandboxed("", id=str(tmp_path / "tasks"))
+    with pytest.raises(ValueError, match=f"count-errors.*cannot be read.*{name} leads to .*outside"):
+        harbor.HarborAdapter(str(tmp_path / "tasks"), versions={}, agent=SANDBOX)
 
 
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({}, ""),
-        ({"solution__solve_sh": "true"}, "oracle: task count-errors: its own solution earned 0"),
-        ({"tests__test_sh": "echo 1 > /logs/verifier/reward.txt"}, "nothing: task count-errors: no solution"),
-        ({"tests__test_sh": "true"}, "oracle: example 0 (score: RewardError: tests/test.sh ended with code 0"),
-        ({"tests__test_sh": "sleep 60", "task_toml": "verifier = { timeout_sec = 1 }"}, "its own solution earned 0"),
-    ],
-)
-def test_a_check_names_the_tasks_whose_tests_cannot_tell_a_solution_from_none(tmp_path, task, files, expected):
+def test_a_check_names_the_tasks_whose_tests_cannot_tell_a_solution_from_none(tmp_path, task):
     async def check(environment):
-        return await check_solutions(environment, Extent("train", [0], 1), Progress())
+        return await check_solutions(environment, Extent("train", range(5), 1), Progress())
 
-    toy = open_toy(tmp_path, task(**files), agent={"command": ("true",), "runtime": "sandbox"})
-    with running(toy) as on:
+    changed = {
+        "a-good": {},
+        "b-unsolved": {"solution__solve_sh": "true"},
+        "c-given": {"tests__test_sh": "echo 1 > /logs/verifier/reward.txt"},
+        "d-silent": {"tests__test_sh": "true"},
+        "e-hangs": {"tests__test_sh": "sleep 60", "task_toml": "verifier = { timeout_sec = 1 }"},
+    }
+    for name, files in changed.items():
+        folder = task(name, **files)
+    with running(open_toy(tmp_path, folder, agent={"command": ("true",), "runtime": "sandbox"})) as on:
         earned, troubles = on(check)
     assert sorted(earned) == ["nothing", "oracle"]
-    assert expected in "; ".join(f"{trouble.stage}: {trouble.error}" for trouble in troubles)
-    assert bool(troubles) == bool(expected)
+    assert [f"{trouble.stage}: {trouble.error.partition(' - ')[0]}" for trouble in troubles] == [
+        "oracle: task b-unsolved: its own solution earned 0",
+        "oracle: example 3 (score: RewardError: tests/test.sh ended with code 0 and wrote no "
+        "/logs/verifier/reward.txt or reward.json",
+        "oracle: task e-hangs: its own solution earned 0",
+        "nothing: task c-given: no solution at all earned 1",
+    ]
 
 
 ENGINE = """

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from toy_environments import import_shipped, packages_folder, run_all, run_one, says, with_package
+from toy_environments import import_shipped, run_all, run_one, says
 from trireme.orchestrator.environments.wire import Ask, Reply
 from trireme.orchestrator.gateway.dialects.turn import ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer
@@ -95,14 +95,14 @@ async def say_nothing_of_use(question: Ask) -> Reply:
     return Reply(content="<guess>abcd</guess>" if len(question.messages) == 2 else "a b c", finish_reason="stop")
 
 
-def test_the_wordle_package_plays_whole_games_and_rewards_the_quicker_one(tmp_path_factory):
+def test_the_wordle_package_plays_whole_games_and_rewards_the_quicker_one(on):
     async def use(environment):
         assert (environment.num_train, environment.num_eval) == (56, 8)
         won = [await run_one(environment, play_by_the_feedback, i) for i in range(56)]
         return won, await run_one(environment, say_nothing_of_use, split="eval")
 
     args = {"alphabet": "abcd", "word_length": 3, "max_turns": 9}
-    won, lost = with_package(packages_folder(tmp_path_factory), "wordle", use, **args)
+    won, lost = on("wordle", use, **args)
     for game in won:
         turns = game.metrics["num_turns"]
         assert (game.stop, len(game.completion)) == ("word_found", 2 * turns - 1)
@@ -164,14 +164,14 @@ def answers(**options: Any) -> Callable[[Ask], Awaitable[Reply]]:
     return ask
 
 
-def test_the_alphabet_sort_package_rewards_every_turn_by_how_nearly_it_is_sorted(tmp_path_factory):
+def test_the_alphabet_sort_package_rewards_every_turn_by_how_nearly_it_is_sorted(on):
     async def use(environment):
         assert (environment.num_train, environment.num_eval) == (20, 5)
         policies = (answers(), answers(marks=False), answers(combined=False))
         return await asyncio.gather(*(run_all(environment, policy, 20) for policy in policies))
 
     args = {"min_turns": 2, "max_turns": 4, "num_train": 20, "num_eval": 5, "similarity_power": 2}
-    done = with_package(packages_folder(tmp_path_factory), "alphabet-sort", use, **args)
+    done = on("alphabet-sort", use, **args)
     assert {len(rollout.info["expected"]) for rollout in done[0]} == {2, 3, 4}
     for right, unmarked, untagged in zip(*done, strict=True):
         turns = len(right.info["expected"])
@@ -208,14 +208,14 @@ def test_problems_differ_and_training_never_sees_what_is_evaluated_whatever_the_
     assert make(200, 40, seed=2) == sets[2]
 
 
-def test_a_right_number_in_a_box_is_rewarded_in_a_real_worker(tmp_path_factory):
+def test_a_right_number_in_a_box_is_rewarded_in_a_real_worker(on):
     async def use(environment):
         assert (environment.num_train, environment.num_eval) == (12, 4)
         silent = await run_one(environment, says("I do not know"), 3)
         right = await run_one(environment, says(f"so \\boxed{{${silent.answer}.0}}"), 3)
         return silent, right, await run_one(environment, says("\\boxed{-5}"), 3)
 
-    outcomes = with_package(packages_folder(tmp_path_factory), "gsm8k", use, num_train=12, num_eval=4)
+    outcomes = on("gsm8k", use, num_train=12, num_eval=4)
     assert [(done.reward, done.metrics["has_box"]) for done in outcomes] == [(0.0, 0.0), (1.0, 1.0), (0.0, 1.0)]
     assert outcomes[0].prompt[0]["role"] == "system"
 
@@ -325,7 +325,7 @@ def call(code: str, name: str = "python") -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'code': code}})}\n</tool_call>"
 
 
-def test_code_runs_in_the_sandbox_and_its_output_comes_back_as_a_tool_message(tmp_path_factory):
+def test_code_runs_in_the_sandbox_and_its_output_comes_back_as_a_tool_message(on):
     tokenizer = ChatTokenizer(ROOT / "models" / "math-python-tiny")
 
     async def use(environment):
@@ -358,7 +358,7 @@ def test_code_runs_in_the_sandbox_and_its_output_comes_back_as_a_tool_message(tm
 
     sizes = {"num_train": 5, "num_eval": 2, "max_output_chars": 200}
     args = sizes | {"difficulty": 1, "system_prompt": "", "timeout_s": 30}
-    with_package(packages_folder(tmp_path_factory), "math-python", use, **args)
+    on("math-python", use, **args)
 
 
 def test_the_tiny_models_warm_up_shows_nothing_that_is_evaluated():

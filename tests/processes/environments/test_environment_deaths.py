@@ -166,7 +166,7 @@ def test_a_rollout_that_kills_its_worker_is_dropped_and_named(tmp_path, warnings
     failure, outcomes, found = with_toy(tmp_path, KILLS.format(line).replace("SPARE", "False"), use, **config)
     for each in (failure, outcomes.pop(3)):
         assert (type(each), each.stage) == (RolloutFailed, "worker")
-    assert "worker died twice" in failure.error
+    assert "worker died 2 times" in failure.error
     assert blame in failure.error
     assert [outcome.reward for outcome in outcomes] == [1.0] * 7  # those that ran with it
     assert found == Counter(worker_death=2, worker_error=1, **counts)

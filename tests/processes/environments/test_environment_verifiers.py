@@ -11,6 +11,8 @@ from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
 from trireme.orchestrator.gateway.dialects.turn import ToolCall
 
 pytestmark = pytest.mark.xdist_group("verifiers")  # one process, so that tests share workers
+MULTI_TURN, WITH_A_TIMEOUT, TOOLS, PARALLEL, STEPWISE = range(0, 100, 20)  # examples of `alone`
+SHORTEST, RAISING, SHORT, NAN, STEPWISE_GROUP = range(0, 100, 20)  # examples of `groups`
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +25,11 @@ def test_verifiers_swallows_what_a_reward_raises_or_returns_and_we_do_not(toys):
         return await run_all(environment, says("x"), 20), await run_one(environment, says(""), 3)
 
     outcomes, empty = toys("raising", use)
-    assert [isinstance(outcome, RolloutFailed) for outcome in outcomes] == [i % 10 == 0 for i in range(20)]
-    assert (outcomes[0].stage, outcomes[0].error) == ("score", "ZeroDivisionError: division by zero")
+    failed = {i: outcome for i, outcome in enumerate(outcomes) if isinstance(outcome, RolloutFailed)}
+    assert list(failed) == [0, 10, 13]
+    assert (failed[0].stage, failed[0].error) == ("score", "ZeroDivisionError: division by zero")
+    assert "RewardError: Reward function `judge` returned None" in failed[13].error  # its weight is 0
     assert outcomes[3].reward == empty.reward == pytest.approx(1 / 3)  # an empty completion is scored
-    with pytest.raises(RolloutFailed, match=r"score: RewardError: Reward function `judge` returned"):  # its weight is 0
-        toys("returning_none", lambda environment: run_one(environment, says("x")))
 
 
 def test_a_multi_turn_environment_runs_unmodified_and_sees_tokens_and_logprobs(toys):
@@ -38,7 +40,7 @@ def test_a_multi_turn_environment_runs_unmodified_and_sees_tokens_and_logprobs(t
         turn, tokens = len(questions), {"completion_ids": [8, 9], "logprobs": [-0.5, -0.25]}
         return Reply(content=f"turn {turn}", finish_reason="stop", prompt_ids=[7] * (10 * turn), **tokens)
 
-    done = toys("multi_turn", lambda environment: run_one(environment, ask, 2, sampling={"temperature": 0.7}))
+    done = toys("alone", lambda environment: run_one(environment, ask, MULTI_TURN + 2, sampling={"temperature": 0.7}))
     assert [len(question.messages) for question in questions] == [1, 3, 5]
     assert questions[2].messages == [
         {"role": "user", "content": "q2"},
@@ -53,32 +55,24 @@ def test_a_multi_turn_environment_runs_unmodified_and_sees_tokens_and_logprobs(t
     assert (done.metrics["num_turns"], done.stop, done.truncated) == (3.0, "has_final_env_response", False)
 
 
-def test_a_picture_of_a_data_set_is_shown(toys):
-    url = "data:image/png;base64,cGl4ZWxz"
-    asked, done = toys("pictures", asked_and_done, url=url)
-    picture, text = {"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what is it?"}
-    assert asked == done.prompt == [{"role": "user", "content": [picture, text]}]
-    assert done.reward == 1.0
-
-
 def test_a_rollout_that_reaches_the_runs_turn_limit_or_outgrows_the_context_is_scored(toys):
-    done = toys("multi_turn", lambda environment: run_one(environment, says("x"), max_turns=2))
+    done = toys("alone", lambda environment: run_one(environment, says("x"), MULTI_TURN, max_turns=2))
     assert (done.metrics["num_turns"], done.stop, done.truncated) == (2.0, "max_turns_reached", False)
-    done = toys("multi_turn", lambda environment: run_one(environment, fills_up(says("x"))))
+    done = toys("alone", lambda environment: run_one(environment, fills_up(says("x")), MULTI_TURN))
     assert (done.stop, done.truncated, done.reward, len(done.completion)) == ("prompt_too_long", True, 1.5, 1)
 
 
 @pytest.mark.parametrize(
-    ("kind", "words", "args"),
+    ("kind", "words", "index"),
     [
-        ("engine", "rollout: ModelError: no answer", {}),
-        ("cancelled", "rollout: ", {}),
-        ("cancelled", "rollout: ", {"timeout_seconds": 30.0}),
+        ("engine", "rollout: ModelError: no answer", MULTI_TURN),
+        ("cancelled", "rollout: ", MULTI_TURN),
+        ("cancelled", "rollout: ", WITH_A_TIMEOUT),
     ],
 )
-def test_a_turn_without_an_answer_fails_the_rollout_unscored(toys, kind, words, args):
+def test_a_turn_without_an_answer_fails_the_rollout_unscored(toys, kind, words, index):
     with pytest.raises(RolloutFailed, match=words):
-        toys("multi_turn", lambda environment: run_one(environment, refuses("no answer", kind)), **args)
+        toys("alone", lambda environment: run_one(environment, refuses("no answer", kind), index))
 
 
 def test_tool_calls_are_converted_both_ways(toys):
@@ -89,7 +83,7 @@ def test_tool_calls_are_converted_both_ways(toys):
         return Reply(tool_calls=[call], finish_reason="tool_calls")
 
     noted, questions = noting(ask)
-    done = toys("tools", lambda environment: run_one(environment, noted))
+    done = toys("alone", lambda environment: run_one(environment, noted, TOOLS))
     function = questions[0].tools[0]["function"]
     assert (function["name"], set(function["parameters"]["properties"])) == ("add", {"a", "b"})
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
@@ -112,7 +106,25 @@ def test_turns_that_an_environment_asks_for_at_once_are_answered_at_once(toys):
         await all_asked.wait()
         return Reply(content=question.messages[-1]["content"], finish_reason="stop")
 
-    assert toys("parallel", lambda environment: run_one(environment, ask)).reward == 3.0
+    assert toys("alone", lambda environment: run_one(environment, ask, PARALLEL)).reward == 3.0
+
+
+async def turn_by_turn(question: Ask) -> Reply:
+    return Reply(content="x", finish_reason="stop", prompt_ids=[1], completion_ids=[2, 3], logprobs=[-1.0, -1.0])
+
+
+def test_a_turns_own_reward_stands_where_that_turn_was_asked_for(toys):
+    done = toys("alone", lambda environment: run_one(environment, turn_by_turn, STEPWISE))
+    assert done.turn_rewards == [[0.5], [], [1.0]]  # the second Ask was an aside, the last turn was given nothing
+    assert done.reward == 1.5
+
+
+def test_a_picture_of_a_data_set_is_shown(toys):
+    url = "data:image/png;base64,cGl4ZWxz"
+    asked, done = toys("pictures", asked_and_done, url=url)
+    picture, text = {"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what is it?"}
+    assert asked == done.prompt == [{"role": "user", "content": [picture, text]}]
+    assert done.reward == 1.0
 
 
 def test_an_environment_that_stops_waiting_for_a_turn_ends_the_turn_before_it_scores(toys, tmp_path):
@@ -126,52 +138,33 @@ def test_an_environment_that_stops_waiting_for_a_turn_ends_the_turn_before_it_sc
     assert (done.stop, done.reward) == ("timeout_reached", 0.25)
 
 
-def test_a_group_is_scored_by_its_group_rewards_and_its_own_together_or_fails_as_a_whole(toys):
+def test_a_group_is_scored_by_the_group_rewards_and_others_of_its_own_environment_or_fails_as_a_whole(toys):
     async def use(environment):
-        assert environment.group_rewards
-        return await run_group(environment, ["5 and much more", "5", "six", "7"], index=5)
+        assert (environment.group_rewards, environment.num_train) == (True, 100)
+        compared = await run_group(environment, ["5 and much more", "5", "six", "7"], index=SHORTEST + 5)
+        alone = await run_group(environment, ["long", "x"], index=RAISING + 3)
+        return compared, alone, *[await run_group(environment, ["a", "b", "c"], index=i) for i in (SHORT, NAN)]
 
-    outcomes = toys("shortest", use)
-    assert [outcome.reward for outcome in outcomes] == [0.5, 1.5, 0.0, 1.0]
-    assert [outcome.metrics["rank"] for outcome in outcomes] == [3.0, 0.0, 2.0, 0.0]
-    assert [outcome.turn_rewards for outcome in outcomes] == [[]] * 4  # verifiers gives each turn the rollout's own
-    for value, words in (("short", "1 values for a group of 3 rollouts"), ("nan", "nan - expected a finite number")):
-        outcomes = toys("bad_group", lambda environment: run_group(environment, ["a", "b", "c"]), value=value)
+    compared, alone, short, nan = toys("groups", use)
+    assert [outcome.reward for outcome in (*compared, *alone)] == pytest.approx([0.5, 1.5, 0.0, 1.0, 1 / 3, 1 / 3])
+    assert [outcome.metrics["rank"] for outcome in compared] == [3.0, 0.0, 2.0, 0.0]
+    assert [outcome.turn_rewards for outcome in compared] == [[]] * 4  # verifiers gives each turn the rollout's own
+    assert [outcome.info["env_id"] for outcome in (*compared, *alone)] == ["compared"] * 4 + ["alone"] * 2
+    names = {"num_turns", "one_in_ten", "judge", "rank", "right", "shortest", "first", "second"}
+    assert set(compared[0].metrics) == set(alone[1].metrics) == names
+    for outcomes, words in ((short, "1 values for a group of 3 rollouts"), (nan, "nan - expected a finite number")):
         assert [(type(outcome), outcome.stage) for outcome in outcomes] == [(RolloutFailed, "score")] * 3
         assert all(f"`judge` returned {words}" in outcome.error for outcome in outcomes)
 
 
-async def turn_by_turn(question: Ask) -> Reply:
-    return Reply(content="x", finish_reason="stop", prompt_ids=[1], completion_ids=[2, 3], logprobs=[-1.0, -1.0])
-
-
-def test_a_turns_own_reward_stands_where_that_turn_was_asked_for(toys):
-    done = toys("stepwise", lambda environment: run_one(environment, turn_by_turn))
-    assert done.turn_rewards == [[0.5], [], [1.0]]  # the second Ask was an aside, the last turn was given nothing
-    assert done.reward == 1.5
-
-
 def test_what_scoring_fills_into_turns_is_no_reward_of_theirs(toys):
     async def use(environment):
-        tasks = [RunTask(task=f"r{i}", index=0, group="g", group_size=2) for i in range(2)]
+        tasks = [RunTask(task=f"r{i}", index=STEPWISE_GROUP, group="g", group_size=2) for i in range(2)]
         return await asyncio.gather(*(environment.run(task, turn_by_turn) for task in tasks))
 
-    for done in toys("stepwise_group", use):
+    for done in toys("groups", use):
         assert done.turn_rewards == [[0.5], [], [1.0], [7.0]]  # given by the environment, and by the second rubric
         assert done.reward == 3.0
-
-
-def test_in_a_group_of_environments_each_keeps_its_own_way_of_scoring(toys):
-    async def use(environment):
-        assert environment.num_train == 40
-        compared = run_group(environment, ["long", "x"], index=3, name="a")
-        return await compared + await run_group(environment, ["long", "x"], index=23, name="b")
-
-    outcomes = toys("mixed_group", use)
-    assert [outcome.reward for outcome in outcomes] == pytest.approx([0.0, 1.0, 1 / 3, 1 / 3])
-    assert [outcome.info["env_id"] for outcome in outcomes] == ["compared"] * 2 + ["alone"] * 2
-    names = {"num_turns", "one_in_ten", "rank", "right", "shortest"}
-    assert set(outcomes[0].metrics) == set(outcomes[3].metrics) == names
 
 
 def test_a_judge_at_an_openai_endpoint_gives_the_reward(toys):

@@ -1,6 +1,8 @@
 """v1 environments of verifiers 0.4, unmodified, in a virtual environment of their own."""
 
 import asyncio
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +20,9 @@ from toy_environments import (
 )
 from trireme.algo.data.order import ENDLESS
 from trireme.base.errors import ConfigError
+from trireme.orchestrator.environments import pool
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
+from trireme.orchestrator.environments.venv import EnvironmentSource, find_environment
 from trireme.orchestrator.environments.wire import Ask, Done, Reply
 
 pytestmark = pytest.mark.xdist_group("verifiers v1")
@@ -30,6 +34,7 @@ async def echo(question: Ask) -> Reply:
     return Reply(content=text, finish_reason="stop", prompt_ids=[1], completion_ids=[2, 3], logprobs=[-1.0, -1.0])
 
 
+@pytest.mark.usefixtures("on")  # workers are forked
 def test_a_v1_environment_runs_beside_a_v0_one(tmp_path_factory):
     folder = packages_folder(tmp_path_factory)
 
@@ -143,13 +148,15 @@ def test_tasks_of_an_infinite_taskset_are_the_same_wherever_they_are_drawn(on, t
     assert asyncio.run(in_another_worker()) == [drawn[3], drawn[2]]
 
 
-@pytest.mark.parametrize(
-    ("package", "args", "words"),
-    [
-        ("v1-echo", {"agent": {"model": "gpt"}}, "Agent 'agent' names the model 'gpt' and no endpoint"),
-        ("v1-harness", {}, r'v1_harness is a harness of verifiers v1.*harness = \{ id = "v1_harness"'),
-    ],
-)
-def test_what_cannot_be_played_is_refused_at_load_with_what_to_give(on, package, args, words):
-    with pytest.raises(ConfigError, match=words):
-        on(package, lambda environment: None, **args)
+def test_a_model_without_an_endpoint_is_refused_at_load(on):
+    with pytest.raises(ConfigError, match="Agent 'agent' names the model 'gpt' and no endpoint"):
+        on("v1-echo", lambda environment: None, agent={"model": "gpt"})
+
+
+def test_a_harness_is_refused_as_an_environment(on, monkeypatch):
+    def find_harness(id: str, *, root: Path) -> EnvironmentSource:  # in the virtual environment that has it, too
+        return replace(find_environment(id, root=root), module="v1_harness")
+
+    monkeypatch.setattr(pool, "find_environment", find_harness)
+    with pytest.raises(ConfigError, match=r'v1_harness is a harness of verifiers v1.*harness = \{ id = "v1_harness"'):
+        on("v1-echo", lambda environment: None, harness="alone")

@@ -187,9 +187,6 @@ class Environment:
         self._keepers: list[asyncio.Task[None]] = []
         self._slots = asyncio.Semaphore(config.max_concurrent)
         self._exclusive = ExclusiveSection()  # for a suspect that has seen two deaths
-        self._barrier = GroupBarrier()
-        self._worker_of: dict[str, EnvironmentWorker] = {}  # by group, where rewards compare its rollouts
-        self._group_members: Counter[str] = Counter()  # rollouts under way
         self._worker_came = asyncio.Event()
         self._waiting_for_worker = asyncio.Lock()  # held by the rollout that waits in `/status`, for all of them
         self._given_up: str | None = None
@@ -241,12 +238,11 @@ class Environment:
                 play = partial(self._run, task, ask, partial(self._begin_again, session, task, on_retry))
                 try:
                     done = await session.watch(play())
+                    if not session.has_lost_program:
+                        return done
                 except RolloutFailed:
                     if not session.has_lost_program:
                         raise
-                else:
-                    if not session.has_lost_program:
-                        return done
                 log.info("%s: its program ended when the orchestrator died; it is started again", task.task)
                 session.restart(on_retry)
                 return await session.watch(play())
@@ -281,7 +277,6 @@ class Environment:
         timeout_s = self.config.rollout_timeout_s
         is_compared = self.group_rewards and bool(task.group)
         num_deaths = 0  # of workers that ran it
-        self._group_members[task.group] += 1
         try:
             while True:
                 try:
@@ -296,38 +291,24 @@ class Environment:
                         # no `await` from here until the worker has registered the rollout, so it is still alive then
                         worker = self._choose_worker(task.group if is_compared else "")
                         done = await worker.run(OpenRollout(task, ask, timeout_s, num_deaths, on_held=slot.close))
-                    if is_compared:
-                        await self._barrier.wait(task.group, task.group_size, timeout_s=timeout_s)
                     return done
                 except WorkerDied as death:
-                    self._barrier.fail(task.group, death.copy)
                     num_deaths += 1
                     if num_deaths >= 2 and death.is_only_suspect:
                         death.worker.num_settled += 1
-                        often = "twice" if num_deaths == 2 else f"{num_deaths} times"
-                        words = f"worker died {often} with this rollout under way; the last time: {death}"
+                        words = f"worker died {num_deaths} times with this rollout under way; the last time: {death}"
                         raise RolloutFailed("worker", words) from death
                 if begin_again is not None:  # else its player and its session outlive the worker
                     await begin_again()
         except RolloutFailed as failure:
-            self._barrier.release(task.group)
             self.counts[COUNTED[failure.stage]] += 1
             raise
-        finally:
-            self._group_members[task.group] -= 1
-            if not self._group_members[task.group]:
-                del self._group_members[task.group]
-                self._worker_of.pop(task.group, None)
 
     def _choose_worker(self, group: str) -> EnvironmentWorker:
         """Return the worker of a group whose rewards are compared; else one that answers, with the fewest rollouts."""
-        if (worker := self._worker_of.get(group)) is not None and worker.is_ready:
-            return worker
         ready = [worker for worker in self._workers if worker.is_ready]
-        chosen = min(ready, key=lambda worker: (worker.silent_s > 3 * self._ping_every_s, worker.num_running))
-        if group:
-            self._worker_of[group] = chosen
-        return chosen
+        home = next((worker for worker in ready if group and worker.runs_group(group)), None)
+        return home or min(ready, key=lambda each: (each.silent_s > 3 * self._ping_every_s, each.num_running))
 
     async def _wait_for_worker(self) -> None:
         """Wait until a worker is ready. If one is, return without letting another task run.
@@ -446,43 +427,3 @@ class ExclusiveSection:
             self._num_inside -= 1
             if not self._num_inside:
                 self._emptied.set()
-
-
-class GroupBarrier:
-    """Holds the results of a group back until all of its rollouts have theirs.
-
-    A worker reports the rollouts of a group one after the other. If it dies in between, another worker cannot score the
-    rest without those that were reported already, so the whole group runs again.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, list[asyncio.Future[None]]] = {}
-
-    async def wait(self, group: str, size: int, *, timeout_s: float) -> None:
-        """Wait for the others, once this rollout has its result. After a timeout or a failure of another, it stands.
-
-        Raises: the error given to `fail`.
-        """
-        waiting = self._waiting.setdefault(group, [])
-        waiting.append(mine := asyncio.get_running_loop().create_future())
-        if len(waiting) == size:
-            self.release(group)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await mine
-        except TimeoutError:
-            return
-        finally:
-            if mine in waiting:
-                waiting.remove(mine)
-
-    def fail(self, group: str, build_error: Callable[[], Exception]) -> None:
-        """Fail all that wait. Each gets an error of its own: one that is raised in many places has a long traceback."""
-        for waiting in self._waiting.pop(group, []):
-            if not waiting.done():
-                waiting.set_exception(build_error())
-
-    def release(self, group: str) -> None:
-        for waiting in self._waiting.pop(group, []):
-            if not waiting.done():
-                waiting.set_result(None)

@@ -47,9 +47,6 @@ class WorkerDied(PeerDied):
         self.worker = worker
         self.is_only_suspect = is_only_suspect
 
-    def copy(self) -> WorkerDied:
-        return WorkerDied(str(self), worker=self.worker, is_only_suspect=self.is_only_suspect)
-
 
 @dataclass(eq=False)
 class EnvironmentWorker:
@@ -71,6 +68,9 @@ class EnvironmentWorker:
         self.silent_s = 0.0  # since its last message, counted by `watch`
         self._scores_groups = False
         self._rollouts: dict[str, OpenRollout] = {}
+        self._scored: dict[str, list[tuple[OpenRollout, Done]]] = {}
+        """Results of groups that are scored together, until each member has its own. If the worker dies before that,
+        another one cannot score the rest without those that are here, so the whole group runs again."""
         self._num_issued = 0
         self._process: asyncio.subprocess.Process | None = None
         self._connection: Connection | None = None
@@ -80,6 +80,9 @@ class EnvironmentWorker:
     @property
     def num_running(self) -> int:
         return len(self._rollouts)
+
+    def runs_group(self, group: str) -> bool:
+        return any(rollout.task.group == group for rollout in self._rollouts.values())
 
     @property
     def pid(self) -> int | None:
@@ -140,6 +143,7 @@ class EnvironmentWorker:
             raise
         finally:
             del self._rollouts[on_wire]
+            self._deliver_scores(task.group)  # of others, whom its failure or its cancellation would hold up
             self._extend_group_timeouts(task)
             if not is_over:
                 self._send(wire.Cancel(task=on_wire))
@@ -246,7 +250,13 @@ class EnvironmentWorker:
             self._reach("environment.scored")
         if rollout := self._rollouts.get(message.task):
             self.num_settled += not isinstance(message, wire.Ask | wire.GaveUp | Held)
-            message.task = rollout.task.task
+            message.task, group = rollout.task.task, rollout.task.group
+            if isinstance(message, Done) and self._scores_groups and group:
+                scored = self._scored.setdefault(group, [])
+                scored.append((rollout, message))
+                if len(scored) == rollout.task.group_size:
+                    self._deliver_scores(group)
+                return
             rollout.deliver(message)
             if isinstance(message, Held):
                 self._extend_group_timeouts(rollout.task)
@@ -255,11 +265,16 @@ class EnvironmentWorker:
         if not (serial.isdecimal() and int(serial[:20]) < self._num_issued):  # else it was cancelled
             raise wire.Garbage(f"sent a message about a rollout that it never had, {message.task[:80]!r}")
 
+    def _deliver_scores(self, group: str) -> None:
+        for rollout, done in self._scored.pop(group, []):
+            rollout.deliver(done)
+
     def _reach(self, point: str) -> None:
         if self._is_running:
             reach(point, pid=self.pid)
 
     def _fail_rollouts(self, reason: str) -> None:
+        self._scored.clear()
         most = max((rollout.num_deaths for rollout in self._rollouts.values()), default=0)
         suspects = {  # a group that is scored together is one
             (self._scores_groups and each.task.group) or on_wire
