@@ -80,12 +80,22 @@ CHAT = """
     print(text)
 """
 SPEC = RolloutSpec("train", 0, 0, name="0-0")
+SANDBOX = Agent(command=("true",), runtime="sandbox").model_dump(mode="json") | {"folders": "/none", "programs": ""}
+SHIPPED_TASKS = Path(__file__).parents[3] / "environments" / "examples" / "harbor_tasks"
 WRITES = calls("bash", cmd="echo 5 > sum.txt")
 
 
 @pytest.fixture
 def play(tmp_path):
     return player(tmp_path)
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    """Return what imports a module of the worker, of which these need the standard library alone."""
+    for folder in ("worker", "worker/agents"):
+        monkeypatch.syspath_prepend(Path(agent_session.__file__).parent / folder)
+    return importlib.import_module
 
 
 def agent(*parts: str) -> str:
@@ -251,9 +261,8 @@ def test_a_turn_that_no_program_has_received_is_not_trained_on(play, tmp_path):
     assert [len(prompts) for prompts in rollout.left_out.values()] == [1]
 
 
-def test_a_folder_that_a_program_has_made_read_only_is_removed(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(Path(agent_session.__file__).parent / "worker" / "agents")
-    runtime, user = importlib.import_module("trireme_runtime"), os.geteuid()
+def test_a_folder_that_a_program_has_made_read_only_is_removed(worker, tmp_path, monkeypatch):
+    runtime, user = worker("trireme_runtime"), os.geteuid()
     monkeypatch.chdir(tmp_path)  # an ordinary user may not come here from above
     (cache := Path("rollout/go/pkg/mod")).mkdir(parents=True)
     (cache / "m.go").touch()
@@ -269,10 +278,7 @@ def test_a_folder_that_a_program_has_made_read_only_is_removed(tmp_path, monkeyp
     assert not os.listdir()
 
 
-def test_folders_too_deep_for_python_to_walk_are_looked_at_and_removed(tmp_path, monkeypatch):
-    for folder in ("worker", "worker/agents"):
-        monkeypatch.syspath_prepend(Path(agent_session.__file__).parent / folder)
-    agent, runtime = importlib.import_module("trireme_agent"), importlib.import_module("trireme_runtime")
+def test_folders_too_deep_for_python_to_walk_are_looked_at_and_removed(worker, tmp_path):
     (tmp_path / "first.txt").touch()
     below = os.open(tmp_path, os.O_RDONLY)
     for _ in range(1200):
@@ -280,8 +286,8 @@ def test_folders_too_deep_for_python_to_walk_are_looked_at_and_removed(tmp_path,
         above, below = below, os.open("d", os.O_RDONLY, dir_fd=below)
         os.close(above)
     os.close(below)
-    assert agent.written_since(0, tmp_path) == {"first.txt": 0}
-    runtime.remove_folder(tmp_path / "d")
+    assert worker("trireme_agent").written_since(0, tmp_path) == {"first.txt": 0}
+    worker("trireme_runtime").remove_folder(tmp_path / "d")
     assert os.listdir(tmp_path) == ["first.txt"]
 
 
@@ -325,21 +331,23 @@ def test_a_program_that_asks_on_after_its_last_turn_is_refused_and_one_that_neve
 
 
 @pytest.mark.parametrize(
-    ("tasks", "command", "words"),
+    ("tasks", "changed", "words"),
     [
-        (TASKS, ("no-such-program",), "was not found"),
-        (TASKS + "\n    def respond(completion):\n        return None\n", ("true",), "`respond`"),
-        (TASKS.replace("exit_code, output", "exit_code, result"), ("true",), "asks for result"),
+        (TASKS + "\n    def respond(completion):\n        return None\n", {}, "`respond`"),
+        (TASKS.replace("exit_code, output", "exit_code, result"), {}, "asks for result"),
+        (TASKS, {"workdir": "/no/such/folder"}, r"`agent\.workdir` is '/no/such/folder'"),
+        (TASKS, {"runtime": "docker"}, r"without `agent\.image`"),
     ],
 )
-def test_what_cannot_work_is_refused_before_any_rollout(play, tasks, command, words):
-    with pytest.raises(ConfigError, match=words):
-        play("", tasks=tasks, command=command)
+def test_what_cannot_work_is_refused_before_any_rollout(worker, tasks, changed, words):
+    exec(textwrap.dedent(tasks), source := {})
+    with pytest.raises(Exception, match=words):
+        worker("trireme_agent").AgentAdapter(source, args={}, versions={}, agent=SANDBOX | changed)
 
 
-def test_folders_that_are_not_there_or_show_a_tasks_tests_are_refused(play):
-    with pytest.raises(ConfigError, match=r"`agent\.workdir` is '/no/such/folder'"):
-        play("", workdir="/no/such/folder")
+def test_a_program_that_is_not_there_and_a_folder_that_shows_a_tasks_tests_are_configuration_errors(play):
+    with pytest.raises(ConfigError, match="was not found"):
+        play("", command=("no-such-program",))
     with pytest.raises(ConfigError, match=r"`agent\.readable` names .*/count-errors/tests"):
         play("", id=str(SHIPPED_TASKS), command=("true",), runtime="sandbox", readable=(str(SHIPPED_TASKS),))
 
@@ -412,10 +420,8 @@ def test_the_program_of_a_rollout_that_is_cancelled_while_its_worker_is_dead_is_
     assert os.listdir(folders) == []
 
 
-def test_a_rollout_that_is_being_removed_is_found_no_more_and_costs_no_other(tmp_path, monkeypatch):
-    for folder in ("worker", "worker/agents"):
-        monkeypatch.syspath_prepend(Path(agent_session.__file__).parent / folder)
-    module, runtime = importlib.import_module("trireme_programs"), importlib.import_module("trireme_runtime")
+def test_a_rollout_that_is_being_removed_is_found_no_more_and_costs_no_other(worker, tmp_path, monkeypatch):
+    module, runtime = worker("trireme_programs"), worker("trireme_runtime")
     parent, path, deletes = tmp_path / "0-0.0", str(tmp_path / "socket"), threading.Event()
     monkeypatch.setattr(module, "remove_folder", lambda _: deletes.wait(90))
     monkeypatch.setitem(sys.modules, "trireme_guard", None)  # the worker does not end
@@ -429,16 +435,17 @@ def test_a_rollout_that_is_being_removed_is_found_no_more_and_costs_no_other(tmp
 
         monkeypatch.setattr(runtime.Subprocess, "close", close)
         parent.mkdir()
-        server, programs = module._Server(None, str(tmp_path), 0.0), module.Programs(path)
+        server = module._Server(None, str(tmp_path), 0.0)
+        programs = module.Programs({"programs": path, "runtime": "subprocess"}, ())
         program = runtime.Program(parent, ["true"], {}, parent)
-        run = partial(programs.run, program, agent={"runtime": "subprocess"}, readable=(), timeout_s=60.0)
+        run = partial(programs.run, program, rollout=parent.name, key="", began_ns=0, timeout_s=60.0)
         async with await asyncio.start_unix_server(server._answer, path):
-            await run(rollout=parent.name)
+            await run(step="program")
             ending = asyncio.create_task(programs.end(parent.name))
             await closing.wait()
             finding = asyncio.create_task(programs.find(parent.name))  # a worker that plays it again
             with pytest.raises(OSError, match="it was ended"):
-                await run(rollout=parent.name, step="tests")
+                await run(step="tests")
             assert await server._running() == {"running": {}}
             assert not finding.done()
             monkeypatch.setattr(module, "ANSWER_S", 0.01)
@@ -570,29 +577,14 @@ def test_a_program_that_cannot_be_started_in_the_sandbox_fails_its_rollout(sandb
     ("mode", "writable", "words"),
     [(0o755, "", "private folder"), (0o700, "/..", "may not be written"), (0o700, "/link", "may not be written")],
 )
-def test_the_sandbox_writes_to_no_folder_but_a_private_one(tmp_path, monkeypatch, mode, writable, words):
-    monkeypatch.syspath_prepend(Path(agent_session.__file__).parent / "worker" / "agents")
+def test_the_sandbox_writes_to_no_folder_but_a_private_one(worker, tmp_path, mode, writable, words):
     folder = tmp_path / "private"
     folder.mkdir(mode=mode)
     (folder / "link").symlink_to(tmp_path)
     order = {"folder": str(folder), "inode": [folder.stat().st_dev, folder.stat().st_ino], "network": False}
     order |= {"readable": [], "writable": [[f"{folder}{writable}", "/app"]]}
     with pytest.raises(PermissionError, match=words):
-        list(importlib.import_module("trireme_sandbox").plan(order))
-
-
-SHIPPED_TASKS = Path(__file__).parents[3] / "environments" / "examples" / "harbor_tasks"
-
-
-SANDBOX = Agent(command=("true",), runtime="sandbox").model_dump(mode="json") | {"folders": "/none", "programs": ""}
-
-
-@pytest.fixture
-def harbor(monkeypatch):
-    """Return the worker's module for tasks. It needs the standard library alone."""
-    for folder in ("worker", "worker/agents"):
-        monkeypatch.syspath_prepend(Path(agent_session.__file__).parent / folder)
-    return importlib.import_module("trireme_harbor")
+        list(worker("trireme_sandbox").plan(order))
 
 
 @pytest.fixture
@@ -635,36 +627,36 @@ def test_a_program_solves_a_task_folder_and_its_own_tests_give_the_reward(sandbo
         ({"task_toml": "[agent]\ntimeout_sec = 'long'\n"}, "cannot be read"),
     ],
 )
-def test_a_task_that_cannot_be_run_is_named_with_the_reason(harbor, task, files, words):
+def test_a_task_that_cannot_be_run_is_named_with_the_reason(worker, task, files, words):
     with pytest.raises(ValueError, match=f"count-errors.*{words}"):
-        harbor.HarborAdapter(task(**files), versions={}, agent=SANDBOX)
+        worker("trireme_harbor").HarborAdapter(task(**files), versions={}, agent=SANDBOX)
 
 
-@pytest.mark.parametrize("copied", [("keys", "/app/out/x"), ("b", "."), ("x", "x")])
-def test_a_task_writes_to_no_file_outside_of_its_folder_through_a_link_that_it_has_copied(tmp_path, task, copied):
-    environment = Path(task(environment__Dockerfile="FROM x\nWORKDIR /app\nCOPY a .\nCOPY " + " ".join(copied)))
-    environment, outside = environment / "count-errors" / "environment", tmp_path / "outside"
-    for folder in (environment / "a", environment / "b" / "out", outside):
-        folder.mkdir(parents=True)
-    for file in (environment / "keys", environment / "b" / "out" / "x", environment / "x"):
-        file.write_text("theirs")
+def test_a_task_writes_to_no_file_outside_of_its_folder_through_a_link_that_it_has_copied(tmp_path, task):
+    (outside := tmp_path / "outside").mkdir()
     (outside / "x").write_text("ours")
-    (environment / "a" / "out").symlink_to(outside)
-    (environment / "a" / "x").symlink_to(outside / "x")
-    toy = open_toy(tmp_path, str(tmp_path / "tasks"), agent={"command": ("true",), "runtime": "sandbox"})
-    with running(toy) as on:
-        _, troubles = on(lambda environment: check_solutions(environment, Extent("train", [0], 1), Progress()))
-    assert "follows a link" in troubles[0].error
+    for number, copied in enumerate(("keys /app/out/x", "b .", "x x")):
+        folder = task(f"task-{number}", environment__Dockerfile=f"FROM x\nWORKDIR /app\nCOPY a .\nCOPY {copied}")
+        environment = Path(folder, f"task-{number}", "environment")
+        for place in ("a", "b/out"):
+            (environment / place).mkdir(parents=True)
+        for file in ("keys", "b/out/x", "x"):
+            (environment / file).write_text("theirs")
+        (environment / "a" / "out").symlink_to(outside)
+        (environment / "a" / "x").symlink_to(outside / "x")
+    with running(open_toy(tmp_path, folder, agent={"command": ("true",), "runtime": "sandbox"})) as on:
+        _, troubles = on(lambda environment: check_solutions(environment, Extent("train", range(3), 1), Progress()))
+    assert ["follows a link" in trouble.error for trouble in troubles] == [True] * 3
     assert [(file.name, file.read_text()) for file in outside.iterdir()] == [("x", "ours")]
 
 
 @pytest.mark.parametrize("name", ["instruction.md", "task.toml", "environment/Dockerfile", "environment", "tests"])
-def test_a_task_whose_files_lie_outside_of_its_folder_is_refused(harbor, task, tmp_path, name):
+def test_a_task_whose_files_lie_outside_of_its_folder_is_refused(worker, task, tmp_path, name):
     linked, outside = Path(task(), "count-errors", name), tmp_path / "outside"
     linked.rename(outside)
     linked.symlink_to(outside)
     with pytest.raises(ValueError, match=f"count-errors.*cannot be read.*{name} leads to .*outside"):
-        harbor.HarborAdapter(str(tmp_path / "tasks"), versions={}, agent=SANDBOX)
+        worker("trireme_harbor").HarborAdapter(str(tmp_path / "tasks"), versions={}, agent=SANDBOX)
 
 
 def test_a_check_names_the_tasks_whose_tests_cannot_tell_a_solution_from_none(tmp_path, task):
@@ -727,7 +719,7 @@ ENGINE = """
 def engine(tmp_path, monkeypatch):
     """Put a fake `docker` into PATH. Return what reads how it was called."""
     (root := tmp_path / "engine").mkdir()
-    (root / "docker").write_text(f"#!{sys.executable}\n{textwrap.dedent(ENGINE)}")
+    (root / "docker").write_text(f"#!{sys.executable} -IS\n{textwrap.dedent(ENGINE)}")  # it starts sooner
     (root / "docker").chmod(0o755)
     (root / "workdir").write_text("/")
     monkeypatch.setenv("FAKE_ENGINE", str(root))

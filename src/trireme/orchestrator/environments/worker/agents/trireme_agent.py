@@ -51,7 +51,6 @@ class AgentPlayed(Played):
     folder: Path = Path()
     began_ns: int = 0  # when its program began, by the clock of the file system
     ended: Ended = UNSTARTED
-    seconds: float = 0.0  # that it ran
     files: dict[str, int] = field(default_factory=dict)  # that it wrote: their sizes
     solve: str = ""  # "oracle" or "nothing": in place of the program
 
@@ -68,7 +67,7 @@ class AgentAdapter(PlainAdapter):
         self._agent = agent
         self._readable = [fill_in(path, {"here": os.getcwd()}) for path in agent["readable"]]
         self._runtime = make_runtime(agent, self._readable)
-        self._programs = Programs(agent["programs"])
+        self._programs = Programs(agent, self._readable)
         if agent["runtime"] in ("docker", "podman") and not (agent["image"] or self.brings_images):
             raise ValueError(
                 f"`agent.runtime = {agent['runtime']!r}` without `agent.image` - expected the image that holds the "
@@ -160,15 +159,14 @@ class AgentAdapter(PlainAdapter):
             stdin=fill_in(self._agent["stdin"] or "", values),
             writable=[(str(parent), str(parent))],
         )
-        played.ended, played.seconds = await self._run_program(played, program, timeout_s=self._agent["timeout_s"])
+        played.ended = await self._run_program(played, program, timeout_s=self._agent["timeout_s"])
 
     async def _run_program(
         self, played: AgentPlayed, program: Program, *, timeout_s: float, step: str = "program"
-    ) -> tuple[Ended, float]:
+    ) -> Ended:
         """Run a program of a rollout to its end, in the process that outlives this one. Raises: OSError."""
         which: dict[str, Any] = {"rollout": played.rollout, "key": played.key, "began_ns": played.began_ns}
-        how: dict[str, Any] = {"agent": self._agent, "readable": self._readable, "timeout_s": timeout_s}
-        return await self._programs.run(program, **how, **which, step=step)
+        return await self._programs.run(program, **which, timeout_s=timeout_s, step=step)
 
     def _inherited(self) -> dict[str, str]:
         names = (*self._agent["inherit"], *LAUNCHER) if self._runtime.inherits else ()
@@ -188,8 +186,9 @@ class AgentAdapter(PlainAdapter):
 
     def fields(self, played: Played) -> dict[str, Any]:
         assert isinstance(played, AgentPlayed), played
-        run: dict[str, Any] = {"exit_code": played.ended.exit_code, "output": played.ended.output[-2000:]}
-        run |= {"seconds": round(played.seconds, 3), "files": played.files}
+        ended = played.ended
+        run = {"exit_code": ended.exit_code, "output": ended.output[-2000:], "seconds": ended.seconds}
+        run["files"] = played.files
         return super().fields(played) | {"info": run}
 
     async def dispose(self, played: Played) -> None:

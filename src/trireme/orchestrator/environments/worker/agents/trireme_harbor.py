@@ -175,7 +175,7 @@ class HarborAdapter(AgentAdapter):
             program = self._program(played, command, policy, values)
             program.stdin, program.user = fill_in(self._agent["stdin"] or "", values), task.agent_user
             program.hidden = list(policy)
-        played.ended, played.seconds = await self._run_program(played, program, timeout_s=timeout_s)
+        played.ended = await self._run_program(played, program, timeout_s=timeout_s)
 
     async def score(self, played: list[Played]) -> list[dict]:
         (one,) = played
@@ -186,7 +186,7 @@ class HarborAdapter(AgentAdapter):
         program.writable.append((str(verifier), "/logs/verifier"))
         program.user = task.verifier_user
         try:
-            ended, _ = await self._run_program(one, program, timeout_s=task.verifier_timeout_s, step="tests")
+            ended = await self._run_program(one, program, timeout_s=task.verifier_timeout_s, step="tests")
             # tests that do not end in their time: what the program left behind may be the reason
             value = {"reward": 0.0} if ended.exit_code is None else _read_reward(verifier, ended)
         except OSError as error:

@@ -58,8 +58,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 class Programs:
     """The environment worker's connection to that process."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, agent: dict, readable: Sequence[str]) -> None:
+        self._path, self._runtime = agent["programs"], {"agent": agent, "readable": list(readable)}
 
     async def find(self, rollout: str) -> int | None:
         """Return when the programs of a rollout began (ns of the file system's clock); None where none was started."""
@@ -67,29 +67,19 @@ class Programs:
         return answer["began_ns"] if answer["found"] else None
 
     async def run(
-        self,
-        program: Program,
-        *,
-        agent: dict,
-        readable: Sequence[str],
-        timeout_s: float,
-        rollout: str,
-        key: str = "",
-        step: str = "program",
-        began_ns: int = 0,
-    ) -> tuple[Ended, float]:
+        self, program: Program, *, rollout: str, key: str, began_ns: int, timeout_s: float, step: str
+    ) -> Ended:
         """Run a program to its end. One that an earlier worker has started for this step is awaited instead.
 
-        Returns: its end, and for how many seconds it ran.
         Raises: OSError where it cannot be run.
         """
         given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(program).items()}
-        order = {"program": given, "agent": agent, "readable": list(readable), "timeout_s": timeout_s}
-        which = {"rollout": rollout, "key": key, "step": step, "began_ns": began_ns}
-        answer = await self._ask(None, do="run", **order, **which)  # the rollout has a timeout
+        which = {"rollout": rollout, "key": key, "began_ns": began_ns, "step": step}
+        order = {"program": given, "timeout_s": timeout_s, **self._runtime}
+        answer = await self._ask(None, do="run", **which, **order)  # the rollout has a timeout
         if "error" in answer:
             raise OSError(answer["error"])
-        return Ended(answer["exit_code"], answer["stop"], answer["output"]), answer["seconds"]
+        return Ended(**answer)
 
     async def end(self, rollout: str) -> bool:
         """End all processes of a rollout, and remove its folder and its container.
@@ -236,12 +226,10 @@ async def _play(runtime: Subprocess, program: dict, timeout_s: float) -> dict[st
         if name in program["variables"] and name in os.environ:
             program["variables"][name] = os.environ[name]
     given = Program(**program | {name: Path(program[name]) for name in ("parent", "folder")})
-    began = asyncio.get_running_loop().time()
     try:
-        ended = await runtime.run(given, timeout_s=timeout_s)
+        return dataclasses.asdict(await runtime.run(given, timeout_s=timeout_s))
     except Exception as error:  # for the rollout alone
         return {"error": f"{type(error).__name__}: {error}"}
-    return dataclasses.asdict(ended) | {"seconds": asyncio.get_running_loop().time() - began}
 
 
 def main() -> None:

@@ -70,7 +70,8 @@ class Ended:
 
     exit_code: int | None  # None where it was ended, because of its time or a limit
     stop: str
-    output: str
+    output: str  # the end of it
+    seconds: float = 0.0  # that it ran
 
 
 class Subprocess:
@@ -106,6 +107,7 @@ class Subprocess:
             with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as report:
                 stdin.write(program.stdin.encode())
                 stdin.seek(0)
+                began = asyncio.get_running_loop().time()
                 process = await self._start(program, stdin, write_end, report)
                 exit_code: int | None = None
                 stop = "agent_timeout"
@@ -121,7 +123,8 @@ class Subprocess:
                 if stop == "agent_ended":
                     report.seek(0)
                     exit_code, stop = self._read_report(report.read(), exit_code)
-        return Ended(exit_code, stop, output.decode(errors="replace"))
+        seconds = asyncio.get_running_loop().time() - began
+        return Ended(exit_code, stop, output.decode(errors="replace"), round(seconds, 3))
 
     async def _start(self, program: Program, stdin: IO, output: int, report: IO) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
