@@ -109,7 +109,6 @@ def machine(tmp_path: Path) -> Machine:
     ("plan", "restarts", "code", "starts"),
     [
         ([2], 2, 2, 1),
-        ([3], 2, 3, 1),
         ([1], 2, 1, 3),
         (["step", "step", "step", 2], 1, 2, 4),  # each step resets the count
     ],

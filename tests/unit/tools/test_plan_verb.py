@@ -118,18 +118,18 @@ def test_a_supervised_configuration_is_seen_by_its_keys(tmp_path, capsys):
 
 
 def test_the_better_split_is_of_whole_engines_and_teams_and_fits(config_file, capsys):
-    flags = ["--model.name", "Qwen/Qwen3-0.6B", "--inference-gpus", "7", "--trainer-gpus", "1"]
-    best = estimated(config_file, *flags, gpu="h200").best_split
-    steps = [
-        estimated(config_file, *flags[:2], "--inference-gpus", str(8 - ranks), "--trainer-gpus", str(ranks), gpu="h200")
-        for ranks in range(1, 8)
-    ]
-    fitting = [estimate.configured_split for estimate in steps if estimate.fits]
-    assert best.step_s == min(split.step_s for split in fitting)
-    plan(["@", str(config_file), *flags, "--gpu", "h200", "--gpus", "8"])
+    model = ["--model.name", "Qwen/Qwen3-0.6B"]
+
+    def divided(engines: int) -> Estimate:
+        return estimated(config_file, *model, "--inference-gpus", str(engines), "--trainer-gpus", str(8 - engines))
+
+    best = divided(7).best_split
+    fitting = [each.configured_split.step_s for engines in range(1, 8) if (each := divided(engines)).fits]
+    assert best.step_s == min(fitting)
+    plan(["@", str(config_file), *model, "--gpu", "h100", "--gpus", "8", "--inference-gpus", "7"])
     better = f"Better: inference_gpus = {best.engine_gpus}, trainer_gpus = {best.trainer_gpus}"
     assert better in capsys.readouterr().out
-    paired = estimated(config_file, *flags[:2], "--inference.parallel.tp", "2", "--trainer.model.cp", "2").best_split
+    paired = estimated(config_file, *model, "--inference.parallel.tp", "2", "--trainer.model.cp", "2").best_split
     assert (paired.engine_gpus % 2, paired.trainer_gpus % 2) == (0, 0)
 
 
