@@ -22,7 +22,6 @@ from trireme.config.rules import check, check_sft, served_model_problems
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.config.trainer import TrainerModel
-from trireme.tools.plan.advice import advise
 from trireme.tools.plan.estimate import Estimate, estimate_run
 from trireme.tools.plan.lengths import Lengths, lengths_of
 from trireme.tools.plan.machine import Machine, describe_machine
@@ -57,7 +56,7 @@ def plan(argv: list[str]) -> int:
     options, typed = parser.parse_known_args(argv)
     machine = describe_machine(detect_devices(), gpu=options.gpu, gpus=options.gpus, memory_gib=options.memory_gib)
     estimate = (_plan_sft if options.sft or _is_sft(typed) else _plan_run)(typed, options, machine)
-    Console(width=WIDTH, highlight=False).print(show(estimate, advise(estimate)), soft_wrap=False)
+    Console(width=WIDTH, highlight=False).print(show(estimate), soft_wrap=False)
     return 0 if estimate.fits else 1
 
 

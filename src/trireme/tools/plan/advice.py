@@ -26,41 +26,34 @@ class Saving:
     fits: bool  # with this change alone
 
 
-@dataclass(frozen=True)
-class Advice:
-    savings: tuple[Saving, ...]  # largest first
-    together: tuple[str, ...]  # changes that make the trainer fit, cheap ones preferred; empty where none do
-    then: Estimate | None  # with all of `together`
-    engine: tuple[str, ...]  # changes that make the engine fit, each alone
-
-
-def advise(estimate: Estimate) -> Advice:
-    changes = trainer_changes(estimate)
+def savings_of(estimate: Estimate) -> list[Saving]:
+    """Return what each change would save the trainer by itself, largest first."""
     savings = []
-    for words, fields in changes:
+    for words, fields in trainer_changes(estimate):
         other = _apply(estimate, fields)
         saved = estimate.trainer.total - other.trainer.total
         if saved > WORTH * estimate.trainer.total:
             savings.append(Saving(words, saved, other.trainer.fits))
-    savings.sort(key=lambda saving: -saving.saved)
-    together, then = ((), None) if estimate.trainer.fits else _first_that_fits(estimate, changes)
-    return Advice(tuple(savings), together, then, tuple(engine_advice(estimate)))
+    return sorted(savings, key=lambda saving: -saving.saved)
 
 
-def _first_that_fits(estimate: Estimate, changes: list[Change]) -> tuple[tuple[str, ...], Estimate | None]:
-    """Add changes until it fits, cheap ones first, then leave out those that it fits without."""
+def first_that_fits(estimate: Estimate) -> tuple[list[str], Estimate] | None:
+    """Add changes until the trainer fits, cheap ones first, then leave out those that it fits without.
+
+    Returns: the changes, and the plan with them; None where not even all of them are enough.
+    """
     chosen: list[Change] = []
-    for change in changes:
+    for change in trainer_changes(estimate):
         chosen = [*(each for each in chosen if each[1].keys().isdisjoint(change[1])), change]
         if _apply(estimate, *(fields for _, fields in chosen)).trainer.fits:
             break
     else:
-        return (), None
+        return None
     for change in list(chosen):
         fewer = [each for each in chosen if each is not change]
         if _apply(estimate, *(fields for _, fields in fewer)).trainer.fits:
             chosen = fewer
-    return tuple(words for words, _ in chosen), _apply(estimate, *(fields for _, fields in chosen))
+    return [words for words, _ in chosen], _apply(estimate, *(fields for _, fields in chosen))
 
 
 def _apply(estimate: Estimate, *changes: dict[str, Any]) -> Estimate:
@@ -144,6 +137,6 @@ def fit_warnings(config: RunConfig, devices: Devices) -> list[str]:
     estimate = estimate_here(config, devices)
     if estimate is None or not (problems := list(estimate.problems())):
         return []
-    together = advise(estimate).together
-    ways = f" First that fits: {', '.join(together)}." if together else ""
+    found = None if estimate.trainer.fits else first_that_fits(estimate)
+    ways = f" First that fits: {', '.join(found[0])}." if found else ""
     return [f"this may not fit: {'; '.join(problems)}.{ways} `trireme plan` with the same arguments shows all of it."]

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trireme.algo.model.chips import GIB
-from trireme.tools.plan.advice import Advice
+from trireme.tools.plan.advice import engine_advice, first_that_fits, savings_of
 from trireme.tools.plan.estimate import Estimate
 
 MOMENTS = {
@@ -24,9 +24,9 @@ MOMENTS = {
 MIB = 1 << 20
 
 
-def show(estimate: Estimate, advice: Advice) -> RenderableType:
+def show(estimate: Estimate) -> RenderableType:
     notes = [*map(Text, _memory_notes(estimate)), Text(), *map(Text, _time_notes(estimate)), Text()]
-    return Group(*_facts(estimate), Text(), _memory(estimate), *notes, *_verdict(estimate, advice))
+    return Group(*_facts(estimate), Text(), _memory(estimate), *notes, *_verdict(estimate))
 
 
 def _facts(estimate: Estimate) -> Iterator[Text]:
@@ -112,22 +112,24 @@ def _time_notes(estimate: Estimate) -> Iterator[str]:
         yield f"Better: {counts} takes {best.step_s:,.1f} s."
 
 
-def _verdict(estimate: Estimate, advice: Advice) -> Iterator[Text]:
+def _verdict(estimate: Estimate) -> Iterator[Text]:
     problems = list(estimate.problems())
     for problem in problems:
         yield Text(f"Will not fit: {problem}.", "bold red")
     if not problems:
         yield Text("It fits.", "green")
-    if not estimate.trainer.fits or estimate.trainer.total > 0.8 * estimate.trainer.room:
-        for saving in advice.savings:
-            alone = "   (enough alone)" if saving.fits and not estimate.trainer.fits else ""
+    fits = estimate.trainer.fits
+    if not fits or estimate.trainer.total > 0.8 * estimate.trainer.room:
+        for saving in savings_of(estimate):
+            alone = "   (enough alone)" if saving.fits and not fits else ""
             yield Text(f"  {saving.words} saves {_gib(saving.saved)} GiB{alone}")
-    if advice.then:
-        sizes = f"{_gib(advice.then.trainer.total)} of {_gib(advice.then.trainer.room)} GiB"
-        yield Text(f"First that fits: {', '.join(advice.together)}: {sizes}.")
-    elif not estimate.trainer.fits:
+    if not fits and (found := first_that_fits(estimate)):
+        words, then = found
+        sizes = f"{_gib(then.trainer.total)} of {_gib(then.trainer.room)} GiB"
+        yield Text(f"First that fits: {', '.join(words)}: {sizes}.")
+    elif not fits:
         yield Text("None of this is enough, not even together: a smaller model, or larger GPUs.")
-    yield from (Text(f"  {line}") for line in advice.engine)
+    yield from (Text(f"  {line}") for line in engine_advice(estimate))
 
 
 def _gib(number: float) -> str:
