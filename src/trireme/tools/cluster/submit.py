@@ -24,6 +24,7 @@ from trireme.config.resolve import resolve, updated
 from trireme.config.rules import check, file_problems, problems
 from trireme.config.run import RunConfig
 from trireme.config.section import NONE, Section
+from trireme.launch.folder import check_folder
 from trireme.orchestrator.environments.venv import find_environment
 from trireme.tools.cluster import kubernetes, slurm
 from trireme.tools.cluster.job import (
@@ -74,7 +75,7 @@ def submit_run(words: list[str], options: SubmitOptions) -> None:
     options.check(on, plan.num_nodes)
     check_on_machines(config, plan, cores=options.cpus_per_node or detect_devices().cores)
     if on == "slurm":
-        check_folder(config, plan)
+        check_shared(config, plan)
         for environment in () if options.python else config.orchestrator.env:
             find_environment(environment.id)
     here = Path(typed.file).parent  # where secrets are looked for too
@@ -222,26 +223,20 @@ def check_on_machines(config: RunConfig, plan: ClusterPlan, *, cores: int) -> No
     hosts = {f"hosts.{kind}": tuple(addresses[each] for each in machines) for kind, machines in plan.machines.items()}
     config = updated(config, dict.fromkeys(_SPLIT) | hosts | {"hosts.orchestrator": addresses[plan.leader]})
     found: list[str] = []
-    for kind, machines in plan.machines.items():
-        for place in range(len(machines)):
-            resolved = resolve(config, devices, section=kind, node=place)
-            found += problems(resolved, devices, section=kind)
+    for kind in plan.machines:  # machines of a kind differ in their address alone
+        found += problems(resolve(config, devices, section=kind), devices, section=kind)
     raise_together(found)
 
 
-def check_folder(config: RunConfig, plan: ClusterPlan) -> None:
+def check_shared(config: RunConfig, plan: ClusterPlan) -> None:
     """Check the model, the environments' files and the run's folder, which the machines share with this one.
 
     Raises: ConfigError.
     """
     gpus = tuple(map(str, range(MAX_GPUS_PER_NODE))) if config.device == "cuda" else ()
     raise_together(file_problems(resolve(config, Devices(gpus=gpus, cores=1))))
+    check_folder(config)
     paths = config.paths
-    if config.resume and not paths.holds_run and not paths.run_config.exists():
-        raise ConfigError(
-            f"`--resume` was given, and there is no run in {paths.root} - expected one to resume. Leave it out to "
-            "start a new run, or check `output_dir` and `name`."
-        )
     if paths.holds_run and not plan.is_single and not config.resume and config.trainer.ckpt.resume_step is None:
         raise ConfigError(
             f"{paths.root} holds a run already - expected an empty folder: several machines cannot agree on when to "
