@@ -73,7 +73,7 @@ def find_checkpoint(source: Path, step: int | None) -> Path:
         if step not in (None, step_of(source)):
             raise ConfigError(f"{source} is a checkpoint, and `--step {step}` is another - expected one of the two.")
         return source
-    folder = source if source.name == "checkpoints" else RunPaths(source).checkpoints
+    folder = RunPaths(source).checkpoints
     steps = complete_steps(folder)
     if not steps:
         raise ConfigError(

@@ -169,7 +169,7 @@ class Report:
     def text(self) -> str:
         verdict = "nothing was lost, and nothing was trained twice"
         if not self.holds:
-            verdict = f"{counted(self.total, 'contradiction')}, in order of steps; the first may have led to the others"
+            verdict = f"{counted(self.total, 'contradiction')}, in order of steps"
         lines = [f"{self.run}: {verdict}", *(f"  {line}" for line in self.summary.lines())]
         if self.holds:
             lines += [f"  {promise}" for promise in PROMISES]

@@ -8,7 +8,7 @@ from functools import partial
 from trireme.algo.weight_checks import first_difference
 from trireme.base.errors import JournalCorrupt
 from trireme.base.paths import RunPaths, step_folder
-from trireme.journal.manifest import find_damage, read_manifest
+from trireme.journal.manifest import find_damage
 from trireme.journal.versions import Version, Versions
 from trireme.tools.audit.report import Report
 from trireme.tools.record_differences import some
@@ -98,9 +98,7 @@ def check_checkpoints(paths: RunPaths, steps: list[int], trained: set[int], repo
         folder = step_folder(paths.checkpoints, step)
         try:
             trouble = find_damage(folder)
-            if trouble is None and (version := read_manifest(folder).version) != step:
-                trouble = f"{folder} holds version {version} by its manifest, by its name {step}"
-        except (JournalCorrupt, OSError) as error:
+        except OSError as error:
             trouble = str(error)
         if not folder.exists():  # removed meanwhile, by the trainer that keeps the last few
             continue

@@ -14,7 +14,7 @@ from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
 from trireme.base.paths import is_left_over, step_folder, steps_in
 from trireme.config.trainer import Checkpoints
-from trireme.journal.manifest import complete_steps, find_damage, is_complete, read_manifest
+from trireme.journal.manifest import complete_steps, find_damage, is_complete
 from trireme.trainer.parallel.mesh import World
 
 log = get_logger("checkpoint")
@@ -31,7 +31,7 @@ def version_to_resume(folder: Path, config: Checkpoints, *, resume: bool) -> int
         return 0
     if step in (None, -1):
         for newest in reversed(steps_in(folder)):
-            if (damage := _damage_of(folder, newest)) is None:
+            if (damage := find_damage(step_folder(folder, newest))) is None:
                 return newest
             log.error("The checkpoint of step %d cannot be used: %s. Trying the one before it.", newest, damage)
         return 0
@@ -41,17 +41,9 @@ def version_to_resume(folder: Path, config: Checkpoints, *, resume: bool) -> int
         raise ConfigError(
             f"There is no complete checkpoint of step {step} in {folder} (complete: {steps or 'none'}). {ways_out}"
         )
-    if damage := _damage_of(folder, step):
+    if damage := find_damage(step_folder(folder, step)):
         raise ConfigError(f"The checkpoint of step {step} is damaged: {damage} (complete: {steps}). {ways_out}")
     return step
-
-
-def _damage_of(folder: Path, step: int) -> str | None:
-    found = step_folder(folder, step)
-    if damage := find_damage(found):
-        return damage
-    version = read_manifest(found).version
-    return None if version == step else f"the manifest in {found} is that of version {version}"
 
 
 def tidy(folder: Path) -> None:
