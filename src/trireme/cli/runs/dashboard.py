@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from argparse import ArgumentParser, ArgumentTypeError
-from difflib import get_close_matches
 from pathlib import Path
 
 from trireme.base.errors import ConfigError
@@ -41,8 +40,13 @@ def dashboard(argv: list[str]) -> int:
     add("--host", default="127.0.0.1", help="address to listen at; 127.0.0.1 by default")
     add("--port", type=_port, help=f"{PORT} by default, or any that is free")
     options = parser.parse_args(argv)
-    for run in options.runs:
-        require_place(run)
+    for run in (run for run in options.runs if not run.is_dir()):
+        if run.exists() or not run.parent.is_dir():
+            raise ConfigError(
+                f"{run} is no folder, or lies in none - expected the folder of a run, or one with runs below it; the "
+                f"default folder is `{USUAL}`. Check the path."
+            )
+        print(f"{run} does not exist yet: the run is shown as soon as it does.", flush=True)
     key = require_key(options.host)
     with listen(options.host, options.port) as listener:
         if is_beside_run := MARKER in os.environ:
@@ -58,25 +62,6 @@ def dashboard(argv: list[str]) -> int:
 
         open_dashboard(options.runs, listener, key)
     return 0
-
-
-def require_place(run: Path) -> None:
-    """Require a run's folder, or the folder that it will be in.
-
-    Raises: ConfigError where neither exists.
-    """
-    if run.is_dir():
-        return
-    if run.exists():
-        raise ConfigError(f"{run} is a file - expected the folder of a run, or one with runs below it.")
-    if not run.parent.is_dir():
-        raise ConfigError(
-            f"{run} does not exist, and neither does {run.parent} - expected the folder of a run, or one with runs "
-            f"below it; the default folder is `{USUAL}`. Check the path."
-        )
-    near = get_close_matches(run.name, [entry.name for entry in run.parent.iterdir() if entry.is_dir()], n=1)
-    hint = f" A similar folder is {run.parent / near[0]}." if near else ""
-    print(f"{run} does not exist yet: the run is shown as soon as it does.{hint}", flush=True)
 
 
 def require_key(host: str) -> str | None:
