@@ -162,11 +162,11 @@ def test_the_run_lies_where_its_name_says():
     ("table", "words"),
     [
         (vf({"lora_rnk": 8}), "lora_rank"),
-        (vf({"eval_strategy": "epoch"}), '"steps"'),
+        (vf({"eval_strategy": "epoch"}), "no | steps"),
         (vf({"mask_env_responses": False}), "never trained on"),
         (vf({"sync_ref_model": True}), "ref_model_sync_steps"),
         (vf({"ref_model_sync_steps": 9}), "beta"),
-        (vf({"save_strategy": "epoch"}), '"steps"'),
+        (vf({"save_strategy": "epoch"}), "no | steps"),
         (vf({"resume_from_checkpoint": "the last"}), "checkpoint-N"),
         # two names of one number must agree
         (vf({"rollouts_per_example": 16, "num_generations": 8}), "Remove one of the two"),

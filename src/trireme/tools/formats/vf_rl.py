@@ -128,12 +128,6 @@ def evaluates(file: VfRl, devices: Devices) -> bool:
     return args.eval_strategy == "steps" or bool(args.eval_steps and "eval_strategy" not in args.model_fields_set)
 
 
-def check_strategy(strategy: str, file: VfRl, devices: Devices) -> Settings:
-    if strategy == "epoch":
-        raise Refused('expected "steps" or "no": there are no epochs here. Write "steps" and the number of steps.')
-    return {}
-
-
 def set_timeouts(seconds: float, file: VfRl, devices: Devices) -> Settings:
     """The orchestrator waits for the server, too, and never less than by default."""
     waits = max(seconds, OrchestratorConfig().engine_timeout_s)
@@ -238,14 +232,14 @@ class VfArgs(Section):
     vllm_server_timeout: Annotated[PositiveFloat, To(set_timeouts)] = 300.0
     """Seconds that it may take to come up."""
 
-    eval_strategy: Annotated[Literal["no", "steps", "epoch"], To(check_strategy, "see eval_steps")] = "no"
-    """Evaluate on held-out examples every `eval_steps` steps."""
+    eval_strategy: Annotated[Literal["no", "steps"], To(None, "see eval_steps")] = "no"
+    """Evaluate on held-out examples every `eval_steps` steps; there are no epochs here."""
     eval_steps: Annotated[PositiveInt | None, To("orchestrator.eval.interval", "see eval_strategy", evaluates)] = None
     """Steps from one evaluation to the next."""
-    save_strategy: Annotated[
-        Literal["no", "steps", "epoch"], To(check_strategy, "saved after the last step, and as save_steps says")
-    ] = "steps"
-    """Save a checkpoint every `save_steps` steps."""
+    save_strategy: Annotated[Literal["no", "steps"], To(None, "saved after the last step, and as save_steps says")] = (
+        "steps"
+    )
+    """Save a checkpoint every `save_steps` steps; there are no epochs here."""
     save_steps: Annotated[PositiveInt, To("trainer.ckpt.interval", 'without effect: save_strategy = "no"', saves)] = 50
     save_total_limit: Annotated[PositiveInt | None, To("trainer.ckpt.keep_last")] = None
 
