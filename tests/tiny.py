@@ -111,6 +111,12 @@ def train_step(state: TrainerState, samples: list[Sample], world: World, *, capa
     return metrics
 
 
+def train_until(state: TrainerState, world: World, *, until: int) -> TrainerState:
+    while state.version < until:
+        train_step(state, random_samples([30, 20, 12], seed=state.version), world)
+    return state
+
+
 def train(
     config: RunConfig, state: TrainerState, world: World, *, until: int, lengths: list[int], capacity: int = 64
 ) -> list[dict[str, float]]:

@@ -31,11 +31,15 @@ WIDE = {
 Logprobs = np.ndarray
 
 
-def served_and_trained(folder: Path, kind: str, sizes: dict, *flags: str) -> tuple[Run, list[Logprobs], list[Logprobs]]:
+def served_and_trained(
+    folder: Path, kind: str, sizes: dict, *flags: str, trains: bool = True
+) -> tuple[Run | None, list[Logprobs], list[Logprobs]]:
     """Return a run of three steps, what its engine said before it with the first weights, with others and with the
     first again, and what both come to."""
     vocabulary = json.loads((TINY / "config.json").read_text())["vocab_size"]
-    meant = save_low_bit(folder / "model", build_config(kind, **sizes | {"vocab_size": vocabulary}), TINY)
+    config = build_config(kind, **sizes | {"vocab_size": vocabulary})
+    config.save_pretrained(folder / "plain")
+    meant = save_low_bit(folder / "model", config, TINY)
     rng = np.random.default_rng(0)
     one = {name: tensor.float().numpy() for name, tensor in meant.items()}
     other = {name: tensor + rng.normal(0, 0.05, tensor.shape).astype(np.float32) for name, tensor in one.items()}
@@ -46,8 +50,8 @@ def served_and_trained(folder: Path, kind: str, sizes: dict, *flags: str) -> tup
             with updated_by_hand(engine.port) as post:
                 assert update(post, tensors, folder) == []
             served.append(logprobs_at(engine.port, folder / "model"))
-        run = run_apart(engine, folder / "run", *words)
-    return run, served, [logprobs_of(run.weights(3).parent, tensors, IDS) for tensors in (one, other)]
+        run = run_apart(engine, folder / "run", *words) if trains else None
+    return run, served, [logprobs_of(folder / "plain", tensors, IDS) for tensors in (one, other)]
 
 
 @pytest.mark.parametrize(
@@ -57,16 +61,18 @@ def test_low_bit_weights_are_served_and_trained_as_what_they_mean(kind: str, tmp
     sizes = LOW_BIT.get(kind, LATENT) | {"head_dim": 64}
     sizes |= {"rope_parameters": YARN, "max_position_embeddings": 2048} if kind == "gpt_oss" else {}
     attention = ("--trainer.model.attn", ATTENTION.get(kind, "sdpa"))
-    run, served, (one, other) = served_and_trained(tmp_path, kind, sizes, *attention)
-    assert max(row["mismatch_kl"] for row in run.rows("trainer")) < 1e-8
-    assert "quantization_config" not in json.loads(run.weights(3).with_name("config.json").read_text())
+    run, served, (one, other) = served_and_trained(tmp_path, kind, sizes, *attention, trains=kind != "gpt_oss")
     np.testing.assert_allclose(served, [one, other, one], atol=1e-4)
+    if run is not None:  # of the first, `test_low_bit.py` holds the trainer's weights against the same values
+        assert max(row["mismatch_kl"] for row in run.rows("trainer")) < 1e-8
+        assert "quantization_config" not in json.loads(run.weights(3).with_name("config.json").read_text())
 
 
 @pytest.mark.slow
 def test_an_engine_in_few_bits_rounds_each_version_again_and_is_confirmed(tmp_path: Path) -> None:
     flags = ("--inference.model.dtype", "bfloat16", "--inference.args.quantization", "fp8_per_channel")
     run, served, exact = served_and_trained(tmp_path, "qwen3", WIDE, *flags)
+    assert run is not None
     assert 1e-6 < max(row["mismatch_kl"] for row in run.rows("trainer")) < 0.05
     assert served[2].tolist() == served[0].tolist()
     for found, own, others in ((served[0], *exact), (served[1], *exact[::-1])):

@@ -38,12 +38,9 @@ class Stage(NamedTuple):
 
 
 STAGES = (
-    Stage("team", 2, cp=2, ac=ActivationCheckpointing()),
     Stage("windows", 2, cp=2, model="mistral"),
-    Stage("team_of_four", 4, cp=4),
-    Stage("two_teams", 4, cp=2, ac=ActivationCheckpointing(mode="selective")),
-    Stage("copies", 4, replicas=2),
-    Stage("copies_of_teams", 4, replicas=2, cp=2),
+    Stage("team_of_four", 4, cp=4, ac=ActivationCheckpointing()),
+    Stage("copies_of_teams", 4, replicas=2, cp=2, ac=ActivationCheckpointing(mode="selective")),
 )
 EXPECTED = {"qwen3": Stage("alone"), "mistral": Stage("alone_with_windows", model="mistral")}
 
@@ -57,7 +54,7 @@ def save_models(folder: Path) -> None:
     MistralForCausalLM(MistralConfig(**sizes, sliding_window=12)).save_pretrained(folder / "mistral")
 
 
-def run(stage: Stage, models: Path, folder: Path, world: World) -> dict[str, Any]:
+def run(stage: Stage, models: Path, world: World) -> dict[str, Any]:
     config = TrainerModel(ac=stage.ac, head_chunk=16, cp=stage.cp, dp_replicate=stage.replicas)
     model = load_model(config, str(models / stage.model), world)
     return {
@@ -69,7 +66,7 @@ def run(stage: Stage, models: Path, folder: Path, world: World) -> dict[str, Any
             for name, loss in LOSSES.items()
         },
         "empty": logprobs_of_an_empty_row(model, world),
-        "trained": train(config, str(models / stage.model), folder, world),
+        "trained": train(config, str(models / stage.model), world),
     }
 
 
@@ -80,27 +77,20 @@ def logprobs_of_an_empty_row(model: Any, world: World) -> list[bool]:
     return columns.mask.tolist()
 
 
-def train(model: TrainerModel, name: str, folder: Path, world: World) -> dict[str, Any]:
+def train(model: TrainerModel, name: str, world: World) -> dict[str, Any]:
     loss = Loss(type="decoupled", correction="sequence_truncate", normalize="sequence", beta=0.2, kl_estimator="k2")
     optim = Optimizer(lr=1e-3)
     trainer = TrainerConfig(model=model, optim=optim, num_iterations=2, loss=loss)
     config = RunConfig(model=Model(name=name), trainer=trainer)
     state = base_state(config, world)
     metrics = tiny.train(config, state, world, until=2, lengths=LENGTHS, capacity=CAPACITY)
-    store = tiny.open_store(folder / "checkpoints", world)
-    store.save(state)
-    store.wait()
-    loaded = base_state(config, world)
-    store.resume(loaded, resume=True)
-    pairs = zip(tiny.content_of(state).items(), tiny.content_of(loaded).items(), strict=True)
-    is_back = all(one == other and torch.equal(saved, read) for (one, saved), (other, read) in pairs)
-    return {"metrics": metrics, "weights": tiny.weights_of(state.model), "is_back": is_back}
+    return {"metrics": metrics, "weights": tiny.weights_of(state.model)}
 
 
 def test_ranks_however_divided_train_as_one(tmp_path: Path, world: World) -> None:
     save_models(tmp_path)
     with started_ranks(__file__, tmp_path, tmp_path, count=4, num_ports=len(STAGES)) as processes:
-        alone = {model: run(stage, tmp_path, tmp_path / "alone" / model, world) for model, stage in EXPECTED.items()}
+        alone = {model: run(stage, tmp_path, world) for model, stage in EXPECTED.items()}
         require_success(processes)
     found = stage_results(STAGES, tmp_path)
     for stage in STAGES:
@@ -116,10 +106,9 @@ def test_ranks_however_divided_train_as_one(tmp_path: Path, world: World) -> Non
             assert tiny.largest_difference(expected["trained"]["weights"], trained["weights"]) < 1e-3, stage
             for ours, theirs in zip(trained["metrics"], expected["trained"]["metrics"], strict=True):
                 assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5), stage
-            assert trained["is_back"], f"a checkpoint of {stage} brings back something else"
             assert rank["empty"] == [False], f"a row of fewer tokens than ranks, in {stage}"
 
 
 if __name__ == "__main__":
     models, folder = map(Path, sys.argv[1:])
-    run_stages(STAGES, lambda stage, world: run(stage, models, folder / stage.name, world), folder)
+    run_stages(STAGES, lambda stage, world: run(stage, models, world), folder)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import tiny
 from families import HYBRIDS, build_config, save_family
@@ -30,20 +30,11 @@ LORA = Lora(rank=4, alpha=8)
 MAMBAS = ("granitemoehybrid", "nemotron_h", "falcon_h1", "mamba2")
 LENGTHS = [40, 30, 18, 33]
 SELECTIVE = ActivationCheckpointing(mode="selective")
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 128}
-SIZES = {"vocab_size": tiny.VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, **HEADS}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-SPECIAL = {
-    "qwen3_moe": EXPERTS,
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2},
-}
+WITH_EXPERTS = ("gpt_oss", "qwen3_moe", "qwen3_next", "lfm2_moe")
 
 
-def saved(kind: str, folder: Path) -> Path:
-    torch.manual_seed(1)
-    config = AutoConfig.for_model(kind, **SIZES, **SPECIAL.get(kind, {}), tie_word_embeddings=False)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+def save(kind: str, folder: Path, **changes: object) -> Path:
+    return save_family(folder, build_config(kind, vocab_size=tiny.VOCABULARY, **changes))
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +44,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved("qwen3", tmp_path_factory.mktemp("untied"))
+    return save("qwen3", tmp_path_factory.mktemp("untied"), tie_word_embeddings=False)
 
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved("qwen3_moe", tmp_path_factory.mktemp("experts"))
+    return save("qwen3_moe", tmp_path_factory.mktemp("experts"))
 
 
 def run_config(folder: Path, lora: Lora = LORA, **loss: object) -> RunConfig:
@@ -107,20 +98,17 @@ def test_adapters_begin_as_pefts_own_change_nothing_at_first_and_alone_are_train
     assert not tiny.are_equal(before, tiny.weights_of(load_model(TrainerModel(lora=LORA), str(folder), world)))
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "qwen2", "qwen3_moe", "qwen3_next", "lfm2_moe", *MAMBAS])
+@pytest.mark.parametrize("kind", ["qwen2", *WITH_EXPERTS, *MAMBAS])
 def test_other_models_are_merged_too(kind, world, tmp_path, monkeypatch):
     """Experts, norms, biases; all layers of hybrids, whose fused kernel takes a weight past its adapter."""
     targets = {"target_modules": ("all-linear",)} if kind in HYBRIDS else {}
-    if kind in HYBRIDS:
-        save_family(tmp_path, build_config(kind, vocab_size=tiny.VOCABULARY))
-    else:
-        saved(kind, tmp_path)
+    save(kind, tmp_path)
     torch.manual_seed(4)
     model = load_model(TrainerModel(lora=Lora(rank=2, alpha=4, **targets), attn="eager"), str(tmp_path), world)
     code = sys.modules[type(model.config).__module__.replace("configuration", "modeling")]
     monkeypatch.setattr(code, "mamba2_split_conv1d_scan_combined", None, raising=False)
     has_experts = any(".experts." in name and is_adapter(name) for name in tiny.weights_of(model))
-    assert has_experts == (kind in SPECIAL or "moe" in kind.split("_") or kind == "qwen3_next")
+    assert has_experts == (kind in WITH_EXPERTS)
     state = TrainerState(model, build_optimizer(model, Optimizer(lr=1e-2)))
     for step in range(2):
         tiny.train_step(state, samples(step), world)
