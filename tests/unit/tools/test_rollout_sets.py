@@ -87,13 +87,12 @@ def test_every_rollout_comes_out_with_all_that_the_journal_knows_of_it(run, caps
 
 
 def test_trl_finds_its_columns_and_the_rewards_of_the_journal(run):
-    rollouts([str(run), "--to", "trl", "--pass-threshold", "1.5"])
+    rollouts([str(run), "--to", "trl"])
     sets = {path.stem: load(path) for path in (run / "rollouts" / "trl").glob("*.parquet")}
     written = [rollout for _, rollout in journal_of(run)]
     examples = [(row["env"], row["example"]) for row in sets["prompt_only"]]
     assert sorted(examples) == sorted({(rollout.env, rollout.example) for rollout in written})
     assert [row["reward"] for row in sets["prompt_completion"]] == [rollout.reward for rollout in written]
-    assert [row["label"] for row in sets["unpaired_preference"]] == [rollout.reward >= 1.5 for rollout in written]
     samples = [sample for rollout in written if rollout.masked is None for sample in rollout.samples]
     assert [row["input_ids"] for row in sets["tokens"]] == [sample.ids.tolist() for sample in samples]
     assert [row["completion_mask"] for row in sets["tokens"]] == [sample.loss_mask.tolist() for sample in samples]
@@ -106,7 +105,7 @@ def test_trl_finds_its_columns_and_the_rewards_of_the_journal(run):
     assert [row["margin"] for row in sets["preference"]] == [best - worst for best, worst in best_and_worst]
 
 
-def test_verl_finds_its_columns_and_prompt_and_response_make_up_the_sample(run):
+def test_verl_finds_its_columns(run):
     rollouts([str(run), "--to", "verl"])
     prompts, written = load(run / "rollouts/verl/train.parquet"), journal_of(run)
     assert len(prompts) == len({(rollout.env, rollout.example) for _, rollout in written})
@@ -115,13 +114,6 @@ def test_verl_finds_its_columns_and_prompt_and_response_make_up_the_sample(run):
         "ability": written[0][1].env, "reward_model": {"style": "rule", "ground_truth": "it"},
         "extra_info": {"split": "train", "index": written[0][1].example},
     }  # fmt: skip
-    samples = [sample for _, rollout in written if rollout.masked is None for sample in rollout.samples]
-    for row, sample in zip(load(run / "rollouts/verl/tokens.parquet"), samples, strict=True):
-        assert row["prompts"] + row["responses"] == sample.ids.tolist()
-        assert row["response_mask"][0] == 1
-        assert sum(row["response_mask"]) == sample.loss_mask.sum()
-        assert row["rollout_log_probs"] == sample.logprobs[len(row["prompts"]) :].tolist()
-        assert row["versions"] == sample.versions[len(row["prompts"]) :].tolist()
     talks = load(run / "rollouts/verl/sft.parquet")
     assert [message["role"] for message in talks[0]["messages"]] == ["user", "assistant", "tool", "assistant"]
 
@@ -174,7 +166,7 @@ def test_only_the_chosen_steps_are_written_and_tokens_may_be_left_out(run):
     expected = [r for step, r in journal_of(run) if step in (1, 2)]
     assert [(line["group"], line["place"]) for line in lines] == [(r.group, r.place) for r in expected]
     assert lines
-    assert all(line["samples"] == [] for line in lines)
+    assert not any("samples" in line for line in lines)
 
 
 def test_what_cannot_be_written_is_refused_and_leaves_nothing(run, tmp_path, capsys, monkeypatch):

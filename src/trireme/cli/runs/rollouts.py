@@ -30,16 +30,13 @@ def rollouts(argv: list[str]) -> int:
     add("--to", choices=KINDS, required=True, help="the format")
     add("--output", "--out", metavar="FOLDER", type=Path, help="default: RUN/rollouts/trl and so on")
     add("--steps", metavar="A:B", type=_steps, help="steps A to B - 1; either may be left out")
-    add("--pass-threshold", metavar="R", type=float, default=1.0, help="trl: lowest reward with a good label; 1.0")
     add("--no-tokens", action="store_true", help="jsonl, parquet: messages and rewards only")
     arguments = parser.parse_args(argv)
     folder = arguments.output or RunPaths(arguments.run).root / "rollouts" / arguments.to
 
-    from trireme.tools.datasets.tables import Options
     from trireme.tools.datasets.write import write_sets
 
-    options = Options(pass_threshold=arguments.pass_threshold, tokens=not arguments.no_tokens)
-    written = write_sets(arguments.run, arguments.to, folder, steps=arguments.steps, options=options)
+    written = write_sets(arguments.run, arguments.to, folder, steps=arguments.steps, tokens=not arguments.no_tokens)
     for path, count in written.items():
         print(f"{count:8}  {path}")
     return 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -92,44 +92,31 @@ IMAGE_FEATURES = {"info": {"features": {"images": {"feature": {"_type": "Image"}
 # rows
 
 
-class Options(NamedTuple):
-    pass_threshold: float = 1.0  # a reward that is labelled as good
-    tokens: bool = True  # whether `rollouts` has samples
-    pictures: PictureFiles | None = None  # where some rollout shows one
-
-
 class Item(NamedTuple):
     """The source of a row: a rollout, one of its samples, or the best and the worst rollout of a group."""
 
     step: int
     rollout: Rollout
-    options: Options
     sample: Any = None  # `Tokens`, in tables of samples
     worst: Any = None  # `Rollout`, in tables of pairs
 
-    @property
-    def num_given(self) -> int:
-        """Tokens before the first one that was sampled."""
-        mask = self.sample.loss_mask
-        return int(mask.argmax()) if mask.any() else len(mask)
+
+def each_rollout(step: int, rollouts: list[Rollout]) -> Iterator[Item]:
+    return (Item(step, rollout) for rollout in rollouts)
 
 
-def each_rollout(step: int, rollouts: list[Rollout], options: Options) -> Iterator[Item]:
-    return (Item(step, rollout, options) for rollout in rollouts)
-
-
-def each_sample(step: int, rollouts: list[Rollout], options: Options) -> Iterator[Item]:
+def each_sample(step: int, rollouts: list[Rollout]) -> Iterator[Item]:
     """Yield the samples that are trained on."""
     trained = (rollout for rollout in rollouts if rollout.masked is None)
-    return (Item(step, rollout, options, sample=sample) for rollout in trained for sample in rollout.samples)
+    return (Item(step, rollout, sample=sample) for rollout in trained for sample in rollout.samples)
 
 
-def each_pair(step: int, rollouts: list[Rollout], options: Options) -> Iterator[Item]:
+def each_pair(step: int, rollouts: list[Rollout]) -> Iterator[Item]:
     """Yield the best and the worst rollout of each group, the first of equals; nothing where all are equal."""
     for group in by_group(rollouts).values():
         best, worst = (pick(group, key=lambda rollout: rollout.reward) for pick in (max, min))
         if best.reward > worst.reward:
-            yield Item(step, best, options, worst=worst)
+            yield Item(step, best, worst=worst)
 
 
 Column = tuple[pa.DataType | str, Callable[[Item], Any]]
@@ -141,10 +128,13 @@ class Table:
     """One file of a data set. Where rollouts show pictures it has a column `images`, with those of a row in order."""
 
     name: str
-    items: Callable[[int, list[Rollout], Options], Iterator[Item]]
+    items: Callable[[int, list[Rollout]], Iterator[Item]]
     columns: dict[str, Column]
     once: tuple[str, ...] = ()  # columns by which later rows that are the same are left out
     is_tagged: bool = False  # pictures are `<image>` in texts, rather than parts
+
+    def without(self, name: str) -> Table:
+        return replace(self, columns={column: of for column, of in self.columns.items() if column != name})
 
     def schema(self, keys: MessageKeys) -> pa.Schema:
         content = PARTS if keys.has_pictures and not self.is_tagged else TEXT
@@ -156,17 +146,22 @@ class Table:
             return pa.schema(fields)
         return pa.schema([*fields, ("images", IMAGES)], {"huggingface": json.dumps(IMAGE_FEATURES)})
 
-    def rows(self, step: int, rollouts: list[Rollout], options: Options) -> Iterable[dict[str, Any]]:
-        shown = (tagged_text if self.is_tagged else parts_of) if options.pictures else content_text
-        for item in self.items(step, rollouts, options):
+    def rows(self, step: int, rollouts: list[Rollout], pictures: PictureFiles | None) -> Iterable[dict[str, Any]]:
+        """Yield the rows of a batch.
+
+        Args:
+            pictures: of the run, where some rollout shows one.
+        """
+        shown = (tagged_text if self.is_tagged else parts_of) if pictures else content_text
+        for item in self.items(step, rollouts):
             row = {name: value(item) for name, (_, value) in self.columns.items()}
             messages = {name: row[name] for name, (kind, _) in self.columns.items() if isinstance(kind, str)}
             row |= {name: message_rows(each, shown) for name, each in messages.items()}
-            if options.pictures:
+            if pictures:
                 digests = [digest for each in messages.values() for digest in pictures_in(each)]
                 if item.sample is not None:
                     digests = [picture.digest for picture in item.sample.pictures]
-                row["images"] = [{"bytes": options.pictures.read(each), "path": f"{each}.png"} for each in digests]
+                row["images"] = [{"bytes": pictures.read(each), "path": f"{each}.png"} for each in digests]
             yield row
 
 
@@ -176,10 +171,6 @@ def of_rollout(name: str, kind: pa.DataType) -> Column:
 
 def of_sample(name: str, kind: pa.DataType) -> Column:
     return pa.list_(kind), lambda item: getattr(item.sample, name)
-
-
-def of_response(name: str, kind: pa.DataType) -> Column:
-    return pa.list_(kind), lambda item: getattr(item.sample, name)[item.num_given :]
 
 
 INT, FLOAT, MASK, TEXT = pa.int32(), pa.float32(), pa.uint8(), pa.string()
@@ -224,11 +215,7 @@ ALL = Table(
         "temperature": of_rollout("temperature", pa.float64()),
         "samples": (
             pa.list_(pa.struct([(name, pa.list_(kind)) for name, kind in SAMPLE.items()])),
-            lambda item: [
-                {name: getattr(sample, name) for name in SAMPLE}
-                for sample in item.rollout.samples
-                if item.options.tokens
-            ],
+            lambda item: [{name: getattr(sample, name) for name in SAMPLE} for sample in item.rollout.samples],
         ),
     },
 )
@@ -236,17 +223,6 @@ ALL = Table(
 TRL = (
     Table("prompt_only", each_rollout, {"prompt": PROMPT, "answer": ANSWER, **PLACE}, once=("env", "example")),
     Table("prompt_completion", each_rollout, {"prompt": PROMPT, "completion": COMPLETION, "reward": REWARD, **PLACE}),
-    Table(
-        "unpaired_preference",
-        each_rollout,
-        {
-            "prompt": PROMPT,
-            "completion": COMPLETION,
-            "label": (pa.bool_(), lambda item: item.rollout.reward >= item.options.pass_threshold),
-            "reward": REWARD,
-            **PLACE,
-        },
-    ),
     Table(
         "preference",
         each_pair,
@@ -305,21 +281,6 @@ VERL = (
             **PLACE,
         },
         is_tagged=True,
-    ),
-    Table(
-        "tokens",
-        each_sample,
-        {
-            "uid": (TEXT, lambda item: str(item.rollout.group)),
-            "prompts": (pa.list_(INT), lambda item: item.sample.ids[: item.num_given]),
-            "responses": of_response("ids", INT),
-            "response_mask": of_response("loss_mask", MASK),
-            "rollout_log_probs": of_response("logprobs", FLOAT),
-            "advantages": of_response("advantages", FLOAT),
-            "versions": of_response("versions", INT),
-            "reward": REWARD,
-            **PLACE,
-        },
     ),
 )
 

@@ -18,15 +18,16 @@ from trireme.base.paths import RunPaths, replace_folder, require_new_folder, syn
 from trireme.journal.journal import Journal
 from trireme.journal.pictures import PictureFiles, pictures_folder, to_data_uri
 from trireme.journal.records import Rollout
-from trireme.tools.datasets.tables import TABLES, MessageKeys, Options, Table
+from trireme.tools.datasets.tables import TABLES, MessageKeys, Table
 
 
-def write_sets(run: Path, kind: str, folder: Path, *, steps: range | None, options: Options) -> dict[Path, int]:
+def write_sets(run: Path, kind: str, folder: Path, *, steps: range | None, tokens: bool = True) -> dict[Path, int]:
     """Write the files of a data set, and return them with the number of their rows.
 
     Args:
         kind: a key of `TABLES`.
         steps: None for all.
+        tokens: whether `parquet` and `jsonl` have samples.
 
     Raises:
         ConfigError: There is nothing to write, or the folder is not empty.
@@ -50,19 +51,19 @@ def write_sets(run: Path, kind: str, folder: Path, *, steps: range | None, optio
     for step in wanted:
         for rollout in journal.read(step).rollouts:
             keys.add(rollout)
-    if keys.has_pictures:
-        options = options._replace(pictures=PictureFiles(pictures_folder(RunPaths(run).journal)))
+    pictures = PictureFiles(pictures_folder(RunPaths(run).journal)) if keys.has_pictures else None
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         kind_of_file = JsonLines if kind == "jsonl" else Parquet
+        tables = TABLES[kind] if tokens else tuple(table.without("samples") for table in TABLES[kind])
         with ExitStack() as stack:
-            files = [stack.enter_context(kind_of_file(partial, table, keys)) for table in TABLES[kind]]
+            files = [stack.enter_context(kind_of_file(partial, table, keys)) for table in tables]
             for step in wanted:
                 rollouts = journal.read(step).rollouts
                 for file in files:
-                    file.add(step, rollouts, options)
+                    file.add(step, rollouts, pictures)
         sync_folder(partial)
         replace_folder(partial, folder)
     finally:
@@ -91,9 +92,9 @@ class Parquet:
         with open(self.path, "rb") as file:
             os.fsync(file.fileno())
 
-    def add(self, step: int, rollouts: list[Rollout], options: Options) -> None:
+    def add(self, step: int, rollouts: list[Rollout], pictures: PictureFiles | None) -> None:
         rows = []
-        for row in self._table.rows(step, rollouts, options):
+        for row in self._table.rows(step, rollouts, pictures):
             key = json.dumps([row[name] for name in self._table.once])
             if not self._table.once or key not in self._seen:
                 self._seen.add(key)
