@@ -87,8 +87,12 @@ def test_the_kv_cache_of_an_engine_by_hand():
 
 @pytest.mark.parametrize(
     "settings",
-    [{"ac": "full"}, {"dtype": "bfloat16", "rows": 1}, {"rank": 8, "samples": 1}, {"vocabulary": 8192}],
-    ids=["recomputed", "bfloat16", "adapters", "vocabulary"],
+    [
+        pytest.param({"ac": "full"}, id="recomputed"),
+        pytest.param({"dtype": "bfloat16", "rows": 1}, id="bfloat16"),
+        pytest.param({"rank": 8, "samples": 1}, id="adapters", marks=pytest.mark.slow),
+        pytest.param({"vocabulary": 8192}, id="vocabulary", marks=pytest.mark.slow),
+    ],
 )
 def test_a_real_step_takes_the_tensors_that_were_planned(settings, world, tmp_path, monkeypatch):
     """To 10 %; `benchmarks/memory.py` has more sizes, and is closer."""
