@@ -77,6 +77,20 @@ def listening_address(host: str) -> str:
     return host if is_loopback(host) or is_here(host) else EVERYWHERE
 
 
+def url_of(host: str, port: int, *, known: str = "") -> str:
+    """Return the URL of a server that listens on `host`, as it is reached from here.
+
+    Args:
+        known: the name of its machine, which counts where it listens on all interfaces; by default this machine.
+
+    Example:
+        url_of("0.0.0.0", 8001), url_of("::1", 8000)  # "http://127.0.0.1:8001", "http://[::1]:8000"
+    """
+    if host in (EVERYWHERE, "::", ""):
+        host = known or ("::1" if host == "::" else "127.0.0.1")
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def own_address(host: str, *, peer: str) -> str:
     """Return the address under which this machine, known as `host`, connects to `peer`."""
     if is_here(host):

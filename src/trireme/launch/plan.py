@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trireme.base.devices import Devices
+from trireme.base.network import url_of
 from trireme.config.files import ProcessName
+from trireme.config.inference import InferenceServer
+from trireme.config.orchestrator import StatusServer
 from trireme.config.run import RunConfig
 
 
@@ -53,7 +56,7 @@ def plan(config: RunConfig, run_file: Path, devices: Devices | None = None) -> P
         ports: Mapping[str, int | None],
         *,
         more: Mapping[str, str] | None = None,
-        health: str | None = None,
+        server: InferenceServer | StatusServer | None = None,
     ) -> ProcessSpec:
         environment = {
             # An empty value hides all.
@@ -70,7 +73,7 @@ def plan(config: RunConfig, run_file: Path, devices: Devices | None = None) -> P
             gpus=gpus,
             ports={purpose: port for purpose, port in ports.items() if port is not None},
             num_ranks=config.trainer.num_ranks or 1 if name == "trainer" else 1,
-            health=health,
+            health=f"{url_of(server.host, server.port)}/health" if server and server.port else None,
         )
 
     vllm = {
@@ -82,19 +85,13 @@ def plan(config: RunConfig, run_file: Path, devices: Devices | None = None) -> P
     cpu, engine, server = config.inference.cpu, config.inference.server, config.orchestrator.server
     if config.device == "cpu":
         vllm |= {"VLLM_CPU_KVCACHE_SPACE": str(cpu.kv_cache_gib), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    health, gpus = _health(engine.host, engine.port), config.inference_gpu_ids or ()
-    inference = spec("inference", gpus, cpu.threads, {"http": engine.port}, more=vllm, health=health)
+    gpus = config.inference_gpu_ids or ()
+    inference = spec("inference", gpus, cpu.threads, {"http": engine.port}, more=vllm, server=engine)
     ports = {"status": server.port, "batches": config.ports.batches}
-    orchestrator = spec("orchestrator", (), 1, ports, health=_health(server.host, server.port))
+    orchestrator = spec("orchestrator", (), 1, ports, server=server)
     gpus, ports = config.trainer_gpu_ids or (), {"weights": config.ports.weights}
     trainer = spec("trainer", gpus, config.trainer.threads, ports)
     return {each.name: each for each in (inference, orchestrator, trainer)}
-
-
-def _health(host: str, port: int | None) -> str | None:
-    """Return the health check URL under which this machine reaches a server that listens on `host`."""
-    here = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-    return f"http://{f'[{here}]' if ':' in here else here}:{port}/health" if port else None
 
 
 def describe(plan: Plan, config: RunConfig, *, only: ProcessName | None = None) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
+from trireme.base.network import url_of
 from trireme.base.paths import RunPaths
 from trireme.base.token import bearer, read_key
 from trireme.config.files import find_run_file, read_run
@@ -24,9 +25,6 @@ from trireme.monitor.spans import read_spans
 from trireme.monitor.timeline import time_lines
 
 ANSWER_S = 5.0
-
-ANYWHERE = ("0.0.0.0", "::", "")
-"""Addresses that a server listens at, and that a client cannot connect to."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ def look_at(run: Path) -> RunState:
     for rows, _ in read_in_pieces(paths.metrics):
         progress.add(rows)
     server = config.orchestrator.server
-    where = status_address(server.host, server.port, config.hosts.orchestrator)
+    where = url_of(server.host, server.port or 8001, known=config.hosts.orchestrator)
     return RunState(
         config=config,
         paths=paths,
@@ -89,24 +87,13 @@ def look_at(run: Path) -> RunState:
     )
 
 
-def status_address(bound: str | None, port: int | None, known: str | None) -> str:
-    """Return the address of `/status`.
-
-    Args:
-        bound: the address that the orchestrator's configuration says it listens at.
-        known: the name of its machine, which counts where it listens at every address.
-    """
-    host = bound or "127.0.0.1"
-    return f"http://{(known or '127.0.0.1') if host in ANYWHERE else host}:{port or 8001}/status"
-
-
-def ask_status(address: str, folder: Path, key: str | None, *, timeout_s: float) -> Status | None:
+def ask_status(url: str, folder: Path, key: str | None, *, timeout_s: float) -> Status | None:
     """Return the answer, or None where there is none, or where it is about another run than the one in `folder`.
 
     The port may be another run's by now. A run that was started with a relative path is compared by its name alone.
     """
     try:
-        answer = _client().get(address, headers=bearer(key), timeout=timeout_s).raise_for_status()
+        answer = _client().get(f"{url}/status", headers=bearer(key), timeout=timeout_s).raise_for_status()
         status = msgspec.json.decode(answer.content, type=Status)
     except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, ValueError, RecursionError):
         return None

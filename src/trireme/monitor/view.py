@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trireme.base.log import get_logger
+from trireme.base.network import url_of
 from trireme.base.safe_text import clean
 from trireme.base.token import bearer, read_key
 from trireme.config.run import RunConfig
@@ -301,8 +302,7 @@ def open_view(config: RunConfig, run: Path) -> Iterator[View]:
     is_live = console.is_terminal and sys.stdout.isatty() and not console.is_dumb_terminal
     kind = VfRlView if config.console.style == "vf-rl" else LiveView if is_live else View
     server = config.orchestrator.server
-    host = "127.0.0.1" if server.host in ("0.0.0.0", "::") else server.host
-    with StatusPoller(f"http://{host}:{server.port or 8001}/status", run) as poller:
+    with StatusPoller(f"{url_of(server.host, server.port or 8001)}/status", run) as poller:
         view = kind(config, poller, console)
         try:
             yield view

@@ -23,6 +23,8 @@ def test_a_machine_knows_its_own_addresses_and_the_interface_that_has_them() -> 
     assert list(map(network.is_here, ("127.0.0.5", "localhost", NOBODYS))) == [True, True, False]
     assert list(map(network.interface_of, ("127.0.0.1", NOBODYS))) == ["lo", None]
     assert list(map(network.listening_address, ("127.0.0.5", NOBODYS))) == ["127.0.0.5", EVERYWHERE]
+    urls = [network.url_of("0.0.0.0", 1, known="m0"), network.url_of("::", 1), network.url_of("m1", 1, known="m0")]
+    assert urls == ["http://m0:1", "http://[::1]:1", "http://m1:1"]
     assert own_address("localhost", peer=NOBODYS) == "127.0.0.1"
     assert own_address(NOBODYS, peer="127.0.0.1") == "127.0.0.1", "by the way there"
 

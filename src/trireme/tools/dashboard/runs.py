@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+from trireme.base.network import url_of
 from trireme.base.paths import RunPaths
 from trireme.base.token import read_key
 from trireme.launch.folder import launcher_of
-from trireme.launch.run_state import ask_status, status_address
+from trireme.launch.run_state import ask_status
 from trireme.monitor.collapse import Warned, Watch
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.progress import Status
@@ -152,8 +153,9 @@ def status_of(config: Mapping[str, Any], folder: Path) -> Status | None:
         return value if isinstance(value, dict) else {}
 
     server = table(table(config, "orchestrator"), "server") or table(config, "server")
-    address = status_address(server.get("host"), server.get("port"), table(config, "hosts").get("orchestrator"))
-    return ask_status(address, folder, read_key(folder), timeout_s=ANSWER_S)
+    known = str(table(config, "hosts").get("orchestrator") or "")
+    url = url_of(str(server.get("host") or "127.0.0.1"), server.get("port") or 8001, known=known)
+    return ask_status(url, folder, read_key(folder), timeout_s=ANSWER_S)
 
 
 def _mtime_ns(path: Path) -> int:
