@@ -58,7 +58,8 @@ def test_what_the_reference_gives_as_defaults_holds():
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        ({"weight_decay": 0.01}, {"trainer.optim.weight_decay": 0.01}),
+        ({"weight_decay": 0.01}, {"trainer.optim.weight_decay": 0.01, "name": "reverse-text"}),
+        ({"output_dir": "elsewhere/mine", "run_name": "alphabet"}, {"output_dir": "elsewhere", "name": "mine"}),
         ({"mask_truncated_completions": True}, {"orchestrator.filters.truncated": "mask"}),
         ({"num_batches_ahead": 0, "seed": 7}, {"max_async_level": 0, "seed": 7}),
         ({"max_concurrent": 64}, {"orchestrator.max_concurrent": 64, "orchestrator.env.0.max_concurrent": 64}),
@@ -150,12 +151,6 @@ def test_no_key_that_was_given_goes_without_a_word(key):
     except ConfigError as error:
         told = tuple(str(error).split("`"))
     assert any(line.startswith(f"trainer.args.{key}") for line in told)
-
-
-def test_the_run_lies_where_its_name_says():
-    given = ({"run_name": "alphabet"}, {}, {"output_dir": "elsewhere/mine", "run_name": "alphabet"})
-    roots = [str(config_of(translate(VF_RL, vf(args), CPU)).paths.root) for args in given]
-    assert roots == ["outputs/alphabet", "outputs/reverse-text", "elsewhere/mine"]
 
 
 @pytest.mark.parametrize(
