@@ -107,6 +107,20 @@ def rare_garbage_collection() -> Iterator[None]:
             gc.unfreeze()
 
 
+@contextmanager
+def catch_signals() -> Iterator[list[int]]:
+    """Yield a list to which SIGINT, SIGTERM and SIGHUP are added, unless they are ignored already (`nohup`)."""
+    received: list[int] = []
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    caught = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda n, _: received.append(n)) for number in caught}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def try_lock(descriptor: int, folder: Path, kind: int = fcntl.LOCK_EX) -> bool:
     """Return whether the lock of a file could be taken at once. The kernel releases it when its holder ends.
 

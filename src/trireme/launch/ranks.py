@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 from trireme.base.errors import FINAL_EXIT_CODES
-from trireme.base.processes import RANK_STORE
+from trireme.base.processes import RANK_STORE, catch_signals
 
 POLL_S = 0.02
 GRACE_S = 30.0  # between SIGTERM and SIGKILL: a rank may be writing a checkpoint
@@ -25,28 +25,26 @@ def run_ranks(num_ranks: int, command: Sequence[str]) -> int:
 
     Returns: 0; a final exit code (2, 3) where a rank ended with it; 128 + N after signal N; 1 after any other failure.
     """
-    received: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda n, _: received.append(n))
-    store = os.memfd_create("trireme-ranks")
-    ranks = []
-    for rank in range(num_ranks):
-        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-        environment = {name: str(number) for name, number in numbers.items()} | {RANK_STORE: f"/proc/self/fd/{store}"}
-        ranks.append(subprocess.Popen(list(command), env=os.environ | environment, pass_fds=(store,)))
-    while None in (codes := [rank.poll() for rank in ranks]):
-        if received or any(codes):
-            for each in ranks:
-                each.terminate()
-            give_up = time.monotonic() + GRACE_S
-            for each in ranks:
-                try:
-                    each.wait(max(0.0, give_up - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    each.kill()
-                    each.wait()
-        time.sleep(POLL_S)
+    with catch_signals() as received:
+        store = os.memfd_create("trireme-ranks")
+        ranks = []
+        for rank in range(num_ranks):
+            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+            environment = os.environ | {name: str(number) for name, number in numbers.items()}
+            environment[RANK_STORE] = f"/proc/self/fd/{store}"
+            ranks.append(subprocess.Popen(list(command), env=environment, pass_fds=(store,)))
+        while None in (codes := [rank.poll() for rank in ranks]):
+            if received or any(codes):
+                for each in ranks:
+                    each.terminate()
+                give_up = time.monotonic() + GRACE_S
+                for each in ranks:
+                    try:
+                        each.wait(max(0.0, give_up - time.monotonic()))
+                    except subprocess.TimeoutExpired:
+                        each.kill()
+                        each.wait()
+            time.sleep(POLL_S)
     if received:
         return 128 + received[0]
     if not any(codes):

@@ -6,13 +6,13 @@ launcher (see `process_tree`).
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from trireme.base.faults import reach
+from trireme.base.processes import catch_signals
 from trireme.config.run import RunConfig
 from trireme.journal.manifest import complete_steps
 from trireme.launch.children import Children, open_children
@@ -81,17 +81,3 @@ def _watch(children: Children, config: RunConfig, view: View, signals: Sequence[
                 view.say(line)
             view.tick(children.states())
             time.sleep(POLL_S)
-
-
-@contextmanager
-def catch_signals() -> Iterator[list[int]]:
-    """Yield a list to which SIGINT, SIGTERM and SIGHUP are added, unless they are ignored already (`nohup`)."""
-    received: list[int] = []
-    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    caught = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda n, _: received.append(n)) for number in caught}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

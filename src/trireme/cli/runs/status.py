@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from argparse import ArgumentParser, Namespace
 from contextlib import nullcontext
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
+from trireme.base.processes import catch_signals
 from trireme.config.files import find_run_file, read_run
 from trireme.config.run import RunConfig
 from trireme.launch.folder import launcher_of
@@ -67,11 +67,9 @@ def _follow(options: Namespace) -> int:
     if is_over and not is_remote:
         print("\n".join(state.lines()))
         return 0
-    signals: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda received, _: signals.append(received))
     has_answered, num_done, seen_at, is_deserted = False, -1, time.monotonic(), False
-    with open_wandb_mirror(config) if options.mirror else nullcontext(), open_view(config, options.run) as view:
+    mirror = open_wandb_mirror(config) if options.mirror else nullcontext()
+    with catch_signals() as signals, mirror, open_view(config, options.run) as view:
         while not signals:
             moved, num_done = view.progress.num_done != num_done, view.progress.num_done
             has_answered |= view.status is not None
