@@ -15,15 +15,8 @@ def get_logger(name: str) -> logging.Logger:
 
 def start_logging(process: str, level: str = "info") -> None:
     """Send the `trireme` loggers to standard output, flushed per line. Called by commands only."""
-
-    class _Named(logging.Filter):
-        def filter(self, record: logging.LogRecord) -> bool:
-            record.process_name = process
-            return True
-
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter(FORMAT, datefmt="%H:%M:%S"))
-    handler.addFilter(_Named())
+    handler.setFormatter(logging.Formatter(FORMAT, datefmt="%H:%M:%S", defaults={"process_name": process}))
     logger = logging.getLogger("trireme")
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())

@@ -47,6 +47,8 @@ OPEN_FILES = 1 << 16
 """Most files that a process with many connections may open. Its children inherit the limit, and some of them close all
 descriptors up to it."""
 
+READ_BYTES = 128_000  # of a log's end that are looked at
+
 MANY = 1_000_000
 """More objects than there were, before the collector looks: some hundred MiB, if all of them were cycles."""
 
@@ -182,13 +184,21 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
         return True
 
 
-def last_lines(log: Path, count: int = 20) -> list[str]:
-    """Return the last lines of a log without reading all of it."""
-    if not log.exists():
+def last_lines(log: Path, count: int | None = None, *, start: int = 0) -> list[str]:
+    """Return the last lines of a log without reading all of it; none where it cannot be read.
+
+    Args:
+        count: as many as `READ_BYTES` hold if not given.
+        start: byte after which this run of the process began to append.
+    """
+    try:
+        with open(log, "rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(min(start, size), size - READ_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
         return []
-    with open(log, "rb") as file:
-        file.seek(max(0, log.stat().st_size - 64_000))
-        return file.read().decode(errors="replace").splitlines()[-count:]
+    return lines if count is None else lines[-count:]
 
 
 def make_socket_folder(prefix: str) -> Path:

@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-READ_BYTES = 128_000  # of a log's end that are looked at
+from trireme.base.processes import last_lines
+
 MAX_LINES = 24
 STACK_LINES = 12  # newest frames' lines of a traceback, or lines of a log without one
 
@@ -30,20 +31,9 @@ _NOISE = re.compile(
 _PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\) )?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]+\] )?(?:\s*\| )?")
 
 
-def lines_since(log: Path, start: int = 0) -> list[str]:
-    """Return the newest lines after byte `start`, where this run of the process began to append."""
-    try:
-        with open(log, "rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(min(start, size), size - READ_BYTES))
-            return file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return []
-
-
 def startup_phase(log: Path, start: int = 0) -> str:
     """Return what a starting process is doing, as far as its log shows."""
-    for line in reversed(lines_since(log, start)):
+    for line in reversed(last_lines(log, start=start)):
         for pattern, phase in STARTUP_PHASES:
             if pattern.search(line):
                 return phase
@@ -54,7 +44,7 @@ def failure_lines(log: Path, start: int = 0) -> list[str]:
     """Return the lines that most likely say why a process ended: its last traceback, else around its last error, else
     its last lines. Progress bars, access logs and shutdown messages are left out.
     """
-    lines = [line for line in lines_since(log, start) if not _NOISE.search(line)]
+    lines = [line for line in last_lines(log, start=start) if not _NOISE.search(line)]
     tracebacks = [index for index, line in enumerate(lines) if _TRACEBACK in line]
     if tracebacks:
         # Where the last traceback is a symptom, the one before it is the cause.

@@ -75,7 +75,7 @@ class Batcher:
             filled.dropped += group.dropped
             if group.reason is None:
                 groups.append(group)
-                self._scheduler.accepted()
+                self._scheduler.num_accepted += 1
             else:
                 self._scheduler.not_accepted(group.reason)
         groups.sort(key=lambda group: group.task.id)

@@ -219,10 +219,6 @@ class Scheduler:
                 except TimeoutError:
                     wait.check()
 
-    def accepted(self) -> None:
-        """Count the group that was handed out last as part of the batch being filled."""
-        self.num_accepted += 1
-
     def not_accepted(self, reason: str) -> None:
         """Issue another group in place of the one that was handed out last."""
         self._dropped[reason.partition(":")[0]] += 1

@@ -73,9 +73,6 @@ class Queue:
     async def next_group(self) -> Group:
         return self.groups.pop(0)
 
-    def accepted(self) -> None:
-        self.num_accepted += 1
-
     def not_accepted(self, reason: str) -> None:
         self.refused.append(reason)
 
