@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from trireme.base.errors import ConfigError
@@ -16,10 +14,9 @@ from trireme.base.paths import atomic_write
 from trireme.config.files import without_secrets
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
-from trireme.monitor.metrics import Row, merge_processes, read_metrics
+from trireme.monitor.metrics import read_metrics
 
 POLL_S = 2.0
-PATIENCE_S = 60.0  # how long a step waits for the other process's half
 FINISH_S = 30.0  # how long the end of a run may wait for uploads
 
 logger = get_logger("wandb")
@@ -43,20 +40,18 @@ def open_wandb_mirror(config: RunConfig | SftConfig) -> Iterator[None]:
 
 
 class _Mirror:
-    """Log each step once, when both processes have reported it.
+    """Log each process's row of a step as it comes.
 
     `step` is an ordinary metric and the x axis of all others, because wandb's own counter rejects values out of order
     (the orchestrator is ahead of the trainer; a resumed run trains steps again).
     """
 
     def __init__(self, config: RunConfig | SftConfig) -> None:
-        self._processes = {"sft"} if isinstance(config, SftConfig) else {"trainer", "orchestrator"}
         self._metrics = config.paths.metrics
         self._bookmark = config.paths.root / "wandb" / "mirror.json"
         """The wandb run of this folder and how far it has been sent, so that a resumed run continues its charts."""
         sent = json.loads(self._bookmark.read_text()) if self._bookmark.exists() else {}
         self._offset: int = sent.get("offset", 0)
-        self._pending: dict[int, _Pending] = {}
         self._run = _init(config, sent.get("run_id"))
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="wandb-mirror", daemon=True)
@@ -76,8 +71,8 @@ class _Mirror:
     def _follow(self) -> None:
         try:
             while not self._closing.wait(POLL_S):
-                self._mirror(patience_s=PATIENCE_S)
-            self._mirror(patience_s=0)
+                self._mirror()
+            self._mirror()
             self._run.finish()
         except Exception as error:  # no error of wandb ends training
             logger.warning(
@@ -85,32 +80,16 @@ class _Mirror:
                 f"{self._metrics} has every number."
             )
 
-    def _mirror(self, *, patience_s: float) -> None:
-        before = self._offset
-        rows, self._offset = read_metrics(self._metrics, before)
+    def _mirror(self) -> None:
+        """Log the rows that came since the last time. A mirror that is killed may log some of them twice."""
+        rows, offset = read_metrics(self._metrics, self._offset)
         for row in rows:
-            of_step = self._pending.setdefault(row["step"], _Pending(before)).rows
-            of_step[row["process"]] = of_step.get(row["process"], {}) | row
-        for step, pending in sorted(self._pending.items()):
-            if self._processes <= pending.rows.keys() or time.monotonic() - pending.since >= patience_s:
-                merged = merge_processes(self._pending.pop(step).rows.values())
-                values = {name: value for name, value in merged.items() if name not in ("process", "time_s")}
-                self._run.log({name: value for name, value in values.items() if value is not None})
-        # A mirror that is killed now resumes from these: some step may be sent twice, none is left out.
-        offset = min((pending.offset for pending in self._pending.values()), default=self._offset)
-        bookmark = json.dumps({"run_id": self._run.id, "offset": offset}).encode()
-        if not self._bookmark.exists() or self._bookmark.read_bytes() != bookmark:
+            named = {name: value for name, value in row.items() if name not in ("process", "time_s")}
+            self._run.log({name: value for name, value in named.items() if value is not None})
+        if offset != self._offset or not self._bookmark.exists():
             with atomic_write(self._bookmark) as file:
-                file.write(bookmark)
-
-
-@dataclass
-class _Pending:
-    """The metrics of one step that are not logged yet, by process."""
-
-    offset: int  # before which no row of it was read
-    rows: dict[str, Row] = field(default_factory=dict)
-    since: float = field(default_factory=time.monotonic)
+                file.write(json.dumps({"run_id": self._run.id, "offset": offset}).encode())
+        self._offset = offset
 
 
 def _init(config: RunConfig | SftConfig, run_id: str | None) -> Any:
