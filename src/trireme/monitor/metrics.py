@@ -100,19 +100,11 @@ def latest_by_step(rows: Iterable[Row]) -> dict[tuple[str, int], Row]:
 
 
 def merge_processes(rows: Iterable[Row]) -> Row:
-    """Merge the rows of one step. A name that two processes use is the trainer's; the other gets a prefix.
-
-    Example:
-        [{"process": "trainer", "time/step": 2.0}, {"process": "orchestrator", "time/step": 1.0, "reward/mean": 0.5}]
-        -> {"time/step": 2.0, "orchestrator/time/step": 1.0, "reward/mean": 0.5}
-    """
-    by_process = {row["process"]: row for row in rows}
-    merged: Row = dict(by_process.get("trainer", {}))
-    for process, row in by_process.items():
-        if process != "trainer":
-            shared = merged.keys() - {"step", "process", "time_s"}
-            merged |= {f"{process}/{name}" if name in shared else name: value for name, value in row.items()}
-    return merged | {"process": "+".join(sorted(by_process))}
+    """Merge the rows of one step, one of each process. A name that two processes use is the trainer's."""
+    merged: Row = {}
+    for row in sorted(rows, key=lambda row: row["process"] == "trainer"):
+        merged |= row
+    return merged
 
 
 def means(measured: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -40,18 +40,9 @@ def read_batch(folder: Path, step: int) -> BatchRecord | None:
         return None
 
 
-def choose(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
-    """Choose rollouts, one of each group before a second of any, so that they show many examples.
-
-    Example:
-        choose(rollouts of groups a a a b b b, 3)  # the first of a, the first of b, the second of a
-    """
-    seen: dict[int, int] = {}
-    ranked = []
-    for rollout in rollouts:
-        seen[rollout.group] = seen.get(rollout.group, 0) + 1
-        ranked.append((seen[rollout.group], rollout))
-    return [rollout for _, rollout in sorted(ranked, key=lambda pair: pair[0])[:count]]
+def choose(rollouts: Sequence[Rollout], count: int) -> Sequence[Rollout]:
+    """Choose rollouts from all over a batch, in which those of an example are neighbours."""
+    return rollouts[:: max(1, len(rollouts) // max(1, count))][:count]
 
 
 def sample_text(step: int, rollout: Rollout, which: str = "") -> str:

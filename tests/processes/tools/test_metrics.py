@@ -87,7 +87,7 @@ def test_a_full_disk_ends_no_training_and_warns_once_a_minute(caplog, monkeypatc
     assert "4 lines wait" in caplog.messages[-1]
 
 
-def test_of_one_step_the_last_values_of_each_process_count_and_none_hides_anothers():
+def test_of_one_step_the_last_values_of_each_process_count_and_the_trainers_come_first():
     rows = [
         {"step": 4, "process": "trainer", "loss": 9.0, "time/step": 2.0},
         {"step": 4, "process": "orchestrator", "reward/mean": 0.1, "time/step": 1.0},
@@ -98,7 +98,7 @@ def test_of_one_step_the_last_values_of_each_process_count_and_none_hides_anothe
     assert latest["trainer", 4]["loss"] == 1.0
     assert latest["orchestrator", 4] == rows[1] | rows[3]
     merged = merge_processes(rows[:2])
-    assert (merged["time/step"], merged["orchestrator/time/step"], merged["step"]) == (2.0, 1.0, 4)
+    assert (merged["time/step"], merged["reward/mean"], merged["step"]) == (2.0, 0.1, 4)
 
 
 class WandbRun:
