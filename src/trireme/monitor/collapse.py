@@ -117,14 +117,6 @@ def stays(metric: str, sentence: str, *, below: Limit = -math.inf, above: Limit 
     return look
 
 
-def same_rewards(history: History) -> str | None:
-    stds, start = history.last("reward/std", STEADY), history.start("reward/std")
-    if not stds or max(stds) > max(1e-6, 0.02 * (start or 0.0)):
-        return None
-    means = [f"{mean:.3g}" for mean in history.last("reward/mean")] or ["the same"]
-    return f"reward/std is {stds[-1]:.2g} over {STEADY} batches, whose rewards are all {means[0]}"
-
-
 def nothing_trained(history: History) -> str | None:
     losses, norms = history.last("loss", 2), history.last("grad_norm", 2)
     if norms and all(norm == 0 for norm in norms) and all(loss == 0 for loss in losses):
@@ -192,7 +184,7 @@ SIGNS = (
     Sign(
         "reward_std_zero",
         ("reward/std",),
-        same_rewards,
+        stays("reward/std", "{mean:.2g} over 3 batches", below=lambda start: max(1e-6, 0.02 * start)),
         "Where all rewards are the same there is no advantage, and nothing is learned: the task is solved, or far too "
         "hard, or the reward function does not tell answers apart, or all answers have become the same.",
         "Read a few rollouts of the batch. Solved: take harder examples. Never solved: take easier ones or a longer "
