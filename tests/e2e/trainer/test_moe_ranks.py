@@ -26,7 +26,7 @@ def train(folder: Path, world: World) -> dict[str, Any]:
     model = load_model(config, str(folder), world)
     samples = routed(random_samples(LENGTHS))
     metrics = backward(model, samples, world, capacity=CAPACITY)
-    found = {"metrics": metrics | expert_metrics(model, world), "gradients": take_gradients(model)}
+    found = {"metrics": metrics | expert_metrics(model), "gradients": take_gradients(model)}
     return found | {"cp": world.cp_size}
 
 

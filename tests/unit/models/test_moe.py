@@ -152,22 +152,22 @@ def test_how_evenly_experts_are_used_and_tokens_that_the_router_sends_elsewhere_
     with torch.no_grad():
         model(input_ids=IDS[:, :3])  # a pass without training does not count
     model(input_ids=IDS[:, :12])
-    mixtures.expert_metrics(model, world)
+    mixtures.expert_metrics(model)
     model(input_ids=IDS[:, :12], **mixtures.routes_argument(model, routed_of(routes, 12), CPU))
-    metrics = mixtures.expert_metrics(model, world)
+    metrics = mixtures.expert_metrics(model)
     assert metrics["moe/busiest_expert"] == 12 / (24 / 8)  # expert 0 got all 12 tokens; 24 places in 8 experts
     assert metrics["moe/idle_experts_frac"] == 5 / 8
     model = prepared()
     _, went = chosen_in(model)
     went[:5, 1] = (went[:5, 1] + 1) % NUM_EXPERTS
     model(input_ids=IDS, **mixtures.routes_argument(model, routed_of(went, T), CPU))
-    assert mixtures.expert_metrics(model, world)["moe/rerouted_frac"] * 2 * T == pytest.approx(5)
+    assert mixtures.expert_metrics(model)["moe/rerouted_frac"] * 2 * T == pytest.approx(5)
 
 
 def test_a_model_without_experts_reports_none_and_cannot_replay_routes(tiny_model, world):
     model = load_model(TrainerModel(), str(tiny_model), world)
     assert mixtures.mixtures_of(model) == []
-    assert mixtures.expert_metrics(model, world) == {}
+    assert mixtures.expert_metrics(model) == {}
     assert mixtures.routes_argument(model, routed_of(random_routes(3), 4), CPU) == {}
     with pytest.raises(ConfigError, match="router_replay = true` with Qwen3ForCausalLM - a model with a mixture"):
         load_model(TrainerModel(moe=REPLAY), str(tiny_model), world)

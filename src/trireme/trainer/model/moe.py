@@ -27,7 +27,6 @@ from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
 from trireme.config.trainer import TrainerModel
 from trireme.messages import Routed
-from trireme.trainer.parallel.mesh import World
 
 log = get_logger("trainer")
 
@@ -206,7 +205,7 @@ class Mixture:
         return counts.double()
 
 
-def expert_metrics(model: PreTrainedModel, world: World) -> dict[str, float]:
+def expert_metrics(model: PreTrainedModel) -> dict[str, float]:
     """Return how evenly experts were used since the last call, averaged over layers. A collective.
 
     Returns nothing for a model without experts.
