@@ -94,7 +94,7 @@ def test_a_search_that_is_stopped_anywhere_ends_as_if_it_had_not_been(endpoint):
     assert 0 <= again - num_asked[0] <= num_stops, "only what was under way when the key was refused is asked again"
 
 
-def test_a_search_keeps_its_budget_goes_on_with_a_larger_one_and_reuses_nothing_with_other_settings(endpoint):
+def test_a_search_keeps_its_budget_goes_on_with_a_larger_one_and_is_not_mixed_with_another(endpoint):
     """A new prompt costs 8 here, the first one 4."""
     for max_calls, total in ((12, 12), (19, 12), (20, 20), (12, 12)):
         num_before = len(endpoint.asked("follower"))
@@ -102,8 +102,12 @@ def test_a_search_keeps_its_budget_goes_on_with_a_larger_one_and_reuses_nothing_
         assert summary()["calls"] == total
         assert len(endpoint.asked("follower")) == max(num_before, total)
         assert "one more prompt may take 8" in summary()["why"]
-    search(endpoint, "--max-calls", "12", "--sampling.temperature", "0.5")
-    assert len(endpoint.asked("follower")) == 20 + 12
+    with pytest.raises(ConfigError, match=r"other settings \(sampling, seed\)"):
+        search(endpoint, "--max-calls", "12", "--sampling.temperature", "0.5", "--seed", "1")
+    assert len(endpoint.asked("follower")) == 20
+    (OUTPUT / "metadata.json").write_text("[[")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        search(endpoint)
 
 
 def test_ctrl_c_ends_it_with_what_was_found_and_the_same_command_goes_on(endpoint, capsys):

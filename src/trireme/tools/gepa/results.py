@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from gepa.core.result import GEPAResult
 
+from trireme.base.errors import ConfigError
 from trireme.base.paths import atomic_write
 from trireme.tools.gepa.config import GepaConfig
 from trireme.tools.gepa.records import Example
@@ -23,6 +24,26 @@ FRONTIER = "pareto_frontier.jsonl"
 CANDIDATES = "candidates.jsonl"
 METADATA = "metadata.json"
 LOG = "gepa.log"
+
+
+def check_same(folder: Path, config: GepaConfig, keys: Collection[str]) -> None:
+    """Raises: ConfigError where the folder has results of a search that differs in these keys; they would be lost."""
+    try:
+        before = json.loads((folder / METADATA).read_text(encoding="utf-8"))
+        old = GepaConfig.model_validate({key: value for key, value in before.items() if key in keys})
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, RecursionError, AttributeError) as error:
+        raise ConfigError(
+            f"{folder / METADATA} cannot be read ({error}) - expected what an earlier search wrote. Move the folder, "
+            "or give another `--output`."
+        ) from error
+    changed = [key for key in sorted(keys) if getattr(old, key) != getattr(config, key)]
+    if changed:
+        raise ConfigError(
+            f"{folder} has the results of a search with other settings ({', '.join(changed)}) - expected the "
+            "same ones, to resume it. `--output FOLDER` starts another search and keeps these."
+        )
 
 
 def write_results(
