@@ -1,8 +1,6 @@
 """v1 environments of verifiers 0.4, unmodified, in a virtual environment of their own."""
 
 import asyncio
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -22,8 +20,7 @@ from trireme.algo.data.order import ENDLESS
 from trireme.base.errors import ConfigError
 from trireme.orchestrator.environments import pool
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
-from trireme.orchestrator.environments.venv import EnvironmentSource, find_environment
-from trireme.orchestrator.environments.wire import Ask, Done, Reply
+from trireme.orchestrator.environments.wire import Ask, Done, Load, Reply
 
 pytestmark = pytest.mark.xdist_group("verifiers v1")
 WORD, LONGER, OFTEN, UNJUDGEABLE, NAN, TWICE = range(6)
@@ -154,9 +151,6 @@ def test_a_model_without_an_endpoint_is_refused_at_load(on):
 
 
 def test_a_harness_is_refused_as_an_environment(on, monkeypatch):
-    def find_harness(id: str, *, root: Path) -> EnvironmentSource:  # in the virtual environment that has it, too
-        return replace(find_environment(id, root=root), module="v1_harness")
-
-    monkeypatch.setattr(pool, "find_environment", find_harness)
+    monkeypatch.setattr(pool, "Load", lambda **how: Load(**how | {"module": "v1_harness"}))  # it is installed there
     with pytest.raises(ConfigError, match=r'v1_harness is a harness of verifiers v1.*harness = \{ id = "v1_harness"'):
         on("v1-echo", lambda environment: None, harness="alone")
