@@ -58,25 +58,18 @@ def test_several_that_die_together_or_leave_too_early_are_each_started_again(sta
     assert supervise(plan, stage.config, grace_s=GRACE_S) == 0
 
 
-def test_a_process_that_cannot_stay_alive_is_given_up_and_its_last_words_are_told(stage, capsys):
-    stage.set(max_restarts=3)
-    plan = stage.plan(trainer="train(7)\nraise ValueError('boom')")
+def test_a_newly_trained_step_gives_new_patience_and_without_any_the_last_words_are_told(stage, capsys):
+    stage.set(max_restarts=2)
+    plan = stage.plan(trainer="train(min(RUN, 2))\nraise ValueError('boom')")
     assert supervise(plan, stage.config, grace_s=GRACE_S) == 1
-    assert len(stage.runs_of("trainer")) == 4
+    assert len(stage.runs_of("trainer")) == 5
     out = capsys.readouterr().out
-    assert re.findall(r"number (\d) of 3 in a row", out) == ["1", "2", "3"]
+    assert re.findall(r"number (\d) of 2 in a row", out) == ["1", "1", "1", "2"]
     assert "(exit code 1; ValueError: boom): restarted" in out
-    assert "3 times in a row without a newly trained step" in out
+    assert "2 times in a row without a newly trained step" in out
     assert "    ValueError: boom" in out
-    assert "3 restarts: trainer 3" in out
+    assert "4 restarts: trainer 4" in out
     assert stage.alive() == []
-
-
-def test_a_newly_trained_step_gives_new_patience(stage):
-    stage.set(max_restarts=1)
-    plan = stage.plan(trainer=f"train(RUN)\nif RUN < 3: sys.exit(1)\n{OVER}", orchestrator=DONE)
-    assert supervise(plan, stage.config, grace_s=GRACE_S) == 0
-    assert len(stage.runs_of("trainer")) == 4
 
 
 def test_once_the_orchestrator_is_done_a_trainer_that_dies_does_not_matter(stage, capsys):
