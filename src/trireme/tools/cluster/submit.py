@@ -105,7 +105,10 @@ def _scheduler_here() -> Scheduler:
 
 
 def _job(config: RunConfig, plan: ClusterPlan, file: str, options: SubmitOptions, on: Scheduler) -> Job:
-    """Raises: ConfigError where the run's folder would not be inside of the volume of Kubernetes."""
+    """Return the job of a run, with its configuration as it was typed and its folders as the machines see them.
+
+    Raises: ConfigError where the run's folder would not be inside of the volume of Kubernetes.
+    """
     root = config.paths.root.absolute()
     output_dir, run = config.output_dir.absolute(), root
     if on == "kubernetes":
