@@ -178,6 +178,7 @@ FAULTS: dict[str, Fault] = {
         "state.cursors.a.position is",
     ),
     "the data set is unknown": (put(0, "state.sizes", {}), 0, "training sets as nothing"),
+    "an outcome is gone": (change(3, "outcomes", without_last), 3, r"outcomes\[\d+\] is nothing"),
     # tokens
     "a token is of the future": (change_column("versions", 4), 3, "token . has 4 in `versions`"),
     "a given token has a logprob": (change_column("logprobs", -0.5, masked=False), 3, "has -0.5 in `logprobs`"),
