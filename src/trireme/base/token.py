@@ -75,7 +75,7 @@ def read_key(folder: Path) -> str | None:
 
 
 def status_key() -> str | None:
-    """Return the key that opens only the status of an orchestrator; None without a token."""
+    """Return the key that opens only the status and the metrics of an orchestrator; None without a token."""
     secret = token()
     return derive(secret, "status").hex() if secret else None
 

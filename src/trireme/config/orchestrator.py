@@ -301,7 +301,7 @@ class Evaluation(Section):
 
 
 class StatusServer(Section):
-    """`[orchestrator.server]`: HTTP with `/health` and `/status`."""
+    """`[orchestrator.server]`: HTTP with `/health`, `/status`, `/metrics` (Prometheus)."""
 
     host: str = "127.0.0.1"
     """Address to bind; loopback if not set."""

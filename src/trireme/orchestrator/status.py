@@ -1,4 +1,4 @@
-"""The status server: `/health` and `/status` say what the run does and what each process waits for."""
+"""The status server: `/health`, `/status` and `/metrics` say what the run does and what each process waits for."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from trireme.base.errors import ConfigError
 from trireme.base.token import status_key
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import StatusServer
 from trireme.config.run import RunConfig
+from trireme.monitor.collapse import Warned
 from trireme.orchestrator.engines.pool import InferencePool
 from trireme.orchestrator.scheduler import Scheduler
 from trireme.orchestrator.trainer_requests import Peers
@@ -69,7 +71,6 @@ class Status:
         now = time.monotonic()
         heartbeats = list(self.peers.heartbeats.items())  # a copy: more may arrive while it is read
         engines = self.pool.engines if self.pool else []
-        warnings = self.watcher.lasting if self.watcher else []
         processes = {
             name: {"state": beat.state, "version": beat.version, "heard_s_ago": round(now - heard, 1)}
             for name, (heard, beat) in heartbeats
@@ -105,13 +106,31 @@ class Status:
                 for engine in engines
             ],
             "processes": {"orchestrator": {"state": self.state}} | processes,
-            "warnings": [{"name": each.name, "step": each.step, "text": each.text} for each in warnings],
+            "warnings": [{"name": each.name, "step": each.step, "text": each.text} for each in self.warnings],
         }
+
+    @property
+    def warnings(self) -> list[Warned]:
+        """Signs of a collapse that hold at the moment."""
+        return self.watcher.lasting if self.watcher else []
 
 
 def build_app(status: Status) -> FastAPI:
     app = FastAPI(title="Trireme orchestrator", docs_url=None, redoc_url=None)
     app.add_middleware(RequireToken, reader_key=status_key())
+    registry = CollectorRegistry()
+    gauges = {
+        name: Gauge(f"trireme_{name}", text, registry=registry)
+        for name, text in {
+            "version": "Live policy version",
+            "batch": "Batch being filled",
+            "in_flight": "Requests at the engines",
+            "groups_under_way": "Groups being rolled out",
+            "failures": "Rollouts that failed",
+        }.items()
+    }
+    waiting = Gauge("trireme_waiting_seconds", "How long the orchestrator has waited", ["peer"], registry=registry)
+    warning = Gauge("trireme_warning", "Signs of a collapse: 1 while seen", ["name"], registry=registry)
 
     @app.get("/health")
     def health() -> Response:
@@ -122,6 +141,19 @@ def build_app(status: Status) -> FastAPI:
     @app.get("/status")
     def full() -> dict[str, Any]:
         return status.snapshot()
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        snapshot = status.snapshot()
+        for name, gauge in gauges.items():
+            gauge.set(snapshot[name])
+        waiting.clear()
+        for wait in status.waits.now():
+            waiting.labels(peer=wait.peer).set(wait.waited_s)
+        warning.clear()
+        for warned in status.warnings:
+            warning.labels(name=warned.name).set(1)
+        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
 
     return app
 

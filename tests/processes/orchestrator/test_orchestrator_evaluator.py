@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import httpx
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Evaluation
@@ -327,7 +328,7 @@ def test_a_running_orchestrator_tells_its_health_its_state_and_what_each_process
         running.orchestrator.watcher.look()
         await running.ask(lambda asker: asker.beat("running", ["trainer waits 3 s for batch 7 from orchestrator"]))
         base = f"http://127.0.0.1:{running.orchestrator.config.orchestrator.server.port}"
-        routes = [f"{base}/{route}" for route in ("health", "status")]
+        routes = [f"{base}/{route}" for route in ("health", "status", "metrics")]
         answers = await asyncio.to_thread(lambda: [httpx.get(url, trust_env=False) for url in routes])
         released.set()
         return answers
@@ -336,7 +337,7 @@ def test_a_running_orchestrator_tells_its_health_its_state_and_what_each_process
     held = {"before_step": lambda version: released.wait(DEADLINE_S)}
     outcome = run(config, trainer=held, meanwhile=meanwhile)
     assert outcome.error is None
-    health, status = (answer.json() for answer in outcome.found)
+    health, status = (answer.json() for answer in outcome.found[:2])
     assert health == {"status": "ok", "state": "running"}
     assert (status["version"], status["batch"], status["max_steps"]) == (0, 2, 3)
     assert status["engines"] == [{"url": outcome.engine.url, "state": "live", "version": 0, "in_flight": 0}]
@@ -347,3 +348,8 @@ def test_a_running_orchestrator_tells_its_health_its_state_and_what_each_process
     assert status["processes"]["trainer"]["state"] == "running"
     (warning,) = status["warnings"]
     assert (warning["name"], warning["step"]) == ("not_finite", 0)
+    families = text_string_to_metric_families(outcome.found[2].text)
+    samples = {(sample.name, *sample.labels.values()): sample.value for each in families for sample in each.samples}
+    told = [("version",), ("batch",), ("failures",), ("warning", "not_finite")]
+    assert [samples[f"trireme_{name}", *labels] for name, *labels in told] == [0, 2, 0, 1]
+    assert any(name == "trireme_waiting_seconds" and "trainer" in labels for name, *labels in samples)

@@ -370,7 +370,7 @@ def test_the_status_server_refuses_what_it_does_not_know_and_goes_on(served):
     for number in range(3_000):  # heartbeats that come while they are read break no answer
         status.peers.note(msgspec.structs.replace(BEAT, process=f"trainer {number}"))
         if number % 300 == 0:
-            assert client.get("/status").status_code == 200
+            assert [client.get(path).status_code for path in ("/status", "/metrics")] == [200, 200]
 
 
 def test_an_event_loop_that_no_longer_turns_makes_health_say_so(served):
