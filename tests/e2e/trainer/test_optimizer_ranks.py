@@ -18,7 +18,8 @@ from trireme.trainer.parallel.mesh import World
 from trireme.trainer.publish.served_weights import served_tensors
 from trireme.trainer.step import base_state
 
-KINDS = ("adamw_8bit", "muon", "sgd", "adapters", "iterations")  # the last two with AdamW
+KINDS = ("adamw", "adamw_8bit", "muon", "sgd", "adapters", "iterations")  # the last two with AdamW
+SWITCHES = ("adamw becomes adamw_8bit", "adamw_8bit becomes adamw")
 CAPACITY = 48
 LENGTHS = [40, 30, 18, 33, 15, 44, 20, 9, 13]  # five rows of at most 48, so one of two ranks is a row short
 SAVED_AT, STEPS = 2, 3
@@ -59,14 +60,15 @@ def train(kind: str, model: Path, folder: Path, world: World) -> dict[str, Any]:
 
 
 def loaded(kind: str, model: Path, folder: Path, world: World) -> dict[str, torch.Tensor]:
-    state = base_state(config_of(kind, model), world)
-    load_checkpoint(state, folder / kind / f"step_{SAVED_AT}", rank=world.rank)
+    before, _, after = kind.rpartition(" becomes ")
+    state = base_state(config_of(after, model), world)
+    load_checkpoint(state, folder / (before or after) / f"step_{SAVED_AT}", rank=world.rank)
     return tiny.content_of(state)
 
 
 def train_and_load(model: Path, folder: Path, world: World) -> dict[str, Any]:
     trained = {kind: train(kind, model, folder / "by_two", world) for kind in KINDS}
-    return trained | {"loaded": {kind: loaded(kind, model, folder / "by_one", world) for kind in KINDS}}
+    return trained | {"loaded": {kind: loaded(kind, model, folder / "by_one", world) for kind in (*KINDS, *SWITCHES)}}
 
 
 def test_two_ranks_train_as_one_and_each_has_what_the_other_saved_to_the_bit(tiny_model, tmp_path, world):
@@ -83,6 +85,9 @@ def test_two_ranks_train_as_one_and_each_has_what_the_other_saved_to_the_bit(tin
             assert theirs == pytest.approx(ours, rel=max(tolerance, 1e-3), abs=1e-5)
         assert tiny.are_equal(two["saved"], loaded(kind, tiny_model, tmp_path / "by_two", world))
         assert all(tiny.are_equal(rank["loaded"][kind], one["saved"]) for rank in together)
+    for switch in SWITCHES:  # moments in another format are the same on two ranks as on one
+        expected = loaded(switch, tiny_model, tmp_path / "by_one", world)
+        assert all(tiny.are_equal(rank["loaded"][switch], expected) for rank in together)
     in_8_bits = together[1]["adamw_8bit"]["saved"]
     assert sum(name.startswith("ranges of") for name in in_8_bits) > 3
     assert {tensor.dtype for tensor in in_8_bits.values()} == {torch.float32, torch.uint8}

@@ -53,15 +53,40 @@ def saved_by(kind: str, folder: Path, model_folder: Path, world: World) -> Train
     return state
 
 
+@pytest.mark.parametrize(("before", "after"), [("adamw", "adamw_8bit"), ("adamw_8bit", "adamw")])
+def test_moments_in_8_bits_and_in_32_go_on_from_each_other(before, after, model_folder, world, tmp_path):
+    """After the switch its next step is that of the optimizer before, but for the precision of the format."""
+    straight, switched = saved_by(before, tmp_path, model_folder, world), state_with(model_folder, world, after)
+    tiny.open_store(tmp_path, world).resume(switched, resume=True)
+    began, held = tiny.weights_of(switched.model), state_with(model_folder, world, after)
+    for state in (straight, switched, held):
+        tiny.train_step(state, tiny.random_samples([30], seed=2), world)
+    one, other = tiny.weights_of(straight.model), tiny.weights_of(switched.model)
+    moved = sum((one[name] - began[name]).square().sum() for name in one).sqrt()
+    assert sum((one[name] - other[name]).square().sum() for name in one).sqrt() < 0.05 * moved
+    formats = [{name: it.dtype for name, it in tiny.optimizer_state_of(each).items()} for each in (switched, held)]
+    assert formats[0] == formats[1]
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("adamw", "adamw_8bit"), ("adamw_8bit", "adamw"), ("sgd", "adamw"), ("muon", "adamw_8bit"), ("sgd", "muon")],
+    [("adamw", "sgd"), ("adamw_8bit", "muon"), ("sgd", "adamw"), ("muon", "adamw_8bit"), ("sgd", "muon")],
 )
 def test_another_kind_of_optimizer_is_refused_with_both_names(before, after, model_folder, world, tmp_path):
     saved_by(before, tmp_path, model_folder, world)
-    words = f"optimizer is '{before}', and `optim.type` is '{after}'"
+    words = f"optimizer is '{before.removesuffix('_8bit')}', and `optim.type` is '{after}'"
     with pytest.raises(ConfigError, match=words):
         tiny.open_store(tmp_path, world).resume(state_with(model_folder, world, after), resume=True)
+
+
+def test_moments_in_codes_of_an_earlier_version_are_refused(model_folder, world, tmp_path):
+    state = state_with(model_folder, world, "adamw_8bit")
+    tiny.train_step(state, tiny.random_samples([12]), world)
+    for held in state.optimizer.state.values():
+        held.pop("ranges", None)
+    tiny.save(tmp_path, state, world)
+    with pytest.raises(ConfigError, match="codes without `ranges`"):
+        tiny.open_store(tmp_path, world).resume(state_with(model_folder, world, "adamw_8bit"), resume=True)
 
 
 # AdamW

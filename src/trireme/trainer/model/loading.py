@@ -1,5 +1,4 @@
-"""Loading a sharded model: each rank reads the parts that it holds and never the whole model. A model that begins with
-random weights is whole on each rank for a moment, in CPU memory.
+"""Loading a sharded model: each rank reads, or draws at random, the parts that it holds and never the whole model.
 
 A model is built on meta, without memory. `ModelTensors` records where its tensors are before adapters and sharding
 change the model, so that they are found afterwards.
@@ -10,8 +9,10 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -62,13 +63,27 @@ def cannot_be_loaded(name: str, error: Exception) -> ConfigError:
     )
 
 
+class Step(NamedTuple):
+    """One step of what transformers does to initialize a new model."""
+
+    module: torch.nn.Module
+    owner: PreTrainedModel | None  # the model whose rules initialize the module; None for the module's constructor
+
+    def take(self) -> None:
+        """Initialize the module, except for tensors that are marked as initialized."""
+        if self.owner is None:
+            self.module.reset_parameters()
+        else:
+            self.owner._initialize_weights(self.module, self.owner.is_custom_code())
+
+
 class ModelTensors:
     """The places of a model's tensors, recorded before adapters and sharding change the model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.tied = dict(model.all_tied_weights_keys)  # name -> name of the tensor that it is tied to
-        self._modules = list(_modules(model, model))
+        self._steps = list(dict.fromkeys(_steps(model)))
         self._held = {
             f"{path}.{name}" if path else name: (module, name)
             for path, module in model.named_modules()
@@ -109,24 +124,39 @@ class ModelTensors:
                     f"The weights hold {name} and {other}, which differ, and `tie_word_embeddings` in config.json says "
                     "that they are one - expected them to agree. Set it to false there if both are meant."
                 )
-        self._compute_others()
+        # All tensors from files are marked as initialized, so this computes the other buffers only.
+        with guard_torch_init_functions():
+            for step in self._steps:
+                if step.owner is not None:
+                    step.take()
 
     @torch.no_grad()
-    def draw(self, whole: PreTrainedModel) -> None:
-        """Fill every tensor with this rank's part of the same tensor of a whole model with random weights."""
-        values = whole.state_dict()
-        for name in self.names:
-            tensor = self.tensor(name)
-            shard = shard_of(tensor)
-            shard.tensor.copy_(values[name][shard.region])
-            tensor._is_hf_initialized = True
-        self._compute_others()
+    def draw(self) -> None:
+        """Initialize at random from torch's global generator, module by module, each one whole for a moment.
 
-    def _compute_others(self) -> None:
-        """Give buffers that no checkpoint holds the values that the model computes."""
-        with guard_torch_init_functions():  # which leave alone what is marked as initialized
-            for module, owner in self._modules:
-                owner._initialize_weights(module, owner.is_custom_code())
+        The values are those of `AutoModelForCausalLM.from_config`, on any number of ranks. Exception: where the rules
+        of a module change modules within it, as GPT-2's scale some weights down, the inner modules' own rules win.
+        Inner modules without rules, such as the routers of Qwen3-Next, are drawn with the module around them.
+        """
+        tied = {self._held[name] for name in self.tied}
+        for name in self.names:
+            if isinstance(tensor := self.tensor(name), torch.nn.Parameter):
+                tensor._is_hf_initialized = True  # it is drawn on a whole tensor below
+        undrawn: dict[torch.nn.Module, list[str]] = {}  # parameters without rules so far
+        with guard_torch_init_functions():
+            for step in self._steps:
+                parameters = [name for name, tensor in step.module._parameters.items() if tensor is not None]
+                drawn = [name for name in parameters if step.owner is not None and (step.module, name) not in tied]
+                around = set(step.module.modules())
+                lent = {step.module: drawn} | {each: undrawn.pop(each) for each in [*undrawn] if each in around}
+                with ExitStack() as stack:
+                    for module, names in lent.items():
+                        held = parameters if module is step.module else names
+                        stack.enter_context(_whole_parameters(module, held, kept=names))
+                    step.take()
+                    for module, names in lent.items():
+                        if left := [name for name in names if module._parameters[name].isnan().any()]:
+                            undrawn[module] = left
 
     def require_values(self) -> None:
         """Check that every buffer has values.
@@ -211,11 +241,37 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _modules(module: torch.nn.Module, owner: PreTrainedModel) -> Iterator[tuple[torch.nn.Module, PreTrainedModel]]:
-    """Yield all modules, each with the model whose rules initialize it: children first, as transformers does."""
+def _steps(module: torch.nn.Module, owner: PreTrainedModel | None = None) -> Iterator[Step]:
+    """Yield steps in the order of constructors: children first, and a model inside the model once it is complete."""
+    inner = module if isinstance(module, PreTrainedModel) else owner
     for child in module.children():
-        yield from _modules(child, child if isinstance(child, PreTrainedModel) else owner)
+        yield from _steps(child, inner)
+    if hasattr(module, "reset_parameters"):
+        yield Step(module, None)
+    if isinstance(module, PreTrainedModel):
+        yield from (Step(part, part_owner) for part, part_owner in _in_order(module, module))
+
+
+def _in_order(module: torch.nn.Module, owner: PreTrainedModel) -> Iterator[tuple[torch.nn.Module, PreTrainedModel]]:
+    for child in module.children():
+        yield from _in_order(child, child if isinstance(child, PreTrainedModel) else owner)
     yield module, owner
+
+
+@contextmanager
+def _whole_parameters(module: torch.nn.Module, names: list[str], *, kept: list[str]) -> Iterator[None]:
+    """Lend the module whole parameters on CPU, all NaN. Afterwards copy this rank's part of those in `kept`."""
+    held = {name: module._parameters[name] for name in names}
+    for name, tensor in held.items():
+        whole = torch.full(tensor.shape, torch.nan, dtype=tensor.dtype)  # until it is drawn
+        module._parameters[name] = torch.nn.Parameter(whole, requires_grad=False)
+    try:
+        yield
+        for name in kept:
+            shard = shard_of(held[name])
+            shard.tensor.copy_(module._parameters[name][shard.region])
+    finally:
+        module._parameters.update(held)
 
 
 def _rows(piece: Shard) -> Iterator[tuple[Region, torch.Tensor]]:

@@ -45,8 +45,7 @@ log = get_logger("model")
 
 
 def load_model(config: TrainerModel, name: str, world: World) -> PreTrainedModel:
-    """Load a model in float32. Each rank holds its own part and, while loading, some MiB more: with `from_scratch` the
-    whole model, in CPU memory.
+    """Load a model in float32. Each rank holds its own part and, while loading, some MiB more.
 
     Raises:
         ConfigError: the model cannot be loaded, its files do not fit it, or it cannot be trained on packed rows.
@@ -69,7 +68,7 @@ def load_model(config: TrainerModel, name: str, world: World) -> PreTrainedModel
         tensors.read(layouts, files)
         log.info("%s: this rank read %.1f MiB", name, files.num_bytes_read / 2**20)
     else:
-        tensors.draw(build_model(config, name, device="cpu"))
+        tensors.draw()
     fill_adapters(model)
     tensors.require_values()
     check_packing(model, world.device, getattr(torch, config.optimization_dtype))
@@ -82,8 +81,8 @@ def load_model(config: TrainerModel, name: str, world: World) -> PreTrainedModel
     return model
 
 
-def build_model(config: TrainerModel, name: str, *, device: str = "meta") -> PreTrainedModel:
-    """Build the model, its dropout switched off: on meta shapes without memory, on a CPU with random weights.
+def build_model(config: TrainerModel, name: str) -> PreTrainedModel:
+    """Build the model on meta: shapes without memory. Its dropout is switched off.
 
     Raises:
         ConfigError: the model does not exist, or transformers does not have it or its attention implementation.
@@ -91,10 +90,9 @@ def build_model(config: TrainerModel, name: str, *, device: str = "meta") -> Pre
     architecture = _architecture(config, name)
     if problems := list(vision_problems("model", config, architecture.to_dict())):
         raise ConfigError("\n".join(problems))
-    published = copy.deepcopy(architecture)
-    disable_randomness(architecture)
+    probabilities = disable_randomness(architecture)
     try:
-        with torch.device(device):
+        with torch.device("meta"):
             model = (AutoModelForImageTextToText if config.vlm else AutoModelForCausalLM).from_config(
                 architecture,
                 dtype=torch.float32,
@@ -116,8 +114,9 @@ def build_model(config: TrainerModel, name: str, *, device: str = "meta") -> Pre
     for layer in model.modules():
         if isinstance(layer, nn.modules.dropout._DropoutNd):
             layer.p = 0.0  # a probability that is written in the model's code
-    is_part = type(published) is not type(model.config)  # the text model of a model that also sees
-    model.trireme_published = published.get_text_config() if is_part and config.from_scratch else published
+    model.trireme_probabilities = probabilities
+    if type(architecture) is not type(model.config) and not config.from_scratch:
+        model.trireme_published = architecture  # of a model that also sees, of which this is the text model
     return model.train()
 
 
@@ -170,25 +169,35 @@ RANDOM_KEYS = ("drop", "jitter")
 `router_jitter_noise`, ..."""
 
 
-def disable_randomness(config: PretrainedConfig) -> None:
-    """Set all probabilities in a configuration to 0."""
+def disable_randomness(config: PretrainedConfig) -> list[dict[str, float]]:
+    """Set all probabilities in a configuration to 0; return the published ones of each of its parts."""
+    published = []
     for part in _parts(config):
-        for name, value in list(vars(part).items()):
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if is_number and any(key in name for key in RANDOM_KEYS):
-                setattr(part, name, type(value)(0))
+        probabilities = {
+            name: value
+            for name, value in vars(part).items()
+            if isinstance(value, int | float) and not isinstance(value, bool) and value
+            if any(key in name for key in RANDOM_KEYS)
+        }
+        for name, value in probabilities.items():
+            setattr(part, name, type(value)(0))
+        published.append(probabilities)
+    return published
 
 
 def published_config(model: PreTrainedModel) -> PretrainedConfig:
-    """Return a copy of the model's configuration as it was published, with its probabilities."""
-    return copy.deepcopy(getattr(model, "trireme_published", model.config))
+    """Return a copy of the model's configuration with its published probabilities."""
+    config = copy.deepcopy(getattr(model, "trireme_published", model.config))
+    for part, probabilities in zip(_parts(config), getattr(model, "trireme_probabilities", []), strict=False):
+        for name, value in probabilities.items():
+            setattr(part, name, value)
+    return config
 
 
 def published_class(model: PreTrainedModel) -> str:
     """Return the class of the checkpoint, which contains the model or is the same."""
-    published = published_config(model)
-    is_part = type(published) is not type(model.config)
-    return published.architectures[0] if is_part and published.architectures else class_name(model)
+    names = getattr(getattr(model, "trireme_published", None), "architectures", None)
+    return names[0] if names else class_name(model)
 
 
 def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:

@@ -92,9 +92,42 @@ def block_of(parameter: torch.Tensor) -> int | None:
     return next((block for block in BLOCKS if parameter.shape[-1] % block == 0), None)
 
 
-def cut_ranges(ranges: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the ranges of a parameter, whole on every rank, sharded as the parameter except for the last dimension."""
-    return _sharded_as(parameter, ranges[shard_of(parameter).region[:-1]].contiguous())
+def in_eight_bits(saved: dict[str, torch.Tensor], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Convert the saved state of a parameter, in either form, to what this optimizer holds."""
+    block = block_of(parameter)
+    if block is None:
+        return in_float32(saved, parameter)
+    if RANGE in saved:  # whole on every rank, and sharded as the parameter except for the last dimension
+        ranges = saved[RANGE][shard_of(parameter).region[:-1]]
+        return saved | {RANGE: _sharded_as(parameter, ranges.contiguous())}
+    mean, square = (local_part(saved[key]) for key in MOMENTS)
+    *rows, length = mean.shape
+    blocks = length // block
+    codes = [torch.empty_like(mean, dtype=torch.uint8) for _ in MOMENTS]
+    ranges = mean.new_empty(*rows, RANGES * blocks)
+    if mean.numel():
+        *codes, ranges = encode(mean, square, blocks)
+    held = {key: _filled(parameter, each) for key, each in zip(MOMENTS, codes, strict=True)}
+    return saved | held | {RANGE: _sharded_as(parameter, ranges)}
+
+
+def in_float32(saved: dict[str, torch.Tensor], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Convert the saved state of a parameter, in either form, to what AdamW holds."""
+    if (ranges := saved.get(RANGE)) is None:
+        return saved
+    mean, square = (local_part(saved[key]) for key in MOMENTS)
+    moments = mean.float(), square.float()
+    if mean.numel():
+        moments = decode(mean, square, ranges[shard_of(parameter).region[:-1]].to(mean.device))
+    held = {key: _filled(parameter, each) for key, each in zip(MOMENTS, moments, strict=True)}
+    return {key: value for key, value in saved.items() if key != RANGE} | held
+
+
+def _filled(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like the parameter with `local` as this rank's part."""
+    tensor = torch.empty_like(parameter, dtype=local.dtype, requires_grad=False)
+    local_part(tensor).copy_(local)
+    return tensor
 
 
 def _take_step(

@@ -1,4 +1,7 @@
-"""The state of an optimizer in a checkpoint, which only an optimizer of the same kind loads."""
+"""The state of an optimizer in a checkpoint.
+
+AdamW and its 8-bit form load each other's moments, encoding or decoding them. Other optimizers load only their own.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from trireme.base.errors import ConfigError
-from trireme.trainer.optim.adamw_8bit import MOMENTS, RANGE, AdamW8bit, block_of, cut_ranges
+from trireme.trainer.optim.adamw_8bit import MOMENTS, RANGE, AdamW8bit, in_eight_bits, in_float32
 from trireme.trainer.parallel.shards import StoredShards
 
 OPTIMIZER = "optimizer"
@@ -30,7 +33,7 @@ def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, sto
     """Load this rank's part of an optimizer's state.
 
     Raises:
-        ConfigError: it was saved by another kind of optimizer.
+        ConfigError: it was saved by another kind of optimizer, or in an earlier format.
     """
     saved = _read(dict(model.named_parameters()), stored)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -38,17 +41,10 @@ def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, sto
     for group in optimizer.param_groups:
         has_momentum = isinstance(optimizer, torch.optim.SGD) or group.get("is_hidden")
         for parameter in group["params"]:
-            if (held := saved.get(names[id(parameter)])) is None:
-                continue
-            has_codes = isinstance(optimizer, AdamW8bit) and block_of(parameter) is not None
-            expected = {MOMENTUM} if has_momentum else {"step", *MOMENTS, *([RANGE] if has_codes else [])}
-            if held.keys() != expected:
-                raise _another_kind(optimizer, saved)
-            if has_codes:
-                held[RANGE] = cut_ranges(held[RANGE], parameter)
-            elif not has_momentum and not isinstance(optimizer, AdamW8bit):
-                held["step"] = held["step"].to(parameter.device)  # where the fused kernel counts
-            optimizer.state[parameter] = held
+            if remembered := saved.get(names[id(parameter)]):
+                if not ({MOMENTUM} if has_momentum else set(MOMENTS)) <= remembered.keys():
+                    raise _another_kind(optimizer, saved)
+                optimizer.state[parameter] = _as_held(remembered, parameter, optimizer)
 
 
 def _read(parameters: dict[str, torch.nn.Parameter], stored: StoredShards) -> dict[str, Remembered]:
@@ -69,12 +65,27 @@ def _read(parameters: dict[str, torch.nn.Parameter], stored: StoredShards) -> di
     return saved
 
 
+def _as_held(remembered: Remembered, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Remembered:
+    if not remembered.keys() >= set(MOMENTS):
+        return remembered
+    if remembered[MOMENTS[0]].dtype == torch.uint8 and RANGE not in remembered:
+        raise ConfigError(
+            f"The checkpoint's optimizer holds its moments as codes without `{RANGE}`, as earlier versions of Trireme "
+            "did - codes with them were expected, as small moments are lost without. Begin a new run with the weights "
+            "of this one as `model.name`, or resume with the version that wrote the checkpoint."
+        )
+    if isinstance(optimizer, AdamW8bit):
+        return in_eight_bits(remembered, parameter)
+    held = in_float32(remembered, parameter)
+    return held | {"step": held["step"].to(parameter.device)}  # where the fused kernel counts
+
+
 def _another_kind(optimizer: torch.optim.Optimizer, saved: dict[str, Remembered]) -> ConfigError:
     keys = {key for remembered in saved.values() for key in remembered}
-    kinds = {"muon": {MOMENTUM, *MOMENTS}, "sgd": {MOMENTUM}, "adamw_8bit": {RANGE}, "adamw": {*MOMENTS}}
-    theirs = next(kind for kind, has in kinds.items() if has <= keys)
+    theirs = ("muon" if keys & set(MOMENTS) else "sgd") if MOMENTUM in keys else "adamw"
     ours = type(optimizer).__name__.lower().replace("adamw8bit", "adamw_8bit")
     return ConfigError(
-        f"The checkpoint's optimizer is {theirs!r}, and `optim.type` is {ours!r} - the same was expected. Set "
-        f"`optim.type = {theirs!r}`, or begin a new run with the weights of this one as `model.name`."
+        f"The checkpoint's optimizer is {theirs!r}, and `optim.type` is {ours!r} - the same was expected (or "
+        f"'adamw' and 'adamw_8bit', which load each other's moments) - set `optim.type = {theirs!r}`, or begin a "
+        "new run with the weights of this one as `model.name`."
     )
