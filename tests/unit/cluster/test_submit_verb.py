@@ -41,9 +41,10 @@ def folder(tmp_path, monkeypatch) -> Path:
     sbatch.write_text(
         f'#!{bin_}/bash\necho "$*" >>{tmp_path}/words\ncat >{tmp_path}/given\n'
         '[ "$1" != --test-only ] || echo "sbatch: Job 7 to start at noon" >&2\n'
-        '[ "$1" != --parsable ] || echo "7;tiny"\n'
+        f'[ "$1" != --parsable ] || {{ echo "sbatch: warning: no --mem" >&2; cat {tmp_path}/number; }}\n'
     )
     sbatch.chmod(0o755)
+    (tmp_path / "number").write_text("7\n")
     for tool in ("bash", "cat"):
         (bin_ / tool).symlink_to(Path("/bin") / tool)
     monkeypatch.setenv("PATH", str(bin_))
@@ -101,7 +102,9 @@ def test_every_process_can_load_what_its_machine_is_given(folder):
             assert getattr(config, f"{kind}_gpu_ids") == tuple(range(gpus))
 
 
-def test_slurm_is_given_the_script_that_is_kept(folder, capsys):
+@pytest.mark.parametrize("number", ["7", "7;tiny"])
+def test_slurm_is_given_the_script_that_is_kept(folder, capsys, number):
+    (folder / "number").write_text(f"{number}\n")
     submit(["ours.toml", "--name", "x", "--partition", "gpu", "--time", "1-00", *SPREAD])
     assert (folder / "words").read_text() == "--parsable\n"
     script = submitted("outputs/x") / "job.sbatch"

@@ -75,7 +75,7 @@ def _sbatch(option: str, script: str) -> str:
             "`sinfo --format='%P %D %G'` shows its partitions with their machines and GPUs (`--partition`, `--nodes`, "
             "`--gpus-per-node`), and `scontrol ping` whether its controller can be reached."
         )
-    return answer.stdout + answer.stderr
+    return answer.stdout or answer.stderr  # `--test-only` answers on stderr, where warnings go as well
 
 
 def state_of(submission: Submission) -> str:
