@@ -168,6 +168,7 @@ def test_a_line_that_is_no_variable_is_named_without_what_it_says(tmp_path):
     ("argv", "words"),
     [
         (["ours.toml"], "`--gpus-per-node 8`, or 0"),
+        (["ours.toml", "--gpu-per-node", "8"], "Did you mean `--gpus-per-node`"),
         (["ours.toml", "--memory-per-node", "4", *SPREAD], "Write `--memory-per-node 500G`"),
         (["ours.toml", "--cpus-per-node", "4", *SPREAD], "want the same ports"),
         (["ours.toml", "--on", "kubernetes", "--volume", "runs", *SPREAD], "expected both: an image"),

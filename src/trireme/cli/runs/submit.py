@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from difflib import get_close_matches
 from typing import Any, get_args
 
+from trireme.base.errors import ConfigError
 from trireme.config.arguments import HELP, count
+from trireme.config.run import RunConfig
+from trireme.config.section import find
 from trireme.tools.cluster.job import Scheduler, SubmitOptions
 from trireme.tools.cluster.submit import PROGRAM, submit_run
 
@@ -37,5 +41,11 @@ def submit(argv: list[str]) -> int:
         parser.print_help()
         raise SystemExit(0 if argv else 2)
     options, words = parser.parse_known_args(argv)
+    flags = [f"--{name.replace('_', '-')}" for name in SubmitOptions.model_fields]
+    for word in words:
+        flag = word.partition("=")[0]
+        near = get_close_matches(flag, flags, n=1, cutoff=0.8) if flag.startswith("--") else []
+        if near and find(RunConfig, tuple(flag.removeprefix("--").replace("-", "_").split("."))) is None:
+            raise ConfigError(f"unknown flag `{flag}` - it is no key of a run either. Did you mean `{near[0]}`?")
     submit_run(words, SubmitOptions(**vars(options)))
     return 0
