@@ -104,7 +104,7 @@ def test_all_is_made_at_once_with_a_record_and_taken_back_where_the_cluster_refu
     Path("outputs").touch()  # in the place of a folder
     with pytest.raises(ConfigError, match="could not be written"):
         submit_run(words)
-    for place in ("/runs", "/data/runs"):
+    for place in ("/runs", "/data/runs", "../outputs"):
         with pytest.raises(ConfigError, match="expected one inside of /runs"):
             submit_run([*words[:-2], "--output-dir", place])
     assert not (kubectl / "words").exists()

@@ -5,6 +5,7 @@ The machines load the run as it was typed and derive the rest themselves. It is 
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 import sys
@@ -112,7 +113,7 @@ def _job(config: RunConfig, plan: ClusterPlan, file: str, options: SubmitOptions
     root = config.paths.root.absolute()
     output_dir, run = config.output_dir.absolute(), root
     if on == "kubernetes":
-        output_dir = Path(kubernetes.MOUNT, config.output_dir)
+        output_dir = Path(os.path.normpath(Path(kubernetes.MOUNT, config.output_dir)))
         run = output_dir / config.name if config.name else output_dir
         if Path(kubernetes.MOUNT) not in run.parents:
             raise ConfigError(
