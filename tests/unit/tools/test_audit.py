@@ -30,7 +30,7 @@ from trireme.journal.records import BatchRecord, Branch, Dropped, OpenGroup, Rol
 from trireme.journal.turns import TurnLog, TurnRecord, prompt_digest, read_turns, turns_file
 from trireme.journal.versions import Confirmation, Version, Versions
 from trireme.launch.resume import rewind
-from trireme.messages import Picture, Tokens
+from trireme.messages import COLUMNS, Picture, Tokens
 from trireme.tools.audit.audit import audit_run
 from trireme.tools.audit.report import Report
 from written_run import WrittenRun, build_config, build_rich_config, digests_of, rewrite_batch, write_whole_run
@@ -152,6 +152,19 @@ def test_the_command_shows_contradictions_in_order_or_all_as_json_and_exits_with
     assert found["num_contradictions"] == len(found["contradictions"]) > 0
     with pytest.raises(ConfigError, match=r"is not a run's folder"):
         audit([str(tmp_path)])
+
+
+def test_a_batch_without_a_single_token_is_reported(
+    config: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def empty(record: BatchRecord) -> None:
+        for rollout in record.rollouts:
+            none = {name: getattr(rollout.samples[0], name)[:0] for name in COLUMNS}
+            rollout.samples = [msgspec.structs.replace(rollout.samples[0], **none)]
+
+    rewrite_batch(config, 2, empty)
+    assert audit([str(config.paths.root)]) == 1
+    assert "has no token that is trained on" in capsys.readouterr().out
 
 
 def test_no_code_that_a_journal_names_is_run_unless_the_user_names_it_too(config: RunConfig, tmp_path: Path) -> None:

@@ -168,8 +168,9 @@ class TokenAudit:
         expected = np.concatenate([part for per_sample in per_rollout for part in per_sample])
         trained = tokens.loss_mask == 1
         wrong = trained & ~np.isclose(tokens.advantages, expected, rtol=1e-5, atol=1e-6)
-        by = f"{expected[int(np.argmax(wrong))]:.6g}, by the rewards and the rules of the batch"
-        self._add_token(record, wrong, "advantages", by)
+        if wrong.any():
+            by = f"{expected[int(np.argmax(wrong))]:.6g}, by the rewards and the rules of the batch"
+            self._add_token(record, wrong, "advantages", by)
         self._baselines = due
         baselines = ({"state.baselines": means} for means in (record.state.baselines, due))
         self._report.compare("tokens", record.step, *baselines, by="by the rewards up to this batch", rtol=1e-9)
