@@ -154,17 +154,20 @@ def test_the_command_shows_contradictions_in_order_or_all_as_json_and_exits_with
         audit([str(tmp_path)])
 
 
-def test_a_batch_without_a_single_token_is_reported(
+def test_a_batch_without_a_single_token_is_reported_and_what_a_run_holds_moves_no_terminal(
     config: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def empty(record: BatchRecord) -> None:
         for rollout in record.rollouts:
             none = {name: getattr(rollout.samples[0], name)[:0] for name in COLUMNS}
             rollout.samples = [msgspec.structs.replace(rollout.samples[0], **none)]
+        record.state.cursors["\x1b[2J"] = record.state.cursors["a"]
 
     rewrite_batch(config, 2, empty)
     assert audit([str(config.paths.root)]) == 1
-    assert "has no token that is trained on" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "has no token that is trained on" in text
+    assert ("␛[2J" in text, "\x1b" in text) == (True, False)
 
 
 def test_no_code_that_a_journal_names_is_run_unless_the_user_names_it_too(config: RunConfig, tmp_path: Path) -> None:

@@ -182,6 +182,13 @@ def test_a_token_is_named_with_its_place_and_both_values(whole, copy):
     assert first.note.endswith("in 1 of 6 rollouts")
 
 
+def test_a_name_that_a_run_gives_moves_no_terminal(whole, copy, capsys):
+    change(STEP, "rollouts.4.metrics", lambda metrics: metrics | {"\x1b[31m": 0.5})(copy)
+    assert diff([str(whole), str(copy.paths.root)]) == 1
+    said = capsys.readouterr().out
+    assert ("␛[31m" in said, "\x1b" in said) == (True, False)
+
+
 def test_a_prompt_with_another_picture_of_the_same_size_is_named(whole, tmp_path):
     runs = [copied(whole, tmp_path / name) for name in "ab"]
     for run, letter in zip(runs, "ab", strict=True):

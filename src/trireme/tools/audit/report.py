@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trireme.base.safe_text import clean
 from trireme.tools.record_differences import counted, first_difference, shown, some
 
 KEPT_PER_AREA = 200
@@ -178,7 +179,7 @@ class Report:
             lines += ["", str(contradiction)]
         if (left_out := max(self.total, len(self.notes)) - MOST_SHOWN) > 0:
             lines += ["", f"{left_out} more: --json lists them"]
-        return "\n".join(lines)
+        return clean("\n".join(lines))
 
     def as_json(self) -> dict[str, Any]:
         return {

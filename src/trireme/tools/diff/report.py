@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from trireme.base.safe_text import clean
 from trireme.tools.diff.aspects import ASPECTS, BASE_WEIGHTS
 from trireme.tools.diff.compare import Comparison
 from trireme.tools.diff.configuration import flatten
@@ -24,7 +25,7 @@ def as_text(comparison: Comparison) -> str:
         head = "in what happened" if telling else "first difference"
         lines.append(f"{head}: {first.aspect}, {first}")
     lines += [f"  {sentence}" for sentence in meaning_of(comparison)]
-    return "\n".join([*lines, "", *_configuration(comparison), "", *_aspects(comparison)])
+    return clean("\n".join([*lines, "", *_configuration(comparison), "", *_aspects(comparison)]))
 
 
 def _extent(comparison: Comparison) -> str:

@@ -18,6 +18,7 @@ import transformers
 from trireme.algo.digest import tensor_digest
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths, step_folder
+from trireme.base.safe_text import clean
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.rank_shares import Shares
@@ -69,7 +70,7 @@ def replay(config: RunConfig, span: range, *, keep_going: bool = False) -> int:
             if world.is_main:
                 row = rows.get(("trainer", retraced.version - 1), {})
                 compared.append(compare(retraced, config.paths, versions, row))
-                print(compared[-1], flush=True)
+                print(clean(str(compared[-1])), flush=True)
             if world.agree(bool(compared and compared[-1].differences)) and not keep_going:
                 break
         if world.is_main:
