@@ -41,6 +41,7 @@ class WeighedEngine(FakeEngine):
     is_frozen: bool = False  # paused from the beginning
     label_after: tuple[int, str] | None = None  # so many answers: then another client has given it weights
     gone_after: int | None = None  # requests for tokens: then it stops listening
+    garbles: str = ""  # a letter whose digest it reports wrongly
     digests: dict[str, str] = field(default_factory=dict)
     loaded: dict[str, torch.Tensor] = field(default_factory=dict)
     answered: list[tuple[str, str]] = field(default_factory=list)  # label and letter
@@ -57,8 +58,12 @@ class WeighedEngine(FakeEngine):
         self._tokenizer = Tokenizer.from_file(str(self.model / "tokenizer.json"))
         self._receiver: Receiver | None = None
 
+    @property
+    def letter(self) -> str:
+        return chr(int(self.loaded[LETTER][0, 0]))
+
     def _letter(self, asked: Asked) -> list[int]:
-        letter = chr(int(self.loaded[LETTER][0, 0]))
+        letter = self.letter
         self.answered.append((self.label, letter))
         if self.gone_after is not None and len(self.requests) >= self.gone_after:
             self.gone.set()
@@ -98,7 +103,8 @@ class WeighedEngine(FakeEngine):
         self.label = body.get("weight_version", self.label)
 
     async def _collective_rpc(self, body: dict[str, Any]) -> dict[str, Any]:
-        digests = self.digests | ({self.digest_error: "0"} if self.digest_error else {})
+        wrong = LETTER if self.letter == self.garbles else self.digest_error
+        digests = self.digests | ({wrong: "0"} if wrong else {})
         return {"results": [{"digests": digests, "incomplete": list(self.incomplete)}]}
 
 

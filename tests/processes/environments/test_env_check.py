@@ -316,7 +316,8 @@ def test_the_list_shows_packages_and_files_and_imports_none(here, capsys):
     root = here / "environments"
     (root / "examples").mkdir(parents=True)
     write_package(root, "toy", PLAIN + "raise SystemExit('imported')\n")
-    (root / "examples" / "shout.py").write_text('"""Shout.\n\nMore."""\n' + PLAIN)
+    (root / "examples" / "shout.py").write_text('"""Sh\x1b[2Jout.\n\nMore."""\n' + PLAIN)
+    (root / "examples" / ".#shout.py").symlink_to("owner@host.42")  # of an editor that has it open
     (root / "examples" / "program.py").write_text("raise SystemExit('imported')\n")
     (root / "broken").mkdir()
     (root / "broken" / "pyproject.toml").write_text("[project\n")
@@ -325,5 +326,5 @@ def test_the_list_shows_packages_and_files_and_imports_none(here, capsys):
     found = {Path(line.split()[0]).name: line.split(None, 1)[1] for line in lines}
     assert found.keys() == {"toy", "shout.py", "broken"}
     assert found["toy"].startswith("not yet")
-    assert found["shout.py"].endswith("Shout.")
+    assert found["shout.py"].endswith("Sh␛[2Jout.")
     assert "no readable [project] name" in found["broken"]

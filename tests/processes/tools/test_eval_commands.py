@@ -16,14 +16,16 @@ from safetensors.torch import save_file
 
 from fake_chat import FakeChat, completion, served
 from interrupts import heeding_interrupts
+from trireme.algo.digest import tensor_digest
 from trireme.base.errors import ConfigError, PeerDied, WeightsMismatch
 from trireme.cli.command import run_command
 from trireme.cli.eval import eval as eval_command
 from trireme.cli.trireme import trireme
 from trireme.config.files import write_run
 from trireme.config.run import RunConfig
+from trireme.journal.versions import Versions
 from trireme.tools.environments.policy import WeightsReplaced
-from trireme.tools.evaluate.config import EvalConfig, inherit_from_run
+from trireme.tools.evaluate.config import EvalConfig, inherit_from_run, with_environments
 from weighed_engine import LETTER, WeighedEngine, open_weighed_engine, write_weights
 
 REWARDS = {"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}
@@ -176,6 +178,13 @@ def test_an_engine_of_a_training_run_or_without_the_weights_that_it_was_given_is
             assert found.label.endswith("-loading")
 
 
+def test_an_engine_that_took_a_checkpoint_wrongly_gets_its_base_model_again_and_answers(here):
+    with engine(garbles="b") as found:
+        with pytest.raises(WeightsMismatch, match="step_10 did not arrive"):
+            run_eval(found, "--no-eval-base")
+        assert (found.letter, found.label, found.running.is_set()) == ("a", "default", True)
+
+
 @pytest.mark.parametrize(
     ("label", "is_frozen", "offset", "words"),
     [("40", False, 3, ["--take-over"]), ("eval-0a1b2c-base", True, 0, []), ("eval-0a1b2c-loading", True, 3, [])],
@@ -236,19 +245,26 @@ def test_what_cannot_work_is_refused_before_anything_starts(here, words, problem
         assert (found.calls, Path("run/evals").exists(), Path("outputs").exists()) == ([], False, False)
 
 
-def test_what_is_not_said_is_as_the_run_of_the_checkpoints_has_it(here):
+def test_what_is_not_said_is_as_the_run_of_the_checkpoints_has_it_and_so_must_its_weights_be(here):
     env, evaluation = {"id": "toy.py", "name": "of-the-run"}, {"num_examples": 3, "sampling": {"temperature": 0.5}}
     evaluation["pass_threshold"] = 0.25
     orchestrator = {"env": [env], "sampling": {"max_tokens": 7}, "eval": evaluation}
     config = RunConfig.model_validate({"output_dir": "run", "device": "cpu", "orchestrator": orchestrator})
     write_run(config, config.paths.run_config)
     assert inherit_from_run(EvalConfig(num_examples=2), config).pass_threshold == 0.25
+    for step, letter, offset in ((10, "b", 0), (20, "c", 1)):
+        tensors = {LETTER: torch.full((2, 3), float(ord(letter))), "norm.weight": torch.arange(4.0) + offset}
+        digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+        Versions(config.paths.journal).record(step, ["http://x"], digests, 0.0)
     with engine() as found:
         where = ["--client.base-url", f"{found.url}/v1", "--weights-dir", "run/weights"]
         assert eval_command([*where, "--steps", "10"]) == 0
         assert eval_command([*where, "--steps", "100", "--no-eval-base", "--sampling.max-tokens", "5"]) == 0
         sampled = [(asked.sampling["temperature"], asked.sampling["max_tokens"]) for asked in found.requests]
         assert sampled == [(0.5, 7)] * 6 + [(0.5, 5)] * 3
+        with pytest.raises(ConfigError, match=r"step_20 is not what the run's engines confirmed .*norm\.weight"):
+            eval_command([*where, "--steps", "20"])
+        assert found.label == "default"
         assert "".join(letter for _, letter in found.answered) == "aaabbbddd"
     assert len(lines(10, "of-the-run")) == 3
 
@@ -294,6 +310,10 @@ def test_ctrl_c_keeps_what_was_answered(here, capsys, monkeypatch):
     assert end.value.code == 130
     assert "type the same command again" in capsys.readouterr().err
     assert [len(file.read_text().splitlines()) for file in here.glob("outputs/**/results.jsonl.partial")] == [3]
+
+
+def test_environments_may_be_given_as_tables():
+    assert with_environments(["--env", "[{id='a'}]"]) == ["--env", "[{id='a'}]"]
 
 
 def test_several_rollouts_and_environments_are_measured_each_for_itself(here):

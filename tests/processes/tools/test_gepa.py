@@ -151,6 +151,10 @@ def test_a_reflection_model_that_refuses_or_has_nothing_new_leaves_what_was_foun
     assert search(endpoint, "--output", "another", "--max-calls", "16") == 0
     assert "no prompt was better than the one to begin with" in capsys.readouterr().out
     assert len(endpoint.asked("reflector")) == 1 + 3, "a known prompt costs no rollout"
+    for words, num_asked in (([], 0), (["--reflection-sampling.max-tokens", "400"], 3)):
+        num_before = len(endpoint.asked("reflector"))
+        search(endpoint, "--output", "another", "--max-calls", "16", *words)
+        assert len(endpoint.asked("reflector")) - num_before == num_asked
 
 
 FOLLOWER = ["harbour.py", "-m", "follower", "-b", "URL"]

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import math
 import textwrap
 import tomllib
 from pathlib import Path
@@ -12,6 +13,7 @@ from gepa.core.result import GEPAResult
 
 from reflecting import ENVIRONMENT
 from toy_environments import with_environment
+from trireme.base.errors import ConfigError
 from trireme.base.processes import free_port
 from trireme.cli.workspace.gepa import gepa, to_flags
 from trireme.config.load import load_config
@@ -22,7 +24,7 @@ from trireme.tools.gepa.config import GepaConfig
 from trireme.tools.gepa.optimize import draw_examples, places_of
 from trireme.tools.gepa.prompts import PromptedEnvironment, own_prompt, with_system
 from trireme.tools.gepa.records import Example, Records, Reflection
-from trireme.tools.gepa.results import write_results
+from trireme.tools.gepa.results import check_same, write_results
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -104,6 +106,16 @@ def test_every_shipped_file_loads(file, monkeypatch, capsys):
         assert (REPOSITORY / "environments" / env_id.replace("-", "_")).exists()
 
 
+@pytest.mark.parametrize("changed", [{"initial_prompt": "p.txt"}, {"num_val": 9}, {"env_args": {}}, {"seq_len": 99}])
+def test_a_search_is_resumed_by_the_same_settings_alone(tmp_path, changed):
+    given = {"env_id": "e", "model": "m", "env_args": {"since": datetime.date(2024, 1, 1), "most": math.inf}}
+    config = GepaConfig.model_validate(given)
+    (tmp_path / "metadata.json").write_text(json.dumps(config.model_dump(mode="json")))
+    check_same(tmp_path, GepaConfig.model_validate(given | {"max_calls": 7, "num_workers": 2}))
+    with pytest.raises(ConfigError, match=f"other settings .{next(iter(changed))}"):
+        check_same(tmp_path, GepaConfig.model_validate(given | changed))
+
+
 def test_a_line_that_was_not_written_to_its_end_or_tells_of_a_failure_is_made_again(tmp_path):
     file = tmp_path / "reflections.jsonl"
     records = Records(file, Reflection)
@@ -113,7 +125,9 @@ def test_a_line_that_was_not_written_to_its_end_or_tells_of_a_failure_is_made_ag
     records = Records(file, Reflection)
     assert list(records.lines) == [("a", 0), ("c", 0)]
     records.add(Reflection(name="e", nth=0, question="q", answer="e"))
-    assert list(Records(file, Reflection).lines) == [("a", 0), ("c", 0), ("e", 0)]
+    with file.open("a") as lines:
+        lines.write('{"name": "f", "nth": 0, "question": "q", "answer": "f", "state": NaN}\n')
+    assert list(Records(file, Reflection).lines) == [("a", 0), ("c", 0), ("e", 0), ("f", 0)]
 
 
 def test_a_date_of_a_toml_file_among_the_arguments_is_written_as_text(tmp_path):

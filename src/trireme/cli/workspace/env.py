@@ -7,12 +7,15 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
 
+from trireme.base.safe_text import one_line
 from trireme.cli.command import choose_verb
 from trireme.config.arguments import json_table, positive_int
 from trireme.orchestrator.environments.venv import installed_venv
 from trireme.tools.environments.catalog import ROOT, build, find_source, list_environments
 from trireme.tools.environments.progress import Progress
 from trireme.tools.environments.template import KINDS, write_environment
+
+LONGEST = 1000  # characters of a description
 
 
 def env(argv: list[str]) -> int:
@@ -60,7 +63,8 @@ def list_all(argv: list[str]) -> int:
         print(f"There are no environments in {options.path}. `trireme env init my-env` writes one.")
         return 0
     rows = [("id", "installed", "where", "description")]
-    rows += [(entry.id, entry.state, entry.where, entry.description) for entry in entries]
+    for entry in entries:
+        rows.append((entry.id, entry.state, entry.where, one_line(entry.description, LONGEST)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

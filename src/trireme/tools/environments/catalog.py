@@ -66,7 +66,7 @@ def list_environments(root: Path) -> list[Entry]:
     packages = [_package(project.parent, root) for project in sorted(root.glob("*/pyproject.toml"))]
     plain = [folder for folder in root.glob("*") if folder.is_dir() and not (folder / "pyproject.toml").exists()]
     files = []
-    for file in sorted(file for folder in (root, *plain) for file in folder.glob("*.py")):
+    for file in sorted(file for folder in (root, *plain) for file in folder.glob("*.py") if file.is_file()):
         text = file.read_text(encoding="utf-8", errors="replace")
         if DEFINES_ONE.search(text):
             about = re.match(r'\s*"""(.*?)(?:"""|$)', text, re.MULTILINE)

@@ -15,13 +15,16 @@ from typing import Any
 from rich.console import Console
 
 from trireme.algo.digest import model_digest, tensor_digest
-from trireme.base.errors import ConfigError, TriremeError
+from trireme.algo.weight_checks import first_difference
+from trireme.base.errors import ConfigError, TriremeError, WeightsMismatch
 from trireme.base.log import get_logger, start_logging
 from trireme.base.paths import RunPaths, step_folder, steps_in
 from trireme.base.waiting import Waits
 from trireme.config.files import find_run_file, read_run, to_table, to_toml
 from trireme.config.run import RunConfig
+from trireme.journal.versions import Versions
 from trireme.launch.folder import hold_folder
+from trireme.messages import TensorSpec
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.evaluation.results import description_path
 from trireme.orchestrator.rollout.chat import open_chat_tokenizer
@@ -77,8 +80,10 @@ class CheckpointEvaluation:
                 f"`weights/`.{hint}"
             )
         run_folder = weights.resolve().parent
-        with suppress(ConfigError):  # no run around them, or one of `sft`, which has no environments
-            config = inherit_from_run(config, read_run(RunConfig, find_run_file(run_folder, "orchestrator")))
+        self._trained_by: RunConfig | None = None  # the run that wrote the checkpoints, where its folder is around them
+        with suppress(ConfigError):  # no run, or one of `sft`, which has no environments
+            self._trained_by = read_run(RunConfig, find_run_file(run_folder, "orchestrator"))
+            config = inherit_from_run(config, self._trained_by)
         if not config.env:
             raise ConfigError(
                 "no environment is named, and there is no run around the checkpoints that says which "
@@ -143,8 +148,9 @@ class CheckpointEvaluation:
                 evaluated = [
                     (label, await self._evaluate_model(label, environments, policy, engine)) for label in self._models
                 ]
-            except ConfigError:
-                await engine.restore()
+            except (ConfigError, WeightsMismatch):
+                with suppress(WeightsMismatch):  # the first error says more
+                    await engine.restore()
                 raise
             await engine.restore()
         return evaluated
@@ -188,6 +194,7 @@ class CheckpointEvaluation:
                 )
             else:
                 digests = await engine.load(label, source)
+            self._require_as_confirmed(step, source.specs, digests)
             for session in sessions:
                 session.note(weights=model_digest(digests))
         elif not is_done:
@@ -198,6 +205,28 @@ class CheckpointEvaluation:
         scored = f"mean reward {sum(means) / len(means):.3f}" if means else "nothing was scored"
         self._progress.show(f"{label}: {scored}")
         return sessions
+
+    def _require_as_confirmed(self, step: int, specs: list[TensorSpec], digests: dict[str, str]) -> None:
+        """Compare a checkpoint with the digests that the run's engines confirmed: files may have changed since.
+
+        Adapters are not compared: the run's engines were given them in another form.
+
+        Raises: ConfigError.
+        """
+        folder = self._steps[step]
+        run_folder = folder.resolve().parent.parent
+        versions = Versions(RunPaths(run_folder).journal)
+        if self._trained_by is None or (folder / "adapter_config.json").is_file() or not versions.has(step):
+            return
+        if {spec.dtype for spec in specs} != {self._trained_by.served_dtype}:
+            return
+        differences = [first_difference(each.digests, digests) for each in versions.read(step).confirmations]
+        if all(differences):
+            raise ConfigError(
+                f"{folder} is not what the run's engines confirmed as version {step}: {differences[-1]} - expected the "
+                "weights of that version. The files were changed or damaged since. Move the folder away and make it "
+                f"again: `trireme export {run_folder} --step {step}`."
+            )
 
 
 def find_steps(weights: Path, wanted: tuple[int, ...]) -> dict[int, Path]:

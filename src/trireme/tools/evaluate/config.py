@@ -149,7 +149,7 @@ def with_environments(argv: list[str]) -> list[str]:
     is_named, last = any(word.partition("=")[0] == "--env.id" for word in argv), -1
     for word in argv:
         above, _, key = word.partition(".")
-        if above == "--env" and not key[:1].isdigit():
+        if above == "--env" and key and not key[0].isdigit():
             if is_named and not any(each.startswith("--env.") for each in numbered):
                 numbered += ["--env", "[]"]
             last += key.partition("=")[0] == "id"

@@ -29,7 +29,7 @@ from trireme.tools.gepa.config import GepaConfig
 from trireme.tools.gepa.prompts import own_prompt
 from trireme.tools.gepa.records import Example
 from trireme.tools.gepa.results import check_same, describe
-from trireme.tools.gepa.search import ROLLOUTS_DEPEND_ON, Search, iteration_cost
+from trireme.tools.gepa.search import Search, iteration_cost
 
 MOST_EXAMPLES = 1 << 16  # of an environment, which may have endless ones
 NUM_FIRST_QUESTIONS = 8  # examples whose first question is read for the environment's own prompt
@@ -51,7 +51,7 @@ def run_search(config: GepaConfig) -> str:
     paths = RunPaths(folder)
     if paths.holds_run:
         raise ConfigError(f"{folder} is a run's folder - expected one for prompts alone. Give another `--output`.")
-    check_same(folder, config, ROLLOUTS_DEPEND_ON)
+    check_same(folder, config)
     progress, waits = Progress(), Waits("the search", paths.logs)
     open_models = build_models(config, folder, waits, progress)
     with hold_folder(paths):

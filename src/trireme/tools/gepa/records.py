@@ -89,8 +89,8 @@ class Records(Generic[Line]):
         self.lines: dict[Hashable, Line] = {}
         self._times: Counter[Hashable] = Counter()
         for text in read_lines(path)[0]:
-            with suppress(ValueError):
-                line = msgspec.json.decode(text, type=kind)
+            with suppress(ValueError, RecursionError):
+                line = msgspec.convert(json.loads(text), kind)  # which reads NaN and infinity too
                 if line.error is None:
                     self.lines[line.key] = line
 

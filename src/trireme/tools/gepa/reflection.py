@@ -65,7 +65,8 @@ async def reflect(
     chars = MAX_CHARS
     while True:
         question = render(chars)
-        name, answer, error = name_of(config.reflection_model or config.model, question), "", None
+        sampling = config.reflection_sampling.model_dump(mode="json")
+        name, answer, error = name_of(config.reflection_model or config.model, sampling, question), "", None
         nth = records.next_time(name)
         if (name, nth) in records.lines:  # an earlier process asked it
             return records.lines[name, nth]

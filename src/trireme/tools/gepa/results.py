@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +24,26 @@ FRONTIER = "pareto_frontier.jsonl"
 CANDIDATES = "candidates.jsonl"
 METADATA = "metadata.json"
 LOG = "gepa.log"
+MAY_DIFFER = {
+    *("max_calls", "reflection_model", "reflection_sampling", "base_url", "api_key_var", "endpoints", "output"),
+    *("max_concurrent", "num_workers", "request_timeout_s", "device", "inference", "environments"),
+}
+"""Keys that may change when a search is resumed. All others decide what its results mean."""
 
 
-def check_same(folder: Path, config: GepaConfig, keys: Collection[str]) -> None:
-    """Raises: ConfigError where the folder has results of a search that differs in these keys; they would be lost."""
+def check_same(folder: Path, config: GepaConfig) -> None:
+    """Raises: ConfigError where the folder has the results of a search with other settings; they would be lost."""
+    settings = config.model_dump(mode="json", exclude=MAY_DIFFER)
     try:
         before = json.loads((folder / METADATA).read_text(encoding="utf-8"))
-        old = GepaConfig.model_validate({key: value for key, value in before.items() if key in keys})
+        changed = [key for key, value in settings.items() if _to_line(before[key]) != _to_line(value)]
     except FileNotFoundError:
         return
-    except (OSError, ValueError, RecursionError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(
-            f"{folder / METADATA} cannot be read ({error}) - expected what an earlier search wrote. Move the folder, "
+            f"{folder / METADATA} cannot be read ({error!r}) - expected what an earlier search wrote. Move the folder, "
             "or give another `--output`."
         ) from error
-    changed = [key for key in sorted(keys) if getattr(old, key) != getattr(config, key)]
     if changed:
         raise ConfigError(
             f"{folder} has the results of a search with other settings ({', '.join(changed)}) - expected the "
@@ -106,7 +111,7 @@ def describe(summary: dict[str, Any], folder: Path, config: GepaConfig) -> str:
     return "\n".join(lines)
 
 
-def _to_line(row: dict[str, Any]) -> str:
+def _to_line(row: Any) -> str:
     return json.dumps(row, ensure_ascii=False) + "\n"
 
 

@@ -35,7 +35,7 @@ from trireme.tools.gepa.records import REFLECTIONS, ROLLOUTS, Example, PromptRol
 from trireme.tools.gepa.reflection import feedback_on, reflect
 from trireme.tools.gepa.results import COMPONENT, LOG, write_results
 
-ROLLOUTS_DEPEND_ON = {"env_id", "env_args", "model", "sampling", "max_turns", "state_columns", "seed"}
+ROLLOUTS_DEPEND_ON = {"env_id", "env_args", "model", "sampling", "seq_len", "max_turns", "state_columns", "seed"}
 """Keys of the settings that decide what a rollout with a prompt means."""
 
 Batch = EvaluationBatch[PromptRollout, PromptRollout]
