@@ -93,18 +93,45 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_submitted_run_is_followed_before_it_has_started_and_a_damaged_one_is_refused(tmp_path, capsys, monkeypatch):
+def damage(run: Path, scheduler: Path) -> None:
+    RunPaths(run).configs.mkdir(parents=True)
+    (RunPaths(run).configs / "run.json").write_text("no JSON")
+
+
+def cancel_job(run: Path, scheduler: Path) -> None:
+    (scheduler / "squeue.says").write_text("CANCELLED n1")
+
+
+@pytest.mark.parametrize(("end", "words"), [(damage, "not valid JSON"), (cancel_job, "job 7: CANCELLED on n1")])
+def test_a_queued_job_is_waited_for_until_it_writes_or_slurm_ends_it(
+    tmp_path, scheduler, capsys, monkeypatch, end, words
+):
     record(tmp_path / "queued")
+    states = ["PENDING (Priority)", "REQUEUED", "RUNNING n1"]
 
-    def start(_: float) -> None:
-        configs = RunPaths(tmp_path / "queued").configs
-        configs.mkdir(parents=True)
-        (configs / "run.json").write_text("no JSON")
+    def pass_time(_: float) -> None:
+        if states:
+            (scheduler / "squeue.says").write_text(states.pop(0))
+        else:
+            end(tmp_path / "queued", scheduler)
 
-    monkeypatch.setattr(status_module.time, "sleep", start)
-    with pytest.raises(ConfigError, match="not valid JSON"):
+    monkeypatch.setattr(status_module, "ASK_S", 0)
+    monkeypatch.setattr(status_module.time, "sleep", pass_time)
+    pass_time(0)
+    with pytest.raises(ConfigError, match=words):
         status([str(tmp_path / "queued"), "--follow"])
-    assert "has no configuration yet" in capsys.readouterr().out
+    waits = [line.partition("job 7: ")[2].partition(";")[0] for line in capsys.readouterr().out.splitlines()]
+    assert waits == ["PENDING (Priority)", "REQUEUED", "RUNNING on n1"]
+
+
+@pytest.mark.parametrize(("where", "words"), [("kubernetes", "trireme logs .* -f"), ("slurm", "not in PATH here")])
+def test_a_job_that_cannot_be_asked_about_is_not_waited_for_without_an_end(tmp_path, monkeypatch, where, words):
+    record(tmp_path / "queued", scheduler=where)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(status_module, "CONFIGURED_S", -1)
+    monkeypatch.setattr(status_module.time, "sleep", lambda _: pytest.fail("it waits"))
+    with pytest.raises(ConfigError, match=words):
+        status([str(tmp_path / "queued"), "--follow"])
 
 
 def test_steps_are_followed_as_they_come_until_somebody_asks_it_to_end(run):

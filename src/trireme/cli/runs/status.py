@@ -20,6 +20,10 @@ from trireme.tools.cluster import kubernetes, slurm
 from trireme.tools.cluster.job import Submission, find_submission
 
 POLL_S = 1.0
+ASK_S = 10.0
+"""Between two questions about a job that waits for its machines."""
+CONFIGURED_S = 120.0
+"""How long a submitted run may take to write its configuration where Slurm cannot be asked about its job."""
 DESERTED_S = 30.0
 """After so long without a launcher, an answer or a step, no process works on the run."""
 
@@ -98,16 +102,45 @@ def _wait_for_config(run: Path, *, is_mirror: bool) -> RunConfig:
 
     Raises: ConfigError where the folder is not a run's, and none is about to be started in it.
     """
-    is_shown = False
+    began, ask_at, awaited = time.monotonic(), 0.0, ""
+    since = time.strftime("%H:%M:%S")
     while True:
         try:
             return read_run(RunConfig, find_run_file(run, "orchestrator"))
         except ConfigError:
-            is_written = any((RunPaths(run).configs / f"{name}.json").exists() for name in ("run", "orchestrator"))
-            is_coming = is_mirror or find_submission(run) is not None or launcher_of(RunPaths(run)) is not None
-            if is_written or not is_coming:
+            if any((RunPaths(run).configs / f"{name}.json").exists() for name in ("run", "orchestrator")):
                 raise
-        if not is_shown:
-            print(f"{run} has no configuration yet: waiting for the processes of the run to write it", flush=True)
-        is_shown = True
+            if time.monotonic() >= ask_at:
+                before, awaited = awaited, _awaited(run, time.monotonic() - began, is_mirror=is_mirror)
+                ask_at = time.monotonic() + ASK_S
+                if not awaited:
+                    raise
+                if awaited != before:
+                    print(f"{run} has no configuration yet: status waits since {since} for {awaited}", flush=True)
         time.sleep(POLL_S)
+
+
+def _awaited(run: Path, waited_s: float, *, is_mirror: bool) -> str:
+    """Return what is about to write the run's configuration, and where its log is; "" where nothing is.
+
+    Raises: ConfigError where the run's job is over, or writes to another machine's disk.
+    """
+    if is_mirror or launcher_of(RunPaths(run)) is not None:
+        return f"the run's processes; their logs: {RunPaths(run).logs}"
+    submission = find_submission(run)
+    if submission is None:
+        return ""
+    if submission.scheduler == "kubernetes":
+        raise ConfigError(
+            f"{run} cannot be followed from here: job {submission.job} in Kubernetes writes to its volume, at "
+            f"{submission.run} - expected a run's folder on this machine. `trireme logs {run} -f` follows the run, and "
+            f"`trireme status {run}` asks it once."
+        )
+    job, log = f"Slurm's job {submission.job}", submission.folder / f"slurm-{submission.job}.log"
+    state = slurm.state_of(submission)
+    if state.partition(" ")[0] not in slurm.MAY_START if slurm.is_here() else waited_s > CONFIGURED_S:
+        raise ConfigError(
+            f"{run} has no configuration after {waited_s:.0f} s, and {job}: {state} - expected a job that is queued or "
+            f"running. Look at {log}, and submit the run again, or follow it where Slurm's commands are."
+        )
+    return f"{job}: {state}; its log: {log}"

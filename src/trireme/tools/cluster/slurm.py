@@ -26,6 +26,11 @@ from trireme.tools.templates import render
 SCRIPT = "job.sbatch"
 ENDED = "ended"  # holds the exit code
 MAX_REQUEUES = 20  # of one job, after its time limit
+MAY_START = (
+    *("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "COMPLETING", "STAGE_OUT"),
+    *("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"),
+)
+"""States of a job that runs, or will: one that is ending may be about to be requeued."""
 
 
 def batch_script(job: Job, options: SubmitOptions, *, workdir: Path) -> str:
