@@ -5,9 +5,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,7 +118,8 @@ def test_a_queued_job_is_waited_for_until_it_writes_or_slurm_ends_it(
             end(tmp_path / "queued", scheduler)
 
     monkeypatch.setattr(status_module, "ASK_S", 0)
-    monkeypatch.setattr(status_module.time, "sleep", pass_time)
+    its_time = SimpleNamespace(**vars(time) | {"sleep": pass_time})  # `subprocess` sleeps as well
+    monkeypatch.setattr(status_module, "time", its_time)
     pass_time(0)
     with pytest.raises(ConfigError, match=words):
         status([str(tmp_path / "queued"), "--follow"])
