@@ -579,8 +579,11 @@ async def test_an_engine_is_given_up_where_its_core_is_dead_though_its_server_st
     stage.engine.dead = False
     await asyncio.sleep(0.05)
     assert (stage.pool.engines[0].life, stage.states) == (1, [("live", 0)])
+    seen: list[str] = []
+    stage.pool.watch = lambda engine: seen.append(engine.state)  # as lanes do
     stage.engine.dead = True
     await until(lambda: stage.states == [("starting", None)])
+    assert seen == ["quarantined", "starting"]
     turn = asyncio.create_task(stage.pool.generate([5], {}))
     await asyncio.sleep(0.05)
     assert stage.engine.requests == []
