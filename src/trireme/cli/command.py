@@ -21,6 +21,7 @@ from trireme.base.disk import is_full
 from trireme.base.errors import FINAL_EXIT_CODES, ConfigError, TriremeError
 from trireme.base.installation import correct_wheel_tag
 from trireme.base.processes import die_with_parent, free_port
+from trireme.base.safe_text import clean
 from trireme.cli.machines import KEEPER, join_network, node_of
 from trireme.config.arguments import HELP
 from trireme.config.files import ProcessName, command_without_secrets, write_process_files, write_run
@@ -60,7 +61,7 @@ def run_command(program: str, main: Callable[[list[str]], int | None], *, abrupt
     except TriremeError as error:
         if logging.getLogger("trireme").isEnabledFor(logging.DEBUG):
             traceback.print_exc()
-        print(f"{program}: {error}", file=sys.stderr)
+        print(f"{program}: {clean(str(error))}", file=sys.stderr)
         code = error.exit_code
     except BrokenPipeError:
         code = 128 + signal.SIGPIPE

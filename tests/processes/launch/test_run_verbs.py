@@ -70,10 +70,13 @@ def said(capsys: pytest.CaptureFixture[str], run: Path, *flags: str) -> str:
 
 def test_a_run_without_a_process_is_told_from_disk(run, capsys):
     """An answer about another run is not taken for this one's: ports are used again."""
+    with open(RunPaths(run).metrics, "a") as file:  # as a stranger may have written it
+        file.write(json.dumps({"step": 2, "process": "orchestrator", "eval/\x1b[2J/reward": 0.5}) + "\n")
     with answering(run.parent / "another"):
         out = said(capsys, run)
     assert "3 of 8 steps are trained" in out
     assert "reward       0.000 -> 0.200" in out
+    assert ("␛[2J" in out, "\x1b" in out) == (True, False)
 
 
 def test_a_submitted_run_that_is_at_work_answers_to_the_key_in_its_folder(run, capsys, monkeypatch):

@@ -57,7 +57,7 @@ def test_a_mistake_of_the_user_is_one_line_and_one_of_ours_keeps_its_traceback(m
     assert (ended.value.code, said.count("\n")) == (2, 1)
     assert said.startswith(f"rl: {tmp_path / 'file'}")
 
-    def fail(error: OSError) -> None:
+    def fail(error: Exception) -> None:
         def main(_: list[str]) -> int:
             raise error
 
@@ -66,6 +66,9 @@ def test_a_mistake_of_the_user_is_one_line_and_one_of_ours_keeps_its_traceback(m
     with pytest.raises(SystemExit, match="2"):
         fail(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.safetensors"))
     assert capsys.readouterr().err.startswith("rl: model.safetensors: No space left on device - expected free space")
+    with pytest.raises(SystemExit, match="2"):
+        fail(ConfigError("a name that a run's folder has: \x1b[2J"))
+    assert capsys.readouterr().err == "rl: a name that a run's folder has: ␛[2J\n"
     with pytest.raises(OSError, match="of an unknown cause"):
         fail(OSError("of an unknown cause"))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
 from trireme.base.processes import catch_signals
+from trireme.base.safe_text import clean
 from trireme.config.files import find_run_file, read_run
 from trireme.config.run import RunConfig
 from trireme.launch.folder import launcher_of
@@ -46,7 +47,7 @@ def status(argv: list[str]) -> int:
     if submission:
         scheduler = slurm if submission.scheduler == "slurm" else kubernetes
         print(f"job          {submission.scheduler} {submission.job}: {scheduler.state_of(submission)}")
-    print("\n".join(_state_lines(options.run, submission)))
+    print(clean("\n".join(_state_lines(options.run, submission))))
     return 0
 
 
@@ -69,7 +70,7 @@ def _follow(options: Namespace) -> int:
     state = look_at(options.run)
     is_over = state.progress.num_done >= config.max_steps and state.status is None and state.launcher is None
     if is_over and not is_remote:
-        print("\n".join(state.lines()))
+        print(clean("\n".join(state.lines())))
         return 0
     has_answered, num_done, seen_at, is_deserted = False, -1, time.monotonic(), False
     mirror = open_wandb_mirror(config) if options.mirror else nullcontext()
@@ -90,7 +91,7 @@ def _follow(options: Namespace) -> int:
             time.sleep(POLL_S)
         view.tick((), final=True)
     if is_deserted and not signals:
-        print("\n".join(look_at(options.run).lines()))
+        print(clean("\n".join(look_at(options.run).lines())))
     return 0
 
 
