@@ -54,7 +54,7 @@ ASPECTS = {
     "grad_norm": f"The loss is the same and its gradient is not: {_ARITHMETIC}",
     "training": f"The loss and its gradient are the same, and another metric is not: {_ARITHMETIC}",
 }
-"""What each means: of version n, then of batch n, then of step n, which makes version n + 1."""
+"""Meaning of a first difference in each: of version n, then of batch n, then of step n, which makes version n + 1."""
 
 BASE_WEIGHTS = "The runs began with other weights: the model's files are not the same, or were drawn again."
 """Instead of `weights`, at version 0."""

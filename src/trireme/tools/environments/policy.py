@@ -49,8 +49,8 @@ MAX_CONTEXT = 2048
 
 
 RolloutPolicy: TypeAlias = "ScriptedPolicy | EnginePolicy | ChatEndpoint"
-"""What answers an environment's questions. Its `rollout` raises RolloutFailed, or TriremeError where no other rollout
-could go better."""
+"""A source of answers to an environment's questions. Its `rollout` raises RolloutFailed, or TriremeError where no other
+rollout could go better."""
 
 OpenPolicy: TypeAlias = "Callable[[], AbstractAsyncContextManager[RolloutPolicy]]"
 

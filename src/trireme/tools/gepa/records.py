@@ -66,7 +66,7 @@ class PromptRollout(EvalResult, kw_only=True):
 class Reflection(msgspec.Struct, kw_only=True):
     """One question to the reflection model, and its answer."""
 
-    name: str  # of the model and the question
+    name: str  # of the model, its sampling and the question
     nth: int  # how often the same question was asked before
     question: str
     answer: str

@@ -17,7 +17,7 @@ from trireme.tools.gepa.config import GepaConfig
 from trireme.tools.gepa.records import Example
 
 COMPONENT = "system_prompt"
-"""What the library calls the text that it improves."""
+"""Name that the library has for the text that it improves."""
 BEST_PROMPT = "best_prompt.txt"
 BEST_ARGS = "best_args.json"
 FRONTIER = "pareto_frontier.jsonl"

@@ -33,10 +33,7 @@ from trireme.tools.gepa.config import GepaConfig
 from trireme.tools.gepa.prompts import PromptedEnvironment
 from trireme.tools.gepa.records import REFLECTIONS, ROLLOUTS, Example, PromptRollout, Records, Reflection, name_of
 from trireme.tools.gepa.reflection import feedback_on, reflect
-from trireme.tools.gepa.results import COMPONENT, LOG, write_results
-
-ROLLOUTS_DEPEND_ON = {"env_id", "env_args", "model", "sampling", "seq_len", "max_turns", "state_columns", "seed"}
-"""Keys of the settings that decide what a rollout with a prompt means."""
+from trireme.tools.gepa.results import COMPONENT, LOG, MAY_DIFFER, write_results
 
 Batch = EvaluationBatch[PromptRollout, PromptRollout]
 Value = TypeVar("Value")
@@ -64,7 +61,7 @@ class Search:
     def __post_init__(self) -> None:
         self._rollouts = Records(self.folder / ROLLOUTS, PromptRollout)
         self._reflections = Records(self.folder / REFLECTIONS, Reflection)
-        settings = self.config.model_dump(mode="json", include=ROLLOUTS_DEPEND_ON)
+        settings = self.config.model_dump(mode="json", exclude=MAY_DIFFER)
         self._settings = settings | {"num_train": self.environment.num_train, "num_eval": self.environment.num_eval}
         self._found: GEPAResult[Any, Any] | None = None  # at the beginning of the current iteration
         self._summary: dict[str, Any] = {}
