@@ -1,5 +1,6 @@
 """`trireme doctor`: what it asks, what it says, and how it ends."""
 
+import os
 import re
 import signal
 import subprocess
@@ -89,14 +90,17 @@ def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatc
         "import signal, subprocess, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "child = subprocess.Popen(['sleep', '600'])\n"
-        "print(child.pid, flush=True)\n"
+        "away = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"  # which keeps the pipes open
+        "print(child.pid, away.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     ended = run_program(1.0, "hangs")
     assert ended.code is None
+    child, away = ended.output.split()
+    os.kill(int(away), signal.SIGKILL)
     assert ended.how == "was ended: it took too long"
-    until(lambda: not is_alive(ended.output))
+    until(lambda: not is_alive(child))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -238,7 +238,10 @@ def run_program(limit_s: float, module: str, *arguments: str) -> Ended:
         code = process.returncode
     except subprocess.TimeoutExpired:
         _end(process)
-        output, errors = process.communicate()
+        try:
+            output, errors = process.communicate(timeout=LEAVE_S)
+        except subprocess.TimeoutExpired as error:  # what it started in another session still holds the pipes
+            output, errors = ((read or b"").decode(errors="replace") for read in (error.output, error.stderr))
     finally:
         _end(process)
     return Ended(code, output, errors)
