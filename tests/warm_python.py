@@ -20,8 +20,8 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
+import traceback
 from asyncio import create_subprocess_exec
 from collections.abc import Iterator
 from typing import Any
@@ -34,39 +34,40 @@ IMPORTED = {
 """By the version of verifiers: what a worker would import, some of it for the first environment alone."""
 
 IMPORT_S = 300.0
+SERVERS: dict[str, str] = {}
+"""Abstract addresses, by interpreter."""
 
 
 @contextlib.contextmanager
 def warm_workers() -> Iterator[None]:
     """Start all workers this way while the context is open."""
-    servers: dict[str, str] = {}
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="warm-"))
 
-        def serving(python: str, env: dict[str, str]) -> str:
-            if python not in servers:
-                servers[python] = f"{folder}/{len(servers)}"
-                server = subprocess.Popen([python, __file__, servers[python]], stdout=subprocess.PIPE, env=env)
-                stack.callback(lambda: (server.kill(), server.wait()))
-                assert server.stdout is not None
-                assert select.select([server.stdout], [], [], IMPORT_S)[0], f"{python} imports for {IMPORT_S:.0f} s"
-                assert server.stdout.readline() == b"ready\n", f"{python} cannot fork"
-            return servers[python]
+    async def start(program: str, *words: str, **more: Any) -> asyncio.subprocess.Process:
+        if words and words[0].endswith("environments/worker"):
+            words = ("-I", "-S", __file__, _server(program, more["env"]), *words)
+            program = sys.executable
+        return await create_subprocess_exec(program, *words, **more)
 
-        async def start(program: str, *words: str, **more: Any) -> asyncio.subprocess.Process:
-            if words and words[0].endswith("environments/worker"):
-                words = ("-I", "-S", __file__, serving(program, more["env"]), *words)
-                program = sys.executable
-            return await create_subprocess_exec(program, *words, **more)
-
-        stack.enter_context(mock.patch("asyncio.create_subprocess_exec", start))
+    with mock.patch("asyncio.create_subprocess_exec", start):
         yield
+
+
+def _server(python: str, env: dict[str, str]) -> str:
+    """Start the server of an interpreter, unless it is there; it ends with this process. Returns: its address."""
+    if python not in SERVERS:
+        address = f"warm-{os.getpid()}-{len(SERVERS)}"
+        server = subprocess.Popen([python, __file__, address], stdout=subprocess.PIPE, env=env)
+        assert server.stdout is not None
+        assert select.select([server.stdout], [], [], IMPORT_S)[0], f"{python} imports for {IMPORT_S:.0f} s"
+        assert server.stdout.readline() == b"ready\n", f"{python} cannot fork"
+        SERVERS[python] = address
+    return SERVERS[python]
 
 
 def ask(address: str, folder: str, descriptor: str) -> int:
     """Have the worker started, and return its exit code."""
     with socket.socket(socket.AF_UNIX) as server:
-        server.connect(address)
+        server.connect(f"\0{address}")
         request = json.dumps({"folder": folder, "env": dict(os.environ), "cwd": os.getcwd()})
         socket.send_fds(server, [request.encode() + b"\n"], [int(descriptor), 1])
         os.close(int(descriptor))
@@ -80,7 +81,7 @@ def serve(address: str) -> None:
         importlib.import_module(module)
     assert threading.active_count() == 1, "a fork would copy locks that other threads hold"
     listening = socket.socket(socket.AF_UNIX)
-    listening.bind(address)
+    listening.bind(f"\0{address}")
     listening.listen(16)
     print("ready", flush=True)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # of keepers
@@ -116,7 +117,16 @@ def keep(client: socket.socket) -> None:
     os.chdir(request["cwd"])
     random.seed()
     sys.argv[:] = [request["folder"], str(descriptors[0])]
-    runpy.run_path(request["folder"], run_name="__main__")
+    code: Any = 1
+    try:
+        runpy.run_path(request["folder"], run_name="__main__")
+        code = 0
+    except SystemExit as ending:
+        code = ending.code
+    except BaseException:
+        traceback.print_exc()
+    sys.modules["trireme_guard"]._end_descendants()
+    os._exit(code)  # an interpreter that has imported all this takes seconds to end
 
 
 if __name__ == "__main__":

@@ -1,8 +1,4 @@
-"""The small environments that are shipped: their data and rules, and rollouts in a worker.
-
-wordle: guess a word by feedback. alphabet-sort: sort a list that grows. gsm8k: answer with a number in a box.
-wiki-search: search pages, with and without a judge. math-python: compute with a tool in a sandbox.
-"""
+"""The small environments that are shipped: their data and rules, and rollouts in a worker."""
 
 import asyncio
 import itertools
@@ -13,6 +9,7 @@ import runpy
 from collections.abc import Awaitable, Callable
 from fractions import Fraction
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,7 @@ from trireme.orchestrator.gateway.dialects.turn import ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.turns import split_tool_calls
 
-pytestmark = pytest.mark.xdist_group("shipped environments")
+pytestmark = pytest.mark.xdist_group("packages")  # one process, so that tests share workers
 ROOT = Path(__file__).parents[3]
 index, wiki = import_shipped("wiki_search", "wiki_search_index"), import_shipped("wiki_search", "wiki_search_pages")
 maths = import_shipped("math_python", "math_python_problems")
@@ -71,15 +68,32 @@ def test_feedback_is_that_of_a_player_with_paper_for_every_guess_and_secret():
             assert game.feedback(guess, secret) == feedback_by_crossing_out(guess, secret), (guess, secret)
 
 
-def test_no_word_is_both_trained_on_and_evaluated_on_whatever_the_arguments():
-    assert len(set(game.WORDS)) == len(game.WORDS) > 800
-    assert all(re.fullmatch("[a-z]{5}", word) for word in game.WORDS)
-    choices = [("", 5, None, 0), ("", 5, None, 1), ("", 5, 300, 2), ("abcdef", 3, None, 0), ("abcd", 5, 500, 1)]
-    keys = ("alphabet", "word_length", "num_words", "seed")
-    sets = [game.choose_secrets(400, 50, **dict(zip(keys, choice, strict=True))) for choice in choices]
-    assert all(len(train) > 100 and len(evaluation) > 20 for train, evaluation in sets)
-    assert not set().union(*(train for train, _ in sets)) & set().union(*(evaluation for _, evaluation in sets))
-    assert game.choose_secrets(400, 50, **ANY) == sets[0] != sets[1]
+SEEDS = [{"seed": seed} for seed in range(3)]
+SECRETS = [ANY, ANY | {"seed": 1}, ANY | {"num_words": 300, "seed": 2}, ANY | {"alphabet": "abcdef", "word_length": 3}]
+EPISODES = [BOUNDS, BOUNDS | {"seed": 1, "num_turns": (1, 1)}, BOUNDS | {"seed": 2, "num_turns": (2, 5)}]
+LETTERS = [choice | {"items": "letters"} for choice in EPISODES]
+
+
+@pytest.mark.parametrize(
+    ("make", "choices", "key"),
+    [
+        (partial(game.choose_secrets, 400, 50), SECRETS, str),
+        (partial(episodes.make_episodes, 200, 50), EPISODES, lambda episode: frozenset(sum(episode.turns, ()))),
+        (partial(episodes.make_episodes, 200, 50), LETTERS, lambda episode: frozenset(sum(episode.turns, ()))),
+        (partial(problems.make_problems, 200, 40), SEEDS, attrgetter("question")),
+        (partial(maths.make_problems, 200, 40, difficulties=(1, 5)), SEEDS, attrgetter("question")),
+        (partial(wiki.build_questions, -1, -1), SEEDS, attrgetter("text")),
+    ],
+    ids=["wordle", "alphabet-sort", "alphabet-sort of letters", "gsm8k", "math-python", "wiki-search"],
+)
+def test_training_never_sees_what_is_evaluated_whatever_the_arguments(make, choices, key):
+    sets = [make(**choice) for choice in choices]
+    assert make(**choices[0]) == sets[0] != sets[1]
+    train, evaluation = ([list(map(key, each[part])) for each in sets] for part in (0, 1))
+    assert not set().union(*train) & set().union(*evaluation)
+    for each in (*train, *evaluation):
+        assert len(each) > 20
+        assert len(set(each)) == len(each) or isinstance(each[0], frozenset)
 
 
 async def play_by_the_feedback(question: Ask) -> Reply:
@@ -128,23 +142,15 @@ def test_similarity_is_twice_the_items_in_common_blocks_over_all_items(given, ex
     assert episodes.similarity(given, expected) == pytest.approx(similarity)
 
 
-@pytest.mark.parametrize("items", ["names", "letters"])
-def test_episodes_keep_their_bounds_have_one_right_order_and_are_either_trained_on_or_evaluated_on(items):
-    names: tuple[set, set] = set(), set()
-    for seed, turns in [(0, (1, 3)), (1, (1, 1)), (2, (2, 5))]:
-        bounds = BOUNDS | {"items": items, "seed": seed, "num_turns": turns}
-        sets = episodes.make_episodes(200, 50, **bounds)
-        assert sets == episodes.make_episodes(200, 50, **bounds)
-        assert sets != episodes.make_episodes(200, 50, **bounds | {"seed": 9})
-        assert {len(episode.turns) for episode in sets[0]} == set(range(turns[0], turns[1] + 1))
-        assert {len(turn) for episode in sets[0] for turn in episode.turns} == {1, 2, 3, 4}
-        for seen, some in zip(names, sets, strict=True):
-            seen.update(frozenset(sum(episode.turns, ())) for episode in some)
-    assert len(names[0]) > 300
-    assert not names[0] & names[1]
-    for of_episode in names[0] | names[1]:
+@pytest.mark.parametrize("choice", [*EPISODES, *LETTERS])
+def test_episodes_keep_their_bounds_and_have_one_right_order(choice):
+    least, most = choice["num_turns"]
+    made, _ = episodes.make_episodes(200, 50, **choice)
+    assert {len(episode.turns) for episode in made} == set(range(least, most + 1))
+    assert {len(turn) for episode in made for turn in episode.turns} == {1, 2, 3, 4}
+    for names in (sum(episode.turns, ()) for episode in made):
         for part in (0, -1):
-            assert len({name.split()[part] for name in of_episode}) == len(of_episode)
+            assert len({name.split()[part] for name in names}) == len(names)
 
 
 def sorted_answer(question: Ask, *, marks: bool = True, combined: bool = True) -> str:
@@ -198,16 +204,6 @@ def test_numbers_are_exact_and_read_in_all_their_spellings():
     assert {(numbers.to_number(text), numbers.is_same_number(text, text)) for text in nonsense} == {(None, False)}
 
 
-@pytest.mark.parametrize("make", [problems.make_problems, partial(maths.make_problems, difficulties=(1, 5))])
-def test_problems_differ_and_training_never_sees_what_is_evaluated_whatever_the_seed(make):
-    sets = [make(200, 40, seed=seed) for seed in range(3)]
-    train, evaluation = ([{problem.question for problem in each[part]} for each in sets] for part in (0, 1))
-    assert [len(questions) for questions in train] == [200] * 3
-    assert [len(each[1]) for each in sets] == [40] * 3
-    assert not set().union(*train) & set().union(*evaluation)
-    assert make(200, 40, seed=2) == sets[2]
-
-
 def test_a_right_number_in_a_box_is_rewarded_in_a_real_worker(on):
     async def use(environment):
         assert (environment.num_train, environment.num_eval) == (12, 4)
@@ -242,15 +238,12 @@ def test_every_page_is_found_first_by_its_title_and_every_section_of_it_can_be_r
             ask()
 
 
-def test_questions_differ_have_answers_on_the_pages_and_are_never_in_both_sets():
-    sets = [wiki.build_questions(-1, -1, seed=seed) for seed in range(2)]
-    train, evaluation = ({question.text: question.answer for each in sets for question in each[p]} for p in (0, 1))
-    assert not train.keys() & evaluation.keys()
-    assert sets[0] != sets[1]
-    assert sum(map(len, sets[0])) == len(train | evaluation) > 240
-    assert [len(part) for part in wiki.build_questions(7, 3, seed=0)] == [7, 3]
+def test_questions_have_answers_on_the_pages():
     text = "\n".join(page.text for page in wiki.build_pages())
-    assert [answer for answer in (train | evaluation).values() if answer not in text] == []
+    assert [len(part) for part in wiki.build_questions(7, 3, seed=0)] == [7, 3]
+    questions = [question for part in wiki.build_questions(-1, -1, seed=0) for question in part]
+    assert len(questions) > 240
+    assert [question.answer for question in questions if question.answer not in text] == []
 
 
 def calls(tool: str, **arguments: str) -> Reply:
@@ -278,9 +271,8 @@ def test_a_policy_that_searches_and_reads_finds_answers(on):
         return [await run_one(environment, ask, i) for i in range(40)]
 
     done = on("wiki-search", use, num_train=40)
-    assert [rollout.metrics["tool_errors"] for rollout in done] == [0.0] * 40
-    assert all(rollout.metrics["read_section_calls"] >= 3 for rollout in done)
-    assert sum(done.reward for done in done if done.prompt[-1]["content"].startswith("In which year was")) >= 3
+    assert all(each.metrics["tool_errors"] == 0.0 and each.metrics["read_section_calls"] >= 3 for each in done)
+    assert sum(each.reward for each in done if each.prompt[-1]["content"].startswith("In which year was")) >= 3
 
 
 def test_the_last_line_is_compared_word_by_word_and_a_list_of_everything_does_not_pay(on):

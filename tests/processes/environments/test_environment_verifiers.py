@@ -10,7 +10,7 @@ from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
 from trireme.orchestrator.gateway.dialects.turn import ToolCall
 
-pytestmark = pytest.mark.xdist_group("verifiers")  # one process, so that tests share workers
+pytestmark = pytest.mark.xdist_group("packages")
 MULTI_TURN, WITH_A_TIMEOUT, TOOLS, PARALLEL, STEPWISE = range(0, 100, 20)  # examples of `alone`
 SHORTEST, RAISING, SHORT, NAN, STEPWISE_GROUP = range(0, 100, 20)  # examples of `groups`
 

@@ -22,7 +22,7 @@ from trireme.orchestrator.environments import pool
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.wire import Ask, Done, Load, Reply
 
-pytestmark = pytest.mark.xdist_group("verifiers v1")
+pytestmark = pytest.mark.xdist_group("packages")  # one process, so that tests share workers
 WORD, LONGER, OFTEN, UNJUDGEABLE, NAN, TWICE = range(6)
 
 

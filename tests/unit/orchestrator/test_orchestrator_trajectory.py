@@ -2,7 +2,6 @@
 
 import json
 import re
-from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -49,21 +48,22 @@ def says(content: str, **more: object) -> dict[str, object]:
     return {"role": "assistant", "content": content} | more
 
 
-def trained(talk: Talk) -> list[int]:
-    return [int(sample.loss_mask.sum()) for sample in talk.samples()]
-
-
 def test_a_prompt_that_is_far_too_long_is_refused_and_one_that_is_a_little_too_long_is_counted(tmp_path):
     (talk := Talk(tmp_path)).max_model_len = 100
     far, little = ({"role": "user", "content": "a" * size} for size in (2000, 1000))
-    with pytest.raises(OverlongPrompt):
-        talk.ask([far], None)
     talk.answer([ASK], "4<|im_end|>")
     for messages in ([far], [ASK, says("4"), far]):
         with pytest.raises(OverlongPrompt):
             talk.prompt_ids(messages, None, "")
     assert len(talk.prompt_ids([ASK, says("4"), little], None, "")) > 1000
-    assert talk.ask([ASK], None).number == 2
+    assert talk.ask([ASK], None).number == 1
+    (first := Talk(tmp_path)).max_model_len = 100
+    with pytest.raises(OverlongPrompt):
+        first.ask([far], None)
+
+
+def trained(talk: Talk) -> list[int]:
+    return [int(sample.loss_mask.sum()) for sample in talk.samples()]
 
 
 @pytest.mark.parametrize(
@@ -182,9 +182,15 @@ def test_a_turn_that_does_not_go_on_from_the_last_begins_a_sample(tmp_path, temp
     assert "think" not in talk.tokenizer.decode(prompt)
     assert talk.samples()[1].ids.tolist() == [*prompt, END]
     assert trained(talk) == sizes
-    if mode == "interleaved_or_new":
-        assert talk.answer([*messages, says(""), TOOL], [END])[: len(prompt)] == prompt
-        assert trained(talk) == [sizes[0], 2]
+
+
+def test_what_is_not_trained_on_goes_on_in_a_second_sample(tmp_path):
+    talk = Talk(tmp_path, "interleaved_or_new", QWEN_3)
+    talk.answer([ASK], f"{THINKING}<|im_end|>")
+    conversation = [ASK, says(THINKING), MORE]
+    prompt = talk.answer(conversation, "yes<|im_end|>")
+    assert talk.answer([*conversation, says("yes"), TOOL], [END])[: len(prompt)] == prompt
+    assert trained(talk) == [len(THINKING) + 1, 5]
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
@@ -199,10 +205,15 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
         talk.ask([ASK, says("\n4", reasoning_content="hm"), MORE], None)
 
 
-def test_a_turn_without_an_answer_leaves_no_trace_and_other_tools_are_shown_in_a_sample_of_their_own(tmp_path):
-    talk = Talk(tmp_path, template=QWEN_3)
+def test_a_turn_that_got_no_answer_leaves_no_trace(tmp_path):
+    talk = Talk(tmp_path)
+    talk.ask([ASK], None)
     talk.answer([ASK], [])
     assert talk.samples() == []
+
+
+def test_a_conversation_with_other_tools_begins_a_sample_that_shows_them(tmp_path):
+    talk = Talk(tmp_path, template=QWEN_3)
     talk.answer([ASK], "4<|im_end|>")
     question = talk.ask([ASK, says("4"), MORE], TOOLS)
     assert question.turn is None
@@ -215,8 +226,9 @@ def test_rewards_of_turns_lie_on_the_tokens_of_those_turns_or_where_each_ends(tm
     talk.ask([ASK, says("x" * 900)], None)  # refused: it has no tokens
     second = talk.answer([ASK, says("no"), MORE], [12, END])
     one, two = talk.token_rewards([[0.5], [], [0.25, -1.0]])
-    np.testing.assert_array_equal(one, [np.nan] * (len(first) + 2) + [0.5])
-    np.testing.assert_array_equal(two, [np.nan] * len(second) + [0.25, -1.0])
+    nan = np.nan
+    np.testing.assert_array_equal(one, [nan] * (len(first) + 2) + [0.5])
+    np.testing.assert_array_equal(two, [nan] * len(second) + [0.25, -1.0])
     assert talk.token_rewards([[], []]) == []
     assert talk.num_turns == 2
     for rewards in ([[1.0, 2.0]], [[], [1.0]]):  # for tokens that there are not
@@ -226,7 +238,9 @@ def test_rewards_of_turns_lie_on_the_tokens_of_those_turns_or_where_each_ends(tm
     prompt = talk.answer([ASK], "4<|im_end|>")
     longer = talk.answer([ASK, says("4"), MORE], [END])
     (column,) = talk.token_rewards([[1.0], [2.0]])
-    assert {place: column[place] for place in np.flatnonzero(~np.isnan(column))} == {len(prompt) + 1: 1, len(longer): 2}
+    expected = np.full(len(longer) + 1, nan)
+    expected[[len(prompt) + 1, len(longer)]] = [1.0, 2.0]
+    np.testing.assert_array_equal(column, expected)
 
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -240,10 +254,11 @@ def by_pattern(text: str) -> tuple[str, list[str]]:
     names = []
 
     def take(match: re.Match[str]) -> str:
-        with suppress(ValueError, TypeError, KeyError):
+        try:
             names.append(json.loads(match.group(1))["name"])
-            return ""
-        return match.group(0)
+        except (ValueError, TypeError, KeyError):
+            return match.group(0)
+        return ""
 
     return PATTERN.sub(take, text).strip() if "<tool_call>" in text else text, names
 
@@ -252,6 +267,7 @@ def by_pattern(text: str) -> tuple[str, list[str]]:
 def test_calls_and_text_are_those_of_the_pattern(text):
     said, calls = split_tool_calls(text, 1)
     assert (said, [call.name for call in calls]) == by_pattern(text)
+    assert len({call.id for call in calls}) == len(calls)
 
 
 def test_tool_calls_leave_the_text_and_keep_their_order_and_the_models_arguments():
@@ -261,18 +277,19 @@ def test_tool_calls_leave_the_text_and_keep_their_order_and_the_models_arguments
     assert found == ("Let me.", [ToolCall(id=id, name=name, arguments=arguments) for id, name, arguments in calls])
 
 
-def test_a_tag_that_nothing_closes_is_text():
+@pytest.mark.parametrize(
+    "text", ["<tool_call>" + "\n" * 100_000, "<tool_call>" * 20_000, CALL * 5 + "<tool_call>" + " " * 99_999]
+)
+def test_a_tag_that_nothing_closes_is_text(text):
     """It takes hours, where it backtracks."""
-    for text in ("<tool_call>" + "\n" * 100_000, "<tool_call>" * 20_000, CALL * 5 + "<tool_call>" + " " * 99_999):
-        said, calls = split_tool_calls(text, 1)
-        assert said.startswith("<tool_call>")
-        assert len(calls) == text.count("</tool_call>")
+    said, calls = split_tool_calls(text, 1)
+    assert said.startswith("<tool_call>")
+    assert len(calls) == text.count("</tool_call>")
 
 
 def test_arguments_too_deep_to_read_reach_the_template_as_they_were_written():
     deep = "[" * 5000
-    said, (call,) = split_tool_calls(f'hm <tool_call>{{"name": "f", "arguments": "{deep}"}}</tool_call>', 1)
-    assert for_template(ModelMessage(said, None, (call,)).to_message())["tool_calls"][0]["function"] == {
-        "name": "f",
-        "arguments": deep,
-    }
+    said, calls = split_tool_calls(f'hm <tool_call>{{"name": "f", "arguments": "{deep}"}}</tool_call>', 1)
+    function = {"name": calls[0].name, "arguments": calls[0].arguments}
+    message = {"role": "assistant", "content": said, "tool_calls": [{"id": calls[0].id, "function": function}]}
+    assert for_template(message)["tool_calls"][0]["function"] == {"name": "f", "arguments": deep}

@@ -1,8 +1,10 @@
-"""Workers die, freeze, grow too large or send garbage, and come back; rollouts are issued again."""
+"""Workers load, die, freeze, grow too large or send garbage, and come back; rollouts are issued again."""
 
 import asyncio
 import logging
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -13,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from limits import limited
 from real_run import is_alive
 from toy_environments import ECHO, Use, never, run_all, run_one, says, with_environment, write
-from trireme.base.errors import PeerDied
+from trireme.base.errors import ConfigError, PeerDied
+from trireme.base.processes import OPEN_FILES, most_open_files
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.orchestrator.environments import pool
@@ -24,13 +28,67 @@ from trireme.orchestrator.environments.pool import open_environment
 from trireme.orchestrator.environments.wire import Ask, Done, Reply
 from trireme.orchestrator.environments.worker_process import resident_gib
 
-TOY = (
-    ECHO
-    + """
+REFUSED = {
+    "raises": (
+        "def load_environment(level): raise KeyError('no such level')",
+        r"toy\.py' could not be loaded: KeyError: 'no such level'(.|\n)*\(\*\*{'level': 9}\)(.|\n)*{logs}",
+        {"args": {"level": 9}},
+    ),
+    "exits": (
+        "import os, sys\nprint('licence expired', file=sys.stderr, flush=True)\nos._exit(3)",
+        r"exited with code 3(.|\n)*licence expired",
+        {},
+    ),
+    "hangs": (
+        "import time\nprint('fetching the data', flush=True)\ntime.sleep(60)",
+        r"not loaded after 3 s(.|\n)*fetching the data(.|\n)*environment-slow-0",
+        {"name": "slow", "load_timeout_s": 3},
+    ),
+    "differs from worker to worker": (
+        "import os\ndef dataset(): return [{'prompt': 'p'}] * os.getpid()\ndef reward(completion): return 0.0",
+        "data sets of different sizes",
+        {"num_workers": 2},
+    ),
+    "is too large": (
+        "hoard = b'x' * (96 << 20)\ndef dataset(): return [{'prompt': 'p'}]\ndef reward(completion): return 0.0",
+        r"GiB of memory, 0\.08 are allowed .* as soon as it is loaded",
+        {"max_memory_gib": 0.08},
+    ),
+}
+
+
+@pytest.mark.parametrize("way", REFUSED)
+def test_an_environment_that_cannot_be_used_is_a_configuration_error_that_names_it_and_why(tmp_path, way):
+    code, words, config = REFUSED[way]
+    with pytest.raises(ConfigError, match=words.replace("{logs}", str(tmp_path / "logs"))):
+        with_environment(tmp_path, write(tmp_path, code), never, **config)
+
+
+def test_a_worker_prints_to_its_log_and_not_into_the_wire_and_may_hold_as_many_connections_as_the_machine_allows(
+    tmp_path, monkeypatch
+):
+    code = """
+    import os, resource
+    print('{"type":"done"}', flush=True)
+    os.system("echo from a child")
+
+    def reward():
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    """
+    with limited(resource.RLIMIT_NOFILE, 256):
+        done = with_environment(tmp_path, write(tmp_path, ECHO + code), lambda e: run_one(e, says("1")), name="toy")
+        assert 256 < done.reward == resource.getrlimit(resource.RLIMIT_NOFILE)[0] == most_open_files()
+    assert "from a child" in (tmp_path / "logs/environment-toy-0.stdout").read_text()
+    for most, expected in ((20_000, 20_000), (1 << 20, OPEN_FILES), (resource.RLIM_INFINITY, OPEN_FILES)):
+        monkeypatch.setattr("resource.getrlimit", lambda _, most=most: (256, most))
+        assert most_open_files() == expected
+
+
+PREPARE = """
     import asyncio, os, pathlib, subprocess, sys, time
     once = pathlib.Path(__file__).with_name("once")
 """
-)
+TOY = ECHO + PREPARE
 SECOND_LOAD = """
     if once.exists():
         {}
@@ -72,21 +130,18 @@ def test_a_worker_killed_in_mid_rollout_costs_no_rollout(tmp_path):
 
 
 def test_a_worker_that_dies_after_it_has_scored_costs_no_rollout(tmp_path, monkeypatch):
-    point = "environment.scored"
     monkeypatch.setenv("TRIREME_FAULTS", f"folder={tmp_path}")
 
     async def use(environment):
         first = environment._workers[0].pid
-        (tmp_path / point).write_text("kill")
+        (tmp_path / "environment.scored").write_text("kill")
         outcomes = await run_all(environment, says("x"), 8)
         while not environment.num_restarts:  # its last rollout may have been in before it died
             await asyncio.sleep(0.01)
-        return outcomes, first, environment.num_restarts
+        assert (tmp_path / "environment.scored.reached").read_text() == str(first)
+        return outcomes
 
-    outcomes, first, num_restarts = with_toy(tmp_path, "", use)
-    assert (tmp_path / f"{point}.reached").read_text() == str(first)
-    assert [outcome.task for outcome in outcomes] == [f"r{i}" for i in range(8)]
-    assert num_restarts == 1
+    assert [outcome.task for outcome in with_toy(tmp_path, "", use)] == [f"r{i}" for i in range(8)]
 
 
 async def kill(environment) -> None:
@@ -144,33 +199,32 @@ KILLS = """
             once.touch()
             {}
             await asyncio.sleep(60)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.1)
         return 1.0
 """
 HOARDS = ("hoard.append(b'x' * (96 << 20))", {"max_memory_gib": 0.08})
 
 
 @pytest.mark.parametrize(
-    ("line", "config", "blame", "counts"),
+    ("line", "config", "indices", "blame", "counts"),
     [
-        ("os._exit(7)", {}, "exited with code 7", {}),
-        (*HOARDS, "GiB of memory, 0.08 are allowed (`max_memory_gib`), and was killed", {"memory": 2}),
+        ("os._exit(7)", {}, [3, *range(3), 4], "died 3 times.* exited with code 7", {"worker_death": 3}),
+        (*HOARDS, [3], r"died 2 times.* GiB of memory, 0\.08 are allowed .*, and was killed",
+         {"worker_death": 2, "memory": 2}),
     ],
-)
-def test_a_rollout_that_kills_its_worker_is_dropped_and_named(tmp_path, warnings, line, config, blame, counts):
+)  # fmt: skip
+def test_a_rollout_that_kills_its_worker_is_dropped_and_named(tmp_path, warnings, line, config, indices, blame, counts):
     async def use(environment):
-        (failure,) = await asyncio.gather(run_one(environment, says("x"), 3), return_exceptions=True)
-        found = Counter(environment.counts)
-        return failure, await run_all(environment, says("x"), 8), found
+        rollouts = [run_one(environment, says("x"), index, task=f"r{index}") for index in indices]
+        return await asyncio.gather(*rollouts, return_exceptions=True), Counter(environment.counts)
 
-    failure, outcomes, found = with_toy(tmp_path, KILLS.format(line).replace("SPARE", "False"), use, **config)
-    for each in (failure, outcomes.pop(3)):
-        assert (type(each), each.stage) == (RolloutFailed, "worker")
-    assert "worker died 2 times" in failure.error
-    assert blame in failure.error
-    assert [outcome.reward for outcome in outcomes] == [1.0] * 7  # those that ran with it
-    assert found == Counter(worker_death=2, worker_error=1, **counts)
-    assert "Under way in it: train 3." in warnings.text
+    (failure, *others), found = with_toy(tmp_path, KILLS.format(line).replace("SPARE", "False"), use, **config)
+    assert (type(failure), failure.stage) == (RolloutFailed, "worker")
+    assert re.search(blame, failure.error)
+    assert [outcome.reward for outcome in others] == [1.0] * (len(indices) - 1)  # those that ran with it
+    assert found == Counter(worker_error=1, **counts)
+    named = ", ".join(f"train {index}" for index in sorted(indices))
+    assert f"Under way in it: {named}." in warnings.text
 
 
 @pytest.mark.parametrize(
