@@ -232,14 +232,6 @@ def test_half_a_surrogate_pair_is_replaced_on_its_way_out_and_in():
     assert policy.requests[-1].messages[0]["content"] == "a\ufffd"
 
 
-@pytest.mark.parametrize("turn", [Turn("t1", "\ud83d"), OverflowError("a bug of ours")])
-def test_a_turn_that_cannot_be_answered_is_an_error_that_clients_do_not_retry(turn):
-    with serving(Policy(turn)) as (_, url):
-        for dialect, error in (("chat", openai.BadRequestError), ("anthropic", anthropic.BadRequestError)):
-            with pytest.raises(error, match="The gateway failed"):
-                ASKS[dialect](url, asks("a")["messages"], streams=True)
-
-
 def test_a_response_may_be_continued_by_its_id():
     policy = Policy(TURNS["calls"], TURNS["text"])
     with serving(policy) as (_, url):
@@ -272,6 +264,8 @@ def test_the_responses_of_a_conversation_keep_its_items_once():
         (Refused("busy", "loading", retry_after_s=3), openai.RateLimitError, anthropic.RateLimitError,
          "rate_limit_exceeded", "loading"),
         (Refused("failed", "no"), openai.BadRequestError, anthropic.BadRequestError, None, "no"),
+        (Turn("t1", "\ud83d"), openai.BadRequestError, anthropic.BadRequestError, None, "The gateway failed"),
+        (OverflowError("ours"), openai.BadRequestError, anthropic.BadRequestError, None, "The gateway failed"),
     ],
 )  # fmt: skip
 def test_a_refusal_is_the_error_that_each_sdk_knows(refused, openai_error, anthropic_error, code, words):
@@ -284,7 +278,7 @@ def test_a_refusal_is_the_error_that_each_sdk_knows(refused, openai_error, anthr
         assert caught.value.code == code
         with pytest.raises(anthropic_error, match=words) as told:
             ask_anthropic(url, [{"role": "user", "content": "a"}], streams=True)
-        assert told.value.response.headers.get("retry-after") == ("3" if refused.retry_after_s else None)
+        assert told.value.response.headers.get("retry-after") == ("3" if code == "rate_limit_exceeded" else None)
 
 
 def test_a_session_is_reached_by_bearer_key_header_key_or_path_and_by_no_other_key():

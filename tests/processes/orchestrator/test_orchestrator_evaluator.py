@@ -55,20 +55,27 @@ def is_evaluation(asked) -> bool:
     return asked.sampling["temperature"] == 0.0
 
 
-def test_due_versions_are_evaluated_on_held_out_examples_only_and_stay_live_meanwhile(tmp_path):
-    seen = []
+def test_due_versions_are_evaluated_on_held_out_examples_only_and_stay_live_while_training_groups_finish(tmp_path):
+    """An evaluation, which could fill every place of the engine, gets no answer before two batches are full."""
+    seen, two_batches = [], asyncio.Event()
 
     async def meanwhile(running):
         async def slow_evaluation(asked):
             if is_evaluation(asked):
+                await two_batches.wait()
                 await asyncio.sleep(0.02)
                 seen.append((asked.version, running.orchestrator.policy.version, running.engine.version))
 
         running.engine.delay = slow_evaluation
+        await running.until(lambda: running.orchestrator.scheduler.next_batch == 2, "two batches beside an evaluation")
+        waiting = running.orchestrator.policy.version, sum(map(is_evaluation, running.engine.requests))
+        two_batches.set()
+        return waiting
 
-    every_other = {"eval": {"interval": 2, "rollouts_per_example": 2, "num_examples": 2}}
+    every_other = {"eval": {"interval": 2, "rollouts_per_example": 2, "num_examples": 2}, "max_concurrent": 8}
     config = build_config(tmp_path, WITH_HELD_OUT, orchestrator=every_other)
     outcome = run(config, meanwhile=meanwhile)
+    assert outcome.found == (0, 2)  # a quarter of eight places, all the while
     assert outcome.error is None
     assert evaluated(config) == ["step_0", "step_2", "step_3"]
     assert seen == [(version,) * 3 for version in (0, 2, 3) for _ in range(4)]
@@ -105,27 +112,6 @@ def test_so_many_versions_are_due(tmp_path, evaluation, due):
     evaluator = Evaluator(config, {"say": None}, policy, None, None, None)
     assert evaluator.due() == expected == due
     assert evaluator.is_done(1) is (evaluation is not None)
-
-
-def test_training_groups_finish_while_an_evaluation_goes_on(tmp_path):
-    """The evaluation gets no answer before two batches are full. It could have filled every place of the engine."""
-    two_batches = asyncio.Event()
-
-    async def hold_evaluations(asked):
-        if is_evaluation(asked):
-            await two_batches.wait()
-
-    async def meanwhile(running):
-        await running.until(lambda: running.orchestrator.scheduler.next_batch == 2, "two batches beside an evaluation")
-        waiting = running.orchestrator.policy.version, sum(map(is_evaluation, running.engine.requests))
-        two_batches.set()
-        return waiting
-
-    config = build_config(tmp_path, orchestrator={"max_concurrent": 8, "eval": {"num_examples": 6}})
-    outcome = run(config, engine={"delay": hold_evaluations}, meanwhile=meanwhile)
-    assert outcome.error is None
-    assert outcome.found == (0, 2)  # a quarter of eight places, all the while
-    assert [len(lines(config, version)) for version in (0, 3)] == [6, 6]
 
 
 def test_an_environment_that_is_trained_on_keeps_three_quarters_of_its_own_places_for_training(tmp_path):

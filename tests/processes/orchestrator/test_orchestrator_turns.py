@@ -16,13 +16,18 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from tiny_tokenizer import CHATML, END, LLAMA_3, QWEN_3, SPECIAL, write_tokenizer
+from tiny_pictures import picture_file
+from tiny_tokenizer import CHATML, END, LLAMA_3, QWEN_3, SPECIAL, write_seeing_model, write_tokenizer
+from trireme.algo.pictures import PictureRules
 from trireme.base.errors import ConfigError
 from trireme.base.waiting import Waits
 from trireme.config.inference import InferenceModel
 from trireme.config.orchestrator import Sampling
 from trireme.config.run import RunConfig
+from trireme.journal.message_text import PREFIX
+from trireme.journal.pictures import PictureFiles, pictures_folder, rules_of_model
 from trireme.journal.records import Rollout
+from trireme.messages import Picture, Tokens
 from trireme.orchestrator.engines.pool import Generation, OverlongPrompt, open_inference_pool
 from trireme.orchestrator.engines.responses import Called, CalledFunction, Message
 from trireme.orchestrator.environments.wire import Ask, Done, Reply, assistant_message
@@ -30,20 +35,8 @@ from trireme.orchestrator.gateway.dialects.turn import ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec
 from trireme.orchestrator.rollout.turns import ModelMessage, TurnReader, split_tool_calls
-from whole_run import build_config, run
+from whole_run import WholeRun, build_config, run
 
-TALK = """
-    def dataset(size=40):
-        return [{"prompt": f"say {i}"} for i in range(size)]
-
-    def respond(completion, messages, example):
-        return f"and {len(messages)}?" if len(messages) < 7 else None
-
-    def reward(messages):
-        turns = [message for message in messages if message["role"] == "assistant"]
-        reward = len(messages[-1]["content"]) % 5 / 5
-        return {"reward": reward, "turn_rewards": [place / 8 for place in range(len(turns))]}
-"""
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
@@ -53,18 +46,70 @@ def spans_of(mask: np.ndarray) -> list[list[int]]:
 
 # in a whole run
 
+LOOK = """
+    def part(number):
+        return {"type": "image_url", "image_url": {"url": f"{number}.png"}}
 
-def test_of_several_turns_in_real_workers_exactly_what_was_sampled_is_trained_on(tmp_path):
-    outcome = run(build_config(tmp_path, TALK, max_steps=1, orchestrator={"trajectory_strategy": "branching"}))
+    def dataset(size=40):
+        content = [[part(number % 8), {"type": "text", "text": "what?"}] for number in range(size)]
+        return [{"prompt": [{"role": "user", "content": each}]} for each in content]
+
+    def respond(messages, example):
+        return [{"role": "user", "content": [part(8)]}] if len(messages) < 3 else None
+
+    def reward(completion):
+        return {"reward": len(str(completion)) % 10 / 10, "turn_rewards": [0.25, 0.5]}
+"""
+
+
+def seeing_run(folder: Path) -> tuple[RunConfig, PictureRules]:
+    """A run whose environment shows files of its own folder, a second one after the model's first turn."""
+    model = write_seeing_model(folder / "seeing")
+    for shade in range(9):
+        (folder / f"{shade}.png").write_bytes(picture_file(16, 8, shade))
+    config = build_config(folder, LOOK, model={"name": str(model), "vlm": {}}, trainer={"model": {"vlm": {}}})
+    return config, rules_of_model(str(model))
+
+
+def prompt_of(sample: Tokens, pictures: list[Picture]) -> tuple[Any, ...]:
+    end = int(np.flatnonzero(sample.loss_mask[pictures[-1].place :])[0]) + pictures[-1].place
+    return (*sample.ids[:end].tolist(), *(each.digest for each in pictures))
+
+
+def test_every_turn_and_its_pictures_reach_the_engine_the_journal_and_the_trainer_also_after_a_crash(tmp_path):
+    config, rules = seeing_run(tmp_path)
+
+    async def kill(whole: WholeRun) -> None:
+        await whole.until(lambda: whole.trainer.version == 1, "a batch")
+        await whole.kill_orchestrator()
+        whole.config = whole.config.model_copy(update={"resume": True})
+        whole.start_orchestrator()
+
+    outcome = run(config, engine={"rules": rules}, meanwhile=kill)
     assert outcome.error is None
-    prompts = {tuple(asked.ids) for asked in outcome.engine.requests}
-    for rollout in outcome.records[0].rollouts:
-        begins = [begin for sample in rollout.samples for begin, _ in spans_of(sample.loss_mask)]
-        assert len(begins) == len(rollout.samples) == rollout.num_turns == 4
-        assert all(tuple(sample.ids[: sample.loss_mask.argmax()].tolist()) in prompts for sample in rollout.samples)
-        rewards = np.concatenate(rollout.token_rewards)
-        assert rewards[~np.isnan(rewards)].tolist() == [place / 8 for place in range(4)]
-        assert [len(column) for column in rollout.token_rewards] == [sample.length for sample in rollout.samples]
+    asked = {(*request.ids, *(each.digest for each in request.pictures)) for request in outcome.engine.requests}
+    files = PictureFiles(pictures_folder(outcome.config.paths.journal))
+    for record, batch in zip(outcome.records, outcome.trainer.batches, strict=True):
+        samples = [sample for rollout in record.rollouts for sample in rollout.samples]
+        for sample in samples:
+            first, second = sample.pictures
+            assert prompt_of(sample, [first]) in asked
+            assert prompt_of(sample, [first, second]) in asked
+        shown = {each.digest for sample in samples for each in sample.pictures}
+        assert {digest: files.read(digest) for digest in shown} == batch.pictures
+        assert sum(len(row.tokens.pictures) for row in batch.micro_batches) == 2 * len(samples)
+        for rollout in record.rollouts:
+            text, (rewards,) = str(rollout.prompt + rollout.completion), rollout.token_rewards
+            assert text.count(PREFIX) == 2
+            assert "data:" not in text
+            assert rewards[~np.isnan(rewards)].tolist() == [0.25, 0.5]
+
+
+def test_an_engine_that_expands_a_picture_otherwise_is_named_with_both_counts(tmp_path):
+    config, rules = seeing_run(tmp_path)
+    other = PictureRules(rules.token, rules.block // 2, rules.min_pixels, rules.max_pixels)
+    outcome = run(config, engine={"rules": other})
+    assert "The engine made 34 tokens of a prompt with pictures, and the orchestrator 28" in str(outcome.error)
 
 
 def test_what_a_cut_sampler_chose_from_is_in_the_journal_and_a_token_beyond_the_vocabulary_is_not_believed(tmp_path):
