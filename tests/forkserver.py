@@ -1,8 +1,8 @@
-"""Start Python programs by forking a process that has imported torch and transformers already.
+"""Start Python programs by forking a process that has imported torch, transformers and, where asked, vLLM already.
 
-A trainer spends ten seconds of processor time on imports, and a kill matrix starts hundreds of processes. `popen` gives
-what `subprocess.Popen` gives, for a program of ours; what that program starts with `subprocess.Popen` is forked too,
-where it is one of `FORKED`. All else is executed as usual. Starting by `exec` is tested elsewhere, on the real system.
+A trainer spends ten seconds of processor time on imports, vLLM fifteen, and a kill matrix starts hundreds of processes.
+`popen` gives what `subprocess.Popen` gives, for a program of ours; what that program starts with `subprocess.Popen` is
+forked too, where it is one of `FORKED`. All else is executed as usual. Starting by `exec` is tested in `test_rl.py`.
 
     test process --- socket ---> server --- fork ---> keeper --- fork ---> the program --- seed ---> its processes
 
@@ -21,6 +21,7 @@ import inspect
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -36,8 +37,10 @@ from typing import Any, ClassVar, NoReturn
 from setproctitle import getproctitle, setproctitle
 
 FORKED = ("trireme.cli.orchestrator", "trireme.cli.trainer", "trireme.cli.sft", "trireme.cli.runs.replay")
+FORKED += ("trireme.cli.inference",)
 FORKED_SCRIPTS = ("scripted_engine.py",)
 IMPORTED = ("trireme.trainer.loop", "trireme.orchestrator.loop", "trireme.launch.supervise", "trireme.cli.rl")
+VLLM = ("trireme.inference.cpu.forked_engine", "vllm.entrypoints.launchers.cli_args")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SYS_CLONE, CLONE_PARENT = {"x86_64": 56, "aarch64": 220}[os.uname().machine], 0x8000
 START_S = 120.0
@@ -91,52 +94,73 @@ class Forked:
         self._connection.close()
 
 
-_lock = threading.Lock()
-
-
-@functools.cache
-def _server() -> socket.socket:
-    ours, theirs = socket.socketpair()
-    process = subprocess.Popen(
-        [sys.executable, __file__], stdin=theirs,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
-        preexec_fn=_die_with_parent,
-    )  # fmt: skip
-    theirs.close()
-    atexit.register(process.kill)
-    return ours
-
-
-def popen(argv: Sequence[str], *, output: int, env: Mapping[str, str], cwd: Path) -> Forked:
+def popen(argv: Sequence[str], *, output: int, env: Mapping[str, str], cwd: Path, with_vllm=False) -> Forked:
     """Run `argv` (`python SCRIPT …`, `python -m MODULE …` or a script of the installation) with both outputs sent to
     the descriptor `output`, in a session of its own."""
     ours, theirs = socket.socketpair()
     request = {"argv": list(argv), "env": dict(env), "cwd": str(cwd)}
-    with theirs, _lock:
-        _send(_server(), request, [output, theirs.fileno()])
+    with theirs, _connect(with_vllm) as server:
+        _send(server, request, [output, theirs.fileno()])
     return Forked(ours)
+
+
+def _connect(with_vllm: bool) -> socket.socket:
+    """Connect to the server of this test session. The first process that needs the server starts it."""
+    session = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+    address, server = f"\0trireme-tests-{session}-{with_vllm}", socket.socket(socket.AF_UNIX)
+    give_up = time.monotonic() + START_S
+    while server.connect_ex(address):
+        assert time.monotonic() < give_up, f"no server at {address} after {START_S:.0f} s"
+        _start(address, session, with_vllm)
+        time.sleep(0.01)
+    return server
+
+
+@functools.cache
+def _start(address: str, session: int, with_vllm: bool) -> subprocess.Popen[bytes]:
+    threads = {"OMP_NUM_THREADS": str(os.cpu_count() if with_vllm else 1), "OPENBLAS_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, __file__, address[1:], str(session), *(["vllm"] if with_vllm else [])],
+        stdin=subprocess.DEVNULL, env=os.environ | threads | {"OMP_WAIT_POLICY": "PASSIVE"}, start_new_session=True,
+    )  # fmt: skip
 
 
 # the server
 
 
-def serve() -> NoReturn:
-    """Fork a keeper for each request, until the test process closes its end."""
+def serve(address: str, session: int, with_vllm: bool) -> NoReturn:
+    """Fork a keeper for each request, until the test session ends."""
     from trireme.base.processes import quick_imports
 
     setproctitle(getproctitle())  # it finds its place behind the environment, which programs will replace
+    listener, end = socket.socket(socket.AF_UNIX), os.pidfd_open(session)
+    try:
+        listener.bind(f"\0{address}")
+    except OSError:  # another worker of the session was faster
+        os._exit(0)
+    listener.listen()
+    if with_vllm:
+        from trireme.config.run import RunConfig
+        from trireme.inference.server import environment
+
+        os.environ.update(environment(RunConfig.model_validate({"device": "cpu"})))
     with quick_imports():
-        for module in IMPORTED:
+        for module in (*IMPORTED, *(VLLM if with_vllm else ())):
             __import__(module)
-    requests = socket.socket(fileno=0)
+    if with_vllm:  # it would start a process and import everything again to look at a model's class
+        sys.modules["vllm.model_executor.models.registry"]._run_in_subprocess = lambda function: function()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers need not be waited for
-    while True:
-        request, fds = _receive(requests)
+    while end not in select.select([listener, end], [], [])[0]:
+        connection, _ = listener.accept()
+        with connection:
+            request, fds = _receive(connection)
         if not os.fork():
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            listener.close()
             _keep(request, output=fds[0], connection=fds[1])
         for fd in fds:
             os.close(fd)
+    os._exit(0)
 
 
 def _send(connection: socket.socket, request: dict[str, Any], fds: Sequence[int]) -> None:
@@ -373,4 +397,4 @@ def _is_forked(argv: list[str]) -> bool:
 
 if __name__ == "__main__":
     sys.modules["forkserver"] = sys.modules["__main__"]
-    serve()
+    serve(sys.argv[1], int(sys.argv[2]), with_vllm="vllm" in sys.argv[3:])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -30,18 +31,12 @@ SYNCHRONOUS = "tests/e2e/synchronous.toml"
 DEADLINE_S = 900.0  # far above anything that was ever seen: a test that gets there hangs
 END_S = 20.0  # for a process that was asked to end
 POLL_S = 0.02
+WITH_VLLM = {"inference", "rl", "rl_in_one_file.py", "ask_vllm.py"}
 MARK = "TRIREME_TEST"  # environment variable that everything we start inherits
 
 
 def command(name: str) -> str:
     return str(Path(sys.executable).parent / name)
-
-
-def run_command(name: str, *arguments: str | Path) -> str:
-    words = [command(name), *map(str, arguments)]
-    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 class Process:
@@ -60,7 +55,9 @@ class Process:
         with open(log, "wb") as output:
             if forked:
                 argv[0] = sys.executable if name == "python" else argv[0]
-                self._popen = forkserver.popen(argv, output=output.fileno(), env=environment, cwd=REPOSITORY)
+                where = {"output": output.fileno(), "env": environment, "cwd": REPOSITORY}
+                with_vllm = any(Path(word).name in WITH_VLLM for word in argv[:2])
+                self._popen = forkserver.popen(argv, **where, with_vllm=with_vllm)
                 return
             self._popen = subprocess.Popen(
                 argv, cwd=REPOSITORY, env=environment, stdin=subprocess.DEVNULL, stdout=output,
@@ -144,12 +141,19 @@ def _describe(process: psutil.Process) -> str:
 
 
 @contextmanager
-def started(name, *arguments: str | Path, log: Path, env: Mapping | None = None, forked=False) -> Iterator[Process]:
+def started(name, *arguments: str | Path, log: Path, env: Mapping | None = None, forked=True) -> Iterator[Process]:
     process = Process(name, *arguments, log=log, env=env, forked=forked)
     try:
         yield process
     finally:
         process.end()
+
+
+def run_command(name: str, *arguments: str | Path, env: Mapping | None = None) -> str:
+    """Run a command to its good end, and return what it printed."""
+    with TemporaryDirectory() as folder, started(name, *arguments, log=Path(folder, "log"), env=env) as process:
+        assert process.wait() == 0, process.tail()
+        return process.output
 
 
 def wait_until(condition: Callable, what: str, processes: list[Process], *, deadline_s: float = DEADLINE_S) -> None:
@@ -185,7 +189,7 @@ class SharedEngine:
 
 
 @contextmanager
-def open_engine(folder: Path, *flags: str | Path, config=SYNCHRONOUS, forked: bool = False) -> Iterator[SharedEngine]:
+def open_engine(folder: Path, *flags: str | Path, config=SYNCHRONOUS, forked: bool = True) -> Iterator[SharedEngine]:
     port = free_port()
     arguments = ["@", config, "--output-dir", folder, "--server.port", str(port), *flags]
     with started("inference", *arguments, log=folder / "inference.log", forked=forked) as process:
@@ -270,17 +274,6 @@ class Pair:
         wait_until(self.is_done, "orchestrator and trainer to end", [*self.processes, self.engine.process])
         assert [process.left() for process in self.processes] == [[], []]
 
-    def kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-        wait_until(lambda: not any(process.left() for process in self.processes), "their children to end", [])
-
-    def kill_environment_worker(self) -> None:
-        workers = [child for child in self.orchestrator.family if "environments/worker" in _describe(child)]
-        assert workers, self.orchestrator.tail()
-        for worker in workers:
-            worker.kill()
-
     def status(self) -> str:
         with suppress(httpx.HTTPError):
             return httpx.get(f"http://127.0.0.1:{self.status_port}/status", timeout=2, trust_env=False).text
@@ -296,8 +289,8 @@ def started_apart(engine: SharedEngine, root: Path, *flags: str | Path, config: 
     arguments = ["@", config, "--output-dir", root, *ports, *flags]
     logs = RunPaths(root).logs
     with (
-        started("orchestrator", *arguments, log=_fresh(logs / "orchestrator.stdout"), forked=True) as orchestrator,
-        started("trainer", *arguments, log=_fresh(logs / "trainer.stdout"), forked=True) as trainer,
+        started("orchestrator", *arguments, log=_fresh(logs / "orchestrator.stdout")) as orchestrator,
+        started("trainer", *arguments, log=_fresh(logs / "trainer.stdout")) as trainer,
     ):
         yield Pair(Run(root), engine, orchestrator, trainer, status)
 

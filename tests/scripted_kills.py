@@ -4,8 +4,6 @@ A point is armed with `hold`: the process that reaches it waits there, the victi
 waits), and the one that waits is let go.
 """
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,7 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from real_run import REPOSITORY, Process, Run, wait_until
+from real_run import Process, Run, wait_until
+from trireme.cli.runs.audit import audit
 from trireme.journal.versions import Versions
 
 SCRIPTED = ("python", "tests/scripted_rl.py", "@", "tests/e2e/scripted.toml")
@@ -121,7 +120,7 @@ class KilledRun:
         self.process = Process(
             name, *arguments,
             *("--output-dir", str(self.run.root), "--trainer.num-ranks", str(self.ranks), *self.flags, *more),
-            log=self.folder / f"launcher-{self.num_starts}.log", env=self.faults.env, forked=self.command == SCRIPTED,
+            log=self.folder / f"launcher-{self.num_starts}.log", env=self.faults.env, forked=True,
         )  # fmt: skip
 
     @property
@@ -264,10 +263,4 @@ def assert_same_weights(run: KilledRun, undisturbed: Run, last: int, file: str =
 
 
 def assert_audited(run: KilledRun) -> None:
-    found = audit(run.run)
-    assert found.returncode == 0, f"{found.stdout}{found.stderr}\n{run.tell()}"
-
-
-def audit(run: Run) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trireme.cli.trireme", "audit", str(run.root)]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert audit([str(run.run.root)]) == 0, run.tell()

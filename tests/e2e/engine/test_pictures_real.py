@@ -141,7 +141,7 @@ def test_an_engine_sees_as_transformers_does_also_with_other_weights(kind: str, 
             def load(is_tower: bool) -> None:
                 assert update(post, tower if is_tower else one, tmp_path, version=2 + is_tower) == []
 
-            sampling = sight.sampling | {"max_tokens": 1500}  # seconds, so that it is seen while it runs
+            sampling = sight.sampling | {"max_tokens": 600}
             answer = sample_through_update(post, engine.port, load, **body, sampling_params=sampling)
     (choice,) = answer["choices"]
     ids, told = choice["token_ids"], np.array([each["logprob"] for each in choice["logprobs"]["content"]])

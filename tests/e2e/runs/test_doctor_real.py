@@ -1,17 +1,19 @@
 """`trireme doctor` with the real torch, vLLM and three real steps."""
 
 import json
+import subprocess
 
 import pytest
 
-from real_run import run_command
+from real_run import DEADLINE_S, REPOSITORY, command
 
 pytestmark = pytest.mark.slow
 
 
 def test_a_machine_on_which_everything_works_is_told_so(tmp_path) -> None:
-    words = ["@", "tests/e2e/synchronous.toml", "--output-dir", str(tmp_path), "--json"]
-    answers = {answer["name"]: answer for answer in json.loads(run_command("trireme", "doctor", *words))["answers"]}
+    words = [command("trireme"), "doctor", "@", "tests/e2e/synchronous.toml", "--output-dir", tmp_path, "--json"]
+    printed = subprocess.run(words, cwd=REPOSITORY, stdout=subprocess.PIPE, timeout=DEADLINE_S, check=True).stdout
+    answers = {answer["name"]: answer for answer in json.loads(printed)["answers"]}
     assert [answer for answer in answers.values() if answer["verdict"] == "problem"] == []
     assert answers["torch"]["figures"]["computes"]
     assert answers["run"]["verdict"] == "ok"

@@ -1,4 +1,7 @@
-"""`rl`: one command, from nothing to a better model; stopped in the middle, continued, and refusing wrong weights."""
+"""`rl`: one command, from nothing to a better model; stopped in the middle, continued, and refusing wrong weights.
+
+Its first start is the one by `exec`, as a user's.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +33,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stopped]:
     arguments = ["@", QUICKSTART, "--output-dir", str(folder), "--max-steps", str(STEPS)]
     arguments += ["--orchestrator.eval.interval", "none", "--trainer.ckpt.interval", str(INTERVAL)]
     run = Run(folder / "reverse-text")
-    with started("rl", *arguments, log=folder / "first.log") as rl:
+    with started("rl", *arguments, log=folder / "first.log", forked=False) as rl:
 
         def is_in_the_middle() -> bool:
             assert rl.poll() is None, rl.tail()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from real_run import SharedEngine, run_apart, started
+from real_run import SharedEngine, run_apart, run_command
 from tiny import largest_difference
 from trireme.cli.runs.export import export
 from trireme.journal.manifest import complete_steps, read_manifest
@@ -22,8 +22,7 @@ def test_a_model_goes_through_sft_and_rl_and_every_export_is_what_the_run_had_le
     weights = tmp_path / "sft/weights/step_2"
     words = ["@", "configs/reverse-text/sft.toml", "--output-dir", str(tmp_path), "--name", "sft", "--max-steps", "2"]
     words += ["--batch-size", "8", "--model.from-scratch", "false", "--validation-fraction", "0"]
-    with started("sft", *words, "--scheduler.warmup-steps", "0", log=tmp_path / "sft.log", forked=True) as training:
-        assert training.wait() == 0, training.tail()
+    run_command("sft", *words, "--scheduler.warmup-steps", "0")
     left = {path.name: path.read_bytes() for path in weights.iterdir()}
     shutil.rmtree(weights.parent)
     export([str(tmp_path / "sft")])
@@ -40,10 +39,8 @@ def test_a_model_goes_through_sft_and_rl_and_every_export_is_what_the_run_had_le
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def sft(folder: Path, arguments: dict[str, Any]) -> None:
-    words = [str(word) for pair in arguments.items() for word in pair]
-    with started("sft", *words, log=folder / "sft.log", env={"OMP_NUM_THREADS": "1"}, forked=True) as training:
-        assert training.wait() == 0, training.tail()
+def sft(arguments: dict[str, Any]) -> None:
+    run_command("sft", *(word for pair in arguments.items() for word in pair), env={"OMP_NUM_THREADS": "1"})
 
 
 @pytest.mark.slow  # one rank is stopped and resumed in tests/processes/trainer/test_sft.py
@@ -56,9 +53,9 @@ def test_two_ranks_and_a_stop_change_nothing_but_rounding(tiny_model: Path, tmp_
     common = {"--data": tmp_path / "data.jsonl", "--model.name": tiny_model, "--output-dir": tmp_path}
     common |= {"--validation-fraction": 0.2, "--validation-interval": 2, "--batch-size": 12, "--seq-len": 40}
     common |= {"--optim.lr": 1e-3, "--ckpt.interval": 2, "--threads": 1, "--device": "cpu"}
-    sft(tmp_path, common | {"--name": "one", "--max-steps": 4})
-    sft(tmp_path, common | {"--name": "two", "--max-steps": 2, "--num-ranks": 2, "--scheduler.type": "constant"})
-    sft(tmp_path, common | {"--name": "two", "--max-steps": 4, "--resume": "true"})
+    sft(common | {"--name": "one", "--max-steps": 4})
+    sft(common | {"--name": "two", "--max-steps": 2, "--num-ranks": 2, "--scheduler.type": "constant"})
+    sft(common | {"--name": "two", "--max-steps": 4, "--resume": "true"})
     one, two = (read_metrics(tmp_path / name / "metrics.jsonl")[0] for name in ("one", "two"))
     assert [row["step"] for row in one] == [row["step"] for row in two] == [0, 1, 2, 3]
     for ours, theirs in zip(one, two, strict=True):

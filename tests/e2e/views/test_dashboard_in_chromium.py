@@ -1,8 +1,6 @@
 """The dashboard and the report in a real browser. Every page is used, and no page fails or asks another machine."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +13,8 @@ from playwright.sync_api import expect
 
 from chromium import Watched, find_chromium, open_chromium
 from dashboard_walk import VIEWS, colour, dashboard_of, metrics, rollouts, search, tab, tokens
-from real_run import DEADLINE_S, REPOSITORY
+from real_run import run_command
+from scripted_kills import SCRIPTED
 from tiny_pictures import picture_file, shown
 from trireme.base.paths import RunPaths
 from trireme.cli.runs.report import report
@@ -32,15 +31,11 @@ pytestmark = [
     pytest.mark.skipif(find_chromium() is None, reason="there is no chromium: apt-get install chromium"),
 ]
 
-SCRIPTED = ("tests/scripted_rl.py", "@", "tests/e2e/scripted.toml")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "watched"
-    command = [sys.executable, *SCRIPTED, "--output-dir", str(folder)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_command(*SCRIPTED, "--output-dir", folder)
     digest = PictureFiles(pictures_folder(RunPaths(folder).journal)).add(picture_file(64, 48, 200))
 
     def show(batch: BatchRecord) -> None:
