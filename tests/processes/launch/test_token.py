@@ -1,7 +1,8 @@
-"""What strangers can reach of a run: HTTP routes are shut without the token, but for `/health`, and on the wire between
-trainer and orchestrator who has no token is not heard, and reads nothing."""
+"""What strangers can reach of a run. HTTP routes are shut without the token, but for `/health`; without a token, they
+answer only programs of this machine. On the wire between trainer and orchestrator, who has no token is not heard."""
 
 import asyncio
+import json
 import logging
 import socket
 import threading
@@ -10,23 +11,35 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import zmq
 from starlette.applications import Starlette
-from starlette.responses import PlainTextResponse
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route, WebSocketRoute
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from answering import DEADLINE_S, answering
+from answering import DEADLINE_S, answering, answering_http
 from fake_engine import open_fake_engine
+from limits import file_size_limit
+from resolved_runs import refusals
+from stage import until
 from trireme.base.errors import DeadlineExceeded
 from trireme.base.network import SILENCE_S
 from trireme.base.processes import free_port
-from trireme.base.token import TOKEN
+from trireme.base.token import KEY_FILE, TOKEN, make_token, read_key, status_key, token, write_key
 from trireme.base.waiting import Waits
+from trireme.config.files import write_run
+from trireme.config.run import RunConfig
+from trireme.launch.run_state import look_at
 from trireme.messages import WIRE_VERSION, Done, Ok, Request, encode
+from trireme.monitor.view import open_view
 from trireme.orchestrator.engines.pool import open_inference_pool
+from trireme.orchestrator.status import Status, build_app
+from trireme.orchestrator.trainer_requests import Peers
+from trireme.tools.dashboard.runs import status_of
 from trireme.transport.bearer import RequireToken
 from trireme.transport.control import ControlClient
 from trireme.transport.curve import pair_of, set_client_keys
@@ -35,7 +48,7 @@ from whole_run import build_config, run
 SECRET = "a-token-for-tests-0123456789"
 OTHER = "another-token-for-tests-01234"
 HEADER = {"Authorization": f"Bearer {SECRET}"}
-WRONG = [
+WRONG: list[Any] = [
     {},
     {"Authorization": f"Bearer {OTHER}"},
     {"Authorization": f"Basic {SECRET}"},
@@ -46,58 +59,54 @@ WRONG = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _token(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def secret(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv(TOKEN, SECRET)
-
-
-def set_token(monkeypatch: pytest.MonkeyPatch, token: str | None) -> None:
-    monkeypatch.setenv(TOKEN, token) if token else monkeypatch.delenv(TOKEN, raising=False)
-
-
-# HTTP routes
+    return SECRET
 
 
 def open_app() -> TestClient:
-    async def answer(request: Any) -> PlainTextResponse:
-        return PlainTextResponse("in")
+    async def answer(request: HttpRequest) -> JSONResponse:
+        return JSONResponse(await request.json() if await request.body() else {})
 
     async def talk(socket: Any) -> None:
         await socket.accept()
         await socket.send_text("in")
         await socket.close()
 
-    inner = Starlette(routes=[Route("/health", answer), Route("/deep", answer)])
-    routes = [Route(path, answer, methods=["GET", "POST"]) for path in ("/health", "/inference/v1/generate")]
-    app = Starlette(routes=[*routes, Mount("/metrics", inner), WebSocketRoute("/v1/realtime", talk)])
+    paths = ("/health", "/pause", "/collective_rpc", "/weight_info")
+    routes = [Route(path, answer, methods=["GET", "POST"]) for path in paths]
+    mounted = Mount("/metrics", Starlette(routes=[Route("/health", answer), Route("/deep", answer)]))
+    app = Starlette(routes=[*routes, mounted, WebSocketRoute("/v1/realtime", talk)])
     app.add_middleware(RequireToken)
-    return TestClient(app)
+    return TestClient(app, base_url="http://127.0.0.1:8000")
 
 
-@pytest.mark.parametrize("headers", WRONG)
-def test_every_route_is_shut_without_the_right_token(headers: Any) -> None:
+# HTTP routes with a token
+
+
+def test_the_token_opens_every_route_and_nothing_else_does_but_health_needs_none(secret: str) -> None:
     client = open_app()
-    for path in ("/inference/v1/generate", "/metrics/deep", "/metrics/health", "/nowhere"):
-        for method in ("GET", "POST", "OPTIONS"):
-            answer = client.request(method, path, headers=headers)
-            assert answer.status_code == 401
-            assert TOKEN in answer.json()["error"]
-            assert SECRET not in answer.text
+    for headers in WRONG:
+        for path in ("/pause", "/metrics/deep", "/metrics/health", "/nowhere"):
+            for method in ("GET", "POST", "OPTIONS"):
+                answer = client.request(method, path, headers=headers)
+                assert answer.status_code == 401
+                assert TOKEN in answer.json()["error"]
+                assert secret not in answer.text
     with pytest.raises(WebSocketDisconnect), client.websocket_connect("/v1/realtime") as stranger:
         stranger.receive_text()
-
-
-def test_the_token_opens_every_route_and_health_needs_none() -> None:
-    client = open_app()
-    assert client.post("/inference/v1/generate", headers=HEADER).text == "in"
-    assert client.get("/metrics/deep", headers=HEADER).text == "in"
+    assert client.post("/pause", headers=HEADER).status_code == 200
+    assert client.get("/metrics/deep", headers=HEADER).status_code == 200
     assert client.get("/nowhere", headers=HEADER).status_code == 404
-    assert client.get("/health").text == "in"
+    assert client.get("/health").status_code == 200
     with client.websocket_connect("/v1/realtime", headers=HEADER) as friend:
         assert friend.receive_text() == "in"
 
 
-def test_the_orchestrator_shows_its_token_to_engines_and_does_not_give_it_to_environments(tmp_path: Path) -> None:
+def test_the_orchestrator_shows_its_token_to_engines_and_does_not_give_it_to_environments(
+    tmp_path: Path, secret: str
+) -> None:
     code = """
         import os
 
@@ -107,13 +116,13 @@ def test_the_orchestrator_shows_its_token_to_engines_and_does_not_give_it_to_env
         def reward(completion, answer):
             return float("TRIREME_TOKEN" not in os.environ)
     """
-    outcome = run(build_config(tmp_path, code), engine={"token": SECRET})
+    outcome = run(build_config(tmp_path, code), engine={"token": secret})
     assert (outcome.error, len(outcome.records)) == (None, 3)
-    assert outcome.engine.shown == {f"Bearer {SECRET}"}
+    assert outcome.engine.shown == {f"Bearer {secret}"}
     assert {rollout.reward for record in outcome.records for rollout in record.rollouts} == {1.0}
 
 
-def test_an_engine_with_another_token_never_counts_as_there(monkeypatch, caplog):
+def test_an_engine_with_another_token_never_counts_as_there(secret, monkeypatch, caplog):
     async def look() -> int | None:
         async with open_fake_engine(token=OTHER) as engine:
             sizes = {"max_model_len": 8, "timeout_s": 5.0, "max_concurrent": 1}
@@ -125,11 +134,117 @@ def test_an_engine_with_another_token_never_counts_as_there(monkeypatch, caplog)
     assert f"returned 401: its {TOKEN} differs" in caplog.text
 
 
+def test_the_status_key_opens_the_status_alone(tmp_path: Path, secret: str) -> None:
+    config = RunConfig.model_validate({"output_dir": str(tmp_path)})
+    client = TestClient(build_app(Status(config, Waits("orchestrator"), Peers())))
+    bearer = {"Authorization": f"Bearer {status_key()}"}
+    assert client.get("/health").json() == {"status": "ok", "state": "starting"}
+    for path in ("/status", "/metrics", "/openapi.json"):
+        assert client.get(path).status_code == 401
+        for key in (status_key(), secret):
+            assert client.get(path, headers={"Authorization": f"Bearer {key}"}).status_code == 200
+    assert open_app().get("/pause", headers=bearer).status_code == 401
+
+
+# HTTP routes without a token
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "evil.example"},
+        {"Host": "127.0.0.1.evil.example:8000"},
+        {"Origin": "https://evil.example", "Content-Type": "text/plain"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+    ],
+)
+def test_a_page_in_a_browser_of_this_machine_reaches_no_route(headers) -> None:
+    client = open_app()
+    for path in ("/pause", "/weight_info", "/collective_rpc"):
+        assert client.post(path, headers=headers).status_code == 403
+    assert client.post("/pause").status_code == 200
+    assert client.get("/weight_info", headers={"Host": "localhost:8000"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b'{"method": "trireme_weight_report"}', 200),
+        (b'{"method": "reset_weights"}', 403),
+        (b'{"method": "__setattr__", "args": ["trireme_x", "y"]}', 403),
+        (b'{"method": ["trireme_weight_report"]}', 403),
+        (b'{"method": "reset_weights", "method": "trireme_x"}', 200),  # the last one counts, as it does for vLLM
+        (b"[" * 100_000, 403),
+        (b"", 403),
+    ],
+)
+def test_of_the_methods_of_a_worker_only_ours_can_be_called(body: bytes, code: int) -> None:
+    answer = open_app().post("/collective_rpc", content=body)
+    assert answer.status_code == code
+    if code == 200:
+        assert answer.json() == json.loads(body)
+
+
+OPENING = "host port uds middleware api_key allowed-origins ssl_keyfile config hos middlewar api_k host=0.0.0.0"
+
+
+@pytest.mark.parametrize("name", OPENING.split())
+def test_arguments_of_vllm_do_not_open_its_server(name: str) -> None:
+    (message,) = refusals(f"""--inference.args '{{"{name}" = "0.0.0.0"}}'""", "inference.args")
+    assert f"inference.args.{name.replace('_', '-')}" in message
+
+
+# the key in a run's folder
+
+
+def test_a_key_lies_in_the_run_folder_for_its_owner_alone(tmp_path: Path) -> None:
+    assert make_token()
+    assert not make_token()  # a token that was given stays
+    write_key(tmp_path, token())
+    write_key(tmp_path, status_key())
+    assert (tmp_path / KEY_FILE).stat().st_mode & 0o777 == 0o600
+    assert read_key(tmp_path) == status_key() != token()
+    write_key(tmp_path, None)
+    with file_size_limit(9), pytest.raises(OSError, match="File too large"):
+        write_key(tmp_path, token())
+    assert read_key(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_token_is_sent_to_an_address_out_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str | None] = []
+    with answering_http(lambda _, bearer: shown.append(bearer) or (404, b"")) as port:
+        monkeypatch.setenv(TOKEN, SECRET)
+        config = RunConfig.model_validate({"output_dir": str(tmp_path), "orchestrator": {"server": {"port": port}}})
+        write_run(config, config.paths.run_config)
+        look_at(tmp_path)
+        status_of(config.model_dump(mode="json"), tmp_path)
+        write_key(tmp_path, "the-key-of-this-very-folder")
+        look_at(tmp_path)
+        assert shown == [None, None, "Bearer the-key-of-this-very-folder"]
+        monkeypatch.setattr("trireme.monitor.view.POLL_S", 0.01)
+        with open_view(config, tmp_path):
+            until(lambda: len(shown) > 3)
+        assert set(shown[3:]) == {"Bearer the-key-of-this-very-folder"}
+        (tmp_path / KEY_FILE).rename(tmp_path / "another-secret-of-this-user")
+        (tmp_path / KEY_FILE).symlink_to("another-secret-of-this-user")
+        look_at(tmp_path)
+        assert shown[-1] is None
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"http://127.0.0.1:{port}/status").raise_for_status()
+
+
 # the wire between trainer and orchestrator
 
 SECRET_WORD = "a-run-that-nobody-may-read-of"
 QUESTION = Done(run_id=SECRET_WORD, version=3)
 SOON_S = 0.2
+
+
+def set_token(monkeypatch: pytest.MonkeyPatch, token: str | None) -> None:
+    monkeypatch.setenv(TOKEN, token) if token else monkeypatch.delenv(TOKEN, raising=False)
 
 
 @contextmanager
@@ -192,11 +307,11 @@ def test_the_answer_comes_once_the_orchestrator_has_the_right_token(monkeypatch:
     assert found == [Ok()]
 
 
-def test_a_stranger_who_knows_the_servers_key_alone_is_turned_away() -> None:
+def test_a_stranger_who_knows_the_servers_key_alone_is_turned_away(secret: str) -> None:
     """The key of a CURVE server is called public; here it is not enough."""
     with hearing() as (address, asked), zmq.Context.instance().socket(zmq.DEALER) as stranger:
         stranger.linger, stranger.rcvtimeo = 0, int(SOON_S * 1000)
-        set_client_keys(stranger, SECRET)
+        set_client_keys(stranger, secret)
         stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
         stranger.connect(address)
         stranger.send_multipart([b"%d:1" % WIRE_VERSION, encode(QUESTION)])
