@@ -74,6 +74,12 @@ LIKE_ANOTHER_ON_DISK |= {"trainer.batch_received", "trainer.sending", "trainer.s
 LIKE_ANOTHER_ON_DISK |= {"engine.joined", "engine.received", "engine.finished"}
 """A killed launcher takes all with it, so that only the disk can tell these points from one another."""
 
+SAVING = {"checkpoint.written", "checkpoint.before_rename", "checkpoint.complete", "export.written", "trainer.recorded"}
+"""Only the trainer, and the disk that a launcher leaves, can tell these points from `checkpoint.begun`."""
+ENGINE_IS_IDLE = {"journal.before_append", "batch.answered", "trainer.batch_received", "trainer.stepped"}
+ENGINE_IS_IDLE |= {"evaluation.before_write", "evaluation.written"}
+"""No request and no update is under way: an engine cannot tell these points from `journal.appended`."""
+
 STEPS = 70
 FEW_STEPS = 48  # for each process in each phase
 AHEAD = ("--max-steps", str(STEPS), "--max-async-level", "2")
@@ -368,6 +374,10 @@ def points_for(victim: str) -> list[str]:
             return [point for point in points if point.split(".")[0] not in rooms and point != "orchestrator.starting"]
         case "launcher":
             return [point for point in points if point not in LIKE_ANOTHER_ON_DISK]
+        case "orchestrator":
+            return [point for point in points if point not in SAVING]
+        case "inference server" | "engine core":
+            return [point for point in points if point not in SAVING | ENGINE_IS_IDLE]
     return points
 
 
