@@ -73,7 +73,6 @@ def player(folder: Path) -> Callable[..., tuple[list[Rollout], ScriptedPolicy]]:
         *texts: str,
         tasks: str = TASKS,
         id: str | None = None,
-        args: Any = None,
         count: int = 1,
         command: Any = None,
         max_turns: int | None = None,
@@ -96,7 +95,7 @@ def player(folder: Path) -> Callable[..., tuple[list[Rollout], ScriptedPolicy]]:
             return await asyncio.gather(*runs)
 
         id = id or write(folder, tasks)
-        with running(open_toy(folder, id, args=args or {}, agent=table, max_turns=max_turns)) as on:
+        with running(open_toy(folder, id, agent=table, max_turns=max_turns)) as on:
             return on(roll_out), policy
 
     return play

@@ -25,7 +25,6 @@ from agent_play import ENDS, TASKS, ScriptedPolicy, assert_exact, calls, player
 from real_run import is_alive
 from toy_environments import never, open_toy, running, with_environment, write
 from trireme.base.errors import ConfigError, DeadlineExceeded, PeerDied
-from trireme.base.processes import make_socket_folder
 from trireme.config.orchestrator import Agent, Environment
 from trireme.journal.turns import compare_turns, read_turns, turns_file
 from trireme.orchestrator.environments import agent_session
@@ -191,15 +190,10 @@ def test_a_program_has_ended_although_what_it_left_behind_has_not_and_that_is_en
 
 
 LEAVES_A_REQUEST = """
-    import http.client, json, os, urllib.parse
-    url, key, messages = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"]), os.environ["OPENAI_API_KEY"], []
-    for text in ("hi", "and?"):
-        messages.append({"role": "user", "content": text})
-        connection = http.client.HTTPConnection(url.netloc)
-        body, headers = json.dumps({"messages": messages}), {"x-api-key": key}
-        connection.request("POST", f"{url.path}/chat/completions", body, headers)
-        if text == "hi":
-            messages.append(json.load(connection.getresponse())["choices"][0]["message"])
+    import socket
+    said = ask(HI)
+    socket.setdefaulttimeout(0.1)  # its second turn comes later
+    ask([*HI, said, *HI])
 """
 AWAITS_A_TURN = """
     import asyncio, pathlib
@@ -223,7 +217,7 @@ def test_a_turn_that_no_program_has_received_is_not_trained_on(play, tmp_path):
             return await super().generate(ids, sampling, **more)
 
     policy = Policy(ChatTokenizer(tmp_path / "tokenizer"), [ENDS])
-    (rollout,), _ = play(LEAVES_A_REQUEST, policy=policy, tasks=AWAITS_A_TURN, journal=tmp_path / "journal")
+    (rollout,), _ = play(agent(LEAVES_A_REQUEST), policy=policy, tasks=AWAITS_A_TURN, journal=tmp_path / "journal")
     (sample,), (prompt, turn) = rollout.samples, policy.given[0]
     assert (rollout.num_turns, sample.ids.tolist()) == (1, prompt + turn.ids)
     assert [len(prompts) for prompts in rollout.left_out.values()] == [1]
@@ -434,8 +428,8 @@ def test_all_workers_start_the_process_of_programs_once_even_after_a_start_that_
         return [child for child in children if str(tmp_path) in child.cmdline()]
 
     programs.open()
-    (first,) = running_now()
     lack.touch()
+    (first,) = running_now()
     first.kill()
     first.wait()
     with pytest.raises(PeerDied):
@@ -458,23 +452,14 @@ def test_all_workers_start_the_process_of_programs_once_even_after_a_start_that_
 
 def test_evaluation_on_an_environment_of_the_same_name_has_its_own_programs_and_logs(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", f"{tmp_path}/{'x' * 90}")  # too long for a socket
-    monkeypatch.setenv("TRIREME_TEMPORARY", str(home := make_socket_folder("trireme-")))
-    config = Environment(id=write(tmp_path, TASKS), agent={"command": [sys.executable, "-c", ""]})
-    logs = tmp_path / "logs"
+    config, logs = Environment(id=write(tmp_path, TASKS), agent={"command": ["true"]}), tmp_path / "logs"
 
-    async def open_both() -> set[str]:
-        async with open_environment(config, logs=logs) as trained:
-            async with open_environment(config, logs=logs, is_evaluation=True) as evaluated:
-                return {trained.gateway.url, evaluated.gateway.url}
+    async def open_both() -> None:
+        async with open_environment(config, logs=logs), open_environment(config, logs=logs, is_evaluation=True):
+            assert len(list(logs.glob("environment-*-programs.stdout"))) == 2
+            assert len(list(logs.glob("environment-*-0.stdout"))) == 2
 
-    try:
-        assert len(asyncio.run(open_both())) == 2
-    finally:
-        for child in psutil.Process().children():  # outside of tests they end with the launcher
-            if any("trireme_programs" in word for word in child.cmdline()):
-                child.kill()
-        shutil.rmtree(home)
-    assert len(list(logs.glob("environment-*-programs.stdout"))) == len(list(logs.glob("environment-*-0.stdout"))) == 2
+    asyncio.run(open_both())
 
 
 LOOKS_AROUND = """
@@ -488,18 +473,9 @@ LOOKS_AROUND = """
 
 @pytest.fixture
 def sandboxed(play, tmp_path, monkeypatch):
-    """Return what plays a rollout with a program in the sandbox, and shows it that program's folder."""
+    """Return what plays a rollout with a program in the sandbox, and shows it that program."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    program = tmp_path / "program"
-    program.mkdir()
-
-    def run(code: str, *texts: str, arguments: tuple[str, ...] = (), **more: object):
-        file = program / "agent.py"
-        file.write_text(textwrap.dedent(code))
-        command = (sys.executable, str(file), *arguments)
-        return play("", *texts, command=command, runtime="sandbox", readable=(str(program),), **more)
-
-    return run
+    return partial(play, runtime="sandbox", readable=(str(tmp_path / "agent.py"),))
 
 
 def test_a_program_in_the_sandbox_reaches_the_policy_and_its_own_folder_alone(sandboxed, tmp_path):
@@ -508,7 +484,7 @@ def test_a_program_in_the_sandbox_reaches_the_policy_and_its_own_folder_alone(sa
     with socket.create_server(("127.0.0.1", 0)) as other:
         places = {"home": tmp_path / "home", "secret": tmp_path / "secret", "python": sys.prefix}
         looks = LOOKS_AROUND.format(**places, port=other.getsockname()[1])
-        (rollout,), policy = sandboxed(agent(CHAT), calls("bash", cmd=looks), ENDS, arguments=("{prompt}",))
+        (rollout,), policy = sandboxed(agent(CHAT), calls("bash", cmd=looks), ENDS)
     assert (rollout.stop, rollout.metrics["exit_code"], rollout.reward) == ("agent_ended", 0.0, 1.0)
     assert rollout.completion[1]["content"] == "done"  # it has printed nothing
     assert_exact(rollout, policy, num_turns=2)
@@ -575,7 +551,7 @@ def task(tmp_path):
 def test_a_program_solves_a_task_folder_and_its_own_tests_give_the_reward(sandboxed):
     looks = "ls /tests /solution /logs/verifier; ls; echo 1 > /logs/verifier/reward.txt; ls /logs/agent"
     shows = calls("bash", cmd=f"({looks}) 2>/dev/null; pwd"), calls("bash", cmd="echo 3 > answer.txt"), ENDS
-    (rollout,), policy = sandboxed(agent(CHAT), *shows, id=SHIPPED_TASKS, arguments=("{prompt}",))
+    (rollout,), policy = sandboxed(agent(CHAT), *shows, id=SHIPPED_TASKS)
     assert (rollout.reward, rollout.example_id) == (1.0, "count-errors")
     assert rollout.metrics == {"untouched": 1.0, "tests_ended": 1.0}
     assert rollout.completion[1]["content"] == "logs\n/app\n"

@@ -15,7 +15,7 @@ from fake_chat import FakeChat, completion, served
 from fake_engine import Asked, open_fake_engine
 from local_packages import write_package
 from tiny_tokenizer import END, write_tokenizer
-from toy_environments import write
+from toy_environments import ECHO, write
 from trireme.base.errors import ConfigError, DeadlineExceeded
 from trireme.base.waiting import Waits
 from trireme.cli.workspace.env import env
@@ -29,15 +29,9 @@ from trireme.tools.environments.policy_script import answer
 from trireme.tools.environments.template import KINDS, checked_name
 
 REPOSITORY = Path(__file__).parents[3]
-ECHO = """
-    def dataset(size=40):
-        return [{"prompt": f"say {i}", "answer": str(i)} for i in range(size)]
-
+HELD_OUT = """
     def eval_dataset():
         return [{"prompt": "held out", "answer": "yes"}] * 3
-
-    def reward(completion, answer):
-        return {"reward": float(completion == answer), "length": len(completion)}
 """
 PLAIN = "def dataset():\n    return [{'prompt': 'p'}]\n\n\ndef reward(completion):\n    return 1.0\n"
 
@@ -58,28 +52,32 @@ def checked(capsys, *words: str | int | Path) -> tuple[int, dict[str, Any]]:
 
 
 def test_an_environment_that_works_is_said_to_and_no_baseline_is_claimed(here, capsys):
-    assert env(["check", write(here, ECHO), "-n", "5", "-r", "6"]) == 0
+    assert env(["check", write(here, ECHO + HELD_OUT), "-n", "5", "-r", "6"]) == 0
     said = capsys.readouterr().out
     assert "5 train examples x 6: 30 scored, none failed" in said
-    assert "40 to train on, 3 held out" in said
+    assert "20 to train on, 3 held out" in said
     assert "no baseline was measured" in said
     written = (here / "outputs" / "env-check" / "toy" / "rollouts.jsonl").read_text()
     lines = [json.loads(line) for line in written.splitlines()]
-    expected = [(example, place) for example in (0, 8, 16, 24, 32) for place in range(6)]
+    expected = [(example, place) for example in (0, 4, 8, 12, 16) for place in range(6)]
     assert [(line["example"], line["rollout"]) for line in lines] == expected
     assert any(line["completion"][0]["content"] == "" for line in lines)
 
 
-def test_what_fails_is_told_with_its_examples_and_the_end_of_its_traceback(here, capsys):
+def test_what_fails_is_told_with_its_examples_and_traceback_and_flags_win_over_a_configuration(here, capsys):
     code = """
     def reward(completion, answer):
         import asyncio
         return {"1": float("nan"), "2": asyncio.sleep(60)}.get(answer) or 1 / (int(answer) % 4)
     """
-    toy = write(here, ECHO + code)
-    words = ["-n", 8, "-r", 2, "-a", '{"size": 8}', "--orchestrator.env.0.rollout-timeout-s", 0.5]
-    status, report = checked(capsys, toy, *words, "--orchestrator.env.0.id", toy)
+    write(here, ECHO.replace("size=20", "size=20, word='say'") + code)
+    table = 'id = "toy.py"\nname = "toy"\nargs = { size = 6, word = "tell" }\nrollout_timeout_s = 0.5\n'
+    (here / "run.toml").write_text(f'name = "demo"\n[[orchestrator.env]]\n{table}')
+    status, report = checked(capsys, "toy", "-n", 8, "-r", 2, "-a", '{"size": 8}', "@", "run.toml")
     assert (status, report["holds"], report["num_done"]) == (1, False, 8)
+    assert (report["loaded"]["num_train"], report["num_examples"]) == (8, 8)  # the flag wins
+    assert (here / "outputs" / "env-check" / "demo" / "rollouts.jsonl").exists()
+    assert not report["is_baseline"]  # the file names no model
     assert report["troubles"][0]["count"] == 4  # the most frequent first
     troubles = {trouble.pop("stage") + str(trouble["count"]): trouble for trouble in report["troubles"]}
     found = {name: (trouble["examples"], trouble["error"].split(" - ")[0]) for name, trouble in troubles.items()}
@@ -141,18 +139,6 @@ def test_what_cannot_work_is_refused_before_anything_starts(here, words, problem
     assert not (here / "outputs").exists()
 
 
-def test_a_configuration_gives_arguments_and_flags_win(here, capsys):
-    write(here, ECHO.replace("size=40", "size=40, word='say'"))
-    (here / "run.toml").write_text(
-        'name = "demo"\n[[orchestrator.env]]\nid = "toy.py"\nname = "toy"\nargs = { size = 6, word = "tell" }\n'
-    )
-    status, report = checked(capsys, "toy", "-r", 1, "-a", '{"size": 7}', "@", "run.toml")
-    assert status == 0
-    assert (report["loaded"]["num_train"], report["num_examples"]) == (7, 7)
-    assert (here / "outputs" / "env-check" / "demo" / "rollouts.jsonl").exists()
-    assert not report["is_baseline"]  # the file names no model
-
-
 def test_an_engine_that_serves_no_version_answers_as_in_training(here, capsys):
     """Rewards by hand: the engine answers `a` on every second request, and only that is rewarded."""
     model = write_tokenizer(here / "model")
@@ -191,7 +177,7 @@ def test_a_foreign_endpoint_is_asked_with_its_key_and_its_only_model(here, capsy
     monkeypatch.setenv("MY_KEY", "secret-words")
     with FakeChat().running() as chat:
         words = ["--base-url", chat.url, "--api-key-var", "MY_KEY", "--split", "eval", "--temperature", "0.25"]
-        status, report = checked(capsys, write(here, ECHO), "-r", 3, *words)
+        status, report = checked(capsys, write(here, ECHO + HELD_OUT), "-r", 3, *words)
     assert (status, report["split"], report["num_done"], report["rewards"]["mean"]) == (0, "eval", 9, 1.0)
     assert chat.keys == {"Bearer secret-words"}
     assert {(body["model"], body["temperature"]) for body in chat.requests} == {("grand-model", 0.25)}

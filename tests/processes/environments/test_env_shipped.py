@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 
-from toy_environments import import_shipped, run_all, run_one, says
+from toy_environments import import_shipped, noting, run_all, run_one, says
 from trireme.orchestrator.environments.wire import Ask, Reply
 from trireme.orchestrator.gateway.dialects.turn import ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer
-from trireme.orchestrator.rollout.turns import split_tool_calls
 
 pytestmark = pytest.mark.xdist_group("packages")  # one process, so that tests share workers
 ROOT = Path(__file__).parents[3]
@@ -313,44 +312,40 @@ def test_answers_are_what_the_numbers_in_the_words_give():
             assert solve(*map(int, match.groups())) == answer, match.string
 
 
-def call(code: str, name: str = "python") -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'code': code}})}\n</tool_call>"
-
-
 def test_code_runs_in_the_sandbox_and_its_output_comes_back_as_a_tool_message(on):
     tokenizer = ChatTokenizer(ROOT / "models" / "math-python-tiny")
 
     async def use(environment):
-        async def run(*turns: str):
-            questions: list[Ask] = []
+        async def run(*turns: Reply):
+            left = iter(turns)
 
-            async def ask(question: Ask) -> Reply:
-                questions.append(question)
-                content, calls = split_tool_calls(turns[len(questions) - 1], len(questions))
-                return Reply(content=content, tool_calls=calls or None, finish_reason="tool_calls" if calls else "stop")
+            async def answer(question: Ask) -> Reply:
+                return next(left)
 
+            ask, questions = noting(answer)
             done = await run_one(environment, ask)
             return done, [question.messages[-1]["content"] for question in questions], questions
 
-        guess, (asked,), (first,) = await run("\\boxed{1}")
+        guess, (asked,), (first,) = await run(Reply(content="\\boxed{1}"))
         expression = asked.removeprefix("Compute ").removesuffix(".")
         assert (guess.reward, guess.metrics["python_calls"], guess.metrics["has_answer"]) == (0.0, 0.0, 1.0)
         prompt = tokenizer.encode(tokenizer.render(first.messages, tools=first.tools, generate=True))
         assert len(prompt) < 30  # the tool as the template shows it is one token of the tiny model; see its words.json
 
-        right, heard, _ = await run(call(f"print({expression})"), f"\\boxed{{{eval(expression):,}}}")
+        computes = calls("python", code=f"print({expression})")
+        right, heard, _ = await run(computes, Reply(content=f"\\boxed{{{eval(expression):,}}}"))
         assert heard[1] == right.answer
         assert (right.reward, right.metrics["python_calls"], right.metrics["tool_errors"]) == (1.0, 1.0, 0.0)
 
-        connects = call("import socket; socket.create_connection(('127.0.0.1', 1))")
-        failing, heard, _ = await run(call("1/0"), connects, call("", name="ruby"), "?")
+        connects = calls("python", code="import socket; socket.create_connection(('127.0.0.1', 1))")
+        wrong = calls("python", code="1/0"), connects, calls("ruby", code=""), Reply(content="?")
+        failing, heard, _ = await run(*wrong)
         assert re.match(r"Error: Traceback(.|\n)*ZeroDivisionError: division by zero$", heard[1])
         assert re.search("Network is unreachable|not permitted", heard[2])
         assert (failing.reward, failing.metrics["tool_errors"], failing.metrics["has_answer"]) == (0.0, 3.0, 0.0)
 
     sizes = {"num_train": 5, "num_eval": 2, "max_output_chars": 200}
-    args = sizes | {"difficulty": 1, "system_prompt": "", "timeout_s": 30}
-    on("math-python", use, **args)
+    on("math-python", use, **sizes, difficulty=1, system_prompt="", timeout_s=30)
 
 
 def test_the_tiny_models_warm_up_shows_nothing_that_is_evaluated():

@@ -113,29 +113,15 @@ async def turn_by_turn(question: Ask) -> Reply:
     return Reply(content="x", finish_reason="stop", prompt_ids=[1], completion_ids=[2, 3], logprobs=[-1.0, -1.0])
 
 
-def test_a_turns_own_reward_stands_where_that_turn_was_asked_for(toys):
-    done = toys("alone", lambda environment: run_one(environment, turn_by_turn, STEPWISE))
-    assert done.turn_rewards == [[0.5], [], [1.0]]  # the second Ask was an aside, the last turn was given nothing
-    assert done.reward == 1.5
+def test_a_turns_own_reward_stands_where_that_turn_was_asked_for_and_what_scoring_fills_in_is_none(toys):
+    async def use(environment):
+        tasks = [RunTask(task=f"r{i}", index=STEPWISE_GROUP, group="g", group_size=2) for i in range(2)]
+        return await asyncio.gather(*(environment.run(task, turn_by_turn) for task in tasks))
 
-
-def test_a_picture_of_a_data_set_is_shown(toys):
-    url = "data:image/png;base64,cGl4ZWxz"
-    asked, done = toys("pictures", asked_and_done, url=url)
-    picture, text = {"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what is it?"}
-    assert asked == done.prompt == [{"role": "user", "content": [picture, text]}]
-    assert done.reward == 1.0
-
-
-def test_an_environment_that_stops_waiting_for_a_turn_ends_the_turn_before_it_scores(toys, tmp_path):
-    async def ask(question: Ask) -> Reply:
-        try:
-            return await never(question)
-        finally:
-            (tmp_path / "cancelled").touch()
-
-    done = toys("hasty", lambda environment: run_one(environment, ask), cancelled=str(tmp_path / "cancelled"))
-    assert (done.stop, done.reward) == ("timeout_reached", 0.25)
+    alone = toys("alone", lambda environment: run_one(environment, turn_by_turn, STEPWISE))
+    assert (alone.reward, alone.turn_rewards) == (1.5, [[0.5], [], [1.0]])  # an aside, and nothing for the last turn
+    for done in toys("groups", use):  # the last one is given by the second rubric
+        assert (done.reward, done.turn_rewards) == (3.0, [[0.5], [], [1.0], [7.0]])
 
 
 def test_a_group_is_scored_by_the_group_rewards_and_others_of_its_own_environment_or_fails_as_a_whole(toys):
@@ -157,14 +143,23 @@ def test_a_group_is_scored_by_the_group_rewards_and_others_of_its_own_environmen
         assert all(f"`judge` returned {words}" in outcome.error for outcome in outcomes)
 
 
-def test_what_scoring_fills_into_turns_is_no_reward_of_theirs(toys):
-    async def use(environment):
-        tasks = [RunTask(task=f"r{i}", index=STEPWISE_GROUP, group="g", group_size=2) for i in range(2)]
-        return await asyncio.gather(*(environment.run(task, turn_by_turn) for task in tasks))
+def test_a_picture_of_a_data_set_is_shown(toys):
+    url = "data:image/png;base64,cGl4ZWxz"
+    asked, done = toys("pictures", asked_and_done, url=url)
+    picture, text = {"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what is it?"}
+    assert asked == done.prompt == [{"role": "user", "content": [picture, text]}]
+    assert done.reward == 1.0
 
-    for done in toys("groups", use):
-        assert done.turn_rewards == [[0.5], [], [1.0], [7.0]]  # given by the environment, and by the second rubric
-        assert done.reward == 3.0
+
+def test_an_environment_that_stops_waiting_for_a_turn_ends_the_turn_before_it_scores(toys, tmp_path):
+    async def ask(question: Ask) -> Reply:
+        try:
+            return await never(question)
+        finally:
+            (tmp_path / "cancelled").touch()
+
+    done = toys("hasty", lambda environment: run_one(environment, ask), cancelled=str(tmp_path / "cancelled"))
+    assert (done.stop, done.reward) == ("timeout_reached", 0.25)
 
 
 def test_a_judge_at_an_openai_endpoint_gives_the_reward(toys):

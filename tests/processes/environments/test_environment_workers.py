@@ -25,7 +25,7 @@ from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.orchestrator.environments import pool
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import open_environment
-from trireme.orchestrator.environments.wire import Ask, Done, Reply
+from trireme.orchestrator.environments.wire import Done
 from trireme.orchestrator.environments.worker_process import resident_gib
 
 REFUSED = {
@@ -107,26 +107,6 @@ def warnings(caplog, monkeypatch):
     monkeypatch.setattr(pool, "PING_EVERY_S", 0.1)
     caplog.set_level("WARNING")
     return caplog
-
-
-def test_a_worker_killed_in_mid_rollout_costs_no_rollout(tmp_path):
-    asked: list[str] = []
-
-    async def use(environment):
-        async def ask(question: Ask) -> Reply:
-            asked.append(question.task)
-            if len(asked) == 10:
-                os.kill(environment._workers[0].pid, signal.SIGKILL)
-            if len(asked) <= 10:
-                await never(question)  # the engine is slow; the worker's death must end this wait
-            return Reply(content="x", finish_reason="stop")
-
-        return await asyncio.wait_for(run_all(environment, ask, 10), 30), environment.num_restarts
-
-    outcomes, num_restarts = with_toy(tmp_path, "", use)
-    assert [outcome.task for outcome in outcomes] == [f"r{i}" for i in range(10)]
-    assert sorted(asked) == sorted(2 * [f"r{i}" for i in range(10)])
-    assert num_restarts == 1
 
 
 def test_a_worker_that_dies_after_it_has_scored_costs_no_rollout(tmp_path, monkeypatch):

@@ -57,20 +57,20 @@ def is_whole(response: Response, ids: list[int]) -> bool:
 def test_whatever_bytes_and_shapes_an_engine_answers_they_are_whole_or_bad():
     assert prompt_logprobs_of(read_response(ENCODED[1]), [3, 4, 5]) == [-0.5, -0.25]
     rng = random.Random(0)
-    shapes = (json.dumps(changed(rng.choice([ANSWER, PROBED]), rng)).encode() for _ in range(4_000))
+    shapes = (json.dumps(changed(rng.choice([ANSWER, PROBED]), rng)).encode() for _ in range(10_000))
     for answer in BAD:
         with pytest.raises(BadAnswer):
             choice_of(read_response(answer), max_tokens=8)
-    for answers in (mutations(ENCODED, 4_000), shapes):
+    for answers in (mutations(ENCODED, 10_000), shapes):
         outcomes: list[str | bool] = []
         for data in answers:
             try:
                 outcomes.append(is_whole(read_response(data), [3, 4, 5]))
             except BadAnswer as error:
                 outcomes.append(str(error))
-        assert outcomes.count(True) > 50
+        assert outcomes.count(True) > 100
         bad = [outcome for outcome in outcomes if outcome is not True]
-        assert len(bad) > 1_000
+        assert len(bad) > 3_000
         assert all(str(words).startswith("The engine") for words in bad)
 
 

@@ -21,7 +21,7 @@ from trireme.messages import encode
 from trireme.orchestrator.loop import orchestrate
 from whole_run import WholeRun, build_config, entries, run
 
-STEPS = 6
+STEPS = 7
 QUICK = {"retry_s": 0.02, "health_interval_s": 0.02}
 
 
@@ -35,28 +35,7 @@ def journal_of(config: RunConfig) -> list[bytes]:
     return [encode(journal.read(step).rollouts) for step in journal.steps()]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
-    """A run that found, whenever it got tokens, whether their versions were on disk."""
-    config = config_of(tmp_path_factory.mktemp("undisturbed"), max_async_level=0)
-    seen, versions = {}, Versions(config.paths.journal)
-
-    async def meanwhile(running):
-        await running.until(lambda: running.orchestrator.policy, "a policy")
-        generate = running.orchestrator.pool.generate
-
-        async def watched(*asked, **how):
-            turn = await generate(*asked, **how)
-            seen.update({version: versions.has(version) for version in set(turn.versions) - seen.keys()})
-            return turn
-
-        running.orchestrator.pool.generate = watched
-        return seen
-
-    return run(config, meanwhile=meanwhile)
-
-
-def test_a_run_goes_on_as_if_nothing_had_died(tmp_path, undisturbed):
+def test_a_run_goes_on_as_if_nothing_had_died(tmp_path):
     """Single deaths in each phase are those of the kill matrix, of real processes."""
 
     async def play(whole: WholeRun) -> None:
@@ -72,9 +51,11 @@ def test_a_run_goes_on_as_if_nothing_had_died(tmp_path, undisturbed):
         await whole.until(lambda: whole.orchestrator is not None and whole.orchestrator.policy.version >= 5)
         assert set(whole.trainer.asked_to_publish) <= {3}  # from then on the engine was adopted as it was
 
+    undisturbed = config_of(tmp_path / "undisturbed", max_async_level=0)
+    run(undisturbed)
     whole = run(config_of(tmp_path, max_async_level=0), pool=QUICK, meanwhile=play)
     assert (whole.error, whole.trainer_error, whole.trainer.version) == (None, [], STEPS)
-    assert journal_of(whole.config) == journal_of(undisturbed.config)
+    assert journal_of(whole.config) == journal_of(undisturbed)
     assert Versions(whole.config.paths.journal).known() == list(range(STEPS + 1))
     published = Counter(version for trainer in whole.trainers for version in trainer.published)
     asked = Counter(version for trainer in whole.trainers for version in trainer.asked_to_publish)
@@ -85,14 +66,32 @@ def test_a_run_goes_on_as_if_nothing_had_died(tmp_path, undisturbed):
     assert [len(shares[step]) for step in range(STEPS)] == [1] * STEPS
 
 
-def test_every_version_is_on_disk_with_its_digests_before_a_token_under_it_may_be_used(undisturbed):
-    assert undisturbed.found == dict.fromkeys(range(STEPS), True)
-    versions = Versions(undisturbed.config.paths.journal)
-    assert [versions.read(version).digests for version in versions.known()] == list(map(digests_of, range(STEPS + 1)))
+def test_every_version_is_on_disk_with_its_digests_before_a_token_under_it_may_be_used(tmp_path):
+    config = config_of(tmp_path)
+    versions = Versions(config.paths.journal)
+    seen = {}
+
+    async def meanwhile(running):
+        await running.until(lambda: running.orchestrator.policy, "a policy")
+        generate = running.orchestrator.pool.generate
+
+        async def watched(*asked, **how):
+            turn = await generate(*asked, **how)
+            seen.update({version: versions.has(version) for version in set(turn.versions) - seen.keys()})
+            return turn
+
+        running.orchestrator.pool.generate = watched
+
+    run(config, meanwhile=meanwhile)
+    assert len(seen) > 2
+    assert all(seen.values())
+    assert versions.known() == list(range(STEPS + 1))
+    assert all(versions.read(version).digests == digests_of(version) for version in versions.known())
 
 
-def test_a_run_that_lacks_only_its_last_checkpoint_waits_for_the_trainer_and_reports_nothing_twice(undisturbed):
-    config = undisturbed.config
+def test_a_run_that_lacks_only_its_last_checkpoint_waits_for_the_trainer_and_reports_nothing_twice(tmp_path):
+    config = config_of(tmp_path)
+    run(config)
     before = [config.paths.metrics.read_bytes(), *entries(config)]
 
     async def is_waited_for(whole):
