@@ -23,18 +23,23 @@ from trireme.trainer.parallel.shards import Shard, open_shards, write_shards
 from trireme.trainer.publish.served_weights import served_tensors
 
 
-def save_steps(folder: Path, steps: list[int], model, world: World, config: Checkpoints | None = None) -> TrainerState:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_tiny_model(tmp_path_factory.mktemp("model"), layers=1)
+
+
+def save_steps(folder: Path, steps: list[int], model: Path, world: World, **config: int) -> TrainerState:
     state = tiny.open_state(model, world)
     for step in steps:
         state.version = step
-        tiny.save(folder, state, world, config)
+        tiny.save(folder, state, world, Checkpoints(**config))
     return state
 
 
 @pytest.fixture(scope="module")
-def saved_1_and_2(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, world: World) -> Path:
+def saved_1_and_2(tmp_path_factory: pytest.TempPathFactory, model: Path, world: World) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
-    state = tiny.open_state(tiny_model, world)
+    state = tiny.open_state(model, world)
     for version in (1, 2):
         tiny.save(folder, tiny.train_until(state, world, until=version), world)
     return folder
@@ -49,16 +54,18 @@ def chosen(folder: Path) -> int:
     return version_to_resume(folder, Checkpoints(), resume=True)
 
 
-def test_a_checkpoint_brings_back_a_fresh_optimizer_and_the_random_state(tmp_path, tiny_model, world):
+def test_a_step_that_is_saved_again_takes_the_place_of_the_last_with_a_fresh_optimizer_and_random_state(
+    copy, model, world
+):
     torch.manual_seed(5)
-    save_steps(tmp_path, [1], tiny_model, world)
+    state = save_steps(copy, [2], model, world)
     expected = torch.rand(4)
-    state = tiny.train_until(tiny.open_state(tiny_model, world), world, until=2)
+    again = tiny.train_until(tiny.open_state(model, world), world, until=1)
     torch.manual_seed(6)
-    tiny.open_store(tmp_path, world).resume(state, resume=True)
+    load_checkpoint(again, copy / "step_2", rank=0)
     assert torch.equal(torch.rand(4), expected)
-    assert not state.optimizer.state_dict()["state"]
-    assert tiny.are_equal(tiny.weights_of(state.model), tiny.weights_of(tiny.open_state(tiny_model, world).model))
+    assert tiny.are_equal(tiny.content_of(again), tiny.content_of(state))
+    assert sorted(path.name for path in copy.iterdir()) == ["step_1", "step_2"]
 
 
 def test_another_models_checkpoint_is_refused_with_what_differs(tmp_path, saved_1_and_2, world):
@@ -82,9 +89,9 @@ def test_no_changed_bit_of_a_manifest_makes_another_state_of_a_checkpoint(copy):
         assert chosen(copy) == 1
 
 
-def test_resuming_sets_a_damaged_checkpoint_aside(copy, tiny_model, world):
+def test_resuming_sets_a_damaged_checkpoint_aside(copy, model, world):
     shutil.copytree(copy / "step_1", copy / ".step_0.removed")
-    state = tiny.open_state(tiny_model, world)
+    state = tiny.open_state(model, world)
     tiny.open_store(copy, world).resume(state, resume=True)
     assert state.version == 2
     assert sorted(path.name for path in copy.iterdir()) == ["step_1", "step_2"]
@@ -98,21 +105,19 @@ def test_resuming_sets_a_damaged_checkpoint_aside(copy, tiny_model, world):
     assert [path.name for path in aside.iterdir()] == ["step_2"]
 
 
-def test_files_that_the_manifest_does_not_list_are_not_read(copy, tiny_model, world):
-    folder, manifest = copy / "step_2", read_manifest(copy / "step_2")
+def test_files_that_the_manifest_does_not_list_are_not_read(copy, model, world):
+    folder, manifest, state = copy / "step_2", read_manifest(copy / "step_2"), tiny.open_state(model, world)
     assert (manifest.version, manifest.world_size) == (2, 1)
     files = {path.name for path in folder.iterdir()} - {MANIFEST}
     assert files == set(manifest.files) == {"rank_0.safetensors", "random_0.safetensors"}
-    for name in files:
-        load_file(folder / name)
-    state, clean = tiny.open_state(tiny_model, world), tiny.open_state(tiny_model, world)
-    load_checkpoint(clean, folder, rank=0)
+    load_checkpoint(state, folder, rank=0)
+    clean = tiny.content_of(state)
     shutil.copy(copy / "step_1" / "rank_0.safetensors", folder / "rank_1.safetensors")
     load_checkpoint(state, folder, rank=0)
-    assert tiny.are_equal(tiny.content_of(state), tiny.content_of(clean))
+    assert tiny.are_equal(tiny.content_of(state), clean)
 
 
-def test_a_step_that_the_user_names_and_that_is_missing_or_damaged_is_refused(copy, tiny_model, world, tmp_path):
+def test_a_step_that_the_user_names_and_that_is_missing_or_damaged_is_refused(copy, model, world, tmp_path):
     for folder, words in ((copy, r"step 7 .*\(complete: \[1, 2\]\)"), (tmp_path / "none", "complete: none")):
         with pytest.raises(ConfigError, match=words):
             version_to_resume(folder, Checkpoints(resume_step=7), resume=False)
@@ -120,7 +125,7 @@ def test_a_step_that_the_user_names_and_that_is_missing_or_damaged_is_refused(co
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     store = tiny.open_store(copy, world, Checkpoints(resume_step=1))
     with pytest.raises(ConfigError, match=r"step 1 is damaged: .*random_0\.safetensors"):
-        store.resume(tiny.open_state(tiny_model, world), resume=False)
+        store.resume(tiny.open_state(model, world), resume=False)
     assert complete_steps(copy) == [1, 2]  # it is kept
 
 
@@ -130,30 +135,31 @@ def test_a_missing_part_of_a_tensor_is_noticed(tmp_path):
         stored.read_into("model.x", torch.zeros(8, 3))
 
 
-def test_a_run_resumes_the_newest_complete_step_or_the_named_one(tmp_path, tiny_model, world):
-    cases = [
-        (Checkpoints(), True, 9),
-        (Checkpoints(resume_step=-1), False, 9),
-        (Checkpoints(resume_step=3), False, 3),
+@pytest.mark.parametrize(
+    ("config", "resume", "expected"),
+    [
+        (Checkpoints(), True, 2),
+        (Checkpoints(resume_step=-1), False, 2),
+        (Checkpoints(resume_step=1), False, 1),
         (Checkpoints(), False, 0),
         (Checkpoints(resume_step=0), True, 0),
-    ]
-    for config, resume, expected in cases:
-        assert expected == 3 or version_to_resume(tmp_path, config, resume=resume) == 0
-    save_steps(tmp_path, [3, 9, 10], tiny_model, world)
-    (tmp_path / "step_10" / MANIFEST).unlink()
-    for config, resume, expected in cases:
-        assert version_to_resume(tmp_path, config, resume=resume) == expected
+    ],
+)
+def test_a_run_resumes_the_newest_complete_step_or_the_named_one(copy, tmp_path, config, resume, expected):
+    shutil.copytree(copy / "step_2", copy / "step_10")
+    (copy / "step_10" / MANIFEST).unlink()
+    assert version_to_resume(copy, config, resume=resume) == expected
+    assert expected == 1 or version_to_resume(tmp_path / "none", config, resume=resume) == 0
 
 
 @pytest.mark.parametrize("back_to", [0, 2])
-def test_after_going_back_checkpoints_of_later_steps_are_never_chosen(tmp_path, tiny_model, world, back_to):
+def test_after_going_back_checkpoints_of_later_steps_are_never_chosen(tmp_path, model, world, back_to):
     checkpoints, weights = tmp_path / "c", tmp_path / "w"
-    state = save_steps(checkpoints, [2, 6, 8], tiny_model, world)
+    state = save_steps(checkpoints, [2, 6, 8], model, world)
     for step in (2, 6, 8):
         (weights / f"step_{step}").mkdir(parents=True)
     state.version = 0
-    exporter = tiny.open_exporter(weights, tiny_model, state.model, world)
+    exporter = tiny.open_exporter(weights, model, state.model, world)
     store = tiny.open_store(checkpoints, world, Checkpoints(resume_step=back_to, keep_last=1), exporter=exporter)
     store.resume(state, resume=True)
     assert state.version == back_to
@@ -167,28 +173,11 @@ def test_after_going_back_checkpoints_of_later_steps_are_never_chosen(tmp_path, 
     assert len(list(weights.glob("set_aside_*/*"))) == len(complete_steps(aside))
 
 
-@pytest.mark.parametrize(
-    ("config", "saved", "kept"),
-    [
-        (Checkpoints(keep_last=2, keep_interval=4), [1, 2, 3, 4, 5, 6, 7], [4, 6, 7]),
-        (Checkpoints(keep_last=1), [5, 3], [3, 5]),  # the one just saved stays
-        (Checkpoints(), [1, 2, 3], [1, 2, 3]),
-    ],
-    ids=["last and interval", "older number", "all"],
-)
-def test_the_newest_checkpoints_and_those_of_the_interval_are_kept(tmp_path, tiny_model, world, config, saved, kept):
-    save_steps(tmp_path, saved, tiny_model, world, config)
-    assert complete_steps(tmp_path) == kept
-
-
-def test_a_step_that_is_saved_again_takes_the_place_of_the_last(tmp_path, tiny_model, world):
-    state = save_steps(tmp_path, [2], tiny_model, world)
-    state.version = 0
-    tiny.save(tmp_path, tiny.train_until(state, world, until=2), world)
-    assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
-    again = tiny.open_state(tiny_model, world)
-    load_checkpoint(again, tmp_path / "step_2", rank=0)
-    assert tiny.are_equal(tiny.content_of(again), tiny.content_of(state))
+def test_the_newest_checkpoints_and_those_of_the_interval_are_kept(tmp_path, model, world):
+    save_steps(tmp_path / "a", [1, 2, 3, 4, 5, 6, 7], model, world, keep_last=2, keep_interval=4)
+    assert complete_steps(tmp_path / "a") == [4, 6, 7]
+    save_steps(tmp_path / "b", [5, 3], model, world, keep_last=1)
+    assert complete_steps(tmp_path / "b") == [3, 5]  # the one just saved stays
 
 
 @pytest.mark.parametrize(("interval", "due"), [(None, [7]), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7])])
@@ -197,32 +186,32 @@ def test_checkpoints_are_due_at_the_interval_and_at_the_end(tmp_path, world, int
     assert [version for version in range(1, 8) if store.is_due(version, last=7)] == due
 
 
-def export(model: PreTrainedModel, folder: Path, world: World, *, tokenizer: Path, dtype: torch.dtype) -> Path:
-    exporter = tiny.open_exporter(folder, tokenizer, model, world, dtype)
-    store = tiny.open_store(folder.with_name(f"{folder.name}_checkpoints"), world, exporter=exporter)
-    store.save(TrainerState(model, build_optimizer(model, Optimizer()), version=1))
+def export(trained: PreTrainedModel, folder: Path, world: World, *, tokenizer: Path, dtype: torch.dtype) -> Path:
+    exporter = tiny.open_exporter(folder / "weights", tokenizer, trained, world, dtype)
+    store = tiny.open_store(folder / "checkpoints", world, exporter=exporter)
+    store.save(TrainerState(trained, build_optimizer(trained, Optimizer()), version=1))
     store.wait()
-    return folder / "step_1"
+    return folder / "weights/step_1"
 
 
 @pytest.fixture(scope="module")
-def trained(tiny_model: Path, world: World) -> PreTrainedModel:
-    state = tiny.open_state(tiny_model, world)
+def trained(model: Path, world: World) -> PreTrainedModel:
+    state = tiny.open_state(model, world)
     tiny.train_step(state, tiny.random_samples([20, 30]), world)
     return state.model
 
 
 @pytest.fixture(scope="module")
-def exported(trained: PreTrainedModel, tiny_model: Path, world: World, tmp_path_factory) -> Path:
-    return export(trained, tmp_path_factory.mktemp("exported"), world, tokenizer=tiny_model, dtype=torch.float32)
+def exported(trained: PreTrainedModel, model: Path, world: World, tmp_path_factory) -> Path:
+    return export(trained, tmp_path_factory.mktemp("exported"), world, tokenizer=model, dtype=torch.float32)
 
 
-def test_transformers_loads_an_export_as_the_model_that_was_trained(trained, exported, tiny_model):
-    model = AutoModelForCausalLM.from_pretrained(exported)
+def test_transformers_loads_an_export_as_the_model_that_was_trained(trained, exported, model):
+    loaded = AutoModelForCausalLM.from_pretrained(exported)
     ids = torch.arange(20)[None] * 5 % tiny.VOCABULARY
     with torch.no_grad():
-        assert torch.equal(*(each(input_ids=ids, use_cache=False).logits for each in (model, trained)))
-    assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert torch.equal(*(each(input_ids=ids, use_cache=False).logits for each in (loaded, trained)))
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     found, served = load_file(exported / "model.safetensors"), dict(served_tensors(trained, torch.float32))
     assert "lm_head.weight" not in found  # tied embeddings are written once
     assert tiny.are_equal(found, served)
@@ -230,31 +219,23 @@ def test_transformers_loads_an_export_as_the_model_that_was_trained(trained, exp
     messages = [{"role": "user", "content": "Reverse abc."}]
     ours, theirs = (
         AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, add_generation_prompt=True)
-        for folder in (exported, tiny_model)
+        for folder in (exported, model)
     )
     assert list(ours["input_ids"]) == list(theirs["input_ids"])
 
 
-def test_an_export_replaces_the_last_and_its_configuration_describes_it(trained, tiny_model, tmp_path, world):
-    (tmp_path / "half/step_1").mkdir(parents=True)
-    (tmp_path / "half/step_1/left_over").touch()
-    (tmp_path / "half/.step_1.partial").mkdir()
+def test_an_export_replaces_the_last_and_its_configuration_describes_it(trained, model, tmp_path, world):
+    (tmp_path / "weights/step_1").mkdir(parents=True)
+    (tmp_path / "weights/step_1/left_over").touch()
+    (tmp_path / "weights/.step_1.partial").mkdir()
     trained.generation_config.temperature, trained.generation_config.do_sample = 0.6, False  # transformers rejects this
-    folder = export(trained, tmp_path / "half", world, tokenizer=tiny_model, dtype=torch.bfloat16)
-    assert not (folder / "left_over").exists()
+    folder = export(trained, tmp_path, world, tokenizer=model, dtype=torch.bfloat16)
     assert [path.name for path in folder.parent.iterdir()] == ["step_1"]
+    assert not (folder / "left_over").exists()
     assert json.loads((folder / "generation_config.json").read_text())["temperature"] == 0.6
     config = json.loads((folder / "config.json").read_text())
     assert (config["dtype"], config["use_cache"], config["architectures"]) == ("bfloat16", True, ["Qwen3ForCausalLM"])
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
     expected = {name: parameter.full_tensor().bfloat16() for name, parameter in trained.named_parameters()}
-    assert all(torch.equal(parameter, expected[name]) for name, parameter in model.named_parameters())
-
-
-def test_a_checkpoint_contains_the_files_that_describe_its_export(exported):
-    checkpoint = exported.parent.with_name(f"{exported.parent.name}_checkpoints") / "step_1"
-    described = {path.name: path.read_bytes() for path in (checkpoint / "model").iterdir()}
-    assert described == {path.name: path.read_bytes() for path in exported.iterdir() if path.suffix != ".safetensors"}
-    listed = set(read_manifest(checkpoint).files)
-    assert {f"model/{name}" for name in described} | {"layout.json"} < listed
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in loaded.named_parameters())
