@@ -1,15 +1,12 @@
 """The trainer's whole loop, against an orchestrator that has every batch ready."""
 
-from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from queue import Queue
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from answering import DEADLINE_S, answering
@@ -31,8 +28,7 @@ from trireme.trainer.heartbeat import Activity, heartbeat
 from trireme.trainer.loop import train
 
 STEPS = 4
-TOUCH_S = 1e-4  # between two clocks that are read one after the other
-BUSY_S = 0.2  # on a machine that does something else between them
+CLOCKS_S = 1e-4  # between two clocks that are read one after the other
 
 
 @dataclass
@@ -90,22 +86,15 @@ class FakeOrchestrator:
 
 
 def run(
-    folder: Path,
-    model: Path,
-    *,
-    resume: bool = False,
-    orchestrator: FakeOrchestrator | None = None,
-    loss: Loss | None = None,
-    **knobs: Any,
+    folder: Path, model: Path, *, resume: bool = False, loss: Loss | None = None, **behaviour: Any
 ) -> FakeOrchestrator:
-    orchestrator = orchestrator or FakeOrchestrator(**knobs)
-    trainer = TrainerConfig(
-        threads=1, optim=Optimizer(lr=1e-3), ckpt=Checkpoints(interval=2), loss=loss or Loss(),
-        try_step=loss is not None,
-    )  # fmt: skip
+    """Train the whole run. A step is tried before the first if a loss is given."""
+    orchestrator = FakeOrchestrator(**behaviour)
+    settings = {"optim": Optimizer(lr=1e-3), "ckpt": Checkpoints(interval=2), "try_step": loss is not None}
+    trainer = TrainerConfig(threads=1, loss=loss or Loss(), **settings)
     with answering(orchestrator) as address, suppress(Refused):
         config = RunConfig(
-            output_dir=folder, resume=resume, device="cpu", max_steps=STEPS, max_async_level=2,
+            output_dir=folder, resume=resume, device="cpu", max_steps=STEPS, max_async_level=2, seq_len=200,
             model=Model(name=str(model)), ports=Ports(batches=int(address.rpartition(":")[2])),
             weight_broadcast=WeightBroadcast(type="filesystem"), trainer=trainer,
         )  # fmt: skip
@@ -145,18 +134,17 @@ def test_a_version_lost_meanwhile_is_sent_again_and_trained_on_as_it_was(straigh
     assert complete_steps(tmp_path / "checkpoints") == [2, 4]
 
 
-def test_too_little_memory_for_a_full_row_is_noticed_first(tiny_model, tmp_path):
-    """Rows of these batches have 64 tokens; `seq_len` is 2,048, and a row as long comes some day."""
+def test_too_little_memory_for_a_full_row_is_noticed_before_the_orchestrator_is_asked_for_anything(
+    tiny_model, tmp_path
+):
+    """Rows of these batches have 64 tokens; `seq_len` is 200, and a row as long comes some day."""
     (tmp_path / "large.py").write_text(
-        "import torch\n\n\ndef loss(columns):\n    if len(columns.mask) > 1000:\n"
-        "        raise torch.OutOfMemoryError('tried to allocate 2.00 GiB')\n"
-        "    return -columns.advantages * columns.logprobs\n"
+        "def loss(columns):\n    if len(columns.mask) > 100:\n        raise MemoryError\n    return columns.logprobs\n"
     )
-    orchestrator = FakeOrchestrator()
-    loss = Loss(type="custom", path=f"{tmp_path}/large.py:loss")
-    with pytest.raises(torch.OutOfMemoryError):
-        run(tmp_path / "run", tiny_model, orchestrator=orchestrator, loss=loss)
-    assert orchestrator.story() == []
+    asked: list[messages.Request] = []
+    with pytest.raises(MemoryError):
+        run(tmp_path / "run", tiny_model, asked=asked, loss=Loss(type="custom", path=f"{tmp_path}/large.py:loss"))
+    assert asked == []
 
 
 def test_a_run_leaves_what_was_served_and_a_row_of_metrics_per_step(straight, folder):
@@ -173,25 +161,19 @@ def test_a_run_leaves_what_was_served_and_a_row_of_metrics_per_step(straight, fo
 def spans_of(folder: Path) -> list[Any]:
     spans = joined(read_spans(folder / "spans.jsonl")[0])
     assert {span.lane for span in spans} == {"trainer"}
-    assert all(second.begin_s >= first.end_s - TOUCH_S for first, second in pairwise(spans))
     return spans
 
 
-def test_the_lane_of_a_trainer_tells_what_each_step_was_spent_on(straight, folder):
+def test_the_lane_of_a_trainer_shows_what_each_step_was_spent_on(straight, folder):
     spans = spans_of(folder)
     assert (spans[0].what, spans[-1].what) == ("start", "idle")
     of_steps = shares(spans, "trainer", *steady(spans))
     assert sum(of_steps.values()) == pytest.approx(1.0)
     assert {"train", "transfer", "save", "wait"} <= of_steps.keys()
-    for row, after in pairwise(read_metrics(folder / "metrics.jsonl")[0]):
-        step = row["step"]
-        seconds = Counter({(span.what, span.step): 0.0 for span in spans})
-        for span in spans:
-            seconds[span.what, span.step] += span.seconds
-        assert seconds["train", step] >= row["time/forward_backward"] + row["time/optimizer"] - TOUCH_S
-        # without the wait for engines to get ready
-        assert seconds["transfer", step + 1] <= row["time/publish"] + after["time/confirm"] + BUSY_S
-        assert 0 < row["time/idle"] <= row["time/wait_for_batch"] + row["time/publish"] + TOUCH_S
+    for row in read_metrics(folder / "metrics.jsonl")[0]:
+        trained_s = sum(span.seconds for span in spans if (span.what, span.step) == ("train", row["step"]))
+        assert trained_s >= row["time/forward_backward"] + row["time/optimizer"] - CLOCKS_S
+        assert 0 < row["time/idle"] <= row["time/wait_for_batch"] + row["time/publish"] + CLOCKS_S
 
 
 def test_a_trainer_that_died_goes_on_to_the_same_weights_to_the_bit(straight, tiny_model, tmp_path):
