@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -133,11 +134,8 @@ class Stand:
             next(self.model.parameters()).to_local().view(-1)[:count].neg_()
 
 
-OpenStand = Callable[..., Stand]
-
-
 @pytest.fixture
-def open_stand(tmp_path: Path, tiny_model: Path, world: World) -> Iterator[OpenStand]:
+def open_stand(tmp_path: Path, tiny_model: Path, world: World) -> Iterator[Callable[..., Stand]]:
     with ExitStack() as stack:
 
         def opened(
@@ -146,13 +144,13 @@ def open_stand(tmp_path: Path, tiny_model: Path, world: World) -> Iterator[OpenS
             model: PreTrainedModel | None = None,
             intercept: Callable[[Request], Reply | None] = lambda _: None,
             dtype: str = "auto",
-            delta: bool = False,
-            timeout_s: float = DEADLINE_S,
             max_async_level: int = 1,
+            **broadcast: Any,
         ) -> Stand:
+            broadcast = {"bucket_mib": 1, "timeout_s": DEADLINE_S} | broadcast
             config = RunConfig(
                 output_dir=tmp_path, device="cpu", max_async_level=max_async_level, ports=Ports(weights=free_port()),
-                weight_broadcast=WeightBroadcast(type=kind, timeout_s=timeout_s, delta=delta, bucket_mib=1),
+                weight_broadcast=WeightBroadcast(type=kind, **broadcast),
                 inference=InferenceConfig(model=InferenceModel(dtype=dtype)),
             )  # fmt: skip
             orchestrator = Orchestrator(config, intercept)
@@ -224,26 +222,27 @@ def test_the_trainer_gives_up_after_20_failed_attempts(open_stand, failed):
     assert attempts == list(range(1, 21))
 
 
-@pytest.mark.parametrize("error", [OSError, SafetensorError])  # of what writes the files, and of safetensors in Rust
+def no_room(error: type[Exception] = OSError) -> Exception:
+    return error(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_a_full_disk_delays_a_version_as_often_as_it_fills_up_and_leaves_the_last_one_whole(
-    open_stand, tmp_path, monkeypatch, error
+    open_stand, tmp_path, monkeypatch
 ):
+    """Errors are of what writes the files, and of safetensors in Rust."""
     found: list[list[str]] = []
     waits: list[str] = []
-
-    def fail(*_: Any) -> None:
-        raise error(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def save_part(content: dict[str, Any], path: Path) -> None:
         path.write_bytes(b"torn")
         if len(found) < 4 * publish.ATTEMPTS:
-            fail()
+            raise no_room(SafetensorError if len(found) % 4 else OSError)
         save_file(content, path)
 
     def reserve(*_: Any) -> None:
         found.append(sorted(str(path.relative_to(tmp_path)) for path in (tmp_path / "broadcast").rglob("*.*")))
         if len(found) % 2:
-            fail()
+            raise no_room()
         waits.extend(map(str, stand.publisher._waits.now()))
 
     stand = open_stand()
@@ -252,8 +251,7 @@ def test_a_full_disk_delays_a_version_as_often_as_it_fills_up_and_leaves_the_las
     monkeypatch.setattr(os, "posix_fallocate", reserve)
     monkeypatch.setattr(publish, "when_there_is_room", partial(when_there_is_room, poll_s=0.01))
     stand.publish()
-    assert found == [["broadcast/0/00000.safetensors"]] * len(found)
-    assert len(found) == 4 * publish.ATTEMPTS
+    assert found == [["broadcast/0/00000.safetensors"]] * (4 * publish.ATTEMPTS)
     assert [wait.split(" for ")[1] for wait in waits] == ["room"] * (2 * publish.ATTEMPTS)
     assert sorted(path.name for path in (tmp_path / "broadcast").iterdir()) == ["0", "1"]
 
@@ -263,7 +261,7 @@ def test_a_full_disk_counts_as_a_failed_attempt_where_there_is_room_for_more_tha
 
     def fail(*_: Any) -> None:
         assert len(reserved) <= publish.ATTEMPTS
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise no_room()
 
     stand = open_stand()
     monkeypatch.setattr(filesystem, "save_file", fail)
@@ -273,24 +271,17 @@ def test_a_full_disk_counts_as_a_failed_attempt_where_there_is_room_for_more_tha
     assert min(reserved) > stand.served_bytes + MIB
 
 
-@pytest.mark.parametrize("place", ["join", "send"])
-def test_a_trainer_that_lacks_memory_does_not_blame_the_engines(open_stand, monkeypatch, place):
-    def fail(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    stand = open_stand()
-    monkeypatch.setattr(stand.publisher._sender, place, fail)
-    with pytest.raises(torch.OutOfMemoryError):
+@pytest.mark.parametrize("place", ["join", "send", "engine"])
+def test_what_is_no_fault_of_the_transfer_ends_the_run_at_once(open_stand, monkeypatch, place):
+    """Too little memory of the trainer's own, and an engine that found other weights than were sent."""
+    refusal = Refusal(error="model.norm.weight has another digest") if place == "engine" else None
+    stand = open_stand(intercept=lambda request: refusal if isinstance(request, PolicySent) else None)
+    if place != "engine":
+        full = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+        monkeypatch.setattr(stand.publisher._sender, place, full)
+    with pytest.raises((torch.OutOfMemoryError, Refused), match=r"out of memory|model.norm.weight"):
         stand.publisher.publish(3)
     assert len(stand.orchestrator.attempts) == 1
-
-
-def test_weights_that_an_engine_refused_are_not_sent_again(open_stand):
-    refusal = Refusal(error="model.norm.weight has another digest")
-    stand = open_stand(intercept=lambda request: refusal if isinstance(request, PolicySent) else None)
-    with pytest.raises(Refused, match=r"model.norm.weight"):
-        stand.publisher.publish(3)
-    assert [type(request) for request in stand.orchestrator.asked] == [PolicyReady, PolicySent]
 
 
 def test_versions_that_engines_confirmed_are_published_only_if_they_differ(open_stand):
@@ -310,7 +301,7 @@ def test_versions_that_engines_confirmed_are_published_only_if_they_differ(open_
     assert [ready.version for ready in orchestrator.attempts] == [5, 6]
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("level", [1, 2])
 def test_engines_confirm_while_the_trainer_computes_unless_on_a_cpu_the_next_batch_waits_for_them(open_stand, level):
     stand = open_stand(max_async_level=level)
     stand.publisher.send(3)
@@ -344,19 +335,21 @@ def test_only_changes_are_sent_but_everything_to_a_new_engine_and_after_a_failed
 
 def test_a_transfer_needs_the_memory_of_two_buckets_and_one_tensor(open_stand, tmp_path, world):
     """A tensor exists as it is trained and as it is served. There is no second copy of the model."""
-    model = open_state(save_tiny_model(tmp_path / "model", hidden=320, layers=6), world).model
-    largest = max(parameter.numel() for parameter in model.parameters())
+    model = open_state(save_tiny_model(tmp_path / "model", hidden=320, layers=4), world).model
+    # the last one: what the probe computes, and small things
+    allowed = 2 * MIB + max(parameter.numel() for parameter in model.parameters()) * (4 + 2) + MIB
     for delta in (False, True):
         stand = open_stand("gloo", model=model, dtype="bfloat16", delta=delta)
+        assert allowed < stand.served_bytes
         stand.publish()  # what is kept from here on is the copy of `delta`, in host memory
         stand.negate(100)
         with LiveBytes() as live:
             metrics = stand.publish()
-        assert live.peak < 2 * MIB + largest * (4 + 2) + MIB  # the last one: what the probe computes, and small things
+        assert live.peak < allowed
         assert metrics["weights/sent_bytes"] == (100 * (2 + 2) if delta else stand.served_bytes)
     with LiveBytes() as all_held:
         second_model = list(served_tensors(model, torch.bfloat16))
-    assert all_held.peak >= stand.served_bytes > 10 * MIB
+    assert all_held.peak >= stand.served_bytes
     assert second_model
 
 
