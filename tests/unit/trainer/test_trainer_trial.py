@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from moe import save_moe
-from tiny import are_equal, batch_reply, content_of, open_state, random_samples, train, weights_of
+from tiny import are_equal, batch_reply, content_of, random_samples, train, weights_of
 from trireme.algo.packing import Sample
 from trireme.base.paths import RunPaths
 from trireme.config.losses import Loss
@@ -43,9 +43,9 @@ def trained(config: RunConfig, world: World, *, tried_at: list[int]) -> tuple[li
 
 WAYS: dict[str, dict[str, Any]] = {
     **{kind: {"optim": Optimizer(type=kind, lr=1e-3, weight_decay=0.1)} for kind in ("adamw_8bit", "muon", "sgd")},
-    "every term": {"loss": EVERY_TERM, "num_iterations": 2}, "experts": {},
+    "experts": {"loss": EVERY_TERM, "num_iterations": 2},
     "every term with adapters that drop": {"loss": EVERY_TERM, "model": TrainerModel(lora=Lora(dropout=0.3))},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -84,22 +84,12 @@ def test_a_tried_step_holds_all_that_a_later_one_holds(tiny_model, world):
     assert not state.optimizer.state
 
 
-LENGTHS = [30, 20, 12, 40]
-
-
 def weights_after(
-    model: Path,
-    folder: Path,
-    world: World,
-    logprob_log: LogprobLog | None,
-    *,
-    lengths: list[int] = LENGTHS,
-    iterations: int = 1,
+    model: Path, world: World, logprob_log: LogprobLog | None, *, lengths: tuple[int, ...] = (30, 20, 12, 40)
 ) -> dict[str, torch.Tensor]:
-    trainer = TrainerConfig(threads=1, optim=Optimizer(lr=1e-2), num_iterations=iterations)
-    config = RunConfig(output_dir=folder, device="cpu", model=Model(name=str(model)), trainer=trainer)
-    state = open_state(model, world, lr=1e-2)
-    reply = batch_reply(random_samples(lengths), world, capacity=64, step=0)
+    """The weights after one batch of two iterations."""
+    state = base_state(config := config_of(model, num_iterations=2), world)
+    reply = batch_reply(random_samples([*lengths]), world, capacity=64, step=0)
     Stepper(config, state, world, logprob_log=logprob_log).step(reply)
     if logprob_log is not None:
         logprob_log.write()
@@ -115,30 +105,29 @@ def by_plain_arithmetic(model: Path, sample: Sample) -> np.ndarray:
 
 
 def test_logprobs_are_those_of_the_weights_before_the_step(tiny_model, tmp_path, world):
-    watched = weights_after(tiny_model, tmp_path, world, LogprobLog(RunPaths(tmp_path), world), iterations=2)
-    assert are_equal(watched, weights_after(tiny_model, tmp_path, world, None, iterations=2))
+    watched = weights_after(tiny_model, world, LogprobLog(RunPaths(tmp_path), world))
+    assert are_equal(watched, weights_after(tiny_model, world, None))
     known = read_logprobs(tmp_path / "logprobs", 0)
-    for sample in random_samples(LENGTHS):
+    for sample in random_samples([30, 20, 12, 40]):
         found, counts = logprobs_of(sample.tokens, known), counting(sample.tokens)
         assert found is not None
         assert found[counts] == pytest.approx(by_plain_arithmetic(tiny_model, sample)[counts], abs=1e-5)
 
 
 def test_a_batch_without_a_token_that_counts_leaves_an_empty_file(tiny_model, tmp_path, world):
-    weights_after(tiny_model, tmp_path, world, LogprobLog(RunPaths(tmp_path), world), lengths=[])
+    weights_after(tiny_model, world, LogprobLog(RunPaths(tmp_path), world), lengths=())
     assert [len(logprobs) for logprobs in read_logprobs(tmp_path / "logprobs", 0).values()] == [0]
 
 
-def test_what_cannot_be_written_ends_nothing_and_is_said_once(tiny_model, tmp_path, world, caplog):
+def test_what_cannot_be_written_ends_nothing_and_of_a_team_one_rank_writes(tmp_path, world, caplog):
     (tmp_path / "logprobs").write_text("in the way")
-    logprob_log = LogprobLog(RunPaths(tmp_path), world)
-    for _ in range(2):
-        weights_after(tiny_model, tmp_path, world, logprob_log)
-    assert caplog.text.count("Could not write") == 1
-    second: Any = SimpleNamespace(dp_rank=0, cp_rank=1)  # of a team one rank writes
-    logprob_log = LogprobLog(RunPaths(tmp_path / "team"), second)
-    logprob_log.begin(batch_reply(random_samples(LENGTHS), world, capacity=64, step=0))
-    logprob_log.write()
+    team: Any = SimpleNamespace(dp_rank=0, cp_rank=1)
+    for folder, rank in ((tmp_path, world), (tmp_path / "team", team)):
+        logprob_log = LogprobLog(RunPaths(folder), rank)
+        for step in range(2):
+            logprob_log.begin(batch_reply(random_samples([]), world, capacity=64, step=step))
+            logprob_log.write()
+    assert caplog.text.count("Could not write") == 1  # not once per step
     assert not (tmp_path / "team").exists()
 
 
