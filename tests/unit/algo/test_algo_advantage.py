@@ -35,15 +35,15 @@ def by_definition(kind: str, groups: list[list[float]]) -> list[list[float]]:
     def one(reward: float, group: list[float]) -> float:
         mean = math.fsum(group) / len(group)
         return {
-            "group_mean": reward - mean,
-            "group_mean_std": (reward - mean) / (statistics.pstdev(group) + 1e-6),
-            "leave_one_out": reward - (math.fsum(group) - reward) / max(1, len(group) - 1),
-            "max_rl": (reward - mean) / mean if mean > 1e-6 else 0.0,
-            "none": reward,
-            "batch": (reward - statistics.fmean(everything)) / (statistics.pstdev(everything) + 1e-6),
-            "group_batch": (reward - mean) / (statistics.pstdev(centred) + 1e-6),
-            "ema": reward - statistics.fmean(everything),  # the first batch of its only environment
-        }[kind]
+            "group_mean": lambda: reward - mean,
+            "group_mean_std": lambda: (reward - mean) / (statistics.pstdev(group) + 1e-6),
+            "leave_one_out": lambda: reward - (math.fsum(group) - reward) / max(1, len(group) - 1),
+            "max_rl": lambda: (reward - mean) / mean if mean > 1e-6 else 0.0,
+            "none": lambda: reward,
+            "batch": lambda: (reward - statistics.fmean(everything)) / (statistics.pstdev(everything) + 1e-6),
+            "group_batch": lambda: (reward - mean) / (statistics.pstdev(centred) + 1e-6),
+            "ema": lambda: reward - statistics.fmean(everything),  # the first batch of its only environment
+        }[kind]()
 
     return [[one(reward, group) for reward in group] for group in groups]
 

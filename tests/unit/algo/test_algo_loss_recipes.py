@@ -30,7 +30,7 @@ ALL = [name for name in RECIPES if name != "custom"]
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens of several samples, one after the other. All [T] float64 but `samples`."""
+    """Tokens of several samples, one after the other. All [T] float64 but `samples`, the number of each token's."""
 
     pi: np.ndarray
     mu: np.ndarray
@@ -57,19 +57,12 @@ Gain = Callable[[np.ndarray, np.ndarray, Batch, int], float]  # of token t: x (l
 
 
 def batch_of(lengths: Sequence[int] = LENGTHS, seed: int = 0, drift: float = 0.35) -> Batch:
-    rng = np.random.default_rng(seed)
-    count = sum(lengths)
+    rng, count = np.random.default_rng(seed), sum(lengths)
     pi = -2.5 * rng.random(count) - 0.1
     prox = pi + 0.5 * drift * rng.normal(size=count)
-    return Batch(
-        pi=pi,
-        mu=prox + drift * rng.normal(size=count),
-        prox=prox,
-        ref=pi + drift * rng.normal(size=count),
-        entropies=rng.random(count),
-        advantages=np.repeat(rng.normal(size=len(lengths)), lengths),
-        samples=np.repeat(np.arange(len(lengths)), lengths),
-    )
+    mu, ref = prox + drift * rng.normal(size=count), pi + drift * rng.normal(size=count)
+    entropies, advantages = rng.random(count), np.repeat(rng.normal(size=len(lengths)), lengths)
+    return Batch(pi, mu, prox, ref, entropies, advantages, np.repeat(np.arange(len(lengths)), lengths))
 
 
 def over_tokens(gain: Gain) -> Objective:

@@ -1,6 +1,7 @@
 """A loss of the user's own is found, tried out and watched; what is wrong with it is said before a model is loaded."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,7 @@ def test_a_function_gets_the_columns_and_its_arguments(tmp_path, monkeypatch):
     columns, path = made_up_columns(), written(tmp_path, GOOD)
     monkeypatch.syspath_prepend(tmp_path)
     for each in (path, "mine:loss"):
-        expected = -2.0 * columns.advantages * columns.logprobs
-        assert loaded(each, scale=2.0)(columns).tolist() == expected.tolist()
+        assert torch.equal(loaded(each, scale=2.0)(columns), -2.0 * columns.advantages * columns.logprobs)
     monkeypatch.delitem(sys.modules, "mine")
     written(tmp_path, "def loss(columns):\n    return columns.reference * columns.logprobs\n")
     with_reference = resolve_loss(Loss(type="custom", path=path, beta=0.1), length=1)
@@ -72,13 +72,10 @@ def test_what_it_returns_is_normalized_like_any_other(tmp_path):
         (f"{'a' * 300}.py:loss", "does not exist"),
         (f"{'a' * 300}:loss", "there is no module"),
         (".:loss", "there is no module"),
-        ("no_such_file.py:loss", "no_such_file.py does not exist"),
-        ("no_such_module_anywhere:loss", "there is no module no_such_module_anywhere"),
         ("math:no_such_thing", "math has no `no_such_thing`"),
     ],
 )
 def test_what_is_wrong_with_a_function_is_said_before_anything_is_trained(tmp_path, code, what):
-    """Either a path, or the code of a file."""
     with pytest.raises(ConfigError) as error:
         loaded(written(tmp_path, code) if "\n" in code else code)
     assert what in str(error.value)
@@ -90,10 +87,9 @@ def test_an_argument_that_the_function_does_not_take_is_named_and_later_nonsense
     with pytest.raises(ConfigError, match="unexpected keyword argument 'sclae'"):
         loaded(written(tmp_path, GOOD), sclae=2)
     path = written(tmp_path, "def loss(columns):\n    l = columns.logprobs\n    return l if len(l) == 3 else l.sum()\n")
-    tensors = {name: value for name, value in vars(made_up_columns()).items() if isinstance(value, torch.Tensor)}
-    longer = {name: torch.cat([value, value]) for name, value in tensors.items()}
+    columns = made_up_columns()
     with pytest.raises(ConfigError, match=r"shape \[\] for 6 tokens"):
-        loaded(path)(type(made_up_columns())(**longer, num_samples=2))
+        loaded(path)(replace(columns, logprobs=torch.cat([columns.logprobs, columns.logprobs])))
 
 
 def test_a_bad_loss_is_refused_before_the_model_is_loaded(tmp_path, world):
