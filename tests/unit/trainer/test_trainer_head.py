@@ -7,9 +7,8 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, inject_adapter_in_model
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from live_bytes import LiveBytes
 from tiny import largest_difference, one_row, random_samples, take_gradients
 from trireme.algo.loss.logprobs import Choices
 from trireme.config.trainer import TrainerModel
@@ -56,24 +55,23 @@ def open_model(kind: str) -> transformers.PreTrainedModel:
     return MODELS[kind]().double().eval()
 
 
-def random_targets(count: int = K, vocabulary: int = V, *, cut: bool = False) -> Targets:
+def random_targets(count: int = K, *, cut: bool = False) -> Targets:
     generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(0, vocabulary, (count,), generator=generator)
+    ids = torch.randint(0, V, (count,), generator=generator)
     temperatures = torch.rand(count, generator=generator) + 0.5
     temperatures[3] = 0.0
-    return Targets(ids, temperatures, random_choices(ids, vocabulary) if cut else None)
+    return Targets(ids, temperatures, random_choices(ids.tolist()) if cut else None)
 
 
-def random_choices(ids: torch.Tensor, vocabulary: int) -> Choices:
-    cut = torch.tensor([k for k in range(len(ids)) if k % 3])
-    among = [sorted({int(ids[k]), *((int(ids[k]) + 5 * j) % vocabulary for j in range(k % 5))}) for k in cut.tolist()]
-    counts = torch.tensor([len(each) for each in among])
-    return Choices(cut, counts, torch.tensor([token for each in among for token in each]))
+def random_choices(ids: list[int]) -> Choices:
+    cut = [k for k in range(len(ids)) if k % 3]
+    among = [sorted({ids[k], *((ids[k] + 5 * j) % V for j in range(k % 5))}) for k in cut]
+    tokens = [token for each in among for token in each]
+    return Choices(torch.tensor(cut), torch.tensor(list(map(len, among))), torch.tensor(tokens))
 
 
-def hidden_of(model: transformers.PreTrainedModel, count: int = K) -> torch.Tensor:
-    ids = torch.arange(count)[None] * 7 % model.config.vocab_size
-    return model.base_model(input_ids=ids, use_cache=False)[0][0]
+def hidden_of(model: transformers.PreTrainedModel) -> torch.Tensor:
+    return model.base_model(input_ids=torch.arange(K)[None] * 7 % V, use_cache=False)[0][0]
 
 
 def plain(model: transformers.PreTrainedModel, targets: Targets) -> HeadOutput:
@@ -111,32 +109,18 @@ def test_values_and_gradients_are_those_of_the_plain_form(kind, chunk, cut, of_e
     assert largest_difference(ours, theirs) < 1e-9
 
 
-class Largest(TorchDispatchMode):
-    """The largest tensor that comes out of any operation, in elements; of those with the vocabulary for an axis."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor) and V in leaf.shape]
-        self.numel = max([self.numel, *sizes])
-        return found
-
-
 @pytest.mark.parametrize("cut", [False, True], ids=["uncut", "cut"])
 def test_the_logits_of_all_tokens_never_exist(cut):
-    model, count, chunk = open_model("tied"), 400, 16
-    weight = model.lm_head.weight.numel()
-    targets = random_targets(count, cut=cut)
-    with Largest() as largest:
-        found = score_in_chunks(Head(model), hidden_of(model, count), targets, chunk=chunk, entropy_gradient=True)
+    model, count = open_model("tied"), 2000
+    hidden = torch.randn(count, 32, dtype=torch.float64, requires_grad=True)
+    targets, all_logits = random_targets(count, cut=cut), count * V * 8
+    with LiveBytes() as live:
+        found = score_in_chunks(Head(model), hidden, targets, chunk=16, entropy_gradient=True)
         (found.logprobs.sum() + found.entropies.sum()).backward()
-    assert chunk * V <= largest.numel <= max(chunk * V, weight) < count * V
-    with Largest() as largest:
-        score_in_chunks(NoHead(), model.lm_head(hidden_of(model, count)), targets, chunk=chunk)
-    assert largest.numel == count * V  # so the measurement sees it where it is
+    assert live.peak < all_logits
+    with LiveBytes() as live:
+        score_in_chunks(NoHead(), model.lm_head(hidden), targets, chunk=16)
+    assert live.peak >= all_logits  # so the measurement sees them where they are
 
 
 def test_the_gradient_of_a_low_precision_head_does_not_suffer_from_chunks():
