@@ -27,6 +27,7 @@ from trireme.trainer.publish.served_weights import served_specs, served_tensors
 from trireme.trainer.step import base_state
 
 LORA = Lora(rank=4, alpha=8)
+WHOLE = ("lm_head", "model.embed_tokens")
 LENGTHS = [40, 30, 18, 33]
 MAMBAS = ("granitemoehybrid", "nemotron_h", "falcon_h1", "mamba2")
 WITH_EXPERTS = ("gpt_oss", "qwen3_next", "lfm2_moe")
@@ -146,59 +147,45 @@ def test_adapters_are_served_after_their_base_model_as_the_specs_announce(tiny_m
     torch.testing.assert_close(base[f"{name}.weight"] + product, merged[f"{name}.weight"])
 
 
-def saved_weights(state: TrainerState, folder: Path, model: Path, world: World) -> tuple[Path, Path]:
-    tiny.save_run(folder, state, model, world)
-    return folder / "checkpoints/step_2", folder / "weights/step_2"
-
-
 @pytest.mark.parametrize(
-    ("base", "lora"),
+    ("base", "lora", "held", "dtype"),
     [
-        ("tied", Lora(rank=4, alpha=8, dropout=0.5)),
-        ("tied", Lora(rank=2, target_modules=("all-linear",))),
-        ("tied", Lora(rank=2, target_modules=("v_proj", "layers.1.self_attn.q_proj", "1.mlp.down_proj"))),
-        ("untied", Lora(rank=2, target_modules=("lm_head",))),
-        ("untied", Lora(rank=2, alpha=3, modules_to_save=("lm_head", "embed_tokens"), use_rslora=True)),
-        ("experts", Lora(rank=2, alpha=4)),
+        ("tied", Lora(rank=4, alpha=8, dropout=0.5), "float32", "bfloat16"),
+        ("tied", Lora(rank=2, target_modules=("all-linear",)), "bfloat16", "float32"),
+        ("tied", Lora(rank=2, target_modules=("v_proj", "layers.1.self_attn.q_proj")), "float32", "float32"),
+        ("untied", Lora(rank=2, target_modules=("lm_head",)), "float32", "float32"),
+        ("untied", Lora(rank=2, alpha=3, modules_to_save=WHOLE, use_rslora=True), "float32", "float32"),
+        ("experts", Lora(rank=2, alpha=4), "float32", "float32"),
     ],
     ids=["dropout", "all linear", "of one layer", "head", "trained whole", "experts"],
 )
-def test_a_checkpoint_is_loaded_by_peft_merged_and_evaluated_as_trained(base, lora, folders, world, tmp_path):
-    path = folders[base]
-    state = trained(path, world, lora)
-    checkpoint, weights = saved_weights(state, tmp_path, folders["tied"], world)
-    assert [file.name for file in weights.glob("*.safetensors")] == ["adapter_model.safetensors"]
-    open_tokenizer(str(weights), False)
-    assert json.loads((weights / "adapter_config.json").read_text())["base_model_name_or_path"] == str(path.resolve())
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), str(weights))
-    export_merged(checkpoint, tmp_path / "merged", dtype="float32")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    for model in (theirs, merged):
-        torch.testing.assert_close(logits(model), logits(state.model), rtol=1e-4, atol=1e-5)
-    evaluated = dict(AdaptedModel(weights, base=None, dtype="float32").tensors())
-    served = dict(served_tensors(state.model, torch.float32))
-    assert tiny.are_equal(evaluated, served)
-    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
-    for name in ("lm_head.weight", "model.embed_tokens.weight"):
-        assert not lora.modules_to_save or not torch.equal(served[name], plain[name])
-    open_tokenizer(str(tmp_path / "merged"), False)
-
-
-@pytest.mark.parametrize(("held", "dtype"), [("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_what_is_merged_has_the_bits_that_engines_had_however_the_base_was_held(
-    held, dtype, tiny_model, world, tmp_path
+def test_a_checkpoint_is_loaded_by_peft_and_merged_to_the_bits_of_engines(
+    base, lora, held, dtype, folders, world, tmp_path
 ):
-    model = load_model(TrainerModel(lora=LORA, optimization_dtype=held), str(tiny_model), world)
+    path, checkpoint, weights = folders[base], tmp_path / "checkpoints/step_2", tmp_path / "weights/step_2"
+    model = load_model(TrainerModel(lora=lora, optimization_dtype=held), str(path), world)
     dtypes = {(parameter.requires_grad, parameter.dtype) for parameter in model.parameters()}
     assert dtypes == {(True, torch.float32), (False, getattr(torch, held))}
     state = TrainerState(model=model, optimizer=build_optimizer(model, Optimizer(lr=1e-2)))
     assert all(tiny.train_step(state, samples(step), world)["grad_norm"] > 0 for step in range(2))
-    checkpoint, weights = saved_weights(state, tmp_path, tiny_model, world)
-    served = dict(served_tensors(state.model, getattr(torch, dtype)))
+    tiny.save_run(tmp_path, state, folders["tied"], world)
+    served = dict(served_tensors(model, getattr(torch, dtype)))
     export_merged(checkpoint, tmp_path / "merged", dtype=dtype)
     assert tiny.are_equal(load_file(tmp_path / "merged/model.safetensors"), served)
     assert tiny.are_equal(dict(AdaptedModel(weights, base=None, dtype=dtype).tensors()), served)
     assert not (tmp_path / "merged/trained_with.json").exists()
+    assert [file.name for file in weights.glob("*.safetensors")] == ["adapter_model.safetensors"]
+    assert json.loads((weights / "adapter_config.json").read_text())["base_model_name_or_path"] == str(path.resolve())
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for name in WHOLE if lora.modules_to_save else ():
+        assert not torch.equal(served[f"{name}.weight"], plain.get_submodule(name).weight)
+    others = [PeftModel.from_pretrained(plain, str(weights))] if held == "float32" else []
+    if held == dtype:
+        others.append(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32))
+    for other in others:
+        torch.testing.assert_close(logits(other), logits(model), rtol=1e-4, atol=1e-5)
+    for folder in (weights, tmp_path / "merged"):
+        open_tokenizer(str(folder), False)
 
 
 @pytest.mark.parametrize(
