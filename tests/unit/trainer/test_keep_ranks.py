@@ -28,8 +28,8 @@ from trireme.config.run import RunConfig
         *(([code], None, True, 1) for code in (3, 130)),
     ],
 )
-def test_ranks_that_others_ended_start_again_within_limits_and_resume_unless_their_end_is_final(
-    codes: list[int], trained: int | None, restart: bool, num_started: int, tmp_path: Path, monkeypatch: Any
+def test_ended_ranks_start_again_within_limits_and_resume_unless_final(
+    codes, trained, restart, num_started, tmp_path, monkeypatch
 ) -> None:
     supervisor = {"max_restarts": 2, "backoff_s": 0.001, "restart": restart}
     config = RunConfig.model_validate({"output_dir": str(tmp_path / "run"), "supervisor": supervisor})

@@ -4,16 +4,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
 from answering import DEADLINE_S, answering
-from tiny import num_loss_tokens, random_samples
+from tiny import batch_reply, random_samples
 from trireme import messages
 from trireme.algo.digest import tensor_digest
-from trireme.algo.packing import micro_batches_of_rank
 from trireme.base.errors import Refused
 from trireme.base.waiting import Waits
 from trireme.config.losses import Loss
@@ -54,10 +54,8 @@ class FakeOrchestrator:
             case messages.GetBatch(step=step) if self.says_so and step in self.lost_at and self._attempts(step) == 1:
                 return messages.Publish(reason=f"version {step} was not confirmed")
             case messages.GetBatch(step=step):
-                samples = random_samples([30, 20, 12, 40], seed=step)
-                rows = micro_batches_of_rank(samples, capacity=64, rank=request.rank, world=request.world)
-                count = num_loss_tokens(samples)
-                return messages.BatchReply(step=step, micro_batches=rows, loss_tokens=count, num_rollouts=len(samples))
+                ranks: Any = SimpleNamespace(dp_rank=request.rank, dp_size=request.world)
+                return batch_reply(random_samples([30, 20, 12, 40], seed=step), ranks, capacity=64, step=step)
             case messages.PolicyReady(version=version):
                 return messages.Go(version=version, epoch="1", world_size=2)
             case messages.PolicySent(version=version) if version < STEPS and ("GetBatch", version) not in self.story():
@@ -134,9 +132,7 @@ def test_a_version_lost_meanwhile_is_sent_again_and_trained_on_as_it_was(straigh
     assert complete_steps(tmp_path / "checkpoints") == [2, 4]
 
 
-def test_too_little_memory_for_a_full_row_is_noticed_before_the_orchestrator_is_asked_for_anything(
-    tiny_model, tmp_path
-):
+def test_too_little_memory_for_a_full_row_is_noticed_before_anything_is_asked(tiny_model, tmp_path):
     """Rows of these batches have 64 tokens; `seq_len` is 200, and a row as long comes some day."""
     (tmp_path / "large.py").write_text(
         "def loss(columns):\n    if len(columns.mask) > 100:\n        raise MemoryError\n    return columns.logprobs\n"
@@ -159,13 +155,12 @@ def test_a_run_leaves_what_was_served_and_a_row_of_metrics_per_step(straight, fo
 
 
 def spans_of(folder: Path) -> list[Any]:
-    spans = joined(read_spans(folder / "spans.jsonl")[0])
-    assert {span.lane for span in spans} == {"trainer"}
-    return spans
+    return joined(read_spans(folder / "spans.jsonl")[0])
 
 
 def test_the_lane_of_a_trainer_shows_what_each_step_was_spent_on(straight, folder):
     spans = spans_of(folder)
+    assert {span.lane for span in spans} == {"trainer"}
     assert (spans[0].what, spans[-1].what) == ("start", "idle")
     of_steps = shares(spans, "trainer", *steady(spans))
     assert sum(of_steps.values()) == pytest.approx(1.0)

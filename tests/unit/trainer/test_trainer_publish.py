@@ -166,29 +166,22 @@ def open_stand(tmp_path: Path, tiny_model: Path, world: World) -> Iterator[Calla
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("gloo", "float32"), ("filesystem", "bfloat16")])
-def test_engines_receive_the_trainers_weights_in_their_dtype(open_stand, kind, dtype):
-    stand = open_stand(kind, dtype=dtype)
+def test_engines_receive_weights_in_their_dtype_and_logprobs_to_compare(open_stand, tiny_model, kind, dtype):
+    stand, asked_before = open_stand(kind, dtype=dtype), set()
+    embedding, asked = stand.model.model.embed_tokens, stand.orchestrator.asked
+    hook = embedding.register_forward_hook(lambda *_: asked_before.add(len(asked)))
     stand.publisher.publish(3)
-    ready, sent = stand.orchestrator.asked
+    hook.remove()
+    ready, sent = asked
     assert (ready.version, sent.version) == (3, 3)
     served = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights_of(stand.model).items()}
     expected = {name: tensor_digest(tensor) for name, tensor in served.items()}
     assert stand.orchestrator.received == sent.digests == expected
-
-
-def test_the_probe_has_the_logprobs_of_the_weights_and_is_computed_before_the_announcement(open_stand, tiny_model):
-    before: list[int] = []
-    stand = open_stand("gloo")
-    hook = stand.model.model.embed_tokens.register_forward_hook(lambda *_: before.append(len(stand.orchestrator.asked)))
-    stand.publisher.publish(0)
-    hook.remove()
-    assert set(before) == {0}
-    probe = stand.orchestrator.asked[-1].probe
-    plain = AutoModelForCausalLM.from_pretrained(tiny_model)
+    assert asked_before == {0}  # the announcement may pause engines, so the probe is computed before it
     with torch.no_grad():
-        logprobs = torch.log_softmax(plain(torch.tensor([probe.ids])).logits[0], -1)
-    expected = [float(logprobs[t, token]) for t, token in enumerate(probe.ids[1:])]
-    assert probe.logprobs == pytest.approx(expected, abs=1e-5)
+        plain = AutoModelForCausalLM.from_pretrained(tiny_model)(torch.tensor([sent.probe.ids])).logits[0]
+    logprobs = plain[:-1].log_softmax(-1).gather(1, torch.tensor(sent.probe.ids)[1:, None])[:, 0]
+    assert sent.probe.logprobs == pytest.approx(logprobs.tolist(), abs=1e-5)
 
 
 @pytest.fixture(autouse=True)
@@ -226,9 +219,7 @@ def no_room(error: type[Exception] = OSError) -> Exception:
     return error(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_full_disk_delays_a_version_as_often_as_it_fills_up_and_leaves_the_last_one_whole(
-    open_stand, tmp_path, monkeypatch
-):
+def test_a_full_disk_delays_a_version_as_often_as_it_fills_up(open_stand, tmp_path, monkeypatch):
     """Errors are of what writes the files, and of safetensors in Rust."""
     found: list[list[str]] = []
     waits: list[str] = []
@@ -353,15 +344,30 @@ def test_a_transfer_needs_the_memory_of_two_buckets_and_one_tensor(open_stand, t
     assert second_model
 
 
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("synchronize", "ipc_collect", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+
+
+@pytest.mark.usefixtures("no_gpu")
 def test_a_slow_broadcast_is_awaited_and_a_peer_that_is_gone_is_an_error_that_leaves_the_group(monkeypatch):
-    """So the transfer begins again with the peers that are there: the process does not end."""
-    group: Any = WeightGroup.__new__(WeightGroup)  # of NCCL, without a GPU
+    """So the transfer begins again with the peers that are there: NCCL's watchdog, which ends the process, is later."""
+    limits: dict[str, float] = {}
     aborted: list[bool] = []
-    group._kind, group._timeout_s, group._is_aborted = "nccl", 0.2, False
-    group._group = SimpleNamespace(abort=lambda: aborted.append(True))
+
+    def open_group(kind: str, *given: Any) -> SimpleNamespace:
+        limits[kind] = given[-1].total_seconds()
+        return SimpleNamespace(abort=lambda: aborted.append(True))
+
     looks = iter([False, False, False, True])
-    is_done = lambda: next(looks, False)  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=is_done))
+    done = SimpleNamespace(record=lambda: None, query=lambda: next(looks, False))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: done)
+    monkeypatch.setattr(collective, "_process_group", open_group)
+    monkeypatch.setattr(collective, "BucketBuffers", lambda _: None)
+    monkeypatch.setattr(torch.distributed, "PrefixStore", lambda _, store: store)
+    _, group = (WeightGroup(kind, None, epoch="1", rank=0, world_size=2, timeout_s=0.2) for kind in ("gloo", "nccl"))
+    assert limits == pytest.approx({"gloo": 0.2, "nccl": 0.6})
     group._await(SimpleNamespace(wait=lambda: None), torch.zeros(1))
     assert aborted == []
     with pytest.raises(RuntimeError, match=r"took no part in a broadcast for 0\.2 s"):
@@ -371,36 +377,22 @@ def test_a_slow_broadcast_is_awaited_and_a_peer_that_is_gone_is_an_error_that_le
     assert "_group" not in vars(group)
 
 
-def test_nccls_own_watchdog_which_ends_the_process_comes_after_us(monkeypatch):
-    limits = {}
-    monkeypatch.setattr(collective, "_process_group", lambda kind, *_: limits.setdefault(kind, _[-1].total_seconds()))
-    monkeypatch.setattr(collective, "BucketBuffers", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.distributed, "PrefixStore", lambda name, store: store)
-    for kind in ("gloo", "nccl"):
-        WeightGroup(kind, None, epoch="1", rank=0, world_size=2, timeout_s=10)  # type: ignore[arg-type]
-    assert limits == {"gloo": 10, "nccl": 30}
-
-
-@pytest.mark.parametrize("replies", [[Live(version=3)], [Again(reason="an engine died"), Live(version=3)]])
-def test_memory_that_engines_read_is_let_go_as_soon_as_they_have_confirmed(open_stand, monkeypatch, replies):
+@pytest.mark.usefixtures("no_gpu")
+def test_memory_that_engines_read_is_let_go_as_soon_as_they_have_confirmed(open_stand, monkeypatch):
+    replies = iter([Again(reason="an engine died"), Live(version=3)])
     held: list[weakref.ref] = []
     alive: list[int] = []
-    answers = iter(replies)
 
     def answer(request: Request) -> Reply:
         if isinstance(request, PolicyReady):
             return Go(version=3, epoch=str(request.attempt), world_size=2)
         alive.append(sum(tensor() is not None for tensor in held))
-        return next(answers)
+        return next(replies)
 
     monkeypatch.setattr(ipc, "_to_handle", lambda tensor: held.append(weakref.ref(tensor)) or [])
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
     monkeypatch.setattr(publish, "open_sender", lambda *_, **__: IpcSender())
     open_stand("ipc", intercept=answer).publisher.publish(3)
-    num_tensors = len(held) // len(replies)
-    assert alive == [num_tensors] * len(replies)  # while they are asked to confirm, one copy, never two
+    assert alive == [len(held) // 2] * 2  # while they are asked to confirm, one copy, never two
     assert not any(tensor() is not None for tensor in held)
 
 
