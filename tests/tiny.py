@@ -136,17 +136,13 @@ def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: whole(parameter) for name, parameter in model.named_parameters()}
 
 
-def optimizer_state_of(state: TrainerState) -> dict[str, torch.Tensor]:
-    return {
+def content_of(state: TrainerState) -> dict[str, torch.Tensor]:
+    """All that a checkpoint must bring back. A collective."""
+    return weights_of(state.model) | {
         f"{key} of {name}": whole(tensor)
         for name, parameter in state.model.named_parameters()
         for key, tensor in state.optimizer.state[parameter].items()
     }
-
-
-def content_of(state: TrainerState) -> dict[str, torch.Tensor]:
-    """All that a checkpoint must bring back. A collective."""
-    return weights_of(state.model) | optimizer_state_of(state)
 
 
 def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

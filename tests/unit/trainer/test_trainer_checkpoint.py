@@ -54,9 +54,7 @@ def chosen(folder: Path) -> int:
     return version_to_resume(folder, Checkpoints(), resume=True)
 
 
-def test_a_step_that_is_saved_again_takes_the_place_of_the_last_with_a_fresh_optimizer_and_random_state(
-    copy, model, world
-):
+def test_a_step_that_is_saved_again_replaces_the_last_and_brings_back_its_random_state(copy, model, world):
     torch.manual_seed(5)
     state = save_steps(copy, [2], model, world)
     expected = torch.rand(4)

@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 import tiny
 from families import build_config, save_family
-from trireme.algo.columns import LossFunction, Totals
+from trireme.algo.columns import Totals
 from trireme.algo.loss.loss import cross_entropy, policy_loss
 from trireme.algo.packing import Sample, micro_batches_of_rank, unsampled_row
 from trireme.config.losses import resolve_loss
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import Checkpoints, Loss, Optimizer, Scheduler, TrainerConfig, TrainerModel
-from trireme.messages import COLUMNS, Kept, MicroBatch, build_tokens
+from trireme.messages import COLUMNS, Kept, build_tokens
 from trireme.trainer.checkpoint.state import TrainerState, tensors_of
 from trireme.trainer.model.forward import compute_columns
 from trireme.trainer.model.model import load_model
@@ -61,17 +61,8 @@ def at_loss(samples: list[Sample], column: str) -> torch.Tensor:
     return torch.cat([torch.from_numpy(getattr(sample.tokens, column))[counting(sample)] for sample in samples])
 
 
-def passed(
-    model: PreTrainedModel,
-    samples: list[Sample],
-    world: World,
-    loss_function: LossFunction,
-    *,
-    capacity: int = 80,
-    rows: list[MicroBatch] | None = None,
-    loss_tokens: int | None = None,
-    **options: Any,
-) -> tuple[dict[str, float], Tensors]:
+def passed(model, samples, world, loss_function, *, capacity=80, rows=None, loss_tokens=None, **options: Any):
+    """Return the metrics and the gradients of a batch."""
     metrics = forward_backward(
         model, micro_batches_of_rank(samples, capacity=capacity, rank=0, world=1) if rows is None else rows,
         loss_tokens=tiny.num_loss_tokens(samples) if loss_tokens is None else loss_tokens, step=0,

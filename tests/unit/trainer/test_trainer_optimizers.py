@@ -24,23 +24,18 @@ Tensors = dict[str, torch.Tensor]
 Saved = tuple[Path, Tensors, Tensors]
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save_tiny_model(tmp_path_factory.mktemp("model"), hidden=64, layers=1)
-
-
 def state_with(folder: Path, world: World, kind: str) -> TrainerState:
     model = load_model(TrainerModel(), str(folder), world)
     return TrainerState(model=model, optimizer=build_optimizer(model, Optimizer(type=kind, lr=1e-2, weight_decay=0.1)))
 
 
 @pytest.fixture(scope="module")
-def saved_by(model_folder: Path, world: World, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
+def saved_by(tiny_model: Path, world: World, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
     """The folder of a checkpoint after two steps, what it holds, and what one more step makes of that."""
 
     @cache
     def saved(kind: str) -> Saved:
-        state, folder = state_with(model_folder, world, kind), tmp_path_factory.mktemp(kind)
+        state, folder = state_with(tiny_model, world, kind), tmp_path_factory.mktemp(kind)
         for seed in range(2):
             tiny.train_step(state, tiny.random_samples([12, 20], seed=seed), world)
         tiny.save(folder, state, world)
@@ -54,25 +49,25 @@ def next_content(state: TrainerState, world: World) -> Tensors:
     return tiny.content_of(state)
 
 
-def resumed(kind: str, folder: Path, model_folder: Path, world: World) -> TrainerState:
-    state = state_with(model_folder, world, kind)
+def resumed(kind: str, folder: Path, tiny_model: Path, world: World) -> TrainerState:
+    state = state_with(tiny_model, world, kind)
     tiny.open_store(folder, world).resume(state, resume=True)
     return state
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "muon", "sgd"])
-def test_what_is_resumed_goes_on_to_the_same_bits(kind, saved_by, model_folder, world):
+def test_what_is_resumed_goes_on_to_the_same_bits(kind, saved_by, tiny_model, world):
     folder, content, content_after = saved_by(kind)
-    state = resumed(kind, folder, model_folder, world)
+    state = resumed(kind, folder, tiny_model, world)
     assert tiny.are_equal(tiny.content_of(state), content)
     assert tiny.are_equal(next_content(state, world), content_after)
 
 
 @pytest.mark.parametrize(("before", "after"), [("adamw", "adamw_8bit"), ("adamw_8bit", "adamw")])
-def test_moments_in_8_bits_and_in_32_go_on_from_each_other(before, after, saved_by, model_folder, world):
+def test_moments_in_8_bits_and_in_32_go_on_from_each_other(before, after, saved_by, tiny_model, world):
     """After the switch its next step is that of the optimizer before, but for the precision of the format."""
     folder, began, straight = saved_by(before)
-    switched = next_content(resumed(after, folder, model_folder, world), world)
+    switched = next_content(resumed(after, folder, tiny_model, world), world)
     names = [name for name in began if " of " not in name]
     moved = sum((straight[name] - began[name]).square().sum() for name in names).sqrt()
     assert sum((straight[name] - switched[name]).square().sum() for name in names).sqrt() < 0.05 * moved
@@ -81,40 +76,20 @@ def test_moments_in_8_bits_and_in_32_go_on_from_each_other(before, after, saved_
 
 
 @pytest.mark.parametrize(("before", "after"), [("adamw_8bit", "muon"), ("sgd", "adamw"), ("muon", "adamw_8bit")])
-def test_another_kind_of_optimizer_is_refused_with_both_names(before, after, saved_by, model_folder, world):
+def test_another_kind_of_optimizer_is_refused_with_both_names(before, after, saved_by, tiny_model, world):
     words = f"optimizer is '{before.removesuffix('_8bit')}', and `optim.type` is '{after}'"
     with pytest.raises(ConfigError, match=words):
-        resumed(after, saved_by(before)[0], model_folder, world)
+        resumed(after, saved_by(before)[0], tiny_model, world)
 
 
-def test_moments_in_codes_of_an_earlier_version_are_refused(model_folder, world, tmp_path):
-    state = state_with(model_folder, world, "adamw_8bit")
+def test_moments_in_codes_of_an_earlier_version_are_refused(tiny_model, world, tmp_path):
+    state = state_with(tiny_model, world, "adamw_8bit")
     tiny.train_step(state, tiny.random_samples([12]), world)
     for held in state.optimizer.state.values():
         held.pop("ranges", None)
     tiny.save(tmp_path, state, world)
     with pytest.raises(ConfigError, match="codes without `ranges`"):
-        resumed("adamw_8bit", tmp_path, model_folder, world)
-
-
-def test_fused_adamw_is_adamw_and_decays_matrices_only(model_folder, world):
-    state = state_with(model_folder, world, "adamw")
-    plain = {name: torch.nn.Parameter(tensor) for name, tensor in tiny.weights_of(state.model).items()}
-    groups = [
-        {"params": [p for p in plain.values() if (p.ndim > 1) == is_matrix], "weight_decay": 0.1 * is_matrix}
-        for is_matrix in (True, False)
-    ]
-    reference = torch.optim.AdamW(groups, lr=1e-2, foreach=False)
-    for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        for name, parameter in state.model.named_parameters():
-            plain[name].grad = torch.randn(plain[name].shape, generator=generator)
-            parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.to_local().copy_(plain[name].grad)
-        state.optimizer.step()
-        reference.step()
-    for name, weight in tiny.weights_of(state.model).items():
-        torch.testing.assert_close(weight, plain[name].detach(), rtol=0, atol=1e-6)
+        resumed("adamw_8bit", tmp_path, tiny_model, world)
 
 
 def test_8_bits_hold_a_quarter_of_what_32_do_and_little_more():
@@ -194,17 +169,18 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_all_the_rest(saved_by):
     assert all(keys[name] == {"step", "exp_avg", "exp_avg_sq"} for name in keys.keys() - hidden)
 
 
-def test_the_biases_of_experts_neither_decay_nor_are_they_matrices():
+def test_norms_and_biases_also_of_experts_neither_decay_nor_are_they_matrices():
     class Experts(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.down_proj = torch.nn.Parameter(torch.ones(2, 4, 6))
             self.down_proj_bias = torch.nn.Parameter(torch.ones(2, 6))
+            self.norm = torch.nn.Parameter(torch.ones(6))
 
     model = torch.nn.ModuleDict({"layer": torch.nn.ModuleDict({"experts": Experts()})})
     optimizer = build_optimizer(model, Optimizer(type="muon", weight_decay=0.1))
     groups = {tuple(p.shape): (g["is_hidden"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
-    assert groups == {(2, 4, 6): (True, 0.1), (2, 6): (False, 0.0)}
+    assert groups == {(2, 4, 6): (True, 0.1), (2, 6): (False, 0.0), (6,): (False, 0.0)}
 
 
 def step_with(value: float, state: TrainerState, config: Optimizer) -> float:
@@ -213,16 +189,14 @@ def step_with(value: float, state: TrainerState, config: Optimizer) -> float:
     return optimizer_step(state, config)["skipped_in_a_row"]
 
 
-def test_a_run_ends_after_so_many_broken_steps_in_a_row_also_across_a_stop_and_not_before(
-    model_folder, world, tmp_path
-):
-    state, config = state_with(model_folder, world, "adamw"), Optimizer(max_nonfinite=3)
+def test_a_run_ends_after_so_many_broken_steps_in_a_row_also_across_a_stop(tiny_model, world, tmp_path):
+    state, config = state_with(tiny_model, world, "adamw"), Optimizer(max_nonfinite=3)
     assert [step_with(value, state, config) for value in (nan, nan, 1.0)] == [1, 2, 0]
     before = tiny.weights_of(state.model)
     assert [step_with(nan, state, config) for _ in range(2)] == [1, 2]
     state.version = 1
     tiny.save(tmp_path, state, world)
-    again = resumed("adamw", tmp_path, model_folder, world)
+    again = resumed("adamw", tmp_path, tiny_model, world)
     assert tiny.are_equal(tiny.content_of(state), tiny.content_of(again))
     for each in (state, again):
         with pytest.raises(NotFinite, match=r"3 optimizer steps in a row, .* batch 1 \(norm nan\)") as caught:
@@ -230,7 +204,7 @@ def test_a_run_ends_after_so_many_broken_steps_in_a_row_also_across_a_stop_and_n
         assert caught.value.exit_code == 3  # which the launcher takes for final
         assert tiny.are_equal(before, tiny.weights_of(each.model))
     with pytest.raises(NotFinite, match="1 optimizer steps in a row"):
-        step_with(nan, state_with(model_folder, world, "adamw"), Optimizer(nonfinite="stop", max_nonfinite=3))
+        step_with(nan, state_with(tiny_model, world, "adamw"), Optimizer(nonfinite="stop", max_nonfinite=3))
 
 
 HALF = sqrt(0.5)

@@ -84,9 +84,7 @@ def test_a_tried_step_holds_all_that_a_later_one_holds(tiny_model, world):
     assert not state.optimizer.state
 
 
-def weights_after(
-    model: Path, world: World, logprob_log: LogprobLog | None, *, lengths: tuple[int, ...] = (30, 20, 12, 40)
-) -> dict[str, torch.Tensor]:
+def weights_after(model, world, logprob_log, *, lengths=(30, 20, 12, 40)) -> dict[str, torch.Tensor]:
     """The weights after one batch of two iterations."""
     state = base_state(config := config_of(model, num_iterations=2), world)
     reply = batch_reply(random_samples([*lengths]), world, capacity=64, step=0)
