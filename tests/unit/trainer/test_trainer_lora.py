@@ -53,13 +53,6 @@ def opened(folder: Path, world: World, lora: Lora = LORA) -> TrainerState:
     return base_state(run_config(folder, lora), world)
 
 
-def trained(folder: Path, world: World, lora: Lora = LORA, steps: int = 2) -> TrainerState:
-    state = opened(folder, world, lora)
-    for step in range(steps):
-        tiny.train_step(state, samples(step), world)
-    return state
-
-
 def samples(step: int) -> list:
     return tiny.random_samples(LENGTHS, seed=step)
 
@@ -132,7 +125,8 @@ def test_how_activations_are_kept_changes_no_gradient_nor_what_is_dropped(tiny_m
 
 
 def test_adapters_are_served_after_their_base_model_as_the_specs_announce(tiny_model, world):
-    state = trained(tiny_model, world, LORA.model_copy(update={"sync": "adapter"}))
+    state = opened(tiny_model, world, LORA.model_copy(update={"sync": "adapter"}))
+    tiny.train_step(state, samples(0), world)
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).state_dict()
     served = dict(served_tensors(state.model, torch.float32))
     only = dict(served_tensors(state.model, torch.float32, only_adapters=True))
@@ -141,10 +135,6 @@ def test_adapters_are_served_after_their_base_model_as_the_specs_announce(tiny_m
     assert all(torch.equal(tensor, base[name]) for name, tensor in list(served.items())[:-28])
     announced = [(spec.name, spec.dtype, spec.shape) for spec in served_specs(state.model, torch.float32)]
     assert announced == [(name, "float32", list(tensor.shape)) for name, tensor in served.items()]
-    merged = dict(served_tensors(trained(tiny_model, world).model, torch.float32))
-    name = "model.layers.1.mlp.up_proj"
-    product = only[f"base_model.model.{name}.lora_B.weight"] @ only[f"base_model.model.{name}.lora_A.weight"]
-    torch.testing.assert_close(base[f"{name}.weight"] + product, merged[f"{name}.weight"])
 
 
 @pytest.mark.parametrize(
