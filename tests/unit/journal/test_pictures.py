@@ -18,7 +18,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from trireme.algo.pictures import PictureRules, collapse, distinct_ids, expand, rotary_positions
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.journal.pictures import PictureFiles, from_data_uri, rules_of_model, size_of, to_png
-from trireme.messages import Picture, build_tokens, concat_tokens
+from trireme.messages import COLUMNS, Picture, build_tokens, concat_tokens
 
 TOKEN = 9
 RULES = PictureRules(token=TOKEN, block=28, min_pixels=56 * 56, max_pixels=28 * 28 * 16)
@@ -55,32 +55,36 @@ def test_positions_are_those_of_transformers_and_restart_with_each_sample() -> N
         ([4, 5, 6], []),
         expand([TOKEN], TOKEN, [(A, 2, 2)]),
     ]
-    expected = []
+    expected, tokens = [], []
     for ids, pictures in samples:
         grids = torch.tensor([[1, 2 * each.rows, 2 * each.columns] for each in pictures])
         kinds = torch.tensor([ids]).eq(TOKEN).int()
         found, _ = model.get_rope_index(torch.tensor([ids]), kinds, image_grid_thw=grids)
         expected.append(found[:, 0])
-    row = concat_tokens([_tokens(ids, pictures) for ids, pictures in samples])
-    lengths = [len(ids) for ids, _ in samples]
+        columns = {name: [0] * len(ids) for name in COLUMNS} | {"ids": ids}
+        tokens.append(build_tokens(**columns, pictures=pictures))
+    row = concat_tokens(tokens)
+    lengths = [each.length for each in tokens]
     assert np.array_equal(rotary_positions(lengths, row.pictures), torch.cat(expected, 1).numpy())
 
 
 def test_samples_begin_alike_only_where_their_pictures_are_the_same() -> None:
-    ids, one = expand([1, TOKEN], TOKEN, [(A, 1, 3)])
-    other = expand([1, TOKEN], TOKEN, [(B, 1, 3)])[1]
-    first, second, third = (distinct_ids(np.array(ids), pictures) for pictures in (one, other, one))
-    assert np.array_equal(first, third)
+    (ids, one), (_, other) = (expand([1, TOKEN], TOKEN, [(digest, 1, 3)]) for digest in (A, B))
+    first, second, third = (distinct_ids(np.array(ids), pictures).tolist() for pictures in (one, other, one))
+    assert first == third
     assert first[0] == second[0] == 1
-    assert not (first[1:] == second[1:]).any()
-    assert len(set(first.tolist())) == 4
+    assert len({*first, *second}) == 1 + 3 + 3
+
+
+def encoded(form: str, mode: str = "RGB", colour: tuple[int, ...] = (200, 0, 0)) -> bytes:
+    file = io.BytesIO()
+    Image.new(mode, (40, 30), colour).save(file, form)
+    return file.getvalue()
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF"])
 def test_a_picture_is_kept_once_whatever_its_form(form: str, tmp_path) -> None:
-    file = io.BytesIO()
-    Image.new("RGB", (40, 30), (200, 0, 0)).save(file, form)
-    png = to_png(file.getvalue())
+    png = to_png(encoded(form))
     assert size_of(png) == (40, 30)
     assert to_png(png) == png
     files = PictureFiles(tmp_path / "pictures")
@@ -91,11 +95,8 @@ def test_a_picture_is_kept_once_whatever_its_form(form: str, tmp_path) -> None:
 
 
 def test_what_is_transparent_is_white() -> None:
-    file = io.BytesIO()
-    Image.new("RGBA", (2, 2), (0, 0, 0, 0)).save(file, "PNG")
-    with Image.open(io.BytesIO(to_png(file.getvalue()))) as image:
-        assert image.mode == "RGB"
-        assert image.getpixel((0, 0)) == (255, 255, 255)
+    with Image.open(io.BytesIO(to_png(encoded("PNG", "RGBA", (0, 0, 0, 0))))) as image:
+        assert (image.mode, image.getpixel((0, 0))) == ("RGB", (255, 255, 255))
 
 
 def test_bytes_that_are_no_picture_and_files_that_were_changed_are_refused(tmp_path) -> None:
@@ -104,11 +105,11 @@ def test_bytes_that_are_no_picture_and_files_that_were_changed_are_refused(tmp_p
     for url in ("http://host/a.png", "file:///a.png", "data:text/html;base64,AAAA", "data:image/png;base64,?"):
         with pytest.raises(ValueError):  # noqa: PT011
             from_data_uri(url)
-    assert from_data_uri("data:image/png;base64," + base64.b64encode(_png()).decode()) == _png()
+    assert from_data_uri("data:image/jpeg;base64," + base64.b64encode(encoded("JPEG")).decode()) == encoded("JPEG")
     files = PictureFiles(tmp_path)
     with pytest.raises(ValueError, match="no digest"):
         files.path("../config")
-    digest = files.add(to_png(_png()))
+    digest = files.add(encoded("PNG"))
     files.path(digest).write_bytes(b"other")
     with pytest.raises(JournalCorrupt, match="another picture"):
         files.read(digest)
@@ -141,16 +142,3 @@ def test_the_example_shows_other_pictures_when_it_evaluates_and_the_same_one_whe
     assert not set(train) & set(held_out)
     assert all(size_of(to_png(from_data_uri(url))) == (56, 56) for url in held_out)
     assert len({*urls("dataset", blank=True), *urls("eval_dataset", blank=True)}) == 1
-
-
-def _png() -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (4, 4)).save(file, "PNG")
-    return file.getvalue()
-
-
-def _tokens(ids: list[int], pictures: list[Picture]):
-    zeros = [0.0] * len(ids)
-    return build_tokens(
-        ids=ids, loss_mask=[0] * len(ids), logprobs=zeros, advantages=zeros, versions=[-1] * len(ids), pictures=pictures
-    )

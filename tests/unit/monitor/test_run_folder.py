@@ -6,6 +6,7 @@ import json
 import os
 from importlib import import_module
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -19,7 +20,6 @@ from trireme.journal.records import BatchRecord, State
 from trireme.launch.folder import (
     LOCKS,
     RUN_ENTRIES,
-    check_folder,
     hold,
     hold_folder,
     launcher_of,
@@ -32,13 +32,13 @@ from trireme.tools.report.sections import choices_of
 from trireme.trainer.sft.dataset import SampleWriter
 
 
-def tree(folder: Path) -> dict[str, str]:
-    return {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*") if file.is_file()}
-
-
 def make_run(folder: Path) -> None:
     (folder / "journal").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("{}\n")
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
 
 
 # whose files
@@ -49,9 +49,7 @@ def test_a_run_is_refused_among_files_that_are_no_run(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(ConfigError, match=r"holds no run, but src, thesis\.tex - expected an empty folder"):
         prepare_folder(run_in(tmp_path))
-    with pytest.raises(ConfigError, match="holds no run"):
-        check_folder(resolved(f"--output-dir {tmp_path}"))
-    assert tree(tmp_path) == {"thesis.tex": "mine"}
+    assert names_in(tmp_path) == ["src", "thesis.tex"]
 
 
 def test_folders_of_other_runs_are_no_obstacle(tmp_path: Path) -> None:
@@ -69,14 +67,12 @@ def test_an_earlier_run_is_moved_without_the_files_of_the_user(tmp_path: Path) -
     make_run(root)
     for name in ("checkpoint-5", "wandb", "checkpoints"):
         (root / name).mkdir()
-        (root / name / "file").write_text(name)
-    (root / "thesis.tex").write_text("mine")
+    (root / "thesis.tex").touch()
     make_run(root / "another")
     aside = prepare_folder(run_in(root))
     assert aside == tmp_path / "project.earlier-1"
-    assert sorted(entry.name for entry in root.iterdir()) == ["another", "thesis.tex"]
-    moved = ["checkpoint-5", "checkpoints", "journal", "metrics.jsonl", "wandb"]
-    assert sorted(entry.name for entry in aside.iterdir()) == moved
+    assert names_in(root) == ["another", "thesis.tex"]
+    assert names_in(aside) == ["checkpoint-5", "checkpoints", "journal", "metrics.jsonl", "wandb"]
     (root / "thesis.tex").unlink()
     assert prepare_folder(run_in(root)) is None  # no run is in the way any more
     (root / "metrics.jsonl").touch()
@@ -85,16 +81,11 @@ def test_an_earlier_run_is_moved_without_the_files_of_the_user(tmp_path: Path) -
 
 def test_a_folder_holds_a_run_until_all_its_files_are_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher may be killed between two of them. The next one takes what is left for a run too."""
+    paths, held, rename = RunPaths(tmp_path / "run"), [], Path.rename
     for name in RUN_ENTRIES:
-        (tmp_path / "run" / name).mkdir(parents=True)
-    held, rename = [], Path.rename
-
-    def observed(entry: Path, to: Path) -> Path:
-        held.append(RunPaths(tmp_path / "run").holds_run)
-        return rename(entry, to)
-
-    monkeypatch.setattr(Path, "rename", observed)
-    move_aside(RunPaths(tmp_path / "run"))
+        (paths.root / name).mkdir(parents=True)
+    monkeypatch.setattr(Path, "rename", lambda *both: held.append(paths.holds_run) or rename(*both))
+    move_aside(paths)
     assert held == [True] * len(RUN_ENTRIES - set(LOCKS.values()))
 
 
@@ -105,10 +96,10 @@ def test_samples_of_supervised_training_replace_only_samples(tmp_path: Path) -> 
     (mine / "mine.jsonl").write_text("mine")
     with pytest.raises(ConfigError, match=r"holds no samples .* Choose another `output_dir`"):
         writer.write(mine)
-    assert tree(mine) == {"mine.jsonl": "mine"}
+    assert names_in(mine) == ["mine.jsonl"]
     for _ in range(2):
         writer.write(tmp_path / "data" / "train_0")
-    assert sorted(file.name for file in (tmp_path / "data").iterdir()) == ["train_0", "validation"]
+    assert names_in(tmp_path / "data") == ["train_0", "validation"]
 
 
 # one writer
@@ -145,39 +136,31 @@ def test_a_batch_in_the_journal_is_never_replaced_and_what_killed_writers_left_i
     assert [file.name for file in tmp_path.iterdir()] == ["batch_000000.msgpack"]
 
 
-def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def flock(*_: int) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(ConfigError, match=r"cannot lock files .* Choose another"), hold_folder(RunPaths(tmp_path)):
+def test_a_file_system_without_locks_is_named(tmp_path: Path) -> None:
+    error = OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    with (
+        patch.object(fcntl, "flock", side_effect=error),
+        pytest.raises(ConfigError, match=r"cannot lock files .* Choose another"),
+        hold_folder(RunPaths(tmp_path)),
+    ):
         pass
 
 
 def test_a_line_of_metrics_is_on_disk_before_the_step_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[str] = []
-    fsync = os.fsync
-
-    def watch(descriptor: int) -> None:
-        fsync(descriptor)
-        synced.append((tmp_path / "metrics.jsonl").read_text())
-
-    monkeypatch.setattr(os, "fsync", watch)
-    MetricsFile(tmp_path / "metrics.jsonl", "trainer").append(3, {"loss": 0.5})
-    assert [json.loads(text)["loss"] for text in synced] == [0.5]
+    file, synced = tmp_path / "metrics.jsonl", []
+    monkeypatch.setattr(os, "fsync", lambda _: synced.append(json.loads(file.read_text())["loss"]))
+    MetricsFile(file, "trainer").append(3, {"loss": 0.5})
+    assert synced == [0.5]
 
 
 def test_secrets_among_arguments_are_for_the_owner_and_for_no_page(tmp_path: Path) -> None:
     words = f"""--output-dir {tmp_path} --orchestrator.env '[{{id="a", args = {{judge_api_key="sk-1", size = 3}}}}]'"""
-    for flags, mode in ((words, 0o600), (f"--output-dir {tmp_path}", 0o644)):
+    for flags, mode in ((f"--output-dir {tmp_path}", 0o644), (words, 0o600)):
         config = resolved(flags)
         write_run(config, config.paths.run_config)
         files = [config.paths.run_config, *write_process_files(config, tmp_path, ("orchestrator",))]
         assert {file.stat().st_mode & 0o777 for file in files} == {mode}
-    config = resolved(words)
-    assert read_run(type(config), config.paths.run_config) != config
-    write_run(config, config.paths.run_config)
-    assert read_run(type(config), config.paths.run_config) == config
+        assert read_run(type(config), config.paths.run_config) == config
     for text in (choices_of(config), str(read_configuration(tmp_path))):
         assert "sk-1" not in text
         assert "judge_api_key" in text
