@@ -34,16 +34,22 @@ NAN = math.nan
 
 
 def sample_of(mask: list[int], *, logprob: float = -0.5, ids: list[int] | None = None) -> Tokens:
-    return build_tokens(
-        ids=ids or range(len(mask)), loss_mask=mask, logprobs=[logprob * one for one in mask],
-        advantages=[0.0] * len(mask), versions=[one - 1 for one in mask],
-    )  # fmt: skip
+    logprobs, versions = [logprob * one for one in mask], [one - 1 for one in mask]
+    ids = ids or list(range(len(mask)))
+    return build_tokens(ids=ids, loss_mask=mask, logprobs=logprobs, advantages=[0.0] * len(mask), versions=versions)
 
 
 def rollout_of(reward: float, *masks: list[int], group: int = 0, place: int = 0, **more) -> Rollout:
     samples = [sample_of(mask) for mask in masks or ([0, 1, 1],)]
     about = {"group": group, "place": place, "env": "a", "example": 7, "temperature": 1.0}
     return Rollout(**about, reward=reward, samples=samples, **more)
+
+
+def advantages(rollouts: list[Rollout], **rules: Any) -> list[list[list[float]]]:
+    """Of each rollout, for each of its samples, those of its tokens."""
+    rules = order_rules(**rules)
+    found, _ = advantages_of(rollouts, rules, {}, custom=estimator_of(rules))
+    return [[part.tolist() for part in parts] for parts in found]
 
 
 def test_rewards_are_cut_before_lengths_are_punished() -> None:
@@ -61,12 +67,13 @@ def test_a_run_of_an_agent_is_compared_with_the_runs_of_the_same_agent_in_its_gr
         return rollout_of(sum(rewards) / 3, [1], [0, 1], [1], [1], place=place, runs=runs)
 
     rules = order_rules(needs_signal=True, advantage="ema", decay=0.5)
-    (first, second), baselines = advantages_of([episode(0, 1, 1, 0), episode(1, 5, 0, 0)], rules, {"a/solver": 1.0})
+    group = [episode(0, 1, 1, 0), episode(1, 5, 0, 0)]
+    (first, second), baselines = advantages_of(group, rules, {"a/solver": 1.0})
     assert [part.tolist() for part in first] == [[0.0], [0.0, -2.0], [0.0], [-1.0]]
     assert [part.tolist() for part in second] == [[-1.0], [0.0, 2.0], [-1.0], [-1.0]]
     assert baselines == {"a/proposer": 3.0, "a/solver": 0.625}
-    (first, second), _ = advantages_of([episode(0, 1, 1, 0), episode(1, 5, 0, 0)], order_rules(), {})
-    assert [part[-1] for part in (*first, *second)] == [0.75, -2.0, 0.75, -0.25, -0.25, 2.0, -0.25, -0.25]
+    first, second = advantages(group)
+    assert [part[-1] for part in first + second] == [0.75, -2.0, 0.75, -0.25, -0.25, 2.0, -0.25, -0.25]
     assert targets.why_not_worth_it([episode(0, 1, 1, 0), episode(1, 2, 0, 0)], rules) is None
     assert targets.why_not_worth_it([episode(0, 1, 0, 0), episode(1, 1, 0, 0)], rules) is not None  # but across agents
 
@@ -126,66 +133,55 @@ def test_new_advantages_keep_what_a_cut_sampler_could_choose_from() -> None:
     kept = Kept(np.array([0, 2], dtype=np.int32), np.array([1, 4], dtype=np.int32))
     sample = msgspec.structs.replace(sample_of([0, 1]), kept=kept)
     assert targets.with_advantages(sample, np.array([0.0, 1.0], dtype=np.float32)).kept is kept
-    assert targets.is_zero([np.zeros(3), np.zeros(2)])
     assert targets.is_zero([np.zeros(0), np.array([0.0, -1e-16])])  # a running mean of equal rewards is off by that
     assert not targets.is_zero([np.zeros(3), np.array([0.0, -1e-7])])
 
 
-@pytest.mark.parametrize(
-    ("rewards", "steps", "fields", "is_worth_it"),
-    [
-        ([0.3, 0.1 + 0.2], None, {"needs_signal": True}, False),
-        ([0.5, 0.5], [0.0, 1.0], {"needs_signal": True}, True),  # rewards of steps are a signal too
-        ([0.5, 0.5], [1.0, 1.0], {"needs_signal": True}, False),
-        ([0.0, 1.0], None, {"least_variance": 0.25}, True),
-    ],
-)
-def test_a_group_without_enough_signal_is_not_worth_it(rewards, steps, fields, is_worth_it) -> None:
-    group = [rollout_of(reward, place=place) for place, reward in enumerate(rewards)]
-    for rollout, step in zip(group, steps or (), strict=False):
-        rollout.token_rewards = [np.array([NAN, NAN, step], dtype=np.float32)]
-    assert (targets.why_not_worth_it(group, order_rules(**fields)) is None) is is_worth_it
-    assert targets.outcome_of(group).mean == np.mean(rewards)
+def test_a_group_without_enough_signal_is_not_worth_it() -> None:
+    for steps, is_worth_it in (([NAN, NAN], False), ([1.0, 1.0], False), ([0.0, 1.0], True)):
+        columns = [[np.array([NAN, NAN, step], dtype=np.float32)] for step in steps]
+        group = [rollout_of(0.3, token_rewards=columns[0]), rollout_of(0.1 + 0.2, token_rewards=columns[1], place=1)]
+        assert (targets.why_not_worth_it(group, order_rules(needs_signal=True)) is None) is is_worth_it
+    group = [rollout_of(0.0), rollout_of(1.0, place=1)]
+    assert targets.why_not_worth_it(group, order_rules(least_variance=0.25)) is None
+    assert targets.outcome_of(group).mean == 0.5
 
 
 def test_flaws_are_read_off_each_turn_of_each_sample() -> None:
     filters = Filters(repetition_window=3, repetition_period=1, gibberish_window=2, gibberish_logprob=-2.0)
-    rules = order_rules(filters=filters)
     rollout = rollout_of(0.0, truncated=True)
-    rollout.samples = [sample_of([0, 1, 1, 0, 1, 1], ids=[5, 5, 5, 5, 5, 5])]
-    assert targets.flaws_of(rollout, rules) == ["truncated"]
-    rollout.samples.append(sample_of([1, 1, 1, 1], ids=[5, 5, 5, 5], logprob=-3.0))
-    assert targets.flaws_of(rollout, rules) == ["truncated", "repetition", "gibberish"]
+    rollout.samples = [sample_of([0, 1, 1, 0, 1, 1], ids=[5] * 6)]
+    assert targets.flaws_of(rollout, order_rules(filters=filters)) == ["truncated"]
+    rollout.samples.append(sample_of([1, 1, 1, 1], ids=[5] * 4, logprob=-3.0))
+    assert targets.flaws_of(rollout, order_rules(filters=filters)) == ["truncated", "repetition", "gibberish"]
 
 
 def test_a_custom_function_is_called_with_its_arguments_and_its_failure_is_explained(tmp_path: Path) -> None:
-    assert estimator_of(order_rules()) is None
     file = tmp_path / "mine.py"
     file.write_text(
         "def advantage(groups, scale): return [scale * (g.rewards - g.rewards.max()) for g in groups]\n"
         "def fail(groups): return [wings for g in groups]\n"
     )
-    rules = order_rules(advantage="custom", advantage_path=f"{file}:advantage", advantage_args={"scale": 2.0})
+    rules = {"advantage": "custom", "advantage_path": f"{file}:advantage", "advantage_args": {"scale": 2.0}}
     rollouts = [rollout_of(1.0), rollout_of(0.25, place=1)]
-    (first, second), _ = advantages_of(rollouts, rules, {}, custom=estimator_of(rules))
-    assert first[0].tolist() == [0.0, 0.0, 0.0]
-    assert second[0].tolist() == [0.0, -1.5, -1.5]
-    rules = order_rules(advantage="custom", advantage_path=f"{file}:fail")
+    assert advantages(rollouts, **rules) == [[[0.0, 0.0, 0.0]], [[0.0, -1.5, -1.5]]]
     with pytest.raises(ConfigError, match="failed on 1 groups: NameError: name 'wings'"):
-        advantages_of(rollouts, rules, {}, custom=estimator_of(rules))
+        advantages(rollouts, advantage="custom", advantage_path=f"{file}:fail")
+
+
+def record_of(rollouts: list[Rollout]) -> BatchRecord:
+    return BatchRecord(0, rollouts, [], State(next_batch=1))
 
 
 def test_a_masked_rollout_is_in_its_groups_mean_and_reaches_no_trainer() -> None:
     rollouts = [rollout_of(1.0, place=0), rollout_of(0.0, place=1, masked="truncated")]
-    (first, second), _ = advantages_of(rollouts, order_rules(), {})
-    assert first[0].tolist() == [0.0, 0.5, 0.5]
-    assert second[0].tolist() == [0.0, -0.5, -0.5]
-    reply = DealtBatch(BatchRecord(0, rollouts, [], State()), world=1, capacity=16).share(0)
+    assert advantages(rollouts) == [[[0.0, 0.5, 0.5]], [[0.0, -0.5, -0.5]]]
+    reply = DealtBatch(record_of(rollouts), world=1, capacity=16).share(0)
     assert (reply.loss_tokens, reply.loss_samples, reply.num_rollouts) == (2, 1, 2)
     assert [int(row.tokens.loss_mask.sum()) for row in reply.micro_batches] == [2]
     # if all are masked, every rank has a row without loss
-    record = BatchRecord(0, [rollout_of(1.0, place=place, masked="truncated") for place in range(4)], [], State())
-    for world, rank in ((1, 0), (2, 1), (3, 2)):
+    record = record_of([rollout_of(1.0, place=place, masked="truncated") for place in range(4)])
+    for world, rank in ((1, 0), (3, 2)):
         reply = DealtBatch(record, world=world, capacity=16).share(rank)
         assert [row.tokens.loss_mask.tolist() for row in reply.micro_batches] == [[0]]
         assert reply.loss_tokens == reply.loss_samples == 1
@@ -193,16 +189,14 @@ def test_a_masked_rollout_is_in_its_groups_mean_and_reaches_no_trainer() -> None
 
 def test_rules_are_those_of_the_configuration_with_all_numbers_filled_in_and_older_ones_can_be_read(tmp_path) -> None:
     rules = rules_of(build_rich_config(tmp_path))
-    assert (rules.advantage, rules.filters.truncated) == ("ema", "mask")
     assert rules.length_penalty == LengthPenalty(type="linear", max_length=12, buffer=2, weight=0.5)
     assert (rules.pools.easy_weight, rules.pools.hard_weight) == (0.0, 0.5)
     assert [stage.from_step for stage in rules.curriculum] == [None, 2, None]
-    assert (rules.clip, rules.reward_clip, rules.teacher_weight) == (1.25, (0.0, 2.25), 0.25)
-    numbers = {"seed": 1, "batch_size": 4, "group_size": 2, "max_attempts": 3, "temperature": 1.0}
-    lags = {"max_async_level": 1, "max_off_policy_steps": 8}
-    old = numbers | lags | {"shuffle": True, "weights": {"a": 1.0}, "advantage": "group_mean"}
+    found = (rules.advantage, rules.filters.truncated, rules.clip, rules.reward_clip, rules.teacher_weight)
+    assert found == ("ema", "mask", 1.25, (0.0, 2.25), 0.25)
+    old = {"seed": 1, "batch_size": 4, "group_size": 2, "max_attempts": 3, "temperature": 1.0, "shuffle": True}
+    old |= {"max_async_level": 1, "max_off_policy_steps": 8, "weights": {"a": 1.0}, "advantage": "group_mean"}
     rules = msgspec.msgpack.decode(msgspec.msgpack.encode(old), type=Rules)
-    assert (rules.filters, rules.pools) == (None, None)
     (found,), _ = advantages_of([rollout_of(1.0)], rules, {})
     assert found[0].tolist() == [0.0, 0.0, 0.0]
 
@@ -212,37 +206,27 @@ SIZES = {"hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2, "in
 SHAPE = {"model_type": "llama"} | SIZES
 
 
-def record_of(step: int) -> BatchRecord:
-    rollouts = [
-        Rollout(group=step, env="env", example=0, reward=0.0, samples=[sample.tokens], temperature=sample.temperature)
-        for sample in random_samples(LENGTHS, seed=step)
-    ]
-    return BatchRecord(step, rollouts, [], State(next_batch=step + 1))
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     return str(tmp_path)
 
 
-@pytest.fixture
-def journal(tmp_path: Path) -> Journal:
-    journal = Journal(tmp_path / "journal")
+def test_all_ranks_get_their_share_of_one_reading(tmp_path: Path, model: str) -> None:
+    journal, batches = Journal(tmp_path / "journal"), []
     for step in range(2):
-        journal.append(record_of(step))
-    return Journal(tmp_path / "journal")
-
-
-def test_all_ranks_get_their_share_of_one_reading(journal: Journal, model: str) -> None:
+        samples = random_samples(LENGTHS, seed=step)
+        about = {"group": step, "env": "env", "example": 0, "reward": 0.0}
+        rollouts = [Rollout(**about, samples=[each.tokens], temperature=each.temperature) for each in samples]
+        batches.append(BatchRecord(step, rollouts, [], State(next_batch=step + 1)))
+        journal.append(batches[-1])
     config = RunConfig.model_validate({"seq_len": 48, "model": {"name": model}})
     shares = Shares(journal, config)
     with patch.object(journal, "read", wraps=journal.read) as reading:
         for step, rank in product(range(2), range(3)):
-            alone = DealtBatch(record_of(step), world=3, capacity=48, cost=row_cost(config)).share(rank)
+            alone = DealtBatch(batches[step], world=3, capacity=48, cost=row_cost(config)).share(rank)
             assert encode(shares.of(step, rank=rank, world=3)) == encode(alone)
     assert reading.call_count == 2
-    samples = random_samples(LENGTHS, seed=1)
     found = shares.of(1, rank=0, world=1)
     assert (found.loss_tokens, found.loss_samples) == (num_loss_tokens(samples), num_loss_samples(samples))
     assert sorted(length for row in found.micro_batches for length in row.lengths) == sorted(LENGTHS)
@@ -250,12 +234,11 @@ def test_all_ranks_get_their_share_of_one_reading(journal: Journal, model: str) 
 
 def test_a_first_token_that_was_sampled_counts_no_more_than_it_is_trained_on() -> None:
     """Nothing stands before it that it could be predicted from: an empty prompt."""
-    rows = [sample_of(mask) for mask in ([1, 1, 1], [0, 1], [1])]
-    record = BatchRecord(0, [Rollout(env="env", example=0, reward=0.0, samples=rows, temperature=1.0)], [], State())
-    found = DealtBatch(record, world=1, capacity=16).share(0)
+    rollout = rollout_of(0.0, [1, 1, 1], [0, 1], [1])
+    found = DealtBatch(record_of([rollout]), world=1, capacity=16).share(0)
     places, _ = places_of(found.micro_batches[0])
     assert (found.loss_tokens, found.loss_samples) == (len(places), 2) == (3, 2)
-    assert num_learned([Sample(tokens, 1.0) for tokens in rows]) == [2, 1, 0]
+    assert num_learned([Sample(tokens, 1.0) for tokens in rollout.samples]) == [2, 1, 0]
 
 
 def test_a_row_costs_by_the_sizes_of_the_trained_model_and_has_its_capacity(tmp_path: Path, model: str) -> None:

@@ -102,7 +102,7 @@ def test_what_is_transparent_is_white() -> None:
 def test_bytes_that_are_no_picture_and_files_that_were_changed_are_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="no picture"):
         to_png(b"GIF89a, but not really")
-    for url in ("http://host/a.png", "file:///a.png", "data:text/html;base64,AAAA", "data:image/png;base64,?"):
+    for url in ("http://host/a.png", "data:text/html;base64,AAAA", "data:image/png;base64,?"):
         with pytest.raises(ValueError):  # noqa: PT011
             from_data_uri(url)
     assert from_data_uri("data:image/jpeg;base64," + base64.b64encode(encoded("JPEG")).decode()) == encoded("JPEG")

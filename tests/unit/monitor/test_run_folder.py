@@ -44,22 +44,20 @@ def names_in(folder: Path) -> list[str]:
 # whose files
 
 
-def test_a_run_is_refused_among_files_that_are_no_run(tmp_path: Path) -> None:
+def test_a_run_is_refused_among_files_that_are_no_run_and_not_among_folders_of_other_runs(tmp_path: Path) -> None:
+    for place in ("other", "group/member"):
+        make_run(tmp_path / place)
+    for name in ("gepa/wordle", "env-check/wordle", "mine.submissions/20260102-030405-ab12", "evals/model"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in (".launcher", f"{KEY_FILE}.7"):  # the key of a launcher that was killed
+        (tmp_path / name).touch()
+    assert prepare_folder(run_in(tmp_path)) is None
+    (tmp_path / "thesis.tex").touch()
     (tmp_path / "src").mkdir()
-    (tmp_path / "thesis.tex").write_text("mine")
+    before = names_in(tmp_path)
     with pytest.raises(ConfigError, match=r"holds no run, but src, thesis\.tex - expected an empty folder"):
         prepare_folder(run_in(tmp_path))
-    assert names_in(tmp_path) == ["src", "thesis.tex"]
-
-
-def test_folders_of_other_runs_are_no_obstacle(tmp_path: Path) -> None:
-    for place in ("outputs/other", "outputs/group/member"):
-        make_run(tmp_path / place)
-    for name in (".launcher", f"{KEY_FILE}.7"):  # the key of a launcher that was killed
-        (tmp_path / "outputs" / name).touch()
-    for name in ("gepa/wordle", "env-check/wordle", "mine.submissions/20260102-030405-ab12", "evals/model"):
-        (tmp_path / "outputs" / name).mkdir(parents=True)
-    assert prepare_folder(run_in(tmp_path / "outputs")) is None
+    assert names_in(tmp_path) == before
 
 
 def test_an_earlier_run_is_moved_without_the_files_of_the_user(tmp_path: Path) -> None:
@@ -106,22 +104,18 @@ def test_samples_of_supervised_training_replace_only_samples(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("process", ["launcher", "orchestrator", "trainer"])
-def test_a_launcher_does_not_move_a_run_that_is_alive(process: str, tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path)
-    with hold(paths, process), pytest.raises(ConfigError, match=f"another {process} .process {os.getpid()}."):
-        with hold_folder(paths, leave_s=0.0):
+def test_a_run_that_is_alive_is_not_moved_and_a_second_process_of_a_kind_ends_at_once(process, tmp_path: Path) -> None:
+    paths, words = RunPaths(tmp_path), rf"another {process} \(process {os.getpid()}\) is running in {tmp_path}"
+    with hold(paths, process):
+        with pytest.raises(ConfigError, match=words), hold_folder(paths, leave_s=0.0):
             pass
+        if process != "launcher":
+            start = getattr(import_module(f"trireme.cli.{process}"), process)
+            with pytest.raises(ConfigError, match=words):
+                start(["@", "tests/e2e/scripted.toml", "--output-dir", str(tmp_path)])
+    assert not (tmp_path / "configs").exists()  # the configuration there is the running one's
     with hold_folder(paths), hold(paths, "orchestrator"), hold(paths, "trainer"):
         assert launcher_of(paths) == os.getpid()
-
-
-@pytest.mark.parametrize("program", ["orchestrator", "trainer"])
-def test_a_second_process_of_a_kind_ends_at_once(program: str, tmp_path: Path) -> None:
-    start = getattr(import_module(f"trireme.cli.{program}"), program)
-    words = rf"another {program} \(process {os.getpid()}\) is running in {tmp_path}"
-    with hold(RunPaths(tmp_path), program), pytest.raises(ConfigError, match=words):
-        start(["@", "tests/e2e/scripted.toml", "--output-dir", str(tmp_path)])
-    assert not (tmp_path / "configs").exists()  # the configuration there is the running one's
 
 
 def test_a_batch_in_the_journal_is_never_replaced_and_what_killed_writers_left_is_removed(tmp_path: Path) -> None:

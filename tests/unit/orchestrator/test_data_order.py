@@ -38,17 +38,15 @@ def build_stages(drawn: list[tuple[set[str], int, float | None, int]]) -> tuple[
     return tuple(found)
 
 
-weights = st.sampled_from([0.0, 0.25, 0.5, 1.0])
-pools = st.builds(pools_of, weights, st.sampled_from([0.25, 1.0]), weights, st.sampled_from([0.0, 0.5, 0.75]))
-names = st.sets(st.sampled_from("abc"), min_size=1)
-stages = st.lists(
-    st.tuples(names, st.integers(1, 6), st.sampled_from([None, 0.25, 0.5]), st.integers(1, 4)), max_size=3
-).map(build_stages)
-rules = st.builds(
-    order_rules, st.just({"a": 1.0, "b": 1.0, "c": 0.5}), seed=st.integers(0, 3), shuffle=st.booleans(),
-    pools=st.none() | pools, curriculum=stages,
-)  # fmt: skip
-histories = st.lists(st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), max_size=6), min_size=1, max_size=8)
+one_of = st.sampled_from
+weights = one_of([0.0, 0.25, 0.5, 1.0])
+pools = st.builds(pools_of, weights, one_of([0.25, 1.0]), weights, one_of([0.0, 0.5, 0.75]))
+names = st.sets(one_of("abc"), min_size=1)
+stage = st.tuples(names, st.integers(1, 6), one_of([None, 0.25, 0.5]), st.integers(1, 4))
+curriculum = st.lists(stage, max_size=3).map(build_stages)
+drawn = {"seed": st.integers(0, 3), "shuffle": st.booleans(), "pools": st.none() | pools, "curriculum": curriculum}
+rules = st.builds(order_rules, st.just({"a": 1.0, "b": 1.0, "c": 0.5}), **drawn)
+histories = st.lists(st.lists(one_of([0.0, 0.25, 0.5, 0.75, 1.0]), max_size=6), min_size=1, max_size=8)
 """For each batch the mean rewards of so many groups, taken and ended within it."""
 
 
@@ -99,59 +97,34 @@ class Naive:
                 before = self.means.get(which)
                 self.means[which] = outcome.mean if before is None else memory * before + (1 - memory) * outcome.mean
         curriculum = self.rules.curriculum
-        if not curriculum:
-            return
-        if own := [outcome.mean for outcome in outcomes if outcome.env in curriculum[self.stage].weights]:
+        names = curriculum[self.stage].weights if curriculum else ()
+        if own := [outcome.mean for outcome in outcomes if outcome.env in names]:
             mean = sum(own) / len(own)
             before = mean if math.isnan(self.reward) else self.reward
             self.reward = before + (mean - before) / curriculum[self.stage].smoothing
-        while self.stage + 1 < len(curriculum) and self.begins(curriculum[self.stage + 1], next_step):
+        for later in curriculum[self.stage + 1 :]:
+            # a reward of NaN: not yet
+            begins = self.reward >= later.from_reward if later.from_step is None else next_step >= later.from_step
+            if not begins:
+                break
             self.stage, self.reward = self.stage + 1, math.nan
-
-    def begins(self, stage: Stage, next_step: int) -> bool:
-        if stage.from_step is not None:
-            return next_step >= stage.from_step
-        return self.reward >= stage.from_reward  # NaN: not yet
 
 
 def ended(groups: list[OpenGroup], means: list[float]) -> list[Outcome]:
     return [Outcome(group.id, group.env, group.example, mean) for group, mean in zip(groups, means, strict=True)]
 
 
-def live_through(order: Buffer | Naive, history: list[list[float]], *, first: int = 0):
-    """Yields each group as it is taken, and None where a batch is closed."""
+def take(order: Buffer | Naive, count: int) -> list[OpenGroup]:
+    return [order.take() for _ in range(count)]
+
+
+def live_through(order: Buffer | Naive, history: list[list[float]], *, first: int = 0) -> list[OpenGroup]:
+    groups = []
     for step, means in enumerate(history, start=first):
-        taken = []
-        for _ in means:
-            taken.append(order.take())
-            yield taken[-1]
+        taken = take(order, len(means))
         order.close_batch(ended(taken, means), next_step=step + 1)
-        yield None
-
-
-@given(rules=rules, history=histories)
-def test_any_history_is_the_one_that_its_description_gives(rules: Rules, history: list[list[float]]) -> None:
-    buffer, naive = Buffer(SIZES, rules, State()), Naive(rules)
-    for ours, theirs in zip(live_through(buffer, history), live_through(naive, history), strict=True):
-        assert ours == theirs
-        assert buffer.state()["stage"] == naive.stage
-    found = {
-        (name, int(example)): mean
-        for name, scores in buffer.state()["scores"].items()
-        for example, mean in zip(scores.examples, scores.means, strict=True)
-    }
-    assert found == naive.means
-
-
-@given(rules=rules, history=histories, data=st.data())
-def test_an_order_resumed_after_any_batch_continues_as_if_it_had_not_stopped(rules, history, data) -> None:
-    stop = data.draw(st.integers(0, len(history)))
-    whole, before = Buffer(SIZES, rules, State()), Buffer(SIZES, rules, State())
-    undisturbed = [*live_through(whole, history)]
-    first_part = [*live_through(before, history[:stop])]
-    again = Buffer(SIZES, rules, saved(before))
-    assert [*first_part, *live_through(again, history[stop:], first=stop)] == undisturbed
-    assert encode(saved(again)) == encode(saved(whole))
+        groups += taken
+    return groups
 
 
 def saved(buffer: Buffer, *open_groups: OpenGroup) -> State:
@@ -160,8 +133,21 @@ def saved(buffer: Buffer, *open_groups: OpenGroup) -> State:
     return decode_as(State, encode(state))
 
 
-def take(buffer: Buffer, count: int) -> list[OpenGroup]:
-    return [buffer.take() for _ in range(count)]
+@given(rules=rules, history=histories, data=st.data())
+def test_any_history_stopped_anywhere_is_the_one_that_its_description_gives(rules, history, data) -> None:
+    buffer, naive = Buffer(SIZES, rules, State()), Naive(rules)
+    stop = data.draw(st.integers(0, len(history)))
+    groups = live_through(buffer, history[:stop])
+    buffer = Buffer(SIZES, rules, saved(buffer))
+    assert groups + live_through(buffer, history[stop:], first=stop) == live_through(naive, history)
+    state = buffer.state()
+    assert (state["stage"], state["stage_reward"]) == (naive.stage, None if math.isnan(naive.reward) else naive.reward)
+    found = {
+        (name, int(example)): mean
+        for name, scores in state["scores"].items()
+        for example, mean in zip(scores.examples, scores.means, strict=True)
+    }
+    assert found == naive.means
 
 
 def test_groups_that_were_open_come_first_also_when_it_stops_once_more_among_them() -> None:
@@ -191,21 +177,18 @@ def test_tasks_without_end_come_in_their_order_and_go_on_after_a_stop() -> None:
     assert sorted(set(drawn)) == list(range(max(drawn) + 1)), "none is left out"
 
 
-def test_environments_come_by_their_weights_in_the_long_run() -> None:
-    rules = order_rules({"a": 6.0, "b": 3.0, "c": 1.0, "d": 0.0})
-    counts = Counter(group.env for group in take(Buffer(dict.fromkeys("abcd", 50), rules, State()), 10_000))
-    shares = [counts[name] / 10_000 for name in "abcd"]
-    assert shares == pytest.approx([0.6, 0.3, 0.1, 0.0], abs=0.02)  # four standard deviations
-    names, shares = names_and_shares({"b": 1.0, "a": 3.0})
-    assert (names, list(shares)) == (["a", "b"], [0.75, 0.25])
-    for shares in ([0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.5, 0.0, 0.5], [0.1] * 3 + [0.7, 0.0]):
-        drawn = {environment_of(group, 0, np.array(shares)) for group in range(300)}
-        assert drawn == set(np.flatnonzero(shares).tolist()), "no environment without weight"
+@pytest.mark.parametrize("shares", [[0.6, 0.0, 0.3, 0.1], [0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.1] * 3 + [0.7, 0.0]])
+def test_environments_come_by_their_weights_in_the_long_run(shares: list[float]) -> None:
+    counts = Counter(environment_of(group, 0, np.array(shares)) for group in range(4000))
+    found = [counts[place] / 4000 for place in range(len(shares))]
+    assert found == pytest.approx(shares, abs=0.03)  # four standard deviations
+    assert set(counts) == set(np.flatnonzero(shares)), "no environment without weight"
 
 
 def test_the_order_is_the_one_that_runs_on_disk_have() -> None:
     """Written down in an earlier version: a run that goes on, or is audited, under a later one finds its place."""
-    shares = np.array([2 / 3, 1 / 3])
+    names, shares = names_and_shares({"b": 1.0, "a": 2.0})
+    assert (names, list(shares)) == (["a", "b"], [2 / 3, 1 / 3])
     assert [environment_of(group, 3, shares) for group in range(12)] == [0, 1, 0, 0, 1, 0, 0, 0, 1, 1, 1, 1]
     assert list(example_order(3, 0, 0, 7, True)) == [4, 0, 2, 1, 6, 3, 5]
     assert list(example_order(3, 1, 2, 5, True)) == [3, 1, 0, 4, 2]
@@ -214,12 +197,8 @@ def test_the_order_is_the_one_that_runs_on_disk_have() -> None:
     assert len({tuple(order) for order in orders}) == 4
 
 
-def knowing(means: np.ndarray, rules: Rules) -> Buffer:
-    return Buffer({"a": len(means)}, rules, State(scores={"a": to_scores(means)}))
-
-
-def test_where_all_is_left_out_everything_comes_in_its_order_and_it_is_said_once(caplog) -> None:
-    buffer = knowing(np.ones(5), order_rules(pools=pools_of(easy=0.0)))
+def test_where_all_is_left_out_everything_comes_in_its_order_and_it_is_logged_once(caplog) -> None:
+    buffer = Buffer({"a": 5}, order_rules(pools=pools_of(easy=0.0)), State(scores={"a": to_scores(np.ones(5))}))
     for step in range(1, 4):
         groups = take(buffer, 5)
         assert sorted(group.example for group in groups) == list(range(5))

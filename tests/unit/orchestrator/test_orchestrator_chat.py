@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tiny_tokenizer import CHATML, END, LLAMA_3, MARKED, QWEN_3, write_tokenizer
+from tiny_tokenizer import CHATML, LLAMA_3, MARKED, QWEN_3, write_tokenizer
 from trireme.base.errors import ConfigError
 from trireme.orchestrator.rollout.chat import ChatTokenizer, open_chat_tokenizer
 
@@ -15,18 +15,18 @@ TOOL = {"type": "function", "function": FUNCTION | {"parameters": PARAMETERS}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [2.5, None, "x"]}}}
 QUESTION = {"role": "user", "content": "1 + 2?"}
 CONVERSATIONS = {
-    "one question": [{"role": "user", "content": "Hello!"}],
-    "with a system message": [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "Hi"}],
+    "a system message": [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "Hi"}],
     "several turns": [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "<think>\nwell\n</think>\n\nHello <|im_end|> you"},
         {"role": "user", "content": "Again,\n\n{{ please }} \t"},
     ],
     "tools": [
-        QUESTION, {"role": "assistant", "content": "I add.", "tool_calls": [CALL]},
+        QUESTION,
+        {"role": "assistant", "content": "I add.", "tool_calls": [CALL]},
         {"role": "tool", "content": "3", "tool_call_id": "c1"},
     ],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,32 +39,22 @@ def tokenizers(tmp_path_factory):
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
-@pytest.mark.parametrize("generate", [True, False])
-def test_ids_are_those_of_transformers(tokenizers, template, conversation, generate):
+def test_ids_and_texts_are_those_of_transformers(tokenizers, template, conversation):
     ours, theirs = tokenizers[template]
     messages = CONVERSATIONS[conversation]
     tools = [TOOL] if conversation == "tools" else None
-    text = ours.render(messages, tools=tools, generate=generate)
-    given = {"tools": tools, "add_generation_prompt": generate}
-    assert text == theirs.apply_chat_template(messages, tokenize=False, **given)
-    assert ours.encode(text) == theirs.apply_chat_template(messages, tokenize=True, return_dict=False, **given)
-
-
-def test_ids_become_the_text_that_transformers_makes_of_them(tokenizers):
-    ours, theirs = tokenizers["chatml"]
-    ids = ours.encode("a  b <|im_end|>\n, c.d")
-    assert END in ids
-    for keep in (True, False):
-        text = ours.decode(ids, keep_special=keep)
-        assert text == theirs.decode(ids, skip_special_tokens=not keep)
-        assert ("<|im_end|>" in text) is keep
+    for flag in (True, False):
+        text = ours.render(messages, tools=tools, generate=flag)
+        assert text == theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=flag, tokenize=False)
+        ids = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text) == ids
+        assert ours.decode(ids, keep_special=flag) == theirs.decode(ids, skip_special_tokens=not flag)
 
 
 def test_tool_arguments_may_be_text_and_content_may_be_none(tokenizers):
-    """That is how they come from environments; templates expect objects and text."""
+    """So they come from environments; templates expect objects and text."""
     ours, theirs = tokenizers["qwen-3"]
-    arguments = json.dumps(CALL["function"]["arguments"])
-    written = CALL | {"function": {"name": "add", "arguments": arguments}}
+    written = CALL | {"function": {"name": "add", "arguments": json.dumps(CALL["function"]["arguments"])}}
     as_text = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [written]}]
     as_object = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
     expected = theirs.apply_chat_template(as_object, tools=[TOOL], tokenize=False)
@@ -76,16 +66,14 @@ def test_a_long_prompt_is_not_cut_whatever_the_file_says(tmp_path):
     folder = write_tokenizer(tmp_path)
     file = json.loads((folder / "tokenizer.json").read_text())
     file["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
-    file["padding"] = {
-        "strategy": {"Fixed": 12}, "direction": "Right", "pad_to_multiple_of": None,
-        "pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>",
-    }  # fmt: skip
+    pad = {"pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}
+    file["padding"] = {"strategy": {"Fixed": 12}, "direction": "Right"} | pad
     (folder / "tokenizer.json").write_text(json.dumps(file))
     tokenizer = ChatTokenizer(folder)
     assert [len(tokenizer.encode("x" * length)) for length in (2, 9, 40)] == [2, 9, 40]
 
 
-def test_a_template_in_a_file_of_its_own_comes_first_then_the_default_one_and_what_a_folder_lacks_is_named(tmp_path):
+def test_a_template_in_a_file_comes_first_then_the_default_one_and_what_a_folder_lacks_is_named(tmp_path):
     folder = write_tokenizer(tmp_path, "")
     with pytest.raises(ConfigError, match="has no chat template"):
         open_chat_tokenizer(str(folder))

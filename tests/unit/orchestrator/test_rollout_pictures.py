@@ -1,14 +1,12 @@
 """Pictures in messages: checked and written once, and where their tokens are in a rollout's samples."""
 
 import asyncio
-import base64
-import io
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from tiny_pictures import picture_file
 from tiny_tokenizer import write_seeing_model
@@ -71,31 +69,30 @@ def talk(tmp_path: Path) -> Talk:
         (says(PNG[:45]), "picture"),
         (says(picture_file(900, 4)), "900 x 4"),
         (says(*[PNG] * (MOST_PICTURES + 1)), f"{MOST_PICTURES + 1} pictures"),
+        (says(PNG), r"Set `\[model.vlm\]`"),
     ],
 )
 def test_what_is_no_picture_or_too_many_is_an_error_of_the_rollout(talk: Talk, message: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        talk.read(message)
-    with pytest.raises(ValueError, match=r"Set `\[model.vlm\]`"):
-        asyncio.run(read_messages([message], None))
+        asyncio.run(read_messages([message], None if "model.vlm" in words else talk.shown))
 
 
 def test_a_picture_of_many_rollouts_is_decoded_once_also_after_a_full_disk_and_by_many_threads(talk: Talk) -> None:
     decoded: list[int] = []
 
-    def write(add: Any) -> str:
+    def write(add: Callable[[], str]) -> str:
         decoded.append(1)
         if len(decoded) == 1:
             raise OSError(28, "full")
         return add()
 
-    async def all_at_once() -> list[Messages]:
-        return await asyncio.gather(*(read_messages([says(PNG)], talk.shown) for _ in range(20)))
+    async def read(times: int) -> list[Messages]:
+        return await asyncio.gather(*(read_messages([says(PNG)], shown) for _ in range(times)))
 
-    talk.shown._write = write
+    shown = ConversationPictures(talk.shown.rules, talk.files, write=write)
     with pytest.raises(OSError, match="full"):
-        talk.read(says(PNG))
-    (first, *others) = asyncio.run(all_at_once())
+        asyncio.run(read(1))
+    (first, *others) = asyncio.run(read(20))
     assert len(decoded) == 2
     assert all(each == first for each in others)
     with ThreadPoolExecutor(8) as threads:
@@ -104,23 +101,17 @@ def test_a_picture_of_many_rollouts_is_decoded_once_also_after_a_full_disk_and_b
 
 
 def test_a_conversation_that_shows_more_pictures_stays_one_sample_with_each_at_its_place(talk: Talk) -> None:
-    jpeg = io.BytesIO()
-    Image.new("RGB", (16, 16)).save(jpeg, "JPEG")
-    uri = "data:image/jpeg;base64," + base64.b64encode(jpeg.getvalue()).decode()
     first = talk.read(says("a", PNG, "b"))
     prompt, (one,) = talk.answer(first)
     text = "<|im_start|>user\na<|vision_start|><|image_pad|><|vision_end|>b<|im_end|>\n<|im_start|>assistant\n"
     assert collapse(prompt, [one]) == talk.tokenizer.encode(text)
     assert talk.prompt_ids(first, None, "") == prompt
-    prompt, pictures = talk.answer([*first, OK, *talk.read(says(at(uri), PNG), says("c", "d"))])
+    prompt, pictures = talk.answer([*first, OK, *talk.read(says(picture_file(16, 16), PNG), says("c", "d"))])
     (sample,) = talk.samples()
     assert sample.ids.tolist()[: len(prompt)] == prompt
     assert sample.pictures == list(pictures)
-    assert [(each.rows, each.columns, each.digest == one.digest) for each in pictures] == [
-        (1, 2, True),
-        (2, 2, False),
-        (1, 2, True),
-    ]
+    assert [(each.rows, each.columns) for each in pictures] == [(1, 2), (2, 2), (1, 2)]
+    assert [each.digest == one.digest for each in pictures] == [True, False, True]
     for each in pictures:
         tokens = slice(each.place, each.place + each.num_tokens)
         assert set(zip(sample.ids[tokens], sample.loss_mask[tokens], strict=True)) == {(talk.see, 0)}
