@@ -151,16 +151,12 @@ class Core(FakeEngine):
         self._receiver: Receiver | None = None
         self._background: Future[list[tuple[str, str]]] | None = None
         self._address: tuple[Any, ...] = ()
-        self.asked_log: str | None = None  # file with a line per request for tokens: the same request, the same line
         for name, value in config.inference.args.items():  # its knobs, where vLLM's own arguments stand
             setattr(self, name, value)
 
     def _answer(self, asked: Asked) -> list[int]:
         """A function of the seed, the prompt and every tensor; without a seed random, unless greedy."""
         seed = asked.sampling.get("seed")
-        if self.asked_log is not None:
-            with open(self.asked_log, "a") as file:
-                file.write(f"{hash((seed or 0, *asked.ids))} {'' if seed else self.version}\n")
         if seed is None and asked.sampling.get("temperature", 1.0) > 0:
             seed = random.random()
         rng = random.Random(str((seed, asked.ids, self.fingerprint)))

@@ -1,4 +1,4 @@
-"""An engine that answers nonsense: it costs a rollout or a transfer, never the run."""
+"""An engine that answers nonsense: its answer is read whole or not at all, which costs a rollout, never the run."""
 
 import copy
 import json
@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from fake_engine import digests_of
 from mutations import mutations
 from trireme.orchestrator.engines.responses import BadAnswer, Response, choice_of, prompt_logprobs_of, read_response
-from whole_run import WholeRun, build_config, run
 
 CHOICE = {
     "index": 0, "token_ids": [7, 8, 2], "finish_reason": "stop",
@@ -57,56 +55,18 @@ def is_whole(response: Response, ids: list[int]) -> bool:
 def test_whatever_bytes_and_shapes_an_engine_answers_they_are_whole_or_bad():
     assert prompt_logprobs_of(read_response(ENCODED[1]), [3, 4, 5]) == [-0.5, -0.25]
     rng = random.Random(0)
-    shapes = (json.dumps(changed(rng.choice([ANSWER, PROBED]), rng)).encode() for _ in range(10_000))
+    shapes = (json.dumps(changed(rng.choice([ANSWER, PROBED]), rng)).encode() for _ in range(4_000))
     for answer in BAD:
         with pytest.raises(BadAnswer):
             choice_of(read_response(answer), max_tokens=8)
-    for answers in (mutations(ENCODED, 10_000), shapes):
+    for answers in (mutations(ENCODED, 4_000), shapes):
         outcomes: list[str | bool] = []
         for data in answers:
             try:
                 outcomes.append(is_whole(read_response(data), [3, 4, 5]))
             except BadAnswer as error:
                 outcomes.append(str(error))
-        assert outcomes.count(True) > 100
+        assert outcomes.count(True) > 50
         bad = [outcome for outcome in outcomes if outcome is not True]
-        assert len(bad) > 3_000
+        assert len(bad) > 1_000
         assert all(str(words).startswith("The engine") for words in bad)
-
-
-def test_a_run_whose_engine_answers_nonsense_now_and_then_ends_well(tmp_path):
-    """Two answers in three are changed somewhere; rollouts are tried again, and no batch holds a token that is odd."""
-    rng = random.Random(1)
-    outcome = run(
-        build_config(tmp_path, orchestrator={"max_rollout_attempts": 20}),
-        engine={"mangle": lambda response: response if rng.random() > 2 / 3 else changed(response, rng)},
-    )
-    assert outcome.error is None
-    assert [(record.step, len(record.rollouts)) for record in outcome.records] == [(0, 8), (1, 8), (2, 8)]
-    for sample in [sample for record in outcome.records for rollout in record.rollouts for sample in rollout.samples]:
-        assert (sample.logprobs <= 1e-3).all()
-        assert (sample.ids >= 0).all()
-    reasons = [drop.reason for record in outcome.records for drop in record.dropped]
-    assert len(reasons) > 2
-    assert all("The engine" in reason for reason in reasons)
-
-
-def test_a_report_of_weights_that_makes_no_sense_confirms_nothing_and_the_trainer_sends_again(tmp_path):
-    report = {"digests": {}, "incomplete": []}
-    answers: list[Any] = [{}, *({"results": each} for each in ([], None, [{"digests": None}], [report, report]))]
-    garbage = {"trireme_receive_ahead": answers[:1], "trireme_weight_report": answers[:]}
-
-    async def meanwhile(running: WholeRun) -> None:
-        honest = running.engine._collective_rpc
-
-        async def report(body: dict) -> dict:
-            left = garbage[body["method"]]
-            return left.pop() if left else await honest(body)
-
-        running.engine._collective_rpc = report  # type: ignore[method-assign]
-
-    outcome = run(build_config(tmp_path, max_steps=1), meanwhile=meanwhile)
-    assert outcome.error is None
-    assert list(garbage.values()) == [[], []]
-    assert outcome.trainer.attempt > 4
-    assert outcome.engine.weights == digests_of(1)

@@ -5,20 +5,18 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from rich.console import Console
 
 from answering import answering_http
 from stage import until
+from stage import write_checkpoint as write_manifest
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
-from trireme.journal.manifest import MANIFEST, FileEntry, Manifest, describe_file
 from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.monitor.checkpoint_folders import CheckpointFolders
 from trireme.monitor.logs import failure_lines, startup_phase
@@ -40,14 +38,18 @@ class Stage:
         names = ("inference", "orchestrator", "trainer")
         self.processes = [ProcessState(name, "running", self.config.paths.log(name)) for name in names]
 
-    def plain(self) -> View:
-        view = View(self.config, self.poller, Console(file=self.out), clock=lambda: self.now)
-        self.tick(view)
-        return view
+    def open(self, kind: type[View] = View) -> View:
+        console = Console(file=self.out, force_terminal=kind is LiveView, width=140, height=60)
+        self.view = kind(self.config, self.poller, console, clock=lambda: self.now)
+        return self.view
 
-    def terminal(self) -> LiveView:
-        console = Console(file=self.out, force_terminal=True, width=140, height=60)
-        return LiveView(self.config, self.poller, console, clock=lambda: self.now)
+    def look(self, view: View | None = None, *, after_s: float = 1.0) -> str:
+        """Return what the view, the newest if not given, shows after so long."""
+        self.now += after_s
+        self.out.seek(0)
+        self.out.truncate()
+        (view or self.view).tick(self.processes)
+        return self.out.getvalue()
 
     def report(self, step: int, process: str, time_s: float = 0.0, **metrics: float) -> None:
         with open(self.config.paths.metrics, "a") as file:
@@ -57,13 +59,6 @@ class Stage:
         self.report(step, "orchestrator", **{"reward/mean": reward, "lag/mean": 0.9})
         self.report(step, "trainer", step * pace_s, **NUMBERS, **{"perf/tokens_per_s": 12345.0})
 
-    def tick(self, view: View, *, after_s: float = 1.0, final: bool = False) -> str:
-        self.now += after_s
-        self.out.seek(0)
-        self.out.truncate()
-        view.tick(self.processes, final=final)
-        return self.out.getvalue()
-
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Stage:
@@ -71,98 +66,89 @@ def stage(tmp_path: Path) -> Stage:
 
 
 def test_a_completed_step_and_an_evaluation_are_one_plain_line_each(stage: Stage) -> None:
-    view = stage.plain()
+    stage.open()
+    stage.look()
     stage.train(10, pace_s=0.5)
     stage.train(11, pace_s=0.5, reward=0.534)
-    _, line = stage.tick(view).splitlines()
-    assert line == (
+    assert stage.look().splitlines()[1] == (
         "step    12/200  reward 0.534  loss 0.0123  grad 0.81  entropy 1.25  ratio 1.02  lag 0.9  12.3k tok/s  ETA 1:34"
     )
     stage.report(0, "orchestrator", **{"eval/words/reward": 0.412})
-    assert stage.tick(view) == "eval words 0.412 at version 0\n"
-    assert stage.tick(view) == ""
+    assert [stage.look(), stage.look()] == ["eval words 0.412 at version 0\n", ""]
     waits = tuple(StatusWait("trainer", "batch 1", "orchestrator", waited, text=f"w{waited:.0f}") for waited in (2, 7))
     stage.poller.latest = Status(state="starting", waits=waits)
     stage.train(12)
-    assert "waits: w7" in stage.tick(view)
+    assert "waits: w7" in stage.look()
 
 
 def test_a_warning_is_a_plain_line_once_and_stays_in_the_picture_while_it_lasts(stage: Stage) -> None:
-    view, picture = stage.plain(), stage.terminal()
+    view, picture = stage.open(), stage.open(LiveView)
     stage.train(0)
     stage.report(1, "trainer", skipped_update=1.0)
-    (said,) = [line for line in stage.tick(view).splitlines() if line.startswith("warning")]
+    (said,) = [line for line in stage.look(view).splitlines() if line.startswith("warning")]
     assert said.startswith("warning at step 2, not_finite: skipped_update is 1: the gradient was not finite. ")
-    assert "warning" not in stage.tick(view)
-    assert "warning at step 2, not_finite" in stage.tick(picture)
+    assert "warning" not in stage.look(view)
+    assert "warning at step 2, not_finite" in stage.look(picture)
     for step in range(2, 7):
         stage.report(step, "trainer", skipped_update=0.0)
-    assert "not_finite" not in stage.tick(picture)
+    assert "not_finite" not in stage.look(picture)
     picture.close()
     assert "warning at step 2, not_finite" in summary(view.progress, stage.config, 1.0)
 
 
 def test_each_change_of_state_is_a_line_once(stage: Stage) -> None:
-    first = View(stage.config, stage.poller, Console(file=stage.out), clock=lambda: stage.now)
+    stage.open()
     started = ["run: starting", "inference: running", "orchestrator: running", "trainer: running"]
-    assert stage.tick(first).splitlines() == started
+    assert stage.look().splitlines() == started
     for engine, said in (
         (EngineStatus("http://e", "loading"), ["run: starting -> running", "engine http://e: loading"]),
         (EngineStatus("http://e", "live", 0), ["engine http://e: loading -> live"]),
-        (EngineStatus("http://e", "live", 0), []),
+        (EngineStatus("http://e", "quarantined", 0), []),
     ):
         stage.poller.latest = Status(state="running", engines=(engine,))
-        assert stage.tick(first).splitlines() == said
-    *others, trainer = stage.processes
-    for state, said in (
-        (trainer._replace(state="exit code 1; restarting in 2 s"), "running -> exit code 1; restarting in 2 s"),
-        (trainer._replace(num_restarts=2), "exit code 1; restarting in 2 s -> running, restarted 2x"),
-    ):
-        stage.processes = [*others, state]
-        assert stage.tick(first) == f"trainer: {said}\n"
-    picture = stage.terminal()
-    assert "running, restarted 2x" in stage.tick(picture)
-    picture.close()
+        assert stage.look().splitlines() == said
+    stage.processes[2] = stage.processes[2]._replace(num_restarts=2)
+    assert stage.look() == "trainer: running -> running, restarted 2x\n"
 
 
 def test_silence_is_broken_by_what_is_being_waited_for(stage: Stage) -> None:
-    view = stage.plain()
+    stage.open()
+    stage.look()
     stage.config.paths.log("inference").write_text("INFO Starting to load model m\n")
-    assert stage.tick(view, after_s=9) == ""
-    assert stage.tick(view, after_s=5).startswith("inference: loading the model; ")
-    assert stage.tick(view, after_s=5) == ""
+    assert stage.look(after_s=9) == ""
+    assert stage.look(after_s=5).startswith("inference: loading the model; ")
+    assert stage.look(after_s=5) == ""
     wait = StatusWait("orchestrator", "an engine", "inference", 14.2, note="not up")
     stage.poller.latest = Status(state="starting", waits=(wait,))
-    assert stage.tick(view, after_s=5) == "inference: not up, 14 s …\n"
+    assert stage.look(after_s=5) == "inference: not up, 14 s …\n"
     wait = StatusWait("trainer", "batch 4", "orchestrator", 61, text="trainer waits 61 s for batch 4")
     stage.poller.latest = Status(state="running", waits=(wait,))
-    stage.tick(view)
-    assert stage.tick(view, after_s=59) == ""
-    assert stage.tick(view, after_s=2) == "step 0/200 done, waits: trainer waits 61 s for batch 4\n"
+    stage.look()
+    assert stage.look(after_s=59) == ""
+    assert stage.look(after_s=2) == "step 0/200 done, waits: trainer waits 61 s for batch 4\n"
 
 
 def test_a_resumed_run_does_not_tell_its_history_again(stage: Stage) -> None:
     for step in range(5):
         stage.train(step)
-    view = stage.plain()
-    assert "step" not in stage.out.getvalue()
+    view = stage.open()
+    assert "step" not in stage.look()
     stage.train(3)  # from the checkpoint of step 3 on
-    assert "step     4/200" in stage.tick(view)
+    assert "step     4/200" in stage.look()
     assert "(1 in this session)" in summary(view.progress, stage.config, 1.0)
 
 
 def test_a_number_that_cannot_be_shown_does_not_end_the_run(stage: Stage) -> None:
-    view = stage.plain()
-    with open(stage.config.paths.metrics, "w") as file:
-        file.write('{"step": 0, "process": "trainer", "loss": "much"}\n{"step": 1, "process": "trainer"}\n')
-    for _ in range(2):
-        stage.tick(view)
+    stage.open()
+    for loss in ("much", 0.5):
+        stage.report(0, "trainer", loss=loss)  # type: ignore[arg-type]
+        stage.look()
 
 
 def test_the_live_picture_shows_steps_processes_engines_and_evaluations(stage: Stage) -> None:
     stage.config.paths.log("inference").write_text("(EngineCore pid=1) INFO Loading weights took 3 s\n")
-    view = stage.terminal()
-    assert "loading the model" in stage.tick(view), "before anything else is known"
+    view = stage.open(LiveView)
+    assert "loading the model" in stage.look(), "before anything else is known"
     view.say("[not markup] \x1b[2J a line above the picture")
     assert "[not markup] ␛[2J a line above the picture" in stage.out.getvalue()
     for step in range(12):
@@ -171,7 +157,7 @@ def test_the_live_picture_shows_steps_processes_engines_and_evaluations(stage: S
     wait = StatusWait("trainer", "batch 12", "orchestrator", 3, text="trainer waits 3 s for batch 12")
     engine = EngineStatus("http://127.0.0.1:8000", "live", 12)
     stage.poller.latest = Status(state="running", version=12, in_flight=64, waits=(wait,), engines=(engine,))
-    picture = stage.tick(view)
+    picture = stage.look()
     view.close()
     parts = ["demo", "step 12/200", "ETA 3:08", "inference", "64 in flight", "trainer waits 3 s for batch 12", "live"]
     parts += ["version 12  http://127.0.0.1:8000", "0.550", "0.0123", "12.3k", "3.0e-07", "1.250", "▁", "█"]
@@ -180,18 +166,16 @@ def test_the_live_picture_shows_steps_processes_engines_and_evaluations(stage: S
 
 
 def test_the_summary_tells_what_was_learned_and_where_it_lies(stage: Stage) -> None:
-    progress = Progress(stage.config.max_steps)
-    progress.begin_session()
     for step in range(200):
-        progress.add([{"step": step, "process": "orchestrator", "reward/mean": step / 200, "time_s": 0}])
-        progress.add([{"step": step, "process": "trainer", "time_s": 0}])
+        stage.train(step, reward=step / 200)
     for version, reward in ((0, 0.412), (200, 0.893)):
-        progress.add([{"step": version, "process": "orchestrator", "eval/reverse-text/reward": reward}])
+        stage.report(version, "orchestrator", **{"eval/reverse-text/reward": reward})
     for folder in ("weights/step_100", "weights/step_200", "checkpoints"):
         (stage.config.paths.root / folder).mkdir(parents=True)
+    progress = stage.open().progress
     text = summary(progress, stage.config, 312, {"inference": 1, "orchestrator": 0, "trainer": 2})
     for part in (
-        "200 of 200 steps in 5:12",
+        "200 of 200 steps (0 in this session) in 5:12",
         "reward 0.010 -> 0.985",
         "held-out reverse-text: 0.412 -> 0.893",
         f"weights      {stage.config.paths.weights / 'step_200'}",
@@ -206,19 +190,19 @@ def test_the_summary_tells_what_was_learned_and_where_it_lies(stage: Stage) -> N
 def test_steps_that_a_run_has_left_by_going_back_are_not_shown() -> None:
     progress = Progress(9)
 
-    def sample(step: int) -> None:
-        progress.add([{"step": step, "process": "orchestrator", "reward/mean": step / 10, "time_s": 0}])
+    def report(step: int, process: str, **row: float) -> None:
+        progress.add([{"step": step, "process": process, "time_s": 0} | row])
 
     def train(step: int) -> None:
-        sample(step)
-        progress.add([{"step": step, "process": "orchestrator", "eval/words/reward": step / 10}])
-        progress.add([{"step": step, "process": "trainer", "loss": 0.1, "time_s": 0}])
+        report(step, "orchestrator", **{"reward/mean": step / 10})
+        report(step, "orchestrator", **{"eval/words/reward": step / 10})
+        report(step, "trainer", loss=0.1)
 
     for step in range(5):
         train(step)
     progress.begin_session()
     train(2)
-    sample(3)
+    report(3, "orchestrator", **{"reward/mean": 0.3})
     assert (progress.num_done, progress.recent(9), progress.take_completed()) == (3, [0, 1, 2], [2])
     assert progress.rewards() == [0.0, 0.1, 0.2, 0.3], "a batch of the new course is there already"
     assert [each.version for each in progress.evaluations()] == [0, 1, 2]
@@ -243,9 +227,7 @@ def test_the_last_words_are_the_cause_and_not_the_symptom(tmp_path: Path) -> Non
     assert (startup_phase(log, start), failure_lines(log, start)) == ("starting", [])
 
 
-def test_status_is_taken_when_it_can_be_had_and_missing_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_is_taken_when_it_can_be_had_and_missing_otherwise(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("trireme.monitor.view.POLL_S", 0.01)
     answers = [b'{"state": "running", "waits": [{"who": "trainer", "waited_s": 3}], "new": 1}']
     said = Status(state="running", waits=(StatusWait(who="trainer", waited_s=3),))
@@ -261,24 +243,20 @@ def test_status_is_taken_when_it_can_be_had_and_missing_otherwise(
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 def test_tmux_panes_follow_logs_that_do_not_exist_yet(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TMUX"} | {"TMUX_TMPDIR": str(tmp_path)}
-    run = tmp_path / "a run"
+    logs = tmp_path / "a run" / "logs"
 
     def said(*command: str) -> str:
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20, check=True).stdout
 
-    def shows(pane: str, words: str) -> Callable[[], bool]:
-        return lambda: words in said("tmux", "capture-pane", "-p", "-t", pane)
-
-    said(str(REPOSITORY / "scripts" / "tmux.sh"), str(run), "test")
+    said(str(REPOSITORY / "scripts" / "tmux.sh"), str(logs.parent), "test")
     try:
         lines = said("tmux", "list-panes", "-t", "test", "-F", "#{pane_title} #{pane_id}").splitlines()
         panes = dict(line.split() for line in lines)
         assert set(panes) == {"trainer", "orchestrator", "inference"}
-        (run / "logs").mkdir(parents=True)
-        for name in panes:
-            (run / "logs" / f"{name}.stdout").write_text(f"hello from {name}\n")
+        logs.mkdir(parents=True)
         for name, pane in panes.items():
-            until(shows(pane, f"hello from {name}"))
+            (logs / f"{name}.stdout").write_text(f"hello from {name}\n")
+            until(lambda pane=pane, name=name: f"hello from {name}" in said("tmux", "capture-pane", "-p", "-t", pane))
     finally:
         said("tmux", "kill-server")
 
@@ -297,26 +275,27 @@ VF_NUMBERS = {"loss": 0.23412, "lr": 1e-05, "policy/entropy": 2.341, "importance
 class VfRlStage(Stage):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, **VF_RL)
-        console = Console(file=self.out, width=140)
-        self.view = VfRlView(self.config, self.poller, console, clock=lambda: self.now)
+        self.open(VfRlView)
 
-    def look(self) -> str:
-        return self.tick(self.view)
-
-    def train(self, step: int, **more: float) -> None:
+    def step(self, step: int, **more: float) -> None:
         self.report(step, "orchestrator", **{"reward/mean": 0.45} | more)
         self.report(step, "trainer", **VF_NUMBERS)
 
     def sample(self, step: int) -> None:
-        self.train(step)
+        self.step(step)
         prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 'Reverse: "hello"'}]
         said: dict[str, Any] = {"prompt": prompt, "completion": [{"role": "assistant", "content": "olleh"}]}
-        facts: dict[str, Any] = {"group": 0, "place": 0, "attempt": 0, "env": "e", "example": 0, "temperature": 1.0}
-        rollout = Rollout(**facts, **said, reward=1.0, samples=[])
-        folder = self.config.paths.journal
-        folder.mkdir(exist_ok=True)
+        rollout = Rollout(env="e", example=0, temperature=1.0, reward=1.0, samples=[], **said)
         state = State(sizes={"e": 200})
-        Journal(folder).append(BatchRecord(step=step, rollouts=[rollout], dropped=[], state=state))
+        Journal(self.config.paths.journal).append(BatchRecord(step=step, rollouts=[rollout], dropped=[], state=state))
+
+    def write_checkpoint(self, step: int, *, is_whole: bool = True) -> Path:
+        weights = self.config.paths.weights / f"step_{step}"
+        weights.mkdir(parents=True)
+        (weights / "adapter_model.safetensors").write_bytes(b"weights")
+        if is_whole:
+            write_manifest(self.config.paths, step)
+        return weights
 
 
 @pytest.fixture
@@ -345,7 +324,7 @@ def test_a_step_is_a_row_of_the_trainer_and_a_line_with_a_sample_at_every_fifth(
         "{'loss': 0.2341, 'learning_rate': 1e-05, 'epoch': 0.01}",
         "Step 1/100: reward=0.45, entropy=2.34, importance_ratio=1.02",
     ]
-    vf_rl.train(1, **{"eval/e/reward": 0.12345})
+    vf_rl.step(1, **{"eval/e/reward": 0.12345})
     assert "{'eval_reward': 0.1235, 'step': 1} (e)" in vf_rl.look()
     for step in range(1, 5):
         vf_rl.sample(step)
@@ -353,22 +332,10 @@ def test_a_step_is_a_row_of_the_trainer_and_a_line_with_a_sample_at_every_fifth(
     assert vf_rl.look().splitlines()[-4:] == sample
 
 
-def write_checkpoint(vf_rl: VfRlStage, step: int) -> Path:
-    paths = vf_rl.config.paths
-    weights, checkpoint = paths.weights / f"step_{step}", paths.checkpoints / f"step_{step}"
-    for folder in (weights, checkpoint):
-        folder.mkdir(parents=True, exist_ok=True)
-    (weights / "adapter_model.safetensors").write_bytes(b"weights")
-    (checkpoint / "rank_0.safetensors").write_bytes(b"weights")
-    files: dict[str, FileEntry] = {"rank_0.safetensors": describe_file(checkpoint / "rank_0.safetensors")}
-    (checkpoint / MANIFEST).write_bytes(msgspec.json.encode(Manifest(step, 1, 0.0, files)))
-    return weights
-
-
 def test_a_checkpoint_folder_holds_what_its_users_look_for_and_takes_no_room(vf_rl):
     for step in range(60):
-        vf_rl.train(step)
-    weights = write_checkpoint(vf_rl, 50)
+        vf_rl.step(step)
+    weights = vf_rl.write_checkpoint(50)
     vf_rl.config.paths.log("trainer").write_text("hello\n")
     folder, runs = (vf_rl.config.paths.root / name for name in ("checkpoint-50", "runs"))
     assert f"Saved {folder}" in vf_rl.look()
@@ -383,28 +350,19 @@ def test_a_checkpoint_folder_holds_what_its_users_look_for_and_takes_no_room(vf_
 
 
 @pytest.mark.parametrize(("keep_last", "left"), [(1, {"60", "mine"}), (None, {"50", "60", "mine"})])
-def test_a_whole_checkpoint_gets_a_folder_once_which_goes_with_it_unless_all_are_kept(keep_last, left, vf_rl):
-    root = vf_rl.config.paths.root
+def test_a_whole_checkpoint_gets_a_folder_once_which_goes_with_it_unless_all_are_kept(
+    keep_last, left, vf_rl, monkeypatch
+):
+    root, checkpoints = vf_rl.config.paths.root, vf_rl.config.paths.checkpoints
     (root / "checkpoint-mine").mkdir()  # not one of ours
     folders = CheckpointFolders(updated(vf_rl.config, {"trainer.ckpt.keep_last": keep_last}))
     for step in (50, 60, 70):
-        write_checkpoint(vf_rl, step)
-    (vf_rl.config.paths.checkpoints / "step_70" / "rank_0.safetensors").unlink()
+        vf_rl.write_checkpoint(step, is_whole=step < 70)
     assert [folders.write_due(), folders.write_due()] == [[50, 60], []]
-    shutil.rmtree(vf_rl.config.paths.checkpoints / "step_50")
-    folders.write_due()
-    assert {folder.name.partition("-")[2] for folder in root.glob("checkpoint-*")} == left
-
-
-def test_the_removal_of_a_checkpoints_folder_is_completed_after_a_kill(vf_rl, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = vf_rl.config.paths.root
-    folders = CheckpointFolders(updated(vf_rl.config, {"trainer.ckpt.keep_last": 1}))
-    write_checkpoint(vf_rl, 50)
-    folders.write_due()
-    shutil.rmtree(vf_rl.config.paths.checkpoints / "step_50")
-    with monkeypatch.context() as patch:
+    shutil.rmtree(checkpoints / "step_50")
+    with monkeypatch.context() as patch:  # as killed in the midst of a removal
         patch.setattr(shutil, "rmtree", lambda folder, **_: (folder / "trainer_state.json").unlink(missing_ok=True))
         folders.write_due()
-    assert not (root / "checkpoint-50").exists()
+        assert {folder.name.partition("-")[2] for folder in root.glob("checkpoint-*")} == left
     folders.write_due()
     assert not list(root.glob(".checkpoint-*"))

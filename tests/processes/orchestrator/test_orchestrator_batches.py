@@ -1,9 +1,8 @@
 """Which rollouts a batch is made of: whole runs of the orchestrator between a fake engine and a fake trainer."""
 
 import asyncio
+import itertools
 import shutil
-from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,20 +11,16 @@ import numpy as np
 import pytest
 
 from fake_engine import PATIENCE_S, Asked, answer_at_random
-from tiny_tokenizer import LLAMA_3, write_tokenizer
 from trireme.base.errors import FINAL_EXIT_CODES
 from trireme.base.waiting import Waits
 from trireme.config.files import write_run
 from trireme.config.run import RunConfig
-from trireme.journal.rank_shares import DealtBatch
-from trireme.journal.records import BatchRecord
-from trireme.journal.versions import Versions
+from trireme.journal.records import BatchRecord, OpenGroup
 from trireme.monitor.metrics import read_metrics
 from trireme.orchestrator.evaluation.results import read_eval_results, results_path
 from trireme.orchestrator.scheduler import Scheduler
-from trireme.orchestrator.weights.policy import Policy
 from trireme.tools.audit.audit import audit_run
-from whole_run import WholeRun, block_until, build_config, entries, run
+from whole_run import WholeRun, build_config, entries, run
 
 REWARD = """
 import os
@@ -44,17 +39,8 @@ def reward(completion, answer):
     """
 EVEN_ONES_SAY_NOTHING = REWARD + "return usual if answer % 2 else 0.5"
 EVEN_ONES_FAIL = REWARD + "return usual if answer % 2 else 1 / 0"
-ALL_ALIKE = REWARD + "return 0.5"
 ALL_FAIL = REWARD + "return float(wings_of_the_bird)"
 DIES_ONCE = REWARD + "return usual if calls != 3 or died.exists() else died.touch() or os._exit(1)"
-SYSTEM_MESSAGE_LAST = """
-def dataset():
-    return [{"prompt": [{"role": "user", "content": "hi"}, {"role": "system", "content": "be brief"}]}] * 8
-
-def reward(completion):
-    return 1.0
-"""
-FILTERED = {"buffer": {"online_difficulty_filtering": True}}
 
 
 def versions_in(record: BatchRecord) -> np.ndarray:
@@ -85,7 +71,7 @@ def whole_batches_of(outcome: WholeRun, *, reasons: tuple[str, ...]) -> list[Bat
     return records
 
 
-def test_in_a_synchronous_run_batch_n_is_sampled_by_version_n_once_that_is_live(tmp_path):
+def test_a_batch_of_a_synchronous_run_is_sampled_by_its_version_alone_once_that_is_live(tmp_path):
     live_at_request = []
 
     async def meanwhile(running):
@@ -94,41 +80,17 @@ def test_in_a_synchronous_run_batch_n_is_sampled_by_version_n_once_that_is_live(
 
         running.engine.delay = note
 
-    outcome = run(build_config(tmp_path, max_async_level=0, max_steps=4), engine={"probe_s": 0.05}, meanwhile=meanwhile)
-    assert outcome.error is None
-    assert [set(versions_in(record)) for record in outcome.records] == [{0}, {1}, {2}, {3}]
-    assert live_at_request == [(n, n) for n in range(4) for _ in range(8)]
+    def sample_one_turn_of_the_second_batch_with_the_version_before(response):
+        if response["request_id"] == "8":
+            response["choices"][0]["weight_versions"][0]["version"] = "0"
+        return response
 
-
-def test_generation_runs_ahead_by_as_many_versions_as_allowed_and_no_further(tmp_path):
-    level = 2
-
-    def wait_for_all_that_version_0_may_generate(version):
-        if version == 0:
-            block_until((config.paths.journal / f"batch_{level:06d}.msgpack").exists, "batches")
-
-    config = build_config(tmp_path, max_async_level=level, max_steps=5, orchestrator={"max_off_policy_steps": level})
-    outcome = run(config, trainer={"before_step": wait_for_all_that_version_0_may_generate})
-    assert outcome.error is None
-    assert lags_of(outcome)[: level + 1] == list(range(level + 1))
-    assert max(lags_of(outcome)) == level
-    assert all((versions_in(record) <= record.step).all() for record in outcome.records)
-
-
-@pytest.mark.parametrize(("level", "factor", "groups"), [(0, 3.0, 2), (1, 1.5, 6), (2, 1.0, 6)])
-def test_so_many_groups_are_under_way_at_once(tmp_path, level, factor, groups):
-    release = asyncio.Event()
-
-    async def meanwhile(running):
-        await running.until(lambda: len(running.engine.requests) >= groups * 4, "as many requests as promised")
-        await asyncio.sleep(0.05)
-        under_way = running.orchestrator.scheduler.num_under_way, len(running.engine.requests)
-        release.set()
-        return under_way
-
-    config = build_config(tmp_path, max_async_level=level, orchestrator={"oversampling_factor": factor})
-    held = {"delay": lambda asked: release.wait()}
-    assert run(config, engine=held, meanwhile=meanwhile, stop_after_meanwhile=True).found == (groups, groups * 4)
+    engine = {"mangle": sample_one_turn_of_the_second_batch_with_the_version_before, "probe_s": 0.05}
+    outcome = run(build_config(tmp_path, max_async_level=0), engine=engine, meanwhile=meanwhile)
+    records = whole_batches_of(outcome, reasons=("stale: version 0 sampled a part of it",))
+    assert [len(record.dropped) for record in records] == [0, 4, 0]
+    assert [set(versions_in(record)) for record in records] == [{0}, {1}, {2}]
+    assert live_at_request == [(0, 0)] * 8 + [(1, 1)] * 12 + [(2, 2)] * 8
 
 
 def test_a_stale_group_never_reaches_a_batch(tmp_path):
@@ -147,19 +109,6 @@ def test_a_stale_group_never_reaches_a_batch(tmp_path):
     assert max(lags_of(outcome)) <= 1
 
 
-def test_a_batch_of_a_synchronous_run_holds_no_token_of_an_earlier_version(tmp_path):
-    def sample_one_turn_with_the_version_before(response):
-        if response["request_id"] == "8":
-            response["choices"][0]["weight_versions"][0]["version"] = "0"
-        return response
-
-    config = build_config(tmp_path, max_async_level=0)
-    outcome = run(config, engine={"mangle": sample_one_turn_with_the_version_before})
-    records = whole_batches_of(outcome, reasons=("stale: version 0 sampled a part of it",))
-    assert sum(len(record.dropped) for record in records) == 4
-    assert max(lags_of(outcome)) == 0
-
-
 def test_a_group_that_fails_is_dropped_and_replaced(tmp_path):
     """A reward that raises costs that rollout only; one that raises each time costs its group."""
 
@@ -176,34 +125,19 @@ def test_a_group_that_fails_is_dropped_and_replaced(tmp_path):
     assert dropped <= told <= outcome.orchestrator.scheduler.num_failures
 
 
-def test_that_nothing_ever_has_signal_is_said_again_and_again(tmp_path, caplog):
-    """It may change (another example, another version), so it does not end the run; but nobody must wonder."""
-
-    async def meanwhile(running):
-        await running.until(lambda: "groups were dropped before it is full" in caplog.text, "a warning")
-        said = lambda: [str(wait) for wait in running.orchestrator.waits.now() if "rollouts" in wait.what]  # noqa: E731
-        await running.until(lambda: "dropped meanwhile: no signal: " in " ".join(said()), "a wait that tells it")
-        return True
-
-    config = build_config(tmp_path, ALL_ALIKE, orchestrator=FILTERED)
-    assert run(config, meanwhile=meanwhile, stop_after_meanwhile=True).found
-
-
 @pytest.mark.parametrize(
     ("code", "words"),
     [
         (ALL_FAIL, ["All of the first ", "Traceback (most recent", "NameError: name 'wings_of_the_bird' is not"]),
-        (ALL_ALIKE.replace('f"say {i}"', '"x" * 300'), ["the model takes 256"]),
-        (SYSTEM_MESSAGE_LAST, ["The chat template refuses this conversation: Only one system message"]),
         (EVEN_ONES_SAY_NOTHING, ["NameError: name 'wings' is not defined"]),
     ],
+    ids=["rewards", "advantages"],
 )
 def test_when_no_batch_can_become_full_the_run_ends_with_the_words_of_what_fails(tmp_path, code, words):
     own = tmp_path / "mine.py"
     own.write_text("def best(groups):\n    return [wings for g in groups]\n")
     advantage = {"advantage": {"type": "custom", "path": f"{own}:best"}}
-    model = {"name": str(write_tokenizer(tmp_path / "llama", LLAMA_3))}
-    outcome = run(build_config(tmp_path, code, model=model, orchestrator=advantage))
+    outcome = run(build_config(tmp_path, code, orchestrator=advantage))
     assert [word for word in words if word not in str(outcome.error)] == []
     assert outcome.error.exit_code in FINAL_EXIT_CODES  # a restart would fail in the same way
     assert outcome.records == []
@@ -215,14 +149,43 @@ def test_a_rollout_that_is_issued_again_because_its_worker_died_is_trained_on_on
     assert {len(rollout.samples) for record in records for rollout in record.rollouts} == {1}
 
 
+# without engines and environments
+
+
+async def wait_forever(*_: Any, **__: Any) -> None:
+    await asyncio.Event().wait()
+
+
+def scheduler_of(config: RunConfig) -> Scheduler:
+    """A scheduler whose policy stays at version 0, and whose rollouts never end."""
+    numbers = itertools.count()
+    buffer = SimpleNamespace(take=lambda: OpenGroup(next(numbers), "say", 0))
+    policy = SimpleNamespace(offered=0, offered_after=wait_forever)
+    runner = SimpleNamespace(first_attempt=lambda *_: 0, run=wait_forever)
+    return Scheduler(config, {"say": None}, buffer, policy, runner, Waits("orchestrator"), next_batch=0)
+
+
+@pytest.mark.parametrize(("level", "factor", "groups"), [(0, 3.0, 2), (1, 1.5, 6), (2, 1.0, 6), (3, 1.0, 6)])
+def test_generation_runs_ahead_by_as_many_versions_as_allowed_and_no_further(tmp_path, level, factor, groups):
+    """A batch has two groups, and the run three batches."""
+
+    async def main():
+        scheduler = scheduler_of(config)
+        running = asyncio.create_task(scheduler.run())
+        await asyncio.sleep(0.05)
+        running.cancel()
+        return scheduler.num_under_way
+
+    config = build_config(tmp_path, max_async_level=level, orchestrator={"oversampling_factor": factor})
+    assert asyncio.run(main()) == groups
+
+
 @pytest.mark.parametrize("turns", range(4))
 def test_a_run_that_must_end_ends_also_when_a_group_arrives_at_that_instant(tmp_path, turns):
     """So many turns of the event loop lie between the arrival and the cancellation."""
 
     async def main():
-        waits = Waits("orchestrator")
-        policy = Policy(SimpleNamespace(), waits, Versions(config.paths.journal))
-        scheduler = Scheduler(config, {}, None, policy, None, waits, next_batch=0)
+        scheduler = scheduler_of(config)
         waiting = asyncio.create_task(scheduler.next_group())
         await asyncio.sleep(0.01)
         scheduler._arrived.set()
@@ -235,31 +198,6 @@ def test_a_run_that_must_end_ends_also_when_a_group_arrives_at_that_instant(tmp_
 
     config = build_config(tmp_path)
     assert asyncio.run(main())
-
-
-def test_every_sample_of_a_batch_reaches_exactly_one_rank_with_its_reward_minus_its_groups_mean(tmp_path):
-    async def meanwhile(running):
-        await running.until(lambda: running.orchestrator.scheduler.next_batch > 0, "a batch")
-        return await running.ask(lambda asker: [asker.get_batch(0, rank=rank, world=3) for rank in range(3)])
-
-    config = build_config(tmp_path, max_steps=2, seq_len=64)
-    outcome = run(config, trainer={"until": 1}, meanwhile=meanwhile, stop_after_meanwhile=True)
-    assert len({len(reply.micro_batches) for reply in outcome.found}) == 1
-    sent = Counter()
-    for row in (row for reply in outcome.found for row in reply.micro_batches):
-        for begin, end in pairwise(np.cumsum([0, *row.lengths])):
-            sent[row.tokens.ids[begin:end].tobytes(), row.tokens.advantages[begin:end].tobytes()] += 1
-    del sent[np.zeros(1, dtype="int32").tobytes(), np.zeros(1, dtype="float32").tobytes()]  # keeps ranks in step
-    rollouts = outcome.records[0].rollouts
-    samples = [sample for rollout in rollouts for sample in rollout.samples]
-    assert sent == Counter((sample.ids.tobytes(), sample.advantages.tobytes()) for sample in samples)
-    assert [reply.loss_tokens for reply in outcome.found] == [sum(int(s.loss_mask.sum()) for s in samples)] * 3
-    assert len({rollout.group for rollout in rollouts}) == 2
-    for rollout in rollouts:
-        mean = np.mean([other.reward for other in rollouts if other.group == rollout.group])
-        (sample,) = rollout.samples
-        expected = np.where(sample.loss_mask == 1, rollout.reward - mean, 0.0)
-        np.testing.assert_allclose(sample.advantages, expected, atol=1e-6)
 
 
 def test_a_model_turn_may_take_as_long_as_its_rollout_may_and_one_that_takes_longer_ends_that_alone(tmp_path):
@@ -336,12 +274,6 @@ def test_a_run_that_goes_by_everything_at_once_and_stopped_in_the_midst_is_what_
     assert {rollout.env for rollout in records[0].rollouts} == {"say"}
     assert "say" in records[-1].state.scores.keys() & records[-1].state.baselines.keys()
     assert any(rollout.masked for record in records for rollout in record.rollouts)
-    for record in records:  # those that are masked are in the journal, and in no row
-        trained = [rollout for rollout in record.rollouts if rollout.masked is None]
-        reply = DealtBatch(record, world=1, capacity=256).share(0)
-        tokens = sum(int(sample.loss_mask.sum()) for rollout in trained for sample in rollout.samples)
-        assert sum(int(row.tokens.loss_mask.sum()) for row in reply.micro_batches) == tokens
-        assert (reply.loss_tokens, reply.num_rollouts) == (max(1, tokens), 8)
     if config.synchronous:
         whole = curated_config(tmp_path / "whole", level, **EVERYTHING)
         assert run(whole, engine=RAMBLING).error is None
@@ -351,25 +283,31 @@ def test_a_run_that_goes_by_everything_at_once_and_stopped_in_the_midst_is_what_
 # examples that break what reads them cost those rollouts: the run, and its evaluation, go on
 
 ODD = """
-    ODD = [dict(role=0, content="say 25"), "say odd"]
+    ODD = [dict(role=0, content="say 25"), "say odd", "say no", "x" * 300]
 
     def dataset(split="train"):
-        return [{"prompt": prompt, "answer": ""} for prompt in (*ODD, "say 2", "say 3")]
+        return [{"prompt": prompt, "answer": ""} for prompt in (*ODD, "say 4", "say 5")]
 
     def reward(completion, answer):
         return 1.0
 """
-TEMPLATE = "{% for m in messages %}{{ m.role if m.content != 'say odd' else 1 + m.role }}: {{ m.content }}{% endfor %}"
+TEMPLATE = """{% for m in messages %}
+{% if m.content == 'say no' %}{{ raise_exception('not so') }}{% endif %}
+{{ m.role if m.content != 'say odd' else 1 + m.role }}: {{ m.content }}
+{% endfor %}"""
 
 
 def test_an_example_that_no_template_can_render_costs_its_own_rollouts(tmp_path):
-    config = build_config(tmp_path, ODD, orchestrator={"eval": {"num_examples": 4}})
+    config = build_config(tmp_path, ODD, orchestrator={"eval": {"num_examples": 6}})
     (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
     outcome = run(config)
     assert outcome.error is None
     assert len(outcome.records) == 3
-    assert {rollout.example for record in outcome.records for rollout in record.rollouts} == {2, 3}
-    assert {drop.example for record in outcome.records for drop in record.dropped} == {0, 1}
+    assert {rollout.example for record in outcome.records for rollout in record.rollouts} == {4, 5}
+    reasons = {drop.example: drop.reason for record in outcome.records for drop in record.dropped}
+    assert reasons.keys() == {0, 1, 2, 3}
+    assert "The chat template refuses this conversation: not so" in reasons[2]
+    assert "the model takes 256" in reasons[3]
     answers = read_eval_results(results_path(config.paths, 0, "say"))
-    assert {answer.example for answer in answers if answer.error is not None} == {0, 1}
-    assert len(answers) == 4
+    assert {answer.example for answer in answers if answer.error is not None} == {0, 1, 2, 3}
+    assert len(answers) == 6

@@ -20,6 +20,7 @@ from trireme.orchestrator.evaluation.results import (
     EvalResult,
     evaluation_metrics,
     read_eval_results,
+    results_path,
     write_eval_results,
 )
 from trireme.orchestrator.loop import restore_metrics
@@ -54,50 +55,52 @@ def is_evaluation(asked) -> bool:
     return asked.sampling["temperature"] == 0.0
 
 
-def test_due_versions_are_evaluated_on_held_out_examples_only_and_stay_live_meanwhile(tmp_path):
-    seen = []
+def test_due_versions_are_evaluated_on_held_out_examples_only_and_stay_live_while_training_groups_finish(tmp_path):
+    """An evaluation, which could fill every place of the engine, gets no answer before two batches are full."""
+    seen, two_batches = [], asyncio.Event()
 
     async def meanwhile(running):
         async def slow_evaluation(asked):
             if is_evaluation(asked):
+                await two_batches.wait()
                 await asyncio.sleep(0.02)
                 seen.append((asked.version, running.orchestrator.policy.version, running.engine.version))
 
         running.engine.delay = slow_evaluation
+        await running.until(lambda: running.orchestrator.scheduler.next_batch == 2, "two batches beside an evaluation")
+        waiting = running.orchestrator.policy.version, sum(map(is_evaluation, running.engine.requests))
+        two_batches.set()
+        return waiting
 
-    every_other = {"eval": {"interval": 2, "rollouts_per_example": 2, "num_examples": 4}}
-    config = build_config(tmp_path, WITH_HELD_OUT, max_steps=5, orchestrator=every_other)
+    every_other = {"eval": {"interval": 2, "rollouts_per_example": 2, "num_examples": 2}, "max_concurrent": 8}
+    config = build_config(tmp_path, WITH_HELD_OUT, orchestrator=every_other)
     outcome = run(config, meanwhile=meanwhile)
+    assert outcome.found == (0, 2)  # a quarter of eight places, all the while
     assert outcome.error is None
-    assert evaluated(config) == ["step_0", "step_2", "step_4", "step_5"]
-    assert seen == [(version,) * 3 for version in (0, 2, 4, 5) for _ in range(8)]
+    assert evaluated(config) == ["step_0", "step_2", "step_3"]
+    assert seen == [(version,) * 3 for version in (0, 2, 3) for _ in range(4)]
     rows = eval_rows(config)
-    assert sorted(rows) == [0, 2, 4, 5]
+    assert sorted(rows) == [0, 2, 3]
     for version in rows:
         answers = lines(config, version)
-        assert sorted(answer["example_id"] for answer in answers) == [0, 0, 1, 1, 2, 2, 3, 3]
-        assert all(answer["prompt"][0]["content"] == f"held out {answer['example_id']}" for answer in answers)
+        assert [(answer["example_id"], answer["prompt"][0]["content"]) for answer in answers] == [
+            (example, f"held out {example}") for example in (0, 0, 1, 1)
+        ]
         assert rows[version]["eval/say/reward"] == np.mean([answer["reward"] for answer in answers])
     trained = [rollout.prompt[0]["content"] for record in outcome.records for rollout in record.rollouts]
     assert all(prompt.startswith("say") for prompt in trained)
 
 
-@pytest.mark.parametrize(
-    ("evaluation", "due"),
-    [
-        ({}, [0, 6]),
-        ({"interval": 3}, [0, 3, 6]),
-        ({"interval": 4, "eval_base": False}, [4, 6]),
-        ({"eval_base": False}, [6]),
-        (None, []),
-    ],
-)
+DUE = [({}, [0, 6]), ({"interval": 3}, [0, 3, 6]), ({"interval": 4, "eval_base": False}, [4, 6]), (None, [])]
+
+
+@pytest.mark.parametrize(("evaluation", "due"), DUE)
 def test_so_many_versions_are_due(tmp_path, evaluation, due):
     """Where nothing is evaluated, results of a version are those of the command `eval`."""
     expected = []
     policy = SimpleNamespace(expect_evaluations=expected.extend)
     config = build_config(tmp_path, max_steps=6, orchestrator={} if evaluation is None else {"eval": evaluation})
-    path = config.paths.evals / "step_1" / "say.jsonl"
+    path = results_path(config.paths, 1, "say")
     path.parent.mkdir(parents=True)
     path.touch()
     evaluator = Evaluator(config, {"say": None}, policy, None, None, None)
@@ -105,37 +108,17 @@ def test_so_many_versions_are_due(tmp_path, evaluation, due):
     assert evaluator.is_done(1) is (evaluation is not None)
 
 
-def test_training_groups_finish_while_an_evaluation_goes_on(tmp_path):
-    """The evaluation gets no answer before two batches are full. It could have filled every place of the engine."""
-    two_batches = asyncio.Event()
-
-    async def hold_evaluations(asked):
-        if is_evaluation(asked):
-            await two_batches.wait()
-
-    async def meanwhile(running):
-        await running.until(lambda: running.orchestrator.scheduler.next_batch == 2, "two batches beside an evaluation")
-        waiting = running.orchestrator.policy.version, sum(map(is_evaluation, running.engine.requests))
-        two_batches.set()
-        return waiting
-
-    config = build_config(tmp_path, orchestrator={"max_concurrent": 8, "eval": {"num_examples": 20}})
-    outcome = run(config, engine={"delay": hold_evaluations}, meanwhile=meanwhile)
-    assert outcome.error is None
-    assert outcome.found == (0, 2)  # a quarter of eight places, all the while
-    assert [len(lines(config, version)) for version in (0, 3)] == [20, 20]
-
-
 def test_an_environment_that_is_trained_on_keeps_three_quarters_of_its_own_places_for_training(tmp_path):
-    config = build_config(tmp_path, orchestrator={"eval": {"rollouts_per_example": 3}})
-    slots = max_concurrent_rollouts
-    own = SimpleNamespace(config=SimpleNamespace(max_concurrent=8), group_rewards=False)
-    assert slots(config, own, num_environments=1, is_trained_on=True) == 2
-    assert slots(config, own, num_environments=4, is_trained_on=False) == 1024 // 4 // 4
-    compared = SimpleNamespace(config=SimpleNamespace(max_concurrent=8), group_rewards=True)
-    assert slots(config, compared, num_environments=1, is_trained_on=True) == 3  # a group waits for all its members
-    tight = build_config(tmp_path, orchestrator={"max_concurrent": 2, "eval": {}})
-    assert slots(tight, own, num_environments=3, is_trained_on=True) == 1
+    def slots(num_environments: int, *, is_trained_on: bool, group_rewards: bool = False, **sizes: int) -> int:
+        config = build_config(tmp_path, orchestrator={"eval": {"rollouts_per_example": 3}} | sizes)
+        own = SimpleNamespace(config=SimpleNamespace(max_concurrent=8), group_rewards=group_rewards)
+        how = {"num_environments": num_environments, "is_trained_on": is_trained_on}
+        return max_concurrent_rollouts(config, own, **how)
+
+    assert slots(1, is_trained_on=True) == 2
+    assert slots(4, is_trained_on=False) == 1024 // 4 // 4
+    assert slots(1, is_trained_on=True, group_rewards=True) == 3  # a group waits for all its members
+    assert slots(3, is_trained_on=True, max_concurrent=2) == 1
 
 
 SPLITS = """
@@ -152,8 +135,8 @@ SPLITS = """
 def test_an_evaluation_environment_of_its_own_is_never_trained_on_and_what_its_row_says_is_what_its_file_says(tmp_path):
     own = {"id": str(tmp_path / "toy.py"), "name": "held", "args": {"split": "validation"}}
     how = {"env": [own], "eval_base": False, "num_examples": 4, "rollouts_per_example": 4, "pass_threshold": 0.5}
-    evaluation = how | {"sampling": {"temperature": 1.0}}
-    config = build_config(tmp_path, SPLITS, max_steps=1, orchestrator={"eval": evaluation})
+    how |= {"sampling": {"temperature": 1.0}}
+    config = build_config(tmp_path, SPLITS, max_steps=1, orchestrator={"eval": how})
     outcome = run(config)
     assert outcome.error is None
     assert evaluated(config) == ["step_1"]
@@ -164,38 +147,39 @@ def test_an_evaluation_environment_of_its_own_is_never_trained_on_and_what_its_r
     rows = lines(config, 1, "held.jsonl")
     expected = [(example, rollout, 1) for example in range(4) for rollout in range(4)]
     assert [(row["example"], row["rollout"], row["version"]) for row in rows] == expected
-    scored = rows[:12]
-    assert {row["prompt"][0]["content"] for row in scored} == {f"validation {example}" for example in range(3)}
+    assert {row["prompt"][0]["content"] for row in rows[:12]} == {f"validation {example}" for example in range(3)}
     assert [(row["reward"], row["error"]) for row in rows[12:]] == [(None, "score: IndexError: out of range")] * 4
-    rewards = np.array([row["reward"] for row in scored]).reshape(3, 4)
-    measured = {
-        "reward": rewards.mean(), "avg@4": rewards.mean(), "std": rewards.std(), "pass@1": (rewards >= 0.5).sum() / 16,
-        "pass@2": np.mean([1 - np.prod(1 - n / np.array([4, 3])) for n in [*(rewards >= 0.5).sum(axis=1), 0]]),
-        "pass@4": (rewards >= 0.5).any(axis=1).sum() / 4,
-        "length": np.mean([len(row["completion"][0]["content"]) for row in scored]),
-        "tokens_mean": np.mean([row["tokens"] for row in scored]), "turns_mean": 1, "error_rate": 4 / 16,
-        "truncated_frac": 0,
-    }  # fmt: skip
     row = eval_rows(config)[1]
-    of_evaluation = {name: value for name, value in row.items() if name.startswith("eval/")}
-    assert of_evaluation == pytest.approx({f"eval/held/{name}": value for name, value in measured.items()})
     assert row["time/eval"] > 0
-    again = read_eval_results(config.paths.evals / "step_1" / "held.jsonl")
-    assert evaluation_metrics("held", again, config.orchestrator.eval) == of_evaluation
+    measured = evaluation_metrics("held", read_eval_results(results_path(config.paths, 1, "held")), Evaluation(**how))
+    assert {name: value for name, value in row.items() if name.startswith("eval/")} == measured
+    assert measured["eval/held/length"] == np.mean([len(row["completion"][0]["content"]) for row in rows[:12]])
 
 
 def test_a_rollout_that_failed_has_not_passed_and_has_no_part_in_the_mean_also_in_an_old_file(tmp_path):
     path = tmp_path / "say.jsonl"
     old = {"prompt": [], "completion": [], "answer": None, "info": {}, "metrics": {"length": 2.0}}
-    rewards = [(7, 1.0), (7, None), ("x", 0.0), ("x", 0.25)]
-    path.write_text("".join(json.dumps({"example_id": e, "reward": reward} | old) + "\n" for e, reward in rewards))
+    rows = [
+        {"example_id": 7, "reward": 1.0, "tokens": 9, "turns": 2},
+        {"example_id": 7, "reward": None, "error": "no"},
+        {"example_id": "x", "reward": 0.25, "tokens": 1, "turns": 1, "truncated": True},
+        {"example_id": "x", "reward": 0.0},
+        {"example_id": "y", "reward": 0.2},
+        {"example_id": "y", "reward": 0.0},
+    ]
+    path.write_text("".join(json.dumps(old | row) + "\n" for row in rows))
     answers = read_eval_results(path)
-    measured = evaluation_metrics("say", answers, Evaluation(pass_at=(2, 1)))
-    expected = {"error_rate": 0.25, "avg@2": (1.0 + 0.125) / 2, "reward": 1.25 / 3, "pass@1": 0.25, "pass@2": 0.5}
-    expected |= {"length": 2.0}
-    assert {name: measured[f"eval/say/{name}"] for name in expected} == pytest.approx(expected)
+    expected = {
+        "error_rate": 1 / 6, "reward": 1.45 / 5, "avg@2": (1.0 + 0.125 + 0.1) / 3, "pass@1": 1 / 3, "pass@2": 2 / 3,
+        "std": np.std([1, 0.25, 0, 0.2, 0]), "length": 2.0, "tokens_mean": 2, "turns_mean": 0.6, "truncated_frac": 0.2,
+    }  # fmt: skip
+    measured = evaluation_metrics("say", answers, Evaluation(pass_at=(2, 1), pass_threshold=0.25))
+    assert measured == pytest.approx({f"eval/say/{name}": value for name, value in expected.items()})
     all_failed = {"eval/say/error_rate": 1, "eval/say/pass@1": 0}
     assert evaluation_metrics("say", answers[1:2], Evaluation()) == all_failed
+
+
+SILENT = SimpleNamespace(append=lambda version, row: None)
 
 
 def evaluator_of(config, answer, metrics, *names: str) -> Evaluator:
@@ -205,33 +189,26 @@ def evaluator_of(config, answer, metrics, *names: str) -> Evaluator:
         sample = SimpleNamespace(versions=np.array([-1, 4, await answer(environment, spec)]))
         return Rollout(env="say", example=spec.example, temperature=1.0, reward=1.0, num_turns=1, samples=[sample])
 
-    held_out = {
-        name: SimpleNamespace(
-            name=name, config=SimpleNamespace(max_concurrent=8), num_eval=5, num_train=9, group_rewards=False,
-            check_group_size=lambda size: None,
-        ) for name in names
-    }  # fmt: skip
+    shape = {"config": SimpleNamespace(max_concurrent=8), "num_eval": 5, "num_train": 9, "group_rewards": False}
+    shape["check_group_size"] = lambda size: None
+    held_out = {name: SimpleNamespace(name=name, **shape) for name in names}
     policy = SimpleNamespace(expect_evaluations=lambda due: None)
     runner = SimpleNamespace(run=run_rollout, wait_for_room=lambda what, folder, write: write())
     return Evaluator(config, held_out, policy, runner, metrics, Waits("orchestrator"))
 
 
-@pytest.mark.parametrize(("newest", "is_kept"), [(4, True), (5, False)])
-def test_an_evaluation_that_a_later_version_had_a_part_in_is_discarded(tmp_path, newest, is_kept):
+def test_an_evaluation_that_a_later_version_had_a_part_in_is_discarded(tmp_path):
     config = build_config(tmp_path, orchestrator={"eval": {"num_examples": 2}})
     partial = []
 
     async def answer(environment, spec) -> int:
         await asyncio.sleep(0.1 * spec.example)
         partial.extend(lines(config, 4, ".say.*.partial"))
-        return newest if spec.example else 4
+        return 4 + spec.example
 
-    metrics = SimpleNamespace(append=lambda version, row: None)
-    evaluator = evaluator_of(config, answer, metrics, "say")
-    assert asyncio.run(evaluator.evaluate(4)) is is_kept
+    assert not asyncio.run(evaluator_of(config, answer, SILENT, "say").evaluate(4))
     assert [answer["example"] for answer in partial] == [0]
-    assert len(lines(config, 4)) == (2 if is_kept else 0)
-    assert lines(config, 4, ".say.*.partial") == []
+    assert list((config.paths.evals / "step_4").iterdir()) == []
 
 
 def test_an_evaluation_that_dies_between_two_results_files_asks_for_nothing_again(tmp_path, monkeypatch):
@@ -247,8 +224,9 @@ def test_an_evaluation_that_dies_between_two_results_files_asks_for_nothing_agai
             raise InterruptedError
         write_eval_results(path, answers)
 
-    evaluate = lambda: asyncio.run(evaluator_of(config, answer, metrics, "first", "second").evaluate(4))  # noqa: E731
-    metrics = SimpleNamespace(append=lambda version, row: None)
+    def evaluate():
+        return asyncio.run(evaluator_of(config, answer, SILENT, "first", "second").evaluate(4))
+
     monkeypatch.setattr(results, "write_eval_results", write_one)
     with pytest.raises(InterruptedError):
         evaluate()
@@ -263,7 +241,7 @@ def test_a_restart_reports_an_evaluation_whose_line_is_missing_or_of_a_course_th
     metrics = MetricsFile(config.paths.metrics, "orchestrator")
     evaluator = evaluator_of(config, None, metrics, "say")
     for version in (20, 60, 100):
-        path = config.paths.evals / f"step_{version}" / "say.jsonl"
+        path = results_path(config.paths, version, "say")
         path.parent.mkdir(parents=True)
         write_eval_results(path, [EvalResult(example_id=0, reward=version / 100)])
     metrics.append(20, evaluator.figures(20))
@@ -280,13 +258,13 @@ def test_an_evaluation_may_take_longer_than_the_trainer_is_waited_for(tmp_path):
 
     async def slow(asked):
         if is_evaluation(asked):
-            await asyncio.sleep(3.5)
+            await asyncio.sleep(2)
 
-    how = {"trainer_timeout_s": 6, "max_concurrent": 4, "eval": {"num_examples": 2}}
+    how = {"trainer_timeout_s": 3.5, "max_concurrent": 4, "eval": {"num_examples": 2, "eval_base": False}}
     config = build_config(tmp_path, WITH_HELD_OUT, max_steps=1, orchestrator=how)
-    outcome = run(config, engine={"delay": slow}, trainer={"patience_s": 6.0})
+    outcome = run(config, engine={"delay": slow}, trainer={"patience_s": 3.5})
     assert (outcome.error, outcome.trainer_error) == (None, [])
-    assert evaluated(config) == ["step_0", "step_1"]
+    assert evaluated(config) == ["step_1"]
 
 
 def test_a_resumed_run_evaluates_what_was_not_with_the_answers_that_had_come_and_leaves_those_of_the_command(tmp_path):

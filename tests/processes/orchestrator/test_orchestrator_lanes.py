@@ -143,48 +143,42 @@ def test_what_holds_an_engine_that_has_no_request(tmp_path, state, busy, own, wh
     assert [span.what for span in spans if span.lane == "engine 10.0.0.1:8000"][-1] == ("generate" if busy else "wait")
 
 
-def test_a_pause_for_new_weights_is_a_transfer_though_requests_are_in_flight_and_a_death_is_a_start(tmp_path: Path):
-    async def turn() -> list[tuple[str | None, int]]:
+def test_a_lane_follows_its_engine_through_few_requests_new_weights_and_its_death(tmp_path: Path):
+    async def turn() -> list[tuple[str | None, int, str]]:
         async with open_lanes(tmp_path / "spans.jsonl") as (lanes, pool):
             engine, lane, told = pool.engines[0], lanes._of_engine[pool.engines[0].url], []
+
+            def close_batch() -> None:
+                with lanes.closing(5):
+                    pass
 
             def die() -> None:  # as health checks see it
                 engine.life, engine.state = 1, "starting"
                 pool.is_given(engine, None)
 
             for happens in [
-                lambda: pool.count(engine, 1),
+                lambda: pool.count(engine, 5),
+                lambda: pool.count(engine, -2),
+                lambda: pool.count(engine, -1),
+                close_batch,
                 lambda: (pool.is_given(engine, 7, is_paused=True), pool.quarantine(engine)),
                 lambda: pool.is_given(engine, 7),  # it goes on, and is not confirmed yet
-                lambda: pool.count(engine, -1),
+                lambda: pool.count(engine, -2),
                 lambda: pool.go_live(engine, 7),
                 die,
             ]:
                 happens()
-                told.append((lane.now, lane.step))
-            assert lane._why == "it is gone: its successor is waited for"
+                told.append((lane.now, lane.step, lane._why))
             return told
 
-    given = [("generate", -1), ("transfer", 7), ("generate", -1), ("transfer", 7), ("wait", -1), ("start", -1)]
-    assert asyncio.run(turn()) == given
-
-
-def test_an_engine_that_has_less_than_half_of_its_requests_has_few(tmp_path: Path) -> None:
-    async def turn() -> None:
-        async with open_lanes(tmp_path / "spans.jsonl") as (lanes, pool):
-            engine = pool.engines[0]
-            for more in [1, 1, 1, 1, -1, -1, -1]:
-                pool.count(engine, more)
-                await asyncio.sleep(0.001)
-            with lanes.closing(5):  # of the next batch
-                pass
-            pool.count(engine, 1)
-            await asyncio.sleep(0.001)
-
-    asyncio.run(turn())
-    spans = [span for span in joined(read_spans(tmp_path / "spans.jsonl")[0]) if span.lane == "engine 10.0.0.1:8000"]
-    assert [(span.what, span.why) for span in spans[1:]] == [
-        ("generate", ""),
-        ("generate", "few requests: less than half of the 4 that it had"),
-        ("generate", ""),
+    assert asyncio.run(turn()) == [
+        ("generate", -1, ""),
+        ("generate", -1, ""),
+        ("generate", -1, "few requests: less than half of the 5 that it had"),
+        ("generate", -1, ""),
+        ("transfer", 7, ""),
+        ("generate", -1, ""),
+        ("transfer", 7, ""),
+        ("wait", -1, ""),
+        ("start", -1, "it is gone: its successor is waited for"),
     ]
