@@ -1,40 +1,32 @@
-"""Garbage on every socket: refused and logged, and nobody dies of it."""
+"""Every socket: what is asked is answered, and garbage is refused and logged and ends no process."""
 
 import asyncio
-import logging
 import random
 import re
 import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 import zmq
+import zmq.asyncio
+from msgspec.structs import replace
 
 from answering import DEADLINE_S, answering
 from mutations import mutations
 from toy_environments import run_one, says, with_environment, write
 from trireme import messages
+from trireme.base.errors import DeadlineExceeded, Refused, TriremeError
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import StatusServer
 from trireme.config.run import RunConfig
-from trireme.messages import (
-    Live,
-    Ok,
-    PolicyReady,
-    PolicySent,
-    Probe,
-    Refusal,
-    Request,
-    TensorSpec,
-    decode_reply,
-    encode,
-)
+from trireme.messages import Live, NotYet, Ok, PolicyReady, PolicySent, Probe, Refusal, Reply, Request, encode
 from trireme.orchestrator.environments import wire
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import Environment
@@ -45,7 +37,7 @@ from trireme.transport.control import ControlClient, MalformedRequest, read_requ
 from trireme.transport.sanity import check_digests, check_request
 from trireme.transport.weights.collective import open_store
 
-NORM = TensorSpec(name="model.norm.weight", dtype="float32", shape=[4])
+NORM = messages.TensorSpec(name="model.norm.weight", dtype="float32", shape=[4])
 TRANSFER = {"run_id": "run", "version": 3, "attempt": 1}
 ADDRESS = {"kind": "gloo", "host": "127.0.0.1", "port": 1234}
 PAYLOAD = {"folder": "broadcast", "nested": {"handles": [b"abc", 1.5, None]}}
@@ -58,6 +50,156 @@ DONE = messages.Done(run_id="run", version=9)
 REQUESTS: list[Request] = [READY, SENT, BATCH, BEAT, DONE, messages.GetNewest(run_id="run")]
 WIRE = messages.WIRE_VERSION
 FIRST = b"%d:1" % WIRE
+SOON_S = 0.1
+
+
+def open_client(address: str, **options: Any) -> closing[ControlClient]:
+    return closing(ControlClient(address, Waits("trainer"), **options))
+
+
+def ask(client: ControlClient, request: Request = SENT, *, deadline_s: float = DEADLINE_S) -> Reply:
+    return client.ask(request, what="version 3", deadline_s=deadline_s)
+
+
+@contextmanager
+def open_raw(kind: int, address: str, context: zmq.Context | None = None) -> Iterator[Any]:
+    """One end of the wire by itself: a ROUTER to answer late, twice or not at all, a DEALER to ask anything."""
+    with closing((context or zmq.Context.instance()).socket(kind)) as socket:
+        socket.linger, socket.rcvtimeo, socket.sndtimeo = 0, DEADLINE_S * 1000, DEADLINE_S * 1000
+        (socket.bind if kind == zmq.ROUTER else socket.connect)(address)
+        yield socket
+
+
+def free_address() -> str:
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
+@contextmanager
+def in_a_thread(target: Callable[[], Any]) -> Iterator[None]:
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    yield
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+
+
+def test_a_question_is_asked_again_until_there_is_something_to_tell_and_what_was_only_told_is_no_question():
+    asked: list[Request] = []
+    replies = iter([Ok(), NotYet("2 of 8 groups missing"), NotYet("1 of 8 groups missing"), Live(version=3)])
+    with answering(lambda request: asked.append(request) or next(replies)) as address, open_client(address) as client:
+        client.tell(BEAT)
+        assert ask(client) == Live(version=3)
+    assert asked == [BEAT, SENT, SENT, SENT]
+
+
+def answer(request: Request) -> Reply:
+    if isinstance(request, messages.Done):
+        raise TriremeError("no such version")
+    if isinstance(request, messages.GetNewest):
+        return Refusal(error="another run")
+    return Ok() if isinstance(request, messages.Heartbeat) else Live(version=3)
+
+
+def test_a_refusal_is_raised_with_its_words_and_the_server_goes_on():
+    refused = {
+        messages.GetNewest(run_id="run"): "another run",
+        DONE: "TriremeError: no such version",
+        Live(version=1): "ValidationError",  # no question
+        BATCH: "answered GetBatch with Live - BatchReply or Publish was",
+    }
+    with answering(answer) as address, open_client(address) as client:
+        for request, words in refused.items():
+            with pytest.raises(Refused, match=words):
+                ask(client, request)  # type: ignore[arg-type]
+        assert ask(client) == Live(version=3)
+
+
+ONE, TWO = encode(Live(version=1)), encode(Live(version=2))
+
+
+@pytest.mark.parametrize(
+    ("sent", "replies"),
+    [
+        *(([[(0, *frames)], [(1, TWO)]], [2]) for frames in ([b"\xc1"], [b"\x91" * 10_000], [], [ONE, b"more"])),
+        ([[], [], [(2, TWO)]], [2]),  # it is lost, twice
+        ([[], [(0, ONE), (1, TWO)]], [2]),  # it is late
+        ([[(0, ONE), (0, ONE)], [(1, TWO), (1, TWO)], [(2, ONE)]], [1, 2, 1]),  # it comes twice
+    ],
+)
+def test_only_a_readable_answer_to_the_newest_question_counts(sent, replies):
+    """`sent` has for each question that arrives: which question is answered then, and with what frames."""
+    address = free_address()
+    with open_raw(zmq.ROUTER, address) as server, open_client(address, ask_again_s=2 * SOON_S) as client:
+
+        def answer() -> None:
+            numbers = []
+            for answers in sent:
+                peer, number, _ = server.recv_multipart()
+                numbers.append(number)
+                for which, *frames in answers:
+                    server.send_multipart([peer, numbers[which], *frames])
+
+        with in_a_thread(answer):
+            assert [ask(client) for _ in replies] == [Live(version=version) for version in replies]
+
+
+def test_a_flood_of_answers_to_nothing_does_not_keep_a_deadline_from_passing():
+    stop, address = threading.Event(), free_address()
+    with open_raw(zmq.ROUTER, address) as server, open_client(address, ask_again_s=SOON_S) as client:
+
+        def flood() -> None:
+            peer, _, _ = server.recv_multipart()
+            while not stop.is_set():
+                if server.poll(0):
+                    peer, _, _ = server.recv_multipart()
+                server.send_multipart([peer, b"0:0", b"\xc1"])
+
+        with in_a_thread(flood):
+            with pytest.raises(DeadlineExceeded):
+                ask(client, deadline_s=3 * SOON_S)
+            stop.set()
+
+
+def test_a_deadline_passes_unless_the_peer_is_busy_and_others_are_told_meanwhile():
+    waited: list[Request] = []
+    told: list[int] = []
+    answers = iter([*[NotYet("an evaluation is running", busy=True)] * 8, Live(version=3)])
+
+    def answer(request: Request) -> Reply:
+        time.sleep(0.1)
+        waited.append(request)
+        return next(answers, NotYet("3 of 8 groups missing"))
+
+    with answering(answer) as address, open_client(address, meanwhile=lambda: told.append(len(waited))) as client:
+        assert ask(client, deadline_s=0.4) == Live(version=3)
+        assert told == list(range(1, 9))
+        with pytest.raises(DeadlineExceeded, match=r"for version 3 from orchestrator \(3 of 8 groups missing\)"):
+            ask(client, deadline_s=0.4)
+
+
+def test_a_peer_that_is_gone_for_thousands_of_questions_blocks_nothing_and_is_not_asked_them_all_when_it_comes():
+    address, gave_up = free_address(), threading.Event()
+    questions: set[bytes] = set()
+    replies: list[Reply] = []
+
+    def ask_in_vain_and_again() -> None:
+        with open_client(address, ask_again_s=SOON_S) as client:
+            for _ in range(3000):
+                client.tell(BEAT)
+            with pytest.raises(DeadlineExceeded, match=r"\(no answer\)"):
+                ask(client, deadline_s=3 * SOON_S)
+            gave_up.set()
+            replies.append(ask(client))
+
+    with in_a_thread(ask_in_vain_and_again):
+        assert gave_up.wait(DEADLINE_S)
+        with open_raw(zmq.ROUTER, address) as server:
+            while not replies and server.poll(1000):
+                peer, number, _ = server.recv_multipart()
+                questions.add(number)
+                server.send_multipart([peer, number, encode(Live(version=3))])
+    assert replies == [Live(version=3)]
+    assert questions.isdisjoint({b"%d:0" % WIRE, FIRST})
 
 
 def test_whatever_bytes_come_are_a_request_or_no_question_and_nothing_else():
@@ -74,30 +216,12 @@ def test_whatever_bytes_come_are_a_request_or_no_question_and_nothing_else():
     assert any(check_request(request, max_steps=10, num_batches=5) for request in requests)
 
 
-@pytest.mark.parametrize("depth", [1_000, 1_000_000])
 @pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1x", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff\xa1x"])
-def test_deep_nests_and_huge_promises_cost_nothing(opening, depth):
-    whole = encode(msgspec.structs.replace(SENT, payload={"x": 1}))
-    with pytest.raises(MalformedRequest):
-        read_request([FIRST, whole[: whole.index(b"\xa1x") + 2] + opening * depth])
-
-
-@contextmanager
-def open_stranger(address: str) -> Iterator[zmq.Socket]:
-    stranger = zmq.Context.instance().socket(zmq.DEALER)
-    stranger.linger, stranger.rcvtimeo, stranger.sndtimeo = 0, DEADLINE_S * 1000, DEADLINE_S * 1000
-    stranger.connect(address)
-    with closing(stranger):
-        yield stranger
-
-
-def still_answers(address: str) -> bool:
-    with closing(ControlClient(address, Waits("trainer"))) as client:
-        return client.ask(SENT, what="version 3", deadline_s=DEADLINE_S) == Live(version=3)
-
-
-def answer(request: Request) -> Any:
-    return Live(version=3) if isinstance(request, (PolicyReady, PolicySent)) else Ok()
+def test_deep_nests_and_huge_promises_cost_nothing(opening):
+    whole = encode(replace(SENT, payload={"x": 1}))
+    for depth in (1_000, 1_000_000):
+        with pytest.raises(MalformedRequest):
+            read_request([FIRST, whole[: whole.index(b"\xa1x") + 2] + opening * depth])
 
 
 def talk_nonsense(port: int) -> None:
@@ -116,14 +240,17 @@ def talk_nonsense(port: int) -> None:
 
 def test_an_orchestrator_under_garbage_answers_the_trainer():
     rng = random.Random(1)
-    with answering(answer) as address, open_stranger(address) as stranger:
+    with answering(answer) as address, open_raw(zmq.DEALER, address) as stranger:
         for data in mutations([encode(request) for request in REQUESTS], 3_000, seed=1):
             stranger.send_multipart(rng.choice([[data], [FIRST, data], [b"", data], [b"0:0", data, data], [data] * 40]))
-        assert still_answers(address)
-        stranger.send_multipart([FIRST, bytes(control.LARGEST_REQUEST + 1)])  # ends this connection and no other
-        assert still_answers(address)
-        talk_nonsense(int(address.rpartition(":")[2]))  # not even ZeroMQ
-        assert still_answers(address)
+        for more_garbage in (
+            lambda: None,
+            lambda: stranger.send_multipart([FIRST, bytes(control.LARGEST_REQUEST + 1)]),  # ends its connection
+            lambda: talk_nonsense(int(address.rpartition(":")[2])),  # not even ZeroMQ
+        ):
+            more_garbage()
+            with open_client(address) as client:
+                assert ask(client) == Live(version=3)
 
 
 STRANGE = [
@@ -139,14 +266,13 @@ STRANGE = [
 
 def test_a_stranger_is_told_what_was_expected_and_a_thousand_refusals_are_a_few_lines_in_the_log(caplog, monkeypatch):
     monkeypatch.setattr(control.rate_limited, "_said_at", {})
-    monkeypatch.setattr(logging.getLogger("trireme"), "propagate", True)
-    with answering(answer) as address, open_stranger(address) as stranger:
+    with answering(answer) as address, open_raw(zmq.DEALER, address) as stranger:
         for frames, words in STRANGE:
             stranger.send_multipart(frames)
             first, reply = stranger.recv_multipart()
             refusal = messages.decode_reply(reply)
             assert first == frames[0]
-            assert isinstance(refusal, messages.Refusal)
+            assert isinstance(refusal, Refusal)
             assert re.search(words, refusal.error), refusal.error
         for _ in range(1000):
             stranger.send_multipart([FIRST, b"\xc1"])
@@ -156,63 +282,48 @@ def test_a_stranger_is_told_what_was_expected_and_a_thousand_refusals_are_a_few_
     assert len(caplog.records) < 20
 
 
-@asynccontextmanager
-async def slow_server() -> AsyncIterator[tuple[str, list[Request], asyncio.Event]]:
-    """Yield the address of a server, the requests that it is answering, and the event that lets it answer them."""
-    under_way: list[Request] = []
-    release, port = asyncio.Event(), free_port()
-
-    async def slowly(request: Request) -> Any:
-        under_way.append(request)
-        await release.wait()
-        return Ok()
-
-    server = control.ControlServer("127.0.0.1", port)
-    serving = asyncio.create_task(server.serve(slowly))
-    try:
-        yield f"tcp://127.0.0.1:{port}", under_way, release
-    finally:
-        serving.cancel()
-        server.close()
-
-
-def test_a_stranger_with_many_questions_is_answered_a_few_at_a_time():
-    """A refused message after them is answered in its turn: all of them were read by then."""
-
-    async def main() -> None:
-        async with slow_server() as (address, under_way, release):
-            with open_stranger(address) as stranger:
-                for _ in range(900):
-                    stranger.send_multipart([FIRST, encode(BEAT)])
-                stranger.send_multipart([FIRST, b"\xc1"])
-                await asyncio.to_thread(stranger.recv_multipart)
-                assert under_way == [BEAT] * control.REQUESTS_AT_ONCE
-                release.set()
-                for _ in under_way[:]:
-                    await asyncio.to_thread(stranger.recv_multipart)
-                stranger.send_multipart([FIRST, encode(BATCH)])
-                await asyncio.to_thread(stranger.recv_multipart)
-                assert under_way[-1] == BATCH
-
-    asyncio.run(main())
-
-
-def test_large_requests_of_many_clients_take_bounded_memory(monkeypatch) -> None:
-    """Requests beyond the limit are dropped, and a large request that lists no tensors is refused."""
+def test_requests_under_way_are_bounded_by_number_for_each_client_and_by_bytes_for_all(monkeypatch):
+    """Others are dropped. A refused message after them is answered in its turn: all of them were read by then."""
     monkeypatch.setattr(control, "BYTES_AT_ONCE", 10 << 20)
-    large = msgspec.structs.replace(READY, run_id="r" * (2 << 20))
+    large = replace(READY, run_id="r" * (2 << 20))
+    unlisted = replace(BATCH, run_id=large.run_id)  # a large request that lists no tensors
+    under_way: list[Request] = []
 
     async def main() -> None:
-        async with slow_server() as (address, under_way, _):
-            with ExitStack() as clients:
-                for _ in range(8):
-                    client = clients.enter_context(open_stranger(address))
-                    client.send_multipart([FIRST, encode(large)])
-                    client.send_multipart([FIRST, encode(msgspec.structs.replace(BATCH, run_id="r" * (2 << 20)))])
-                    reply = decode_reply((await asyncio.to_thread(client.recv_multipart))[1])  # after the one before it
-                    assert isinstance(reply, Refusal)
-                    assert "at most" in reply.error
-                assert under_way == [large] * 4
+        release, port = asyncio.Event(), free_port()
+
+        async def slowly(request: Request) -> Reply:
+            under_way.append(request)
+            await release.wait()
+            return Ok()
+
+        with closing(control.ControlServer("127.0.0.1", port)) as server, ExitStack() as stack:
+            serving = asyncio.create_task(server.serve(slowly))
+            context = zmq.asyncio.Context.instance()
+            opened = [open_raw(zmq.DEALER, f"tcp://127.0.0.1:{port}", context) for _ in range(9)]
+            first, *others = map(stack.enter_context, opened)
+            for data in [encode(BEAT)] * 900 + [b"\xc1"]:
+                await first.send_multipart([FIRST, data])
+            await first.recv_multipart()
+            assert under_way == [BEAT] * control.REQUESTS_AT_ONCE
+            release.set()
+            for _ in under_way:
+                await first.recv_multipart()
+            release.clear()
+            under_way.clear()
+            for client in others:
+                await client.send_multipart([FIRST, encode(large)])
+                await client.send_multipart([FIRST, encode(unlisted)])
+                reply = messages.decode_reply((await client.recv_multipart())[1])
+                assert isinstance(reply, Refusal)
+                assert "at most" in reply.error
+            assert under_way == [large] * 4
+            release.set()
+            await others[0].recv_multipart()
+            await first.send_multipart([FIRST, encode(BATCH)])
+            await first.recv_multipart()
+            assert under_way[-1] == BATCH
+            serving.cancel()
 
     asyncio.run(main())
 
@@ -227,7 +338,7 @@ def test_nonsense_does_nothing_to_the_trainers_rendezvous_for_weights():
 
 
 def tensor(**fields: Any) -> dict[str, Any]:
-    return {"specs": [msgspec.structs.replace(NORM, **fields)]}
+    return {"specs": [replace(NORM, **fields)]}
 
 
 def probe(ids: list[int], *logprobs: float) -> dict[str, Any]:
@@ -262,13 +373,10 @@ def test_what_a_trainer_asks_makes_sense_and_what_does_not_is_named_with_what_wa
     assert [problem_of(request, 9) for request in REQUESTS] == [None] * len(REQUESTS)
     for request, num_batches, changes in ABSURD:
         for fields in changes:
-            absurd = msgspec.structs.replace(request, **fields)
+            absurd = replace(request, **fields)
             assert "expected" in str(problem_of(absurd, num_batches)), absurd
-
-
-def test_digests_must_be_those_of_the_announced_tensors():
     assert check_digests(READY, SENT) is None
-    other = msgspec.structs.replace(SENT, digests={"lm_head.weight": "9f"})
+    other = replace(SENT, digests={"lm_head.weight": "9f"})
     assert f"lm_head.weight, {NORM.name}" in str(check_digests(READY, other))
 
 
@@ -281,22 +389,24 @@ LINES = [
 ]
 
 
-def test_whatever_bytes_come_from_a_worker_are_messages_or_garbage_and_nothing_else():
+def test_whatever_bytes_come_from_a_worker_are_messages_or_garbage_and_nothing_else(monkeypatch):
     read: list[wire.FromWorker] = []
     garbage: list[str] = []
-    for data in mutations(LINES, 20_000):
+
+    def connect() -> tuple[wire.Connection, asyncio.Future]:
         answer: asyncio.Future = asyncio.Future(loop=LOOP)
-        wire.Connection(read.append, garbage.append, answer).data_received(data)
+        return wire.Connection(read.append, garbage.append, answer), answer
+
+    for data in (b"[" * 100_000 + b"\n", *mutations(LINES, 20_000)):
+        connection, answer = connect()
+        connection.data_received(data)
         read += [answer.result()] if answer.done() else []
     assert len(garbage) > 3_000
     assert max(map(len, garbage)) < 1000
     assert {type(message) for message in read} == {wire.Ready, wire.Ask, wire.Done, wire.Error, wire.Pong}
-
-
-def test_a_line_without_an_end_is_garbage_before_it_fills_the_memory(monkeypatch):
     monkeypatch.setattr(wire, "LONGEST_LINE", 1000)
-    garbage: list[str] = []
-    connection = wire.Connection(lambda message: None, garbage.append, asyncio.Future(loop=LOOP))
+    garbage.clear()
+    connection, _ = connect()
     connection.data_received(b"x" * 900)
     assert not garbage
     connection.data_received(b"x" * 101)
@@ -305,12 +415,9 @@ def test_a_line_without_an_end_is_garbage_before_it_fills_the_memory(monkeypatch
 
 GARBAGE = [
     b"\x00\xffgarbage\n",
-    b"\n",
     b'{"type":"done","task":"r1',  # half a line: it joins the next one
-    b'{"type":"surprise","task":"r3.3"}\n',
     b'{"type":"done","task":"r1.7777","reward":0,"metrics":{},"prompt":[],"completion":[],"example_id":3}\n',
     b'{"type":"error","task":"nobody","stage":"score","error":"","traceback":""}\n',
-    b'{"type":"pong","x":"\xed\xa0\x80"}\n' + b"[" * 100_000 + b"\n",
 ]
 GARBLING = f"""
 import os, pathlib, sys, time
@@ -329,11 +436,7 @@ def reward(completion, answer):
 """
 
 
-def test_a_worker_that_sends_garbage_is_started_again_and_a_rollout_is_lost_only_if_it_always_does(
-    tmp_path, caplog, monkeypatch
-):
-    monkeypatch.setattr(logging.getLogger("trireme"), "propagate", True)
-
+def test_a_worker_that_sends_garbage_is_started_again_and_a_rollout_is_lost_only_if_it_always_does(tmp_path, caplog):
     async def use(environment: Environment) -> None:
         for index in range(len(GARBAGE)):
             assert (await run_one(environment, says("x"), index)).reward == 1.0
@@ -345,7 +448,6 @@ def test_a_worker_that_sends_garbage_is_started_again_and_a_rollout_is_lost_only
         assert [done.task for done in outcomes] == ["r7", "r8", "r9"]
 
     with_environment(tmp_path, write(tmp_path, GARBLING), use)
-    assert "Environment worker" in caplog.text
     assert ", and was killed (log: " in caplog.text
 
 
@@ -368,7 +470,7 @@ def test_the_status_server_refuses_what_it_does_not_know_and_goes_on(served):
     talk_nonsense(client.base_url.port)
     assert client.get("/status").json()["state"] == "starting"
     for number in range(3_000):  # heartbeats that come while they are read break no answer
-        status.peers.note(msgspec.structs.replace(BEAT, process=f"trainer {number}"))
+        status.peers.note(replace(BEAT, process=f"trainer {number}"))
         if number % 300 == 0:
             assert [client.get(path).status_code for path in ("/status", "/metrics")] == [200, 200]
 
