@@ -4,7 +4,6 @@ import asyncio
 import base64
 import io
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,14 +48,13 @@ def choice(num_tokens: int, routed_experts: str | None) -> Choice:
 
 
 def test_experts_of_prompt_and_answer_are_read_but_for_the_last_token_in_one_byte_or_two() -> None:
-    many = np.array([[[511, 3]]], dtype=np.uint16)
+    few, many = routes([4, 5, 6, 7]), np.array([[[511, 3]]], dtype=np.uint16)
     for num_tokens, num_prompt, given, shape in (
-        (3, 2, routes([4, 5, 6, 7]), SHAPE),
+        (3, 2, few, SHAPE),
         (1, 1, many, expert_routes.ExpertShape(1, 2, 512)),
     ):
         found = expert_routes.routes_of(choice(num_tokens, written(given)), num_prompt=num_prompt, shape=shape)
-        assert found.dtype == given.dtype
-        assert found.tolist() == given.tolist()
+        assert (found.dtype, found.tolist()) == (given.dtype, given.tolist())
 
 
 @pytest.mark.parametrize(
@@ -64,7 +62,6 @@ def test_experts_of_prompt_and_answer_are_read_but_for_the_last_token_in_one_byt
     [
         (None, "did not say which experts"),
         ("%%%", "cannot be read"),
-        (base64.b64encode(b"\x93NUMPY\x01\x00").decode(), "cannot be read"),
         (written(np.zeros((3, 3, 2), np.uint8))[:-4], "cannot be read"),
         (written(np.array([{}] * 3, dtype=object)), "cannot be read"),
         # a header that promises more than there is costs no memory
@@ -84,20 +81,15 @@ def test_what_cannot_be_the_experts_of_these_tokens_is_not_believed(given: str |
     ("config", "expected"),
     [
         ({"num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 2}, SHAPE),
-        ({"text_config": {"num_hidden_layers": 3, "num_local_experts": 8, "num_experts_per_tok": 2}}, SHAPE),
-        ({"num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 2}, SHAPE),
-        ({"num_hidden_layers": 3, "num_experts": 8, "top_k_experts": 2}, SHAPE),
+        ({"text_config": {"num_hidden_layers": 3, "n_routed_experts": 8, "top_k_experts": 2}}, SHAPE),
         ({"num_hidden_layers": 3}, None),
         ({"num_hidden_layers": 3, "num_experts": 0, "num_experts_per_tok": 2}, None),
     ],
 )
 def test_the_experts_to_replay_are_read_from_the_models_configuration(config, expected) -> None:
-    plain, replaying = (
-        RunConfig.model_validate({"model": {"name": "dense"}, "trainer": {"model": {"moe": {"router_replay": it}}}})
-        for it in (False, True)
-    )
-    assert expert_routes.expert_shape(config) == expected
-    assert expert_routes.experts_to_replay(plain, config) is None
+    moe = {"moe": {"router_replay": True}}
+    replaying = RunConfig.model_validate({"model": {"name": "dense"}, "trainer": {"model": moe}})
+    assert expert_routes.experts_to_replay(RunConfig(), config) is None
     if expected:
         assert expert_routes.experts_to_replay(replaying, config) == expected
     else:
@@ -124,11 +116,6 @@ def test_a_request_asks_for_the_experts_from_the_token_on_from_which_they_are_no
     assert asked.sampling["routed_experts_prompt_start"] == 4
 
 
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> ChatTokenizer:
-    return ChatTokenizer(write_tokenizer(tmp_path, CHATML))
-
-
 def record(trajectory: Trajectory, tokenizer: ChatTokenizer, question: Question, text: str) -> None:
     ids = [*tokenizer.encode(text), END]
     new = routes([*question.ids, *ids][question.routes_from : -1])
@@ -145,8 +132,9 @@ def check_routed(sample: Tokens) -> None:
     ("mode", "texts", "num_samples"),
     [("interleaved", ["yes"], 1), ("interleaved", ["yes", "no"], 2), ("branching", ["yes"], 2)],
 )
-def test_a_later_turn_tells_of_what_the_earlier_ones_could_not(tokenizer, mode, texts, num_samples) -> None:
+def test_a_later_turn_tells_of_what_the_earlier_ones_could_not(tmp_path, mode, texts, num_samples) -> None:
     """Of two answers to the same messages, the second begins a sample of its own."""
+    tokenizer = ChatTokenizer(write_tokenizer(tmp_path, CHATML))
     trajectory = Trajectory(tokenizer, mode)
     first = trajectory.ask([ASK], None)
     assert first.routes_from == 0
@@ -162,7 +150,7 @@ def test_a_later_turn_tells_of_what_the_earlier_ones_could_not(tokenizer, mode, 
 
 
 def routed_sample(ids: list[int]) -> Tokens:
-    columns = {name: [0] * len(ids) for name in COLUMNS} | {"ids": ids, "loss_mask": [0] + [1] * (len(ids) - 1)}
+    columns = {name: [0] * len(ids) for name in COLUMNS} | {"ids": ids}
     return build_tokens(**columns, routed=expert_routes.to_routed([routes(ids[:-1])], len(ids)))
 
 
@@ -173,8 +161,7 @@ def test_the_experts_stay_with_their_tokens_when_samples_of_one_model_are_packed
     assert row.routed.experts.tolist() == routes([4, 5, 7]).ravel().tolist()
     assert concat_tokens([plain, plain]).routed is None
     assert expert_routes.to_routed([], 5) is None
-    nothing = np.zeros(0, np.uint8)
-    other = build_tokens(**{name: [0] for name in COLUMNS}, routed=Routed(np.zeros(1, np.uint8), nothing, 4, 2))
+    other = build_tokens(**{name: [0] for name in COLUMNS}, routed=Routed(*np.zeros((2, 1), np.uint8), 4, 2))
     with pytest.raises(AssertionError, match="of different models"):
         concat_tokens([routed_sample([4, 5]), other])
     before = {name: getattr(plain, name) for name in COLUMNS} | {"kept": None}
