@@ -70,9 +70,9 @@ def random_routes(count: int, layers: int = 2, seed: int = 0) -> np.ndarray:
     return np.stack(chosen).reshape(count, layers, TOP_K)
 
 
-def routed_of(routes: np.ndarray, length: int) -> Routed:
-    known = (np.arange(length) < len(routes)).astype(np.uint8)
-    return Routed(known, routes.astype(np.uint8).reshape(-1), *routes.shape[1:])
+def routed_of(routes: np.ndarray, known: np.ndarray) -> Routed:
+    """Routes of the tokens that are known, as a column of a row."""
+    return Routed(known.astype(np.uint8), routes.astype(np.uint8).reshape(-1), *routes.shape[1:])
 
 
 def routed(samples: list[Sample]) -> list[Sample]:
@@ -80,6 +80,6 @@ def routed(samples: list[Sample]) -> list[Sample]:
     for seed, sample in enumerate(samples):
         columns = {name: getattr(sample.tokens, name) for name in COLUMNS}
         length = sample.tokens.length
-        routes = routed_of(random_routes(length - 1, seed=seed), length)
+        routes = routed_of(random_routes(length - 1, seed=seed), np.arange(length) < length - 1)
         found.append(Sample(build_tokens(**columns, routed=routes), sample.temperature))
     return found

@@ -1,7 +1,9 @@
-"""However little a block keeps for its backward pass, the gradients are the same."""
+"""However little a block keeps for its backward pass, the gradients are the same, and the plan knows how much it is."""
 
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,9 @@ from trireme.trainer.model.packing import attention as packed_attention
 from trireme.trainer.parallel.mesh import World
 
 KINDS = ("qwen3", "gpt_oss", "qwen3_moe")
-WAYS = {
-    "full": {"ac": ActivationCheckpointing()}, "every other": {"ac": ActivationCheckpointing(freq=2)},
-    "selective": {"ac": ActivationCheckpointing(mode="selective")}, "offload": {"activation_offload": True},
-    "offload of what full keeps": {"ac": ActivationCheckpointing(), "activation_offload": True},
-    "offload of what selective keeps": {"ac": ActivationCheckpointing(mode="selective"), "activation_offload": True},
-}  # fmt: skip
+FULL, SELECTIVE = {"ac": ActivationCheckpointing()}, {"ac": ActivationCheckpointing(mode="selective")}
+OFFLOAD, HALF = {"activation_offload": True}, {"optimization_dtype": "bfloat16"}
+EVERY_OTHER = {"ac": ActivationCheckpointing(freq=2)}
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +37,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: save_family(root / kind, build_config(kind, num_hidden_layers=3)) for kind in KINDS}
 
 
-@pytest.fixture(autouse=True)
-def _small_tensors_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "OFFLOADED_BYTES", 1)
-
-
-def gradients(folder: Path, kind: str, world: World, **settings: object) -> dict[str, torch.Tensor]:
-    config = TrainerModel(attn=ATTENTION.get(kind, "sdpa")).model_copy(update=settings)
-    model = load_model(config, str(folder), world)
+def gradients(folder: Path, world: World, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
+    model = load_model(TrainerModel(**settings), str(folder), world)
     backward(model, *row(5, 8, seed=1))
     take_gradients(model)
     backward(model, *row(9, 14))
@@ -53,27 +46,22 @@ def gradients(folder: Path, kind: str, world: World, **settings: object) -> dict
 
 
 @pytest.mark.parametrize(
-    ("kind", "way"),
+    ("kind", "settings"),
     [
-        *(("qwen3", way) for way in WAYS),
-        *((kind, way) for kind in ("gpt_oss", "qwen3_moe") for way in ("full", "offload of what selective keeps")),
+        *(("qwen3", each) for each in (FULL, EVERY_OTHER, SELECTIVE, OFFLOAD, FULL | OFFLOAD, SELECTIVE | OFFLOAD)),
+        *((kind, each) for kind in ("gpt_oss", "qwen3_moe") for each in (FULL, SELECTIVE | OFFLOAD)),
+        ("qwen3_moe", HALF | OFFLOAD),  # FSDP gathers float32 routers by themselves, after their block has begun
     ],
 )
-def test_gradients_are_the_same(checkpoints, kind, way, world):
+def test_gradients_are_the_same(checkpoints, kind, settings, world, monkeypatch):
     """To the bit, but for tensors that come back from CPU memory in another layout, whose products round otherwise."""
-    expected = gradients(checkpoints[kind], kind, world)
-    found = gradients(checkpoints[kind], kind, world, **WAYS[way])
-    assert are_equal(found, expected) or ("offload" in way and largest_difference(found, expected) < 1e-5)
-
-
-def test_mixtures_in_bfloat16_can_be_offloaded(checkpoints, world):
-    """FSDP gathers their float32 routers by themselves, after their block has begun."""
-    settings = {"optimization_dtype": "bfloat16"}
-    found, expected = (
-        gradients(checkpoints["qwen3_moe"], "qwen3_moe", world, **settings, activation_offload=offloads)
-        for offloads in (True, False)
-    )
-    assert are_equal(found, expected)
+    monkeypatch.setattr(activations, "OFFLOADED_BYTES", 1)
+    plain = {name: value for name, value in settings.items() if name in HALF}
+    found, expected = (gradients(checkpoints[kind], world, each) for each in (settings, plain))
+    if "activation_offload" in settings and not plain:
+        assert largest_difference(found, expected) < 1e-5
+    else:
+        assert are_equal(found, expected)
 
 
 class Operations(TorchDispatchMode):
@@ -93,15 +81,16 @@ class Operations(TorchDispatchMode):
 
 
 def test_selective_computes_no_matrix_product_twice(checkpoints, world):
-    mm, rsqrt = {}, {}
-    for name in ("plain", "selective", "every other", "full"):
-        model = load_model(TrainerModel().model_copy(update=WAYS.get(name, {})), str(checkpoints["qwen3"]), world)
+    products, norms = [], []
+    for settings in ({}, SELECTIVE, EVERY_OTHER, FULL):
+        model = load_model(TrainerModel(**settings), str(checkpoints["qwen3"]), world)
         backward(model, *row(23))
         with Operations() as done:
             backward(model, *row(23))
-        mm[name], rsqrt[name] = done.counts["aten::mm"], done.counts["aten::rsqrt"]
-    assert mm["selective"] == mm["plain"] < mm["every other"] < mm["full"]
-    assert rsqrt["selective"] == rsqrt["full"] > rsqrt["every other"] > rsqrt["plain"]
+        products.append(done.counts["aten::mm"])
+        norms.append(done.counts["aten::rsqrt"])
+    assert products[1] == products[0] < products[2] < products[3]
+    assert norms[1] == norms[3] > norms[2] > norms[0]
 
 
 def test_only_activations_of_some_size_are_moved_and_each_once():
@@ -126,17 +115,19 @@ TOKENS = 256
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48}
 SMALL = {"hidden_size": 128, "intermediate_size": 272, "vocab_size": 64, **HEADS}
 EXPERTS = {"num_experts_per_tok": 2, "num_experts": 8, "num_local_experts": 8, "moe_intermediate_size": 80}
-KEPT_BY = [(kind, "sdpa") for kind in ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "qwen3_moe")]
-KEPT_BY += [("llama", "eager"), ("gpt_oss", "eager"), ("gemma2", "eager")]
+PACKED = Pass(TOKENS, 2, sample=TOKENS // 2)  # 128 tokens of each sample: short in bfloat16, not in float32
+FROZEN = Pass(TOKENS, 4, packed=False, targets=("none",))
 CASES = [
-    (*case, dtype, TOKENS, packed, frozen)
-    for case in KEPT_BY
-    for dtype in (torch.float32, torch.bfloat16)
-    for packed in (False, True)
-    for frozen in (False, True)
-    if case == ("qwen3", "sdpa") or packed != frozen == (dtype == torch.float32)
+    (kind, each) for kind in ("llama", "qwen2", "mistral", "gemma3_text", "qwen3_moe") for each in (PACKED, FROZEN)
 ]
-CASES += [("qwen3", "sdpa", torch.float32, 96, True, False)]  # short samples
+CASES += [
+    (kind, replace(each, attention="eager")) for kind in ("llama", "gpt_oss", "gemma2") for each in (PACKED, FROZEN)
+]
+CASES += [
+    ("qwen3", replace(PACKED, value_bytes=value_bytes, packed=packed, targets=targets))
+    for value_bytes, packed, targets in product((2, 4), (False, True), (None, ("none",)))
+]
+CASES += [("qwen3", Pass(96, 4, sample=48))]
 
 
 def config_of(kind: str, layers: int) -> dict[str, Any]:
@@ -146,19 +137,18 @@ def config_of(kind: str, layers: int) -> dict[str, Any]:
     return {"model_type": kind, "num_hidden_layers": layers, **window, **SMALL, **experts, **full}
 
 
-def kept(
-    config: dict[str, Any], attention: str, dtype: torch.dtype, *, packed: bool, frozen: bool, tokens: int = TOKENS
-) -> int:
+def kept(config: dict[str, Any], row: Pass) -> int:
     """Bytes of everything that autograd saves in a forward pass, each piece of memory once, parameters left out."""
     values = dict(config)
     settings = AutoConfig.for_model(values.pop("model_type"), **values)
-    model = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation=attention).train()
-    lengths = [tokens // 2] * 2 if packed else [tokens]
+    dtype = {2: torch.bfloat16, 4: torch.float32}[row.value_bytes]
+    model = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation=row.attention).train()
+    lengths = [row.tokens // 2] * 2 if row.packed else [row.tokens]
     context = {}
     if packed_attention.supports_packed_attention(model):
         packed_attention.use_packed_attention(model)
         context = {packed_attention.ARGUMENT: packed_attention.PackedRow(lengths, torch.device("cpu"))}
-    if frozen:
+    if row.frozen:
         model.requires_grad_(False)
         model.get_input_embeddings().requires_grad_(True)
     held = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
@@ -169,7 +159,7 @@ def kept(
             found[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    ids = torch.zeros(1, tokens, dtype=torch.int64)
+    ids = torch.zeros(1, row.tokens, dtype=torch.int64)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     with (
         torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor),
@@ -179,25 +169,36 @@ def kept(
     return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
 
 
-@pytest.mark.parametrize(("kind", "attention", "dtype", "tokens", "packed", "frozen"), CASES)
-def test_a_layer_keeps_what_the_plan_says(kind, attention, dtype, tokens, packed, frozen):
+@pytest.mark.parametrize(("kind", "row"), CASES)
+def test_a_layer_keeps_what_the_plan_says(kind, row):
     """The difference of a model with two layers and one with one; to 2 %."""
-    options = {"packed": packed, "frozen": frozen, "tokens": tokens}
-    one, two = (kept(config_of(kind, layers), attention, dtype, **options) for layers in (1, 2))
+    one, two = (kept(config_of(kind, layers), row) for layers in (1, 2))
     model = architecture_of(config_of(kind, 1))
-    targets = ("none",) if frozen else None
-    row = Pass(tokens, dtype.itemsize, attention, packed=packed, targets=targets, sample=tokens // 2)
     assert kept_by_layer(model, model.layers[0], row) == pytest.approx(two - one, rel=0.02)
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_layers_with_a_state_keep_about_what_the_plan_says(kind):
     """To 20 %: a layer that is larger than it seems would be a run that does not fit."""
-    config = build_config(kind, **SERVED[kind]).to_dict()
-    measured = kept(config, ATTENTION.get(kind, "sdpa"), torch.float32, packed=False, frozen=False)
+    config, row = (
+        build_config(kind, **SERVED[kind]).to_dict(),
+        Pass(TOKENS, 4, ATTENTION.get(kind, "sdpa"), packed=False),
+    )
     model = count_sizes(config)
-    planned = sum(kept_by_layer(model, layer, Pass(TOKENS, 4, packed=False)) for layer in model.layers)
-    assert planned == pytest.approx(measured, rel=0.2)
+    planned = sum(kept_by_layer(model, layer, row) for layer in model.layers)
+    assert planned == pytest.approx(kept(config, row), rel=0.2)
+
+
+@pytest.mark.parametrize("value_bytes", [2, 4])
+def test_selective_checkpointing_keeps_what_the_plan_says(value_bytes):
+    found, row = [], replace(PACKED, value_bytes=value_bytes)
+    for layers in (1, 2):
+        with Operations() as done:
+            kept(config_of("qwen3", layers), row)
+        found.append(done.kept_bytes)
+    model = architecture_of(config_of("qwen3", 1))
+    planned = kept_by_matrices(model, model.layers[0], row) - layer_input(model, row)
+    assert planned == pytest.approx(found[1] - found[0], rel=0.02)
 
 
 def test_flash_attention_keeps_nothing_that_grows_with_the_square_of_a_row_and_ranks_share_it():
@@ -210,17 +211,3 @@ def test_flash_attention_keeps_nothing_that_grows_with_the_square_of_a_row_and_r
     assert long == 4 * planned(1000, "flash_attention_2") == 2 * planned(4000, "flash_attention_2", cp=2)
     assert planned(4000, "sdpa") < 1.1 * long
     assert planned(4000, "sdpa", cp=2) > 2 * 4000**2  # which needs a mask
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_selective_checkpointing_keeps_what_the_plan_says(dtype):
-    """128 tokens of each sample: short in bfloat16, not in float32."""
-    found = []
-    for layers in (1, 2):
-        with Operations() as done:
-            kept(config_of("qwen3", layers), "sdpa", dtype, packed=True, frozen=False)
-        found.append(done.kept_bytes)
-    model = architecture_of(config_of("qwen3", 1))
-    row = Pass(TOKENS, dtype.itemsize, "sdpa", sample=TOKENS // 2)
-    planned = kept_by_matrices(model, model.layers[0], row) - layer_input(model, row)
-    assert planned == pytest.approx(found[1] - found[0], rel=0.02)

@@ -12,11 +12,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 import families
 from moe import CONFIGS, NUM_EXPERTS, TOP_K, build_moe, random_routes, routed, routed_of, save_moe
-from tiny import are_equal, backward, one_row, random_samples, take_gradients
+from tiny import are_equal, backward, random_samples, take_gradients
+from trireme.algo.packing import Sample
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import ActivationCheckpointing, Experts, TrainerModel
 from trireme.trainer.model import moe as mixtures
-from trireme.trainer.model.forward import compute_columns
 from trireme.trainer.model.model import load_model
 from trireme.trainer.parallel.mesh import World
 
@@ -34,17 +34,18 @@ def prepared(kind: str = "qwen3_moe", experts: Experts = REPLAY, **changes: Any)
     return model
 
 
+def replayed(model: PreTrainedModel, routes: np.ndarray, known: np.ndarray | None = None) -> dict[str, Any]:
+    return mixtures.routes_argument(model, routed_of(routes, np.ones(len(routes)) if known is None else known), CPU)
+
+
 def chosen_in(model: PreTrainedModel, **inputs: Any) -> tuple[torch.Tensor, np.ndarray]:
     """Logits, and [T, layers, top_k] where tokens went."""
     found = np.zeros((T, len(model.model.layers), TOP_K), np.int64)
-    handles = []
-    for index, layer in enumerate(model.model.layers):
-        for block in (block for block in layer.modules() if hasattr(block, "experts")):
-
-            def keep(_: nn.Module, args: Any, at: int = index) -> None:
-                found[:, at] = args[1].numpy()
-
-            handles.append(block.experts.register_forward_pre_hook(keep))
+    handles = [
+        block.experts.register_forward_pre_hook(lambda _, args, at=found[:, index]: np.copyto(at, args[1].numpy()))
+        for index, layer in enumerate(model.model.layers)
+        for block in mixtures.blocks_of(layer)
+    ]
     with torch.no_grad():
         logits = model(input_ids=IDS, **inputs).logits[0]
     for handle in handles:
@@ -52,46 +53,46 @@ def chosen_in(model: PreTrainedModel, **inputs: Any) -> tuple[torch.Tensor, np.n
     return logits, found
 
 
-def gradients(model: PreTrainedModel, world: World, *, is_routed: bool = True) -> dict[str, torch.Tensor]:
-    backward(model, SAMPLES if is_routed else PLAIN, world, capacity=64)
+def gradients(model: PreTrainedModel, world: World, samples: list[Sample] = SAMPLES) -> dict[str, torch.Tensor]:
+    backward(model, samples, world, capacity=64)
     return take_gradients(model)
 
 
-@pytest.mark.parametrize(
-    ("kind", "implementation"), [*((kind, "grouped_mm") for kind in CONFIGS), ("qwen3_moe", "batched_mm")]
-)
-def test_however_experts_are_computed_values_and_gradients_are_the_same(kind, implementation):
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_however_experts_are_computed_values_and_gradients_are_the_same(kind):
     found = []
-    for each in ("eager", implementation):
-        model = prepared(kind, Experts(implementation=each), output_router_logits=True)
+    for implementation in ("eager", "grouped_mm", *(["batched_mm"] if kind == "qwen3_moe" else [])):
+        model = prepared(kind, Experts(implementation=implementation), output_router_logits=True)
         output = model(input_ids=IDS)
         assert output.get("aux_loss") is None  # no loss for an even load is added
         output.logits.log_softmax(-1)[..., 3].mean().backward()
         found.append((output.logits.detach(), take_gradients(model)))
-    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-4, atol=1e-6)
+    for logits, gradient in found[1:]:
+        torch.testing.assert_close(logits, found[0][0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(gradient, found[0][1], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_every_token_goes_where_the_engine_sent_it_and_the_rest_where_the_router_does(kind):
-    model, routes = prepared(kind), random_routes(T - 4)
+    model, known = prepared(kind), ~np.isin(np.arange(T), (6, 12, T - 1))  # but for the last token of each sample
+    routes = random_routes(known.sum())
     plain, own = chosen_in(model)
-    _, went = chosen_in(model, **mixtures.routes_argument(model, routed_of(routes, T), CPU))
+    _, went = chosen_in(model, **replayed(model, routes, known))
     first = 1 if kind in ("glm4_moe", "deepseek_v3") else 0  # layers without experts
-    assert went[: T - 4, first:].tolist() == routes[:, first:].tolist()
-    assert went[T - 4 :, first].shape == own[T - 4 :, first].shape
+    assert went[known, first:].tolist() == routes[:, first:].tolist()
+    assert went[~known, first].tolist() == own[~known, first].tolist()
     _, after = chosen_in(model)
     assert after.tolist() == own.tolist()  # what was sent somewhere once leaves no trace
-    anyway, _ = chosen_in(model, **mixtures.routes_argument(model, routed_of(own, T), CPU))
+    anyway, _ = chosen_in(model, **replayed(model, own))
     torch.testing.assert_close(anyway, plain, rtol=1e-5, atol=1e-5)
 
 
 def test_what_an_expert_counts_is_the_trainers_own_opinion_of_those_that_were_chosen():
-    model, routes = prepared(num_hidden_layers=1), random_routes(T - 1, layers=1)
+    model, routes = prepared(num_hidden_layers=1), random_routes(T, layers=1)
     block, seen = model.model.layers[0].mlp, {}
     block.register_forward_hook(lambda _, args, output: seen.update(given=args[0], made=output))
-    chosen_in(model, **mixtures.routes_argument(model, routed_of(routes, T), CPU))
-    given = seen["given"].double().view(-1, 64)[: T - 1]
+    chosen_in(model, **replayed(model, routes))
+    given = seen["given"].double().view(-1, 64)
     opinion = (given @ block.gate.weight.double().T).exp()
     expected = torch.zeros_like(given)
     for token, experts in enumerate(routes[:, 0].tolist()):
@@ -99,7 +100,7 @@ def test_what_an_expert_counts_is_the_trainers_own_opinion_of_those_that_were_ch
             gate, up = (block.experts.gate_up_proj[expert].double() @ given[token]).chunk(2)
             made = block.experts.down_proj[expert].double() @ (nn.functional.silu(gate) * up)
             expected[token] += made * opinion[token, expert] / opinion[token, experts].sum()
-    torch.testing.assert_close(seen["made"].view(-1, 64)[: T - 1].double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(seen["made"].view(-1, 64).double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +114,7 @@ def test_routers_learn_unless_frozen_and_layers_that_are_computed_again_send_tok
         ac = ActivationCheckpointing(mode=mode) if mode else None
         model = load_model(TrainerModel(moe=Experts(router=how, router_replay=True), ac=ac), str(folder), world)
         found[how, mode] = each = gradients(model, world)
+        assert mixtures.expert_metrics(model)["moe/rerouted_frac"] > 0.5
         routers = [f"model.layers.{layer}.mlp.gate.weight" for layer in range(2)]
         assert [name in each and bool(each[name].any()) for name in routers] == [how == "trained"] * 2
         assert "model.layers.0.mlp.experts.down_proj" in each
@@ -120,30 +122,21 @@ def test_routers_learn_unless_frozen_and_layers_that_are_computed_again_send_tok
         torch.testing.assert_close(found["trained", mode], found["trained", None])
 
 
-def test_samples_in_one_row_are_routed_as_each_by_itself(folder, world):
-    model = load_model(TrainerModel(moe=REPLAY), str(folder), world)
-    with torch.no_grad():
-        rows = [SAMPLES, *([sample] for sample in SAMPLES), PLAIN]
-        together, *alone, without = (compute_columns(model, one_row(row), CPU).logprobs for row in rows)
-    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-5)
-    assert (together - without).abs().max() > 0.01
-
-
-@pytest.mark.parametrize(("precision", "expected"), [("float32", torch.float32), ("model", torch.bfloat16)])
-def test_routers_choose_in_float32_when_the_rest_is_in_bfloat16(folder, world, precision, expected):
-    config = TrainerModel(optimization_dtype="bfloat16", moe=Experts(router_dtype=precision))
-    model = load_model(config, str(folder), world)
-    seen: dict[str, torch.Tensor] = {}
-    router = mixtures.router_of(model.model.layers[0].mlp)
-    router.register_forward_hook(lambda module, args, output: seen.update(given=args[0], logits=output[0]))
-    model.model.layers[0].mlp.experts.register_forward_hook(lambda module, args, output: seen.update(made=output))
-    gradients(model, world, is_routed=False)
-    assert (seen["logits"].dtype, seen["made"].dtype) == (expected, torch.bfloat16)
-    if precision == "float32":
-        given = seen["given"].to(torch.bfloat16)  # what the block was given, before it was cast for the router
-        whole = router.weight.full_tensor()
-        torch.testing.assert_close(seen["logits"], given.float().view(-1, 64) @ whole.T)
-        assert not torch.equal(whole.to(torch.bfloat16).float(), whole)
+def test_routers_choose_in_float32_when_the_rest_is_in_bfloat16(folder, world):
+    for precision, expected in (("model", torch.bfloat16), ("float32", torch.float32)):
+        config = TrainerModel(optimization_dtype="bfloat16", moe=Experts(router_dtype=precision))
+        model = load_model(config, str(folder), world)
+        seen: dict[str, torch.Tensor] = {}
+        block = model.model.layers[0].mlp
+        router = mixtures.router_of(block)
+        router.register_forward_hook(lambda _, args, output, seen=seen: seen.update(given=args[0], logits=output[0]))
+        block.experts.register_forward_hook(lambda _, args, output, seen=seen: seen.update(made=output))
+        gradients(model, world, PLAIN)
+        assert (seen["logits"].dtype, seen["made"].dtype) == (expected, torch.bfloat16)
+    given = seen["given"].to(torch.bfloat16)  # what the block was given, before it was cast for the router
+    whole = router.weight.full_tensor()
+    torch.testing.assert_close(seen["logits"], given.float().view(-1, 64) @ whole.T)
+    assert not torch.equal(whole.to(torch.bfloat16).float(), whole)
 
 
 def test_how_evenly_experts_are_used_and_tokens_that_the_router_sends_elsewhere_are_counted(world):
@@ -153,14 +146,14 @@ def test_how_evenly_experts_are_used_and_tokens_that_the_router_sends_elsewhere_
         model(input_ids=IDS[:, :3])  # a pass without training does not count
     model(input_ids=IDS[:, :12])
     mixtures.expert_metrics(model)
-    model(input_ids=IDS[:, :12], **mixtures.routes_argument(model, routed_of(routes, 12), CPU))
+    model(input_ids=IDS[:, :12], **replayed(model, routes))
     metrics = mixtures.expert_metrics(model)
     assert metrics["moe/busiest_expert"] == 12 / (24 / 8)  # expert 0 got all 12 tokens; 24 places in 8 experts
     assert metrics["moe/idle_experts_frac"] == 5 / 8
     model = prepared()
     _, went = chosen_in(model)
     went[:5, 1] = (went[:5, 1] + 1) % NUM_EXPERTS
-    model(input_ids=IDS, **mixtures.routes_argument(model, routed_of(went, T), CPU))
+    model(input_ids=IDS, **replayed(model, went))
     assert mixtures.expert_metrics(model)["moe/rerouted_frac"] * 2 * T == pytest.approx(5)
 
 
@@ -168,7 +161,7 @@ def test_a_model_without_experts_reports_none_and_cannot_replay_routes(tiny_mode
     model = load_model(TrainerModel(), str(tiny_model), world)
     assert mixtures.mixtures_of(model) == []
     assert mixtures.expert_metrics(model) == {}
-    assert mixtures.routes_argument(model, routed_of(random_routes(3), 4), CPU) == {}
+    assert replayed(model, random_routes(4)) == {}
     with pytest.raises(ConfigError, match="router_replay = true` with Qwen3ForCausalLM - a model with a mixture"):
         load_model(TrainerModel(moe=REPLAY), str(tiny_model), world)
 

@@ -42,28 +42,26 @@ def picture(width: int, height: int, seed: int = 0) -> bytes:
     return file.getvalue()
 
 
-WIDE, TALL, OTHER = picture(150, 90), picture(60, 130), picture(150, 90, seed=1)
-PICTURES = {hashlib.sha256(png).hexdigest(): png for png in (WIDE, TALL, OTHER)}
+FILES = (picture(150, 90), picture(60, 130), picture(150, 90, seed=1))
+PICTURES = {hashlib.sha256(png).hexdigest(): png for png in FILES}
+WIDE, TALL, OTHER = PICTURES
 
 
-def image(png: bytes) -> Image.Image:
-    return Image.open(io.BytesIO(png))
-
-
-def save(kind: str, folder: Path) -> Path:
-    save_family(folder, build_config(kind, rope_parameters=MROPE))
-    plain = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        for table in (plain.get_input_embeddings(), plain.get_output_embeddings()):
-            table.weight[SAME] = table.weight[IMAGE]
-    plain.save_pretrained(folder)
-    return folder
+def image(digest: str) -> Image.Image:
+    return Image.open(io.BytesIO(PICTURES[digest]))
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("vision")
-    return {kind: save(kind, root / kind) for kind in SEEING}
+    for kind in SEEING:
+        save_family(root / kind, build_config(kind, rope_parameters=MROPE))
+        plain = AutoModelForImageTextToText.from_pretrained(root / kind, dtype=torch.float32)
+        with torch.no_grad():
+            for table in (plain.get_input_embeddings(), plain.get_output_embeddings()):
+                table.weight[SAME] = table.weight[IMAGE]
+        plain.save_pretrained(root / kind)
+    return {kind: root / kind for kind in SEEING}
 
 
 def load(folder: Path, world: World, **changes: object) -> PreTrainedModel:
@@ -72,22 +70,21 @@ def load(folder: Path, world: World, **changes: object) -> PreTrainedModel:
     return model
 
 
-def sample(folder: Path, pngs: list[bytes], answer: list[int], prompt: int = 7) -> Sample:
+def sample(folder: Path, pictures: list[str], answer: list[int], prompt: int = 7) -> Sample:
     """A prompt that shows these pictures, with a token after each, and an answer."""
     rules = PictureRules.of({"image_token_id": IMAGE}, AutoImageProcessor.from_pretrained(folder).to_dict())
-    grids = [(hashlib.sha256(png).hexdigest(), *rules.grid(*image(png).size)) for png in pngs]
-    shown = [token for number in range(len(pngs)) for token in (IMAGE, 11 + number)]
-    ids, pictures = expand([prompt, *shown, 20], IMAGE, grids)
+    grids = [(digest, *rules.grid(*image(digest).size)) for digest in pictures]
+    shown = [token for number in range(len(pictures)) for token in (IMAGE, 11 + number)]
+    ids, placed = expand([prompt, *shown, 20], IMAGE, grids)
     mask = np.arange(len(ids) + len(answer)) >= len(ids)
     columns = {"loss_mask": mask, "logprobs": -4.0 * mask, "advantages": 1.0 * mask, "versions": np.where(mask, 0, -1)}
-    return Sample(build_tokens(ids=ids + answer, pictures=pictures, **columns), 1.0)
+    return Sample(build_tokens(ids=ids + answer, pictures=placed, **columns), 1.0)
 
 
 def samples_of(folder: Path) -> list[Sample]:
     """Longest first. Two begin alike up to their answer, and one ends like another but for its picture."""
     found = [
-        sample(folder, [WIDE], [30, 31, 32, 33]),
-        sample(folder, [OTHER], [30, 31, 32, 33]),
+        *(sample(folder, [digest], [30, 31, 32, 33]) for digest in (WIDE, OTHER)),
         sample(folder, [WIDE], [30, 31, 40, IMAGE, 41, 42]),
         sample(folder, [], [50, 51, 52]),
         sample(folder, [TALL, WIDE], [60, 61, 62]),
@@ -103,7 +100,7 @@ def alone(plain: PreTrainedModel, folder: Path, sample: Sample) -> torch.Tensor:
     sampled[sampled == IMAGE] = SAME
     seen = {}
     if pictures := sample.tokens.pictures:
-        images = [image(PICTURES[each.digest]) for each in pictures]
+        images = [image(each.digest) for each in pictures]
         seen = AutoImageProcessor.from_pretrained(folder)(images=images, return_tensors="pt")
         seen |= {"mm_token_type_ids": (ids == IMAGE).int()}
     logprobs = plain(input_ids=ids, use_cache=False, **seen).logits[0, :-1].log_softmax(-1)
@@ -111,9 +108,7 @@ def alone(plain: PreTrainedModel, folder: Path, sample: Sample) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("kind", "is_packed"), [("qwen2_5_vl", True), ("qwen2_5_vl", False), ("qwen3_5", True)])
-def test_samples_of_a_row_see_what_they_see_alone(
-    folders: dict[str, Path], kind: str, is_packed: bool, world: World
-) -> None:
+def test_samples_of_a_row_see_what_they_see_alone(folders, kind, is_packed, world):
     """A sampled token may be the placeholder."""
     model = load(folders[kind], world, ac=ActivationCheckpointing(), vlm=TRAINED)
     samples = samples_of(folders[kind])
@@ -143,21 +138,15 @@ def test_samples_of_a_row_see_what_they_see_alone(
     assert 0 < shared < 0.05 < shared_frac(model, [one_row(samples)])
 
 
-ALL_LINEAR = Lora(rank=2, target_modules=("all-linear",))
-
-
 @pytest.mark.parametrize(
     ("kind", "vlm", "lora"),
     [
         *(("qwen2_5_vl", Vlm(), None), ("qwen3_5", TRAINED, None)),
-        *(("qwen3_5", Vlm(), Lora(rank=2)), ("qwen2_5_vl", Vlm(), ALL_LINEAR)),
+        ("qwen2_5_vl", Vlm(), Lora(rank=2, target_modules=("all-linear",))),
     ],
 )
-def test_a_step_with_pictures_changes_the_vision_encoder_only_if_asked(
-    folders: dict[str, Path], kind: str, vlm: Vlm, lora: Lora | None, world: World
-) -> None:
-    loss = Loss(beta=0.1)
-    trainer = TrainerConfig(model=TrainerModel(vlm=vlm, lora=lora), optim=Optimizer(lr=1e-2), loss=loss)
+def test_a_step_with_pictures_changes_the_vision_encoder_only_if_asked(folders, kind, vlm, lora, world):
+    trainer = TrainerConfig(model=TrainerModel(vlm=vlm, lora=lora), optim=Optimizer(lr=1e-2), loss=Loss(beta=0.1))
     config = RunConfig(model=Model(name=str(folders[kind])), max_steps=2, trainer=trainer)
     state = base_state(config, world)
     before = weights_of(state.model)
@@ -166,21 +155,15 @@ def test_a_step_with_pictures_changes_the_vision_encoder_only_if_asked(
     assert metrics["reference_kl"] == 0.0
     after = weights_of(state.model)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed
-    if vlm is TRAINED:
-        assert changed == before.keys()
-        return
-    assert not any(".visual." in name for name in changed)
+    may_change = {name for name in before if vlm is TRAINED or (is_adapter(name) if lora else ".visual." not in name)}
+    assert changed == may_change if vlm is TRAINED else set() < changed <= may_change
     assert not any(".visual." in name for name in before if is_adapter(name))
-    assert lora is None or all(is_adapter(name) for name in changed)
 
 
-def test_pictures_that_the_model_reads_otherwise_or_cannot_see_are_refused(
-    folders: dict[str, Path], world: World
-) -> None:
+def test_pictures_that_the_model_reads_otherwise_or_cannot_see_are_refused(folders, world):
     model = load(folders["qwen3_5"], world)
-    (digest, *_), row = PICTURES, one_row([sample(folders["qwen3_5"], [WIDE], [30])])
-    row.tokens.pictures[:] = [Picture(digest, 1, 5, 3)]
+    row = one_row([sample(folders["qwen3_5"], [WIDE], [30])])
+    row.tokens.pictures[:] = [Picture(WIDE, 1, 5, 3)]
     with pytest.raises(ConfigError, match=r"5 x 3 tokens in a rollout(.|\n)*3 x 5"):
         compute_columns(model, row, world.device)
     text = load_model(TrainerModel(), str(folders["qwen3_5"]), world)
@@ -200,9 +183,7 @@ def gradients_on(folder: Path, _: Path, world: World) -> dict[str, torch.Tensor]
     return take_gradients(model)
 
 
-def test_a_rank_without_pictures_keeps_in_step_with_one_that_has_some(
-    folders: dict[str, Path], tmp_path: Path, world: World
-) -> None:
+def test_a_rank_without_pictures_keeps_in_step_with_one_that_has_some(folders, tmp_path, world):
     expected = gradients_on(folders["qwen3_5"], tmp_path, world)
     for found in run_ranks(__file__, folders["qwen3_5"], tmp_path):
         assert largest_difference(found, expected) < 1e-4

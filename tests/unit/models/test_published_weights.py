@@ -1,0 +1,171 @@
+"""Checkpoints as they are published, joined or in few bits, are trained, served and exported as what they mean."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+import moe
+from families import MROPE, build_config, logits, publish, row, save_family
+from low_bit import LOW_BIT, save_low_bit
+from tiny import are_equal, content_of, open_store, random_samples, save_run, train_step, weights_of
+from trireme.base.errors import ConfigError
+from trireme.cli.runs.export import export
+from trireme.config.trainer import Lora, Optimizer, TrainerModel, Vlm
+from trireme.tools.export.merging import export_merged
+from trireme.tools.export.weights_folder import open_source
+from trireme.trainer.checkpoint.state import TrainerState
+from trireme.trainer.model.layouts import Region, TensorLayout, UnsupportedLayout, identity_layout
+from trireme.trainer.model.model import load_model
+from trireme.trainer.optim.optimizer import build_optimizer
+from trireme.trainer.parallel.mesh import World
+from trireme.trainer.publish.served_weights import served_specs, served_tensors
+from trireme.transport.weights.published_files import PublishedFiles
+
+SOURCES = {name: torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)) for seed, name in enumerate("abcd")}
+
+
+def experts(of: Callable[[str], Any]) -> Any:
+    """As a checkpoint's experts become one tensor: joined in pairs, stacked, turned."""
+    pairs = [torch.cat([of("a"), of("b")]), torch.cat([of("c"), of("d")])]
+    return torch.transpose(torch.stack(pairs), 1, 2)
+
+
+@pytest.mark.parametrize("region", [(0, 2, 1, 5, 3, 7), (1, 2, 0, 6, 0, 1), (0, 1, 5, 6, 2, 8), (1, 1, 0, 6, 0, 8)])
+def test_a_part_is_read_from_the_parts_of_the_sources_that_it_needs(region):
+    parts = tuple(slice(*region[i : i + 2]) for i in (0, 2, 4))
+    read: list[torch.Tensor] = []
+
+    def reading(name: str, region: Region) -> torch.Tensor:
+        read.append(SOURCES[name][region])
+        return read[-1]
+
+    expected = experts(SOURCES.get)[parts]
+    target = torch.full(expected.shape, torch.nan, dtype=torch.float64)
+    experts(laid).at(parts).read_into(target, reading)
+    assert torch.equal(target, expected.double())
+    assert sum(each.numel() for each in read) == target.numel()
+
+
+def laid(name: str) -> TensorLayout:
+    return identity_layout(name, SOURCES[name].shape)
+
+
+def test_a_single_number_is_read_and_what_is_computed_has_no_layout():
+    found = identity_layout("a", ()).tensor(lambda name, region: torch.tensor(2.5)[region])
+    assert (found.shape, found.item()) == ((), 2.5)
+    with pytest.raises(UnsupportedLayout, match="mul"):
+        torch.mul(laid("a"), 2)  # type: ignore[call-overload]
+    with pytest.raises(UnsupportedLayout, match=r"joined along dimension 0: \[\(4, 6\), \(4, 7\)\]"):
+        torch.cat([laid("a"), identity_layout("e", (4, 7))])  # type: ignore[list-item]
+
+
+CONFIGS = [build_config(kind, **changes) for kind, changes in LOW_BIT.items()]
+CONFIGS += [build_config("qwen3", intermediate_size=300), moe.build_config("deepseek_v3", kv_lora_rank=136)]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
+def test_a_low_bit_model_is_trained_served_exported_and_merged_as_a_plain_one(config, tiny_model, tmp_path, world):
+    folder, run = tmp_path / "model", tmp_path / "run"
+    meant = save_low_bit(folder, config, tiny_model)
+    model = load_model(TrainerModel(attn="eager"), str(folder), world)
+    assert are_equal(dict(served_tensors(model, torch.float32)), {name: each.float() for name, each in meant.items()})
+    assert {each.dtype for each in model.parameters()} == {torch.float32}  # experts too
+    assert are_equal(dict(open_source(folder, base=None, dtype="bfloat16").tensors()), meant)
+    save_run(run, TrainerState(model, build_optimizer(model, Optimizer())), folder, world)
+    exported = run / "weights" / "step_0"
+    assert "quantization_config" not in json.loads((exported / "config.json").read_text())
+    assert are_equal(weights_of(AutoModelForCausalLM.from_pretrained(exported)), weights_of(model))
+    if config.model_type == "qwen3":
+        model = load_model(TrainerModel(lora=Lora(rank=2)), str(folder), world)
+        save_run(tmp_path / "adapters", TrainerState(model, build_optimizer(model, Optimizer())), folder, world)
+        export_merged(tmp_path / "adapters/checkpoints/step_0", tmp_path / "merged", dtype="bfloat16")
+        assert are_equal(dict(open_source(tmp_path / "merged", base=None, dtype="bfloat16").tensors()), meant)
+
+
+def test_any_region_is_that_of_the_whole_and_scales_may_be_exponents(tmp_path: Path) -> None:
+    numbers, path = torch.Generator().manual_seed(1), tmp_path / "model.safetensors"
+    blocks = torch.randint(256, (2, 3, 2, 16), generator=numbers, dtype=torch.uint8)
+    scales = torch.tensor([0, 1, 2, 100, 126, 127, 128, 129, 130, 200, 253, 254], dtype=torch.uint8).reshape(2, 3, 2)
+    save_file({"e_blocks": blocks, "e_scales": scales}, path)
+    files = PublishedFiles([path], {"quant_method": "mxfp4"})
+    region = (slice(1, 2), slice(5, 64), slice(1, 3))
+    assert torch.equal(files.read("e", region), convert_moe_packed_tensors(blocks, scales)[region])
+    values = torch.randn(2, 140, 70, generator=numbers).to(torch.float8_e4m3fn)
+    exponents, region = scales.transpose(1, 2)[:, :1], (slice(1, 2), slice(33, 135), slice(29, 65))
+    for stored in (exponents.contiguous(), torch.exp2(exponents.float() - 127)):
+        save_file({"w": values, "w_scale_inv": stored}, path)
+        files = PublishedFiles([path], {"quant_method": "fp8", "weight_block_size": [140, 30]})
+        whole = values.double() * torch.exp2(exponents.double() - 127).repeat_interleave(30, 2)[..., :70]
+        assert torch.equal(files.read("w", region), whole[region].bfloat16())
+
+
+def test_values_without_their_scales_are_refused_by_name(tmp_path: Path) -> None:
+    values = torch.ones(200, 64).to(torch.float8_e4m3fn)
+    for scales, words in (
+        ({}, r"a.weight as F8_E4M3 without scales .*Take such a copy"),
+        ({"a.weight_scale_inv": torch.ones(1, 1)}, r"a.weight_scale_inv \[1, 1\] .*expected \[2, 1\]"),
+    ):
+        save_file({"a.weight": values, **scales}, tmp_path / "m.safetensors")
+        with pytest.raises(ConfigError, match=words):
+            PublishedFiles([tmp_path / "m.safetensors"], {"quant_method": "fp8", "weight_block_size": [128, 128]})
+
+
+@pytest.mark.parametrize(
+    ("kind", "vlm", "lora"),
+    [
+        *(("qwen3_5_moe", None, Lora(rank=2)), ("qwen3_next", None, None), ("qwen3_5", Vlm(), Lora(rank=2))),
+        *(("qwen3_5_moe", Vlm(), None), ("qwen2_5_vl", Vlm(), None)),
+    ],
+)
+def test_untrained_parts_of_a_published_checkpoint_are_exported_to_the_bit(
+    kind: str, vlm: Vlm | None, lora: Lora | None, tiny_model: Path, tmp_path: Path, world: World
+) -> None:
+    """A vision encoder that is held (`vlm`) is served, and exported in the precision of the rest."""
+    rope = {"rope_parameters": MROPE} if vlm else {}
+    folder = save_family(tmp_path / "model", build_config(kind, vocab_size=128, **rope))
+    for file in tiny_model.glob("*token*"):
+        shutil.copy(file, folder)
+    if kind == "qwen3_next":
+        publish(folder / "model.safetensors")
+        (folder / "preprocessor_config.json").write_text("{}")
+    published = load_file(folder / "model.safetensors")
+    frozen = {name for name in published if name.startswith(("mtp.", "model.visual.", "visual."))}
+    kept = {name for name in frozen if vlm is None or name.startswith("mtp.")}
+    published |= {name: published[name].bfloat16() for name in frozen}
+    save_file(published, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def open_state() -> TrainerState:
+        model = load_model(TrainerModel(lora=lora, vlm=vlm), str(folder), world)
+        return TrainerState(model=model, optimizer=build_optimizer(model, Optimizer(lr=1e-2)))
+
+    state, resumed = open_state(), open_state()
+    assert {spec.name for spec in served_specs(state.model, torch.bfloat16)} == published.keys() - kept
+    train_step(state, random_samples([20, 30]), world)
+    assert not are_equal(content_of(state), content_of(resumed))
+    save_run(tmp_path / "run", state, folder, world)
+    open_store(tmp_path / "run" / "checkpoints", world).resume(resumed, resume=True)
+    assert are_equal(content_of(state), content_of(resumed))
+    exported = tmp_path / "exported"
+    words = ("--merge", "--dtype", "float32") if lora else ()
+    assert export([str(tmp_path / "run"), "--to", str(exported), *words]) == 0
+    found = load_file(exported / "model.safetensors")
+    assert {name: each.shape for name, each in found.items()} == {name: each.shape for name, each in published.items()}
+    assert all(torch.equal(found[name], published[name].to(found[name].dtype)) for name in frozen)
+    assert {found[name].dtype for name in kept} <= {torch.bfloat16}
+    assert json.loads((exported / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
+    assert (exported / "preprocessor_config.json").is_file()
+    whole = AutoModelForCausalLM if kind == "qwen3_next" else AutoModelForImageTextToText
+    model, info = whole.from_pretrained(exported, dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values())
+    with torch.no_grad():
+        torch.testing.assert_close(logits(model, *row(24)), logits(state.model, *row(24)), rtol=1e-4, atol=1e-4)
