@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,15 +13,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from families import MROPE, save_family
 from families import build_config as family_config
+from rank_processes import run_rank, run_ranks
 from tiny import VOCABULARY
 from tiny_pictures import picture_file
 from tiny_tokenizer import write_seeing_tokenizer
 from trireme.base.errors import ConfigError, DeadlineExceeded
 from trireme.base.paths import RunPaths
+from trireme.base.waiting import Waits
 from trireme.cli.sft import sft
-from trireme.config.run import Model, RunConfig
 from trireme.config.sft import SftConfig
-from trireme.config.trainer import Checkpoints, Lora, Optimizer, TrainerModel, Vlm
+from trireme.config.trainer import Checkpoints, Optimizer, TrainerModel, Vlm
 from trireme.journal.manifest import complete_steps
 from trireme.journal.pictures import rules_of_model
 from trireme.launch.folder import hold_folder
@@ -28,9 +30,9 @@ from trireme.monitor.metrics import read_metrics
 from trireme.monitor.spans import read_spans
 from trireme.monitor.timeline import joined, shares, steady
 from trireme.trainer.model.model import open_tokenizer
-from trireme.trainer.parallel.mesh import open_world
+from trireme.trainer.parallel.mesh import World, keep_alive
 from trireme.trainer.sft.loop import Sft, train_sft
-from trireme.trainer.step import base_state
+from trireme.trainer.sft.prepare_data import prepare_data
 
 
 def write_lines(path: Path, *lines: object) -> Path:
@@ -81,16 +83,6 @@ def test_twenty_steps_learn_a_simple_task(trained):
     assert [span.step for span in spans if span.what == "save"] == [10, 20]
     assert [span.what for span in spans].count("evaluate") == 2  # before the first step and after the last
     assert sum(shares(spans, "trainer", *steady(spans)).values()) == pytest.approx(1.0)
-
-
-def test_the_result_is_a_model_that_a_run_can_start_from(trained):
-    folder = trained / "weights" / "step_20"
-    with open_world("cpu", threads=1, timeout_s=60) as world, torch.no_grad():
-        state = base_state(RunConfig(model=Model(name=str(folder)), device="cpu"), world)
-        ids = torch.arange(20)[None] * 5 % VOCABULARY
-        ours = state.model(input_ids=ids, use_cache=False).logits
-        assert torch.equal(ours, AutoModelForCausalLM.from_pretrained(folder)(input_ids=ids, use_cache=False).logits)
-    assert AutoTokenizer.from_pretrained(folder).apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
 
 
 def test_a_resumed_run_goes_on_to_the_same_weights_to_the_bit(trained, letters, tiny_model, tmp_path):
@@ -158,38 +150,54 @@ def test_what_a_picture_shows_is_learned_and_a_resumed_run_reads_it_again(tmp_pa
         lines.append({"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": letter}]})
     data = write_lines(tmp_path / "data.jsonl", *lines)
     sees = {"model": TrainerModel(name=str(model), vlm=Vlm(freeze_vision_encoder=False))}
-    train_sft(build_config(tmp_path / "whole", model, data).model_copy(update=sees))
-    rows = metrics_of(tmp_path / "whole")
+    folder, fewer = tmp_path / "run", {"batch_size": 8}
+    train_sft(build_config(folder, model, data, **fewer, ckpt=Checkpoints(interval=15)).model_copy(update=sees))
+    rows = metrics_of(folder)
     assert rows[-1]["validation/loss"] < 0.4
-    train_sft(build_config(tmp_path / "whole", model, data, ckpt=Checkpoints(resume_step=10)).model_copy(update=sees))
-    again = metrics_of(tmp_path / "whole")[-10:]
-    assert [(row["step"], row["loss"]) for row in again] == [(row["step"], row["loss"]) for row in rows[10:]]
-    assert rules_of_model(str(tmp_path / "whole/weights/step_20")) == rules_of_model(str(model))
+    train_sft(build_config(folder, model, data, **fewer, ckpt=Checkpoints(resume_step=15)).model_copy(update=sees))
+    again = metrics_of(folder)[-5:]
+    assert [(row["step"], row["loss"]) for row in again] == [(row["step"], row["loss"]) for row in rows[15:]]
+    assert rules_of_model(str(folder / "weights/step_20")) == rules_of_model(str(model))
 
 
-def test_a_training_whose_tokenizer_is_missing_or_whose_folder_is_in_use_is_refused(letters, tiny_model, tmp_path):
-    with pytest.raises(ConfigError, match="tokenizer"):
-        open_tokenizer(str(tmp_path / "nowhere"), False)
-    paths = RunPaths(tmp_path)
+def test_a_training_that_is_refused_leaves_its_folder_as_it_was(letters, tiny_model, tmp_path):
+    typed, paths = ["--data", str(letters), "--model.name", str(tiny_model), "--device", "cpu"], RunPaths(tmp_path)
+    typed += ["--output-dir", str(tmp_path)]
+    (tmp_path / "notes.txt").touch()
+    for flags in ([], ["--resume"], ["--ckpt.resume-step", "7"]):
+        with pytest.raises(ConfigError, match=r"holds no run|there is no run"):
+            sft([*typed, *flags])
+        assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     paths.metrics.touch()
-    typed = ["--data", str(letters), "--model.name", str(tiny_model), "--output-dir", str(tmp_path), "--device", "cpu"]
     with hold_folder(paths), pytest.raises(ConfigError, match="another launcher"):
         sft(typed)
     assert paths.metrics.exists()  # not moved aside
+    with pytest.raises(ConfigError, match="tokenizer"):
+        open_tokenizer(str(tmp_path / "nowhere"), False)
 
 
-@pytest.mark.parametrize("flags", [[], ["--resume"], ["--ckpt.resume-step", "7"]])
-def test_a_training_that_is_refused_leaves_its_folder_as_it_was(letters, tiny_model, tmp_path, flags):
-    (tmp_path / "notes.txt").touch()
-    typed = ["--data", str(letters), "--model.name", str(tiny_model), "--output-dir", str(tmp_path), "--device", "cpu"]
-    with pytest.raises(ConfigError, match=r"holds no run|there is no run"):
-        sft([*typed, *flags])
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+PATIENCE_S = 6.0
+SLOW = f"""import time
+
+def conversations():
+    for _ in range(100):
+        time.sleep({1.5 * PATIENCE_S / 100})
+        yield {{"prompt": "a", "completion": "b"}}
+"""
 
 
-def test_adapters_are_trained_alike(letters, tiny_model, tmp_path):
-    given = {"model": TrainerModel(name=str(tiny_model), lora=Lora(rank=8, alpha=16)), "max_steps": 6}
-    train_sft(build_config(tmp_path / "run", tiny_model, letters, optim=Optimizer(lr=2e-2)).model_copy(update=given))
-    rows = metrics_of(tmp_path / "run")
-    assert rows[-1]["validation/loss"] < 0.95 * rows[0]["validation/base_loss"]
-    assert (tmp_path / "run/weights/step_6/adapter_model.safetensors").exists()
+def test_ranks_wait_for_the_first_one_to_read_its_data_longer_than_their_timeout(tiny_model, tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    assert run_ranks(__file__, tiny_model, tmp_path) == [100, 100]
+
+
+def wait_longer(model: Path, folder: Path, world: World) -> int:
+    config = build_config(folder, model, folder / "slow.py", validation_fraction=0.0)
+    world.barrier()
+    train, _ = prepare_data(config, world, Waits("sft"), keep_alive(world, timeout_s=PATIENCE_S))
+    return train.length
+
+
+if __name__ == "__main__":
+    open_tokenizer(sys.argv[1], False)  # its imports take long the first time
+    run_rank(wait_longer, timeout_s=PATIENCE_S)

@@ -2,16 +2,14 @@
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import forkserver
-import rank_processes
 from limits import file_size_limit, fill, small_disk
+from rank_processes import run_rank, run_ranks
 from stage import until
 from tiny import are_equal, content_of, open_exporter, open_state, open_store, train_until
 from trireme.base.errors import DeadlineExceeded
@@ -19,21 +17,12 @@ from trireme.base.waiting import Waits
 from trireme.config.trainer import Checkpoints
 from trireme.journal.manifest import complete_steps
 from trireme.trainer.checkpoint.checkpoint import CheckpointStore, load_checkpoint
-from trireme.trainer.parallel.mesh import open_world
-
-DEADLINE_S = 120
+from trireme.trainer.parallel.mesh import World
 
 
-@pytest.fixture
-def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "faults"
-    folder.mkdir()
-    monkeypatch.setenv("TRIREME_FAULTS", f"folder={folder},disk_full={folder / 'full'}")
-    return folder
-
-
-def test_training_on_does_not_change_what_is_written(tmp_path, tiny_model, world, faults):
-    (faults / "checkpoint.begun").write_text("hold")
+def test_training_on_does_not_change_what_is_written(tmp_path, tiny_model, world, monkeypatch):
+    monkeypatch.setenv("TRIREME_FAULTS", f"folder={tmp_path}")
+    (tmp_path / "checkpoint.begun").write_text("hold")
     state = train_until(open_state(tiny_model, world), world, until=1)
     expected = content_of(state)
     store = open_store(tmp_path / "c", world, exporter=open_exporter(tmp_path / "w", tiny_model, state.model, world))
@@ -41,7 +30,7 @@ def test_training_on_does_not_change_what_is_written(tmp_path, tiny_model, world
     train_until(state, world, until=3)
     torch.manual_seed(1)
     assert complete_steps(tmp_path / "c") == []
-    (faults / "checkpoint.begun.go").touch()
+    (tmp_path / "checkpoint.begun.go").touch()
     store.wait()
     resumed = open_state(tiny_model, world)
     open_store(tmp_path / "c", world).resume(resumed, resume=True)
@@ -67,52 +56,27 @@ POINTS = {"checkpoint.written": 1, "export.written": 1, "checkpoint.before_renam
 """And the version that must be there afterwards. The kill matrix has the others, where less is half done."""
 
 
-def train_and_save(model: Path, folder: Path, point: str) -> None:
+def train_and_save(model: Path, folder: Path, world: World) -> None:
+    """Save version 1, arm the point that the folder is named after, and save version 2."""
     faults = folder / "faults"
-    faults.mkdir(parents=True)
+    faults.mkdir()
     os.environ["TRIREME_FAULTS"] = f"folder={faults}"
-    with open_world("cpu", threads=1, timeout_s=240) as world:
-        state = open_state(model, world)
-        exporter = open_exporter(folder / "weights", model, state.model, world)
-        store = open_store(folder / "checkpoints", world, exporter=exporter)
-        for version in (1, 2):
-            train_until(state, world, until=version)
-            if version == 2:
-                (faults / point).write_text("kill")
-            store.save(state)
-            store.wait()
+    state = open_state(model, world)
+    exporter = open_exporter(folder / "weights", model, state.model, world)
+    store = open_store(folder / "checkpoints", world, exporter=exporter)
+    for version in (1, 2):
+        train_until(state, world, until=version)
+        if version == 2:
+            (faults / folder.name).write_text("kill")
+        store.save(state)
+        store.wait()
 
 
-def die_at_each_point(model: Path, folder: Path, *points: str) -> None:
-    """In a process and a folder for each point: save version 1, arm the point, save version 2. Prints exit codes."""
-    for point in points:
-        pid = os.fork()  # nothing but imports has been done
-        if pid == 0:
-            try:
-                train_and_save(model, folder / point, point)
-            finally:
-                os._exit(0)
-        _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
-
-
-@pytest.fixture(scope="module")
-def killed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("killed")
-    argv = [sys.executable, rank_processes.__file__, __file__, str(tiny_model), str(folder), *POINTS]
-    with open(folder / "log", "w") as log:
-        process = forkserver.popen(argv, output=log.fileno(), env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=folder)
-        try:
-            assert process.wait(DEADLINE_S) == 0
-        finally:
-            process.close()
-    assert (folder / "log").read_text().split().count(str(-signal.SIGKILL)) == len(POINTS)
-    return folder
-
-
-@pytest.mark.parametrize("point", POINTS)
-def test_a_kill_at_any_point_leaves_the_old_or_the_new_checkpoint_complete(killed, point, tiny_model, world):
-    folder, version = killed / point, POINTS[point]
+@pytest.mark.parametrize(("point", "version"), POINTS.items())
+def test_a_kill_at_any_point_leaves_the_old_or_the_new_checkpoint_complete(tmp_path, point, version, tiny_model, world):
+    folder = tmp_path / point
+    folder.mkdir()
+    run_ranks(__file__, tiny_model, folder, count=1, ends_with=-signal.SIGKILL)
     state = open_state(tiny_model, world)
     exporter = open_exporter(folder / "weights", tiny_model, state.model, world)
     store = open_store(folder / "checkpoints", world, exporter=exporter)
@@ -126,27 +90,22 @@ def test_a_kill_at_any_point_leaves_the_old_or_the_new_checkpoint_complete(kille
     assert complete_steps(folder / "checkpoints") == [*range(1, version + 1), 3]
 
 
-def test_a_disk_that_stays_full_ends_the_run(tmp_path, tiny_model, world, faults):
-    (faults / "full").touch()
-    store = CheckpointStore(tmp_path / "c", Checkpoints(), world, waits=Waits("trainer"), disk_timeout_s=0.0)
-    store.save(open_state(tiny_model, world))
-    with pytest.raises(DeadlineExceeded, match="room for checkpoint step_0 from disk"):
-        store.wait()
-
-
-def test_saving_waits_while_the_disk_is_full(tmp_path, tiny_model, world):
-    state = train_until(open_state(tiny_model, world), world, until=1)
-    waits = Waits("trainer")
+def test_saving_waits_while_the_disk_is_full_as_long_as_is_allowed(tmp_path, tiny_model, world):
+    state, waits = train_until(open_state(tiny_model, world), world, until=1), Waits("trainer")
     with small_disk(tmp_path / "disk", "8m") as disk:
         exporter = open_exporter(disk / "w", tiny_model, state.model, world)
         store = open_store(disk / "c", world, waits=waits, exporter=exporter)
         store.save(state)
         store.wait()
         ballast = fill(disk)
+        hasty = CheckpointStore(disk / "h", Checkpoints(), world, waits=waits, disk_timeout_s=0.0)
+        hasty.save(state)
+        with pytest.raises(DeadlineExceeded, match="room for checkpoint step_1 from disk"):
+            hasty.wait()
         expected = content_of(train_until(state, world, until=2))
         store.save(state)
         until(waits.now)
-        assert str(waits).startswith("trainer waits 0 s for room for checkpoint step_2 from disk")
+        assert "for room for checkpoint step_2 from disk" in str(waits)
         train_until(state, world, until=3)
         ballast.unlink()
         store.save(state)  # waits for step 2
@@ -158,4 +117,4 @@ def test_saving_waits_while_the_disk_is_full(tmp_path, tiny_model, world):
 
 
 if __name__ == "__main__":
-    die_at_each_point(*map(Path, sys.argv[1:3]), *sys.argv[3:])
+    run_rank(train_and_save)
