@@ -1,10 +1,13 @@
 """Write `docs/configuration.md` and the JSON schemas in `configs/schema` from the models of the configuration.
 
-uv run python scripts/configuration_reference.py
+uv run python scripts/configuration_reference.py [--check]
+
+With --check nothing is written, and the exit code is that of a failure where a file differs from the models.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,7 +64,16 @@ def documents() -> Iterator[tuple[Path, str]]:
         yield ROOT / f"configs/schema/{name}.json", json_schema(root)
 
 
-if __name__ == "__main__":
-    for path, text in documents():
-        path.parent.mkdir(parents=True, exist_ok=True)
+def main() -> int:
+    stale = {path: text for path, text in documents() if not path.exists() or path.read_text(encoding="utf-8") != text}
+    if sys.argv[1:] == ["--check"]:
+        for path in stale:
+            print(f"{path.relative_to(ROOT)} is stale: run `uv run python scripts/configuration_reference.py`")
+        return len(stale)
+    for path, text in stale.items():
         path.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""A case for the doctor, and what it says of it."""
+"""A case for the doctor, and what it finds."""
 
 import json
 import socket
@@ -18,15 +18,18 @@ from trireme.tools.doctor.report import Case, Finding
 ENVIRONMENT = ["--orchestrator.env", '[{"id": "reverse-text"}]']
 
 
-def build_case(folder: Path, *words: str, devices: Devices | None = None) -> Case:
+def build_case(folder: Path, words: str = "", devices: Devices | None = None) -> Case:
     """Build a case from flags, with all else that a run needs."""
     devices = devices or Devices(cores=2)
-    typed, _ = load_run_config([*ENVIRONMENT, "--output-dir", str(folder), *words], program="rl")
+    typed, _ = load_run_config([*ENVIRONMENT, "--output-dir", str(folder), *words.split()], program="rl")
     return Case(typed, resolve(typed, devices), devices, is_given=True, folder=folder / "doctor")
 
 
-def the_one(found: Iterable[Finding]) -> Finding:
+def expect(found: Iterable[Finding], verdict: str, *words: str) -> Finding:
+    """Expect a single finding with these words, and return it."""
     (finding,) = found
+    assert finding.verdict == verdict, finding
+    assert [part for part in words if part not in f"{finding.found} {finding.fix}"] == [], finding
     return finding
 
 
@@ -34,12 +37,10 @@ def diagnosed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dic
     """Return the exit code, and the answers by check."""
     capsys.readouterr()
     code = doctor([*words, "--json"])
-    said = json.loads(capsys.readouterr().out)
-    assert said["holds"] == (code == 0)
-    by_name: dict[str, list[dict[str, Any]]] = {}
-    for answer in said["answers"]:
-        by_name.setdefault(answer["name"], []).append(answer)
-    return code, by_name
+    report = json.loads(capsys.readouterr().out)
+    assert report["holds"] == (code == 0)
+    names = {answer["name"]: None for answer in report["answers"]}
+    return code, {name: [answer for answer in report["answers"] if answer["name"] == name] for name in names}
 
 
 @contextmanager

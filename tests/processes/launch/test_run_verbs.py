@@ -159,6 +159,20 @@ def test_to_follow_a_run_that_is_over_or_deserted_tells_how_it_stands(run, capsy
     assert "finished; 8 of 8 steps are trained" in said(capsys, run, "--follow")
 
 
+def test_a_submitted_run_is_followed_until_slurm_ends_its_job(run, scheduler, capsys, monkeypatch):
+    record(run)
+    answers = ["echo RUNNING n1", "echo Unable to contact slurm controller >&2; exit 1", "echo CANCELLED n1"]
+
+    def pass_time(_: float) -> None:
+        (scheduler / "squeue").write_text(f"#!/bin/sh\n{answers.pop(0)}\n")
+
+    monkeypatch.setattr(status_module, "DESERTED_S", 0)
+    monkeypatch.setattr(status_module, "time", SimpleNamespace(**vars(time) | {"sleep": pass_time}))
+    pass_time(0)
+    assert "3 of 8 steps are trained" in said(capsys, run, "--follow")
+    assert answers == []
+
+
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(os, "execvp", lambda _, command: outputs.append(subprocess.check_output(command, text=True)))

@@ -14,33 +14,22 @@ from parsing import parse
 SOURCE = Path(__file__).parents[3] / "src" / "trireme"
 
 LAYERS = {
-    "base": 0,
-    "config": 1,
-    "messages": 1,
-    "algo": 2,
-    "journal": 3,
-    "transport": 3,
-    "monitor": 4,
-    "launch": 5,
-    "orchestrator": 5,
-    "trainer": 5,
-    "inference": 5,
-    "tools": 6,
-    "cli": 7,
+    **{"base": 0, "config": 1, "messages": 1, "algo": 2, "journal": 3, "transport": 3, "monitor": 4},
+    **{"launch": 5, "orchestrator": 5, "trainer": 5, "inference": 5, "tools": 6, "cli": 7},
 }
-"""An import goes to a lower layer, or stays in its own package. So nothing but `cli` imports `tools`: without that
-folder, the rest still trains."""
+"""An import goes to a lower layer, or stays in its own package. So only `cli` imports `tools`: without that folder, the
+rest still trains."""
 
 SUB_PACKAGES = {
-    "orchestrator": ("environments", "engines", "weights", "rollout", "evaluation", "gateway"),
-    "trainer": ("parallel", "optim", "model", "checkpoint", "publish", "sft"),
+    "orchestrator": {"environments", "engines", "weights", "rollout", "evaluation", "gateway"},
+    "trainer": {"parallel", "optim", "model", "checkpoint", "publish", "sft"},
 }
 """Packages inside of a package. They import each other in one direction only, and never the loop above them."""
 
 LOOPS = {"orchestrator": {"loop", "scheduler", "batcher", "status"}, "trainer": {"loop", "try_step"}}
 """Modules of a package that its sub-packages never import."""
 
-LIGHT = ("base", "config", "messages", "journal", "monitor", "launch", "orchestrator")
+LIGHT = {"base", "config", "messages", "journal", "monitor", "launch", "orchestrator"}
 """Packages that start at once and run where there is no torch."""
 
 HEAVY = {"torch", "transformers", "vllm", "safetensors", "accelerate"}
@@ -50,47 +39,56 @@ WORKER = SOURCE / "orchestrator" / "environments" / "worker"
 
 WORKER_MAY_IMPORT = {"verifiers", "openai", "aiohttp", "httpx"}  # the latter two come with verifiers
 
-FILES = [path for path in sorted(SOURCE.rglob("*.py")) if WORKER not in path.parents]
+FILES = sorted(SOURCE.rglob("*.py"))
 
 
 class Import(NamedTuple):
     file: Path
     line: int
-    module: str
+    module: str  # or a name in it; a relative import counts as one of `trireme`
+    is_at_top: bool = False
+    is_optional: bool = False  # in a `try` that catches ImportError
 
     @property
     def package(self) -> str:
-        return package_of(self.file)
+        return self.file.relative_to(SOURCE).parts[0].removesuffix(".py")
 
     def __str__(self) -> str:
         return f"{self.file.relative_to(SOURCE)}:{self.line} imports {self.module}"
 
 
-def package_of(file: Path) -> str:
-    return file.relative_to(SOURCE).parts[0].removesuffix(".py")
-
-
 def imports_of(file: Path) -> Iterator[Import]:
-    """At any level, also inside functions and for types only. A relative import counts as one of `trireme`."""
-    for node in ast.walk(parse(file.read_text())):
+    """Yield imports at any level, also inside functions and for types only."""
+    tree = parse(file.read_text())
+    nodes, at_top = list(ast.walk(tree)), set(tree.body)
+    guarded = [(node.lineno, node.handlers[0].lineno) for node in nodes if catches_import_error(node)]
+    for node in nodes:
         match node:
-            case ast.Import():
-                yield from (Import(file, node.lineno, alias.name) for alias in node.names)
-            case ast.ImportFrom(module=str(module), level=0):
-                for alias in node.names:
-                    yield Import(file, node.lineno, f"{module}.{alias.name}" if module == "trireme" else module)
+            case ast.Import(names=names):
+                modules = [alias.name for alias in names]
+            case ast.ImportFrom(module=str(module), level=0, names=names):
+                modules = [f"{module}.{alias.name}" for alias in names]
             case ast.ImportFrom():
-                yield Import(file, node.lineno, "trireme.(a relative import)")
+                modules = ["trireme.(a relative import)"]
+            case _:
+                continue
+        is_optional = any(first < node.lineno < last for first, last in guarded)
+        yield from (Import(file, node.lineno, module, node in at_top, is_optional) for module in modules)
+
+
+def catches_import_error(node: ast.AST) -> bool:
+    return isinstance(node, ast.Try) and [getattr(each.type, "id", "") for each in node.handlers] == ["ImportError"]
 
 
 @cache
-def all_imports() -> list[Import]:
-    return [found for file in FILES for found in imports_of(file)]
+def imports() -> list[Import]:
+    """Imports of all that runs under our own interpreter."""
+    return [found for file in FILES if WORKER not in file.parents for found in imports_of(file)]
 
 
 def test_imports_go_down_a_layer_never_up_and_never_sideways():
-    assert {package_of(file) for file in FILES} - {"__init__"} == set(LAYERS)
-    ours = [(found, found.module.split(".")[1]) for found in all_imports() if found.module.startswith("trireme.")]
+    assert {found.package for found in imports()} == set(LAYERS)
+    ours = [(found, found.module.split(".")[1]) for found in imports() if found.module.startswith("trireme.")]
     assert len(ours) > 100
     wrong = [(str(i), to) for i, to in ours if i.package != to and LAYERS.get(to, 99) >= LAYERS[i.package]]
     assert wrong == []
@@ -99,58 +97,43 @@ def test_imports_go_down_a_layer_never_up_and_never_sideways():
 @pytest.mark.parametrize("package", SUB_PACKAGES)
 def test_sub_packages_import_each_other_one_way_and_never_the_loop_of_their_package(package: str):
     found = {part.name for part in (SOURCE / package).iterdir() if part.is_dir() and part.name != "__pycache__"}
-    assert found == set(SUB_PACKAGES[package])
-    arrows: dict[tuple[str, str], str] = {}
-    for each in all_imports():
+    assert found == SUB_PACKAGES[package]
+    arrows: set[tuple[str, str]] = set()
+    for each in imports():
         inside, parts = each.file.relative_to(SOURCE).parts, each.module.split(".")
         if inside[0] == package and len(inside) > 2 and parts[:2] == ["trireme", package] and parts[2] != inside[1]:
-            arrows[inside[1], parts[2]] = str(each)
+            arrows.add((inside[1], parts[2]))
     assert arrows
-    assert [arrow for (start, end), arrow in arrows.items() if (end, start) in arrows] == []
-    assert [arrow for (_, end), arrow in arrows.items() if end in LOOPS[package]] == []
+    assert [arrow for arrow in arrows if arrow[::-1] in arrows or arrow[1] in LOOPS[package]] == []
 
 
 def test_packages_that_need_no_torch_never_name_it():
-    named = [found for found in all_imports() if found.module.split(".")[0] in HEAVY]
+    named = [found for found in imports() if found.module.split(".")[0] in HEAVY]
     assert [str(found) for found in named if found.package in LIGHT] == []
 
 
 def test_no_import_goes_round_in_circles():
     """A module that imports another at its top, which in the end imports the first."""
-    names = {".".join(("trireme", *file.relative_to(SOURCE).with_suffix("").parts)): file for file in FILES}
-    edges = {name.removesuffix(".__init__"): _imported_at_the_top(file) for name, file in names.items()}
+    edges: dict[str, set[str]] = {}
+    for found in imports():
+        name = ".".join(("trireme", *found.file.relative_to(SOURCE).with_suffix("").parts))
+        targets = edges.setdefault(name, set())
+        if found.is_at_top:
+            targets |= {found.module, found.module.rpartition(".")[0]}
     while leaves := [name for name, targets in edges.items() if not targets & edges.keys()]:
         for leaf in leaves:
             del edges[leaf]
     assert sorted(edges) == []
 
 
-def _imported_at_the_top(file: Path) -> set[str]:
-    nodes = parse(file.read_text()).body
-    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom) and node.module:
-            modules |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return modules
-
-
 def test_environment_workers_import_nothing_that_their_interpreter_may_lack():
-    flat = {path.stem for path in WORKER.rglob("*.py")}
-    allowed = sys.stdlib_module_names | WORKER_MAY_IMPORT | flat
-    assert len(flat) > 3
-    needed = [found for file in WORKER.rglob("*.py") for found in imports_of(file) if not _can_do_without(found)]
+    files = list(WORKER.rglob("*.py"))
+    allowed = sys.stdlib_module_names | WORKER_MAY_IMPORT | {path.stem for path in files}
+    needed = [found for file in files for found in imports_of(file) if not found.is_optional]
+    assert len(needed) > 20
     assert [str(found) for found in needed if found.module.split(".")[0] not in allowed] == []
-
-
-def _can_do_without(found: Import) -> bool:
-    return any(
-        node.lineno < found.line < node.handlers[0].lineno
-        for node in ast.walk(parse(found.file.read_text()))
-        if isinstance(node, ast.Try) and node.handlers and getattr(node.handlers[0].type, "id", "") == "ImportError"
-    )
 
 
 def test_no_file_is_named_after_nothing_and_init_files_do_nothing():
     nothing = {"utils", "util", "helpers", "helper", "common", "misc"}
-    files = list(SOURCE.rglob("*.py"))
-    assert [str(path) for path in files if path.stem in nothing or (path.stem == "__init__" and path.read_text())] == []
+    assert [file for file in FILES if file.stem in nothing or (file.stem == "__init__" and file.read_text())] == []

@@ -5,7 +5,7 @@ import socket
 from contextlib import ExitStack
 
 from answering import answering_http
-from doctoring import build_case, taken_port, the_one
+from doctoring import build_case, expect, taken_port
 from trireme.base.processes import free_port
 from trireme.base.token import TOKEN
 from trireme.tools.doctor import configuration
@@ -25,17 +25,16 @@ def verdicts(found) -> list[str]:
 
 def test_a_port_in_use_is_reported_once(tmp_path):
     with taken_port() as port:
-        case = build_case(tmp_path, "--inference.server.port", str(port))
-        assert [verdicts(check(case)) for check in (check_ports, check_configuration)] == [["problem"], ["ok"]]
-    finding = the_one(check_ports(build_case(tmp_path, "--ports.batches", str(port))))
-    assert (finding.verdict, f"{port} on 127.0.0.1" in finding.found) == ("ok", True)
+        case = build_case(tmp_path, f"--inference.server.port {port}")
+        expect(check_ports(case), "problem")
+        expect(check_configuration(case), "ok")
+    expect(check_ports(build_case(tmp_path, f"--ports.batches {port}")), "ok", f"{port} on 127.0.0.1")
 
 
 def test_each_command_of_several_machines_listens_by_itself(tmp_path):
-    assert verdicts(check_hosts(build_case(tmp_path))) == ["skipped"]
+    expect(check_hosts(build_case(tmp_path)), "skipped")
     words = "--device cpu --hosts.inference 10.0.0.2 10.0.0.2:8003 --hosts.orchestrator 10.0.0.3 "
-    words += "--hosts.trainer 10.0.0.4 10.0.0.5 --ports.weights 7000"
-    case = build_case(tmp_path, *words.split())
+    case = build_case(tmp_path, f"{words} --hosts.trainer 10.0.0.4 10.0.0.5 --ports.weights 7000")
     found = {host: [(each.process, each.port) for each in sockets_of(case, host)] for host in case.config.hosts.all}
     assert found == {
         "10.0.0.2": [("inference", 8000), ("inference", 8003)],
@@ -46,8 +45,7 @@ def test_each_command_of_several_machines_listens_by_itself(tmp_path):
 
 def test_a_machine_that_is_not_started_is_no_problem_and_one_that_is_silent_or_unknown_is(monkeypatch):
     """A listener whose queue is full drops what comes, as a firewall does."""
-    finding = the_one(check_host("127.0.0.1", [Socket("trainer", free_port())]))
-    assert (finding.verdict, "refuses (not started yet)" in finding.found) == ("ok", True)
+    expect(check_host("127.0.0.1", [Socket("trainer", free_port())]), "ok", "refuses (not started yet)")
     monkeypatch.setattr(configuration, "CONNECT_S", 0.1)
     with ExitStack() as stack:
         full, *waiting = (stack.enter_context(socket.socket()) for _ in range(4))
@@ -57,26 +55,22 @@ def test_a_machine_that_is_not_started_is_no_problem_and_one_that_is_silent_or_u
             each.setblocking(False)
             each.connect_ex(full.getsockname())
         port = full.getsockname()[1]
-        finding = the_one(check_host("127.0.0.1", [Socket("trainer", port)]))
-    assert finding.verdict == "problem"
-    assert f"no answer within 0.1 s at port {port} (trainer)" in finding.found
+        words = f"no answer within 0.1 s at port {port} (trainer)"
+        expect(check_host("127.0.0.1", [Socket("trainer", port)]), "problem", words)
 
     def nowhere(*_: object, **__: object) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", nowhere)
-    finding = the_one(check_host("trainer-7", []))
-    assert (finding.verdict, "cannot be resolved" in finding.found) == ("problem", True)
+    expect(check_host("trainer-7", []), "problem", "cannot be resolved")
 
 
 def test_another_token_is_a_problem(monkeypatch):
     secret = secrets.token_hex(16)
-
     with answering_http(lambda _, shown: (200 if shown == f"Bearer {secret}" else 401, b"")) as port:
         for ours, found in ((secret, ["ok"]), (secrets.token_hex(16), ["ok", "problem"]), ("", ["ok", "problem"])):
             monkeypatch.setenv(TOKEN, ours)
-            listening = Socket("orchestrator", port, "/status")
-            answers = list(check_host("127.0.0.1", [listening]))
+            answers = list(check_host("127.0.0.1", [Socket("orchestrator", port, "/status")]))
             assert verdicts(answers) == found
             assert secret not in repr(answers)
 
@@ -84,19 +78,16 @@ def test_another_token_is_a_problem(monkeypatch):
 def test_a_token_that_others_can_read_is_a_warning(tmp_path):
     file = tmp_path / "token"
     file.write_text(secrets.token_hex(16))
-    case = build_case(tmp_path, "--hosts.token-file", str(file))
     for mode, found in ((0o644, ["warning", "skipped"]), (0o600, ["skipped"])):
         file.chmod(mode)
-        assert verdicts(check_hosts(case)) == found
+        assert verdicts(check_hosts(build_case(tmp_path, f"--hosts.token-file {file}"))) == found
 
 
 def test_on_several_machines_the_known_ports_are_checked_where_a_process_listens_here(tmp_path, monkeypatch):
     """Loopback has sixteen million addresses, all of them this machine's."""
     monkeypatch.setenv(TOKEN, secrets.token_hex(16))
-    words = "--device cpu --hosts.inference 127.0.9.1 10.9.8.7:8003 --hosts.orchestrator 127.0.9.2"
+    words = "--device cpu --hosts.inference 127.0.9.1 10.9.8.7:8003 --hosts.orchestrator 127.0.9.2 "
     for key, host in (("inference.server.port", "127.0.9.1"), ("ports.batches", "127.0.9.2"), ("ports.weights", "")):
         with taken_port(host or "127.0.9.2") as port:
-            case = build_case(tmp_path, *words.split(), "--hosts.trainer", "10.9.8.7", f"--{key}", str(port))
-            finding = the_one(check_ports(case))
-        assert finding.verdict == ("problem" if host else "ok")
-        assert (f"port {port} on {host} is in use" in finding.found) == bool(host)
+            found = check_ports(build_case(tmp_path, f"{words} --hosts.trainer 10.9.8.7 --{key} {port}"))
+            expect(found, *(("problem", f"port {port} on {host} is in use") if host else ("ok",)))

@@ -2,43 +2,39 @@
 
 import json
 
-from doctoring import build_case, diagnosed
+from doctoring import build_case, diagnosed, expect
 from planted_faults import change_column
 from toy_environments import ECHO, write
 from trireme.base.devices import Devices
+from trireme.tools.doctor import rehearsal
 from trireme.tools.doctor.rehearsal import Ended, check_environments, judge_environment, judge_run, shrink
 from written_run import write_whole_run
 
-GPUS = Devices(gpus=("0", "1"), cores=4)
 
+def test_each_environment_is_tried_once_in_a_process_of_its_own_and_fails_in_its_own_words(tmp_path, monkeypatch):
+    no_key = ECHO.replace("return float", 'raise ValueError("the judge has no key")\n        return float')
+    runs: list[Ended] = []
+    run = rehearsal.run_program
+    monkeypatch.setattr(rehearsal, "run_program", lambda *words: runs.append(run(*words)) or runs[-1])
+    toy = {"id": str(write(tmp_path, no_key, name="cannot_score.py"))}
+    twice = json.dumps([toy, toy | {"name": "again"}], separators=(",", ":"))
+    case = build_case(tmp_path, f"--orchestrator.env {twice}")
+    expect(check_environments(case), "problem", "20 examples to train on", "the judge has no key", "trireme env check")
+    report = runs[0].read_json()
+    assert (len(runs), report["num_done"]) == (1, 0)
 
-def test_each_environment_is_tried_in_a_process_of_its_own_and_fails_in_its_own_words(tmp_path):
-    toys = [
-        write(tmp_path, text, name=f"{name}.py")
-        for name, text in (
-            ("works", ECHO),
-            (
-                "cannot_score",
-                ECHO.replace("return float", 'raise ValueError("the judge has no key")\n        return float'),
-            ),
-        )
-    ]
-    case = build_case(tmp_path, "--orchestrator.env", json.dumps([{"id": str(toy)} for toy in toys]))
-    works, cannot_score = check_environments(case)
-    assert works.verdict == "ok", works.found
-    assert "20 examples to train on" in works.found
-    assert "4 rollouts" in works.found
-    assert (cannot_score.verdict, "the judge has no key" in cannot_score.found) == ("problem", True)
-    assert "trireme env check" in cannot_score.fix
-    (environment, _) = case.config.orchestrator.env
-    does_not_load = judge_environment(Ended(2, "", "trireme env: the word list is not here\n"), environment)
-    assert (does_not_load.verdict, "the word list is not here" in does_not_load.found) == ("problem", True)
+    def judged(ended: Ended, verdict: str, words: str) -> None:
+        expect([judge_environment(ended, case.config.orchestrator.env[0])], verdict, words)
+
+    judged(Ended(0, json.dumps(report | {"num_done": 4}), ""), "ok", "4 rollouts")
+    judged(Ended(1, json.dumps(report | {"num_done": 3}), ""), "warning", "1 of 4 rollouts failed")
+    judged(Ended(2, "", "trireme env: the word list is not here\n"), "problem", "the word list is not here")
 
 
 def test_the_small_run_is_the_large_one_in_all_but_its_size(tmp_path):
     words = "--trainer.optim.lr 0.5 --orchestrator.batch-size 512 --max-steps 1000 --wandb.project x "
     words += "--orchestrator.sampling.max-tokens 1024 --trainer.ckpt.interval 5 --orchestrator.eval.interval 5 "
-    case = build_case(tmp_path, *words.split(), "--orchestrator.buffer.online-difficulty-filtering")
+    case = build_case(tmp_path, f"{words} --orchestrator.buffer.online-difficulty-filtering")
     config = shrink(case)
     assert (config.max_steps, config.orchestrator.batch_size, config.orchestrator.sampling.max_tokens) == (3, 32, 64)
     assert (config.wandb, config.orchestrator.eval, config.trainer.ckpt.interval) == (None, None, None)
@@ -48,41 +44,36 @@ def test_the_small_run_is_the_large_one_in_all_but_its_size(tmp_path):
 
 
 def test_a_run_of_shared_gpus_or_of_several_machines_is_rehearsed_on_this_one(tmp_path):
-    case = build_case(tmp_path, "--device", "cuda", devices=Devices(gpus=("0",), cores=4))
+    case = build_case(tmp_path, "--device cuda", Devices(gpus=("0",), cores=4))
     assert shrink(case).inference.gpu_memory_utilization == case.config.inference.gpu_memory_utilization == 0.4
     words = "--device cuda --hosts.inference 10.0.0.2 --hosts.orchestrator 10.0.0.3 --hosts.trainer 10.0.0.4 10.0.0.5"
-    config = shrink(build_case(tmp_path, *words.split(), devices=GPUS))
+    config = shrink(build_case(tmp_path, words, Devices(gpus=("0", "1"), cores=4)))
     assert (config.hosts.are_loopback, config.trainer.num_ranks) == (True, 1)
     assert (config.inference_gpu_ids, config.trainer_gpu_ids) == ((0,), (1,))
 
 
-def test_a_run_that_refuses_to_start_is_a_problem_and_its_files_are_kept(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    code, answers = diagnosed(capsys, "--model.name", str(tmp_path / "no-such-model"), "--only", "run")
+def test_a_run_that_refuses_to_start_is_a_problem_and_its_files_are_kept(here, capsys):
+    code, answers = diagnosed(capsys, "--model.name", str(here / "no-such-model"), "--only", "run")
     (answer,) = answers["run"]
     assert (code, answer["verdict"]) == (1, "problem")
     assert "ended with code 2 after 0 of 3 steps" in answer["found"]
     assert "no-such-model" in answer["found"]
-    (kept,) = (tmp_path / "outputs").glob("doctor-*")
+    (kept,) = (here / "outputs").glob("doctor-*")
     assert (kept / "run.json").is_file()
-    assert str(kept.relative_to(tmp_path)) in answer["fix"]
+    assert str(kept.relative_to(here)) in answer["fix"]
 
 
 def test_of_three_steps_the_audit_and_each_log_are_told(tmp_path):
-    done = Ended(0, "", "")
     config = write_whole_run(tmp_path / "run", batches=3)
-    finding = judge_run(done, config, began=0.0)
-    assert finding.verdict == "ok", finding.found
-    assert finding.figures["versions_confirmed"] > 0
-    assert "the audit finds no fault" in finding.found
+
+    def judged(ended: Ended, verdict: str, *words: str) -> dict[str, float]:
+        return expect([judge_run(ended, config, began=0.0)], verdict, *words).figures
+
+    assert judged(Ended(0, "", ""), "ok", "the audit finds no fault")["versions_confirmed"] > 0
     change_column("advantages", 0.375, step=1)(config)
-    finding = judge_run(done, config, began=0.0)
-    assert (finding.verdict, "contradict each other" in finding.found) == ("problem", True)
-    assert "trireme audit" in finding.fix
-    assert "was ended: it took too long" in judge_run(Ended(None, "", ""), config, began=0.0).found
+    judged(Ended(0, "", ""), "problem", "contradict each other", "trireme audit")
+    judged(Ended(None, "", ""), "problem", "was ended: it took too long")
     config.paths.logs.mkdir()
     config.paths.log("inference").write_text("INFO all is well\nRuntimeError: no kernel image\n")
-    finding = judge_run(Ended(1, "", "inference died"), config, began=0.0)
-    assert (finding.verdict, "inference died" in finding.found) == ("problem", True)
-    assert "inference.stdout:\n  INFO all is well\n  RuntimeError: no kernel image" in finding.found
-    assert str(config.paths.logs) in finding.fix
+    log = "inference.stdout:\n  INFO all is well\n  RuntimeError: no kernel image"
+    judged(Ended(1, "", "inference died"), "problem", "inference died", log, str(config.paths.logs))

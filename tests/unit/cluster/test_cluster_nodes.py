@@ -31,14 +31,13 @@ def test_machines_are_whole_and_the_first_are_the_engines(flags, keys, expected)
 
 def test_the_orchestrator_is_on_the_trainers_first_machine():
     plan = ClusterPlan(num_nodes=4, gpus_per_node=8, num_engines=2)
-    machines = {name: list(machines) for name, machines in plan.machines.items()}
-    assert machines == {"inference": [0, 1], "orchestrator": [2], "trainer": [2, 3]}
-    assert plan.leader == 2
+    found = {name: list(machines) for name, machines in plan.machines.items()}
+    assert (found, plan.leader) == ({"inference": [0, 1], "orchestrator": [2], "trainer": [2, 3]}, 2)
     assert plan.describe()[2] == "machine 2  orchestrator, trainer on 8 GPUs"
 
 
 @pytest.mark.parametrize(
-    ("flags", "keys", "said"),
+    ("flags", "keys", "words"),
     [
         ({}, {}, "`--gpus-per-node 8`, or 0"),
         (TWO, {"hosts.trainer": ("a",)}, r"has a table `\[hosts\]`"),
@@ -52,6 +51,6 @@ def test_the_orchestrator_is_on_the_trainers_first_machine():
         (TWO, {"inference.parallel.tp": 3}, "each machine has 8 GPUs"),
     ],
 )
-def test_gpus_that_are_not_those_of_whole_machines_are_refused_with_a_way_out(flags, keys, said):
-    with pytest.raises(ConfigError, match=said):
+def test_gpus_that_are_not_those_of_whole_machines_are_refused_with_a_way_out(flags, keys, words):
+    with pytest.raises(ConfigError, match=words):
         plan_nodes(updated(RunConfig(), keys), **flags)

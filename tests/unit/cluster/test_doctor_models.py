@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from doctoring import build_case, the_one
+from doctoring import build_case, expect
 from tiny_tokenizer import CHATML, write_tokenizer
 from trireme.tools.doctor.configuration import check_configuration
 from trireme.tools.doctor.models import check_folder, model, tokenizer
@@ -23,16 +23,8 @@ def folder(tmp_path) -> Path:
     return Path(shutil.copytree(SHIPPED, tmp_path / "model"))
 
 
-def refused(folder: Path) -> str:
-    finding = check_folder(folder)
-    assert finding.verdict == "problem"
-    assert finding.fix
-    return finding.found
-
-
-def test_models_that_come_with_trireme_are_whole():
-    for each in sorted(SHIPPED.parent.glob("*/config.json")):
-        assert check_folder(each.parent).verdict == "ok", each
+def refused(folder: Path, words: str) -> None:
+    assert expect([check_folder(folder)], "problem", words).fix
 
 
 def test_parts_are_counted_together_and_what_the_index_names_and_is_missing_is_named(tmp_path):
@@ -42,66 +34,54 @@ def test_parts_are_counted_together_and_what_the_index_names_and_is_missing_is_n
         save_file({name: np.ones((4, 4), np.float32)}, tmp_path / name)
     index = {"weight_map": {name: name for name in names}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    finding = check_folder(tmp_path)
-    assert (finding.verdict, finding.figures["tensors"], "2 files" in finding.found) == ("ok", 2, True)
+    assert expect([check_folder(tmp_path)], "ok", "2 files").figures["tensors"] == 2
     save_file({"another": np.ones(3, np.float32)}, tmp_path / names[1])
-    assert f"names {names[1]}" in refused(tmp_path)
+    refused(tmp_path, f"names {names[1]}")
     (tmp_path / names[1]).unlink()
-    assert names[1] in refused(tmp_path)
+    refused(tmp_path, names[1])
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda content: content[:-1],
-        lambda content: b"",
-        lambda content: content[:100],
-        lambda content: content[:8] + b"\xff" * 12 + content[20:],
-        lambda content: POINTER,
-    ],
-    ids=["one byte short", "empty", "100 bytes", "no header", "a pointer of git lfs"],
-)
-def test_a_damaged_file_is_found_by_its_own_header(damage, folder):
+def test_a_damaged_file_is_found_by_its_own_header(folder):
     file = folder / "model.safetensors"
-    file.write_bytes(damage(file.read_bytes()))
-    assert str(file) in refused(folder)
+    whole = file.read_bytes()
+    for damaged in (whole[:-1], b"", whole[:100], whole[:8] + b"\xff" * 12 + whole[20:], POINTER):
+        file.write_bytes(damaged)
+        refused(folder, str(file))
 
 
 def test_a_folder_without_safetensors_or_architecture_is_refused_by_what_is_there(folder):
+    for each in sorted(SHIPPED.parent.glob("*/config.json")):
+        expect([check_folder(each.parent)], "ok")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    assert "has no *.safetensors" in refused(folder)
+    refused(folder, "has no *.safetensors")
     for content in ("{}", "{"):
         (folder / "config.json").write_text(content)
-        assert "config.json cannot be read" in refused(folder)
+        refused(folder, "config.json cannot be read")
 
 
 def test_a_model_that_is_not_there_and_may_not_be_fetched_is_said_once(tmp_path, monkeypatch):
-    case = build_case(tmp_path, "--model.name", str(tmp_path / "no-such-model"))
-    finding = the_one(model(case))
-    assert (finding.verdict, "does not exist" in finding.found) == ("problem", True)
-    assert [finding.verdict for finding in check_configuration(case)] == ["ok"]
+    case = build_case(tmp_path, f"--model.name {tmp_path / 'no-such-model'}")
+    expect(model(case), "problem", "does not exist")
+    expect(check_configuration(case), "ok")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    finding = the_one(model(build_case(tmp_path, "--model.name", "nobody/no-such-model")))
-    assert (finding.verdict, "HF_HUB_OFFLINE is set" in finding.found) == ("problem", True)
-    assert "hf download nobody/no-such-model" in finding.fix
+    absent = "nobody/no-such-model"
+    words = ("HF_HUB_OFFLINE is set", f"hf download {absent}")
+    expect(model(build_case(tmp_path, f"--model.name {absent}")), "problem", *words)
 
 
-def tokenized(folder: Path, tmp_path: Path) -> Finding:
-    return the_one(tokenizer(build_case(tmp_path, "--model.name", str(folder))))
+def tokenized(folder: Path, verdict: str, words: str = "") -> Finding:
+    return expect(tokenizer(build_case(folder, f"--model.name {folder}")), verdict, words)
 
 
-def test_a_tokenizer_that_is_damaged_or_has_no_chat_template_is_a_problem(folder, tmp_path):
-    assert tokenized(folder, tmp_path).verdict == "ok"
-    file = folder / "tokenizer.json"
-    for change, words in (
-        ((folder / "chat_template.jinja").unlink, "has no chat template"),
-        (lambda: file.write_text('{"version": "1.0"'), "its tokenizer cannot be read"),
-        (file.unlink, "tokenizer.json does not exist"),
-    ):
-        change()
-        finding = tokenized(folder, tmp_path)
-        assert (finding.verdict, words in finding.found) == ("problem", True)
+def test_a_tokenizer_that_is_damaged_or_has_no_chat_template_is_a_problem(folder):
+    tokenized(folder, "ok")
+    (folder / "chat_template.jinja").unlink()
+    tokenized(folder, "problem", "has no chat template")
+    (folder / "tokenizer.json").write_text('{"version": "1.0"')
+    tokenized(folder, "problem", "its tokenizer cannot be read")
+    (folder / "tokenizer.json").unlink()
+    tokenized(folder, "problem", "tokenizer.json does not exist")
 
 
 @pytest.mark.parametrize(
@@ -114,11 +94,8 @@ def test_a_tokenizer_that_is_damaged_or_has_no_chat_template_is_a_problem(folder
         (CHATML.replace("assistant", "Ассистент"), 200, "warning", "another text"),
         ("{{ messages[0]['content'] | no_such_filter }}", 200, "problem", "no_such_filter"),
     ],
-    ids=["fits", "of a larger model", "no question", "no generation prompt", "unknown characters", "does not compile"],
 )
 def test_a_tokenizer_or_template_that_does_not_fit_is_found(template, vocab_size, verdict, words, tmp_path):
     write_tokenizer(tmp_path / "model", template)
     (tmp_path / "model" / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))
-    finding = tokenized(tmp_path / "model", tmp_path)
-    assert finding.verdict == verdict
-    assert words in finding.found
+    tokenized(tmp_path / "model", verdict, words)

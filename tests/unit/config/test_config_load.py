@@ -46,6 +46,11 @@ def test_later_files_win_and_flags_win_over_files():
     assert value_at(load("@ c.toml"), "orchestrator.eval.num_examples") is None
 
 
+def missing(words: str, message: str) -> list[str]:
+    """Return those of several words, separated by " ... ", which a message lacks."""
+    return [part for part in words.split(" ... ") if part not in message]
+
+
 def test_the_environment_wins_over_defaults_and_nothing_else(monkeypatch):
     variables = {"MAX_STEPS": "3", "TRAINER__OPTIM__LR": "0.5", "TRAINER_GPU_IDS": "0,1", "WANDB__PROJECT": "P"}
     for name, value in (variables | {"RESUME": "yes", "SEED": "", "TOKEN": "secret"}).items():
@@ -56,36 +61,31 @@ def test_the_environment_wins_over_defaults_and_nothing_else(monkeypatch):
     write("a.toml", "max_steps = 4\n[trainer.optim]\neps = 0.1")
     config = load("@ a.toml --trainer.optim.lr 0.25")
     assert (config.max_steps, config.trainer.optim.lr, config.trainer.optim.eps) == (4, 0.25, 0.1)
-    monkeypatch.setenv("TRIREME_TRAINER__OPTIM__LEARNING_RATE", "1")
     monkeypatch.setenv("TRIREME_MAX_STEPS", "many")
-    message = refusal("")
-    assert 'TRIREME_MAX_STEPS: `max_steps = "many"` - expected integer > 0' in message
-    assert "TRIREME_TRAINER__OPTIM__LEARNING_RATE: unknown key" in message
-    assert "Did you mean `trainer.optim.lr`" in message
+    assert 'TRIREME_MAX_STEPS: `max_steps = "many"` - expected integer > 0' in refusal("")
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("TRIREME_TRAINER_OPTIM_LR", "TRIREME_TRAINER_OPTIM_LR: ... Did you mean `TRIREME_TRAINER__OPTIM__LR`?"),
-        ("TRIREME_MAX_STEP", "Did you mean `TRIREME_MAX_STEPS`?"),
-        ("TRIREME_INFERENCE_SERVER_PORT", "Did you mean `TRIREME_INFERENCE__SERVER__PORT`?"),
-        ("TRIREME_TRAINER__OPTM__LR", "TRIREME_TRAINER__OPTM__LR: unknown key `trainer.optm` ... `trainer.optim`?"),
+        ("TRAINER_OPTIM_LR", ": ... Did you mean `TRIREME_TRAINER__OPTIM__LR`?"),
+        ("MAX_STEP", "Did you mean `TRIREME_MAX_STEPS`?"),
+        ("INFERENCE_SERVER_PORT", "Did you mean `TRIREME_INFERENCE__SERVER__PORT`?"),
+        ("TRAINER__OPTM__LR", ": unknown key `trainer.optm` ... `trainer.optim`?"),
+        ("TRAINER__OPTIM__LEARNING_RATE", ": unknown key ... Did you mean `trainer.optim.lr`"),
     ],
 )
 def test_a_variable_that_is_nearly_a_key_is_refused_and_those_of_others_are_not(name, words, monkeypatch):
-    for other in ("RUN", "NODE"):
-        monkeypatch.setenv(f"TRIREME_{other}", "1")
+    monkeypatch.setenv("TRIREME_NODE", "1")
     for service in ("TRIREME", "TRIREME_INFERENCE", "TRIREME_INFERENCE_SERVER"):  # what Kubernetes sets for each
         url, port = "tcp://10.96.4.7:8000", "PORT_8000_TCP"
         values = {"SERVICE_HOST": "10.96.4.7", "SERVICE_PORT": "8000", "SERVICE_PORT_HTTP": "8000", "PORT": url}
         values |= {port: url, f"{port}_PROTO": "tcp", f"{port}_PORT": "8000", f"{port}_ADDR": "10.96.4.7"}
         for end, value in values.items():
             monkeypatch.setenv(f"{service}_{end}", value)
-    write("a.toml", "max_steps = 4\n[trainer.optim]\neps = 0.1")
-    load("@ a.toml")
-    monkeypatch.setenv(name, "1")
-    assert [part for part in words.split(" ... ") if part not in refusal("@ a.toml")] == []
+    load()
+    monkeypatch.setenv(f"TRIREME_{name}", "1")
+    assert missing(f"TRIREME_{name} ... {words}", refusal("")) == []
 
 
 def test_each_process_may_have_its_file_and_any_table():
@@ -106,44 +106,30 @@ def test_each_process_may_have_its_file_and_any_table():
     ("flags", "key", "value"),
     [
         ("--resume", "resume", True),
-        ("--resume true", "resume", True),
         ("--resume false", "resume", False),
         ("--no-resume", "resume", False),
-        ("--no-restart", "supervisor.restart", False),
         ("--restart off", "supervisor.restart", False),
         ("--trainer.model.compile --trainer.model.no-compile", "trainer.model.compile", False),
         ("--trainer-gpu-ids 0 1", "trainer_gpu_ids", [0, 1]),
         ("--trainer-gpu-ids 0,1", "trainer_gpu_ids", [0, 1]),
         ("--trainer-gpu-ids '[0, 1]'", "trainer_gpu_ids", [0, 1]),
-        ("--trainer.loss.correction-high inf", "trainer.loss.correction_high", math.inf),
-        ("--trainer.optim.max-norm inf", "trainer.optim.max_norm", math.inf),
-        ("--weight-broadcast.probe-tolerance inf", "weight_broadcast.probe_tolerance", math.inf),
-        ("--supervisor.frozen-after-s inf", "supervisor.frozen_after_s", math.inf),
-        ("--supervisor.unhealthy-after-s inf", "supervisor.unhealthy_after_s", math.inf),
-        ("--orchestrator.buffer.pools.easy-threshold inf", "orchestrator.buffer.pools.easy_threshold", math.inf),
-        ("--orchestrator.buffer.pools.hard-threshold -inf", "orchestrator.buffer.pools.hard_threshold", -math.inf),
-        ("--orchestrator.filters.gibberish-logprob -inf", "orchestrator.filters.gibberish_logprob", -math.inf),
-        ("--orchestrator.advantage.reward-clip -inf 1", "orchestrator.advantage.reward_clip", [-math.inf, 1]),
         ("--trainer-gpu-ids 0, 1", "trainer_gpu_ids", [0, 1]),
+        ("--orchestrator.advantage.reward-clip -inf 1", "orchestrator.advantage.reward_clip", [-math.inf, 1]),
         # no item of a text list is dropped or cut apart
         ("--orchestrator.sampling.stop 'a,b, c'", "orchestrator.sampling.stop", ["a", "b", "c"]),
         ("--orchestrator.sampling.stop 'a,b, '", "orchestrator.sampling.stop", ["a", "b"]),
         ("--orchestrator.sampling.stop 'END,'", "orchestrator.sampling.stop", ["END,"]),
-        ("--orchestrator.sampling.stop ' END'", "orchestrator.sampling.stop", [" END"]),
         ("--orchestrator.sampling.stop '\n\n'", "orchestrator.sampling.stop", ["\n\n"]),
         ("--orchestrator.sampling.stop ', '", "orchestrator.sampling.stop", [", "]),
         ("--orchestrator.sampling.stop '\n' 'a, b' ''", "orchestrator.sampling.stop", ["\n", "a, b", ""]),
         ("--orchestrator.sampling.stop x --orchestrator.sampling.stop ''", "orchestrator.sampling.stop", []),
-        ("--trainer.ckpt.resume-step 50", "trainer.ckpt.resume_step", 50),
         ("--trainer.ckpt.resume_step=-1", "trainer.ckpt.resume_step", -1),
         ("--trainer.ckpt.resume-step -1", "trainer.ckpt.resume_step", -1),
         # tables that are off by default
-        ("--wandb.project P --wandb.name N", "wandb.name", "N"),
         ("--trainer.model.lora.rank 8", "trainer.model.lora.alpha", 16),
         ("--trainer.model.ac", "trainer.model.ac.freq", 1),
         ("--wandb.project P --no-wandb", "wandb", None),
         ("--wandb.project P --wandb none", "wandb", None),
-        ("--wandb.project P --wandb.name none", "wandb.name", None),
         ("--trainer.loss.correction none", "trainer.loss.correction", "none"),
         # tables as JSON or TOML
         ("""--orchestrator.env '[{"id": "x", "args": {"level": 3}}]'""", "orchestrator.env.0.args", {"level": 3}),
@@ -154,6 +140,18 @@ def test_each_process_may_have_its_file_and_any_table():
 )
 def test_a_value_can_be_typed_in_every_usual_way(flags, key, value):
     assert value_at(load(flags), key) == value
+
+
+INFINITE = """trainer.loss.correction_high trainer.optim.max_norm weight_broadcast.probe_tolerance
+    supervisor.frozen_after_s supervisor.unhealthy_after_s orchestrator.buffer.pools.easy_threshold
+    orchestrator.buffer.pools.hard_threshold orchestrator.filters.gibberish_logprob"""
+
+
+@pytest.mark.parametrize("key", INFINITE.split())
+def test_a_bound_may_be_infinite_and_is_never_nan(key):
+    value = -math.inf if key.endswith(("hard_threshold", "logprob")) else math.inf
+    assert value_at(load(f"--{key} {value}"), key) == value
+    assert f"`--{key} nan` - expected number" in refusal(f"--{key} nan")
 
 
 def test_flags_can_begin_an_array_add_to_it_and_change_one_item():
@@ -178,7 +176,6 @@ def test_flags_can_begin_an_array_add_to_it_and_change_one_item():
     ],
 )
 def test_a_process_reads_its_own_file_or_the_whole_runs(flags, max_steps, run_model, trainer_model):
-    """Without a whole file, its flags mean its own table first."""
     write("own.toml", 'max_steps = 3\n[model]\nname = "a/b"\n[optim]\nlr = 0.5')
     write("run.toml", 'max_steps = 7\n[model]\nname = "a/b"\n[trainer.optim]\nlr = 0.5\n[orchestrator]\nbatch_size=16')
     config = load(f"{flags} --seq-len 9 --no-restart", section="trainer")
@@ -209,15 +206,10 @@ def test_a_name_from_elsewhere_leads_to_a_key_that_exists():
         ("[sampling]\ntop_p = 1.0\n[trainer.optim]\nlr = 0.1", "`orchestrator.sampling`"),
         ('[trainer.optim]\nlr = "fast"', 'a.toml: `trainer.optim.lr = "fast"` - expected number > 0'),
         ("max_steps = true", "expected integer > 0"),
-        ('max_steps = "many"', 'a.toml: `max_steps = "many"` - expected integer > 0'),
         ("max_steps = 0", "a.toml: `max_steps = 0` - expected integer > 0 ... `max_steps = 100`"),
         ("resume = 2", "`resume = 2` - expected true or false"),
         ("seed = -1", "a.toml: `seed = -1` - expected integer >= 0 <= 4294967295"),
-        ("seed = 4294967296", "expected integer >= 0 <= 4294967295"),
         ("weight_broadcast.timeout_s = inf", "`weight_broadcast.timeout_s = inf` - expected finite number > 0"),
-        ("orchestrator.buffer.pools.easy_threshold = nan", "easy_threshold = nan` - expected number"),
-        ("orchestrator.buffer.pools.hard_threshold = nan", "hard_threshold = nan` - expected number"),
-        ("weight_broadcast.probe_tolerance = nan", "probe_tolerance = nan` - expected number > 0"),
         ("[inference]\ngpu_memory_utilization = 1.5", "utilization = 1.5` - expected number > 0 <= 1"),
         ("[[orchestrator.env]]\nargs = {}", "a.toml: `orchestrator.env[0].id` is missing - expected text"),
         ('[trainer.model]\nac = "full"', 'ac = "full"` - expected table ...     [trainer.model.ac]\n    freq = 1'),
@@ -236,8 +228,7 @@ def test_a_name_from_elsewhere_leads_to_a_key_that_exists():
 )
 def test_a_mistake_in_a_file_is_named_with_the_file_and_the_remedy(text, words):
     write("a.toml", text)
-    message = refusal("@ a.toml")
-    assert [part for part in words.split(" ... ") if part not in message] == [], message
+    assert missing(words, refusal("@ a.toml")) == []
 
 
 @pytest.mark.parametrize(
@@ -249,11 +240,9 @@ def test_a_mistake_in_a_file_is_named_with_the_file_and_the_remedy(text, words):
         ("--max-steps", "came without a value - expected integer > 0"),
         ("--max-steps 1 2", "`--max-steps 1 2` - expected integer > 0"),
         ("--no-max-steps", "takes integer > 0"),
-        ("--seed --resume", "`--seed` came without a value"),
         ("--trainer.optim.betas 0.9", "`--trainer.optim.betas 0.9` - expected list of 2 x number"),
         ("--device cud", "expected auto | cpu | cuda. Did you mean `cuda`?"),
         ("--trainer.model.ac full", "--trainer.model.ac.freq"),
-        ("--disk-timeout-s -1", "`--disk-timeout-s -1` - expected number > 0"),
         ("@ revers-text.toml", "revers-text.toml does not exist ... Near it: reverse-text.toml"),
         ("--trainer @ reverse-text.toml", "Did you mean `optim.lr`?"),
         ("--run run.json --max-steps 3", "expected nothing else"),
@@ -263,7 +252,6 @@ def test_a_mistake_in_a_file_is_named_with_the_file_and_the_remedy(text, words):
         ("@ list.json", "expected an object"),
         ("@ odd.toml --trainer.optim.lr 1", "`trainer = [1]` - expected table"),
         ("--trainer.optim.learning-rate 1", "unknown flag `--trainer.optim.learning-rate` ... `--trainer.optim.lr`?"),
-        ("--trainer.lr 1", "Did you mean `--trainer.optim.lr`"),
         ("--tokenizer.name x", "Did you mean `--trainer.tokenizer.name`"),
         ("--no-resumee", "Did you mean `--resume`"),
         ("--orchestrator.env.0.idd x", "Did you mean `--orchestrator.env.id`"),
@@ -275,7 +263,7 @@ def test_a_slip_of_the_keyboard_is_answered_with_what_to_type(flags, words):
     write("odd.toml", "trainer = [1]")
     write("reverse-text.toml", "lr = 1e-5")
     write("run.json", '{"max_stepz": 1}')
-    assert [part for part in words.split(" ... ") if part not in refusal(flags)] == []
+    assert missing(words, refusal(flags)) == []
 
 
 def test_problems_of_all_sources_are_shown_together():

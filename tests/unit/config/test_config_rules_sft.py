@@ -54,27 +54,25 @@ def test_data_that_cannot_be_trained_on_is_refused(flags, words):
 
 
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "data"),
     [
-        "--data here.jsonl --validation here.jsonl --validation-interval 5",
-        "--data here.jsonl --validation-fraction 0.1",
-        "--data here.jsonl --num-epochs 2",
-        "--data here.jsonl --num-epochs 2 --scheduler.type wsd --scheduler.decay-steps 200",
-        "--data folder",
-        "--data owner/name",
-        "--data.path here.jsonl",
-        "@ path.toml",
-        "@ name.toml",
+        ("--data here.jsonl --validation here.jsonl --validation-interval 5", "here.jsonl"),
+        ("--data here.jsonl --validation-fraction 0.1 --validation-interval 5", "here.jsonl"),
+        ("--data here.jsonl --num-epochs 2 --scheduler.type wsd --scheduler.decay-steps 200", "here.jsonl"),
+        ("--data folder", "folder"),
+        ("--data owner/name", "owner/name"),
+        ("--data.path here.jsonl", "here.jsonl"),
+        ("@ path.toml", "here.jsonl"),
+        ("@ name.toml", "here.jsonl"),
     ],
 )
-def test_data_that_can_be_trained_on_is_accepted_also_in_the_table_that_others_have(flags):
+def test_data_that_can_be_trained_on_is_accepted_also_in_the_table_that_others_have(flags, data):
+    Path("folder").mkdir()
     for name in ("b.jsonl", "a.parquet", "c.json", "notes.md", "make.py"):
-        Path("folder").mkdir(exist_ok=True)
         Path("folder", name).touch()
     for key in ("path", "name"):
         Path(f"{key}.toml").write_text(f'[data]\n{key} = "here.jsonl"\n')
-    data = load(flags).sources[0].data
-    assert data == next((name for name in ("folder", "owner/name") if name in flags), "here.jsonl")
+    assert load(flags).sources[0].data == data
     assert [path.name for path in data_files(Path("folder"))] == ["a.parquet", "b.jsonl", "c.json"]
 
 

@@ -50,22 +50,13 @@ def flat_file(tmp_path: Path) -> str:
     return str(tmp_path / "flat.toml")
 
 
-def read(argv: list[str]) -> RunConfig:
-    return resolve_run(read_run_file(argv, CPU, program="vf-rl", kinds=("vf-rl",)), CPU)
-
-
-def test_flags_may_be_theirs_or_ours(vf_file):
-    config = read(["@", vf_file, "--trainer.args.temperature", "0.9", "--max-steps", "3", "--no-restart"])
-    found = (config.orchestrator.sampling.temperature, config.max_steps, config.supervisor.restart)
-    assert found == (0.9, 3, False)
-
-
-def test_the_printed_translation_is_a_file_of_rl(vf_file, capsys):
-    flags = ["--print-config", "--max-steps", "3", "--trainer.optim.nonfinite", "stop"]
+def test_flags_may_be_theirs_or_ours_and_the_printed_translation_is_a_file_of_rl(vf_file, capsys):
+    flags = ["--print-config", "--max-steps", "3", "--trainer.args.temperature", "0.9", "--no-restart"]
     assert run_translated("vf-rl", ["@", vf_file, *flags]) == 0
     printed = capsys.readouterr().out
     config = read_as(RunConfig, tomllib.loads(printed), where="printed")
-    assert (config.orchestrator.batch_size, config.max_steps, config.trainer.optim.nonfinite) == (64, 3, "stop")
+    assert (config.orchestrator.batch_size, config.max_steps, config.supervisor.restart) == (64, 3, False)
+    assert config.orchestrator.sampling.temperature == 0.9
     assert "# trainer.args.batch_size = 64 -> orchestrator.batch_size = 64" in printed
     assert "# --max-steps 3 was typed" in printed
 
@@ -79,17 +70,6 @@ def test_a_flat_file_needs_no_at_sign_and_a_flag_that_both_formats_have_is_their
         assert table["orchestrator"]["sampling"]["top_p"] == 0.9
 
 
-def test_a_dry_run_starts_nothing_and_shows_the_plan(vf_file, tmp_path, capsys):
-    assert run_translated("vf-rl", ["@", vf_file, "--dry-run", "--output-dir", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert "64 rollouts = 4 groups x 16" in shown
-    assert "http 8000" in shown
-    assert not (tmp_path / "reverse-text" / "logs").exists()
-    ours = ["@", "configs/reverse-text/rl.toml", "--dry-run", "--output-dir", str(tmp_path)]
-    assert run_translated("prime-rl", ours) == 0
-    assert "150 steps on cpu" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -100,7 +80,7 @@ def test_a_dry_run_starts_nothing_and_shows_the_plan(vf_file, tmp_path, capsys):
 )
 def test_what_is_wrong_is_said_in_the_words_of_the_file(flags, words, vf_file):
     with pytest.raises(ConfigError) as caught:
-        read(["@", vf_file, *flags])
+        resolve_run(read_run_file(["@", vf_file, *flags], CPU, program="vf-rl", kinds=("vf-rl",)), CPU)
     assert words.replace("FILE", vf_file) in str(caught.value)
 
 
@@ -113,13 +93,10 @@ def test_each_command_sends_other_formats_on(flat_file, vf_file):
         run_translated("vf-rl", [])
 
 
-def test_a_dry_run_reads_the_env_file_too(flat_file):
+def test_keys_of_an_env_file_reach_the_run_and_the_shell_counts_more(flat_file, tmp_path, monkeypatch):
     Path(flat_file).write_text(f"env_file = ['nowhere.env']\n{FLAT}")
     with pytest.raises(ConfigError, match=r"nowhere\.env.* cannot be read"):
         run_translated("prime-rl", [flat_file, "--dry-run"])
-
-
-def test_keys_of_an_env_file_reach_the_run_and_the_shell_counts_more(tmp_path, monkeypatch):
     (tmp_path / "secrets.env").write_text("# keys\nMY_TEST_KEY=abc\nMY_OTHER_KEY='d e'\n")
     environ = {"MY_OTHER_KEY": "mine"}
     monkeypatch.setattr(os, "environ", environ)
@@ -167,36 +144,30 @@ def test_a_file_can_be_served_by_one_command_and_trained_by_another(vf_file, tmp
     assert engine.model.name == config.model.name
 
 
-needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
-
-
 @pytest.fixture
 def tmux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A server that knows nothing of this process's environment."""
+    if shutil.which("tmux") is None:
+        pytest.skip("tmux is not installed")
     monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
     monkeypatch.delenv("TMUX", raising=False)
+    subprocess.run(["tmux", "new-session", "-d", "-s", "another"], check=True)
     yield
     subprocess.run(["tmux", "kill-server"], check=False, capture_output=True)
 
 
-def listed(session: str, format: str) -> list[str]:
-    return subprocess.check_output(["tmux", "list-panes", "-t", session, "-F", format], text=True).splitlines()
-
-
-@needs_tmux
 def test_logs_are_above_the_run_and_the_run_has_this_shells_environment(tmux, tmp_path, monkeypatch, capsys):
-    subprocess.run(["tmux", "new-session", "-d", "-s", "another"], check=True)  # a server that knows nothing of it
     monkeypatch.setenv("MY_TEST_KEY", "a 'b' c")
     wrote = tmp_path / "wrote"
     command = ["sh", "-c", f'echo "$MY_TEST_KEY" > {wrote}']
     assert other_formats.open_panes("mine.v1:2", RunPaths(tmp_path), ["inference"], command) == 0
     assert "tmux attach -t mine_v1_2" in capsys.readouterr().out
-    assert listed("=mine_v1_2", "#{pane_title}") == ["inference", "run"]
+    shown = ["tmux", "list-panes", "-t", "=mine_v1_2", "-F", "#{pane_title}"]
+    assert subprocess.check_output(shown, text=True).split() == ["inference", "run"]
     until(lambda: wrote.exists() and wrote.read_text() == "a 'b' c\n")
 
 
-@needs_tmux
 def test_where_there_is_no_room_for_panes_neither_a_session_nor_the_environment_is_left(tmux, tmp_path, monkeypatch):
-    subprocess.run(["tmux", "new-session", "-d", "-s", "another"], check=True)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(ConfigError, match="--one-terminal"):
         other_formats.open_panes("mine", RunPaths(tmp_path), list(map(str, range(50))), ["true"])

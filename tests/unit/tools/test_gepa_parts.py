@@ -24,7 +24,7 @@ from trireme.tools.gepa.config import GepaConfig
 from trireme.tools.gepa.optimize import draw_examples, places_of
 from trireme.tools.gepa.prompts import PromptedEnvironment, own_prompt, with_system
 from trireme.tools.gepa.records import Example, Records, Reflection
-from trireme.tools.gepa.results import check_same, write_results
+from trireme.tools.gepa.results import check_same, check_same_start, write_results
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -135,3 +135,6 @@ def test_a_date_of_a_toml_file_among_the_arguments_is_written_as_text(tmp_path):
     config = GepaConfig(env_id="e", model="m", env_args={"since": datetime.date(2026, 1, 2)})
     write_results(tmp_path, config, found, [], {})
     assert json.loads((tmp_path / "best_args.json").read_text()) == {"since": "2026-01-02", "system_prompt": "p"}
+    check_same_start(tmp_path, "p")
+    with pytest.raises(ConfigError, match="began with another prompt"):
+        check_same_start(tmp_path, "q")

@@ -70,19 +70,19 @@ def test_each_kind_of_examples_comes_as_asked_and_is_ready_to_run_from_there(kin
 
 
 def test_nothing_that_is_there_is_written_over(lab_folder, capsys):
-    def files() -> dict[str, str]:
-        return {str(file): file.read_text() for file in Path().rglob("*.*") if file.is_file()}
+    def files() -> dict[str, bytes]:
+        return {str(file): file.read_bytes() for file in Path().rglob("*.*") if file.is_file()}
 
-    Path("pyproject.toml").write_text('[project]\nname = "mine"\nversion = "1"\n')
+    Path("pyproject.toml").write_bytes('[project]\nname = "mine"\nversion = "1"  # été\n'.encode("latin-1"))
     lab(["setup", "--vf-rl", "--size", "cpu"])
     before = files()
-    assert before["pyproject.toml"].startswith('[project]\nname = "mine"\n')
+    assert before["pyproject.toml"].startswith(b'[project]\nname = "mine"\n')
     assert not Path(".venv").is_symlink(), "a sync of that project would follow it"
     assert "✓ Kept the Python project that was here" in capsys.readouterr().out
-    Path("configs/vf-rl/wordle.toml").write_text("# mine\n")
+    Path("configs/vf-rl/wordle.toml").write_bytes(b"# \xe9\n")
     Path("configs/vf-rl/gsm8k.toml").unlink()
     lab(["setup", "--vf-rl", "--size", "cpu"])
-    assert files() == before | {"configs/vf-rl/wordle.toml": "# mine\n"}
+    assert files() == before | {"configs/vf-rl/wordle.toml": b"# \xe9\n"}
     assert "kept configs/vf-rl/wordle.toml" in capsys.readouterr().out
 
 

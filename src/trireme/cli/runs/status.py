@@ -66,7 +66,8 @@ def _state_lines(run: Path, submission: Submission | None) -> list[str]:
 def _follow(options: Namespace) -> int:
     """Show a run until it is over, until no process works on it, or until a signal; then send what was mirrored."""
     config = _wait_for_config(options.run, is_mirror=options.mirror)
-    is_remote = options.mirror or find_submission(options.run) is not None
+    submission = find_submission(options.run)
+    is_remote = options.mirror or submission is not None
     state = look_at(options.run)
     is_over = state.progress.num_done >= config.max_steps and state.status is None and state.launcher is None
     if is_over and not is_remote:
@@ -85,14 +86,23 @@ def _follow(options: Namespace) -> int:
             # was over.
             if is_trained and view.status is None and (has_answered or not is_remote):
                 break
-            if is_deserted and (is_trained or not is_remote):
+            if is_deserted and (is_trained or not is_remote or (not options.mirror and _has_ended(submission))):
                 break
+            if is_deserted:
+                seen_at = time.monotonic()  # the job is asked about again only after as long
             view.tick(())
             time.sleep(POLL_S)
         view.tick((), final=True)
     if is_deserted and not signals:
         print(clean("\n".join(look_at(options.run).lines())))
     return 0
+
+
+def _has_ended(submission: Submission | None) -> bool:
+    """Return whether Slurm knows that the run's job is over, so that no process will work on it."""
+    if submission is None or submission.scheduler != "slurm" or not slurm.is_here():
+        return False
+    return not slurm.may_run(slurm.state_of(submission))
 
 
 def _wait_for_config(run: Path, *, is_mirror: bool) -> RunConfig:
@@ -139,7 +149,7 @@ def _awaited(run: Path, waited_s: float, *, is_mirror: bool) -> str:
         )
     job, log = f"Slurm's job {submission.job}", submission.folder / f"slurm-{submission.job}.log"
     state = slurm.state_of(submission)
-    if state.partition(" ")[0] not in slurm.MAY_START if slurm.is_here() else waited_s > CONFIGURED_S:
+    if not slurm.may_run(state) if slurm.is_here() else waited_s > CONFIGURED_S:
         raise ConfigError(
             f"{run} has no configuration after {waited_s:.0f} s, and {job}: {state} - expected a job that is queued or "
             f"running. Look at {log}, and submit the run again, or follow it where Slurm's commands are."

@@ -31,6 +31,8 @@ MAY_START = (
     *("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"),
 )
 """States of a job that runs, or will: one that is ending may be about to be requeued."""
+UNKNOWN = "unknown"
+"""In place of a state while Slurm's controller does not answer."""
 
 
 def batch_script(job: Job, options: SubmitOptions, *, workdir: Path) -> str:
@@ -88,14 +90,22 @@ def state_of(submission: Submission) -> str:
     job = submission.job
     if not is_here():
         return f"job {job}; Slurm's commands are not in PATH here"
-    row = call_scheduler("squeue", "--noheader", "--states=all", "--jobs", job, "--format=%T %R").stdout.split()
-    if row:
+    answer = call_scheduler("squeue", "--noheader", "--states=all", "--jobs", job, "--format=%T %R")
+    if row := answer.stdout.split():
         state, where = row[0], " ".join(row[1:]).removeprefix("(None)")  # no reason before Slurm's scheduler saw it
         return f"{state} {'' if where.startswith('(') else 'on '}{where}" if where else state
     try:
         return f"ended with exit code {(submission.folder / ENDED).read_text().strip()}"
     except OSError:
-        return f"no longer known to Slurm; `sacct -j {job}` may show more"
+        pass
+    if answer.returncode and "Invalid job id" not in answer.stderr:
+        return f"{UNKNOWN} ({answer.stderr.strip()})"
+    return f"no longer known to Slurm; `sacct -j {job}` may show more"
+
+
+def may_run(state: str) -> bool:
+    """Return whether the job of this state (of `state_of`) runs, or may start yet."""
+    return state.partition(" ")[0] in (*MAY_START, UNKNOWN)
 
 
 def cancel(submission: Submission) -> None:

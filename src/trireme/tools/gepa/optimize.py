@@ -28,7 +28,7 @@ from trireme.tools.environments.progress import Progress
 from trireme.tools.gepa.config import GepaConfig
 from trireme.tools.gepa.prompts import own_prompt
 from trireme.tools.gepa.records import Example
-from trireme.tools.gepa.results import check_same, describe
+from trireme.tools.gepa.results import check_same, check_same_start, describe
 from trireme.tools.gepa.search import Search, iteration_cost
 
 MOST_EXAMPLES = 1 << 16  # of an environment, which may have endless ones
@@ -97,6 +97,7 @@ async def _search(
         train, validation = draw_examples(config, num_train=num_train, num_eval=environment.num_eval)
         _check_fits(config, environment, train, validation)
         first = await _first_prompt(config, environment, [*train, *validation])
+        check_same_start(folder, first)
         async with open_models() as (policy, teacher):
             search = Search(
                 config=config,

@@ -51,6 +51,30 @@ def check_same(folder: Path, config: GepaConfig) -> None:
         )
 
 
+def check_same_start(folder: Path, first_prompt: str) -> None:
+    """Raises: ConfigError where the results in the folder are of a search that began with another prompt."""
+    try:
+        with open(folder / CANDIDATES, encoding="utf-8") as file:
+            before = json.loads(file.readline())["prompt"]
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ConfigError(
+            f"{folder / CANDIDATES} cannot be read ({error!r}) - expected what an earlier search wrote. Move the "
+            "folder, or give another `--output`."
+        ) from error
+    if before != first_prompt:
+        raise ConfigError(
+            f"{folder} has the results of a search that began with another prompt ({_begin(before)} before, "
+            f"{_begin(first_prompt)} now) - expected the same one, to resume it. `--output FOLDER` starts another "
+            "search and keeps these."
+        )
+
+
+def _begin(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:60]}…")
+
+
 def write_results(
     folder: Path,
     config: GepaConfig,

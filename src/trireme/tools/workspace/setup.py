@@ -34,7 +34,7 @@ dependencies = ["trireme"]
 [tool.uv]
 managed = false
 """
-UNMANAGED = "managed = false"  # uv reads such a project, and never installs for it
+UNMANAGED = b"managed = false"  # uv reads such a project, and never installs for it
 
 Size = Literal["cpu", "one-gpu", "eight-gpus"]
 SIZES: tuple[Size, ...] = get_args(Size)
@@ -98,7 +98,7 @@ class Workspace:
         if not (prefix / "pyvenv.cfg").is_file():
             return "needless"
         project, venv = self.root / "pyproject.toml", self.root / ".venv"
-        if project.exists() and UNMANAGED not in project.read_text():
+        if project.exists() and UNMANAGED not in project.read_bytes():
             return "kept"
         if venv.exists():
             return "linked" if venv.resolve() == prefix.resolve() else "kept"
@@ -155,7 +155,7 @@ class Workspace:
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text)
-        elif target.read_text() != text:
+        elif target.read_bytes() != text.encode():
             self.kept.append(file)
 
 
