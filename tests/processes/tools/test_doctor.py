@@ -1,5 +1,6 @@
-"""`trireme doctor`: what it asks, what it says, and how it ends."""
+"""`trireme doctor`: what it asks, what it says, how it ends, and its rehearsals of environments and of the run."""
 
+import json
 import os
 import re
 import signal
@@ -9,37 +10,43 @@ from pathlib import Path
 
 import pytest
 
-from doctoring import build_case, diagnosed, taken_port
+from doctoring import build_case, diagnosed, expect, taken_port
+from planted_faults import change_column
 from real_run import is_alive
 from stage import until
+from toy_environments import ECHO, write
+from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.cli.workspace.doctor import CHECKS, doctor
-from trireme.tools.doctor.rehearsal import run_program
+from trireme.tools.doctor import rehearsal
+from trireme.tools.doctor.rehearsal import Ended, check_environments, judge_environment, judge_run, run_program, shrink
 from trireme.tools.doctor.report import Case, Check, Finding, ok, run_checks, summary_of, warning
+from written_run import write_whole_run
 
 REPOSITORY = Path(__file__).parents[3]
 DEADLINE_S = 60
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left(here):
-    yield
+@pytest.fixture
+def workplace(here):
+    """An empty folder, in which nothing of the doctor is left."""
+    yield here
     assert sorted(here.rglob("*doctor-*")) == []
 
 
-def test_a_machine_that_can_run_the_quickstart_is_told_so_and_quick_starts_no_program(capsys, here, monkeypatch):
+def test_a_machine_that_can_run_the_quickstart_is_told_so_and_quick_starts_no_program(capsys, workplace, monkeypatch):
     monkeypatch.setattr("trireme.tools.doctor.rehearsal.run_program", lambda *_: pytest.fail("a program was started"))
     code, answers = diagnosed(capsys, "--quick")
     bad = [answer for each in answers.values() for answer in each if answer["verdict"] == "problem"]
     assert (code, bad, list(answers)) == (0, [], [check.name for check in CHECKS])
     left_out = [name for name, each in answers.items() if each[0]["found"] == "left out by `--quick`"]
     assert left_out == [check.name for check in CHECKS if check.is_slow]
-    assert list(here.iterdir()) == []
+    assert list(workplace.iterdir()) == []
     text = (REPOSITORY / "docs" / "doctor.md").read_text()
     assert [name for name in answers if f"| `{name}` |" not in text] == []
 
 
-def test_a_problem_ends_it_with_1_and_with_what_to_do_and_a_warning_does_not(capsys, monkeypatch):
+def test_a_problem_ends_it_with_1_and_with_what_to_do_and_a_warning_does_not(capsys, workplace, monkeypatch):
     with taken_port() as port:
         assert doctor(["--ports.batches", str(port), "--only", "ports", "disk"]) == 1
     shown = capsys.readouterr().out
@@ -90,10 +97,78 @@ def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatc
     until(lambda: not is_alive(child))
 
 
-def test_a_doctor_whose_terminal_is_closed_leaves_nothing(here):
+def test_a_doctor_whose_terminal_is_closed_leaves_nothing(workplace):
     command = [sys.executable, "-m", "trireme.cli.trireme", "doctor", "--only", "environments"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    until(lambda: [*here.glob("outputs/doctor-*/*")])
+    until(lambda: [*workplace.glob("outputs/doctor-*/*")])
     process.send_signal(signal.SIGHUP)
     assert process.wait(DEADLINE_S) == 128 + signal.SIGHUP
-    assert list(here.iterdir()) == []
+    assert list(workplace.iterdir()) == []
+
+
+def test_each_environment_is_tried_once_in_a_process_of_its_own_and_fails_in_its_own_words(tmp_path, monkeypatch):
+    no_key = ECHO.replace("return float", 'raise ValueError("the judge has no key")\n        return float')
+    runs: list[Ended] = []
+    run = rehearsal.run_program
+    monkeypatch.setattr(rehearsal, "run_program", lambda *words: runs.append(run(*words)) or runs[-1])
+    toy = {"id": str(write(tmp_path, no_key, name="cannot_score.py"))}
+    twice = json.dumps([toy, toy | {"name": "again"}], separators=(",", ":"))
+    case = build_case(tmp_path, f"--orchestrator.env {twice}")
+    expect(check_environments(case), "problem", "20 examples to train on", "the judge has no key", "trireme env check")
+    report = runs[0].read_json()
+    assert (len(runs), report["num_done"]) == (1, 0)
+
+    def judged(ended: Ended, verdict: str, words: str) -> None:
+        expect([judge_environment(ended, case.config.orchestrator.env[0])], verdict, words)
+
+    judged(Ended(0, json.dumps(report | {"num_done": 4}), ""), "ok", "4 rollouts")
+    judged(Ended(1, json.dumps(report | {"num_done": 3}), ""), "warning", "1 of 4 rollouts failed")
+    judged(Ended(2, "", "trireme env: the word list is not here\n"), "problem", "the word list is not here")
+
+
+def test_the_small_run_is_the_large_one_in_all_but_its_size(tmp_path):
+    words = "--trainer.optim.lr 0.5 --orchestrator.batch-size 512 --max-steps 1000 --wandb.project x "
+    words += "--orchestrator.sampling.max-tokens 1024 --trainer.ckpt.interval 5 --orchestrator.eval.interval 5 "
+    case = build_case(tmp_path, f"{words} --orchestrator.buffer.online-difficulty-filtering")
+    config = shrink(case)
+    assert (config.max_steps, config.orchestrator.batch_size, config.orchestrator.sampling.max_tokens) == (3, 32, 64)
+    assert (config.wandb, config.orchestrator.eval, config.trainer.ckpt.interval) == (None, None, None)
+    assert not config.orchestrator.buffer.online_difficulty_filtering
+    assert (config.trainer.optim, config.model) == (case.config.trainer.optim, case.config.model)
+    assert config.paths.root == case.folder / "run"
+
+
+def test_a_run_of_shared_gpus_or_of_several_machines_is_rehearsed_on_this_one(tmp_path):
+    case = build_case(tmp_path, "--device cuda", Devices(gpus=("0",), cores=4))
+    assert shrink(case).inference.gpu_memory_utilization == case.config.inference.gpu_memory_utilization == 0.4
+    words = "--device cuda --hosts.inference 10.0.0.2 --hosts.orchestrator 10.0.0.3 --hosts.trainer 10.0.0.4 10.0.0.5"
+    config = shrink(build_case(tmp_path, words, Devices(gpus=("0", "1"), cores=4)))
+    assert (config.hosts.are_loopback, config.trainer.num_ranks) == (True, 1)
+    assert (config.inference_gpu_ids, config.trainer_gpu_ids) == ((0,), (1,))
+
+
+def test_a_run_that_refuses_to_start_is_a_problem_and_its_files_are_kept(here, capsys):
+    code, answers = diagnosed(capsys, "--model.name", str(here / "no-such-model"), "--only", "run")
+    (answer,) = answers["run"]
+    assert (code, answer["verdict"]) == (1, "problem")
+    assert "ended with code 2 after 0 of 3 steps" in answer["found"]
+    assert "no-such-model" in answer["found"]
+    (kept,) = (here / "outputs").glob("doctor-*")
+    assert (kept / "run.json").is_file()
+    assert str(kept.relative_to(here)) in answer["fix"]
+
+
+def test_of_three_steps_the_audit_and_each_log_are_told(tmp_path):
+    config = write_whole_run(tmp_path / "run", batches=3)
+
+    def judged(ended: Ended, verdict: str, *words: str) -> dict[str, float]:
+        return expect([judge_run(ended, config, began=0.0)], verdict, *words).figures
+
+    assert judged(Ended(0, "", ""), "ok", "the audit finds no fault")["versions_confirmed"] > 0
+    change_column("advantages", 0.375, step=1)(config)
+    judged(Ended(0, "", ""), "problem", "contradict each other", "trireme audit")
+    judged(Ended(None, "", ""), "problem", "was ended: it took too long")
+    config.paths.logs.mkdir()
+    config.paths.log("inference").write_text("INFO all is well\nRuntimeError: no kernel image\n")
+    log = "inference.stdout:\n  INFO all is well\n  RuntimeError: no kernel image"
+    judged(Ended(1, "", "inference died"), "problem", "inference died", log, str(config.paths.logs))

@@ -1,10 +1,14 @@
-"""The examples in `configs/`: each can be run on the machine that it is for, and says what its environment knows."""
+"""The examples in `configs/` run on the machine that they are for, and follow the schemas of the configuration."""
 
 import ast
+import json
+import runpy
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from model_configs import MODELS
@@ -14,6 +18,7 @@ from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.rules import check
 from trireme.config.run import RunConfig
+from trireme.config.section import walk
 from trireme.tools.formats.run_file import read_run_file, resolve_run
 from trireme.tools.plan.estimate import estimate_run
 from trireme.tools.plan.lengths import lengths_of
@@ -97,3 +102,32 @@ def without_empty_tables(table: dict[str, Any]) -> dict[str, Any]:
 def test_a_machine_gets_the_largest_examples_that_it_can_run():
     sizes = {0: "cpu", 1: "one-gpu", 7: "one-gpu", 8: "eight-gpus", 16: "eight-gpus"}
     assert {count: size_of(Devices(gpus=tuple("g" * count))) for count in sizes} == sizes
+
+
+def test_the_page_and_the_schemas_are_current():
+    """Where not: `uv run python scripts/configuration_reference.py`."""
+    written = dict(runpy.run_path(str(ROOT / "scripts/configuration_reference.py"))["documents"]())
+    assert {path for path, text in written.items() if path.read_text(encoding="utf-8") != text} == set()
+    page = written[ROOT / "docs/configuration.md"]
+    assert [key for key, _ in walk(RunConfig) if f"`{key.split('.')[-1]}`" not in page and f"{key}]" not in page] == []
+
+
+@cache
+def validator(schema: Path) -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(json.loads(schema.read_text()))
+
+
+def test_files_that_name_their_schema_follow_it():
+    for file in sorted((ROOT / "configs").glob("*/*.toml")):
+        first, _, text = file.read_text().partition("\n")
+        if first.startswith("#:schema "):
+            known = validator((file.parent / first.removeprefix("#:schema ")).resolve())
+            assert [error.message for error in known.iter_errors(tomllib.loads(text))] == [], file
+    assert validator.cache_info().currsize > 1
+
+
+def test_a_schema_refuses_what_the_command_refuses_and_knows_none():
+    is_valid = validator(ROOT / "configs/schema/rl.json").is_valid
+    for table in ({"max_stepz": 1}, {"max_steps": 0}, {"trainer": {"optim": {"lr": "fast"}}}):
+        assert not is_valid(table)
+    assert is_valid({"orchestrator": {"eval": {"num_examples": "none"}}})

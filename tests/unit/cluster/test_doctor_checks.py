@@ -1,0 +1,286 @@
+"""The doctor's checks: machine, models, ports and hosts are made bad for real, and are found to be."""
+
+import json
+import os
+import resource
+import secrets
+import shutil
+import socket
+import subprocess
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from answering import answering_http
+from doctoring import build_case, expect, taken_port
+from limits import fill, limited, small_disk
+from tiny_tokenizer import CHATML, write_tokenizer
+from trireme.base.devices import Devices
+from trireme.base.processes import free_port
+from trireme.base.token import TOKEN
+from trireme.tools.doctor import configuration, machine
+from trireme.tools.doctor.configuration import (
+    Socket,
+    check_configuration,
+    check_host,
+    check_hosts,
+    check_ports,
+    sockets_of,
+)
+from trireme.tools.doctor.machine import bytes_left_by, disk, libraries, limits, memory
+from trireme.tools.doctor.models import check_folder, model, tokenizer
+from trireme.tools.doctor.rehearsal import check_gpus, check_torch
+from trireme.tools.doctor.report import Finding
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    [("", 768), ("--orchestrator.batch-size 512 --max-async-level 0", 1280)],  # 256 + 2 x rollouts in flight
+)
+def test_open_files_are_counted_by_the_rollouts_in_flight(words, needed, tmp_path, monkeypatch):
+    case = build_case(tmp_path, words)
+    with limited(resource.RLIMIT_NOFILE, 256):  # of the shell, which the orchestrator raises
+        expect(limits(case), "ok")
+        for files, verdict in ((needed, "ok"), (needed - 1, "problem")):
+            monkeypatch.setattr("resource.getrlimit", lambda _, files=files: (256, files))
+            expect(limits(case), verdict)
+
+
+def test_little_shared_memory_is_a_warning(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine.os, "statvfs", lambda _: SimpleNamespace(f_bavail=64, f_frsize=1 << 20))
+    expect(limits(build_case(tmp_path)), "warning", "--shm-size")
+
+
+def test_a_disk_is_measured_by_writing_to_it(tmp_path):
+    case = build_case(tmp_path)
+    (finding,) = disk(case)
+    assert min(finding.figures["sync_s"], finding.figures["bytes_per_s"]) > 0
+    assert list(case.folder.iterdir()) == []
+    (tmp_path / "file").touch()
+    expect(disk(build_case(tmp_path / "file" / "runs")), "problem", "(Not a directory)")
+
+
+def test_a_disk_that_is_small_full_or_read_only_is_found_below_the_runs_folder(tmp_path):
+    with small_disk(tmp_path / "disk", "64m") as folder:
+        case = build_case(folder)
+        expect(disk(case), "warning", "expected 1.0 GiB")
+        fill(folder)
+        expect(disk(case), "problem", "(No space left on device)")
+        assert [file.name for file in folder.rglob("*") if file.is_file()] == ["ballast"]
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        expect(disk(case), "problem", "(Read-only file system)")
+
+
+def test_what_a_run_leaves_is_counted_by_its_checkpoints(tmp_path):
+    """A model of 459,840 parameters leaves 16 bytes for each, and a GiB for the rest."""
+    interval = "--max-steps 100 --trainer.ckpt.interval 10"
+    for words, num_kept in (("", 1), (interval, 10), (f"{interval} --trainer.ckpt.keep-last 2", 3)):
+        assert bytes_left_by(build_case(tmp_path, words).config) == GIB + num_kept * 16 * 459_840
+
+
+def test_memory_is_compared_with_what_the_plan_says(tmp_path, monkeypatch):
+    free = SimpleNamespace(available=16 * GIB, total=16 * GIB)
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: free)
+    assert expect(memory(build_case(tmp_path)), "ok").figures["needed"] > GIB
+    free.available = 0.5 * GIB
+    expect(memory(build_case(tmp_path)), "warning", "0.5 GiB are free")
+
+
+def test_a_library_that_is_missing_is_a_problem_and_another_version_a_warning(tmp_path, monkeypatch):
+    for requirements, verdict, words in (
+        (["numpy==1.0", "rich>2", "no-such-thing==1"], "problem", "no-such-thing not installed"),
+        (["numpy==1.0"], "warning", "(tested: 1.0)"),
+    ):
+        monkeypatch.setattr(machine.metadata, "requires", lambda _, requirements=requirements: requirements)
+        expect(libraries(build_case(tmp_path)), verdict, words)
+
+
+def test_a_torch_that_does_not_load_is_reported_in_its_own_words(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    expect(check_torch(build_case(tmp_path)), "problem", "libcudart.so.13: cannot open")
+
+
+GPU = {"name": "H100", "capability": "9.0", "memory": 80 * GIB, "free": 79 * GIB, "computes": True}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "verdicts"),
+    [
+        ([GPU, GPU | {"free": 72 * GIB}], "cuda", ["ok", "ok"]),
+        ([GPU | {"free": 60 * GIB}, GPU | {"computes": False}], "cuda", ["warning", "problem"]),
+        ([GPU, GPU | {"capability": "7.5"}], "cuda", ["ok", "warning"]),
+        ([GPU], "cuda", ["problem", "ok"]),  # torch cannot see one
+        ([], "cpu", ["warning"]),
+    ],
+)
+def test_each_gpu_has_a_verdict(gpus, device, verdicts, tmp_path):
+    case = build_case(tmp_path, f"--device {device}", Devices(gpus=("0", "1"), cores=4))
+    assert [finding.verdict for finding in check_gpus({"gpus": gpus}, case)] == verdicts
+
+
+SHIPPED = Path(__file__).parents[3] / "models" / "reverse-text-tiny"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1839360\n"
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return Path(shutil.copytree(SHIPPED, tmp_path / "model"))
+
+
+def refused(folder: Path, words: str) -> None:
+    assert expect([check_folder(folder)], "problem", words).fix
+
+
+def test_parts_are_counted_together_and_what_the_index_names_and_is_missing_is_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for name in names:
+        save_file({name: np.ones((4, 4), np.float32)}, tmp_path / name)
+    index = {"weight_map": {name: name for name in names}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert expect([check_folder(tmp_path)], "ok", "2 files").figures["tensors"] == 2
+    save_file({"another": np.ones(3, np.float32)}, tmp_path / names[1])
+    refused(tmp_path, f"names {names[1]}")
+    (tmp_path / names[1]).unlink()
+    refused(tmp_path, names[1])
+
+
+def test_a_damaged_file_is_found_by_its_own_header(folder):
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    for damaged in (whole[:-1], b"", whole[:100], whole[:8] + b"\xff" * 12 + whole[20:], POINTER):
+        file.write_bytes(damaged)
+        refused(folder, str(file))
+
+
+def test_a_folder_without_safetensors_or_architecture_is_refused_by_what_is_there(folder):
+    for each in sorted(SHIPPED.parent.glob("*/config.json")):
+        expect([check_folder(each.parent)], "ok")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    refused(folder, "has no *.safetensors")
+    for content in ("{}", "{"):
+        (folder / "config.json").write_text(content)
+        refused(folder, "config.json cannot be read")
+
+
+def test_a_model_that_is_not_there_and_may_not_be_fetched_is_said_once(tmp_path, monkeypatch):
+    case = build_case(tmp_path, f"--model.name {tmp_path / 'no-such-model'}")
+    expect(model(case), "problem", "does not exist")
+    expect(check_configuration(case), "ok")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    absent = "nobody/no-such-model"
+    words = ("HF_HUB_OFFLINE is set", f"hf download {absent}")
+    expect(model(build_case(tmp_path, f"--model.name {absent}")), "problem", *words)
+
+
+def tokenized(folder: Path, verdict: str, words: str = "") -> Finding:
+    return expect(tokenizer(build_case(folder, f"--model.name {folder}")), verdict, words)
+
+
+def test_a_tokenizer_that_is_damaged_or_has_no_chat_template_is_a_problem(folder):
+    tokenized(folder, "ok")
+    (folder / "chat_template.jinja").unlink()
+    tokenized(folder, "problem", "has no chat template")
+    (folder / "tokenizer.json").write_text('{"version": "1.0"')
+    tokenized(folder, "problem", "its tokenizer cannot be read")
+    (folder / "tokenizer.json").unlink()
+    tokenized(folder, "problem", "tokenizer.json does not exist")
+
+
+@pytest.mark.parametrize(
+    ("template", "vocab_size", "verdict", "words"),
+    [
+        (CHATML, 200, "ok", ""),
+        (CHATML, 20, "problem", "which the model has room for"),
+        ("{{ bos_token }}Hello.", 200, "problem", "leaves the question out"),
+        ("{{ messages[0]['content'] }}", 200, "warning", "does not say where the assistant begins"),
+        (CHATML.replace("assistant", "Ассистент"), 200, "warning", "another text"),
+        ("{{ messages[0]['content'] | no_such_filter }}", 200, "problem", "no_such_filter"),
+    ],
+)
+def test_a_tokenizer_or_template_that_does_not_fit_is_found(template, vocab_size, verdict, words, tmp_path):
+    write_tokenizer(tmp_path / "model", template)
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))
+    tokenized(tmp_path / "model", verdict, words)
+
+
+def verdicts(found) -> list[str]:
+    return [finding.verdict for finding in found]
+
+
+def test_a_port_in_use_is_reported_once(tmp_path):
+    with taken_port() as port:
+        case = build_case(tmp_path, f"--inference.server.port {port}")
+        expect(check_ports(case), "problem")
+        expect(check_configuration(case), "ok")
+    expect(check_ports(build_case(tmp_path, f"--ports.batches {port}")), "ok", f"{port} on 127.0.0.1")
+
+
+def test_each_command_of_several_machines_listens_by_itself(tmp_path):
+    expect(check_hosts(build_case(tmp_path)), "skipped")
+    words = "--device cpu --hosts.inference 10.0.0.2 10.0.0.2:8003 --hosts.orchestrator 10.0.0.3 "
+    case = build_case(tmp_path, f"{words} --hosts.trainer 10.0.0.4 10.0.0.5 --ports.weights 7000")
+    found = {host: [(each.process, each.port) for each in sockets_of(case, host)] for host in case.config.hosts.all}
+    assert found == {
+        "10.0.0.2": [("inference", 8000), ("inference", 8003)],
+        "10.0.0.3": [("orchestrator", 8001), ("orchestrator", 5555)],
+        "10.0.0.4": [("trainer", 7000), ("trainer", 5557)], "10.0.0.5": [],
+    }  # fmt: skip
+
+
+def test_a_machine_that_is_not_started_is_no_problem_and_one_that_is_silent_or_unknown_is(monkeypatch):
+    """A listener whose queue is full drops what comes, as a firewall does."""
+    expect(check_host("127.0.0.1", [Socket("trainer", free_port())]), "ok", "refuses (not started yet)")
+    monkeypatch.setattr(configuration, "CONNECT_S", 0.1)
+    with ExitStack() as stack:
+        full, *waiting = (stack.enter_context(socket.socket()) for _ in range(4))
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(full.getsockname())
+        port = full.getsockname()[1]
+        words = f"no answer within 0.1 s at port {port} (trainer)"
+        expect(check_host("127.0.0.1", [Socket("trainer", port)]), "problem", words)
+
+    def nowhere(*_: object, **__: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", nowhere)
+    expect(check_host("trainer-7", []), "problem", "cannot be resolved")
+
+
+def test_another_token_is_a_problem(monkeypatch):
+    secret = secrets.token_hex(16)
+    with answering_http(lambda _, shown: (200 if shown == f"Bearer {secret}" else 401, b"")) as port:
+        for ours, found in ((secret, ["ok"]), (secrets.token_hex(16), ["ok", "problem"]), ("", ["ok", "problem"])):
+            monkeypatch.setenv(TOKEN, ours)
+            answers = list(check_host("127.0.0.1", [Socket("orchestrator", port, "/status")]))
+            assert verdicts(answers) == found
+            assert secret not in repr(answers)
+
+
+def test_a_token_that_others_can_read_is_a_warning(tmp_path):
+    file = tmp_path / "token"
+    file.write_text(secrets.token_hex(16))
+    for mode, found in ((0o644, ["warning", "skipped"]), (0o600, ["skipped"])):
+        file.chmod(mode)
+        assert verdicts(check_hosts(build_case(tmp_path, f"--hosts.token-file {file}"))) == found
+
+
+def test_on_several_machines_the_known_ports_are_checked_where_a_process_listens_here(tmp_path, monkeypatch):
+    """Loopback has sixteen million addresses, all of them this machine's."""
+    monkeypatch.setenv(TOKEN, secrets.token_hex(16))
+    words = "--device cpu --hosts.inference 127.0.9.1 10.9.8.7:8003 --hosts.orchestrator 127.0.9.2 "
+    for key, host in (("inference.server.port", "127.0.9.1"), ("ports.batches", "127.0.9.2"), ("ports.weights", "")):
+        with taken_port(host or "127.0.9.2") as port:
+            found = check_ports(build_case(tmp_path, f"{words} --hosts.trainer 10.9.8.7 --{key} {port}"))
+            expect(found, *(("problem", f"port {port} on {host} is in use") if host else ("ok",)))
