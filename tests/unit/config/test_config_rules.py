@@ -11,7 +11,7 @@ from resolved_runs import CPU, GPUS, prefixed, refusals, resolved
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.config import inference, trainer
-from trireme.config.files import read_run, to_toml, write_run
+from trireme.config.files import read_run, write_run
 from trireme.config.losses import RECIPES, Loss, has_ratio, resolve_loss
 from trireme.config.model.folder import looks_local
 from trireme.config.orchestrator import sampling_notes
@@ -140,15 +140,10 @@ LOSS = rows("trainer.loss", CPU,
     # a key that would change nothing
     ("--clip-high 0.3", "--type ppo --clip-high 0.3", 'loss.clip_high = ... surrogate = "clip"'),
     ("--type ppo --kl-tau 0.1", "", 'loss.kl_tau = ... surrogate = "importance"'),
-    ("--type ppo --ratio-low 0.1", "", 'loss.ratio_low = ... surrogate = "importance"'),
-    ("--type gspo --dual-clip 3", "", 'loss.dual_clip = ... surrogate = "clip"'),
     ("--type ppo --correction-high 3", "", "loss.correction_high = ... correction = "),
-    ("--type tis --correction-low 0.3", "", 'loss.correction_low = ... correction = "token_mask"'),
     ("--type ppo --normalize-length 3", "", 'loss.normalize_length = ... normalize = "constant"'),
     ("--kl-estimator k1", "+ --beta 0.1", "loss.kl_estimator = ... beta = 0.01"),
-    ("--reference-update-every 5", "", "loss.reference_update_every = ... beta = 0.01"),
     ("--type reinforce --proximal behaviour", "", 'loss.proximal = ... surrogate = "clip"'),
-    ("--path a.py:b", "", 'loss.path = ... surrogate = "custom"'),
     ("--type custom --path a.py:b --correction token_mask", "", "loss.correction = ... Remove it"),
     # contradictions
     ("--type tis --proximal behaviour", "", "expected a proximal policy of its own"),
@@ -219,7 +214,7 @@ def test_names_of_parsers_are_left_to_the_engine_where_vllm_is_not_installed(mon
 @pytest.mark.parametrize(
     ("sampling", "words"),
     [
-        ("", None),
+        ("--seed 1", None),
         ("--presence-penalty 0.5", "presence_penalty"),
         ("--min-tokens 3", "min_tokens"),
         ("--min-tokens 3 --top-k 9", None),  # what it forbids is not among what was kept
@@ -227,9 +222,9 @@ def test_names_of_parsers_are_left_to_the_engine_where_vllm_is_not_installed(mon
     ],
 )
 def test_sampling_that_biases_the_importance_ratio_gets_a_note(sampling, words):
-    notes = sampling_notes(resolved(sampling and prefixed("orchestrator.sampling", sampling)).orchestrator.sampling)
+    notes = sampling_notes(resolved(prefixed("orchestrator.sampling", sampling)).orchestrator.sampling)
     assert len(notes) == (words is not None)
-    assert words is None or words in notes[0]
+    assert all(words in note for note in notes)
 
 
 def test_a_port_in_use_is_named_with_its_server_by_the_process_that_listens_there():
@@ -295,13 +290,12 @@ def test_8_bit_moments_need_a_compiler_on_gpus(monkeypatch):
 
 
 def test_the_default_is_written_out_and_keeps_out_what_it_does_not_use():
-    found = resolved().trainer.loss
-    chosen = ("importance", "behaviour", "none", "token")
-    assert (found.surrogate, found.proximal, found.correction, found.normalize) == chosen
-    assert (found.ratio_low, found.ratio_high, found.kl_tau) == (0.125, 8.0, 0.0)
-    assert (found.clip_low, found.correction_high, found.kl_estimator, found.normalize_length) == (None,) * 4
-    older = resolve_loss(Loss(ratio_low=0.2, ratio_high=math.inf, kl_tau=0.1), length=1)
-    assert (older.surrogate, older.ratio_low, older.ratio_high, older.kl_tau) == ("importance", 0.2, math.inf, 0.1)
+    expected = {"surrogate": "importance", "proximal": "behaviour", "correction": "none", "normalize": "token"}
+    expected |= {"ratio_low": 0.125, "ratio_high": 8.0, "kl_tau": 0.0}
+    expected |= dict.fromkeys(("clip_low", "correction_high", "kl_estimator", "normalize_length"))
+    older = {"ratio_low": 0.2, "ratio_high": math.inf, "kl_tau": 0.1}
+    for given, loss in ({}, resolved().trainer.loss), (older, resolve_loss(Loss(**older), length=1)):
+        assert {key: getattr(loss, key) for key in expected} == expected | given
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "custom"])
@@ -311,7 +305,6 @@ def test_a_recipe_that_was_written_out_is_the_same_recipe(name, tmp_path):
     assert refusals(flags) == []
     assert resolve_loss(config.trainer.loss, length=1) == resolve_loss(Loss(type=name, beta=0.1), length=77)
     write_run(config, tmp_path / "run.json")
-    assert f'type = "{name}"' in to_toml(config.trainer.loss.model_dump(exclude_none=True))
     assert read_run(RunConfig, tmp_path / "run.json").trainer.loss == config.trainer.loss
 
 
