@@ -18,11 +18,7 @@ ENV = """--orchestrator.env '[{id = "a"}, {id = "b"}]' """
 
 
 def resolved(flags: str = "", *, on: Devices = CPU, section: ProcessName | None = None) -> RunConfig:
-    """Resolve the run that these flags describe.
-
-    Args:
-        flags: as they are typed in a shell.
-    """
+    """Resolve the run that these flags describe, as they are typed in a shell."""
     return resolve(load_run_config(shlex.split(flags), program="rl", section=section)[0], on, section=section)
 
 

@@ -21,7 +21,7 @@ from trireme.cli.trainer import trainer
 
 ROOT = Path(__file__).parents[3]
 DOCKER = ROOT / "docker"
-SERVICES = ("inference", "orchestrator", "trainer")
+PORTS = {"inference": "http 8000", "orchestrator": "status 8001, batches 5555", "trainer": "weights 5556"}
 COMMANDS = {"inference": inference, "orchestrator": orchestrator, "trainer": trainer, "rl": rl}
 SECRET = "0123456789abcdef0123456789abcdef"
 DEADLINE_S = 60
@@ -73,8 +73,8 @@ def test_the_command_of_an_image_is_ready_to_run(monkeypatch, capsys, tmp_path):
     assert "not ready" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("service", SERVICES)
-def test_each_service_is_a_process_of_one_run_with_a_token_and_no_rights(service, monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize(("service", "ports"), PORTS.items())
+def test_each_service_is_a_process_of_one_run_with_a_token_and_no_rights(service, ports, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv(TOKEN, SECRET)
     found = compose(TRIREME_TOKEN=SECRET, TRIREME_RUN="configs/wiki-search/rl.toml")["services"][service]
@@ -83,7 +83,6 @@ def test_each_service_is_a_process_of_one_run_with_a_token_and_no_rights(service
     assert "--resume" in argv, "a container that is started again resumes its run"
     COMMANDS[program]([*argv, "--dry-run", "--output-dir", str(tmp_path)])
     shown = capsys.readouterr().out
-    ports = {"inference": "http 8000", "orchestrator": "status 8001, batches 5555", "trainer": "weights 5556"}[service]
     assert "wiki-search\n" in shown
     assert f"{service}  on CPU; ports: {ports}" in shown
     for port in found.get("ports", []):

@@ -1,6 +1,7 @@
 """`vf-rl`, `prime-rl` and the `vf-` names: what is typed there, and what is started for it."""
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -70,18 +71,14 @@ def test_a_flat_file_needs_no_at_sign_and_a_flag_that_both_formats_have_is_their
         assert table["orchestrator"]["sampling"]["top_p"] == 0.9
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--trainer.args.temprature", "0.9"], "--trainer.args.temperature"),
-        (["--trainer.args.batch-size", "100"], "`orchestrator.batch_size` is `trainer.args.batch_size` in FILE"),
-        (["--inference.args.dtype", "fp3"], "`inference.model.dtype` is `inference.args.dtype`"),
-    ],
-)
-def test_what_is_wrong_is_said_in_the_words_of_the_file(flags, words, vf_file):
-    with pytest.raises(ConfigError) as caught:
-        resolve_run(read_run_file(["@", vf_file, *flags], CPU, program="vf-rl", kinds=("vf-rl",)), CPU)
-    assert words.replace("FILE", vf_file) in str(caught.value)
+def test_what_is_wrong_is_said_in_the_words_of_the_file(vf_file):
+    for flags, words in (
+        ("--trainer.args.temprature 0.9", "--trainer.args.temperature"),
+        ("--trainer.args.batch-size 100", f"`orchestrator.batch_size` is `trainer.args.batch_size` in {vf_file}"),
+        ("--inference.args.dtype fp3", "`inference.model.dtype` is `inference.args.dtype`"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            resolve_run(read_run_file(["@", vf_file, *flags.split()], CPU, program="vf-rl", kinds=("vf-rl",)), CPU)
 
 
 def test_each_command_sends_other_formats_on(flat_file, vf_file):

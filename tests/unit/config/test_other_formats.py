@@ -20,8 +20,14 @@ from trireme.tools.formats.vf_rl import VF_RL
 CPU, ONE, EIGHT = Devices((), 4), Devices(("0",), 8), Devices(tuple("01234567"), 64)
 
 
-def check(translation: Translation, devices: Devices, expected: dict[str, Any]) -> None:
-    config = resolve(read_as(RunConfig, tomllib.loads(as_toml(translation)), where="translated"), devices)
+def translated(table: dict[str, Any], devices: Devices) -> Translation:
+    format = FLAT_FORMAT if "model_name" in table else HOSTED_FORMAT if "batch_size" in table else VF_RL
+    return translate(format, table, devices, where="mine.toml")
+
+
+def check(table: dict[str, Any], devices: Devices, expected: dict[str, Any]) -> None:
+    printed = tomllib.loads(as_toml(translated(table, devices)))
+    config = resolve(read_as(RunConfig, printed, where="translated"), devices)
     assert {key: value_at(config, key) for key in expected} == expected
     assert problems(config, devices) == []
 
@@ -44,54 +50,46 @@ HOSTED: dict[str, Any] = {
     "env": [{"id": "gsm8k"}, {"id": "owner/reverse-text", "weight": 0.5, "args": {"num_train": 9}}],
 }
 SAMPLING = {"max_tokens": 99, "temperature": 0.8, "top_k": 50, "min_p": 0.05, "repetition_penalty": 1.1}
+SEVERAL = {"weight_decay": 0.01, "mask_truncated_completions": True, "num_batches_ahead": 0, "max_concurrent": 64}
+SEVERAL |= {"vllm_server_timeout": 999.0, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 100}
+VLLM = {"enforce-eager": True, "tensor_parallel_size": 2, "max-model-len": 1024, "max_num_batched_tokens": 4096}
+OLD = {"num_generations": 8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
+KEYS = {"output_dir": "there", "seed": 4096, "max_async_level": 3, "seq_len": 4095}
 
 
 def test_what_the_reference_gives_as_defaults_holds():
     """Defaults that have no row of their own in `docs/coming-from.md`."""
     expected = {"max_async_level": 1, "trainer.ckpt.interval": 50, "wandb": None, "orchestrator.eval": None}
-    expected |= {"inference.server.port": 8000, "inference.start_timeout_s": 300.0}
-    check(translate(VF_RL, vf({}), CPU), CPU, expected | {"orchestrator.engine_timeout_s": 600.0})
-
-
-@pytest.mark.parametrize(
-    ("args", "expected"),
-    [
-        (
-            {"weight_decay": 0.01, "mask_truncated_completions": True, "num_batches_ahead": 0, "seed": 7}
-            | {"max_concurrent": 64, "vllm_server_timeout": 999.0, "wandb": {"project": "p"}}
-            | {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 100},
-            {"trainer.optim.weight_decay": 0.01, "orchestrator.filters.truncated": "mask", "max_async_level": 0}
-            | {"seed": 7, "orchestrator.max_concurrent": 64, "orchestrator.env.0.max_concurrent": 64}
-            | {"inference.start_timeout_s": 999.0, "orchestrator.engine_timeout_s": 999.0, "wandb.project": "p"}
-            | {"trainer.loss.beta": 0.1, "trainer.loss.reference_update_every": 100, "name": "reverse-text"},
-        ),
-        ({"output_dir": "elsewhere/mine", "run_name": "alphabet"}, {"output_dir": "elsewhere", "name": "mine"}),
-        # attention costs by the square of a row on a CPU: 512 tokens, or the longest sample where that is longer
-        ({"max_seq_len": 16, "micro_batch_size": 16}, {"trainer.micro_batch_tokens": 256}),
-        ({"max_seq_len": 128, "micro_batch_size": 16}, {"trainer.micro_batch_tokens": 512}),
-        ({"eval_strategy": "no", "eval_steps": 10}, {"orchestrator.eval": None}),
-        (
-            {"eval_strategy": "steps", "eval_steps": 20} | SAMPLING,
-            {f"orchestrator.eval.sampling.{key}": value for key, value in SAMPLING.items()},
-        ),
-        ({"resume_from_checkpoint": "outputs/x/checkpoint-50"}, {"trainer.ckpt.resume_step": 50}),
-        ({"resume_from_checkpoint": "true"}, {"resume": True}),
-        ({"resume_from_checkpoint": True}, {"resume": True}),
-        ({"resume_from_checkpoint": False}, {"resume": False}),
-    ],
-    ids=lambda value: min(value),
-)
-def test_keys_of_the_trainers_arguments_arrive(args, expected):
-    check(translate(VF_RL, vf(args), CPU), CPU, expected)
-
-
-VLLM = {"enforce-eager": True, "tensor_parallel_size": 2, "max-model-len": 1024, "max_num_batched_tokens": 4096}
-OLD = {"num_generations": 8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
+    expected |= {"inference.server.port": 8000, "inference.start_timeout_s": 300.0, "name": "reverse-text"}
+    check(vf({}), CPU, expected | {"orchestrator.engine_timeout_s": 600.0})
 
 
 @pytest.mark.parametrize(
     ("table", "devices", "expected"),
     [
+        (
+            vf(SEVERAL),
+            CPU,
+            {"trainer.optim.weight_decay": 0.01, "orchestrator.filters.truncated": "mask", "max_async_level": 0}
+            | {"orchestrator.max_concurrent": 64, "orchestrator.env.0.max_concurrent": 64, "trainer.loss.beta": 0.1}
+            | {"inference.start_timeout_s": 999.0, "orchestrator.engine_timeout_s": 999.0}
+            | {"trainer.loss.reference_update_every": 100},
+        ),
+        (vf({"wandb": {"project": "p"}}), CPU, {"wandb.project": "p"}),
+        (vf({"output_dir": "a/mine", "run_name": "alphabet"}), CPU, {"output_dir": "a", "name": "mine"}),
+        # attention costs by the square of a row on a CPU: 512 tokens, or the longest sample where that is longer
+        (vf({"max_seq_len": 16, "micro_batch_size": 16}), CPU, {"trainer.micro_batch_tokens": 256}),
+        (vf({"max_seq_len": 128, "micro_batch_size": 16}), CPU, {"trainer.micro_batch_tokens": 512}),
+        (vf({"eval_strategy": "no", "eval_steps": 10}), CPU, {"orchestrator.eval": None}),
+        (
+            vf({"eval_strategy": "steps", "eval_steps": 20} | SAMPLING),
+            CPU,
+            {f"orchestrator.eval.sampling.{key}": value for key, value in SAMPLING.items()},
+        ),
+        (vf({"resume_from_checkpoint": "outputs/x/checkpoint-50"}), CPU, {"trainer.ckpt.resume_step": 50}),
+        (vf({"resume_from_checkpoint": "true"}), CPU, {"resume": True}),
+        (vf({"resume_from_checkpoint": True}), CPU, {"resume": True}),
+        (vf({"resume_from_checkpoint": False}), CPU, {"resume": False}),
         # 4 rollouts at once on each of 2 GPUs, 8 times: a batch of 64
         (
             vf(OLD, (1, 2)),
@@ -114,10 +112,28 @@ OLD = {"num_generations": 8, "per_device_train_batch_size": 4, "gradient_accumul
             {"inference.model.enforce_eager": True, "inference.parallel.tp": 2, "inference.parallel.dp": 1}
             | {"inference.model.max_model_len": 1024, "inference.args": {"max_num_batched_tokens": 4096}},
         ),
+        (
+            FLAT,
+            EIGHT,
+            {"inference_gpu_ids": [0, 1, 2, 3], "trainer_gpu_ids": [4, 5, 6, 7], "inference.parallel.dp": 1}
+            | {"seq_len": 4 * 1024, "orchestrator.env.0.args": {"max_turns": 10}},
+        ),
+        (FLAT | {"num_gpus": 1, "tensor_parallel_size": 1}, ONE, {"inference_gpu_ids": [0], "trainer_gpu_ids": [0]}),
+        # without a rate of its own, and with room for some turns in a sample
+        (FLAT | {"learning_rate": "none", "use_lora": False}, CPU, {"trainer.optim.lr": 1e-6}),
+        (FLAT | {"sampling": {"max_tokens": 100}}, CPU, {"seq_len": 2048}),
+        # keys of the run may stand where the guide shows them: below `[sampling]`
+        (
+            {key: value for key, value in FLAT.items() if key not in ("num_gpus", "tensor_parallel_size")}
+            | {"sampling": {"max_tokens": 64, "num_gpus": 4, "tensor_parallel_size": 2}},
+            EIGHT,
+            {"inference_gpu_ids": [0, 1], "trainer_gpu_ids": [2, 3], "orchestrator.sampling.max_tokens": 64},
+        ),
+        (HOSTED | KEYS, EIGHT, KEYS | {"name": "gsm8k", "orchestrator.env.1.args": {"num_train": 9}}),
     ],
 )
-def test_batches_gpus_and_flags_of_the_engine_arrive(table, devices, expected):
-    check(translate(VF_RL, table, devices), devices, expected)
+def test_keys_of_a_file_arrive(table, devices, expected):
+    check(table, devices, expected)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +144,6 @@ def test_batches_gpus_and_flags_of_the_engine_arrive(table, devices, expected):
         (vf({"mask_env_responses": False}), "never trained on"),
         (vf({"sync_ref_model": True}), "ref_model_sync_steps"),
         (vf({"ref_model_sync_steps": 9}), "beta"),
-        (vf({"save_strategy": "epoch"}), "no | steps"),
         (vf({"resume_from_checkpoint": "the last"}), "checkpoint-N"),
         # two names of one number must agree
         (vf({"rollouts_per_example": 16, "num_generations": 8}), "Remove one of the two"),
@@ -140,46 +155,9 @@ def test_batches_gpus_and_flags_of_the_engine_arrive(table, devices, expected):
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_write(table, words):
-    format, devices = (FLAT_FORMAT, EIGHT) if "model_name" in table else (VF_RL, CPU)
     with pytest.raises(ConfigError) as caught:
-        translate(format, table, devices, where="mine.toml")
+        translated(table, EIGHT if "model_name" in table else CPU)
     assert words in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("keys", "devices", "expected"),
-    [
-        (
-            {},
-            EIGHT,
-            {"inference_gpu_ids": [0, 1, 2, 3], "trainer_gpu_ids": [4, 5, 6, 7], "inference.parallel.dp": 1}
-            | {"seq_len": 4 * 1024, "orchestrator.env.0.args": {"max_turns": 10}},
-        ),
-        ({"num_gpus": 1, "tensor_parallel_size": 1}, ONE, {"inference_gpu_ids": [0], "trainer_gpu_ids": [0]}),
-        # a sample has room for some turns
-        (
-            {"learning_rate": None, "use_lora": False, "sampling": {"max_tokens": 100}},
-            CPU,
-            {"trainer.optim.lr": 1e-6, "seq_len": 2048},
-        ),
-        # keys of the run may stand where the guide shows them: below `[sampling]`
-        (
-            {"num_gpus": None, "tensor_parallel_size": None}
-            | {"sampling": {"max_tokens": 64, "num_gpus": 4, "tensor_parallel_size": 2}},
-            EIGHT,
-            {"inference_gpu_ids": [0, 1], "trainer_gpu_ids": [2, 3], "orchestrator.sampling.max_tokens": 64},
-        ),
-    ],
-)
-def test_the_keys_of_a_flat_file_arrive(keys, devices, expected):
-    table = {key: value for key, value in (FLAT | keys).items() if value is not None}
-    check(translate(FLAT_FORMAT, table, devices), devices, expected)
-
-
-def test_the_keys_of_a_hosted_file_arrive():
-    keys = {"output_dir": "there", "seed": 4096, "max_async_level": 3, "seq_len": 4095}
-    expected = {"name": "gsm8k", "orchestrator.env.1.args": {"num_train": 9}}
-    check(translate(HOSTED_FORMAT, HOSTED | keys, EIGHT), EIGHT, keys | expected)
 
 
 def test_rl_answers_a_foreign_file_with_the_command_to_type(tmp_path):
