@@ -45,6 +45,15 @@ def says(text: str) -> Callable[[Ask], Awaitable[Reply]]:
     return ask
 
 
+def in_turn(*replies: Reply) -> Callable[[Ask], Awaitable[Reply]]:
+    left = iter(replies)
+
+    async def ask(question: Ask) -> Reply:
+        return next(left)
+
+    return ask
+
+
 def refuses(error: str, kind: Any = "engine") -> Callable[[Ask], Awaitable[Reply]]:
     async def ask(question: Ask) -> Reply:
         return Reply(error=error, error_kind=kind)
@@ -172,6 +181,11 @@ async def run_all(environment: Environment, ask: Callable[[Ask], Awaitable[Reply
 
 async def run_one(environment: Environment, ask: Callable[[Ask], Awaitable[Reply]], index: int = 0, **task: Any) -> Any:
     return await environment.run(RunTask(**{"task": "r", "index": index} | task), ask)
+
+
+def talk(*said: str) -> list[dict]:
+    """Messages of a user and the model by turns."""
+    return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(said)]
 
 
 async def asked_and_done(environment: Environment, index: int = 0) -> tuple[list[dict], Any]:

@@ -94,14 +94,9 @@ def agent(*parts: str) -> str:
     return "".join(map(textwrap.dedent, (LOOP, *parts)))
 
 
-SIDE = """
-    ask([{"role": "system", "content": "Title?"}, *HI])
-"""
-
-
 def test_programs_play_their_rollouts_and_a_check_counts_turns_branches_and_drift(play):
-    watches = []
-    rollouts, policy = play(agent(SIDE, CHAT), WRITES, ENDS, count=2, watches=watches)
+    watches, title = [], "ask([{'role': 'system', 'content': 'Title?'}, *HI])"
+    rollouts, policy = play(agent(title, CHAT), WRITES, ENDS, count=2, watches=watches)
     for rollout in rollouts:  # which see nothing of each other
         assert (rollout.reward, rollout.metrics["exit_code"]) == (1.0, 0.0)
         assert (rollout.stop, rollout.num_turns) == ("agent_ended", 3)

@@ -6,6 +6,7 @@ import re
 import tomllib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,19 +161,6 @@ def test_an_engine_that_serves_no_version_answers_as_in_training(here, capsys):
     assert "temperature 0.5" in report["policy"]
 
 
-class OneTurn:
-    name = "toy"
-
-    def __init__(self, **question: Any) -> None:
-        self.config = type("Config", (), {"max_turns": None})
-        messages = [{"role": "user", "content": "q"}]
-        self.question = Ask(task="t", call="c", messages=messages, **{"sampling": {}} | question)
-
-    async def run(self, task: Any, ask: Callable[[Ask], Awaitable[Reply]], **_: Any) -> Any:
-        self.reply = await ask(self.question)
-        return Done(task="t", reward=0.0, metrics={}, prompt=[], completion=[], example_id=0)
-
-
 def test_a_foreign_endpoint_is_asked_with_its_key_and_its_only_model(here, capsys, monkeypatch):
     monkeypatch.setenv("MY_KEY", "secret-words")
     with FakeChat().running() as chat:
@@ -186,9 +174,16 @@ def test_a_foreign_endpoint_is_asked_with_its_key_and_its_only_model(here, capsy
 
 
 def reply_of(chat: FakeChat, timeout_s: float = 20, **question: Any) -> Reply:
-    environment, waits = OneTurn(**question), Waits("the check")
+    """The answer of an endpoint to the one question of an environment."""
+    replies, waits = [], Waits("the check")
+
+    async def run(task: Any, ask: Callable[[Ask], Awaitable[Reply]], **_: Any) -> Any:
+        messages = [{"role": "user", "content": "q"}]
+        replies.append(await ask(Ask(task="t", call="c", messages=messages, **{"sampling": {}} | question)))
+        return Done(task="t", reward=0.0, metrics={}, prompt=[], completion=[], example_id=0)
 
     async def main() -> None:
+        environment = SimpleNamespace(name="toy", config=SimpleNamespace(max_turns=None), run=run)
         known = {"model": None, "key": None, "sampling": Sampling(), "timeout_s": timeout_s, "waits": waits}
         async with open_chat_endpoint(await look_at(chat.url), **known) as endpoint:
             endpoint.pause_s = 0.01
@@ -196,7 +191,7 @@ def reply_of(chat: FakeChat, timeout_s: float = 20, **question: Any) -> Reply:
 
     with chat.running():
         asyncio.run(main())
-    return environment.reply
+    return replies[0]
 
 
 def test_tool_calls_and_thinking_of_an_endpoint_reach_the_environment():

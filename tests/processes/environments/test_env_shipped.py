@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from toy_environments import import_shipped, noting, run_all, run_one, says
+from toy_environments import import_shipped, in_turn, noting, run_all, run_one, says
 from trireme.orchestrator.environments.wire import Ask, Reply
 from trireme.orchestrator.gateway.dialects.turn import ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer
@@ -317,12 +317,7 @@ def test_code_runs_in_the_sandbox_and_its_output_comes_back_as_a_tool_message(on
 
     async def use(environment):
         async def run(*turns: Reply):
-            left = iter(turns)
-
-            async def answer(question: Ask) -> Reply:
-                return next(left)
-
-            ask, questions = noting(answer)
+            ask, questions = noting(in_turn(*turns))
             done = await run_one(environment, ask)
             return done, [question.messages[-1]["content"] for question in questions], questions
 

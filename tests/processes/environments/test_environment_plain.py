@@ -11,6 +11,7 @@ import pytest
 from toy_environments import (
     ECHO,
     asked_and_done,
+    in_turn,
     never,
     noting,
     refuses,
@@ -151,16 +152,12 @@ EVALUATED = {"args": {"codes": CODES}, "rollout_timeout_s": 1}
 
 
 def says_in_turn(*contents: str) -> Callable[[Ask], Awaitable[Reply]]:
-    left = list(contents)
+    def reply(text: str) -> Reply:
+        reason, tokens = "length" if text.endswith("...") else "stop", len(text)
+        return Reply(content=text, finish_reason=reason, completion_ids=[5] * tokens, logprobs=[-1.0] * tokens)
 
-    async def ask(question: Ask) -> Reply:
-        text = left.pop(0)
-        if not text:
-            return Reply(error="530 tokens, the model takes 512", error_kind="overlong_prompt")
-        reason = "length" if text.endswith("...") else "stop"
-        return Reply(content=text, finish_reason=reason, completion_ids=[5] * len(text), logprobs=[-1.0] * len(text))
-
-    return ask
+    full = Reply(error="530 tokens, the model takes 512", error_kind="overlong_prompt")
+    return in_turn(*(reply(text) if text else full for text in contents))
 
 
 def test_a_reward_that_fails_costs_its_rollout_alone_and_is_never_a_zero(on):

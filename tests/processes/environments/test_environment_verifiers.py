@@ -5,7 +5,19 @@ import asyncio
 import pytest
 
 from fake_chat import FakeChat, completion
-from toy_environments import asked_and_done, fills_up, never, noting, refuses, run_all, run_group, run_one, says
+from toy_environments import (
+    asked_and_done,
+    fills_up,
+    in_turn,
+    never,
+    noting,
+    refuses,
+    run_all,
+    run_group,
+    run_one,
+    says,
+    talk,
+)
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
 from trireme.orchestrator.gateway.dialects.turn import ToolCall
@@ -33,22 +45,12 @@ def test_verifiers_swallows_what_a_reward_raises_or_returns_and_we_do_not(toys):
 
 
 def test_a_multi_turn_environment_runs_unmodified_and_sees_tokens_and_logprobs(toys):
-    questions: list[Ask] = []
-
-    async def ask(question: Ask) -> Reply:
-        questions.append(question)
-        turn, tokens = len(questions), {"completion_ids": [8, 9], "logprobs": [-0.5, -0.25]}
-        return Reply(content=f"turn {turn}", finish_reason="stop", prompt_ids=[7] * (10 * turn), **tokens)
-
+    tokens = {"finish_reason": "stop", "completion_ids": [8, 9], "logprobs": [-0.5, -0.25]}
+    replies = [Reply(content=f"turn {turn}", prompt_ids=[7] * (10 * turn), **tokens) for turn in (1, 2, 3)]
+    ask, questions = noting(in_turn(*replies))
     done = toys("alone", lambda environment: run_one(environment, ask, MULTI_TURN + 2, sampling={"temperature": 0.7}))
     assert [len(question.messages) for question in questions] == [1, 3, 5]
-    assert questions[2].messages == [
-        {"role": "user", "content": "q2"},
-        {"role": "assistant", "content": "turn 1"},
-        {"role": "user", "content": "again 1"},
-        {"role": "assistant", "content": "turn 2"},
-        {"role": "user", "content": "again 2"},
-    ]
+    assert questions[2].messages == talk("q2", "turn 1", "again 1", "turn 2", "again 2")
     assert {question.sampling["temperature"] for question in questions} == {0.7}
     assert [message["role"] for message in done.completion] == ["assistant", "user"] * 3
     assert done.reward == 10 + 20 + 30 - 3 * 0.75
@@ -76,14 +78,10 @@ def test_a_turn_without_an_answer_fails_the_rollout_unscored(toys, kind, words, 
 
 
 def test_tool_calls_are_converted_both_ways(toys):
-    async def ask(question: Ask) -> Reply:
-        if len(question.messages) > 1:
-            return Reply(content=question.messages[-1]["content"], finish_reason="stop")
-        call = ToolCall(id="c1", name="add", arguments='{"a": 1, "b": 2}')
-        return Reply(tool_calls=[call], finish_reason="tool_calls")
-
-    noted, questions = noting(ask)
-    done = toys("alone", lambda environment: run_one(environment, noted, TOOLS))
+    call = ToolCall(id="c1", name="add", arguments='{"a": 1, "b": 2}')
+    calling = Reply(tool_calls=[call], finish_reason="tool_calls")
+    ask, questions = noting(in_turn(calling, Reply(content="3", finish_reason="stop")))
+    done = toys("alone", lambda environment: run_one(environment, ask, TOOLS))
     function = questions[0].tools[0]["function"]
     assert (function["name"], set(function["parameters"]["properties"])) == ("add", {"a", "b"})
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}

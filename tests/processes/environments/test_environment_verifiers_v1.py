@@ -7,6 +7,7 @@ import pytest
 from toy_environments import (
     asked_and_done,
     fills_up,
+    in_turn,
     never,
     noting,
     open_package,
@@ -15,6 +16,7 @@ from toy_environments import (
     run_all,
     run_one,
     says,
+    talk,
 )
 from trireme.algo.data.order import ENDLESS
 from trireme.base.errors import ConfigError
@@ -48,17 +50,16 @@ def test_a_v1_environment_runs_beside_a_v0_one(tmp_path_factory):
     assert [outcome.reward for outcome in outcomes] == [1.5, 1.0] * 4
     assert old_outcome.reward == pytest.approx(1 / 3)
     assert outcomes[1].metrics == {"echoes": 1.0, "is_short": 0.0, "length": 18.0, "num_turns": 1.0}
-    assert outcomes[0].prompt == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "say: word"}]
-    assert outcomes[0].completion == [{"role": "assistant", "content": "word"}]
     first = outcomes[0]
+    assert first.prompt == [{"role": "system", "content": "be brief"}, *talk("say: word")]
+    assert first.completion == [{"role": "assistant", "content": "word"}]
     assert (first.task, first.answer, first.example_id, first.truncated) == ("r0", "word", 0, False)
 
 
 def test_what_v1_asks_for_arrives_as_from_any_environment_and_so_does_how_it_ends(on):
     noted, questions = noting(echo)
 
-    async def cut_off(question: Ask) -> Reply:
-        return Reply(content="", finish_reason="length", completion_ids=[1] * 7)
+    cut_off = in_turn(Reply(content="", finish_reason="length", completion_ids=[1] * 7))
 
     async def use(environment):
         sampling = {"temperature": 0.5, "top_k": 3, "max_tokens": 7}
@@ -67,12 +68,7 @@ def test_what_v1_asks_for_arrives_as_from_any_environment_and_so_does_how_it_end
 
     full, cut, limited = on("v1-echo", use)
     assert [len(question.messages) for question in questions] == [1, 3, 5]
-    assert questions[2].messages[1:] == [
-        {"role": "assistant", "content": "often"},
-        {"role": "user", "content": "again"},
-        {"role": "assistant", "content": "again"},
-        {"role": "user", "content": "again"},
-    ]
+    assert questions[2].messages == talk("say: often", "often", "again", "again", "again")
     assert all(question.sampling == {"temperature": 0.5, "top_k": 3, "max_tokens": 7} for question in questions)
     assert (limited.stop, limited.truncated, limited.metrics["num_turns"]) == ("max_turns", True, 3.0)
     assert (full.stop, full.truncated, full.reward, len(full.completion)) == ("prompt_too_long", True, 1.5, 1)
@@ -92,7 +88,7 @@ def test_programs_of_v1_ask_in_the_dialect_of_their_sdk(on, dialect):
     noted, questions = noting(echo)
     agent = {"harness": {"id": "v1_harness", "dialect": dialect}}
     done = on("v1-echo", lambda environment: run_one(environment, noted, WORD), system="be brief", agent=agent)
-    said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "say: word"}]
+    said = [{"role": "system", "content": "be brief"}, *talk("say: word")]
     assert (done.reward, done.prompt, questions[0].messages) == (1.5, said, said)
 
 
@@ -118,13 +114,9 @@ def test_trouble_in_v1_costs_its_rollout_and_is_no_zero(on):
 
 
 def test_each_run_of_an_agent_asks_on_its_own_and_has_its_own_reward(on):
-    questions: list[Ask] = []
-
-    async def in_turn(question: Ask) -> Reply:
-        questions.append(question)
-        return Reply(content=["twice", "something else"][len(questions) - 1], finish_reason="stop")
-
-    done = on("v1-echo", lambda environment: run_one(environment, in_turn, TWICE))
+    replies = [Reply(content=text, finish_reason="stop") for text in ("twice", "something else")]
+    ask, questions = noting(in_turn(*replies))
+    done = on("v1-echo", lambda environment: run_one(environment, ask, TWICE))
     assert sorted((run.agent, run.reward) for run in done.runs) == [("agent", 0.0), ("agent", 1.5)]
     assert {run.trace for run in done.runs} == {question.trace for question in questions}
     assert (done.reward, done.metrics["agent/reward"], done.metrics["agent/echoes"]) == (0.75, 0.75, 0.5)
