@@ -238,6 +238,7 @@ def test_a_full_disk_delays_a_version_as_often_as_it_fills_up(open_stand, tmp_pa
 
     stand = open_stand()
     stand.publish()
+    monkeypatch.setattr(publish, "ATTEMPTS", 4)
     monkeypatch.setattr(filesystem, "save_file", save_part)
     monkeypatch.setattr(os, "posix_fallocate", reserve)
     monkeypatch.setattr(publish, "when_there_is_room", partial(when_there_is_room, poll_s=0.01))
