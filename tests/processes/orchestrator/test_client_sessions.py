@@ -16,15 +16,22 @@ from trireme.orchestrator.environments.open_rollout import cancel_all
 from trireme.orchestrator.environments.wire import RunTask
 from whole_run import SAY, WholeRun, build_config, run
 
-PORT = free_port()
-URL = f"http://127.0.0.1:{PORT}"
+AGENT = {"external": True, "port": 0}
 DATASET = SAY.partition("    def reward")[0]
+
+
+@pytest.fixture(autouse=True)
+def _own_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose the port when the test begins: one that was free when tests were collected may be taken by now."""
+    monkeypatch.setitem(AGENT, "port", free_port())
 
 
 class Client:
     def __init__(self, **headers: str) -> None:
         patient = httpx.AsyncHTTPTransport(verify=False, retries=6)
-        self.http = httpx.AsyncClient(base_url=URL, timeout=30, headers=headers, transport=patient)
+        self.http = httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{AGENT['port']}", timeout=30, headers=headers, transport=patient
+        )
 
     async def open(self, **wanted: Any) -> int:
         answer = await self.http.post("/sessions", json={"env": "say"} | wanted)
@@ -42,7 +49,7 @@ class Client:
 
 
 def table(**more: Any) -> dict[str, Any]:
-    return {"name": "say", "agent": {"external": True, "port": PORT}, "max_concurrent": 4} | more
+    return {"name": "say", "agent": dict(AGENT), "max_concurrent": 4} | more
 
 
 async def play_on(whole: WholeRun, **outcome: Any) -> None:
@@ -118,7 +125,7 @@ def test_hundreds_of_clients_are_answered_or_told_to_come_again(tmp_path, monkey
     monkeypatch.setattr("trireme.orchestrator.gateway.sessions.WAIT_S", 0.5)
 
     async def post() -> bytes:
-        reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
+        reader, writer = await asyncio.open_connection("127.0.0.1", AGENT["port"])
         writer.write(b"POST /sessions HTTP/1.0\r\nHost: localhost\r\nContent-Length: 13\r\n\r\n" + b'{"env":"say"}')
         return await reader.read()
 
@@ -139,7 +146,7 @@ def test_a_session_is_for_those_who_know_the_token_and_for_no_browser(tmp_path, 
     with running(open_toy(tmp_path, write(tmp_path, DATASET), **table())) as on:
         assert on(lambda _: Client(**headers).open()) == status
     if not token:
-        agent = table()["agent"] | {"host": "0.0.0.0"}
+        agent = AGENT | {"host": "0.0.0.0"}
         everywhere = open_toy(tmp_path, str(tmp_path / "toy.py"), agent=agent)
         with pytest.raises(ConfigError, match="TRIREME_TOKEN"), running(everywhere):
             pass

@@ -153,11 +153,11 @@ async def on_stage(
 
 
 def staged(**how: Any) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
-    """Plays once version 0 is live. What is not for `on_stage` are knobs of engines."""
+    """Plays once version 0 is live. What is not for `on_stage` are knobs of engines; a test's `knobs` are added."""
 
     def made(play: Callable[..., Awaitable[None]]) -> Callable[..., None]:
         def test(tmp_path: Path, **given: Any) -> None:
-            asyncio.run(on_stage(tmp_path, partial(play, **given), **how))
+            asyncio.run(on_stage(tmp_path, partial(play, **given), **how | given.get("knobs", {})))
 
         names = ["tmp_path", *list(inspect.signature(play).parameters)[1:]]
         kind = inspect.Parameter.KEYWORD_ONLY
@@ -167,28 +167,25 @@ def staged(**how: Any) -> Callable[[Callable[..., Awaitable[None]]], Callable[..
     return made
 
 
-@pytest.mark.parametrize(("kind", "has_room"), [("gloo", True), ("gloo", False), ("filesystem", True)])
-def test_a_version_is_live_once_it_is_sent_and_confirmed_and_not_before(tmp_path, kind, has_room):
+@pytest.mark.parametrize("knobs", [{"kind": "gloo"}, {"has_room": False}, {"kind": "filesystem"}])
+@staged(is_live=False)
+async def test_a_version_is_live_once_it_is_sent_and_confirmed_and_not_before(stage, knobs):
     """Without room for both an engine is paused before anything is sent; else requests go on until all is there."""
-
-    async def play(stage):
-        first = await stage.announce(0)
-        assert (stage.policy.version, stage.engine.weights) == (-1, {})
-        assert await stage.send(first) == Live(version=0)
-        go = await stage.announce(1, attempt=2)
-        if has_room:
-            turn = await stage.generate()
-            assert (set(turn.versions), stage.engine.paused) == ({0}, False)
-        await until(lambda: stage.engine.paused is not has_room)
-        assert (stage.policy.version, stage.engine.weights) == (0, digests_of(0))
-        assert await stage.send(go, attempt=2) == Live(version=1)
-        assert (stage.policy.version, stage.engine.version, stage.engine.paused) == (1, 1, False)
-        assert stage.engine.weights == digests_of(1)
-        took = stage.updates.take_seconds()
-        assert took["time/update_weights"] > took["time/engines_paused"] > took["time/engines_load"] > 0
-        assert set(stage.updates.take_seconds().values()) == {0.0}
-
-    asyncio.run(on_stage(tmp_path, play, is_live=False, kind=kind, has_room=has_room))
+    first = await stage.announce(0)
+    assert (stage.policy.version, stage.engine.weights) == (-1, {})
+    assert await stage.send(first) == Live(version=0)
+    go = await stage.announce(1, attempt=2)
+    if stage.engine.has_room:
+        turn = await stage.generate()
+        assert (set(turn.versions), stage.engine.paused) == ({0}, False)
+    await until(lambda: stage.engine.paused is not stage.engine.has_room)
+    assert (stage.policy.version, stage.engine.weights) == (0, digests_of(0))
+    assert await stage.send(go, attempt=2) == Live(version=1)
+    assert (stage.policy.version, stage.engine.version, stage.engine.paused) == (1, 1, False)
+    assert stage.engine.weights == digests_of(1)
+    took = stage.updates.take_seconds()
+    assert took["time/update_weights"] > took["time/engines_paused"] > took["time/engines_load"] > 0
+    assert set(stage.updates.take_seconds().values()) == {0.0}
 
 
 @pytest.mark.parametrize("offers", [True, False])
@@ -301,16 +298,14 @@ async def test_a_question_that_is_asked_twice_gets_the_same_answer_and_does_noth
         ({"probe_error": 0.25, "tolerance": None}, "differ from the trainer's in the mean by 0.25, allowed is 0.001"),
     ],
 )
-def test_weights_that_are_not_the_trainers_are_refused_and_never_live(tmp_path, knobs, words):
-    async def play(stage):
-        reply = await stage.publish(0)
-        assert isinstance(reply, Refusal)
-        assert stage.engine.url in reply.error
-        assert (stage.policy.version, stage.pool.engines[0].state) == (-1, "quarantined")
-        with pytest.raises(WeightsMismatch, match=words):
-            await stage.updates.fail_on_wrong_weights()
-
-    asyncio.run(on_stage(tmp_path, play, is_live=False, **knobs))
+@staged(is_live=False)
+async def test_weights_that_are_not_the_trainers_are_refused_and_never_live(stage, knobs, words):
+    reply = await stage.publish(0)
+    assert isinstance(reply, Refusal)
+    assert stage.engine.url in reply.error
+    assert (stage.policy.version, stage.pool.engines[0].state) == (-1, "quarantined")
+    with pytest.raises(WeightsMismatch, match=words):
+        await stage.updates.fail_on_wrong_weights()
 
 
 @staged(tolerance=None, probe_error=5e-4)

@@ -432,34 +432,31 @@ def check(conversation: RandomConversation, policy: RandomPolicy, finished: Roll
 
 
 def test_a_rollout_that_is_played_again_in_another_order_has_no_two_calls_of_one_id(tmp_path, tokenizer):
-    calls = tokenizer.encode('<tool_call>{"name": "add", "arguments": {}}</tool_call><|im_end|>')
+    sampled, ids = tokenizer.encode(f"{CALL}<|im_end|>"), []
 
-    async def generate(ids: list[int], sampling: dict[str, Any], **_: Any) -> Generation:
-        return Generation(calls, [-0.1] * len(calls), [0] * len(calls), "stop")
+    async def generate(*_: Any, **__: Any) -> Generation:
+        return Generation(sampled, [-0.1] * len(sampled), [0] * len(sampled), "stop")
 
     async def play(task: Any, ask: Any, *, on_retry: Any, **_: Any) -> Done:
         async def said(number: int, *messages: dict) -> dict:
-            question = Ask(task="t", call=f"{number}", messages=list(messages), tools=TOOLS, sampling={})
-            return assistant_message("", None, (await ask(question)).tool_calls)
+            reply = await ask(Ask(task="t", call=f"{number}", messages=list(messages), tools=TOOLS, sampling={}))
+            return assistant_message("", None, reply.tool_calls)
 
-        title, task = {"role": "user", "content": "a title"}, {"role": "user", "content": "2 + 2?"}
+        title, question = {"role": "user", "content": "a title"}, {"role": "user", "content": "2 + 2?"}
         await said(1, title)
-        first = await said(2, task)
+        first = await said(2, question)
         on_retry()
-        assert await said(1, task) == first
-        ids.extend(first["tool_calls"])
-        ids.extend((await said(2, task, first, {"role": "tool", "content": "4", "tool_call_id": "c"}))["tool_calls"])
-        return Done(task="t", reward=1.0, metrics={}, prompt=[], completion=[], example_id=0)
+        assert await said(1, question) == first
+        second = await said(2, question, first, {"role": "tool", "content": "4", "tool_call_id": "c"})
+        ids.extend(call["id"] for said in (first, second) for call in said["tool_calls"])
+        return Done(task="t", reward=1.0)
 
-    ids: list[dict] = []
-    agent = SimpleNamespace(train="all", only_with_tools=False)
-    environment = SimpleNamespace(
-        config=SimpleNamespace(agent=agent, max_turns=None), uses_gateway=True, name="x", run=play
-    )
-    policy = SimpleNamespace(generate=generate, vocab_size=0)
-    runner = RolloutRunner(RunConfig(), policy, tokenizer, journal=tmp_path, waits=Waits("test"))  # type: ignore[arg-type]
-    asyncio.run(runner.run(environment, SPEC, sampling=Sampling()))  # type: ignore[arg-type]
-    assert [call["id"] for call in ids] == ["call00200", "call00300"]
+    config = SimpleNamespace(agent=SimpleNamespace(train="all", only_with_tools=False), max_turns=None)
+    environment: Any = SimpleNamespace(config=config, uses_gateway=True, name="x", run=play)
+    policy: Any = SimpleNamespace(generate=generate, vocab_size=0)
+    runner = RolloutRunner(RunConfig(), policy, tokenizer, journal=tmp_path, waits=Waits("test"))
+    asyncio.run(runner.run(environment, SPEC, sampling=Sampling()))
+    assert ids == ["call00200", "call00300"]
 
 
 @cache
