@@ -127,14 +127,14 @@ def build_vision_config() -> PretrainedConfig:
     return Gemma3Config(text_config=_SHAPE | _GEMMA, vision_config=vision, mm_tokens_per_image=4)
 
 
-def save_family(folder: Path, config: PretrainedConfig, *, seed: int = 0, **options: Any) -> Path:
+def save_family(folder: Path, config: PretrainedConfig, *, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     whole = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     model = whole.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
-    model.save_pretrained(folder, **options)
+    model.save_pretrained(folder)
     if config.model_type in KINDS:
         sizes = {"shortest_edge": 32 * 32, "longest_edge": 256 * 256}
         Qwen2VLImageProcessor(patch_size=config.vision_config.patch_size, size=sizes).save_pretrained(folder)

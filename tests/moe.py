@@ -39,12 +39,11 @@ def build_config(kind: str = "qwen3_moe", *, vocab_size: int = 128, **changes: A
     return AutoConfig.for_model(kind, **sizes | changes)
 
 
-def build_moe(kind: str = "qwen3_moe", *, seed: int = 0, experts: str = "eager", **changes: Any) -> PreTrainedModel:
+def build_moe(kind: str = "qwen3_moe", **changes: Any) -> PreTrainedModel:
     """In float32, with routers that choose: as they are drawn by some models, all experts score the same."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(
-        build_config(kind, **changes), dtype=torch.float32, experts_implementation=experts, attn_implementation="eager"
-    )
+    torch.manual_seed(0)
+    written_out = {"experts_implementation": "eager", "attn_implementation": "eager"}
+    model = AutoModelForCausalLM.from_config(build_config(kind, **changes), dtype=torch.float32, **written_out)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "gate.weight" in name or "router" in name or "bias" in name:

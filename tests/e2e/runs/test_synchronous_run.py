@@ -32,7 +32,7 @@ def test_a_resumed_run_that_sends_only_changes_ends_with_the_same_bits(straight,
     assert sorted(resumed.evaluations()) == [0, 3, STEPS]
 
 
-@pytest.mark.slow  # the quick tier compares ranks in test_optimizer_ranks.py, and looks at sockets in test_rl.py
+@pytest.mark.slow  # the quick tier compares ranks in test_ranks.py, and looks at sockets in test_rl.py
 def test_two_ranks_take_the_steps_of_one_and_listen_on_loopback_only(straight, engine, tmp_path):
     """Sums over other shares round differently, and Adam makes that visible; nothing more may differ."""
     flags = ("--trainer.num-ranks", "2", "--max-steps", "3")

@@ -28,7 +28,7 @@ from trireme.journal.pictures import rules_of_model
 from trireme.launch.folder import hold_folder
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.spans import read_spans
-from trireme.monitor.timeline import joined, shares, steady
+from trireme.monitor.timeline import joined
 from trireme.trainer.model.model import open_tokenizer
 from trireme.trainer.parallel.mesh import World, keep_alive
 from trireme.trainer.sft.loop import Sft, train_sft
@@ -82,7 +82,6 @@ def test_twenty_steps_learn_a_simple_task(trained):
     assert [span.step for span in spans if span.what == "train"] == list(range(20))
     assert [span.step for span in spans if span.what == "save"] == [10, 20]
     assert [span.what for span in spans].count("evaluate") == 2  # before the first step and after the last
-    assert sum(shares(spans, "trainer", *steady(spans)).values()) == pytest.approx(1.0)
 
 
 def test_a_resumed_run_goes_on_to_the_same_weights_to_the_bit(trained, letters, tiny_model, tmp_path):
