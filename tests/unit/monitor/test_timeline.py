@@ -160,10 +160,6 @@ ENGINE = [
 ]
 
 
-BUSY, IDLE = {"generate": 0.97}, {"generate": 0.4, "wait": 0.6}  # shares of engines
-BOUND, HALF = {"train": 0.98, "wait": 0.02}, {"train": 0.5, "wait": 0.5}  # and of trainers
-
-
 def random_lane(seed: int, lane: str = "engine a:1", *, count: int = 400) -> list[Span]:
     rng = random.Random(seed)
     spans, now_us = [], 1_700_000_000_000_000
@@ -205,6 +201,10 @@ def test_shares_and_their_means_are_what_exact_arithmetic_says(seed):
             assert found.get(what, 0.0) == pytest.approx(float(sum(exact[lane, what] for lane in of) / len(of)))
         assert sum(found.values()) == pytest.approx(1.0)
         assert min(found.values()) >= 0.0
+
+
+BUSY, IDLE = {"generate": 0.97}, {"generate": 0.4, "wait": 0.6}  # shares of engines
+BOUND, HALF = {"train": 0.98, "wait": 0.02}, {"train": 0.5, "wait": 0.5}  # and of trainers
 
 
 @pytest.mark.parametrize(
