@@ -262,7 +262,5 @@ def test_a_tag_that_nothing_closes_is_text():
 def test_arguments_too_deep_to_read_reach_the_template_as_they_were_written():
     deep = "[" * 5000
     said, (call,) = split_tool_calls(f'hm <tool_call>{{"name": "f", "arguments": "{deep}"}}</tool_call>', 1)
-    assert for_template(ModelMessage(said, None, (call,)).to_message())["tool_calls"][0]["function"] == {
-        "name": "f",
-        "arguments": deep,
-    }
+    message = for_template(ModelMessage(said, None, (call,)).to_message())
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": deep}
