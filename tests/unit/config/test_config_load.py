@@ -76,7 +76,8 @@ def test_the_environment_wins_over_defaults_and_nothing_else(monkeypatch):
     ],
 )
 def test_a_variable_that_is_nearly_a_key_is_refused_and_those_of_others_are_not(name, words, monkeypatch):
-    monkeypatch.setenv("TRIREME_NODE", "1")
+    for other in ("RUN", "NODE"):
+        monkeypatch.setenv(f"TRIREME_{other}", "1")
     for service in ("TRIREME", "TRIREME_INFERENCE", "TRIREME_INFERENCE_SERVER"):  # what Kubernetes sets for each
         url, port = "tcp://10.96.4.7:8000", "PORT_8000_TCP"
         values = {"SERVICE_HOST": "10.96.4.7", "SERVICE_PORT": "8000", "SERVICE_PORT_HTTP": "8000", "PORT": url}
@@ -119,6 +120,7 @@ def test_each_process_may_have_its_file_and_any_table():
         ("--orchestrator.sampling.stop 'a,b, c'", "orchestrator.sampling.stop", ["a", "b", "c"]),
         ("--orchestrator.sampling.stop 'a,b, '", "orchestrator.sampling.stop", ["a", "b"]),
         ("--orchestrator.sampling.stop 'END,'", "orchestrator.sampling.stop", ["END,"]),
+        ("--orchestrator.sampling.stop ' END'", "orchestrator.sampling.stop", [" END"]),
         ("--orchestrator.sampling.stop '\n\n'", "orchestrator.sampling.stop", ["\n\n"]),
         ("--orchestrator.sampling.stop ', '", "orchestrator.sampling.stop", [", "]),
         ("--orchestrator.sampling.stop '\n' 'a, b' ''", "orchestrator.sampling.stop", ["\n", "a, b", ""]),
@@ -130,6 +132,7 @@ def test_each_process_may_have_its_file_and_any_table():
         ("--trainer.model.ac", "trainer.model.ac.freq", 1),
         ("--wandb.project P --no-wandb", "wandb", None),
         ("--wandb.project P --wandb none", "wandb", None),
+        ("--wandb.project P --wandb.name none", "wandb.name", None),
         ("--trainer.loss.correction none", "trainer.loss.correction", "none"),
         # tables as JSON or TOML
         ("""--orchestrator.env '[{"id": "x", "args": {"level": 3}}]'""", "orchestrator.env.0.args", {"level": 3}),
