@@ -102,14 +102,11 @@ def train_a_group_again(config: RunConfig) -> None:
 def change_dropped(reason: str, how: Callable[[list[Dropped], Dropped], Any]) -> Plant:
     def plant(config: RunConfig) -> None:
         journal = Journal(config.paths.journal)
-        for step in journal.steps():
-            if any(drop.reason.startswith(reason) for drop in journal.read(step).dropped):
-                break
-
-        def in_record(record: BatchRecord) -> None:
-            how(record.dropped, next(drop for drop in record.dropped if drop.reason.startswith(reason)))
-
-        rewrite_batch(config, step, in_record)
+        for record in map(journal.read, journal.steps()):
+            drop = next((drop for drop in record.dropped if drop.reason.startswith(reason)), None)
+            if drop is not None:
+                how(record.dropped, drop)
+                return write_entry(journal.path(record.step), record.step, record)
 
     return plant
 
@@ -131,8 +128,10 @@ def copy_checkpoint(config: RunConfig) -> None:
     shutil.copytree(config.paths.checkpoints / "step_4", config.paths.checkpoints / "step_9")
 
 
-remove_row = change_lines(lambda rows: rows.remove(row_of(rows, "orchestrator", 2)))
-remove_step = change_lines(lambda rows: rows.remove(row_of(rows, "trainer", 2)))
+def remove_row(process: str) -> Plant:
+    return change_lines(lambda rows: rows.remove(row_of(rows, process, 2)))
+
+
 add_line = change_lines(lambda rows: rows.append(row_of(rows, "trainer", 2) | {"step": 6}))
 
 
@@ -172,14 +171,11 @@ FAULTS: dict[str, Fault] = {
     "group numbers leap": (put(4, "state.next_group", 10**15), 4, "the next group is 1000000000000000"),
     "a counter is wrong": (change(3, "state.counters.trained", one_more), 3, "state.counters.trained is 25"),
     # the data order
-    "the place in the data is another": (
-        change(3, "state.cursors.a.position", one_more),
-        3,
-        "state.cursors.a.position is",
-    ),
+    "the place in the data is another": (put(3, "state.cursors.a.position", 99), 3, "state.cursors.a.position is"),
     "the data set is unknown": (put(0, "state.sizes", {}), 0, "training sets as nothing"),
     "an outcome is gone": (change(3, "outcomes", without_last), 3, r"outcomes\[\d+\] is nothing"),
     # tokens
+    "an advantage is another": (change_column("advantages", 9.0), 3, "has 9 in `advantages`"),
     "a token is of the future": (change_column("versions", 4), 3, "token . has 4 in `versions`"),
     "a given token has a logprob": (change_column("logprobs", -0.5, masked=False), 3, "has -0.5 in `logprobs`"),
     "a logprob is of no probability": (change_column("logprobs", 0.5), 3, "has 0.5 in `logprobs`"),
@@ -198,8 +194,8 @@ FAULTS: dict[str, Fault] = {
     "a manifest is gone": (remove(f"checkpoints/step_2/{MANIFEST}"), 2, "it is half a checkpoint"),
     "a checkpoint is too new": (copy_checkpoint, 5, "checkpoint 9 is there, and metrics.jsonl has no line .* step 5"),
     # metrics
-    "a line of the orchestrator is gone": (remove_row, 2, "batch 2 has no line of the orchestrator"),
-    "a line of the trainer is gone": (remove_step, 2, "step 2 has no line of the trainer"),
+    "a line of the orchestrator is gone": (remove_row("orchestrator"), 2, "batch 2 has no line of the orchestrator"),
+    "a line of the trainer is gone": (remove_row("trainer"), 2, "step 2 has no line of the trainer"),
     "a line is about a step that never was": (add_line, 6, "lines of the trainer for step 6; there are 5 batches"),
 }
 
