@@ -6,6 +6,7 @@ Batches and versions are written again with a right checksum: as if a process of
 import json
 import shutil
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from trireme.journal.versions import Versions
 from trireme.messages import Tokens
 from written_run import GROUP, digests_of, rewrite_batch, rewrite_version
 
+WITHOUT_LAST = itemgetter(slice(-1))
 Plant = Callable[[RunConfig], Any]
 Fault = tuple[Plant, int, str]  # how to plant it, the step that the audit should name (-1: any), and its words
 
@@ -48,14 +50,20 @@ def change(step: int, path: str, how: Callable[[Any], Any]) -> Plant:
     return plant
 
 
+def one_more(number: int) -> int:
+    return number + 1
+
+
 def put(step: int, path: str, value: Any) -> Plant:
     return change(step, path, lambda _: value)
 
 
-def change_column(name: str, value: Any, *, masked: bool = True, step: int = 3) -> Plant:
+def change_column(name: str, how: Any, *, masked: bool = True, step: int = 3, place: int = -1) -> Plant:
+    """Give one of the tokens that are trained on, or of the others, another value, or what a function makes of it."""
+
     def in_sample(sample: Tokens) -> Tokens:
-        column = getattr(sample, name).copy()
-        column[int(np.flatnonzero(sample.loss_mask == masked)[-1])] = value
+        column, at = getattr(sample, name).copy(), np.flatnonzero(sample.loss_mask == masked)[place]
+        column[at] = how(column[at]) if callable(how) else how
         return msgspec.structs.replace(sample, **{name: column})
 
     return change(step, "rollouts.4.samples.0", in_sample)
@@ -149,37 +157,28 @@ def forget_confirmations(config: RunConfig) -> None:
     rewrite_version(config, 2, lambda version: version.confirmations.clear())
 
 
-def without_last(items: Any) -> Any:
-    return items[:-1]
-
-
-def one_more(number: int) -> int:
-    return number + 1
-
-
 FAULTS: dict[str, Fault] = {
     # journal
     "a batch is gone": (remove("journal/batch_000002.msgpack"), 2, "batch 2 is missing, and batch 4 is there"),
-    "a batch is torn": (damage("journal/batch_000002.msgpack", without_last), 2, "do not match"),
+    "a batch is torn": (damage("journal/batch_000002.msgpack", WITHOUT_LAST), 2, "do not match"),
     # fates
     "a group is trained again": (train_a_group_again, 3, "is trained here, and batch 1 had decided it before"),
     "a trained one is dropped": (edit(2, drop_what_was_trained), 2, "attempt 0 trained, attempt 1 dropped"),
     "a failed attempt is gone": (change_dropped("score: KeyError", list.remove), -1, "place 1 has attempt 1 trained"),
     "one was tried too often": (change_dropped("timeout", try_again), -1, "attempt 2 dropped"),
     "one has no reason": (change_dropped("no signal", forget_reason), -1, "dropped without a reason"),
-    "an open group is forgotten": (change(3, "state.open_groups", without_last), 3, r"open group \d+ is nothing"),
+    "an open group is forgotten": (change(3, "state.open_groups", WITHOUT_LAST), 3, r"open group \d+ is nothing"),
     "group numbers leap": (put(4, "state.next_group", 10**15), 4, "the next group is 1000000000000000"),
     "a counter is wrong": (change(3, "state.counters.trained", one_more), 3, "state.counters.trained is 25"),
     # the data order
-    "the place in the data is another": (put(3, "state.cursors.a.position", 99), 3, "state.cursors.a.position is"),
     "the data set is unknown": (put(0, "state.sizes", {}), 0, "training sets as nothing"),
-    "an outcome is gone": (change(3, "outcomes", without_last), 3, r"outcomes\[\d+\] is nothing"),
+    "an outcome is gone": (change(3, "outcomes", WITHOUT_LAST), 3, r"outcomes\[\d+\] is nothing"),
     # tokens
     "an advantage is another": (change_column("advantages", 9.0), 3, "has 9 in `advantages`"),
     "a token is of the future": (change_column("versions", 4), 3, "token . has 4 in `versions`"),
     "a given token has a logprob": (change_column("logprobs", -0.5, masked=False), 3, "has -0.5 in `logprobs`"),
     "a logprob is of no probability": (change_column("logprobs", 0.5), 3, "has 0.5 in `logprobs`"),
-    "a column is too short": (change(3, "rollouts.4.samples.0.logprobs", without_last), 3, "values of float32 in"),
+    "a column is too short": (change(3, "rollouts.4.samples.0.logprobs", WITHOUT_LAST), 3, "values of float32 in"),
     "a rollout has no tokens": (put(3, "rollouts.4.samples", []), 3, "has no token that is trained on"),
     # versions
     "a version is gone": (remove("journal/version_000002.msgpack"), 2, "version 2 has no record"),

@@ -205,9 +205,8 @@ def test_a_picture_that_is_missing_or_was_changed_is_found_once(config: RunConfi
         assert digest in found.found
 
 
-@pytest.fixture
-def played(config: RunConfig) -> RunConfig:
-    """A run whose rollouts were played by an agent program. Each has one turn that no sample has, for a reason."""
+def play(config: RunConfig) -> None:
+    """Make it a run of an agent program. Each rollout has one turn that no sample has, for a reason."""
 
     def as_played(record: BatchRecord) -> None:
         unscored = [Dropped(open.id, 0, 0, open.env, open.example, "") for open in record.state.open_groups]
@@ -220,7 +219,6 @@ def played(config: RunConfig) -> RunConfig:
 
     for step in range(5):
         rewrite_batch(config, step, as_played)
-    return config
 
 
 def turns_of(sample: Tokens) -> Iterator[TurnRecord]:
@@ -260,27 +258,27 @@ TURN_FAULTS: list[tuple[Callable[[Path], Any], str]] = [
 ]
 
 
-def test_a_turn_that_is_lost_or_changed_is_found(played: RunConfig) -> None:
-    summary = assert_holds(played.paths.root).summary
+def test_a_turn_that_is_lost_or_changed_is_found_unless_it_was_removed(config: RunConfig) -> None:
+    play(config)
+    summary = assert_holds(config.paths.root).summary
     assert summary.turns["not chosen"] == 30
     assert summary.turns["trained"] >= 30
     assert min(summary.turns["of dropped rollouts"], summary.turns["under way"]) > 0
-    rollout = Journal(played.paths.journal).read(2).rollouts[1]
-    file = turns_file(played.paths.journal, f"{rollout.group}-{rollout.place}", rollout.attempt)
+    rollout = Journal(config.paths.journal).read(2).rollouts[1]
+    file = turns_file(config.paths.journal, f"{rollout.group}-{rollout.place}", rollout.attempt)
     content = file.read_bytes()
     for plant, words in TURN_FAULTS:
         file.write_bytes(content)
         plant(file)
-        (found,) = audit_run(played.paths.root).in_order()
+        (found,) = audit_run(config.paths.root).in_order()
         assert words in str(found)
-
-
-def test_turns_that_a_rewind_moved_aside_or_that_the_user_deleted_are_no_contradiction(played: RunConfig) -> None:
-    rewind(played.paths, 3)
-    assert assert_holds(played.paths.root).summary.turns["not chosen"] == 18
-    for folder in played.paths.journal.glob("**/turns"):
+    file.write_bytes(content)
+    file.with_name("0-9.0.turns").unlink()
+    rewind(config.paths, 3)
+    assert assert_holds(config.paths.root).summary.turns["not chosen"] == 18
+    for folder in config.paths.journal.glob("**/turns"):
         shutil.rmtree(folder)
-    assert "turns of agent programs are not compared" in assert_holds(played.paths.root).notes[0]
+    assert "turns of agent programs are not compared" in assert_holds(config.paths.root).notes[0]
 
 
 SYNCHRONOUS_FAULT = {"a token has lag one": (change_column("versions", 2), 3, "has 2 in `versions`")}
