@@ -35,9 +35,8 @@ def outcome(example, place, reward, *, truncated=False, **metrics):
 
 def report_of(outcomes, **options):
     examples = tuple(sorted({outcome.spec.example for outcome in outcomes}))
-    size = max(outcome.spec.rollout for outcome in outcomes) + 1
     settings = {"policy": "p", "is_baseline": True, "seconds": 1.0, "num_restarts": 0} | options
-    return build_report(LOADED, outcomes, Extent("train", examples, size), **settings)
+    return build_report(LOADED, outcomes, Extent("train", examples, 1), **settings)
 
 
 def groups(*rewards, **options):
@@ -56,6 +55,9 @@ def test_figures_worked_by_hand():
     single = groups([0.5], [0.25])  # one rollout of each example has no spread
     assert (single.rewards.group_std, single.rewards.without_signal) == (None, None)
     assert any("take `-r 8`" in line for line in advice_of(single))
+    report = report_of([outcome(0, 0, 1.0, right=1.0), outcome(0, 1, 0.0, right=0.0, tries=4.0), outcome(0, 2, "e")])
+    assert report.components == {"right": 0.5, "tries": 4.0}
+    assert report.lengths == {"turns": 1.5, "tokens sampled": 15.0}
 
 
 def test_an_example_counts_the_same_however_many_of_its_rollouts_failed():
@@ -69,48 +71,38 @@ def test_an_example_counts_the_same_however_many_of_its_rollouts_failed():
 def test_what_a_model_or_an_environment_wrote_moves_no_cursor():
     written = "\x1b[2J\x1b[1;1Hreward 1"
     answer = {"role": "assistant", "content": written}
-    shown = [
+    for text in (
         text_of(groups([1.0, written])),
         conversation_of(EvalResult(example_id=1, reward=None, error=written)),
-    ]
-    shown.append(conversation_of(EvalResult(example_id=1, reward=1.0, completion=[answer])))
-    assert ["\x1b" in text for text in shown] == [False] * 3
-    assert ["␛[2J" in text for text in shown] == [True] * 3
+        conversation_of(EvalResult(example_id=1, reward=1.0, completion=[answer])),
+    ):
+        assert ("\x1b" in text, "␛[2J" in text) == (False, True)
 
 
-def test_rewards_that_are_no_shares_are_not_judged():
+def test_difficulty_at_its_bounds():
+    for said, *bounds in (
+        ("too hard", 0, 0.049),
+        ("on the hard side", 0.05, 0.099),
+        ("good", 0.1, 0.7),
+        ("on the easy side", 0.701, 0.8),
+        ("too easy", 0.801, 1),
+    ):
+        for success in bounds:
+            rewards = Rewards(success, None, 0.0, 1.0, 0.1, 0.0, success)
+            assert difficulty_in_words(rewards).startswith(f"{said}: ")
     assert "from -3 to 7 are no shares of success" in difficulty_in_words(rewards_of([[-3.0, 2.0], [2.5, 7.0]]))
 
 
-def test_components_and_lengths_are_those_of_the_rollouts_that_have_them():
-    report = report_of([outcome(0, 0, 1.0, right=1.0), outcome(0, 1, 0.0, right=0.0, tries=4.0), outcome(0, 2, "e")])
-    assert report.components == {"right": 0.5, "tries": 4.0}
-    assert report.lengths == {"turns": 1.5, "tokens sampled": 15.0}
-
-
-@pytest.mark.parametrize(
-    ("said", "lowest", "highest"),
-    [("too hard", 0, 0.049), ("on the hard side", 0.05, 0.099), ("good", 0.1, 0.7), ("on the easy side", 0.701, 0.8),
-     ("too easy", 0.801, 1)],
-)  # fmt: skip
-def test_difficulty_at_its_bounds(said, lowest, highest):
-    for success in (lowest, highest):
-        rewards = Rewards(success, None, 0.0, 1.0, 0.1, 0.0, success)
-        assert difficulty_in_words(rewards).startswith(f"{said}: ")
-
-
 def test_what_hinders_learning_is_pointed_out():
-    few = [outcome(0, place, float(place % 2), truncated=place < 2) for place in range(8)]
+    cut_off = report_of([outcome(0, place, float(place % 2), truncated=place < 2) for place in range(8)])
     for report, words in (
         (groups(*[[0.5, 0.5]] * 6, *[[0.0, 1.0]] * 5), "55% of the groups have no signal"),
         (groups(*[[0.5, 0.52]] * 12), "differ little within groups (standard deviation 0.010)"),
-        (report_of(few), "25% of the rollouts were cut off"),
+        (cut_off, "25% of the rollouts were cut off"),
         (groups([0.9, 1.0], is_baseline=False), "earned 0.95: a reward that anything earns teaches nothing"),
     ):
         assert any(words in line for line in advice_of(report))
-    for report, begins in (
-        (groups(*[[0.0, 1.0]] * 12), "good"),
-        (groups([0.0, 0.1], is_baseline=False), "no baseline"),
-    ):
-        [line] = advice_of(report)
-        assert line.startswith(begins)
+    [line] = advice_of(groups(*[[0.0, 1.0]] * 12))
+    assert line.startswith("good")
+    [line] = advice_of(groups([0.0, 0.1], is_baseline=False))
+    assert line.startswith("no baseline")

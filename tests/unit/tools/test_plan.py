@@ -40,25 +40,22 @@ def test_each_process_loads_the_same_run_and_sees_its_own_gpus_by_the_machines_n
     visible = {process.name: process.env["CUDA_VISIBLE_DEVICES"] for process in the_plan.values()}
     assert visible == {"inference": "4,5,6", "orchestrator": "", "trainer": "7"}
     assert the_plan["inference"].gpus == (0, 1, 2)
-    shown = describe(the_plan, config)
-    told = ("32 rollouts = 2 groups x 16", "at most 1 step(s) ahead", f"http {config.inference.server.port}")
-    assert [words for words in told if words not in shown] == []
+    assert "32 rollouts = 2 groups x 16" in describe(the_plan, config)
 
 
 def test_on_cpu_no_gpu_is_visible_and_the_engine_is_told_its_memory():
     the_plan, config = planned("--inference.cpu.kv-cache-gib", "3", on=Devices(cores=2))
     assert {process.env["CUDA_VISIBLE_DEVICES"] for process in the_plan.values()} == {""}
-    inference = the_plan["inference"].env
     expected = {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_SERVER_DEV_MODE": "1"}
-    assert inference.items() >= (expected | {"VLLM_PLUGINS": "trireme", "OMP_NUM_THREADS": "1"}).items()
+    expected |= {"VLLM_PLUGINS": "trireme", "OMP_NUM_THREADS": "1"}
+    assert the_plan["inference"].env.items() >= expected.items()
     assert the_plan["trainer"].ports == {"weights": config.ports.weights}
 
 
 def test_health_checks_use_an_address_that_this_machine_reaches():
     the_plan, config = planned("--inference.server.host", "0.0.0.0", "--orchestrator.server.host", "::1", on=GPUS)
-    ports = config.inference.server.port, config.orchestrator.server.port
-    assert the_plan["inference"].health == f"http://127.0.0.1:{ports[0]}/health"
-    assert the_plan["orchestrator"].health == f"http://[::1]:{ports[1]}/health"
+    assert the_plan["inference"].health == f"http://127.0.0.1:{config.inference.server.port}/health"
+    assert the_plan["orchestrator"].health == f"http://[::1]:{config.orchestrator.server.port}/health"
     assert the_plan["trainer"].health is None
 
 

@@ -23,7 +23,7 @@ from trireme.journal.records import Rollout
 from trireme.tools.datasets import write
 from trireme.trainer.sft.conversations import read_conversations
 from trireme.trainer.sft.pictures import PictureReader
-from written_run import GROUP, rewrite_batch, write_whole_run
+from written_run import rewrite_batch, write_whole_run
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 TALK = [
@@ -61,15 +61,18 @@ def load(path: Path) -> list[dict]:
     return list(Dataset.from_parquet(str(path), cache_dir=str(path.parent), keep_in_memory=True))
 
 
-def lines_of(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+def written_as(kind: str, run: Path, *flags: str) -> dict[str, list[dict]]:
+    """Write the sets of a kind of trainer. Returns the rows of each file by its name."""
+    assert rollouts([str(run), "--to", kind, *flags]) == 0
+    folder = run / "rollouts" / kind
+    lines = {file.stem: list(map(json.loads, file.open())) for file in folder.glob("*.jsonl")}
+    return lines | {file.stem: load(file) for file in folder.glob("*.parquet")}
 
 
 def test_every_rollout_comes_out_with_all_that_the_journal_knows_of_it(run, capsys):
-    assert rollouts([str(run), "--to", "parquet"]) == 0
+    rows, written = written_as("parquet", run)["rollouts"], journal_of(run)
     file = run / "rollouts" / "parquet" / "rollouts.parquet"
     assert parquet.ParquetFile(file).num_row_groups == 3  # a batch each
-    rows, written = load(file), journal_of(run)
     assert f"{len(written):8}  {file}" in capsys.readouterr().out
     for row, (step, rollout) in zip(rows, written, strict=True):
         assert row["step"] == step
@@ -79,58 +82,47 @@ def test_every_rollout_comes_out_with_all_that_the_journal_knows_of_it(run, caps
         for sample, tokens in zip(row["samples"], rollout.samples, strict=True):
             for name, values in sample.items():
                 assert np.array_equal(np.array(values, dtype=getattr(tokens, name).dtype), getattr(tokens, name))
-    rollouts([str(run), "--to", "jsonl"])
-    for line, row in zip(lines_of(run / "rollouts/jsonl/rollouts.jsonl"), rows, strict=True):
+    for line, row in zip(written_as("jsonl", run)["rollouts"], rows, strict=True):
         assert line.pop("metrics") == {metric["name"]: metric["value"] for metric in row.pop("metrics")}
         assert [message["role"] for message in line.pop("completion")] == [m["role"] for m in row.pop("completion")]
         assert line == row
 
 
 def test_trl_finds_its_columns_and_the_rewards_of_the_journal(run):
-    rollouts([str(run), "--to", "trl"])
-    sets = {path.stem: load(path) for path in (run / "rollouts" / "trl").glob("*.parquet")}
-    written = [rollout for _, rollout in journal_of(run)]
+    sets, written = written_as("trl", run), [rollout for _, rollout in journal_of(run)]
     examples = [(row["env"], row["example"]) for row in sets["prompt_only"]]
     assert sorted(examples) == sorted({(rollout.env, rollout.example) for rollout in written})
     assert [row["reward"] for row in sets["prompt_completion"]] == [rollout.reward for rollout in written]
     samples = [sample for rollout in written if rollout.masked is None for sample in rollout.samples]
     assert [row["input_ids"] for row in sets["tokens"]] == [sample.ids.tolist() for sample in samples]
     assert [row["completion_mask"] for row in sets["tokens"]] == [sample.loss_mask.tolist() for sample in samples]
-    assert all(message["role"] for rows in sets.values() for row in rows for message in row.get("prompt", []))
     groups = [list(group) for _, group in groupby(written, key=lambda rollout: rollout.group)]
-    assert {len(group) for group in groups} == {GROUP}
     rewards = [[rollout.reward for rollout in group] for group in groups]
     best_and_worst = [(max(each), min(each)) for each in rewards if max(each) > min(each)]
     assert [(row["score_chosen"], row["score_rejected"]) for row in sets["preference"]] == best_and_worst
     assert [row["margin"] for row in sets["preference"]] == [best - worst for best, worst in best_and_worst]
-
-
-def test_verl_finds_its_columns(run):
-    rollouts([str(run), "--to", "verl"])
-    prompts, written = load(run / "rollouts/verl/train.parquet"), journal_of(run)
-    assert len(prompts) == len({(rollout.env, rollout.example) for _, rollout in written})
-    assert prompts[0] == {
-        "data_source": written[0][1].env, "prompt": [{"role": "user", "content": "say it"}],
-        "ability": written[0][1].env, "reward_model": {"style": "rule", "ground_truth": "it"},
-        "extra_info": {"split": "train", "index": written[0][1].example},
-    }  # fmt: skip
-    talks = load(run / "rollouts/verl/sft.parquet")
-    assert [message["role"] for message in talks[0]["messages"]] == ["user", "assistant", "tool", "assistant"]
-
-
-def test_messages_have_the_keys_that_some_message_of_the_run_has_and_no_others(run):
-    """A chat template must not take what is not there as if it were."""
-    rollouts([str(run), "--to", "trl"])
-    row = load(run / "rollouts/trl/prompt_completion.parquet")[0]
-    assert set(row["prompt"][0]) == {"role", "content"}
-    called, returned, said = row["completion"]
+    talk = sets["prompt_completion"][0]
+    assert set(talk["prompt"][0]) == {"role", "content"}
+    called, returned, said = talk["completion"]
     function = {"name": "add", "arguments": '{"a": 1}'}
     assert called["tool_calls"] == [{"id": "1", "type": "function", "function": function}]
     assert (called["content"], called["reasoning_content"]) == ("", "hm")
     assert (returned["tool_call_id"], returned["content"]) == ("1", "2\n[image_url]")
     assert (said["content"], said["tool_calls"]) == ("It is 2.", None)
-    rollouts([str(run), "--to", "verl", "--steps", "1"])
-    messages = load(run / "rollouts/verl/sft.parquet")[0]["messages"]
+
+
+def test_verl_finds_its_columns_and_messages_have_only_keys_that_some_message_has(run):
+    """A chat template must not take what is not there as if it were."""
+    sets, written = written_as("verl", run), [rollout for _, rollout in journal_of(run)]
+    prompts, first = sets["train"], written[0]
+    assert len(prompts) == len({(rollout.env, rollout.example) for rollout in written})
+    assert prompts[0]["prompt"] == [{"role": "user", "content": "say it"}]
+    assert (prompts[0]["data_source"], prompts[0]["ability"]) == (first.env, first.env)
+    assert prompts[0]["reward_model"] == {"style": "rule", "ground_truth": "it"}
+    assert prompts[0]["extra_info"] == {"split": "train", "index": first.example}
+    assert [message["role"] for message in sets["sft"][0]["messages"]] == ["user", "assistant", "tool", "assistant"]
+    shutil.rmtree(run / "rollouts")
+    messages = written_as("verl", run, "--steps", "1")["sft"][0]["messages"]
     template = "{% for m in messages %}{{ m.role }}{% if 'tool_calls' in m %}!{% endif %}: {{ m.content }}|{% endfor %}"
     assert Template(template).render(messages=messages) == "user: say it|assistant: it|"
 
@@ -145,9 +137,9 @@ def test_pictures_are_in_the_files_and_are_read_again_for_fine_tuning(run, tmp_p
 
     config = read_run(RunConfig, run / "configs" / "run.json")
     rewrite_batch(config.model_copy(update={"output_dir": run}), 1, show)
-    for kind in ("trl", "verl", "jsonl"):
+    for kind in ("verl", "jsonl"):
         rollouts([str(run), "--to", kind])
-    rows = load(run / "rollouts/trl/prompt_completion.parquet")
+    rows = written_as("trl", run)["prompt_completion"]
     assert [image.size for row in rows for image in row["images"]] == [(56, 28)] * 6
     reader = PictureReader(PictureFiles(tmp_path).add, PictureRules(9, 28, 784, 78400))
     for file in ("trl/prompt_completion.parquet", "verl/sft.parquet", "jsonl/rollouts.jsonl"):
@@ -160,22 +152,17 @@ def test_pictures_are_in_the_files_and_are_read_again_for_fine_tuning(run, tmp_p
 
 
 def test_only_the_chosen_steps_are_written_and_tokens_may_be_left_out(run):
-    words = "--to jsonl --steps 1:3 --no-tokens --output"
-    rollouts([str(run), *words.split(), f"{run}/x"])
-    lines = lines_of(run / "x" / "rollouts.jsonl")
-    expected = [r for step, r in journal_of(run) if step in (1, 2)]
-    assert [(line["group"], line["place"]) for line in lines] == [(r.group, r.place) for r in expected]
-    assert lines
+    lines = written_as("jsonl", run, "--steps", "1:3", "--no-tokens")["rollouts"]
+    expected = [(rollout.group, rollout.place) for step, rollout in journal_of(run) if step in (1, 2)]
+    assert [(line["group"], line["place"]) for line in lines] == expected
     assert not any("samples" in line for line in lines)
 
 
 def test_what_cannot_be_written_is_refused_and_leaves_nothing(run, tmp_path, capsys, monkeypatch):
-    for folder, words, refusal in (
-        (tmp_path, [], r"holds no batch. Expected the folder of an `rl` run"),
-        (run, ["--steps", "9:"], r"has steps 0 to 2, and none of them was asked for"),
-    ):
-        with pytest.raises(ConfigError, match=refusal):
-            rollouts([str(folder), "--to", "trl", *words])
+    with pytest.raises(ConfigError, match=r"holds no batch. Expected the folder of an `rl` run"):
+        rollouts([str(tmp_path), "--to", "trl"])
+    with pytest.raises(ConfigError, match=r"has steps 0 to 2, and none of them was asked for"):
+        rollouts([str(run), "--to", "trl", "--steps", "9:"])
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     with pytest.raises(ConfigError, match="is the folder that this command runs in"):
