@@ -1,28 +1,41 @@
 """What the dashboard reads from the folders of runs, as they grow and if they are damaged, and how it draws it."""
 
+import ast
+import asyncio
 import errno
 import json
 import math
 import os
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
+import httpx
 import numpy as np
 import pytest
+from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 
 from answering import answering_http
+from tiny_pictures import picture_file
+from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
+from trireme.base.token import TOKEN
+from trireme.cli.runs.dashboard import dashboard, listen, require_key
+from trireme.journal.pictures import PictureFiles
 from trireme.launch.folder import hold_folder
 from trireme.monitor.metrics import MetricsFile, read_metrics
 from trireme.tools.dashboard import runs as module
 from trireme.tools.dashboard.history import Metrics, extremes
 from trireme.tools.dashboard.logs import TAIL_BYTES, log_files, tail, to_html
 from trireme.tools.dashboard.overview import differences, figures
+from trireme.tools.dashboard.pictures import serve_pictures
 from trireme.tools.dashboard.runs import Library, RunFolder, RunSet
+from trireme.transport.dashboard_key import KEY, RequireKey, address_of, key_of
 from viewing import Reader
 
 
@@ -32,18 +45,16 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SEARCH_S", -1.0)
 
 
-def write(run: Path, steps: range, *, reward: float = 0.5) -> Path:
+def write(run: Path, steps: range, *, reward: float = 0.5, config: Any = None) -> Path:
     run.mkdir(parents=True, exist_ok=True)
     trainer, orchestrator = (MetricsFile(run / "metrics.jsonl", name) for name in ("trainer", "orchestrator"))
     for step in steps:
         orchestrator.append(step, {"reward/mean": reward + step, "time/step": 1.0})
         trainer.append(step, {"loss": -0.1 * step, "time/step": 2.0, "grad_norm": math.nan if step == 1 else 1.0})
+    if config is not None:
+        (run / "configs").mkdir()
+        (run / "configs" / "run.json").write_text(json.dumps(config))
     return run
-
-
-def configure(run: Path, config: Any) -> None:
-    (run / "configs").mkdir(parents=True)
-    (run / "configs" / "run.json").write_text(config if isinstance(config, str) else json.dumps(config))
 
 
 def opened(run: Path) -> RunFolder:
@@ -67,14 +78,13 @@ def test_metrics_are_those_of_the_file_however_it_grows(tmp_path: Path) -> None:
             both = name == "time/step" and row["process"] == "orchestrator"
             value = np.float64(math.nan if row[name] is None else row[name])
             expected.setdefault(f"orchestrator/{name}" if both else name, []).append((row["step"], repr(value)))
-    assert shown(opened(whole)) == expected
     data = (whole / "metrics.jsonl").read_bytes()
     folder = opened(write(tmp_path / "run", range(0)))
     for begin in range(0, len(data), 97):
         with open(folder.path / "metrics.jsonl", "ab") as file:
             file.write(data[begin : begin + 97])
         folder.refresh()
-    assert shown(folder) == expected
+    assert shown(folder) == shown(opened(whole)) == expected
 
 
 def test_a_run_that_went_back_shows_nothing_of_the_way_that_it_left() -> None:
@@ -108,8 +118,7 @@ def test_rows_that_come_while_a_chart_is_drawn_are_all_kept(monkeypatch: pytest.
         patch.setattr(np, "array", copy)
         assert metrics.series("loss").values.tolist() == [1.0]
     writer.join()
-    steps, values = metrics.series("loss")
-    assert (steps.tolist(), values.tolist(), metrics.num_done) == ([0, 1, 2], [1.0, 2.0, 3.0], 3)
+    assert metrics.series("loss").values.tolist() == [1.0, 2.0, 3.0]
 
 
 def test_a_folder_that_comes_later_or_is_used_again_is_shown_as_it_is_now(tmp_path: Path) -> None:
@@ -131,11 +140,10 @@ def test_a_folder_that_comes_later_or_is_used_again_is_shown_as_it_is_now(tmp_pa
 
 
 def test_damaged_files_cost_what_is_damaged_and_no_more(tmp_path: Path) -> None:
-    run = write(tmp_path / "run", range(2))
+    run = write(tmp_path / "run", range(2), config={})
     with open(run / "metrics.jsonl", "ab") as file:
         file.write(b'\x00\xff{"step": 2, "process"\n[1, 2]\n{"step": "x", "process": "trainer"}\n')
-    write(run, range(2, 4))
-    configure(run, "{ not json")
+    (write(run, range(2, 4)) / "configs" / "run.json").write_text("{ not json")
     folder = opened(run)
     assert folder.metrics.series("reward/mean").steps.tolist() == [0, 1, 2, 3]
     assert folder.config == {}
@@ -148,10 +156,9 @@ def test_runs_are_found_below_a_folder_told_apart_and_listed_without_reading_the
     write(tmp_path / "plain" / "checkpoints" / "inside", range(1))
     library = Library([tmp_path])
     library.search()
-    names = [run.name for run in library.runs()]
-    assert len(names) == 13
-    assert {*names} >= {"a/wordle", "b/wordle", "plain", "still"}
-    assert [run.path for run in library.runs() if run.name == "b/wordle"] == [tmp_path / "b" / "wordle"]
+    paths = {run.name: run.path.relative_to(tmp_path) for run in library.runs()}
+    found = {"a/wordle": "a/wordle", "b/wordle": "b/wordle", "plain": "plain", "still": "deep/er/still"}
+    assert (len(paths), {name: str(paths[name]) for name in found}) == (13, found)
     assert library.named("b/wordle") in library.runs()
     assert all(not run.metrics.names() for run in library.runs())
     chosen = [RunFolder(tmp_path, name) for name in ("a/b", "c & d")]
@@ -167,7 +174,7 @@ def test_a_folder_that_cannot_be_entered_takes_no_other_run_down(
 
     def refuse(call: Callable[..., Any]) -> Callable[..., Any]:
         def refusing(path: Any = ".", *args: Any, **named: Any) -> Any:
-            if str(theirs.parent) in str(path) and (call is not os.stat or theirs.parent in Path(path).parents):
+            if theirs.parent in Path(path).parents or (call is not os.stat and Path(path) == theirs.parent):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
             return call(path, *args, **named)
 
@@ -184,16 +191,16 @@ def test_a_folder_that_cannot_be_entered_takes_no_other_run_down(
 
 
 def test_a_run_is_alive_while_a_launcher_holds_its_folder_or_its_own_orchestrator_answers(tmp_path: Path) -> None:
-    run = write(tmp_path / "run", range(1))
-    folder = RunFolder(run, "run")
-    with hold_folder(RunPaths(run)):
-        folder.refresh()
-        assert folder.is_live
-    folder.refresh()
-    assert not folder.is_live
-    said = {"run": str(run), "state": "running", "version": 3}
+    said = {"state": "running", "version": 3}
     with answering_http(lambda *_: (200, json.dumps(said).encode())) as port:
-        configure(run, {"orchestrator": {"server": {"host": "127.0.0.1", "port": port}}, "max_steps": 5})
+        server = {"orchestrator": {"server": {"host": "127.0.0.1", "port": port}}, "max_steps": 5}
+        run = write(tmp_path / "run", range(1))
+        folder = opened(run)
+        assert not folder.is_live
+        with hold_folder(RunPaths(run)):
+            folder.refresh()
+            assert folder.is_live
+        write(run, range(0), config=server)
         for name, state in ((run, "running"), (tmp_path / "another", "stopped")):
             said["run"] = str(name)
             folder = opened(run)
@@ -201,8 +208,7 @@ def test_a_run_is_alive_while_a_launcher_holds_its_folder_or_its_own_orchestrato
 
 
 def test_figures_are_what_one_works_out_by_hand(tmp_path: Path) -> None:
-    run = write(tmp_path / "run", range(10))
-    configure(run, {"max_steps": 10})
+    run = write(tmp_path / "run", range(10), config={"max_steps": 10})
     said = {name: value for name, value, _ in figures(opened(run))}
     reward = f"{0.5 + (5 + 6 + 7 + 8 + 9) / 5:.3f}"
     assert said | {"Steps trained": "10 of 10", "Reward": reward, "Seconds a step": "2"} == said
@@ -210,7 +216,7 @@ def test_figures_are_what_one_works_out_by_hand(tmp_path: Path) -> None:
 
 def test_what_differs_between_runs_is_listed_by_key(tmp_path: Path) -> None:
     for name, lr in (("a", 1e-5), ("b", 1e-5), ("c", 1e-4)):
-        configure(write(tmp_path / name, range(1)), {"name": name, "trainer": {"optim": {"lr": lr}}})
+        write(tmp_path / name, range(1), config={"name": name, "trainer": {"optim": {"lr": lr}}})
     rows = differences([opened(tmp_path / name) for name in "abc"])
     assert rows == [{"key": "trainer.optim.lr", "a": "1e-05", "b": "1e-05", "c": "0.0001"}]
 
@@ -223,12 +229,12 @@ def test_whatever_a_process_wrote_is_shown_as_text(line: str) -> None:
 
 
 def test_of_a_long_log_the_newest_whole_lines_are_shown_and_a_filter_finds_what_is_far_back(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
     for name in ("environment-x-0", "trainer", "inference-1", "orchestrator"):
-        (tmp_path / "logs").mkdir(exist_ok=True)
         (tmp_path / "logs" / f"{name}.stdout").touch()
     assert list(log_files(tmp_path)) == ["orchestrator", "trainer", "inference-1", "environment-x-0"]
     log = log_files(tmp_path)["trainer"]
-    lines = [f"line {number:06}" for number in range(50_000)]
+    lines = [f"line {number:06}" for number in range(TAIL_BYTES // 6)]
     log.write_text("\n".join(lines) + "\n")
     shown = tail(log, most=10)
     assert (shown.lines, shown.is_whole, shown.num_found) == (lines[-10:], False, (TAIL_BYTES - 1) // 12)
@@ -245,8 +251,7 @@ def test_warnings_that_persist_come_before_those_that_were(tmp_path: Path) -> No
     for step in range(40):
         metrics.append(step, {"policy/entropy": 1.0 if step < 20 else 0.0001, "grad_norm": 500.0 if step == 30 else 1})
     found = [(warned.name, is_lasting) for warned, is_lasting in opened(tmp_path).warnings()]
-    assert found[0] == ("entropy_collapse", True)
-    assert found[1:] == [("grad_norm_spike", False)]
+    assert found == [("entropy_collapse", True), ("grad_norm_spike", False)]
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=900), st.integers(4, 60))
@@ -256,3 +261,102 @@ def test_however_few_points_are_drawn_the_lowest_and_the_highest_are_among_them(
     assert {min(values), max(values)} <= {values[at] for at in kept}
     assert (kept[0], kept[-1]) == (0, len(values) - 1)
     assert (np.diff(kept) > 0).all()
+
+
+SECRET = "0123456789abcdef0123456789abcdef"
+
+
+async def hello(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"rollouts"})
+
+
+def ask(key: str | None, *steps: dict[str, Any], app: Any = hello) -> list[httpx.Response]:
+    async def go() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(app=RequireKey(app, key))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8050") as browser:
+            return [await browser.get(step.pop("url", "/"), **step) for step in steps]
+
+    return asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "status"),
+    [
+        ("host", "127.0.0.1:8050", 200),
+        ("host", "localhost:8050", 200),
+        ("host", "evil.example:8050", 401),  # a name that was made to stand for this machine
+        ("origin", "http://127.0.0.1:8050", 200),
+        ("origin", "http://evil.example", 401),
+        ("origin", "null", 401),
+    ],
+)
+def test_on_loopback_only_this_machines_own_pages_are_answered(name, value, status):
+    (answer,) = ask(None, {"headers": {name: value}})
+    assert answer.status_code == status
+
+
+def test_the_key_of_the_address_opens_and_is_remembered():
+    key = key_of(SECRET)
+    first, with_key, afterwards = ask(key, {}, {"url": f"/?{KEY}={key}"}, {})
+    assert [answer.status_code for answer in (first, with_key, afterwards)] == [401, 200, 200]
+    assert "HttpOnly" in with_key.headers["set-cookie"]
+    for word in ("frame-ancestors 'self'", "connect-src 'self'"):  # what it may talk to, and who may embed it
+        assert word in with_key.headers["content-security-policy"]
+    assert with_key.headers["x-content-type-options"] == "nosniff"
+    assert b"rollouts" not in first.content
+    for wrong in ("", "x", key[:-1], SECRET, "%ff"):
+        assert [answer.status_code for answer in ask(key, {"url": f"/?{KEY}={wrong}"})] == [401]
+
+
+def test_where_others_reach_it_a_token_is_a_must_and_the_key_tells_nothing_of_it(monkeypatch, tmp_path):
+    monkeypatch.delenv(TOKEN, raising=False)
+    assert require_key("127.0.0.1") is None
+    with pytest.raises(ConfigError, match="no token - expected"):
+        dashboard([str(tmp_path), "--host", "0.0.0.0"])
+    monkeypatch.setenv(TOKEN, SECRET)
+    key = require_key("0.0.0.0")
+    address = address_of("127.0.0.1", 8050, key)
+    assert address.endswith(f"?{KEY}={key}")
+    assert SECRET not in address
+
+
+def test_a_websocket_without_the_key_is_closed():
+    receive, send = AsyncMock(return_value={"type": "websocket.connect"}), AsyncMock()
+    scope = {"type": "websocket", "path": "/", "headers": [(b"host", b"127.0.0.1:1")], "query_string": b""}
+    asyncio.run(RequireKey(hello, key_of(SECRET))(scope, receive, send))
+    send.assert_awaited_once_with({"type": "websocket.close", "code": 1008})
+
+
+def test_a_port_that_is_taken_is_refused_where_it_was_asked_for_and_else_another_does(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1:{port}"):
+            listen("127.0.0.1", port)
+        monkeypatch.setattr("trireme.cli.runs.dashboard.PORT", port)
+        with listen("127.0.0.1", None) as listener:
+            assert listener.getsockname()[1] != port
+
+
+def test_pictures_are_served_by_their_digests_and_no_other_file(tmp_path: Path) -> None:
+    files = PictureFiles(tmp_path / "run" / "journal" / "pictures")
+    good, changed = (files.add(picture_file(4, 4, shade)) for shade in (0, 1))
+    files.path(changed).write_bytes(b"another picture")
+    app, library = FastAPI(), Library([tmp_path])
+    library.search()
+    serve_pictures(app, library)
+    addresses = [f"{good}?run=run", good, f"{good}?run=other", f"{changed}?run=run", f"..%2f{good}?run=run", "a" * 64]
+    first, *others = ask(None, *({"url": f"/pictures/{each}"} for each in addresses), app=app)
+    assert (first.status_code, first.headers["content-type"]) == (200, "image/png")
+    assert first.content == files.read(good)
+    assert {answer.status_code for answer in others} == {404}
+
+
+def test_no_name_out_of_a_run_is_formatted_into_properties_that_are_parsed() -> None:
+    """NiceGUI parses text for `props()`, and takes a property that begins with `:` for JavaScript."""
+    files = Path("src/trireme/tools/dashboard").glob("*.py")
+    calls = [node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+    props = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "props"]
+    parts = [part for call in props for each in call.args for part in ast.walk(each)]
+    found = {ast.unparse(part.value) for part in parts if isinstance(part, ast.FormattedValue)}
+    assert found == {"MOST_RUNS", "ROWS"}, "constants of ours and numbers"

@@ -4,6 +4,8 @@ import dataclasses
 import html
 import math
 import re
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,12 @@ from trireme.journal.logprobs import counting, identity, logprobs_of, path_of, r
 from trireme.journal.rank_shares import Shares, samples_of
 from trireme.journal.records import BatchRecord, Branch, Rollout
 from trireme.messages import MicroBatch, Tokens, build_tokens
+from trireme.tools.dashboard import rollout_index
+from trireme.tools.dashboard.rollout_index import RolloutIndex, bring_up_to_date, fill
 from trireme.tools.dashboard.rollouts import conversation_html
-from trireme.tools.dashboard.tokens import LoadedRollout, load_rollout, token_html
-from trireme.tools.rollouts import Record, Row
+from trireme.tools.dashboard.tokens import load_rollout, token_html
+from trireme.tools.rollout_filters import parse_filter
+from trireme.tools.rollouts import BatchFile, Record, Row
 from trireme.tools.token_columns import TokenColumns, colours_of, columns_of, facts_of, summary
 from viewing import Reader
 from written_run import rewrite_batch, write_whole_run
@@ -42,7 +47,7 @@ def what_it_says(sample: Tokens) -> np.ndarray:
 def train(run: RunConfig, step: int, *, world: int) -> None:
     for rank in range(world):
         rows = share(run, step, rank=rank, world=world)
-        said = [what_it_says(sample) for row in rows for sample in apart(row)]
+        said = [what_it_says(sample) for sample in apart(rows)]
         write_logprobs(run.paths.logprobs, step, rank, rows, np.concatenate(said))
 
 
@@ -50,20 +55,24 @@ def share(run: RunConfig, step: int, *, rank: int, world: int) -> list[MicroBatc
     return Shares(Journal(run.paths.journal), run).of(step, rank=rank, world=world).micro_batches
 
 
-def apart(row: MicroBatch) -> list[Tokens]:
-    cuts = np.cumsum(row.lengths)[:-1]
+def apart(rows: list[MicroBatch]) -> Iterator[Tokens]:
     names = ("ids", "loss_mask", "logprobs", "advantages", "versions")
-    columns = [np.split(getattr(row.tokens, name), cuts) for name in names]
-    return [Tokens(**dict(zip(names, each, strict=True))) for each in zip(*columns, strict=True)]
+    for row in rows:
+        ends = np.cumsum(row.lengths)
+        for begin, end in zip([0, *ends], ends, strict=False):
+            yield Tokens(**{name: getattr(row.tokens, name)[begin:end] for name in names})
+
+
+def samples_in(run: RunConfig, step: int) -> list[Tokens]:
+    return [sample.tokens for sample in samples_of(Journal(run.paths.journal).read(step).rollouts)]
 
 
 def test_the_trainers_word_is_found_for_every_token_of_its_batch_and_for_nothing_else(run: RunConfig) -> None:
     """Three ranks pack the batch. A file that is torn, and a batch that was sampled again, are as if not there."""
     train(run, 1, world=3)
     known = read_logprobs(run.paths.logprobs, 1)
-    samples = [sample.tokens for sample in samples_of(Journal(run.paths.journal).read(1).rollouts)]
-    assert len(samples) > 6
-    for sample in samples:
+    assert len(samples_in(run, 1)) > 6
+    for sample in samples_in(run, 1):
         found = logprobs_of(sample, known)
         assert found is not None
         assert found[counting(sample)].tolist() == what_it_says(sample).tolist()
@@ -71,7 +80,7 @@ def test_the_trainers_word_is_found_for_every_token_of_its_batch_and_for_nothing
 
     file = path_of(run.paths.logprobs, 1, 0)
     whole = file.read_bytes()
-    others = [sample for rank in (1, 2) for row in share(run, 1, rank=rank, world=3) for sample in apart(row)]
+    others = [sample for rank in (1, 2) for sample in apart(share(run, 1, rank=rank, world=3))]
     for content in (b"", b"\xc1", whole[: len(whole) // 2]):
         file.write_bytes(content)
         assert read_logprobs(run.paths.logprobs, 1).keys() == {identity(sample) for sample in others}
@@ -82,22 +91,18 @@ def test_the_trainers_word_is_found_for_every_token_of_its_batch_and_for_nothing
 
     def sample_again(record: BatchRecord) -> None:
         for rollout in record.rollouts:
-            halved = [(sample, sample.logprobs * np.float32(0.5)) for sample in rollout.samples]
-            rollout.samples = [msgspec.structs.replace(sample, logprobs=logprobs) for sample, logprobs in halved]
+            rollout.samples = [msgspec.structs.replace(one, logprobs=one.logprobs / 2) for one in rollout.samples]
 
     rewrite_batch(run, 1, sample_again)
-    samples = [sample.tokens for sample in samples_of(Journal(run.paths.journal).read(1).rollouts)]
-    assert [logprobs_of(sample, known) for sample in samples] == [None] * len(samples)
+    assert all(logprobs_of(sample, known) is None for sample in samples_in(run, 1))
 
 
-def columns(**changes: object) -> TokenColumns:
-    sample = build_tokens(
-        ids=[5, 6, 7, 8, 9], loss_mask=[0, 0, 1, 1, 1], logprobs=[0, 0, math.log(0.5), math.log(0.25), 0.0],
-        advantages=[0, 0, 1.5, 1.5, -3.0], versions=[-1, -1, 3, 4, 4],
-    )  # fmt: skip
-    rollout = played(samples=[sample], **changes)
-    said = np.log(np.array([0.25, 0.25, 0.5], np.float32))
-    return columns_of(rollout, 0, ["a", "b", "c", "d", "e"], {identity(sample): said})
+def columns(**changes: Any) -> TokenColumns:
+    engine, trainer = ([math.log(p) for p in each] for each in ((0.5, 0.25, 1.0), (0.25, 0.25, 0.5)))
+    known = {"ids": [5, 6, 7, 8, 9], "loss_mask": [0, 0, 1, 1, 1], "logprobs": [0, 0, *engine]}
+    sample = build_tokens(**known, advantages=[0, 0, 1.5, 1.5, -3.0], versions=[-1, -1, 3, 4, 4])
+    said = {identity(sample): np.array(trainer, np.float32)}
+    return columns_of(played(samples=[sample], **changes), 0, ["a", "b", "c", "d", "e"], said)
 
 
 def played(**changes: Any) -> Rollout:
@@ -131,9 +136,7 @@ def test_one_span_of_each_token_and_its_text_is_the_tokens(run: RunConfig) -> No
     write_tokenizer(run.paths.weights / "step_2")
     train(run, 2, world=1)
     loaded = load_rollout(run.paths.root, 2, 1)
-    assert isinstance(loaded, LoadedRollout)
     assert loaded.has_texts
-    assert loaded.record.rollout
     for sample, shown in zip(loaded.record.rollout.samples, loaded.samples, strict=True):
         page = token_html(shown, "ratio", range(shown.length), step=2)
         texts = re.findall(r"<span [^>]*>(.*?)</span>", page, re.DOTALL)
@@ -154,11 +157,8 @@ def test_what_a_model_wrote_is_never_markup() -> None:
     left = {"exit_code": EVIL, "seconds": EVIL, "output": EVIL, "files": {EVIL: EVIL}}
     branches = [Branch(why=EVIL), Branch(why=EVIL, parent=0, place=2, messages=said), Branch(why=EVIL, parent=9)]
     agents = Record(row=record.row, prompt=said, completion=said, info=left, rollout=played(branches=branches))
-    page = (
-        conversation_html(record, "run")
-        + conversation_html(agents, EVIL)
-        + token_html(evil, "engine", range(5), step=5)
-    )
+    page = conversation_html(record, "run") + conversation_html(agents, EVIL)
+    page += token_html(evil, "engine", range(5), step=5)
     seen = Reader(page)
     assert seen.tags <= {"div", "span", "b", "h3", "i", "br", "details", "summary"}
     assert {name for _, attributes in seen.elements for name in attributes} <= {"class", "style", "data-t", "open"}
@@ -187,3 +187,118 @@ def test_a_session_is_a_tree_of_conversations_that_branch_where_they_leave_each_
     assert "turn dropped, 1 turn, 0 tools, sample 1" in texts[3]
     assert "history edited, 0 turns, 0 tools, not trained on" in texts[5]
     assert "exit code 3, after 1.5 s" in texts[-2]
+
+
+EVERYTHING = 10_000
+
+
+@pytest.fixture(scope="module")
+def rich_run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    config = write_whole_run(tmp_path_factory.mktemp("run"), batches=5, rich=True)
+    rewrite_batch(config, 1, _say_other_things)
+    return config
+
+
+def _say_other_things(record: BatchRecord) -> None:
+    for number, rollout in enumerate(record.rollouts):
+        rollout.completion = [{"role": "assistant", "content": f"Größe {number} 100% it's _x_"}]
+        rollout.stop = "Length" if number % 2 else "done"
+
+
+@pytest.fixture(scope="module")
+def table(rich_run: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> RolloutIndex:
+    return filled(rich_run, tmp_path_factory.mktemp("cache"))
+
+
+def filled(run: RunConfig, cache: Path) -> RolloutIndex:
+    index = RolloutIndex(run.paths.root, cache)
+    index.create()
+    list(index.update())
+    return index
+
+
+def found(table: RolloutIndex, line: str) -> list[tuple[int, int]]:
+    rows = table.search(line, limit=EVERYTHING).rows
+    return sorted((row["step"], row["number"]) for row in rows)
+
+
+def found_by_the_viewer(run: RunConfig, line: str) -> list[tuple[int, int]]:
+    chosen, kept = parse_filter(line), []
+    for step in Journal(run.paths.journal).steps():
+        file = BatchFile(Journal(run.paths.journal).path(step))
+        file.read_more()
+        kept += [(step, row.number) for row in file.rows if chosen.matches(row, file.record)]
+    return sorted(kept)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("", "it", "-it", "größe", '"100% it\'s"', "_x_", "IT größe", "'; DROP TABLE rollouts; --", "%"),
+        *("reward<1", "reward>=1.3", "-reward<1", "advantage>0", "-advantage>0", "tokens=4", "turns!=1", "rollout=2"),
+        *("example>99999999999999999999", "example=3", "example!=3", "example~1", "example>=4", "-example=3"),
+        *("reward<1e30", "env=a", "env~B", "-env=a", "step=2", "attempt>0", "step=2 group=13 -is:failed"),
+        *("stop=length", "stop~en", "-stop~en", "stop!=done", "error~timeout", "-error~timeout", "flaws~trunc"),
+        *("is:truncated", "-is:truncated", "is:failed", "-is:failed", "is:flawed", "-is:flawed"),
+        *("reward<=1.3 rollout>1", "reward<2 env=a is:truncated", "größe -is:truncated reward>0.5"),
+    ],
+)
+def test_a_search_finds_what_the_viewer_finds(rich_run: RunConfig, table: RolloutIndex, line: str) -> None:
+    assert found(table, line) == found_by_the_viewer(rich_run, line)
+
+
+def test_what_is_new_is_read_damage_is_named_what_is_gone_is_forgotten_and_no_run_is_changed(
+    tmp_path: Path,
+) -> None:
+    run = write_whole_run(tmp_path / "run", batches=4)
+    before = {path: path.stat().st_mtime_ns for path in run.paths.root.rglob("*")}
+    table = filled(run, tmp_path / "cache")
+    assert list(table.update()) == []
+    assert {path: path.stat().st_mtime_ns for path in run.paths.root.rglob("*")} == before
+    rewrite_batch(run, 1, _say_other_things)
+    assert list(table.update()) == [1]
+    assert {step for step, _ in found(table, "größe")} == {1}
+    path = Journal(run.paths.journal).path(2)
+    path.write_bytes(path.read_bytes()[:-5])
+    (path.parent / "batch_copy.msgpack").write_bytes(b"")  # of another program
+    list(table.update())
+    assert {step for step, _ in found(table, "")} == {0, 1, 3}
+    ((step, trouble),) = table.ask("SELECT step, trouble FROM batches WHERE trouble != ''")
+    assert (step, "checksum" in trouble) == (2, True)
+    Journal(run.paths.journal).rewind(1)
+    assert list(table.update()) == []
+    assert {step for step, _ in found(table, "")} == {0}
+
+
+@pytest.mark.parametrize("content", [b"", b"no table at all" * 1000])
+def test_a_file_that_is_no_table_or_is_damaged_while_it_is_kept_is_made_again(tmp_path: Path, content: bytes) -> None:
+    run = write_whole_run(tmp_path / "run", batches=2)
+    file = RolloutIndex(run.paths.root, tmp_path).file
+    file.write_bytes(content)
+    table = filled(run, tmp_path)
+    before = found(table, "")
+    assert len(before) >= 12
+    table.remove()
+    file.write_bytes(b"not a table any more" * 1000)
+    for _ in range(2):
+        bring_up_to_date(table)
+    assert found(table, "") == before
+
+
+def test_the_process_that_fills_a_table_ends_and_a_page_starts_it_where_batches_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[int, int]] = []
+    monkeypatch.setattr(rollout_index, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(rollout_index, "QUIET_S", 0.0)
+    monkeypatch.setattr(RolloutIndex, "keep_current", lambda table: started.append(table.progress()))
+    run = write_whole_run(tmp_path / "run", batches=2)
+    table = RolloutIndex(run.paths.root, tmp_path / "cache")
+    table.create()
+    assert (table.look(), started) == ((0, 2), [(0, 2)])
+    fill(table)
+    assert (table.look(), len(started)) == ((2, 2), 1)
+    monkeypatch.setattr(rollout_index, "QUIET_S", math.inf)
+    shutil.rmtree(run.paths.root)
+    fill(table)
+    assert (table.look(), len(started)) == ((2, 0), 1)

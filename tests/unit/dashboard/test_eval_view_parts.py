@@ -30,11 +30,11 @@ def read_all(path: Path) -> ResultsFile:
 
 
 def test_what_an_evaluation_writes_is_what_the_list_shows(tmp_path):
+    prompt, completion = [{"role": "user", "content": "why?"}], [{"role": "assistant", "content": "because"}]
+    scored = {"example_id": 3, "rollout": 2, "reward": 0.5, "answer": "so", "metrics": {"close": 0.25}, "version": 20}
     written = EvalResult(
-        example_id=3, reward=0.5, prompt=[{"role": "user", "content": "why?"}], answer="so", rollout=2, version=20,
-        completion=[{"role": "assistant", "content": "because"}], metrics={"close": 0.25}, tokens=87, turns=2,
-        truncated=True, stop="length",
-    )  # fmt: skip
+        **scored, prompt=prompt, completion=completion, tokens=87, turns=2, truncated=True, stop="length"
+    )
     write_eval_results(tmp_path / "say.jsonl", [written, EvalResult(example_id="x", reward=None, error="timeout")])
     file = read_all(tmp_path / "say.jsonl")
     row, failed = file.rows
@@ -68,10 +68,11 @@ def test_a_last_line_counts_once_it_is_whole_with_or_without_its_end(tmp_path):
         path.write_bytes(before + line[:end])
         file.read_more()
         assert (len(file.rows), file.damaged) == (1, [])
-    for content, rows in ((before + line, 2), (before + line + b"\n" + line + b"\n", 3)):
-        path.write_bytes(content)
+    whole, damaged = before + line + b"\n", b'{"example_id": 1, "rew\n[1, 2]\n\xff\xfe\n'
+    for content, rows, found in ((before + line, 2, []), (whole + line + b"\n", 3, []), (whole, 2, [3, 4, 5])):
+        path.write_bytes(content + damaged * bool(found))
         file.read_more()
-        assert ([row.rollout for row in file.rows], file.damaged) == ([0] * rows, [])
+        assert ([row.rollout for row in file.rows], file.damaged) == ([0] * rows, found)
 
 
 def test_runs_evaluations_and_files_are_found_by_name_and_nothing_is_looked_for_among_weights(tmp_path):

@@ -113,19 +113,16 @@ def test_the_page_tells_what_went_wrong_and_where_it_ran(copy: RunPaths) -> None
     MetricsFile(copy.metrics, "trainer").append(5, {"loss": float("nan"), "grad_norm": 1.0})
     write_provenance(copy, {"packages": {"torch": "9.9"}, "command": ["rl", "@", "x.toml"], "gpus": []})
     run = Run(copy.root)
-    audit, warnings, machine = (
-        words(Report("", "", {"": paragraphs(parts)}), "")
-        for parts in (run.audit(), run.warnings(), run.surroundings())
-    )
-    assert "contradiction" in audit
-    assert "batch 2 is missing" in audit
-    assert " 6 not_finite loss is not finite" in warnings
-    assert "packages.torch 9.9 command rl @ x.toml" in machine
+    for section, expected in (
+        (run.audit(), "batch 2 is missing"),
+        (run.warnings(), " 6 not_finite loss is not finite"),
+        (run.surroundings(), "packages.torch 9.9 command rl @ x.toml"),
+    ):
+        assert expected in words(Report("", "", {"": paragraphs(section)}), "")
 
 
-@pytest.mark.parametrize("file", ["reverse-text/rl.toml", "math-python/rl.toml"])
-def test_from_its_choices_comes_the_same_configuration(file: str, tmp_path: Path) -> None:
-    original = resolve(load_run_config(["@", f"configs/{file}"], program="rl")[0], Devices(cores=2))
+def test_from_its_choices_comes_the_same_configuration(tmp_path: Path) -> None:
+    original = resolve(load_run_config(["@", "configs/math-python/rl.toml"], program="rl")[0], Devices(cores=2))
     written = tmp_path / "again.toml"
     written.write_text(choices_of(original))
     again = resolve(load_run_config(["@", str(written)], program="rl")[0], Devices(cores=8))
@@ -138,17 +135,16 @@ def test_time_is_told_from_the_spans(copy: RunPaths) -> None:
     """Of 100 s the trainer trains 25 and waits 75 while the engine is busy 100. Their start counts for nothing."""
     copy.metrics.write_text("")  # without metrics there is nothing to plot, which takes most of the time
     spans = [Span("trainer", "start", 1e9 - 60, 60.0), Span("engine 127.0.0.1:8000", "generate", 1e9, 100.0)]
-    for step in range(25):
-        spans.append(Span("trainer", "train", 1e9 + 4 * step, 1.0, step=step))
-        spans.append(Span("trainer", "wait", 1e9 + 4 * step + 1, 3.0, step=step, why="no batch yet"))
+    for begin_s in range(0, 100, 4):
+        spans.append(Span("trainer", "train", 1e9 + begin_s, 1.0, step=begin_s))
+        spans.append(Span("trainer", "wait", 1e9 + begin_s + 1, 3.0, step=begin_s, why="no batch yet"))
     copy.spans.write_bytes(b"".join(msgspec.json.encode(span) + b"\n" for span in spans))
     page = build_report(copy.root, num_rollouts=0, audits=False)
     assert not {"Rollouts", "Audit"} & page.sections.keys()
-    assert "Over 100 s, from the first step" in words(page, "Where the time went")
-    assert "the trainer waits 75% of the time" in words(page, "Where the time went")
-    assert "give more GPUs to inference" in words(page, "Where the time went")
-    assert "trainer 75% no batch yet" in words(page, "Where the time went")
-    assert "trainer wait 75%, train 25% engine 127.0.0.1:8000 generate 100%" in words(page, "Where the time went")
+    told = words(page, "Where the time went")
+    for part in ("Over 100 s, from the first step", "the trainer waits 75% of the time", "trainer 75% no batch yet"):
+        assert part in told
+    assert "trainer wait 75%, train 25% engine 127.0.0.1:8000 generate 100%" in told
 
 
 def test_supervised_training_has_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,15 +179,12 @@ def test_runs_that_have_hardly_begun_or_go_on_have_a_page(copy: RunPaths, tmp_pa
     assert any(part.startswith("Batch 4 cannot be read:") for part in run.rollouts(2))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("{run} --out {tmp}/r.pdf", r"is written as \.html - expected a name"),
-        ("{run} --out {run}/metrics.jsonl/r.html", "metrics.jsonl"),
-        ("{tmp}/nowhere", r"is not a run's folder"),
-    ],
-)
-def test_what_cannot_be_written_is_refused(run: Path, tmp_path: Path, arguments: str, said: str) -> None:
-    with pytest.raises((ConfigError, OSError), match=said):
-        report([*(word.format(run=run, tmp=tmp_path) for word in arguments.split()), "--no-audit"])
+def test_what_cannot_be_written_is_refused(run: Path, tmp_path: Path) -> None:
+    for folder, to, said in (
+        (run, tmp_path / "r.pdf", r"is written as \.html - expected a name"),
+        (run, run / "metrics.jsonl" / "r.html", r"metrics\.jsonl"),
+        (tmp_path / "nowhere", tmp_path / "r.html", r"is not a run's folder"),
+    ):
+        with pytest.raises((ConfigError, OSError), match=said):
+            report([str(folder), "--out", str(to), "--no-audit"])
     assert list(tmp_path.iterdir()) == []
