@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,27 +27,23 @@ from trireme.tools.environments.policy import WeightsReplaced
 from trireme.tools.evaluate.config import EvalConfig, inherit_from_run, with_environments
 from weighed_engine import LETTER, WeighedEngine, open_weighed_engine, write_weights
 
-REWARDS = {"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}
-"""Of the toy environment, by what was said."""
+TOY = """
+def dataset():
+    return [{"prompt": f"say {i}", "answer": str(i)} for i in range(40)]
 
-TOY = f"""
-    def dataset(size=40):
-        return [{{"prompt": f"say {{i}}", "answer": str(i)}} for i in range(size)]
+def eval_dataset():
+    return [{"prompt": "held out", "answer": str(i)} for i in range(6)]
 
-    def eval_dataset(size=40):
-        return [{{"prompt": "held out", "answer": str(i)}} for i in range(6)]
-
-    def reward(completion, answer):
-        return {{"reward": {REWARDS}[completion], "length": len(completion)}}
-""".replace("\n    ", "\n")
-
+def reward(completion):
+    return "_abcd".index(completion) / 10
+"""
 
 SAY = """
 def dataset(size=12):
     return [{"prompt": f"say {i}", "answer": "yes" if i % 2 else "no"} for i in range(size)]
 
 def reward(completion, answer):
-    return {"reward": float(completion == answer), "length": len(completion)}
+    return float(completion == answer)
 """
 
 
@@ -72,9 +67,9 @@ def engine(base: str = "base", **knobs: Any) -> Iterator[WeighedEngine]:
         yield found
 
 
-def run_eval(engine: WeighedEngine, *words: str | int, env: str = "toy.py") -> int:
+def run_eval(engine: WeighedEngine, *words: str | int, env: tuple[str, ...] = ("--env.id", "toy.py")) -> int:
     where = ["--client.base-url", f"{engine.url}/v1", "--weights-dir", "run/weights"]
-    return eval_command([*where, "--env.id", env, *map(str, words)])
+    return eval_command([*where, *env, *map(str, words)])
 
 
 def lines(step: int, name: str = "toy") -> list[dict[str, Any]]:
@@ -154,10 +149,7 @@ def test_more_examples_go_on_where_fewer_ended_and_fewer_or_others_are_refused(h
         run_eval(found, "--steps", 10, "--num-examples", 6)
 
 
-OTHERS = {
-    "serves version 40 of a training run": {"label": "40"},
-    "is paused": {"is_frozen": True},
-}
+OTHERS = {"serves version 40 of a training run": {"label": "40"}, "is paused": {"is_frozen": True}}
 FAILS = {
     f"step_10 did not arrive .*{LETTER} has digest 0": {"digest_error": LETTER},
     "step_10 was not loaded whole .*model.norm": {"incomplete": ("model.norm",)},
@@ -210,39 +202,49 @@ def test_a_run_that_gives_the_engine_weights_meanwhile_ends_the_evaluation_undis
     assert [len(lines(0)), len(partial.read_text().splitlines()) if partial.exists() else 0] == kept
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [(lambda file: file.write_bytes(file.read_bytes()[:-9]), r"step_10/model\.safetensors is damaged"),
-     (lambda file: write_weights(file.parent, "b", rows=5), r"letter\.weight has shape \[5, 3\], expected \[2, 3\]"),
-     (lambda file: save_file({LETTER: torch.zeros(2, 3)}, file), r"step_10 is no .* of the model .*norm.* is missing")],
-)  # fmt: skip
-def test_a_checkpoint_that_cannot_be_loaded_is_found_before_anything_is_asked(here, change, words):
-    change(Path("run/weights/step_10/model.safetensors"))
+def test_a_checkpoint_that_cannot_be_loaded_is_found_before_anything_is_asked(here):
+    file = Path("run/weights/step_10/model.safetensors")
     with engine() as found:
-        with pytest.raises(ConfigError, match=words):
-            run_eval(found)
-        assert (found.answered, "pause" in found.calls) == ([], False)
+        for change, words in (
+            (lambda: file.write_bytes(file.read_bytes()[:-9]), r"step_10/model\.safetensors is damaged"),
+            (lambda: write_weights(file.parent, "b", rows=5), r"letter\.weight has shape \[5, 3\], expected \[2, 3\]"),
+            (lambda: save_file({LETTER: torch.zeros(2, 3)}, file), r"is no .* of the model .*norm.* is missing"),
+        ):
+            change()
+            with pytest.raises(ConfigError, match=words):
+                run_eval(found)
+            assert (found.answered, "pause" in found.calls) == ([], False)
         assert run_eval(found, "--steps", "20") == 0  # the others are as they were
 
 
 REFUSED = [
-    (["--steps", "10,50"], "has no step 50 - it has 10, 20, 100"),
-    (["--weights-dir", "run/wieghts"], "run/wieghts is no folder"),
-    (["--env.id", "run/../toy.py"], "2 of them are called 'toy'"),
-    (["--rollouts-per-example", "2", "--sampling.temperature", "0"], "would all be the same"),
-    (["run", "say.py"], "no model is named"),
-    (["run", "say.py", "-b", "http://h/v1", "-S", '{"top_p": 7}'], "sampling-args: top_p = 7"),
-    (["rnu", "wordle"], "Did you mean `eval run`"),
-    (["wordle"], "trireme eval run wordle -m MODEL"),
+    ("--steps 10,50", "has no step 50 - it has 10, 20, 100"),
+    ("--weights-dir run/wieghts", "run/wieghts is no folder"),
+    ("--env.id run/../toy.py", "2 of them are called 'toy'"),
+    ("--rollouts-per-example 2 --sampling.temperature 0", "would all be the same"),
+    ("run say.py", "no model is named"),
+    ('run say.py -b http://h/v1 -S {"top_p":7}', "sampling-args: top_p = 7"),
+    ("rnu wordle", "Did you mean `eval run`"),
+    ("wordle", "trireme eval run wordle -m MODEL"),
 ]
 
 
-@pytest.mark.parametrize(("words", "problem"), REFUSED)
-def test_what_cannot_work_is_refused_before_anything_starts(here, words, problem):
+def test_what_cannot_work_is_refused_before_anything_starts(here):
     with engine() as found:
-        with pytest.raises(ConfigError, match=problem):
-            run_eval(found, *words) if words[0].startswith("-") else eval_command(words)
-        assert (found.calls, Path("run/evals").exists(), Path("outputs").exists()) == ([], False, False)
+        for line, problem in REFUSED:
+            with pytest.raises(ConfigError, match=problem):
+                run_eval(found, *line.split()) if line.startswith("-") else eval_command(line.split())
+            assert (found.calls, Path("run/evals").exists(), Path("outputs").exists()) == ([], False, False)
+        found.label = "eval-0a1b2c-loading"
+        with pytest.raises(ConfigError, match="has a part of some weights"):
+            eval_command(["--client.base-url", f"{found.url}/v1", "--model.name", "base", "--env.id", "toy.py"])
+        own = Path("run/evals/step_10/toy.jsonl")
+        own.parent.mkdir(parents=True)
+        own.write_text(line := '{"example_id": 0, "reward": 1.0, "example": 0, "rollout": 0}\n')
+        found.label = "default"
+        with pytest.raises(ConfigError, match=r"of the run's own evaluations .*--output-dir"):
+            run_eval(found, "--steps", 10, "--no-eval-base")
+        assert (own.read_text(), found.answered) == (line, [])
 
 
 def test_what_is_not_said_is_as_the_run_of_the_checkpoints_has_it_and_so_must_its_weights_be(here):
@@ -257,13 +259,12 @@ def test_what_is_not_said_is_as_the_run_of_the_checkpoints_has_it_and_so_must_it
         digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
         Versions(config.paths.journal).record(step, ["http://x"], digests, 0.0)
     with engine() as found:
-        where = ["--client.base-url", f"{found.url}/v1", "--weights-dir", "run/weights"]
-        assert eval_command([*where, "--steps", "10"]) == 0
-        assert eval_command([*where, "--steps", "100", "--no-eval-base", "--sampling.max-tokens", "5"]) == 0
+        assert run_eval(found, "--steps", 10, env=()) == 0
+        assert run_eval(found, "--steps", 100, "--no-eval-base", "--sampling.max-tokens", 5, env=()) == 0
         sampled = [(asked.sampling["temperature"], asked.sampling["max_tokens"]) for asked in found.requests]
         assert sampled == [(0.5, 7)] * 6 + [(0.5, 5)] * 3
         with pytest.raises(ConfigError, match=r"step_20 is not what the run's engines confirmed .*norm\.weight"):
-            eval_command([*where, "--steps", "20"])
+            run_eval(found, "--steps", 20, env=())
         assert found.label == "default"
         assert "".join(letter for _, letter in found.answered) == "aaabbbddd"
     assert len(lines(10, "of-the-run")) == 3
@@ -320,44 +321,18 @@ def test_several_rollouts_and_environments_are_measured_each_for_itself(here):
     Path("other.py").write_text(TOY.replace("range(6)", "range(2)"))
     with engine() as found:
         words = ["--env.id", "other.py", "--rollouts-per-example", 4, "--pass-threshold", "0.25", "--pass-at", "[1, 4]"]
-        assert run_eval(found, *words, "--steps", "10,20") == 0
+        assert run_eval(found, *words, "--steps", "10,20", "--output-dir", "elsewhere") == 0
         assert {asked.sampling["temperature"] for asked in found.requests} == {1.0}
-    assert [len(lines(10, name)) for name in ("toy", "other")] == [24, 8]
-    metrics = {
-        name: json.loads(Path("run/evals", f"{name}.json").read_text())["metrics"]
-        for name in ("step_10/toy", "step_20/other")
-    }
-    assert [each["pass@4"] for each in metrics.values()] == [0, 1]
-    assert metrics["step_20/other"]["avg@4"] == pytest.approx(0.3)
-
-
-def test_an_engine_that_was_left_in_the_middle_of_a_transfer_is_not_asked_for_answers(here):
-    with engine(label="eval-0a1b2c-loading") as found:
-        words = ["--client.base-url", f"{found.url}/v1", "--model.name", "base", "--env.id", "toy.py"]
-        with pytest.raises(ConfigError, match="has a part of some weights"):
-            eval_command(words)
-
-
-def test_results_of_the_runs_own_evaluations_are_never_mixed_with_others(here):
-    own = Path("run/evals/step_10/toy.jsonl")
-    own.parent.mkdir(parents=True)
-    own.write_text('{"example_id": 0, "reward": 1.0, "example": 0, "rollout": 0}\n')
-    with engine() as found:
-        with pytest.raises(ConfigError, match=r"of the run's own evaluations .*--output-dir"):
-            run_eval(found, "--steps", 10)
-        assert own.read_text().count("\n") == 1
-        assert run_eval(found, "--steps", 10, "--output-dir", "elsewhere") == 0
-    assert Path("elsewhere/step_10/toy.jsonl").read_text().count("\n") == 6
+    folder = Path("elsewhere")
+    assert [(folder / f"step_10/{name}.jsonl").read_text().count("\n") for name in ("toy", "other")] == [24, 8]
+    toy, other = (json.loads((folder / f"{name}.json").read_text()) for name in ("step_10/toy", "step_20/other"))
+    assert (toy["metrics"]["pass@4"], other["metrics"]["pass@4"]) == (0, 1)
+    assert other["metrics"]["avg@4"] == pytest.approx(0.3)
 
 
 def test_rollouts_that_fail_are_counted_and_only_they_are_tried_again(here, capsys):
-    unlucky = """
-    from pathlib import Path
-
-    def reward(completion, answer):
-        return 1 / (answer == "yes" or Path("mended").exists())
-    """
-    Path("say.py").write_text(SAY + textwrap.dedent(unlucky))
+    failing = '1 / (answer == "yes" or Path("mended").exists())'
+    Path("say.py").write_text("from pathlib import Path\n" + SAY.replace("float(completion == answer)", failing))
     with FakeChat().running() as chat:
         words = ["run", "say.py", "-m", "m", "-b", chat.url, "-n", "4", "-r", "1", "-o", "o", "-s"]
         assert eval_command(words) == 1
