@@ -5,6 +5,7 @@ import json
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from html.parser import HTMLParser
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -64,17 +65,16 @@ class Viewer:
         self.app, self.pilot = app, pilot
 
     async def press(self, *keys: str) -> str:
-        """Press one after the other, each when the effect of the one before is on the screen. Return the screen.
-
-        `Pilot.press` does not wait for workers, and sleeps until the process is idle.
-        """
-        for key in keys:
-            self._post(key)
-            await self.settle()
+        """Press one after the other, each when the effect of another one before is on the screen. Return the screen."""
+        for _, same in groupby(keys):  # `Pilot.press` does not wait for workers, and sleeps until the process is idle
+            await self.press_at_once(*same)
         return self.screen()
 
     async def type(self, line: str) -> str:
-        for key in (*line, "enter"):
+        return await self.press_at_once(*line, "enter")
+
+    async def press_at_once(self, *keys: str) -> str:
+        for key in keys:
             self._post(key)
         await self.settle()
         return self.screen()

@@ -1,13 +1,11 @@
 """`trireme eval-view`, driven by its keys: what is on the screen after them."""
 
-import json
 import os
 import pty
 import random
 import re
 import select
 import sys
-import time
 from contextlib import suppress
 
 import pytest
@@ -100,22 +98,6 @@ def test_what_changes_on_disk_is_shown_when_it_is_looked_at_again_and_the_cursor
     view(tmp_path, script, size=(110, 24))
 
 
-def test_damaged_lines_and_batches_are_passed_by_and_said(tmp_path):
-    config = write_whole_run(tmp_path / "run")
-    entry = Journal(config.paths.journal).path(0)
-    entry.write_bytes(entry.read_bytes()[:-20])
-    file = write_results(tmp_path / "run" / "evals" / "step_0" / "say.jsonl", [answer(0, 0.5)])
-    with open(file, "ab") as torn:
-        torn.write(b'{"example_id": 1, "rew\n[1, 2]\n\xff\xfe\n' + json.dumps(answer(2, 1.0)).encode() + b"\n")
-
-    async def script(viewer):
-        assert "do not match its checksum" in await viewer.press("down", "down", "right", "down")
-        assert in_order(await viewer.press(*["down"] * 6), "2 rollouts", "3 damaged")
-        assert "(line 2, 3, 4)" in viewer.screen()
-
-    view(tmp_path / "run", script, size=WIDE)
-
-
 def test_nothing_that_a_model_wrote_reaches_the_terminal_as_a_command(tmp_path):
     evil = "\x1b[2J\x1b]0;title\x07 [bold]text[/bold] \u202eright to left\x9b31m\r\tend \ud800 [/nonsense]"
     completion = [{"role": "ass\x1bistant", "content": evil}]
@@ -139,7 +121,9 @@ def test_no_key_in_any_order_breaks_it_whatever_the_size(tmp_path):
     async def script(viewer):
         for seed, size in enumerate([(20, 5), (160, 40), (40, 160)]):
             await viewer.pilot.resize_terminal(*size)
-            await viewer.press(*random.Random(seed).choices(keys, k=12))
+            chance = random.Random(seed)
+            for _ in range(4):
+                await viewer.press_at_once(*chance.choices(keys, k=3))
             await viewer.press(*["escape"] * 4)
         await viewer.press("?")
         assert isinstance(viewer.app.screen, Help)
@@ -165,11 +149,11 @@ def test_in_a_real_terminal_it_comes_up_with_outputs_and_environments_and_q_leav
         os.environ["TERM"] = "xterm-256color"
         os.chdir(tmp_path)
         os.execv(COMMAND[0], COMMAND)
+    said = b""
     try:
-        said, give_up = b"", time.monotonic() + DEADLINE_S
-        while not (b"step 20" in said and b"0.750" in said) and time.monotonic() < give_up:
-            if select.select([terminal], [], [], 1.0)[0]:
-                said += os.read(terminal, 1 << 16)
+        while not (b"step 20" in said and b"0.750" in said):
+            assert select.select([terminal], [], [], DEADLINE_S)[0], said
+            said += os.read(terminal, 1 << 16)
         os.write(terminal, b"q")
         with suppress(OSError):  # the other end is gone
             while os.read(terminal, 1 << 16):
@@ -177,7 +161,5 @@ def test_in_a_real_terminal_it_comes_up_with_outputs_and_environments_and_q_leav
     finally:
         os.close(terminal)
         _, status = os.waitpid(pid, 0)
-    assert b"step 20" in said
-    assert b"0.750" in said
     assert os.listdir(tmp_path / "outputs" / "run") == ["evals"]
     assert os.waitstatus_to_exitcode(status) == 0

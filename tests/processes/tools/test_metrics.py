@@ -1,19 +1,25 @@
 """`metrics.jsonl` and its mirror."""
 
-import logging
+import ast
 import math
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from limits import file_size_limit
+from parsing import parse
+from tiny import open_state, random_samples, train_step
 from trireme.base.errors import ConfigError
 from trireme.config.run import RunConfig
 from trireme.monitor import lines, wandb_mirror
+from trireme.monitor.collapse import SIGNS
 from trireme.monitor.metrics import MetricsFile, latest_by_step, merge_processes, read_metrics
 from trireme.monitor.wandb_mirror import open_wandb_mirror
+from whole_run import build_config, run
 
 
 def test_a_row_comes_back_as_it_was_written_with_null_for_what_json_cannot_hold(tmp_path):
@@ -64,27 +70,21 @@ def test_when_too_many_wait_the_oldest_are_lost_and_counted_as_is_what_waits_at_
     full.unlink()
     metrics.close()
     assert steps_in(metrics.path) == [2, 3, 4]
-    monkeypatch.setattr(lines, "CLOSE_S", 0.0)
-    metrics = MetricsFile(Path("/dev/full"), "trainer")
-    metrics.append(0, {})
-    metrics.close()
-    assert (metrics.waiting, metrics.lost) == (0, 1)
 
 
 def test_a_full_disk_ends_no_training_and_warns_once_a_minute(caplog, monkeypatch):
+    monkeypatch.setattr(lines, "CLOSE_S", 0.0)
     metrics = MetricsFile(Path("/dev/full"), "trainer")
-    logging.getLogger("trireme.metrics").addHandler(caplog.handler)
-    try:
-        for step in range(3):
-            metrics.append(step, {"loss": 1.0})
-        assert len(set(map(str, caplog.messages))) == 1
-        monkeypatch.setattr(lines, "WARN_EVERY_S", 0.0)
-        metrics.append(3, {"loss": 1.0})
-    finally:
-        logging.getLogger("trireme.metrics").removeHandler(caplog.handler)
+    for step in range(3):
+        metrics.append(step, {"loss": 1.0})
+    assert len(set(caplog.messages)) == 1
+    monkeypatch.setattr(lines, "WARN_EVERY_S", 0.0)
+    metrics.append(3, {"loss": 1.0})
     assert (metrics.waiting, metrics.lost) == (4, 0)
     assert "/dev/full" in caplog.messages[0]
     assert "4 lines wait" in caplog.messages[-1]
+    metrics.close()
+    assert (metrics.waiting, metrics.lost) == (0, 4)
 
 
 def test_of_one_step_the_last_values_of_each_process_count_and_the_trainers_come_first():
@@ -101,34 +101,24 @@ def test_of_one_step_the_last_values_of_each_process_count_and_the_trainers_come
     assert (merged["time/step"], merged["reward/mean"], merged["step"]) == (2.0, 0.1, 4)
 
 
-class WandbRun:
-    id = "one"
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-
-    def log(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
-
-
 def test_a_mirror_that_is_killed_goes_on_where_it_was(tmp_path, monkeypatch):
-    runs: list[WandbRun] = []
+    rows: list[list[dict[str, Any]]] = []
     ids: list[str | None] = []
 
-    def init(_: RunConfig, run_id: str | None) -> WandbRun:
+    def init(_: RunConfig, run_id: str | None) -> Any:
         ids.append(run_id)
-        runs.append(WandbRun())
-        return runs[-1]
+        rows.append([])
+        return SimpleNamespace(id="one", log=rows[-1].append)
 
     monkeypatch.setattr(wandb_mirror, "_init", init)
     config = wandb_config(tmp_path, "offline")
-    config.paths.root.mkdir()
+    config.paths.root.mkdir(exist_ok=True)
     orchestrator, trainer = (MetricsFile(config.paths.metrics, name) for name in ("orchestrator", "trainer"))
     for _ in range(2):
         orchestrator.append(1, {"reward/mean": 0.5})
         trainer.append(0, {"loss": 1.0, "grad_norm": math.nan})
         wandb_mirror._Mirror(config)._mirror()
-    assert [run.rows for run in runs] == [[{"step": 1, "reward/mean": 0.5}, {"step": 0, "loss": 1.0}]] * 2
+    assert rows == [[{"step": 1, "reward/mean": 0.5}, {"step": 0, "loss": 1.0}]] * 2
     assert ids == [None, "one"], "the same wandb run"
 
 
@@ -142,7 +132,6 @@ def test_wandb_that_cannot_start_is_a_configuration_error(tmp_path, monkeypatch)
 
 
 def test_wandb_that_fails_later_ends_only_the_mirror(tmp_path, caplog):
-    logging.getLogger("trireme.wandb").addHandler(caplog.handler)
     config = wandb_config(tmp_path, "offline")
     with open_wandb_mirror(config):
         import wandb
@@ -150,10 +139,79 @@ def test_wandb_that_fails_later_ends_only_the_mirror(tmp_path, caplog):
         assert wandb.run is not None
         wandb.run.finish()  # from now on wandb refuses what is logged
         MetricsFile(config.paths.metrics, "trainer").append(0, {"loss": 1.0})
-    logging.getLogger("trireme.wandb").removeHandler(caplog.handler)
     assert "wandb failed" in caplog.text
     assert len([*config.paths.root.glob("wandb/offline-run-*/*.wandb")]) == 1
 
 
 def wandb_config(folder: Path, mode: str) -> RunConfig:
     return RunConfig.model_validate({"output_dir": str(folder), "name": "demo", "wandb": {"mode": mode}})
+
+
+REPOSITORY = Path(__file__).parents[3]
+PACKAGES = ("algo", "orchestrator", "trainer", "monitor", "base", "launch")
+
+# In this run: what the environment below measures itself is called "odd".
+WILD = {"ENV": r"[^/]+", "METRIC": "odd", "REASON": r"\w+", "NAME": r"\w+", "PROCESS": r"\w+", "K": r"\d+"}
+PLACEHOLDER = re.compile(rf"\b(?:{'|'.join(WILD)})\b")
+
+CODE = """
+    def dataset():
+        return [{"prompt": f"say {i}", "answer": str(i)} for i in range(40)]
+
+    def eval_dataset():
+        return [{"prompt": f"held out {i}", "answer": str(i)} for i in range(2)]
+
+    def reward(completion, answer):
+        if len(completion) == 3:
+            raise ValueError("three")
+        return {"reward": len(completion) % 2, "odd": len(completion) % 2}
+"""
+
+
+TABLES = (REPOSITORY / "docs" / "metrics.md").read_text().split("## Warnings")[0]
+CELLS = re.findall(r"^\| (`[^|]*`) \|", TABLES, re.MULTILINE)
+DOCUMENTED = {name for cell in CELLS for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def is_documented(name: str) -> bool:
+    patterns = (PLACEHOLDER.sub(lambda found: WILD[found[0]], re.escape(doc)) for doc in DOCUMENTED)
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+def test_every_metric_that_a_run_writes_is_documented(tmp_path, tiny_model, world):
+    sections = {
+        "eval": {"rollouts_per_example": 2, "sampling": {"temperature": 1.0}},
+        "buffer": {"pools": {}, "online_difficulty_filtering": True}, "curriculum": [{"weights": {"say": 1.0}}],
+    }  # fmt: skip
+    config = build_config(tmp_path, CODE, max_steps=2, orchestrator=sections)
+    assert run(config).error is None
+    written = {name for row in read_metrics(config.paths.metrics)[0] for name in row} - {"step", "process", "time_s"}
+    assert len(written) > 40
+    written |= set(train_step(open_state(tiny_model, world), random_samples([12, 9]), world))
+    files = (REPOSITORY / "src" / "trireme" / "trainer").rglob("*.py")
+    spans = {name for file in files for name in re.findall(r"_?timer\.(?:span|add)\(\s*\"(\w+)\"", file.read_text())}
+    written |= {f"time/{span}" for span in spans} | {name for sign in SIGNS for name in sign.watched}
+    assert written >= {"loss", "time/forward_backward"}
+    assert {name for name in written if not is_documented(name) and not name.startswith("fake/")} == set()
+
+
+def words_of_the_source() -> set[str]:
+    """Its strings; what an f-string fills in is a star."""
+    words = set()
+    files = [file for name in PACKAGES for file in (REPOSITORY / "src" / "trireme" / name).rglob("*.py")]
+    for file in files:
+        for node in ast.walk(parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                words.add(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                words.add("".join(part.value if isinstance(part, ast.Constant) else "*" for part in node.values))
+    return words
+
+
+def test_every_documented_metric_is_one_that_the_source_writes():
+    assert len(DOCUMENTED) > 80
+    words = words_of_the_source()
+    for name in DOCUMENTED:
+        starred = PLACEHOLDER.sub("*", name)
+        last = starred.rsplit("/", 1)[-1]  # of a name that is put together
+        assert words & {starred, last, last.removesuffix("_frac")}, name

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +46,13 @@ LENGTHS = [40, 30, 18, 33, 15, 44, 20]  # five rows of at most 48: one of two ra
 DEADLINE_S = 240
 
 
-@dataclass(frozen=True)
+@dataclass
 class Recorded:
     config: RunConfig
 
-    @property
-    def journal(self) -> Journal:
-        return Journal(self.config.paths.journal)
-
-    @property
-    def versions(self) -> Versions:
-        return Versions(self.config.paths.journal)
+    def __post_init__(self) -> None:
+        self.journal = Journal(self.config.paths.journal)
+        self.versions = Versions(self.config.paths.journal)
 
     def answer(self, request: wire.Request) -> wire.Reply:
         match request:
@@ -107,14 +102,9 @@ def ready_to_train(folder: Path, model, *, num_ranks: int = 1, picture: bytes | 
     files = PictureFiles(pictures_folder(folder / "journal"))
     for step in range(STEPS):
         Journal(folder / "journal").append(batch(step, files.add(picture) if picture else None))
-    trainer = {
-        "num_ranks": num_ranks,
-        "threads": 1,
-        "optim": {"lr": 1e-3, "weight_decay": 0.1},
-        "scheduler": {"type": "linear"},
-        "ckpt": {"interval": SAVED_EVERY},
-        "try_step": True,  # which leaves nothing behind: replays try none
-    }
+    trainer = {"num_ranks": num_ranks, "threads": 1, "optim": {"lr": 1e-3, "weight_decay": 0.1}}
+    trainer |= {"scheduler": {"type": "linear"}, "ckpt": {"interval": SAVED_EVERY}}
+    trainer["try_step"] = True  # which leaves nothing behind: replays try none
     run = {"output_dir": folder, "device": "cpu", "max_steps": STEPS, "seq_len": 48}
     run["model"] = {"name": str(model), "vlm": {"freeze_vision_encoder": False} if picture else None}
     with answering(lambda request: recorded.answer(request)) as address:
@@ -140,8 +130,8 @@ def run(original: Recorded, tmp_path: Path) -> Recorded:
     return Recorded(read_config(folder, folder / "configs/run.json", Devices()))
 
 
-def contents(folder: Path) -> dict[Path, str]:
-    return {path: sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*") if path.is_file()}
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_the_journal_alone_gives_every_version_to_the_bit_and_nothing_is_changed(run, capsys):
@@ -153,9 +143,7 @@ def test_the_journal_alone_gives_every_version_to_the_bit_and_nothing_is_changed
     first, *versions, last = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{run.config.paths.root}: {STEPS} steps from the base model, with torch ")
     assert versions == run.identical(0, STEPS)
-    assert last == (
-        f"{STEPS} steps trained again from the journal: every version has the digests that the engines confirmed"
-    )
+    assert last.endswith("every version has the digests that the engines confirmed")
     assert contents(run.config.paths.root) == before
 
 
@@ -211,12 +199,10 @@ def test_whatever_was_recorded_and_differs_is_named(run, capsys):
 
 def test_a_batch_that_is_missing_or_damaged_is_named(run, capsys):
     """A missing one before anything is trained, and the last one too, for its version was confirmed."""
-    run.journal.path(STEPS - 1).unlink()
-    with pytest.raises(JournalCorrupt, match=r"batch_000003\.msgpack is not there"):
-        run.replay()
-    run.journal.path(2).unlink()
-    with pytest.raises(JournalCorrupt, match=r"batch_000002\.msgpack is not there.*--until 2"):
-        run.replay()
+    for step in (STEPS - 1, 2):
+        run.journal.path(step).unlink()
+        with pytest.raises(JournalCorrupt, match=rf"batch_00000{step}\.msgpack is not there.*--until {step}"):
+            run.replay()
     assert capsys.readouterr().out == ""
     run.journal.path(1).write_bytes(run.journal.path(1).read_bytes()[:-1])
     with pytest.raises(JournalCorrupt, match=r"batch_000001\.msgpack .* do not match its checksum"):
@@ -236,14 +222,14 @@ def test_versions_that_nobody_confirmed_are_trained_and_said_to_be_unknown(run, 
 
 
 def test_what_cannot_be_replayed_is_refused(run, tmp_path):
-    refused: list[tuple[dict[str, Any], str]] = [
-        ({"first": 3}, r"no whole checkpoint of step 3 in .*it has \[2, 4\]"),
-        ({"last": 9}, r"Versions 0 to 9 were asked for, .* has 0 to 4\."),
-        ({"first": 2, "last": 1}, r"Versions 2 to 1 were asked for"),
-        ({"first": -1}, r"Versions -1 to 4 were asked for"),
-        ({"model": Model(name="no/such/model")}, r"in the folder in which the run was started"),
-    ]
-    for asked, message in refused:
+    refused: dict[str, dict[str, Any]] = {
+        r"no whole checkpoint of step 3 in .*it has \[2, 4\]": {"first": 3},
+        r"Versions 0 to 9 were asked for, .* has 0 to 4\.": {"last": 9},
+        r"Versions 2 to 1 were asked for": {"first": 2, "last": 1},
+        r"Versions -1 to 4 were asked for": {"first": -1},
+        r"in the folder in which the run was started": {"model": Model(name="no/such/model")},
+    }
+    for message, asked in refused.items():
         with pytest.raises(ConfigError, match=message):
             run.replay(**asked)
     for version in run.versions.known():
@@ -256,8 +242,9 @@ def test_what_cannot_be_replayed_is_refused(run, tmp_path):
 
 
 def test_two_ranks_replay_what_two_ranks_have_trained_until_a_batch_is_another(tmp_path, tiny_model):
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+
     def end_of(*words: str) -> tuple[int, str]:
-        env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         with (tmp_path / "log").open("w+") as log:
             process = forkserver.popen([sys.executable, "-m", *words], output=log.fileno(), env=env, cwd=tmp_path)
             code = process.wait(DEADLINE_S)
