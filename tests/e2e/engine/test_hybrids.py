@@ -18,15 +18,19 @@ from families import SERVED, build_config, save_family
 from posted_update import sample_through_update, update, updated_by_hand
 from real_run import REPOSITORY, open_engine, run_apart, run_command
 from tiny import logprobs_of
+from trireme.config.model.state_layers import SERVED_ON_CPU
 
 TINY = REPOSITORY / "models/reverse-text-tiny"
 VOCABULARY = json.loads((TINY / "config.json").read_text())["vocab_size"]
 PROMPT = [(17 + 11 * place) % VOCABULARY for place in range(40)]
 NOISE = 0.1  # mean of bfloat16, whose largest is that of a token that was not likely; the two models differ by nats
 
-
 PARTS_OF_OTHERS = {"lfm2", "qwen3_5_moe_text", "qwen3_5"}
 """All that they have is in lfm2_moe, or in qwen3_5_moe, a text model with experts beside a vision tower."""
+
+
+def test_there_is_a_model_of_each_architecture_that_is_said_to_be_served() -> None:
+    assert SERVED.keys() == set(SERVED_ON_CPU)
 
 
 @pytest.mark.parametrize(

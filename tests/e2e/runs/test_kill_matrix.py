@@ -80,9 +80,9 @@ ENGINE_IS_IDLE = {"journal.before_append", "batch.answered", "trainer.batch_rece
 ENGINE_IS_IDLE |= {"evaluation.before_write", "evaluation.written"}
 """No request and no update is under way: an engine cannot tell these points from `journal.appended`."""
 
-STEPS = 70
-FEW_STEPS = 48  # for each process in each phase
-AHEAD = ("--max-steps", str(STEPS), "--max-async-level", "2")
+STEPS = 58
+FEW_STEPS = 42  # for each process in each phase
+AHEAD = ("--max-steps", "70", "--max-async-level", "2")
 QUICKLY = ("--supervisor.backoff-s", "0.2", "--weight-broadcast.timeout-s", "60")
 ON_VLLM = (
     ("engine core", "engine.receiving"),

@@ -262,7 +262,6 @@ def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("answer", "state"),
     [
         ("RUNNING n[1-2]", "RUNNING on n[1-2]"),
-        ("PENDING (Priority)", "PENDING (Priority)"),
         ("PENDING (None)", "PENDING"),
         ("", "ended with exit code 3"),
     ],
