@@ -75,7 +75,6 @@ def test_a_model_that_cannot_be_trained_is_refused(folder, config, words):
         ({"model_type": "gemma2"}, "--trainer.model.attn eager", "eager", ""),
         ({"model_type": "gemma2"}, "--trainer.model.attn sdpa", "sdpa", 'attn = "sdpa" ... attn_logit_softcapping'),
         ({"model_type": "gemma2"}, "--trainer.model.cp 2", "sdpa", "attn_logit_softcapping ... cp = 1"),
-        ({"model_type": "gemma3_text", "attn_logit_softcapping": None}, "", "sdpa", ""),
         ({"model_type": "gpt_oss"}, "", "eager", ""),
     ],
 )
