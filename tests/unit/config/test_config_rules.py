@@ -227,6 +227,7 @@ def test_a_port_in_use_is_named_with_its_server_by_the_process_that_listens_ther
         (message,) = refusals(flags, at_launch=True)
         assert f"port {port} on 127.0.0.1 is in use, wanted for the inference server" in message
         assert f"`lsof -i :{port}` shows which" in message
+        assert "another: `--inference.server.port " in message
         assert not any(str(port) in text for text in launch_problems(resolved(flags), CPU, section="trainer"))
         there = f"--model.name a/b --hosts.orchestrator 203.0.113.1 --ports.batches {port} --device cpu"
         assert refusals(there, f"port {port}", at_launch=True) == []
