@@ -50,7 +50,8 @@ def served_and_trained(
             with updated_by_hand(engine.port) as post:
                 assert update(post, tensors, folder) == []
             served.append(logprobs_at(engine.port, folder / "model"))
-        run = run_apart(engine, folder / "run", *words) if trains else None
+        small = ("--orchestrator.batch-size", "8", "--no-orchestrator.eval")  # few bits are slow on some processors
+        run = run_apart(engine, folder / "run", *words, *small) if trains else None
     return run, served, [logprobs_of(folder / "plain", tensors, IDS) for tensors in (one, other)]
 
 
