@@ -160,6 +160,8 @@ def serve(address: str, session: int, with_vllm: bool) -> NoReturn:
             _keep(request, output=fds[0], connection=fds[1])
         for fd in fds:
             os.close(fd)
+    with suppress(ChildProcessError):
+        os.wait()  # until every keeper has killed what is left
     os._exit(0)
 
 
