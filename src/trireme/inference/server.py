@@ -13,7 +13,12 @@ from trireme.base.log import get_logger
 from trireme.base.processes import quick_imports
 from trireme.config.files import command_without_secrets
 from trireme.config.model.folder import config_file, has_low_bit_weights, looks_local, read_config
-from trireme.config.model.state_layers import caches_prefixes_on_cpu, leaves_out_vision, rotates_in_three_dimensions
+from trireme.config.model.state_layers import (
+    caches_prefixes_on_cpu,
+    latent_width,
+    leaves_out_vision,
+    rotates_in_three_dimensions,
+)
 from trireme.config.model.vision import MOST_PICTURES
 from trireme.config.run import RunConfig
 
@@ -179,6 +184,8 @@ def _cpu_arguments(config: RunConfig) -> dict[str, Any]:
     described = read_config(config.inference.model.name)
     if rotates_in_three_dimensions(described):
         arguments["compilation-config"] = '{"custom_ops": ["-rotary_embedding"]}'
+    if latent_width(described):  # else vLLM attends in bfloat16 on processors with AMX, and refuses small heads there
+        arguments["attention-backend"] = "CPU_MLA"
     if not caches_prefixes_on_cpu(described):
         log.info("The prefix cache is off: vLLM's CPU engine dies when it stores the state of a Mamba-2 layer.")
         arguments["enable-prefix-caching"] = False

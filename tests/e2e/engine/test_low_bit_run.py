@@ -62,8 +62,6 @@ def test_low_bit_weights_are_served_and_trained_as_what_they_mean(kind: str, tmp
     sizes = LOW_BIT.get(kind, LATENT) | {"head_dim": 64}
     sizes |= {"rope_parameters": YARN, "max_position_embeddings": 2048} if kind == "gpt_oss" else {}
     attention = ("--trainer.model.attn", ATTENTION.get(kind, "sdpa"))
-    if kind == "deepseek_v3":  # on processors with AMX, vLLM would attend in bfloat16, and heads this small not at all
-        attention += ("--inference.args.attention-backend", "CPU_MLA")
     run, served, (one, other) = served_and_trained(tmp_path, kind, sizes, *attention, trains=kind != "gpt_oss")
     np.testing.assert_allclose(served, [one, other, one], atol=1e-4)
     if run is not None:  # of the first, `test_published_weights.py` holds the trainer's weights against the same values

@@ -93,6 +93,7 @@ def test_what_is_wrong_in_vllm_on_a_cpu_is_off_for_the_models_where_it_is(tmp_pa
     for described in ('{"model_type": "lfm2"}', '{"model_type": "deepseek_v3", "kv_lora_rank": 512}'):
         (tmp_path / "config.json").write_text(described)
         assert value_of("--compilation-config", flags) == '{"custom_ops": ["-rotary_embedding"]}'
+        assert value_of("--attention-backend", flags) == ("CPU_MLA" if "kv_lora_rank" in described else None)
 
 
 def test_variables_of_the_engine_follow_from_the_configuration() -> None:
