@@ -25,21 +25,13 @@ VOCABULARY = json.loads((TINY / "config.json").read_text())["vocab_size"]
 PROMPT = [(17 + 11 * place) % VOCABULARY for place in range(40)]
 NOISE = 0.1  # mean of bfloat16, whose largest is that of a token that was not likely; the two models differ by nats
 
-PARTS_OF_OTHERS = {"lfm2", "qwen3_5_moe_text", "qwen3_5"}
-"""All that they have is in lfm2_moe, or in qwen3_5_moe, a text model with experts beside a vision tower."""
-
 
 def test_there_is_a_model_of_each_architecture_that_is_said_to_be_served() -> None:
     assert SERVED.keys() == set(SERVED_ON_CPU)
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        kind if kind == "nemotron_h" else pytest.param(kind, marks=pytest.mark.slow)
-        for kind in SERVED
-        if kind not in PARTS_OF_OTHERS
-    ],
+    "kind", [kind if kind == "nemotron_h" else pytest.param(kind, marks=pytest.mark.slow) for kind in SERVED]
 )
 def test_a_hybrid_is_updated_in_flight_and_trained(kind: str, tmp_path: Path) -> None:
     folder = save_family(tmp_path / "model", build_config(kind, **SERVED[kind], vocab_size=VOCABULARY))
