@@ -140,9 +140,11 @@ def test_a_resumed_run_does_not_tell_its_history_again(stage: Stage) -> None:
 
 def test_a_number_that_cannot_be_shown_does_not_end_the_run(stage: Stage) -> None:
     stage.open()
-    for loss in ("much", 0.5):
-        stage.report(0, "trainer", loss=loss)  # type: ignore[arg-type]
-        stage.look()
+    with open(stage.config.paths.metrics, "w") as file:
+        file.write('{"step": 0, "process": "trainer", "loss": "much"}\n{"step": 1, "process": "trainer"}\n')
+    stage.look()
+    stage.train(2)
+    assert stage.look() == "", "it stays off"
 
 
 def test_the_live_picture_shows_steps_processes_engines_and_evaluations(stage: Stage) -> None:

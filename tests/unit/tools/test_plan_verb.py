@@ -239,6 +239,7 @@ def test_the_state_of_each_optimizer_by_hand_and_what_halves_a_row_saves():
     expected = {name: size * QWEN.num_parameters for name, size in sizes.items()} | {"muon": 4 * matrices + 8 * others}
     for optimizer, size in expected.items():
         assert 2 * changed(training, optimizer=optimizer, shards=2).optimizer_bytes == pytest.approx(size)
+    assert changed(training, optimizer="muon").moments["update"]["update"] == 4 * 4 * 3584 * 18944  # its largest matrix
     for change in ({"cp": 2}, {"value_bytes": 2}):
         assert sum(changed(training, **change).parts.values()) < sum(training.parts.values())
 
