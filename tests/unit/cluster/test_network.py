@@ -2,6 +2,7 @@
 
 import os
 import socket
+from itertools import chain, count
 from pathlib import Path
 
 from cryptography.hazmat.primitives import hashes, hmac
@@ -80,12 +81,13 @@ def test_a_port_is_chosen_that_nobody_listens_on_and_no_connection_will_be_given
     assert not [port for port in (free_port() for _ in range(50)) if first <= port <= last]
     with socket.create_server(("127.0.0.1", port := free_port())):
         assert not port_is_free(port)
-        others = iter([port, port, port + 1])
+        given = [port]
         with monkeypatch.context() as choosing:
-            choosing.setattr("trireme.base.processes._random.randrange", lambda *_: next(others))
-            assert free_port() == port + 1
-            others = iter([port + 1, port + 2])
-            assert free_port() == port + 2, "the last one is given, also to another process, before its server listens"
+            for _ in range(2):  # the second is held, also against other processes, before its server listens
+                drawn = chain(given, count(port + 1))  # of which other tests may hold some
+                choosing.setattr("trireme.base.processes._random.randrange", lambda *_, drawn=drawn: next(drawn))
+                given.append(free_port())
+        assert len(set(given)) == 3
     for beyond in (1024, 12_000, 0):  # where the system gives almost all ports, runs do not all choose the same
         monkeypatch.setattr("trireme.base.processes._first_port_of_the_kernel", lambda beyond=beyond: beyond)
         assert len({free_port() for _ in range(20)}) > 1
