@@ -147,8 +147,6 @@ def serve(address: str, session: int, with_vllm: bool) -> NoReturn:
     with quick_imports():
         for module in (*IMPORTED, *(VLLM if with_vllm else ())):
             __import__(module)
-    if with_vllm:  # it would start a process and import everything again to look at a model's class
-        sys.modules["vllm.model_executor.models.registry"]._run_in_subprocess = lambda function: function()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers need not be waited for
     while end not in select.select([listener, end], [], [])[0]:
         connection, _ = listener.accept()

@@ -63,18 +63,16 @@ def find(victim: str, launcher: int, ranks: int = 1) -> psutil.Process | None:
         root = psutil.Process(launcher)
         if victim == "launcher":
             return root
-        below = root.children(recursive=True)
-        if victim == "agent programs":  # their process outlives its parent, and is below the launcher no more
-            below = [each for each in psutil.process_iter() if "trireme_programs.py" in " ".join(each.cmdline())]
-            below = [each for each in below if each.environ().get("TRIREME_PARENT") == str(launcher)]
-        for process in below:
-            with suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE and _plays(process, victim, ranks):
+        # the process of the programs outlives its parent, and is below the launcher no more
+        candidates = psutil.process_iter() if victim == "agent programs" else root.children(recursive=True)
+        for process in candidates:
+            with suppress(psutil.Error):  # of one that has just ended
+                if process.status() != psutil.STATUS_ZOMBIE and _plays(process, victim, launcher, ranks):
                     return process
     return None
 
 
-def _plays(process: psutil.Process, victim: str, ranks: int) -> bool:
+def _plays(process: psutil.Process, victim: str, launcher: int, ranks: int) -> bool:
     words = " ".join(process.cmdline())
     match victim:
         case "orchestrator":
@@ -89,7 +87,7 @@ def _plays(process: psutil.Process, victim: str, ranks: int) -> bool:
         case "environment worker":
             return "environments/worker" in words and "environments/worker/" not in words
         case "agent programs":
-            return True
+            return "trireme_programs.py" in words and process.environ().get("TRIREME_PARENT") == str(launcher)
     raise AssertionError(f"{victim} is none of {VICTIMS}")
 
 
