@@ -97,11 +97,16 @@ def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatc
     until(lambda: not is_alive(child))
 
 
-def test_a_doctor_whose_terminal_is_closed_leaves_nothing(workplace):
-    command = [sys.executable, "-m", "trireme.cli.trireme", "doctor", "--only", "environments"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    until(lambda: [*workplace.glob("outputs/doctor-*/*")])
-    process.send_signal(signal.SIGHUP)
+@pytest.mark.parametrize("is_forking", [False, True])
+def test_a_doctor_whose_terminal_is_closed_leaves_nothing(workplace, is_forking):
+    """Also where the signal comes while a process is forked: Python ignores what the handler raises then."""
+    main = "from trireme.cli.trireme import main; main()"
+    forking = "import os; os.register_at_fork(before=lambda: os.kill(os.getpid(), 1)); "
+    words = ["-c", is_forking * forking + main, "doctor", "--only", "environments"]
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
+    if not is_forking:
+        until(lambda: [*workplace.glob("outputs/doctor-*/*")])
+        process.send_signal(signal.SIGHUP)
     assert process.wait(DEADLINE_S) == 128 + signal.SIGHUP
     assert list(workplace.iterdir()) == []
 

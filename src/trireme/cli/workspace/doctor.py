@@ -73,8 +73,14 @@ def doctor(argv: list[str]) -> int:
         hint = f"Did you mean `{near[0]}`?" if near else "Leave `--only` out to run them all."
         raise ConfigError(f"--only {min(unknown)}: no such check - expected some of {', '.join(known)}. {hint}")
     case = read_case([*options.only[end:], *words])
-    for number in (signal.SIGTERM, signal.SIGHUP):  # end as after Ctrl-C: programs are ended, the folder is removed
-        signal.signal(number, lambda received, _: sys.exit(128 + received))
+    received: list[int] = []
+
+    def end_as_after_ctrl_c(number: int, _: object) -> None:  # programs are ended, and the folder is removed
+        received.append(number)
+        sys.exit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end_as_after_ctrl_c)
     console = Console(highlight=False, soft_wrap=True, quiet=options.json)
     width = max(LEAST_WIDTH, min(console.width, MOST_WIDTH)) if console.is_terminal else MOST_WIDTH
     began, findings = time.monotonic(), list[Finding]()
@@ -82,6 +88,8 @@ def doctor(argv: list[str]) -> int:
     try:
         with console.status("") as status:
             for found in run_checks(checks, case, quick=options.quick, on_check=lambda each: status.update(each.name)):
+                if received:  # where a process is just being forked, Python ignores what the handler raises
+                    sys.exit(128 + received[0])
                 findings.append(found)
                 style = STYLES[found.verdict]
                 text = text_of(found, width)
