@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TextIO
 
 from gepa.core.result import GEPAResult
 
@@ -34,41 +35,42 @@ MAY_DIFFER = {
 def check_same(folder: Path, config: GepaConfig) -> None:
     """Raises: ConfigError where the folder has the results of a search with other settings; they would be lost."""
     settings = config.model_dump(mode="json", exclude=MAY_DIFFER)
-    try:
-        before = json.loads((folder / METADATA).read_text(encoding="utf-8"))
+    with _reading(folder / METADATA) as file:
+        before = json.load(file) if file else settings
         changed = [key for key, value in settings.items() if _to_line(before[key]) != _to_line(value)]
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ConfigError(
-            f"{folder / METADATA} cannot be read ({error!r}) - expected what an earlier search wrote. Move the folder, "
-            "or give another `--output`."
-        ) from error
     if changed:
-        raise ConfigError(
-            f"{folder} has the results of a search with other settings ({', '.join(changed)}) - expected the "
-            "same ones, to resume it. `--output FOLDER` starts another search and keeps these."
-        )
+        _refuse(folder, f"with other settings ({', '.join(changed)})")
 
 
 def check_same_start(folder: Path, first_prompt: str) -> None:
     """Raises: ConfigError where the results in the folder are of a search that began with another prompt."""
+    with _reading(folder / CANDIDATES) as file:
+        before = json.loads(file.readline())["prompt"] if file else first_prompt
+    if before != first_prompt:
+        _refuse(folder, f"that began with another prompt ({_begin(before)} before, {_begin(first_prompt)} now)")
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[TextIO | None]:
+    """Open a file of an earlier search; None where there is none.
+
+    Raises: ConfigError where it cannot be read, also for what the block raises.
+    """
     try:
-        with open(folder / CANDIDATES, encoding="utf-8") as file:
-            before = json.loads(file.readline())["prompt"]
-    except FileNotFoundError:
-        return
+        with open(path, encoding="utf-8") if path.exists() else nullcontext() as file:
+            yield file
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(
-            f"{folder / CANDIDATES} cannot be read ({error!r}) - expected what an earlier search wrote. Move the "
-            "folder, or give another `--output`."
+            f"{path} cannot be read ({error!r}) - expected what an earlier search wrote. Move the folder, or give "
+            "another `--output`."
         ) from error
-    if before != first_prompt:
-        raise ConfigError(
-            f"{folder} has the results of a search that began with another prompt ({_begin(before)} before, "
-            f"{_begin(first_prompt)} now) - expected the same one, to resume it. `--output FOLDER` starts another "
-            "search and keeps these."
-        )
+
+
+def _refuse(folder: Path, search: str) -> NoReturn:
+    raise ConfigError(
+        f"{folder} has the results of a search {search} - expected the same, to resume it. `--output FOLDER` starts "
+        "another search and keeps these."
+    )
 
 
 def _begin(text: str) -> str:
