@@ -2,12 +2,13 @@
 
 uv run python scripts/configuration_reference.py [--check]
 
-With --check nothing is written, and the exit code is that of a failure where a file differs from the models.
+With --check nothing is written, and the exit code is 1 where a file differs from the models.
 """
 
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,11 +66,14 @@ def documents() -> Iterator[tuple[Path, str]]:
 
 
 def main() -> int:
+    parser = ArgumentParser(description="Write the reference of all keys, and the JSON schemas.")
+    parser.add_argument("--check", action="store_true", help="write nothing; end with 1 where a file is not current")
+    is_check = parser.parse_args().check
     stale = {path: text for path, text in documents() if not path.exists() or path.read_text(encoding="utf-8") != text}
-    if sys.argv[1:] == ["--check"]:
+    if is_check:
         for path in stale:
             print(f"{path.relative_to(ROOT)} is stale: run `uv run python scripts/configuration_reference.py`")
-        return len(stale)
+        return 1 if stale else 0
     for path, text in stale.items():
         path.write_text(text, encoding="utf-8")
     return 0
