@@ -36,6 +36,8 @@ from typing import Any, ClassVar, NoReturn
 
 from setproctitle import getproctitle, setproctitle
 
+from warm_python import is_of_this_user
+
 FORKED = ("trireme.cli.orchestrator", "trireme.cli.trainer", "trireme.cli.sft", "trireme.cli.runs.replay")
 FORKED += ("trireme.cli.inference",)
 FORKED_SCRIPTS = ("scripted_engine.py",)
@@ -113,6 +115,7 @@ def _connect(with_vllm: bool) -> socket.socket:
         assert time.monotonic() < give_up, f"no server at {address} after {START_S:.0f} s"
         _start(address, session, with_vllm)
         time.sleep(0.01)
+    assert is_of_this_user(server), f"{address} is another user's"
     return server
 
 
@@ -151,13 +154,13 @@ def serve(address: str, session: int, with_vllm: bool) -> NoReturn:
     while end not in select.select([listener, end], [], [])[0]:
         connection, _ = listener.accept()
         with connection:
-            request, fds = _receive(connection)
-        if not os.fork():
+            if os.fork():
+                continue
+            assert is_of_this_user(connection)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             listener.close()
-            _keep(request, output=fds[0], connection=fds[1])
-        for fd in fds:
-            os.close(fd)
+            request, fds = _receive(connection)
+        _keep(request, output=fds[0], connection=fds[1])
     with suppress(ChildProcessError):
         os.wait()  # until every keeper has killed what is left
     os._exit(0)
@@ -176,7 +179,10 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
         os._exit(0)
     length, data = int.from_bytes(header, "big"), b""
     while len(data) < length:
-        data += connection.recv(length - len(data))
+        part = connection.recv(length - len(data))
+        if not part:
+            os._exit(0)
+        data += part
     return json.loads(data), fds
 
 

@@ -18,6 +18,7 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -64,10 +65,17 @@ def _server(python: str, env: dict[str, str]) -> str:
     return SERVERS[python]
 
 
+def is_of_this_user(connection: socket.socket) -> bool:
+    """Return whether the other end is. An abstract address is open to all users of the machine."""
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return user == os.getuid()
+
+
 def ask(address: str, folder: str, descriptor: str) -> int:
     """Have the worker started, and return its exit code."""
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(f"\0{address}")
+        assert is_of_this_user(server), f"{address} is another user's"
         request = json.dumps({"folder": folder, "env": dict(os.environ), "cwd": os.getcwd()})
         socket.send_fds(server, [request.encode() + b"\n"], [int(descriptor), 1])
         os.close(int(descriptor))
@@ -95,6 +103,7 @@ def serve(address: str) -> None:
 
 
 def keep(client: socket.socket) -> None:
+    assert is_of_this_user(client)
     data, descriptors, _, _ = socket.recv_fds(client, 1, 2)
     with client.makefile("rb") as rest:
         data += rest.readline()  # cut off, which is no JSON, if the client is killed
