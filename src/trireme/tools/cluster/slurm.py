@@ -32,7 +32,7 @@ MAY_START = (
 )
 """States of a job that runs, or will: one that is ending may be about to be requeued."""
 UNKNOWN = "unknown"
-"""In place of a state while Slurm's controller does not answer."""
+"""State of a job while Slurm's controller does not answer."""
 
 
 def batch_script(job: Job, options: SubmitOptions, *, workdir: Path) -> str:
