@@ -164,7 +164,9 @@ async def run(folder: Path, work: Workload) -> tuple[RunConfig, float]:
         },
     )
     wire = WeightWire()
-    engine = PacedEngine(wire, end=END, port=config.inference.server.port, work=work)
+    port = config.inference.server.port
+    assert port is not None
+    engine = PacedEngine(wire, end=END, port=port, work=work)
     async with serving(build_app(engine), engine.port), open_orchestrator(config) as orchestrator:
         with open_spans(config.paths.spans) as spans:
             trainer = PacedTrainer(config, wire, spans.lane(TRAINER, what="start"), work.step_s)

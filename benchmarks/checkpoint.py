@@ -37,7 +37,8 @@ def main() -> None:
         store = CheckpointStore(
             folder / "checkpoints", Checkpoints(keep_last=2), world, waits=Waits("benchmark"), disk_timeout_s=60
         )
-        waited, blocked = [], []
+        waited: list[float] = []
+        blocked: list[float] = []
         for number in range(2 * args.times + 1):
             train_step(state, random_samples([30, 20, 12], seed=number), world)
             began = time.perf_counter()

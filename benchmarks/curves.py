@@ -8,8 +8,8 @@ Without folders it draws the .csv files that are there again.
 
 from __future__ import annotations
 
+import argparse
 import csv
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -72,8 +72,12 @@ def _points(rows: list[dict[str, str]], column: str) -> tuple[list[int], list[fl
 
 
 def main() -> None:
-    for folder in map(Path, sys.argv[1:]):
-        write_csv(CURVES / f"{folder.name}.csv", read_run(folder))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="*", type=Path)
+    for folder in parser.parse_args().runs:
+        if not (rows := read_run(folder)):
+            parser.error(f"{folder}: no step is in its metrics.jsonl - expected the folder of a run")
+        write_csv(CURVES / f"{folder.name}.csv", rows)
     for path in sorted(CURVES.glob("*.csv")):
         draw(path)
         print(path.with_suffix(".svg"))

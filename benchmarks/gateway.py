@@ -99,9 +99,9 @@ async def _serve(pipe: Any, options: Namespace, folder: Path) -> None:
         keys = []
         for number in range(options.sessions):
             file = turns_file(folder, str(number), 0)
-            log, requests = TurnLog(file), RequestLog(file.with_suffix(".requests"))
-            if options.instant_disk:
-                log = requests = None
+            on_disk = not options.instant_disk
+            log = TurnLog(file) if on_disk else None
+            requests = RequestLog(file.with_suffix(".requests")) if on_disk else None
             conversation = _Conversation(runner, sampling, environment, True, log)  # type: ignore[arg-type]
             task = RunTask(task=str(number), index=0)
             AgentSession(gateway, task, conversation.answer, requests=requests).open()

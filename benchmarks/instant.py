@@ -17,6 +17,7 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,7 @@ async def accompany(config: RunConfig, *, end: int, letters: list[int], most_tok
     loop, wire = asyncio.get_running_loop(), WeightWire()
     for url in config.engine_urls:
         engine = InstantEngine(wire, end=end, letters=letters, most_tokens=most_tokens)
-        await loop.create_server(lambda engine=engine: _Connection(engine), "127.0.0.1", int(url.rpartition(":")[2]))
+        await loop.create_server(partial(_Connection, engine), "127.0.0.1", int(url.rpartition(":")[2]))
     print("ready", flush=True)
     threading.Thread(target=CountingTrainer(config, wire).train, daemon=True).start()
     await asyncio.to_thread(sys.stdin.read)

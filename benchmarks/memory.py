@@ -166,7 +166,7 @@ def batch_of(case: Case) -> Any:
     rng, length = np.random.default_rng(0), case.tokens // case.samples
     mask, zeros = np.ones(length), np.zeros(length)
     ids = rng.integers(0, case.vocabulary, (case.rows * case.samples, length))
-    columns = {"loss_mask": mask, "logprobs": zeros - 5, "advantages": mask, "versions": zeros}
+    columns: dict[str, Any] = {"loss_mask": mask, "logprobs": zeros - 5, "advantages": mask, "versions": zeros}
     samples = [Sample(build_tokens(ids=each, **columns), 1.0) for each in ids]
     rows = [list(range(row * case.samples, (row + 1) * case.samples)) for row in range(case.rows)]
     packed, count = rows_of(samples, rows), len(samples)

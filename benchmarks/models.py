@@ -60,9 +60,9 @@ PACKAGES = ("vllm", "transformers", "torch")
 PROMPT_TOKENS, SAMPLED_TOKENS, FLIGHT_TOKENS = 70, 60, 400
 NOISE = 0.05  # of the second set of weights; with it, logprobs differ by nats
 KINDS = (*families.CONFIGS, "qwen3_5", "qwen3_5_moe")
-LARGE = families._LARGE | {"head_dim": 64}
+LARGE: dict[str, Any] = families._LARGE | {"head_dim": 64}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-PUBLISHED = {
+PUBLISHED: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_key_value_heads": 2},  # has no groups of heads, but vLLM reads the key
     "deepseek_v3": {"num_key_value_heads": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "topk_group": 2},
     "gpt_oss": {"rope_parameters": YARN, "intermediate_size": 64},
@@ -258,7 +258,7 @@ def measure_trainer(family: Family, result: Result) -> None:
     """Record the largest difference of a packed row's logits from those of each sample alone."""
     lengths = (9, 14, 1, 7)
     with open_world("cpu", threads=1, timeout_s=60) as world, torch.no_grad():
-        model = load_model(TrainerModel(attn=family.attn or "sdpa"), str(family.folder), world)
+        model = load_model(TrainerModel.model_validate({"attn": family.attn or "sdpa"}), str(family.folder), world)
         named = ((path, part) for block in decoder_layers(model) for path, part in block.named_modules())
         linear = {path.rpartition(".")[2] for path, part in named if isinstance(part, torch.nn.Linear)}
         family.linear = sorted(linear - {"gate_up_proj"})  # which adapters take for that of experts

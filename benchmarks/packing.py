@@ -34,6 +34,7 @@ CASES = ((512, 16384, 8), (256, 8192, 8), (1024, 32768, 8), (128, 4096, 2), (204
 
 def lengths_of(kind: str, count: int, capacity: int) -> list[int]:
     rng = np.random.default_rng(0)
+    drawn: np.ndarray
     if kind == "long tail":  # most answers are short, a few as long as they may be
         drawn = rng.lognormal(np.log(capacity / 10), 0.8, count)
     elif kind == "even":

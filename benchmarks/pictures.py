@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "e2e"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "e2e" / "engine"))
 
 import numpy as np
 import torch
@@ -72,7 +72,7 @@ def measure(kind: str, root: Path) -> dict[str, str]:
     (root / "see.py").write_text(ENVIRONMENT)
     (root / "settings.toml").write_text(SETTINGS.replace("tests/e2e/say.py", str(root / "see.py")))
     for dtype in PRECISIONS[kind]:
-        flags = ("--model.name", str(folder), "--model.vlm.vision-encoder-attr", "model.visual")
+        flags: tuple[str, ...] = ("--model.name", str(folder), "--model.vlm.vision-encoder-attr", "model.visual")
         flags += ("--inference.model.dtype", dtype)
         settings = str(root / "settings.toml")
         with open_engine(root / dtype, *flags, config=settings, forked=True) as engine:

@@ -100,8 +100,8 @@ def describe(name: str) -> Row:
         row = replace(row, parameters=sized.architecture.num_parameters, active=sized.architecture.active_parameters)
         # one that `rl` accepts, and that needs no square of a row's length
         attention = ("--trainer.model.attn", "flex_attention" if lacks_sdpa(config) else "flash_attention_2")
-        fitting = (fewest_gpus(folder, sized, *attention, *flags) for flags in (WHOLE, ADAPTERS))
-        return replace(row, **dict(zip(("whole", "adapters"), fitting, strict=True)))
+        whole, adapters = (fewest_gpus(folder, sized, *attention, *flags) for flags in (WHOLE, ADAPTERS))
+        return replace(row, whole=whole, adapters=adapters)
 
 
 def refusal(folder: str, device: str, *flags: str) -> str | None:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -75,12 +76,11 @@ def main() -> int:
         run.disturb(args.blows, STEPS_PER_BLOW[args.real], random.Random(args.seed))
     Console(width=120).print(run.table())
     lost = None if args.ahead else first_other_version(run.run, undisturbed.run)
-    audited = audit(run.run)
-    print(audited.stdout + audited.stderr)
+    audit_code = audit([str(run.run.root)])
     print(
         lost or "nothing was lost" + ("" if args.ahead else f": all {steps} versions are those of an undisturbed run")
     )
-    return 1 if lost or audited.returncode else 0
+    return 1 if lost or audit_code else 0
 
 
 class Soak(KilledRun):
@@ -98,9 +98,9 @@ class Soak(KilledRun):
             step = (number - 1) * steps_per_blow + rng.randrange(steps_per_blow)
             if not is_at_once or len(self.open_blows()) >= UNPROGRESSED:
                 self.until(lambda: not self.open_blows(), f"blow {number}: the run to get over the last one")
-                self.until(lambda step=step: self.version >= step, f"version {step}, for blow {number}")
+                self.until(partial(self.has_version, step), f"version {step}, for blow {number}")
             moment = time.monotonic() + rng.uniform(0.0, 6.0 if is_at_once else 0.3)
-            self.until(lambda moment=moment: time.monotonic() >= moment, "the moment to come")
+            self.until(partial(is_past, moment), "the moment to come")
             self.strike(number, rng)
         self.until(lambda: not self.open_blows(), "the run to get over everything")
         self.wait(OUTLAST_S)
@@ -135,6 +135,9 @@ class Soak(KilledRun):
 
         super().until(look, what)
 
+    def has_version(self, version: int) -> bool:
+        return self.version >= version
+
     def open_blows(self) -> list[Blow]:
         return [blow for blow in self.blows if blow.over is None]
 
@@ -144,6 +147,10 @@ class Soak(KilledRun):
             over = "never" if blow.over is None else f"{blow.over:.1f} s"
             table.add_row(str(blow.number), f"{blow.at:.0f} s", blow.kind, blow.victim, str(blow.version), over)
         return table
+
+
+def is_past(moment: float) -> bool:
+    return time.monotonic() >= moment
 
 
 if __name__ == "__main__":

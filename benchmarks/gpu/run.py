@@ -17,8 +17,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 ROOT = Path(__file__).parents[2]
 BUDGET_S = 520
@@ -135,7 +136,7 @@ def _nccl_rank(rank: int, port: int, answers: Any) -> None:
 
     torch.cuda.set_device(rank)
     specs = [TensorSpec(name=f"w{i}", dtype="bfloat16", shape=[4096, 4096]) for i in range(64)]
-    options = {"bucket_bytes": 64 << 20, "timeout_s": 60.0}
+    options: dict[str, Any] = {"bucket_bytes": 64 << 20, "timeout_s": 60.0}
     for epoch in ("first", "second"):  # the first opens the connection
         if rank == 0:
             torch.manual_seed(1)
@@ -312,7 +313,12 @@ def long_samples(device: str) -> list[Any]:
     length, count = (2048, 16) if device == "cuda" else (64, 4)
     rng = np.random.default_rng(0)
     mask = np.arange(length) >= length // 4
-    columns = {"loss_mask": mask, "logprobs": -2.0 * mask, "advantages": mask, "versions": np.where(mask, 0, -1)}
+    columns: dict[str, Any] = {
+        "loss_mask": mask,
+        "logprobs": -2.0 * mask,
+        "advantages": mask,
+        "versions": np.where(mask, 0, -1),
+    }
     return [Sample(build_tokens(ids=rng.integers(0, 500, length), **columns), 1.0) for _ in range(count)]
 
 
@@ -336,7 +342,8 @@ def a_tried_step(device: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, open_world(device, threads=2, timeout_s=60) as world:
         write_model_config(folder, device)
         trainer = TrainerConfig(model=random_weights(), micro_batch_tokens=capacity)
-        config = RunConfig(device=device, seq_len=length, model=Model(name=folder), trainer=trainer)
+        kind: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
+        config = RunConfig(device=kind, seq_len=length, model=Model(name=folder), trainer=trainer)
         state = base_state(config, world)
         before = [parameter.detach().clone() for parameter in state.model.parameters()]
         peaks = {"tried_gib": peak_gib(lambda: try_step(Stepper(config, state, world)), device)}
@@ -352,7 +359,7 @@ def a_tried_step(device: str) -> dict[str, Any]:
                 num_rollouts=count,
                 loss_samples=count,
             )
-            peaks[f"step_{step}_gib"] = peak_gib(lambda batch=batch: stepper.step(batch), device)
+            peaks[f"step_{step}_gib"] = peak_gib(partial(stepper.step, batch), device)
     return peaks
 
 
