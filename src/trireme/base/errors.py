@@ -55,3 +55,8 @@ class JournalCorrupt(TriremeError):
 
 class Refused(TriremeError):
     """A peer refused a request for good (another run's trainer, a batch that will never exist)."""
+
+
+def message_of(error: BaseException) -> str:
+    """Return an exception's message, or its type's name where it has none, as a timeout has."""
+    return str(error) or type(error).__name__

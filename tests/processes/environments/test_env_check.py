@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import time
 import tomllib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -223,17 +224,18 @@ def test_an_endpoint_that_is_busy_is_asked_again_and_what_it_cannot_answer_costs
 
 
 @pytest.mark.parametrize(
-    ("status", "error", "words"),
+    ("status", "timeout_s", "error", "words"),
     [
-        (401, ConfigError, "answered 401 .*the key was refused.*what is wrong.*--api-key-var"),
-        (503, DeadlineExceeded, "waits .* for an answer from http.*503 .*what is wrong"),
+        (401, 20, ConfigError, "answered 401 .*the key was refused.*what is wrong.*--api-key-var"),
+        (503, 3, DeadlineExceeded, "waits .* for an answer from http.*503 .*what is wrong"),
+        (None, 0.3, DeadlineExceeded, r"waits .* for an answer from http.*the last try: \w"),
     ],
 )
-def test_an_endpoint_that_refuses_the_key_or_stays_busy_ends_the_check_with_its_words(status, error, words):
+def test_an_endpoint_that_refuses_the_key_stays_busy_or_is_silent_ends_the_check(status, timeout_s, error, words):
     chat = FakeChat()
-    chat.answers = lambda number: (status, {"error": "what is wrong"})
+    chat.answers = lambda number: time.sleep(1) or (200, {}) if status is None else (status, {"error": "what is wrong"})
     with pytest.raises(error, match=re.compile(words)):
-        reply_of(chat, timeout_s=0.05 if status == 503 else 20)
+        reply_of(chat, timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize("name", ["My Env!", "2048", "json", "class", "", "x" * 61])

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from trireme.base.errors import PeerDied
+from trireme.base.errors import PeerDied, message_of
 from trireme.base.log import RateLimitedLog, get_logger
 from trireme.base.network import is_loopback, watched_socket
 from trireme.base.token import TOKEN, bearer, token
@@ -148,7 +148,7 @@ class Engine:
             return msgspec.json.decode(answer or b"null", type=returns)
         except (*REQUEST_ERRORS, ValueError, RecursionError) as error:
             self.suspected.set()
-            raise PeerDied(f"{self.url}/{path} got no answer: {error or type(error).__name__}") from error
+            raise PeerDied(f"{self.url}/{path} got no answer: {message_of(error)}") from error
 
     async def ask_workers(self, method: str, *args: Any, returns: Any = Any) -> list[Any]:
         """Call one of our methods in each of its workers. Raises PeerDied where not every worker has answered."""

@@ -25,7 +25,7 @@ import aiohttp
 import msgspec
 
 from trireme.algo.pictures import collapse
-from trireme.base.errors import DeadlineExceeded, PeerDied
+from trireme.base.errors import DeadlineExceeded, PeerDied, message_of
 from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
 from trireme.messages import Picture
@@ -179,7 +179,7 @@ class InferencePool:
         try:
             return prompt_logprobs_of(await self.post_generate(engine, body), ids)
         except (*REQUEST_ERRORS, ValueError) as error:
-            raise PeerDied(f"{engine.url} did not answer the probe: {error or type(error).__name__}") from error
+            raise PeerDied(f"{engine.url} did not answer the probe: {message_of(error)}") from error
 
     async def _retry(self, ask: Callable[[Engine], Awaitable[Answer]]) -> Answer:
         """Ask an engine, the least busy first, until one does not drop the request.
@@ -195,7 +195,7 @@ class InferencePool:
             try:
                 return await ask(engine)
             except (*REQUEST_ERRORS, Unconfirmed) as error:
-                words = str(error) or type(error).__name__
+                words = message_of(error)
                 if interruptions != self.interruptions:
                     interruptions, dropped_at = self.interruptions, math.inf
                 elif isinstance(error, TimeoutError) or time.monotonic() > dropped_at + self.timeout_s:

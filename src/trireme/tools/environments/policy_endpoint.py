@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from trireme.base.errors import ConfigError, PeerDied
+from trireme.base.errors import ConfigError, PeerDied, message_of
 from trireme.base.token import bearer
 from trireme.base.waiting import Wait, Waits
 from trireme.config.orchestrator import Sampling
@@ -69,7 +69,7 @@ async def look_at(base_url: str, *, key: str | None = None) -> Server:
                     answer = await response.json(content_type=None) if response.status == 200 else {}
             except (aiohttp.ClientConnectionError, TimeoutError) as error:
                 raise ConfigError(
-                    f"nothing answers at {base_url} ({error or type(error).__name__}) - expected an engine, or a "
+                    f"nothing answers at {base_url} ({message_of(error)}) - expected an engine, or a "
                     "server with OpenAI's chat completions. Start it, or correct `--base-url`."
                 ) from error
             except (aiohttp.ClientError, ValueError, RecursionError):
@@ -143,7 +143,7 @@ class ChatEndpoint:
                             f"{self.api} is gone: {error} - expected the server to answer until the end. Look at its "
                             "log, restart it, and type the same command."
                         ) from error
-                    wait.note = f"the last try: {error or type(error).__name__}"
+                    wait.note = f"the last try: {message_of(error)}"
                 wait.check()
                 await asyncio.sleep(min(LONGEST_PAUSE_S, pause_s, max(0.0, wait.left_s)))
                 pause_s *= 2
