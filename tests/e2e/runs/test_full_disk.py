@@ -17,9 +17,11 @@ def test_a_run_waits_for_room_and_loses_nothing(tmp_path: Path, tiny_model: Path
     undisturbed = finish_undisturbed(KilledRun(tmp_path / "undisturbed", flags, name="undisturbed"))
     disturbed = KilledRun(tmp_path / "disturbed", flags, name="full disk")
     with small_disk(disturbed.run.root, "48m"), open_run(disturbed):
+        disturbed.faults.arm("journal.before_append")
         disturbed.start()
-        disturbed.until(lambda: disturbed.version >= 3, "version 3")
+        disturbed.until(lambda: disturbed.faults.is_reached("journal.before_append"), "a full batch")
         ballast = fill(disturbed.run.root)
+        disturbed.faults.release("journal.before_append")
         disturbed.until(lambda: waits_for_room(disturbed), "a process waits for room")
         version = disturbed.version
         ballast.unlink()

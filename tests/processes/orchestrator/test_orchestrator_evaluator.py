@@ -258,11 +258,11 @@ def test_an_evaluation_may_take_longer_than_the_trainer_is_waited_for(tmp_path):
 
     async def slow(asked):
         if is_evaluation(asked):
-            await asyncio.sleep(2)
+            await asyncio.sleep(4.5)
 
-    how = {"trainer_timeout_s": 3.5, "max_concurrent": 4, "eval": {"num_examples": 2, "eval_base": False}}
+    how = {"trainer_timeout_s": 8.0, "max_concurrent": 4, "eval": {"num_examples": 2, "eval_base": False}}
     config = build_config(tmp_path, WITH_HELD_OUT, max_steps=1, orchestrator=how)
-    outcome = run(config, engine={"delay": slow}, trainer={"patience_s": 3.5})
+    outcome = run(config, engine={"delay": slow}, trainer={"patience_s": 8.0})
     assert (outcome.error, outcome.trainer_error) == (None, [])
     assert evaluated(config) == ["step_1"]
 
