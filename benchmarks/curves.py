@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("runs", nargs="*", type=Path)
     for folder in parser.parse_args().runs:
         if not (rows := read_run(folder)):
-            parser.error(f"{folder}: no step is in its metrics.jsonl - expected the folder of a run")
+            parser.error(f"{folder}: no step is in its metrics.jsonl - expected the folder of a run. Check the path.")
         write_csv(CURVES / f"{folder.name}.csv", rows)
     for path in sorted(CURVES.glob("*.csv")):
         draw(path)

@@ -29,15 +29,9 @@ EVERY = 25  # steps of a line of the table
 EVALUATED = ("--orchestrator.eval.interval", EVERY)
 HELD_OUT = "eval/reverse-text/reward"
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "eos_token_id": 2,
-}
+SIZES: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
 SIZES |= {"max_position_embeddings": 4096, "initializer_range": 0.05, "pad_token_id": 0, "bos_token_id": None}
-SIZES |= {"tie_word_embeddings": True, "intermediate_size": 256}
+SIZES |= {"tie_word_embeddings": True, "intermediate_size": 256, "eos_token_id": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": {
         "architectures": ["Lfm2ForCausalLM"],

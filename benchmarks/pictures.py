@@ -66,7 +66,7 @@ def measure(kind: str, root: Path) -> dict[str, str]:
     result: dict[str, str] = {}
     folder = root / "model"
     tokens = write_seeing_tokenizer(folder)
-    config = build_config(kind, **SIZES[kind] | {"max_position_embeddings": 2048}, vocab_size=128)
+    config = build_config(kind, **SIZES[kind], vocab_size=128)
     config.update(tokens)
     save_family(folder, config)
     (root / "see.py").write_text(ENVIRONMENT)

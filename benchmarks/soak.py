@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -98,9 +97,8 @@ class Soak(KilledRun):
             step = (number - 1) * steps_per_blow + rng.randrange(steps_per_blow)
             if not is_at_once or len(self.open_blows()) >= UNPROGRESSED:
                 self.until(lambda: not self.open_blows(), f"blow {number}: the run to get over the last one")
-                self.until(partial(self.has_version, step), f"version {step}, for blow {number}")
-            moment = time.monotonic() + rng.uniform(0.0, 6.0 if is_at_once else 0.3)
-            self.until(partial(is_past, moment), "the moment to come")
+                self.until_version(step)
+            self.linger(rng.uniform(0.0, 6.0 if is_at_once else 0.3))
             self.strike(number, rng)
         self.until(lambda: not self.open_blows(), "the run to get over everything")
         self.wait(OUTLAST_S)
@@ -135,8 +133,12 @@ class Soak(KilledRun):
 
         super().until(look, what)
 
-    def has_version(self, version: int) -> bool:
-        return self.version >= version
+    def until_version(self, version: int) -> None:
+        self.until(lambda: self.version >= version, f"version {version}")
+
+    def linger(self, seconds: float) -> None:
+        moment = time.monotonic() + seconds
+        self.until(lambda: time.monotonic() >= moment, "the moment to come")
 
     def open_blows(self) -> list[Blow]:
         return [blow for blow in self.blows if blow.over is None]
@@ -147,10 +149,6 @@ class Soak(KilledRun):
             over = "never" if blow.over is None else f"{blow.over:.1f} s"
             table.add_row(str(blow.number), f"{blow.at:.0f} s", blow.kind, blow.victim, str(blow.version), over)
         return table
-
-
-def is_past(moment: float) -> bool:
-    return time.monotonic() >= moment
 
 
 if __name__ == "__main__":

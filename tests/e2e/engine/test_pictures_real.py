@@ -31,12 +31,13 @@ from trireme.orchestrator.rollout.trajectory import Trajectory
 from trireme.tools.environments.policy import PolicyWanted, open_engine_policy
 
 SIZES = {"qwen2_5_vl": {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}} | SERVED
+_LONG = {"max_position_embeddings": 2048}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
-SIZES["qwen2_5_vl"] |= {"rope_parameters": _ROPE | {"mrope_section": [4, 6, 6]}}
+SIZES["qwen2_5_vl"] |= _LONG | {"rope_parameters": _ROPE | {"mrope_section": [4, 6, 6]}}
 # without sections, vLLM takes positions in the text alone, and transformers those that it has by default
 _INTERLEAVED = _ROPE | {"partial_rotary_factor": 0.25, "mrope_interleaved": True, "mrope_section": [3, 3, 2]}
 for _kind in ("qwen3_5", "qwen3_5_moe"):
-    SIZES[_kind] = SIZES[_kind] | {"rope_parameters": _INTERLEAVED}
+    SIZES[_kind] = SIZES[_kind] | _LONG | {"rope_parameters": _INTERLEAVED}
 Prompt = tuple[list[int], tuple[Picture, ...]]
 Tensors = dict[str, np.ndarray]
 CLOSE = {"float32": 1e-3, "bfloat16": 0.04}  # mean difference; two models, or pictures, differ by more than twice that
@@ -101,7 +102,7 @@ class Sight:
 def test_an_engine_sees_as_transformers_does_also_with_other_weights(kind: str, dtype: str, tmp_path: Path) -> None:
     folder, close, rng = tmp_path / "model", CLOSE[dtype], np.random.default_rng(0)
     tokens = write_seeing_tokenizer(folder)
-    config = build_config(kind, **SIZES[kind] | {"max_position_embeddings": 2048}, vocab_size=128)
+    config = build_config(kind, **SIZES[kind], vocab_size=128)
     config.update(tokens)
     one = load_file(save_family(folder, config) / "model.safetensors")
     spread = {name: 0.3 if "visual." in name else 0.05 for name in one}
