@@ -80,11 +80,10 @@ def kept_by(probabilities: np.ndarray, sampling: Sampling) -> np.ndarray:
 
 
 def test_trainer_and_engine_agree_on_tokens_of_a_cut_sampler_under_weights_that_change_in_flight(engine, tmp_path):
-    """The fourth batch begins when version 1 is there, one request at a time: version 2 comes long before its end.
-    Weights go through a folder."""
+    """One request at a time, each longer than what comes between two. Weights go through a folder."""
     ahead = ["--max-async-level", "2", "--orchestrator.max-concurrent", "1", "--orchestrator.max-off-policy-steps", "3"]
     small = ["--max-steps", "5", "--orchestrator.batch-size", "8", "--no-orchestrator.eval"]
-    long = ["--orchestrator.sampling.max-tokens", "50", "--orchestrator.sampling.extra-body", '{"ignore_eos": true}']
+    long = ["--orchestrator.sampling.max-tokens", "90", "--orchestrator.sampling.extra-body", '{"ignore_eos": true}']
     cut = ["--orchestrator.sampling.top-p", "0.8", "--orchestrator.sampling.temperature", "1.2"]
     run = run_apart(engine, tmp_path / "run", *ahead, *small, *long, *cut, "--weight-broadcast.type", "filesystem")
     assert len(list(run.paths.broadcast.iterdir())) <= 2  # those of the newest versions
