@@ -75,7 +75,7 @@ def test_drawn_weights_are_those_of_transformers_and_published_names_lead_there_
     sources = sources_of(model, {name: tuple(tensor.shape) for name, tensor in published.items()})
     assert sources.unexpected == []
     names, back = hub_names(model), {}
-    for name in names.parameters:
+    for name in names.layouts:
         tensor = sources.layouts[name].tensor(lambda source, region: published[source][region])
         parts = names.to_hub(name, tensor)
         assert [(key, part.shape) for key, part in parts] == names.specs(name)

@@ -113,7 +113,7 @@ class Merged:
     @property
     def _exported(self) -> list[str]:
         """Return the exported tensors, without buffers that the base model's files lack."""
-        return [name for name in self._names.parameters if name in self._laid]
+        return [name for name in self._names.layouts if name in self._laid]
 
     @property
     def trained_shapes(self) -> dict[str, tuple[int, ...]]:

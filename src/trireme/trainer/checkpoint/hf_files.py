@@ -56,8 +56,8 @@ def layout_of(model: PreTrainedModel, dtype: torch.dtype) -> Layout:
     names, tensors, untrained = hub_names(model), model.state_dict(keep_vars=True), untrained_of(model)
     trained = [
         laid_tensor(name, dtype if tensors[own].is_floating_point() else tensors[own].dtype, place)
-        for own in names.parameters
-        for name, place in names.laid(own).items()
+        for own, laid in names.layouts.items()
+        for name, place in laid.items()
     ]
     return trained + [
         laid_tensor(spec.name, getattr(torch, spec.dtype), identity_layout(spec.name, spec.shape))

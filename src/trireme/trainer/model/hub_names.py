@@ -38,24 +38,19 @@ from trireme.trainer.model.layouts import Region, TensorLayout, UnsupportedLayou
 Shape = tuple[int, ...]
 
 
+@dataclass(frozen=True)
 class HubNames:
-    """Maps the model's names, as they were when this was built, to those of its published checkpoints."""
+    """Maps the model's names, as they were when this was built, to those of its published checkpoints.
 
-    def __init__(self, published: dict[str, dict[str, TensorLayout]]) -> None:
-        self._published = published
+    `layouts` has the model's own names in its order, tied ones once, and then the buffers that checkpoints hold. For
+    each it has, by published name, where a published tensor's values are in this tensor of the model.
+    """
 
-    @property
-    def parameters(self) -> list[str]:
-        """The model's own names in its order, tied ones once; then the buffers that checkpoints hold."""
-        return list(self._published)
-
-    def laid(self, name: str) -> dict[str, TensorLayout]:
-        """Return, by published name, where each tensor's values are in this tensor of the model."""
-        return self._published[name]
+    layouts: dict[str, dict[str, TensorLayout]]
 
     def specs(self, name: str) -> list[tuple[str, torch.Size]]:
         """Return names and shapes of what `to_hub` returns."""
-        return [(published, laid.shape) for published, laid in self._published[name].items()]
+        return [(published, laid.shape) for published, laid in self.layouts[name].items()]
 
     def to_hub(self, name: str, whole: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """Return the published tensors that a tensor of the model holds: views of it, of any dtype, on any device."""
@@ -63,7 +58,7 @@ class HubNames:
         def read(_: str, region: Region) -> torch.Tensor:
             return whole[region]
 
-        return [(published, laid.tensor(read)) for published, laid in self._published[name].items()]
+        return [(published, laid.tensor(read)) for published, laid in self.layouts[name].items()]
 
 
 _known: WeakKeyDictionary[PreTrainedModel, HubNames] = WeakKeyDictionary()

@@ -30,7 +30,7 @@ from trireme.transport.weights.buckets import spec_of
 def served_specs(model: PreTrainedModel, dtype: torch.dtype) -> list[TensorSpec]:
     """Return the specs of what `served_tensors` yields, without gathering anything."""
     names = hub_names(model)
-    published = [spec for name in names.parameters for spec in names.specs(name)]
+    published = [spec for name in names.layouts for spec in names.specs(name)]
     if serves_adapters(model):
         published += [(peft_name(name), parameter.shape) for name, parameter in _adapters(model)]
     return [spec_of(name, dtype, shape) for name, shape in published]
@@ -75,7 +75,7 @@ def _published(
     """Yield the model with these products added: in float32, then rounded. A collective."""
     names = hub_names(model)
     held = {base_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
-    for name in names.parameters:
+    for name in names.layouts:
         whole = whole_tensor(held[name])
         if (product := added.get(name)) is not None:
             whole = merge(whole, whole_tensor(product.left), whole_tensor(product.right), product)
