@@ -21,7 +21,6 @@ from tiny import open_state, random_samples, save_tiny_model, train_step
 from trireme.base.waiting import Waits
 from trireme.config.trainer import Checkpoints
 from trireme.trainer.checkpoint.checkpoint import CheckpointStore
-from trireme.trainer.model.model import num_parameters
 from trireme.trainer.parallel.mesh import open_world
 
 
@@ -48,7 +47,7 @@ def main() -> None:
             if number:  # the first one allocates what is copied into
                 (waited if number % 2 else blocked).append(returned if number % 2 else time.perf_counter() - began)
         step, whole = statistics.median(waited), statistics.median(blocked)
-        print(f"{num_parameters(state.model) / 1e6:.0f} million parameters, on CPU")
+        print(f"{state.model.num_parameters() / 1e6:.0f} million parameters, on CPU")
         print(
             f"a step waits {step:.2f} s for its copy; {whole:.2f} s if it waited for the disk: ratio {step / whole:.3f}"
         )

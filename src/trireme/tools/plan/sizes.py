@@ -111,7 +111,7 @@ def count_sizes(config: dict[str, Any], vlm: Vlm | None = None) -> Architecture 
 
     Importing torch and transformers takes about 6 s on one core; building a model of 80B another half.
     """
-    from trireme.trainer.model.model import build_model, num_parameters
+    from trireme.trainer.model.model import build_model
     from trireme.trainer.model.sharding import decoder_layers
 
     try:
@@ -145,7 +145,7 @@ def count_sizes(config: dict[str, Any], vlm: Vlm | None = None) -> Architecture 
         family=Family(),
         capped=bool(text.get("attn_logit_softcapping")),
         latent=latent,
-        outside=num_parameters(model) - tower - sum(layer.num_parameters for layer in layers),
+        outside=model.num_parameters() - tower - sum(layer.num_parameters for layer in layers),
         tower=tower,
         recurrent_bytes=BYTES.get(str(dtype)),
     )

@@ -77,7 +77,7 @@ def load_model(config: TrainerModel, name: str, world: World) -> PreTrainedModel
         blocks = list(model.get_submodule(f"{TOWER}.blocks").children())
         wrap_layers(blocks, config.model_copy(update={"compile": False}), world.device)
     attach_scorer(model, config, world)
-    log.info("%s: %s parameters on %d ranks", name, f"{num_parameters(model):,}", world.size)
+    log.info("%s: %s parameters on %d ranks", name, f"{model.num_parameters():,}", world.size)
     return model
 
 
@@ -158,10 +158,6 @@ def _allocate(model: PreTrainedModel, config: TrainerModel, world: World) -> Non
                 module._buffers[name] = torch.empty_like(buffer, device=world.device)
                 if buffer.is_floating_point():
                     module._buffers[name].fill_(torch.nan)
-
-
-def num_parameters(model: PreTrainedModel) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 RANDOM_KEYS = ("drop", "jitter")
