@@ -23,7 +23,7 @@ from trireme.trainer.model.forward import compute_columns
 from trireme.trainer.model.lora import is_adapter, peft_name
 from trireme.trainer.model.model import load_model
 from trireme.trainer.parallel.mesh import World, build_world
-from trireme.trainer.parallel.shards import open_checkpoint, shard_of
+from trireme.trainer.parallel.shards import open_shards, shard_files, shard_of
 from trireme.trainer.publish.served_weights import served_tensors
 from trireme.trainer.step import base_state
 
@@ -96,7 +96,7 @@ def go_on(before: str, copies: int, model: Path, folder: Path, world: World) -> 
     config = config_of("adamw", model)
     state = base_state(config, world)
     tiny.open_store(folder / before, world).resume(state, resume=True)
-    with open_checkpoint(folder / before / f"step_{state.version}") as stored:
+    with open_shards(shard_files(folder / before / f"step_{state.version}")) as stored:
         load_tensors(state, stored)
         num_read = stored.num_bytes_read
     content = tiny.content_of(state)

@@ -30,7 +30,7 @@ from trireme.trainer.model.hub_names import hub_names
 from trireme.trainer.model.loading import ModelTensors, find_files, find_layouts, untrained_of
 from trireme.trainer.model.lora import base_name, inject_adapters, merge, products
 from trireme.trainer.model.model import build_model, published_class, published_config
-from trireme.trainer.parallel.shards import open_checkpoint
+from trireme.trainer.parallel.shards import open_shards, shard_files
 from trireme.transport.weights.buckets import num_bytes
 
 
@@ -64,7 +64,7 @@ def export_merged(
     def fill(folder: Path) -> None:
         copy_description(checkpoint, folder, without=(CONFIG, TRAINED_WITH, "README.md"))
         merged.describe(folder, getattr(torch, dtype))
-        with open_checkpoint(checkpoint) as stored:
+        with open_shards(shard_files(checkpoint)) as stored:
             prefix = f"{MODEL}."
             names = {name.removeprefix(prefix): name for name in stored.names() if name.startswith(prefix)}
             trained = {own: partial(stored.read_whole, name) for own, name in names.items()}

@@ -35,7 +35,7 @@ from trireme.trainer.checkpoint.export import Exporter
 from trireme.trainer.checkpoint.resume import tidy, version_to_resume
 from trireme.trainer.checkpoint.state import TrainerState, load_tensors, tensors_of
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.parallel.shards import Shard, is_written_by, open_checkpoint, shard_of, write_shards
+from trireme.trainer.parallel.shards import Shard, is_written_by, open_shards, shard_files, shard_of, write_shards
 
 log = get_logger("checkpoint")
 
@@ -258,7 +258,7 @@ def load_checkpoint(state: TrainerState, folder: Path, *, rank: int) -> None:
         JournalCorrupt: the checkpoint is incomplete.
     """
     manifest = read_manifest(folder)
-    with open_checkpoint(folder) as stored:
+    with open_shards(shard_files(folder)) as stored:
         load_tensors(state, stored)
         num_bytes = stored.num_bytes_read
     random = folder / f"random_{rank}.safetensors"

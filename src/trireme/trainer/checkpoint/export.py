@@ -43,7 +43,7 @@ from trireme.trainer.checkpoint.state import MODEL
 from trireme.trainer.model.loading import untrained_of
 from trireme.trainer.model.lora import adapters_of
 from trireme.trainer.model.model import published_class, published_config
-from trireme.trainer.parallel.shards import open_shards, shard_of, write_shards
+from trireme.trainer.parallel.shards import open_shards, shard_files, shard_of, write_shards
 from trireme.transport.weights.buckets import num_bytes
 
 log = get_logger("export")
@@ -119,12 +119,11 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, dtype: str | None = Non
     """
     require_undamaged(checkpoint)
     layout = read_layout(checkpoint / LAYOUT)
-    names = sorted(name for name in read_manifest(checkpoint).files if name.startswith("rank_"))
     write_export(
         folder,
         partial(copy_description, checkpoint),
         in_dtype(layout, dtype) if dtype else layout,
-        [checkpoint / name for name in names],
+        shard_files(checkpoint),
         dtype=getattr(torch, dtype) if dtype else None,
     )
 

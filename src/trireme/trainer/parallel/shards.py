@@ -175,12 +175,9 @@ def _copy_overlap(stored: _StoredShard, ours: Shard) -> int:
     return ours.tensor[target].numel()
 
 
-@contextmanager
-def open_checkpoint(folder: Path) -> Iterator[StoredShards]:
-    """Open the shards of all ranks that the manifest lists. Other files are not read."""
-    names = sorted(name for name in read_manifest(folder).files if name.startswith("rank_"))
-    with open_shards(folder / name for name in names) as stored:
-        yield stored
+def shard_files(checkpoint: Path) -> list[Path]:
+    """Return the files of all ranks that the manifest lists. Others are not read."""
+    return [checkpoint / name for name in sorted(read_manifest(checkpoint).files) if name.startswith("rank_")]
 
 
 @contextmanager
