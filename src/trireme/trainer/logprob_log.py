@@ -33,8 +33,8 @@ class LogprobLog:
         self._batch, self._rows = batch, []
 
     def take(self, columns: Columns) -> None:
-        """Keep the logprobs of a row. Rows come in their order."""
-        if self._writes:
+        """Keep the logprobs of a row. Rows come in their order; only the first pass has the weights before the step."""
+        if self._writes and self._batch is not None and len(self._rows) < len(self._batch.micro_batches):
             self._rows.append((columns.logprobs.detach(), columns.mask))
 
     def write(self) -> None:

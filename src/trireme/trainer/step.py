@@ -93,20 +93,23 @@ class Stepper:
             give_pictures(model, batch.pictures)
         if self.logprob_log:
             self.logprob_log.begin(batch)
-        logs = [self.logprob_log, *[None] * (trainer.num_iterations - 1)]  # the first pass has the weights before it
-        metrics = merge_iterations([self._iterate(batch, fixed, log) for log in logs])
+        iterations = []
+        for _ in range(trainer.num_iterations):
+            with self.timer.span("forward_backward"):
+                metrics = self.compute_gradients(batch, fixed)
+            self.before_weights_change()
+            with self.timer.span("optimizer"):
+                iterations.append(metrics | optimizer_step(state, trainer.optim))
         state.version += 1
         if state.reference:
             state.reference.update_if_due(state.model, state.version)
-        return metrics | {"lr": lr}
+        return merge_iterations(iterations) | {"lr": lr}
 
     def fixed_logprobs(self) -> FixedLogprobs:
         """Return what a batch's logprobs are compared with, still empty."""
         return FixedLogprobs(recomputed=self._recipe.proximal == "recomputed", reference=self.state.reference)
 
-    def compute_gradients(
-        self, batch: BatchReply, fixed: FixedLogprobs, logprob_log: LogprobLog | None = None
-    ) -> dict[str, float]:
+    def compute_gradients(self, batch: BatchReply, fixed: FixedLogprobs) -> dict[str, float]:
         """Accumulate the gradients of the whole batch's loss; return metrics. A collective."""
         return forward_backward(
             self.state.model,
@@ -118,16 +121,8 @@ class Stepper:
             world=self.world,
             fixed=fixed,
             entropy_gradient=self._recipe.entropy_bonus > 0,
-            logprob_log=logprob_log,
+            logprob_log=self.logprob_log,
         ) | expert_metrics(self.state.model)
-
-    def _iterate(self, batch: BatchReply, fixed: FixedLogprobs, logprob_log: LogprobLog | None) -> dict[str, float]:
-        """Take one optimizer step on the whole batch."""
-        with self.timer.span("forward_backward"):
-            metrics = self.compute_gradients(batch, fixed, logprob_log)
-        self.before_weights_change()
-        with self.timer.span("optimizer"):
-            return metrics | optimizer_step(self.state, self.config.trainer.optim)
 
 
 def merge_iterations(iterations: list[dict[str, float]]) -> dict[str, float]:
@@ -167,7 +162,7 @@ def forward_backward(
         loss_samples: S, for losses that average over samples.
         fixed: the logprobs that the policy's are compared with; the same object for all iterations of a batch.
         entropy_gradient: the loss has a term in the entropies.
-        logprob_log: records the logprobs of each row.
+        logprob_log: records the logprobs of each row of a batch that has begun.
     """
     fixed, totals = fixed or FixedLogprobs(), Totals(loss_tokens, loss_samples)
     sums: dict[str, torch.Tensor] = {}
