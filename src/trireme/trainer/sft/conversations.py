@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import runpy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -157,11 +157,14 @@ def _refused(where: str, problem: str) -> ConfigError:
 Entry = tuple[str, Any]  # its place, for error messages, and its content
 
 
-def read_conversations(source: Source, pictures: PictureReader | None = None) -> Iterator[Conversation | Completion]:
+def read_conversations(
+    source: Source, pictures: PictureReader | None = None, meanwhile: Callable[[], None] = lambda: None
+) -> Iterator[Conversation | Completion]:
     """Yield the conversations of a source, in order.
 
     Args:
         pictures: None in a run without `[model.vlm]`.
+        meanwhile: called before each conversation.
 
     Raises:
         ConfigError: an entry is no conversation (names its file and line), or shows a picture that cannot be read, or
@@ -179,6 +182,7 @@ def read_conversations(source: Source, pictures: PictureReader | None = None) ->
         entries = (entry for file in files for entry in _READERS.get(file.suffix, _from_lines)(file))
     is_empty = True
     for where, entry in entries:
+        meanwhile()
         is_empty = False
         conversation, images = to_conversation(entry, where), entry.get("images") or ()
         if isinstance(conversation, Conversation) and pictures:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,7 +14,7 @@ from trireme.config.sft import SftConfig, Source
 from trireme.journal.pictures import PictureFiles, rules_of_model
 from trireme.trainer.model.model import open_tokenizer
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.sft.conversations import Completion, Conversation, read_conversations
+from trireme.trainer.sft.conversations import read_conversations
 from trireme.trainer.sft.dataset import Epochs, Portion, SampleFiles, SampleWriter, require_samples, write_samples
 from trireme.trainer.sft.pictures import PictureReader
 from trireme.trainer.sft.rendering import Renderer
@@ -82,13 +82,13 @@ def _write_all(config: SftConfig, waits: Waits, meanwhile: Callable[[], None]) -
     writers = {name: SampleWriter(seq_len=config.seq_len, drop=drop) for name in names}
     validation = writers.pop("validation")
     for writer, source in zip(writers.values(), config.sources, strict=True):
-        conversations = _read(source, pictures, meanwhile)
+        conversations = read_conversations(source, pictures, meanwhile)
         write_samples(conversations, renderer, writer, validation, held_out_fraction=config.validation_fraction)
         log.info("%s: %s", source.data, writer.counts)
         require_samples(writer, source.data)
     if config.validation:
         source = Source(data=config.validation, split=config.validation_split)
-        write_samples(_read(source, pictures, meanwhile), renderer, validation)
+        write_samples(read_conversations(source, pictures, meanwhile), renderer, validation)
     if config.validation or config.validation_fraction:
         log.info("validation: %s", validation.counts)
         if not validation.counts.conversations:
@@ -107,14 +107,6 @@ def _write_all(config: SftConfig, waits: Waits, meanwhile: Callable[[], None]) -
             writer.write(folder / name)
 
     when_there_is_room(write, what="samples", folder=folder, waits=waits, deadline_s=config.disk_timeout_s)
-
-
-def _read(
-    source: Source, pictures: PictureReader | None, meanwhile: Callable[[], None]
-) -> Iterator[Conversation | Completion]:
-    for conversation in read_conversations(source, pictures):
-        meanwhile()
-        yield conversation
 
 
 def _picture_reader(config: SftConfig, waits: Waits, meanwhile: Callable[[], None]) -> PictureReader | None:
