@@ -69,7 +69,8 @@ def write_samples(folder: Path, *samples: Tokenized, drop: bool = False) -> tupl
     for sample in samples:
         writer.add([sample])
     writer.write(folder)
-    return list(SampleFiles(folder)), writer.counts
+    files = SampleFiles(folder)
+    return [files[index] for index in range(len(files))], writer.counts
 
 
 @pytest.mark.parametrize("drop", [False, True])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import floor
 from pathlib import Path
@@ -128,8 +128,6 @@ class SampleFiles:
         return len(self._starts) - 1
 
     def __getitem__(self, index: int) -> Sample:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
         part = slice(int(self._starts[index]), int(self._starts[index + 1]))
         first, last = np.searchsorted(self._places, [part.start, part.stop])
         pictures = self._pictures[first:last].tolist()
@@ -143,9 +141,6 @@ class SampleFiles:
             pictures=[Picture(digest.decode(), place - part.start, *grid) for place, *grid, digest in pictures],
         )
         return Sample(tokens, 1.0)
-
-    def __iter__(self) -> Iterator[Sample]:
-        return (self[index] for index in range(len(self)))
 
 
 def write_samples(
