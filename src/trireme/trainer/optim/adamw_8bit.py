@@ -101,12 +101,7 @@ def in_eight_bits(saved: dict[str, torch.Tensor], parameter: torch.Tensor) -> di
         ranges = saved[RANGE][shard_of(parameter).region[:-1]]
         return saved | {RANGE: _sharded_as(parameter, ranges.contiguous())}
     mean, square = (local_part(saved[key]) for key in MOMENTS)
-    *rows, length = mean.shape
-    blocks = length // block
-    codes = [torch.empty_like(mean, dtype=torch.uint8) for _ in MOMENTS]
-    ranges = mean.new_empty(*rows, RANGES * blocks)
-    if mean.numel():
-        *codes, ranges = encode(mean, square, blocks)
+    *codes, ranges = encode(mean, square, mean.shape[-1] // block)
     held = {key: _filled(parameter, each) for key, each in zip(MOMENTS, codes, strict=True)}
     return saved | held | {RANGE: _sharded_as(parameter, ranges)}
 
@@ -116,9 +111,7 @@ def in_float32(saved: dict[str, torch.Tensor], parameter: torch.Tensor) -> dict[
     if (ranges := saved.get(RANGE)) is None:
         return saved
     mean, square = (local_part(saved[key]) for key in MOMENTS)
-    moments = mean.float(), square.float()
-    if mean.numel():
-        moments = decode(mean, square, ranges[shard_of(parameter).region[:-1]].to(mean.device))
+    moments = decode(mean, square, ranges[shard_of(parameter).region[:-1]].to(mean.device))
     held = {key: _filled(parameter, each) for key, each in zip(MOMENTS, moments, strict=True)}
     return {key: value for key, value in saved.items() if key != RANGE} | held
 
