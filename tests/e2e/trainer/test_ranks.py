@@ -105,7 +105,7 @@ def go_on(before: str, copies: int, model: Path, folder: Path, world: World) -> 
     store = tiny.open_store(folder / f"of_{copies}", world, exporter=exporter)
     store.save(state)
     store.wait()
-    held = sum(shard_of(tensor).num_bytes for tensor in tensors_of(state).values())
+    held = sum(shard_of(tensor).tensor.nbytes for tensor in tensors_of(state).values())
     return {"loaded": content, "after": tiny.content_of(state), "metrics": metrics, "held": held, "read": num_read}
 
 

@@ -109,7 +109,7 @@ class CheckpointStore:
         shards = {}
         for name, tensor in tensors_of(state).items():
             shard = shard_of(tensor)
-            if is_written_by(tensor, self._world.rank) and shard.num_bytes:
+            if is_written_by(tensor, self._world.rank) and shard.tensor.nbytes:
                 shards[name] = replace(shard, tensor=self._copy_to_host(name, shard.tensor))
         random = {"cpu": torch.get_rng_state()}
         if self._on_gpu:
@@ -191,7 +191,7 @@ class CheckpointStore:
         rank = self._world.rank
         shards, random = copy.folder / f"rank_{rank}.safetensors", copy.folder / f"random_{rank}.safetensors"
         try:
-            require_room(copy.folder, sum(shard.num_bytes for shard in copy.shards.values()))
+            require_room(copy.folder, sum(shard.tensor.nbytes for shard in copy.shards.values()))
             write_shards(shards, copy.shards)
             save_file(copy.random, random)
             files: Files = {}

@@ -34,10 +34,6 @@ class Shard:
     offset: Index  # of this shard's first element in the whole tensor
 
     @property
-    def num_bytes(self) -> int:
-        return self.tensor.numel() * self.tensor.element_size()
-
-    @property
     def region(self) -> tuple[slice, ...]:
         """The part of the whole tensor that this rank holds."""
         return tuple(slice(at, at + size) for at, size in zip(self.offset, self.tensor.shape, strict=True))
