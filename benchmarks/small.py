@@ -62,7 +62,6 @@ def packed_rows() -> float:
         ARGUMENT,
         PackedRow,
         row_given,
-        use_masked_attention,
         use_packed_attention,
     )
 
@@ -79,7 +78,7 @@ def packed_rows() -> float:
             model(input_ids=ids, position_ids=places, use_cache=False, **{ARGUMENT: row}).logits.sum().backward()
 
     def masked() -> None:
-        use_masked_attention(model)
+        model.set_attn_implementation("sdpa")
         model(input_ids=ids, position_ids=places, use_cache=False).logits.sum().backward()
 
     return by_turns(apart, masked)

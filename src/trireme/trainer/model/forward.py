@@ -32,7 +32,6 @@ from trireme.trainer.model.packing.attention import (
     PackedRow,
     row_given,
     supports_packed_attention,
-    use_masked_attention,
     use_packed_attention,
 )
 from trireme.trainer.model.sharding import reshard
@@ -243,7 +242,7 @@ def _try_shortcuts(scorer: Scorer, device: torch.device) -> Scorer:
             if _agrees(packed, row, own):
                 scorer = packed
             else:
-                use_masked_attention(model)
+                model.set_attn_implementation("sdpa")
                 log.warning("%s: attention over packed samples needs a mask of the whole row", type(model).__name__)
         if head is None:
             log.warning(

@@ -112,11 +112,6 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     model.set_attn_implementation(NAME)
 
 
-def use_masked_attention(model: PreTrainedModel) -> None:
-    """Undo `use_packed_attention`."""
-    model.set_attn_implementation("sdpa")
-
-
 @contextmanager
 def row_given() -> Iterator[None]:
     """Build no mask in the forward pass inside, which is given its row."""
