@@ -13,13 +13,22 @@ RIGHT = 0.5
 """The reward from which `relative` takes an answer as right."""
 
 
-def soft_overlong(lengths_G: np.ndarray, *, max_length: int, buffer: int) -> np.ndarray:
-    """Return 0 up to max_length - buffer, falling linearly to -1 at max_length, and -1 beyond.
-
-    Soft overlong punishment of DAPO (Yu et al. 2025, arXiv 2503.14476, section 3.4): `max_length` is its L_max,
-    `buffer` its L_cache.
-    """
-    return np.clip((max_length - buffer - lengths_G) / buffer, -1.0, 0.0)
+def with_length_penalty(rewards_G: np.ndarray, lengths_G: np.ndarray, penalty: LengthPenalty | None) -> np.ndarray:
+    """Return r + weight * penalty, or the rewards themselves without a penalty."""
+    if penalty is None:
+        return rewards_G
+    assert penalty.max_length is not None, f"not filled in by `rules_of`: {penalty}"
+    assert penalty.buffer is not None, f"not filled in by `rules_of`: {penalty}"
+    match penalty.type:
+        case "soft_overlong":
+            # 0 up to max_length - buffer, falling linearly to -1 at max_length: DAPO's soft overlong punishment (Yu et
+            # al. 2025, arXiv 2503.14476, section 3.4), with its L_max and L_cache.
+            taken = np.clip((penalty.max_length - penalty.buffer - lengths_G) / penalty.buffer, -1.0, 0.0)
+        case "relative":
+            taken = relative(lengths_G, rewards_G)
+        case "linear":  # every token costs the same
+            taken = -np.minimum(1.0, lengths_G / penalty.max_length)
+    return rewards_G + penalty.weight * taken
 
 
 def relative(lengths_G: np.ndarray, rewards_G: np.ndarray) -> np.ndarray:
@@ -34,24 +43,3 @@ def relative(lengths_G: np.ndarray, rewards_G: np.ndarray) -> np.ndarray:
         return np.zeros(len(lengths_G))
     shares = 0.5 - (lengths_G - shortest) / (longest - shortest)
     return np.where(rewards_G >= RIGHT, shares, np.minimum(0.0, shares))
-
-
-def linear(lengths_G: np.ndarray, *, max_length: int) -> np.ndarray:
-    """Return -length / max_length, at least -1: every token costs the same."""
-    return -np.minimum(1.0, lengths_G / max_length)
-
-
-def with_length_penalty(rewards_G: np.ndarray, lengths_G: np.ndarray, penalty: LengthPenalty | None) -> np.ndarray:
-    """Return r + weight * penalty, or the rewards themselves without a penalty."""
-    if penalty is None:
-        return rewards_G
-    assert penalty.max_length is not None, f"not filled in by `rules_of`: {penalty}"
-    assert penalty.buffer is not None, f"not filled in by `rules_of`: {penalty}"
-    match penalty.type:
-        case "soft_overlong":
-            taken = soft_overlong(lengths_G, max_length=penalty.max_length, buffer=penalty.buffer)
-        case "relative":
-            taken = relative(lengths_G, rewards_G)
-        case "linear":
-            taken = linear(lengths_G, max_length=penalty.max_length)
-    return rewards_G + penalty.weight * taken
