@@ -15,6 +15,7 @@ import torch
 
 import forkserver
 from trireme.base.processes import free_port
+from trireme.config.trainer import TrainerModel
 from trireme.trainer.parallel.mesh import open_world
 
 DEADLINE_S = 300
@@ -44,7 +45,8 @@ def run_ranks(script: str, *arguments: Path, count: int = 2, ends_with: int = 0)
 def run_rank(work: Callable[..., Any], *, timeout_s: float = 240, replicas: int = 1, cp: int = 1) -> None:
     """Within a rank: do the work, given the arguments of `run_ranks` and the world of ranks."""
     arguments = [Path(argument) for argument in sys.argv[1:]]
-    with open_world("cpu", threads=1, timeout_s=timeout_s, replicas=replicas, cp=cp) as world:
+    model = TrainerModel(dp_replicate=replicas, cp=cp)
+    with open_world("cpu", model, threads=1, timeout_s=timeout_s) as world:
         torch.save(work(*arguments, world), arguments[-1] / f"result_{world.rank}.pt")
 
 

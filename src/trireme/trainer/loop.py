@@ -75,16 +75,9 @@ class Trainer:
         """
         self.config = config
         trainer = config.trainer
-        world = stack.enter_context(
-            open_world(
-                config.device,
-                threads=trainer.threads,
-                timeout_s=trainer.batch_timeout_s,
-                replicas=trainer.model.dp_replicate,
-                cp=trainer.model.cp,
-            )
+        world = self.world = stack.enter_context(
+            open_world(config.device, trainer.model, threads=trainer.threads, timeout_s=trainer.batch_timeout_s)
         )
-        self.world = world
         self.waits = Waits("trainer" if world.is_main else f"trainer.{world.rank}", config.paths.logs)
         spans = stack.enter_context(open_spans(config.paths.spans if world.is_main else None))
         self.lane = spans.lane(TRAINER, what="start", ago_s=age_s(), words=lambda: _missing(self.waits))

@@ -52,13 +52,7 @@ def replay(config: RunConfig, span: range, *, keep_going: bool = False) -> int:
     """
     versions, rows = Versions(config.paths.journal), latest_by_step(read_metrics(config.paths.metrics)[0])
     trainer = config.trainer
-    with open_world(
-        config.device,
-        threads=trainer.threads,
-        timeout_s=trainer.batch_timeout_s,
-        replicas=trainer.model.dp_replicate,
-        cp=trainer.model.cp,
-    ) as world:
+    with open_world(config.device, trainer.model, threads=trainer.threads, timeout_s=trainer.batch_timeout_s) as world:
         if world.is_main:
             start = f"the checkpoint of step {span.start}" if span.start else "the base model"
             print(

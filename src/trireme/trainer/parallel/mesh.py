@@ -16,9 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trireme.base.errors import PeerDied
 from trireme.base.network import watch_connections
 from trireme.base.processes import RANK_STORE
+from trireme.config.trainer import TrainerModel
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 DATA, CONTEXT = "dp", "cp"
+ONE_COPY = TrainerModel()  # of the model, and one rank to a row
 KEEP_ALIVE = -(2**62)  # a number that ranks never agree on
 
 
@@ -127,14 +129,9 @@ def keep_alive(world: World, *, timeout_s: float) -> Callable[[], None]:
 
 @contextmanager
 def open_world(
-    device: str, *, threads: int | None, timeout_s: float, replicas: int = 1, cp: int = 1
+    device: str, model: TrainerModel = ONE_COPY, *, threads: int | None, timeout_s: float
 ) -> Iterator[World]:
-    """Join the process group that `launch.ranks`, torchrun or a single process's environment describes.
-
-    Args:
-        replicas: copies of the model, a divisor of the number of ranks.
-        cp: ranks that share a row, likewise.
-    """
+    """Join the process group that `launch.ranks`, torchrun or a single process's environment describes."""
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0")
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -151,7 +148,7 @@ def open_world(
         torch.utils.deterministic.fill_uninitialized_memory = False
     _join(device, rank, size, timeout_s)
     try:
-        world = build_world(rank, size, local, replicas=replicas, cp=cp)
+        world = build_world(rank, size, local, replicas=model.dp_replicate, cp=model.cp)
         watch_connections()
         yield world
     finally:
@@ -159,7 +156,12 @@ def open_world(
 
 
 def build_world(rank: int, size: int, device: torch.device, *, replicas: int, cp: int) -> World:
-    """Build the meshes of the ranks of a process group. A collective."""
+    """Build the meshes of the ranks of a process group. A collective.
+
+    Args:
+        replicas: copies of the model, a divisor of the number of ranks.
+        cp: ranks that share a row, likewise.
+    """
     assert size % replicas == 0, f"{size} ranks in {replicas} copies of a model"
     assert size % cp == 0, f"{size} ranks in teams of {cp}"
     model_mesh = init_device_mesh(device.type, (replicas, size // replicas), mesh_dim_names=(REPLICATE, SHARD))

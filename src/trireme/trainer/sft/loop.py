@@ -65,16 +65,9 @@ class Sft:
         """
         torch.manual_seed(config.seed)
         self.config = config
-        world = stack.enter_context(
-            open_world(
-                config.device,
-                threads=config.threads,
-                timeout_s=TIMEOUT_S,
-                replicas=config.model.dp_replicate,
-                cp=config.model.cp,
-            )
+        world = self.world = stack.enter_context(
+            open_world(config.device, config.model, threads=config.threads, timeout_s=TIMEOUT_S)
         )
-        self.world = world
         self._waits = waits = Waits("sft" if world.is_main else f"sft.{world.rank}", config.paths.logs)
         spans = stack.enter_context(open_spans(config.paths.spans if world.is_main else None))
         self.lane = spans.lane(TRAINER, what="start", ago_s=age_s())
