@@ -161,8 +161,7 @@ def estimate(
     """Return [G] advantages of each group, and the baselines after the batch.
 
     Args:
-        kind: of `[orchestrator.advantage]`.
-        custom: that function, where the kind is `custom`; what it gives has been through `check_custom`.
+        custom: the user's function, where the kind is `custom`; what it gives has been through `check_custom`.
     """
     rewards = [group.rewards for group in groups]
     match kind:

@@ -36,10 +36,6 @@ def pack(lengths: list[int], capacity: int) -> list[list[int]]:
 
     Takes at most 11/9 of the fewest possible rows, plus four (Johnson et al. 1974).
 
-    Args:
-        lengths: tokens of each sample, none above `capacity`.
-        capacity: tokens of a row.
-
     Returns:
         The indices of the samples of each row; longest first within a row, ties in the order given.
     """

@@ -108,10 +108,6 @@ def rotary_positions(lengths: Sequence[int], pictures: Sequence[Picture]) -> np.
 
     A picture's tokens have the time at which it begins, and their row and column from there on. What follows continues
     after the larger of its sides.
-
-    Args:
-        lengths: tokens of each sample of a row.
-        pictures: of the row, by their places.
     """
     steps = np.ones(sum(lengths), np.int64)  # by which the position of the next token is larger
     for picture in pictures:

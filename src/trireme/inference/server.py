@@ -208,11 +208,7 @@ def _flag(name: str, value: Any) -> list[str]:
 
 
 def without_negated_switches(arguments: list[str], known: Container[str]) -> list[str]:
-    """Leave out `--no-NAME` where vLLM knows `--NAME` alone: leaving such a switch out is its negative form.
-
-    Args:
-        known: all option strings of vLLM's parser.
-    """
+    """Leave out `--no-NAME` where vLLM knows `--NAME` alone: leaving such a switch out is its negative form."""
     return [
         each
         for each in arguments

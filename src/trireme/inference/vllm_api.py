@@ -71,11 +71,7 @@ GPT_OSS_EXPERTS = {
 
 
 def load_tensors(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]], *, tied: bool) -> None:
-    """Load tensors by their published names, together: each call of vLLM goes through all parameters.
-
-    Args:
-        tied: whether the head is the embedding.
-    """
+    """Load tensors by their published names, together: each call of vLLM goes through all parameters."""
     if type(model).__name__ == "GptOssForCausalLM":
         tensors = list(_of_gpt_oss(model, tensors))
     if tensors:

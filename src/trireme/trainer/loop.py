@@ -68,11 +68,7 @@ class Trainer:
     """One rank of the trainer, with all its resources open."""
 
     def __init__(self, config: RunConfig, stack: ExitStack) -> None:
-        """Join the mesh, load the model and, on resume, the checkpoint.
-
-        Args:
-            stack: closes everything.
-        """
+        """Join the mesh, load the model and, on resume, the checkpoint. The stack closes everything."""
         self.config = config
         trainer = config.trainer
         world = self.world = stack.enter_context(
@@ -276,11 +272,7 @@ def _missing(waits: Waits) -> str:
 
 
 def share_with_team(reply: Reply | None, world: World) -> BatchReply:
-    """Broadcast the batch of a team's first rank to all ranks that share its rows. A collective of the team.
-
-    Args:
-        reply: None on the other ranks of the team.
-    """
+    """Broadcast the batch that only a team's first rank has to all ranks that share its rows. A collective of these."""
     assert reply is None or isinstance(reply, BatchReply), reply
     if world.cp_size > 1:
         group = world.data_mesh[CONTEXT].get_group()

@@ -81,10 +81,6 @@ def longest_row(config: RunConfig, *, vocabulary: int, version: int) -> MicroBat
 
     All their tokens count, and no two samples begin alike, so that no shared prefix saves work. There are at least two
     samples, because keeping the samples of a row apart takes memory too.
-
-    Args:
-        vocabulary: number of tokens that the model knows.
-        version: the version that "sampled" them.
     """
     capacity = row_capacity(config)
     length = min(config.seq_len, capacity)

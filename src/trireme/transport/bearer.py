@@ -68,11 +68,7 @@ class RequireToken:
     """ASGI middleware in front of all routes."""
 
     def __init__(self, app: App, reader_key: str | None = None) -> None:
-        """Wrap an ASGI application.
-
-        Args:
-            reader_key: a second key, which opens the routes as the token does.
-        """
+        """Wrap an ASGI application, whose routes a second key may open as the token does."""
         self._app = app
         self._keys = (token(), reader_key)
 

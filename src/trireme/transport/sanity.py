@@ -20,7 +20,6 @@ def check_request(request: Request, *, max_steps: int, num_batches: int) -> str 
     """Return what is wrong with a request, or None.
 
     Args:
-        max_steps: of the run.
         num_batches: in the journal. No batch after the one being filled can be requested, and no later version trained.
     """
     problem = next(_problems(request, max_steps, num_batches), None)

@@ -67,11 +67,7 @@ class DataOrder:
     """The position of a run in its data. Each event is given its rules, as a resumed run may have other ones."""
 
     def __init__(self, sizes: dict[str, int]) -> None:
-        """Start at the first example.
-
-        Args:
-            sizes: number of training examples per environment.
-        """
+        """Start at the first of each environment's training examples, of which there are so many."""
         self.sizes = dict(sizes)
         self.cursors = {name: Cursor() for name in sorted(sizes)}
         self.place = Place()

@@ -63,11 +63,7 @@ class Exporter:
     def __init__(
         self, folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
     ) -> None:
-        """
-        Args:
-            folder: parent of `step_N`.
-        """
-        self.folder = folder
+        self.folder = folder  # parent of `step_N`
         self._tokenizer = tokenizer
         self._dtype = dtype
         self._adapters = adapters_of(model)  # if only these are trained and exported

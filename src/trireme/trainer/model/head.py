@@ -72,12 +72,7 @@ class NoHead(Head):
 def score_in_chunks(
     head: Head, hidden_KH: torch.Tensor, targets: Targets, *, chunk: int, entropy_gradient: bool = False
 ) -> HeadOutput:
-    """Compute logprobs and entropies chunk by chunk.
-
-    Args:
-        chunk: tokens whose logits exist at once.
-        entropy_gradient: the entropies get a gradient too.
-    """
+    """Compute logprobs and entropies, with the logits of `chunk` tokens at once."""
 
     def score(first: int, hidden_kH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ids, temperatures, choices = targets.within(first, first + len(hidden_kH))

@@ -103,10 +103,8 @@ class ModelTensors:
 
     @torch.no_grad()
     def read(self, layouts: dict[str, TensorLayout], files: PublishedFiles) -> None:
-        """Fill every tensor from files. Buffers that no file holds get the values that the model computes.
-
-        Args:
-            layouts: what `find_layouts` found.
+        """Fill every tensor from files, by what `find_layouts` found. Buffers that no file holds get the values that
+        the model computes.
 
         Raises:
             ConfigError: two tensors of the files differ that are one in the model.

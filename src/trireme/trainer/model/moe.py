@@ -61,10 +61,7 @@ def routes_argument(
 
 
 def prepare_experts(model: PreTrainedModel, config: TrainerModel, layers: list[nn.Module]) -> None:
-    """Set up the experts and routers of a model before it is sharded. A model without experts stays as it is.
-
-    Args:
-        layers: the decoder layers.
+    """Set up the experts and routers of the decoder layers before they are sharded, if there are any.
 
     Raises:
         ConfigError: the experts or routers do not support the configuration.
@@ -163,12 +160,7 @@ class Mixture:
     """The experts of one layer: replays the engine's routes, and counts the tokens of each expert."""
 
     def __init__(self, index: int, layer: nn.Module, block: nn.Module, weighing: Weighing | None) -> None:
-        """
-        Args:
-            index: of the layer.
-            weighing: given if the engine's routes are replayed.
-        """
-        self.weighing = weighing
+        self.weighing = weighing  # if the engine's routes are replayed
         self._index = index
         self._routes: Routes | None = None  # of the row in the current pass
         self._counts: torch.Tensor | None = None

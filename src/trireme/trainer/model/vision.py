@@ -113,9 +113,6 @@ class Vision:
 def attach_vision(model: PreTrainedModel, name: str, trust_remote_code: bool, *, frozen: bool) -> None:
     """Let the model see: give it the image processor of its folder, or of its hub name.
 
-    Args:
-        frozen: the vision encoder is not trained.
-
     Raises:
         ConfigError: there is no image processor.
     """
@@ -126,10 +123,8 @@ def attach_vision(model: PreTrainedModel, name: str, trust_remote_code: bool, *,
 
 
 def give_pictures(model: PreTrainedModel, pictures: Mapping[str, bytes]) -> None:
-    """Give the model the pictures of the rows that it computes next, in place of those before.
-
-    Args:
-        pictures: PNG files by their digests. A model that does not see takes none.
+    """Give the model the pictures of the rows that it computes next: PNG files by their digests. A model that does not
+    see takes none.
     """
     vision: Vision | None = getattr(model, _ATTRIBUTE, None)
     if vision is not None:

@@ -111,10 +111,7 @@ class World:
 def keep_alive(world: World, *, timeout_s: float) -> Callable[[], None]:
     """Return a function that restarts the timeout of the other ranks, whose next collective is `agree`.
 
-    Rank 0 calls it again and again while it waits.
-
-    Args:
-        timeout_s: that of a collective, as given to `open_world`.
+    Rank 0 calls it again and again while it waits. The timeout is that which `open_world` was given.
     """
     sent_at = time.monotonic()
 

@@ -63,10 +63,7 @@ class Completion:
 
 
 def to_conversation(entry: Any, where: str) -> Conversation | Completion:
-    """Convert an entry of any form.
-
-    Args:
-        where: the entry's place, for error messages.
+    """Convert an entry of any form. Errors name its place.
 
     Raises:
         ConfigError: it has none of the forms.

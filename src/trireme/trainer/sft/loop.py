@@ -55,10 +55,7 @@ class Sft:
     """One rank of supervised fine-tuning, with all its resources open."""
 
     def __init__(self, config: SftConfig, stack: ExitStack) -> None:
-        """Load data, model and checkpoint.
-
-        Args:
-            stack: closes everything.
+        """Load data, model and checkpoint. The stack closes everything.
 
         Raises:
             ConfigError: the data, the tokenizer or the model cannot be loaded.

@@ -24,9 +24,6 @@ def check_packing(model: PreTrainedModel, device: torch.device, dtype: torch.dty
     know distances by other means than positions would let one sample see the other. Some models, such as gpt-oss,
     ignore positions when they build their masks but accept masks: these are given masks.
 
-    Args:
-        dtype: precision of the forward pass.
-
     Raises:
         ConfigError: one sample sees the other, or the model does not run on tokens and positions alone.
     """
