@@ -11,6 +11,7 @@ new sample begins there, as in rollouts of several turns. In each sample the mod
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -124,18 +125,12 @@ class Renderer:
     def _masked(self, rendered: Rendered, ids: list[int], offsets: list[tuple[int, int]]) -> Tokenized:
         if any(begin < border < end for border in _borders(rendered) for begin, end in offsets):
             return self._in_parts(rendered)
-        mask = [0] * len(ids)
-        places = iter(range(len(ids)))
-        place = next(places, None)
+        mask, stop = [0] * len(ids), 0
+        begins, ends = [begin for begin, _ in offsets], [end for _, end in offsets]
         for first, last in rendered.spans:
-            while place is not None and offsets[place][0] < first:
-                place = next(places, None)
-            begin = place
-            while place is not None and offsets[place][1] <= last:
-                place = next(places, None)
-            stop = len(ids) if place is None else place
-            if begin is not None:
-                mask[begin:stop] = self._until_end_of_turn(ids[begin:stop], rendered)
+            start = bisect_left(begins, first, stop)
+            stop = bisect_right(ends, last, start)
+            mask[start:stop] = self._until_end_of_turn(ids[start:stop], rendered)
         return self._whole(rendered, ids, mask)
 
     def _in_parts(self, rendered: Rendered) -> Tokenized:
