@@ -108,7 +108,7 @@ class Merged:
             TensorSpec(name=name, dtype=dtype, shape=list(shape))
             for own in self._exported
             for name, shape in self._names.specs(own)
-        ] + self._untrained.specs()
+        ] + self._untrained.files.specs(self._untrained.names)
 
     @property
     def _exported(self) -> list[str]:

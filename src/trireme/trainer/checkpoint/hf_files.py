@@ -61,7 +61,7 @@ def layout_of(model: PreTrainedModel, dtype: torch.dtype) -> Layout:
     ]
     return trained + [
         laid_tensor(spec.name, getattr(torch, spec.dtype), identity_layout(spec.name, spec.shape))
-        for spec in untrained.specs()
+        for spec in untrained.files.specs(untrained.names)
     ]
 
 

@@ -23,7 +23,6 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from trireme.base.errors import ConfigError
 from trireme.config.model.folder import quantization_of, read_config
-from trireme.messages import TensorSpec
 from trireme.trainer.model.hub_names import sources_of
 from trireme.trainer.model.layouts import Region, TensorLayout
 from trireme.trainer.parallel.shards import Shard, shard_of
@@ -186,10 +185,6 @@ class Untrained:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield them, one at a time."""
         return ((name, self.files.read(name, ())) for name in self.names)
-
-    def specs(self) -> list[TensorSpec]:
-        """Return the specs of `tensors`."""
-        return self.files.specs(self.names)
 
 
 def processor_files(name: str) -> list[Path]:
