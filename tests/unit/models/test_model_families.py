@@ -25,7 +25,7 @@ from trireme.orchestrator.weights.update import TIMES_NOISE
 from trireme.trainer.checkpoint.export import describe_model
 from trireme.trainer.model.forward import compute_columns, scorer_of
 from trireme.trainer.model.hub_names import hub_names, sources_of
-from trireme.trainer.model.model import load_model, published_config
+from trireme.trainer.model.model import load_model
 from trireme.trainer.model.moe import mixtures_of
 from trireme.trainer.model.sharding import decoder_layers
 from trireme.trainer.parallel.mesh import World
@@ -252,7 +252,7 @@ def test_dropout_of_a_model_is_switched_off_and_published_again(kind: str, tmp_p
         trained = compute_columns(model, row, world.device).logprobs
         assert torch.equal(trained, compute_columns(model.eval(), row, world.device).logprobs)
     (exported := tmp_path / "exported").mkdir()
-    describe_model(exported, published_config(model), None, torch.float32, type(model).__name__)
+    describe_model(exported, model, torch.float32)
     published, found = (json.loads((each / "config.json").read_text()) for each in (folder, exported))
     drops = {name: value for name, value in published.items() if "drop" in name}
     assert any(drops.values())

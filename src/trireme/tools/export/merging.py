@@ -29,7 +29,7 @@ from trireme.trainer.checkpoint.state import MODEL
 from trireme.trainer.model.hub_names import hub_names
 from trireme.trainer.model.loading import ModelTensors, find_files, find_layouts, untrained_of
 from trireme.trainer.model.lora import base_name, inject_adapters, merge, products
-from trireme.trainer.model.model import build_model, published_class, published_config
+from trireme.trainer.model.model import build_model
 from trireme.trainer.parallel.shards import open_shards, shard_files
 from trireme.transport.weights.buckets import num_bytes
 
@@ -139,6 +139,5 @@ class Merged:
         yield from self._untrained.tensors()
 
     def describe(self, folder: Path, dtype: torch.dtype) -> None:
-        model = self._model
-        describe_model(folder, published_config(model), model.generation_config, dtype, published_class(model))
+        describe_model(folder, self._model, dtype)
         self._untrained.describe(folder)

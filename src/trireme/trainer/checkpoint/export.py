@@ -6,7 +6,6 @@ put together from the shards of all ranks, one tensor at a time, so no process e
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import shutil
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 import torch
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trireme.base.disk import require_room
 from trireme.base.errors import JournalCorrupt
@@ -56,21 +55,19 @@ UNTRAINED = "rank_0_untrained.safetensors"  # file in a checkpoint with parts of
 class Exporter:
     """Makes `weights/step_N/` of each checkpoint, which appears under its name only once it is complete and on disk.
 
-    What it needs of the model besides the weights is copied when it is built, so its methods may run in another thread.
-    They may be repeated after they failed.
+    Its methods use neither the weights of the model nor collectives, so they may run in another thread. They may be
+    repeated after they failed.
     """
 
     def __init__(
         self, folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
     ) -> None:
         self.folder = folder  # parent of `step_N`
+        self._model = model
         self._tokenizer = tokenizer
         self._dtype = dtype
         self._adapters = adapters_of(model)  # if only these are trained and exported
         self._layout = adapter_layout(model) if self._adapters else layout_of(model, dtype)
-        self._config = published_config(model)
-        self._generation = copy.deepcopy(model.generation_config)
-        self._architecture = published_class(model)
         self._untrained = untrained_of(model)
 
     def describe(self, checkpoint: Path) -> list[Path]:
@@ -82,7 +79,7 @@ class Exporter:
         if self._adapters is not None:
             describe_adapters(folder, self._adapters)
         else:
-            describe_model(folder, self._config, self._generation, self._dtype, self._architecture)
+            describe_model(folder, self._model, self._dtype)
             self._untrained.describe(folder)
             if self._untrained.names:
                 tensors = self._untrained.tensors()
@@ -202,14 +199,12 @@ def make_folder(folder: Path, fill: Callable[[Path], None], *, room: int) -> Non
     replace_folder(partial, folder)
 
 
-def describe_model(
-    folder: Path, config: PretrainedConfig, generation: GenerationConfig | None, dtype: torch.dtype, architecture: str
-) -> None:
+def describe_model(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Write all files of a model but its weights and tokenizer."""
-    config.save_pretrained(folder)
-    if generation is not None:  # `save_pretrained` rejects what some published models have
-        (folder / "generation_config.json").write_text(generation.to_json_string())
-    correct_config(folder, dtype, architecture)
+    published_config(model).save_pretrained(folder)
+    if model.generation_config is not None:  # `save_pretrained` rejects what some published models have
+        (folder / "generation_config.json").write_text(model.generation_config.to_json_string())
+    correct_config(folder, dtype, published_class(model))
 
 
 def correct_config(folder: Path, dtype: torch.dtype, architecture: str | None = None) -> None:
