@@ -26,7 +26,7 @@ import torch
 
 from trireme.algo.digest import tensor_digest
 from trireme.base.processes import free_port
-from trireme.messages import TensorSpec
+from trireme.messages import InitInfo, TensorSpec
 from trireme.trainer.parallel.mesh import World, open_world
 from trireme.trainer.publish.delta import SentWeights, TransferSize
 from trireme.transport.weights.backends import open_receiver, open_sender
@@ -89,7 +89,9 @@ def serve(specs: list[TensorSpec], ports: dict[str, int], rounds: int, results: 
     """Run the receiving end, in a process of its own: each way in each round."""
     torch.set_num_threads(1)
     cpu, raw = torch.device("cpu"), Raw(specs, ports["raw"], 1)
-    receivers = [open_receiver("gloo", port=ports[way], device=cpu, **OPTIONS) for way in ports if way != "raw"]
+    ours = [port for way, port in ports.items() if way != "raw"]
+    infos = [InitInfo("gloo", port=port, epoch="epoch", rank_offset=1, world_size=2, **OPTIONS) for port in ours]
+    receivers = [open_receiver(info, cpu) for info in infos]
     for number in range(rounds + 1):
         raw.broadcast()
         results.put(None)

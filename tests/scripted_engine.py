@@ -36,7 +36,7 @@ from trireme.base.token import token
 from trireme.cli.command import open_process, run_command
 from trireme.config.load import load_run_config
 from trireme.config.run import RunConfig
-from trireme.messages import TensorSpec
+from trireme.messages import InitInfo, TensorSpec
 
 if TYPE_CHECKING:
     from trireme.transport.weights.backends import Receiver
@@ -150,7 +150,7 @@ class Core(FakeEngine):
         self.unloaded: list[str] = []
         self._receiver: Receiver | None = None
         self._background: Future[list[tuple[str, str]]] | None = None
-        self._address: tuple[Any, ...] = ()
+        self._info: InitInfo | None = None
         for name, value in config.inference.args.items():  # its knobs, where vLLM's own arguments stand
             setattr(self, name, value)
 
@@ -187,15 +187,13 @@ class Core(FakeEngine):
 
         from trireme.transport.weights.backends import open_receiver
 
-        info = dict(body["init_info"])
-        epoch, rank, world_size = info.pop("epoch"), info.pop("rank_offset"), info.pop("world_size")
-        self._bucket_bytes, self._background = info["bucket_bytes"], None
-        address = (*info.values(), epoch)
-        if self._receiver is None or address != self._address:
+        info = msgspec.convert(body["init_info"], InitInfo)
+        self._bucket_bytes, self._background = info.bucket_bytes, None
+        if self._receiver is None or info != self._info:
             if self._receiver is not None:
                 self._receiver.close()
-            self._receiver, self._address = open_receiver(**info, device=torch.device("cpu")), address
-        self._receiver.join(epoch, rank, world_size)
+            self._receiver, self._info = open_receiver(info, torch.device("cpu")), info
+        self._receiver.join(info.epoch, info.rank_offset, info.world_size)
         reach("engine.joined")
 
     async def _start_weight_update(self, body: dict[str, Any]) -> None:

@@ -87,10 +87,7 @@ class WeighedEngine(FakeEngine):
 
     async def _init_weight_transfer_engine(self, body: dict[str, Any]) -> None:
         info = msgspec.convert(body["init_info"], InitInfo)
-        self._receiver = open_receiver(
-            info.kind, host=info.host, port=info.port, bucket_bytes=info.bucket_bytes, timeout_s=info.timeout_s,
-            device=torch.device("cpu"),
-        )  # fmt: skip
+        self._receiver = open_receiver(info, torch.device("cpu"))
         await asyncio.to_thread(self._receiver.join, info.epoch, info.rank_offset, info.world_size)
 
     async def _update_weights(self, body: dict[str, Any]) -> None:

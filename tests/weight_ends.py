@@ -9,7 +9,7 @@ import torch
 from trireme.algo.digest import tensor_digest
 from trireme.algo.patch import Patch
 from trireme.base.processes import free_port
-from trireme.messages import TensorSpec
+from trireme.messages import InitInfo, TensorSpec
 from trireme.transport.weights.backends import Receiver, Sender, open_receiver, open_sender
 from trireme.transport.weights.buckets import spec_of
 
@@ -48,7 +48,8 @@ class Ends:
         port = free_port()
         options = {"host": "127.0.0.1", "port": port, "bucket_bytes": BUCKET_BYTES, "timeout_s": timeout_s}
         self.sender: Sender = open_sender("gloo", folder=Path("unused"), delta=delta, **options)
-        self.receivers = [open_receiver("gloo", device=torch.device("cpu"), **options) for _ in range(num_receivers)]
+        info = InitInfo("gloo", epoch="", rank_offset=1, world_size=1 + num_receivers, **options)
+        self.receivers = [open_receiver(info, torch.device("cpu")) for _ in range(num_receivers)]
         self._pool = ThreadPoolExecutor(num_receivers + 1)
 
     def send(

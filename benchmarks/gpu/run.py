@@ -131,7 +131,7 @@ def _nccl_rank(rank: int, port: int, answers: Any) -> None:
     import torch
 
     from trireme.algo.digest import tensor_digest
-    from trireme.messages import TensorSpec
+    from trireme.messages import InitInfo, TensorSpec
     from trireme.transport.weights.collective import CollectiveReceiver, CollectiveSender
 
     torch.cuda.set_device(rank)
@@ -149,7 +149,8 @@ def _nccl_rank(rank: int, port: int, answers: Any) -> None:
             digests = {spec.name: tensor_digest(tensor) for spec, tensor in zip(specs, tensors, strict=True)}
         else:
             if epoch == "first":
-                receiver = CollectiveReceiver("nccl", "127.0.0.1", port, **options)
+                info = InitInfo("nccl", "127.0.0.1", port, epoch, rank_offset=1, world_size=2, **options)
+                receiver = CollectiveReceiver(info)
             receiver.join(epoch, 1, 2)
             began = time.perf_counter()
             digests = {name: tensor_digest(tensor) for name, tensor in receiver.tensors(specs, {})}

@@ -42,11 +42,11 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
+    _info: InitInfo  # of the receiver
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._receiver: Receiver | None = None
-        self._address: tuple | None = None
         self.digests: dict[str, str] = {}
         self.incomplete: list[str] = []
         self.adapter: dict[str, torch.Tensor] = {}
@@ -61,18 +61,9 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self._background = None
-        address = (init_info.kind, init_info.host, init_info.port, init_info.epoch)
-        if self._receiver is None or address != self._address:
+        if self._receiver is None or init_info != self._info:
             self.shutdown()
-            self._receiver = open_receiver(
-                init_info.kind,
-                host=init_info.host,
-                port=init_info.port,
-                bucket_bytes=init_info.bucket_bytes,
-                timeout_s=init_info.timeout_s,
-                device=self.device,
-            )
-            self._address, self._bucket_bytes, self._timeout_s = address, init_info.bucket_bytes, init_info.timeout_s
+            self._receiver, self._info = open_receiver(init_info, self.device), init_info
         parallel = self.parallel_config
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._receiver.join(init_info.epoch, rank, init_info.world_size)
@@ -85,7 +76,7 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         waits for its sender would block the device.
         """
         assert self._receiver is not None, "receive_ahead before init_weight_transfer_engine"
-        if self.device.type != "cpu" or len(split_into_buckets(specs, self._bucket_bytes)) > 1:
+        if self.device.type != "cpu" or len(split_into_buckets(specs, self._info.bucket_bytes)) > 1:
             return False
         coming = _arriving(self._receiver.tensors(specs, {}))
         self._background = in_background(lambda: list(coming), name="weights")
@@ -101,7 +92,7 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         background, self._background = self._background, None
         arrived: Iterable[Arrived]
         if background is not None:
-            arrived = take_transfer(background, self._timeout_s)  # raises before the model is changed
+            arrived = take_transfer(background, self._info.timeout_s)  # raises before the model is changed
         else:
             arrived = _arriving(self._receiver.tensors(specs, update_info.payload))
         self.adapter = {}

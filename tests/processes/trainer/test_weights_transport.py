@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from trireme.algo.digest import tensor_digest
+from trireme.messages import InitInfo
 from trireme.transport.weights import buckets as packing
 from trireme.transport.weights.backends import Receiver, Sender, open_receiver, open_sender
 from weight_ends import BUCKET_BYTES, DEADLINE_S, SHORT_S, Ends, digests_of, outcome, random_model, receive, specs_of
@@ -42,7 +43,8 @@ def test_a_receiver_that_is_missing_makes_the_sender_fail_and_the_next_epoch_hea
 def _through_files(folder: Path) -> tuple[Sender, Receiver]:
     options = {"host": "", "port": 0, "bucket_bytes": BUCKET_BYTES, "timeout_s": SHORT_S}
     sender = open_sender("filesystem", folder=folder / "broadcast", **options)
-    return sender, open_receiver("filesystem", device=torch.device("cpu"), **options)
+    info = InitInfo("filesystem", epoch="", rank_offset=1, world_size=2, **options)
+    return sender, open_receiver(info, torch.device("cpu"))
 
 
 def test_files_bring_every_tensor_to_the_bit_and_those_of_the_last_two_versions_stay(tmp_path):

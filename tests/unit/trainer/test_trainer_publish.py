@@ -33,7 +33,19 @@ from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
 from trireme.config.inference import InferenceConfig, InferenceModel
 from trireme.config.run import Ports, RunConfig, WeightBroadcast
-from trireme.messages import Again, GetNewest, Go, Live, Newest, PolicyReady, PolicySent, Refusal, Reply, Request
+from trireme.messages import (
+    Again,
+    GetNewest,
+    Go,
+    InitInfo,
+    Live,
+    Newest,
+    PolicyReady,
+    PolicySent,
+    Refusal,
+    Reply,
+    Request,
+)
 from trireme.tools.plan.memory import Training
 from trireme.tools.plan.sizes import training_of
 from trireme.trainer.parallel.mesh import World
@@ -107,11 +119,12 @@ class Orchestrator:
 
     def _join(self, ready: PolicyReady) -> None:
         self.close()
-        self._receiver = open_receiver(
-            ready.kind, host=ready.host, port=ready.port, bucket_bytes=self._config.weight_broadcast.bucket_mib << 20,
-            timeout_s=DEADLINE_S, device=torch.device("cpu"),
+        info = InitInfo(
+            ready.kind, ready.host, ready.port, str(self._num_epochs), rank_offset=1, world_size=2,
+            bucket_bytes=self._config.weight_broadcast.bucket_mib << 20, timeout_s=DEADLINE_S,
         )  # fmt: skip
-        self._receiver.join(str(self._num_epochs), 1, 2)
+        self._receiver = open_receiver(info, torch.device("cpu"))
+        self._receiver.join(info.epoch, info.rank_offset, info.world_size)
 
     def close(self) -> None:
         if self._receiver is not None:

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from trireme.algo.patch import Patch
-from trireme.messages import TensorSpec
+from trireme.messages import InitInfo, TensorSpec
 
 
 class Sender(ABC):
@@ -63,20 +63,18 @@ def open_sender(
     return CollectiveSender(kind, host, port, bucket_bytes=bucket_bytes, timeout_s=timeout_s, delta=delta)
 
 
-def open_receiver(
-    kind: str, *, host: str, port: int, bucket_bytes: int, timeout_s: float, device: torch.device
-) -> Receiver:
-    if kind == "filesystem":
+def open_receiver(info: InitInfo, device: torch.device) -> Receiver:
+    if info.kind == "filesystem":
         from trireme.transport.weights.filesystem import FilesystemReceiver
 
         return FilesystemReceiver(device)
-    if kind == "ipc":
+    if info.kind == "ipc":
         from trireme.transport.weights.ipc import IpcReceiver
 
         return IpcReceiver()
     from trireme.transport.weights.collective import CollectiveReceiver
 
-    return CollectiveReceiver(kind, host, port, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+    return CollectiveReceiver(info)
 
 
 T = TypeVar("T")

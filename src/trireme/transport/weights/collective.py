@@ -25,7 +25,7 @@ import torch.distributed as dist
 from trireme.algo.patch import Patch
 from trireme.base.network import listening_address, watch_connections
 from trireme.base.token import sealed
-from trireme.messages import TensorSpec
+from trireme.messages import InitInfo, TensorSpec
 from trireme.transport.weights.backends import Receiver, Sender
 from trireme.transport.weights.buckets import BucketBuffers, bucket_size, pack_bucket, split_into_buckets, unpack_bucket
 from trireme.transport.weights.deltas import HostCopy, pack_body, pack_head, patches_of
@@ -232,11 +232,9 @@ class CollectiveSender(Sender):
 class CollectiveReceiver(Receiver):
     """An engine worker's end."""
 
-    def __init__(self, kind: str, host: str, port: int, *, bucket_bytes: int, timeout_s: float) -> None:
-        self._kind = kind
-        self._store = open_store(host, port, is_sender=False, timeout_s=timeout_s)
-        self._bucket_bytes = bucket_bytes
-        self._timeout_s = timeout_s
+    def __init__(self, info: InitInfo) -> None:
+        self._info = info
+        self._store = open_store(info.host, info.port, is_sender=False, timeout_s=info.timeout_s)
         self._group: WeightGroup | None = None
         self._copy: HostCopy | None = None  # of the weights of this epoch, if tensors travel as patches
 
@@ -250,14 +248,14 @@ class CollectiveReceiver(Receiver):
         self._store.set(_here(epoch, rank), "1")
         self._await_sender(epoch)
         self._group = WeightGroup(
-            self._kind, self._store, epoch=epoch, rank=rank, world_size=world_size, timeout_s=self._timeout_s
+            self._info.kind, self._store, epoch=epoch, rank=rank, world_size=world_size, timeout_s=self._info.timeout_s
         )
         self._epoch, self._rank, self._num_transfers = epoch, rank, 0
         self._copy = HostCopy() if self._store.get(_begun(epoch)) == AS_PATCHES else None
 
     def _await_sender(self, epoch: str) -> None:
         began = heard = time.monotonic()
-        signs, patience_s = 0, min(SILENCE_S, self._timeout_s)
+        signs, patience_s = 0, min(SILENCE_S, self._info.timeout_s)
         while not self._store.check([_begun(epoch)]):
             if (now_signs := self._store.add(_here(epoch, 0), 0)) != signs:
                 signs, heard = now_signs, time.monotonic()
@@ -274,7 +272,7 @@ class CollectiveReceiver(Receiver):
 
     def _incoming(self, specs: list[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
         try:
-            buckets = split_into_buckets(specs, self._bucket_bytes)
+            buckets = split_into_buckets(specs, self._info.bucket_bytes)
             yield from self._whole(buckets) if self._copy is None else self._patched(buckets, self._copy)
         except Exception:
             self.close()  # or the sender would wait for this rank until its timeout
