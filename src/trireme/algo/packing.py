@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -138,18 +139,14 @@ def share_prefixes(ids: np.ndarray, lengths: list[int]) -> SharedPrefixes:
 
     In alphabetical order, each sample shares its longest prefix with a neighbour, so neighbours are compared.
     """
-    ends = np.cumsum(lengths)
-    samples = [ids[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+    starts = np.cumsum([0, *lengths[:-1]])
+    samples = [ids[start : start + length] for start, length in zip(starts, lengths, strict=True)]
     owners = np.arange(len(ids))
-    before: int | None = None
-    for number in sorted(range(len(samples)), key=lambda number: samples[number].astype(">i8").tobytes()):
-        first = ends[number] - lengths[number]
-        if before is not None:
-            shortest = min(len(samples[before]), len(samples[number]))
-            different = np.flatnonzero(samples[before][:shortest] != samples[number][:shortest])
-            alike = int(different[0]) if len(different) else shortest
-            theirs = ends[before] - lengths[before]
-            owners[first : first + alike] = owners[theirs : theirs + alike]
-        before = number
+    in_order = sorted(range(len(samples)), key=lambda number: samples[number].astype(">i8").tobytes())
+    for before, number in pairwise(in_order):
+        shortest = min(lengths[before], lengths[number])
+        different = np.flatnonzero(samples[before][:shortest] != samples[number][:shortest])
+        alike = int(different[0]) if len(different) else shortest
+        owners[starts[number] : starts[number] + alike] = owners[starts[before] : starts[before] + alike]
     kept = np.unique(owners)
     return SharedPrefixes(kept, np.searchsorted(kept, owners))
