@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from trireme.config.trainer import Optimizer, Scheduler
+from trireme.trainer.optim.adamw_8bit import AdamW8bit
 from trireme.trainer.optim.muon import Muon
 
 Named = tuple[str, torch.nn.Parameter]
@@ -36,8 +37,6 @@ def build_optimizer(model: torch.nn.Module, config: Optimizer) -> torch.optim.Op
             outside = {parameter for module in tables for parameter in module.parameters(recurse=False)}
             return Muon(_groups(trained, config.weight_decay, outside=outside), **adam)
         case "adamw_8bit":
-            from trireme.trainer.optim.adamw_8bit import AdamW8bit
-
             return AdamW8bit(_groups(trained, config.weight_decay), **adam)
         case "adamw":
             return torch.optim.AdamW(_groups(trained, config.weight_decay), **adam, fused=True)
