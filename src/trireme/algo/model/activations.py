@@ -119,14 +119,11 @@ def _norms(model: Architecture, row: Pass) -> float:
 
     The input of those before attention and MLP is the residual stream.
     """
-    widths = [model.hidden] * model.family.layer_norms
-    heads = [(model.query, model.heads), (model.key, model.kv_heads)] if model.family.qk_norm else []
-    return sum(_norm(model, width, 1, row) for width in widths) + sum(_norm(model, *each, row) for each in heads)
-
-
-def _norm(model: Architecture, width: int, groups: int, row: Pass) -> float:
+    norms = [(model.hidden, 1)] * model.family.layer_norms
+    if model.family.qk_norm:
+        norms += [(model.query, model.heads), (model.key, model.kv_heads)]
     scaled = 4 if model.family.wide_norms else row.value_bytes
-    return width * (4 + (0 if row.frozen else scaled)) + 4 * groups
+    return sum(width * (4 + (0 if row.frozen else scaled)) + 4 * groups for width, groups in norms)
 
 
 def _attention(model: Architecture, layer: Layer, row: Pass) -> float:
