@@ -239,8 +239,6 @@ class CheckpointStore:
         Args:
             times: how often, in a row, the peer may have to wait for room on the disk.
         """
-        if condition():
-            return
         with self._waits.waiting(what, peer=peer, deadline_s=WRITE_S + times * self._disk_timeout_s) as wait:
             while not condition():
                 wait.check()
@@ -260,7 +258,6 @@ def load_checkpoint(state: TrainerState, folder: Path, *, rank: int) -> None:
     manifest = read_manifest(folder)
     with open_shards(shard_files(folder)) as stored:
         load_tensors(state, stored)
-        num_bytes = stored.num_bytes_read
     random = folder / f"random_{rank}.safetensors"
     if random.name in manifest.files:
         states = load_file(random)
@@ -268,7 +265,7 @@ def load_checkpoint(state: TrainerState, folder: Path, *, rank: int) -> None:
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])
     state.version = manifest.version
-    log.info("resumed from %s, of which this rank read %.1f MiB", folder, num_bytes / 2**20)
+    log.info("resumed from %s, of which this rank read %.1f MiB", folder, stored.num_bytes_read / 2**20)
 
 
 def _list_of_rank(folder: Path, rank: int) -> Path:

@@ -57,10 +57,7 @@ def load_tensors(state: TrainerState, stored: StoredShards) -> None:
         for name, tensor in _reference_tensors(state.reference).items():
             stored.read_into(name, tensor)
         state.reference.is_base = False
-    skipped = torch.tensor(0)
-    if SKIPPED in stored.names():
-        stored.read_into(SKIPPED, skipped)
-    state.skipped_in_a_row = int(skipped)
+    state.skipped_in_a_row = int(stored.read(SKIPPED, ())) if SKIPPED in stored.names() else 0
 
 
 def model_tensors(model: PreTrainedModel, kind: str = MODEL) -> dict[str, torch.Tensor]:
