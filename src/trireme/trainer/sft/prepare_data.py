@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -77,10 +78,8 @@ def _write_all(config: SftConfig, waits: Waits, meanwhile: Callable[[], None]) -
         tuple(config.chat_template_kwargs.items()),
         image_token=pictures.rules.token if pictures else None,
     )
-    names = [*(f"train_{number}" for number in range(len(config.sources))), "validation"]
-    drop = config.overlong == "drop"
-    writers = {name: SampleWriter(seq_len=config.seq_len, drop=drop) for name in names}
-    validation = writers.pop("validation")
+    new_writer = partial(SampleWriter, seq_len=config.seq_len, drop=config.overlong == "drop")
+    writers, validation = {f"train_{number}": new_writer() for number in range(len(config.sources))}, new_writer()
     for writer, source in zip(writers.values(), config.sources, strict=True):
         conversations = read_conversations(source, pictures, meanwhile)
         write_samples(conversations, renderer, writer, validation, held_out_fraction=config.validation_fraction)
