@@ -24,7 +24,7 @@ from vllm.inputs import tokens_input
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from trireme.transport.bearer import App, ClientDisconnected, Message, Receive, Send, read_body, replay
+from trireme.transport.bearer import App, ClientDisconnected, Message, Receive, Send, answer, read_body, replay
 
 PATH = "/inference/v1/generate"
 
@@ -68,16 +68,14 @@ class FastGenerate:
             return
         with suppress(ClientDisconnected):
             body = await read_body(receive)
-            answer = await self._answer(scope["app"].state, body, receive)
-            if answer is None:
+            response = await self._respond(scope["app"].state, body, receive)
+            if response is None:
                 await self._app(scope, replay(body, receive), send)
             else:
-                headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(answer))]
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
-                await send({"type": "http.response.body", "body": answer})
+                await answer(scope, receive, send, 200, response, (b"content-type", b"application/json"))
 
-    async def _answer(self, state: Any, body: bytes, receive: Receive) -> bytes | None:
-        """Return the answer, or None if vLLM's own route has to give it."""
+    async def _respond(self, state: Any, body: bytes, receive: Receive) -> bytes | None:
+        """Return the response, or None if vLLM's own route has to give it."""
         try:
             asked = _read(body)
             params = _params(bytes(asked.sampling_params))

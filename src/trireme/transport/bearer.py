@@ -132,7 +132,7 @@ def replay(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-async def refuse(scope: Message, receive: Receive, send: Send, code: int, body: bytes, *headers: Header) -> None:
+async def answer(scope: Message, receive: Receive, send: Send, code: int, body: bytes, *headers: Header) -> None:
     """Answer an HTTP request with a status, a body and these headers; close a websocket."""
     if scope["type"] == "websocket":
         await receive()
@@ -145,4 +145,4 @@ async def refuse(scope: Message, receive: Receive, send: Send, code: int, body: 
 
 async def _refuse(scope: Message, receive: Receive, send: Send, code: int, reason: str) -> None:
     headers = ((b"content-type", b"application/json"), (b"www-authenticate", b"Bearer"))
-    await refuse(scope, receive, send, code, json.dumps({"error": reason}).encode(), *headers)
+    await answer(scope, receive, send, code, json.dumps({"error": reason}).encode(), *headers)

@@ -11,7 +11,7 @@ from urllib.parse import parse_qs
 
 from trireme.base.network import host_of, is_loopback
 from trireme.base.token import derive, is_same
-from trireme.transport.bearer import App, Message, Receive, Send, header, refuse
+from trireme.transport.bearer import App, Message, Receive, Send, answer, header
 
 COOKIE = "trireme_dashboard"
 KEY = "key"  # in the query of the address
@@ -53,7 +53,7 @@ class RequireKey:
         if scope["type"] == "lifespan" or may_enter(scope, self._key):
             await self._app(scope, receive, self._with_headers(scope, send))
         else:
-            await refuse(scope, receive, send, 401, REFUSAL, (b"content-type", b"text/plain"))
+            await answer(scope, receive, send, 401, REFUSAL, (b"content-type", b"text/plain"))
 
     def _with_headers(self, scope: Message, send: Send) -> Send:
         """Add `HEADERS` to answers, and a cookie where the key was in the address."""
