@@ -21,7 +21,7 @@ from trireme.base.errors import ConfigError
 from trireme.tools.export import weights_folder
 from trireme.transport.weights.backends import take_transfer
 from trireme.transport.weights.buckets import spec_of
-from trireme.transport.weights.deltas import HostCopy, pack_body, pack_head
+from trireme.transport.weights.deltas import HostCopy, pack_patches
 from weight_ends import DEADLINE_S, Ends, Tensors, digests_of, outcome, random_model, specs_of
 
 CPU = torch.device("cpu")
@@ -81,7 +81,7 @@ def test_a_head_that_makes_no_sense_is_refused(row):
     with pytest.raises(RuntimeError, match="arrived before its values"):
         copy.body_size(specs, torch.tensor([[int(Form.BITS), 1]]))
     whole = patches(model, None)
-    assert list(dict(copy.take(specs, pack_head(whole, CPU), pack_body(whole, CPU)))) == ["norm"]
+    assert list(dict(copy.take(specs, *pack_patches(whole, CPU)))) == ["norm"]
     with pytest.raises(RuntimeError, match="a patch of norm changes"):
         copy.body_size(specs, torch.tensor([row]))
 

@@ -28,7 +28,7 @@ from trireme.base.token import sealed
 from trireme.messages import InitInfo, TensorSpec
 from trireme.transport.weights.backends import Receiver, Sender
 from trireme.transport.weights.buckets import BucketBuffers, bucket_size, pack_bucket, split_into_buckets, unpack_bucket
-from trireme.transport.weights.deltas import HostCopy, pack_body, pack_head, patches_of
+from trireme.transport.weights.deltas import HostCopy, pack_patches
 
 STREAM_POLL_S = 1e-4
 
@@ -214,13 +214,10 @@ class CollectiveSender(Sender):
     def _flats(self, specs: list[TensorSpec], parts: Iterator[torch.Tensor | Patch]) -> Iterator[torch.Tensor]:
         """Yield what is broadcast for a bucket."""
         assert self._group is not None
-        device = self._group.device
-        if not self._delta:
+        if self._delta:
+            yield from pack_patches(parts, self._group.device)
+        else:
             yield pack_bucket(specs, parts, self._group.buffers)
-            return
-        patches = patches_of(list(parts))
-        yield pack_head(patches, device)
-        yield pack_body(patches, device)
 
     def close(self) -> None:
         if self._group is not None:

@@ -7,7 +7,7 @@ fused and split over ranks elsewhere; nor could digests of published tensors be 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -16,15 +16,14 @@ from trireme.messages import TensorSpec
 from trireme.transport.weights.buckets import dtype_of, pack_bytes, packed_size, unpack_bytes
 
 
-def pack_head(patches: list[Patch], device: torch.device) -> torch.Tensor:
-    """Return [tensors, 2] int64: form and number of changed values."""
-    rows = [[int(patch.form), patch.num_changed] for patch in patches]
-    return torch.tensor(rows, dtype=torch.int64, device=device).view(len(patches), 2)
-
-
-def pack_body(patches: list[Patch], device: torch.device) -> torch.Tensor:
-    """Return the patches of a bucket as one flat uint8 tensor."""
-    return pack_bytes([part for patch in patches for part in (patch.where, patch.values)], device)
+def pack_patches(parts: Iterable[torch.Tensor | Patch], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the head of a bucket, [tensors, 2] int64 form and number of changed values, and its body, flat uint8."""
+    rows, data = [], []
+    for part in parts:
+        assert isinstance(part, Patch), "a delta is sent in patches"
+        rows.append([int(part.form), part.num_changed])
+        data += [part.where, part.values]
+    return torch.tensor(rows, dtype=torch.int64, device=device).view(len(rows), 2), pack_bytes(data, device)
 
 
 class HostCopy:
@@ -68,10 +67,3 @@ class HostCopy:
             tensor = self._tensors[spec.name]
             apply_patch(Patch(Form(form), count, where=next(parts), values=next(parts)), tensor)
             yield spec.name, tensor
-
-
-def patches_of(parts: list[torch.Tensor | Patch]) -> list[Patch]:
-    """Return the parts of a bucket, all of which are patches."""
-    patches = [part for part in parts if isinstance(part, Patch)]
-    assert len(patches) == len(parts), "a delta is sent in patches"
-    return patches

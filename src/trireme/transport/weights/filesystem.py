@@ -15,7 +15,7 @@ from trireme.base.paths import replace_folder, sync_folder
 from trireme.messages import TensorSpec
 from trireme.transport.weights.backends import Receiver, Sender
 from trireme.transport.weights.buckets import split_into_buckets
-from trireme.transport.weights.deltas import HostCopy, pack_body, pack_head, patches_of
+from trireme.transport.weights.deltas import HostCopy, pack_patches
 
 _CPU = torch.device("cpu")
 
@@ -50,8 +50,8 @@ class FilesystemSender(Sender):
         for index, bucket in enumerate(split_into_buckets(specs, self._bucket_bytes)):
             parts_of_bucket = (next(stream) for _ in bucket)
             if self._delta:
-                patches = patches_of(list(parts_of_bucket))
-                content = {"head": pack_head(patches, _CPU), "body": pack_body(patches, _CPU)}
+                head, body = pack_patches(parts_of_bucket, _CPU)
+                content = {"head": head, "body": body}
             else:
                 content = {}
                 for spec, part in zip(bucket, parts_of_bucket, strict=True):
