@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,14 +28,24 @@ ARGUMENT = "packed_row"  # the argument under which a row travels through the mo
 _is_row_given: ContextVar[bool] = ContextVar("is_row_given", default=False)
 
 
-@dataclass(frozen=True)
 class Bucket:
     """Samples of about the same length."""
 
-    shape: tuple[int, int]  # (S, L)
-    places: torch.Tensor  # [S * L] int64: each sample's tokens in the row; beyond its end, its last token
-    kept: torch.Tensor | None  # [tokens] int64: which of the S * L are no padding; None if all are
-    targets: torch.Tensor  # [tokens] int64: the places of these in the row
+    def __init__(self, starts: np.ndarray, lengths: np.ndarray, in_row: np.ndarray, device: torch.device) -> None:
+        within = np.arange(int(lengths.max()))[None]
+        real = within < lengths[:, None]
+        places = in_row[starts[:, None] + np.minimum(within, lengths[:, None] - 1)]
+
+        def on_device(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(array.astype(np.int64)).to(device)
+
+        self.shape = places.shape  # (S, L)
+        # [S * L] each sample's tokens in the row; beyond its end, its last token
+        self.places = on_device(places.ravel())
+        # [tokens] which of the S * L are no padding; None if all are
+        self.kept = None if real.all() else on_device(np.flatnonzero(real))
+        # [tokens] the places of these in the row
+        self.targets = on_device(places[real])
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Gather [1, heads, T, D] into [S, heads, L, D]."""
@@ -65,28 +74,11 @@ class PackedRow:
         places = np.arange(sum(lengths)) if places is None else places
         starts = np.cumsum([0, *lengths[:-1]])
         self.buckets = [
-            _bucket(starts[samples], np.array(lengths)[samples], places, device) for samples in buckets(lengths)
+            Bucket(starts[samples], np.array(lengths)[samples], places, device) for samples in buckets(lengths)
         ]
         targets = torch.cat([bucket.targets for bucket in self.buckets]).cpu().numpy()
         order = np.unique(targets, return_index=True)[1]  # the first result of a shared token
         self.order = torch.from_numpy(order).to(device)  # [T]: where each token's result lies among all buckets'
-
-
-def _bucket(starts: np.ndarray, lengths: np.ndarray, places_in_row: np.ndarray, device: torch.device) -> Bucket:
-    longest = int(lengths.max())
-    within = np.arange(longest)[None]
-    real = within < lengths[:, None]
-    places = places_in_row[starts[:, None] + np.minimum(within, lengths[:, None] - 1)]
-
-    def on_device(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(device)
-
-    return Bucket(
-        shape=(len(starts), longest),
-        places=on_device(places.ravel()),
-        kept=None if real.all() else on_device(np.flatnonzero(real)),
-        targets=on_device(places[real]),
-    )
 
 
 def supports_packed_attention(model: PreTrainedModel) -> bool:
