@@ -172,8 +172,8 @@ class Scorer:
 def targets_at(row: MicroBatch, places: np.ndarray, device: torch.device) -> Targets:
     temperatures = np.repeat(np.array(row.temperatures, np.float32), row.lengths)
     return Targets(
-        torch.from_numpy(row.tokens.ids[places].astype(np.int64)).to(device),
-        torch.from_numpy(temperatures[places]).to(device),
+        torch.as_tensor(row.tokens.ids[places], dtype=torch.int64, device=device),
+        torch.as_tensor(temperatures[places], device=device),
         choices_at(row.tokens.kept, places, device),
     )
 
@@ -189,11 +189,7 @@ def choices_at(kept: Kept | None, places: np.ndarray, device: torch.device) -> C
     starts = np.concatenate([[0], np.cumsum(kept.counts)])[places[cut]]
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     ids = kept.ids[np.repeat(starts, counts) + within]
-
-    def to_device(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(device)
-
-    return Choices(to_device(cut), to_device(counts), to_device(ids))
+    return Choices(*(torch.as_tensor(each, dtype=torch.int64, device=device) for each in (cut, counts, ids)))
 
 
 def attach_scorer(model: PreTrainedModel, config: TrainerModel, world: World) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,10 +36,7 @@ class Bucket:
         within = np.arange(int(lengths.max()))[None]
         real = within < lengths[:, None]
         places = in_row[starts[:, None] + np.minimum(within, lengths[:, None] - 1)]
-
-        def on_device(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(array.astype(np.int64)).to(device)
-
+        on_device = partial(torch.as_tensor, dtype=torch.int64, device=device)
         self.shape = places.shape  # (S, L)
         # [S * L] each sample's tokens in the row; beyond its end, its last token
         self.places = on_device(places.ravel())
