@@ -24,7 +24,7 @@ from trireme.base.errors import JournalCorrupt
 from trireme.messages import TensorSpec
 from trireme.trainer.checkpoint.state import MODEL
 from trireme.trainer.model.hub_names import hub_names
-from trireme.trainer.model.layouts import Part, Region, TensorLayout, identity_layout
+from trireme.trainer.model.layouts import Part, TensorLayout, identity_layout
 from trireme.trainer.model.loading import untrained_of
 from trireme.trainer.model.lora import Adapters, peft_name, trained_tensors
 from trireme.trainer.parallel.shards import StoredShards
@@ -91,12 +91,9 @@ def in_dtype(layout: Layout, dtype: str) -> Layout:
 
 def stored_tensors(layout: Layout, stored: StoredShards) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of an export, one at a time."""
-
-    def read(name: str, region: Region) -> torch.Tensor:
-        return stored.read(f"{MODEL}.{name}", region)
-
     for each in layout:
-        whole = TensorLayout(torch.Size(each.shape), each.parts).tensor(read)
+        laid = TensorLayout(torch.Size(each.shape), each.parts)
+        whole = laid.tensor(lambda name, region: stored.read(f"{MODEL}.{name}", region))
         yield each.name, whole.to(getattr(torch, each.dtype))
 
 

@@ -33,7 +33,7 @@ from transformers.core_model_loading import (
 )
 
 from trireme.base.errors import ConfigError
-from trireme.trainer.model.layouts import Region, TensorLayout, UnsupportedLayout, identity_layout
+from trireme.trainer.model.layouts import TensorLayout, UnsupportedLayout, identity_layout
 
 Shape = tuple[int, ...]
 
@@ -54,11 +54,8 @@ class HubNames:
 
     def to_hub(self, name: str, whole: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """Return the published tensors that a tensor of the model holds: views of it, of any dtype, on any device."""
-
-        def read(_: str, region: Region) -> torch.Tensor:
-            return whole[region]
-
-        return [(published, laid.tensor(read)) for published, laid in self.layouts[name].items()]
+        layouts = self.layouts[name].items()
+        return [(published, laid.tensor(lambda _, region: whole[region])) for published, laid in layouts]
 
 
 _known: WeakKeyDictionary[PreTrainedModel, HubNames] = WeakKeyDictionary()
