@@ -6,8 +6,8 @@ float32, then rounded.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from trireme.trainer.checkpoint.export import (
     DESCRIPTION,
     copy_description,
     describe_model,
-    make_folder,
+    new_folder,
     require_undamaged,
 )
 from trireme.trainer.checkpoint.hf_files import CONFIG, TRAINED_WITH, frozen_dtype, write_model
@@ -60,17 +60,14 @@ def export_merged(
         trust_remote_code=trust_remote_code,
     )
     specs = merged.specs(dtype)
-
-    def fill(folder: Path) -> None:
-        copy_description(checkpoint, folder, without=(CONFIG, TRAINED_WITH, "README.md"))
-        merged.describe(folder, getattr(torch, dtype))
+    with new_folder(folder, room=sum(map(num_bytes, specs))) as partial:
+        copy_description(checkpoint, partial, without=(CONFIG, TRAINED_WITH, "README.md"))
+        merged.describe(partial, getattr(torch, dtype))
         with open_shards(shard_files(checkpoint)) as stored:
             prefix = f"{MODEL}."
             names = {name.removeprefix(prefix): name for name in stored.names() if name.startswith(prefix)}
-            trained = {own: partial(stored.read_whole, name) for own, name in names.items()}
-            write_model(folder, specs, merged.tensors(trained, getattr(torch, dtype)))
-
-    make_folder(folder, fill, room=sum(map(num_bytes, specs)))
+            trained = {own: functools.partial(stored.read_whole, name) for own, name in names.items()}
+            write_model(partial, specs, merged.tensors(trained, getattr(torch, dtype)))
 
 
 class Merged:

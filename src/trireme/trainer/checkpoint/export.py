@@ -10,7 +10,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -160,8 +161,7 @@ def write_export(
         describe: creates the folder that it is given, with all but the weights.
         dtype: precision of the layout if it differs from the description's.
     """
-
-    def fill(partial: Path) -> None:
+    with new_folder(folder, room=sum(map(num_bytes, layout))) as partial:
         describe(partial)
         is_adapter = (partial / CONFIG).is_file()
         with open_shards(pieces) as stored:
@@ -172,21 +172,18 @@ def write_export(
         elif dtype is not None:
             correct_config(partial, dtype)
 
-    make_folder(folder, fill, room=sum(map(num_bytes, layout)))
 
+@contextmanager
+def new_folder(folder: Path, *, room: int) -> Iterator[Path]:
+    """Make a folder of at least `room` bytes that appears under its name only once it is complete and on disk.
 
-def make_folder(folder: Path, fill: Callable[[Path], None], *, room: int) -> None:
-    """Make a folder that appears under its name only once it is complete and on disk. After an error, remove it.
-
-    Args:
-        fill: creates the folder that it is given.
-        room: least number of bytes that it will take.
+    Yields the path under which the caller creates it. After an error, it is removed.
     """
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         require_room(folder.parent, room)
-        fill(partial)
+        yield partial
         for path in partial.rglob("*"):
             if path.is_file():
                 with open(path, "rb") as file:
