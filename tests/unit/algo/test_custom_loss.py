@@ -61,7 +61,7 @@ def test_what_it_returns_is_normalized_like_any_other(tmp_path):
         ("def loss(columns):\n    return columns.advantages * 2\n", "without a gradient"),
         ("def loss(columns):\n    return columns.logprobs / 0\n", "inf"),
         ("def loss(columns):\n    return columns.rewards\n", "raised AttributeError"),
-        ("def loss(columns, needed):\n    return columns.logprobs\n", "missing a required argument: 'needed'"),
+        ("def loss(columns, needed):\n    return columns.logprobs\n", "missing 1 required positional argument"),
         ("def other(columns):\n    return columns.logprobs\n", "mine.py has no `loss`"),
         ("loss = 3\n", "no function is called `loss`"),
         ("def loss(columns:\n", "line 1"),
