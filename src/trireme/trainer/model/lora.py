@@ -119,16 +119,11 @@ def _require_adaptable(
             "(`tie_word_embeddings`) - expected neither of them: one cannot change without the other. Leave "
             f"{', '.join(_last(name) for name in tied)} out of `target_modules` and `modules_to_save`."
         )
-    if config.dropout and (heads := set(modules) & set(head)):
+    if config.dropout and (fixed := [*(name for name in modules if name in head), *map(_in_layer, parameters[:1])]):
         raise ConfigError(
-            f"`lora.dropout = {config.dropout:g}` with an adapter on {', '.join(heads)} - expected 0: the head is "
-            "computed in chunks, twice each. Set `lora.dropout = 0`, or leave it out of `lora.target_modules`."
-        )
-    if parameters and config.dropout:
-        raise ConfigError(
-            f"`lora.dropout = {config.dropout:g}` with adapters on fused experts ({_in_layer(parameters[0])}) - "
-            "expected 0: these are adapted as one tensor, in front of which nothing can be dropped. "
-            "Set `lora.dropout = 0`, or leave the experts out of `lora.target_modules`."
+            f"`lora.dropout = {config.dropout:g}` with adapters on {', '.join(fixed)} - expected 0: the head is "
+            "computed in chunks, twice each, and fused experts are one tensor, with no input of its own to drop from. "
+            "Set `lora.dropout = 0`, or leave these out of `lora.target_modules`."
         )
     if parameters and config.sync == "adapter":
         raise ConfigError(
