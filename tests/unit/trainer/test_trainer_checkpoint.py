@@ -122,7 +122,7 @@ def test_a_step_that_the_user_names_and_that_is_missing_or_damaged_is_refused(co
     path = copy / "step_1" / "random_0.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     store = tiny.open_store(copy, world, Checkpoints(resume_step=1))
-    with pytest.raises(ConfigError, match=r"step 1 is damaged: .*random_0\.safetensors"):
+    with pytest.raises(ConfigError, match=r"step 1 cannot be used: .*random_0\.safetensors"):
         store.resume(tiny.open_state(model, world), resume=False)
     assert complete_steps(copy) == [1, 2]  # it is kept
 

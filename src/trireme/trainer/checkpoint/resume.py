@@ -35,14 +35,11 @@ def version_to_resume(folder: Path, config: Checkpoints, *, resume: bool) -> int
                 return newest
             log.error("The checkpoint of step %d cannot be used: %s. Trying the one before it.", newest, damage)
         return 0
-    steps = complete_steps(folder)
-    ways_out = "Set `--trainer.ckpt.resume-step` to one of these, or -1 for the newest."
-    if step not in steps:
-        raise ConfigError(
-            f"There is no complete checkpoint of step {step} in {folder} (complete: {steps or 'none'}). {ways_out}"
-        )
     if damage := find_damage(step_folder(folder, step)):
-        raise ConfigError(f"The checkpoint of step {step} is damaged: {damage} (complete: {steps}). {ways_out}")
+        raise ConfigError(
+            f"The checkpoint of step {step} cannot be used: {damage} (complete: {complete_steps(folder) or 'none'}). "
+            "Set `--trainer.ckpt.resume-step` to one of these, or -1 for the newest."
+        )
     return step
 
 
