@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-EPS = 1e-6
-"""Added to a standard deviation before anything is divided by it."""
+EPS = 1e-6  # added to a standard deviation before anything is divided by it
 
 SAME = 1e-9
 """Rewards of a group that differ by less are the same, and so are advantages: equal rewards minus their mean are often

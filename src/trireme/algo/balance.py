@@ -14,11 +14,8 @@ from trireme.algo.model.cost import Cost
 MOST_EXCHANGES = 8
 """Most exchanges per row. Each halves the difference of two rows, as nearly as samples allow."""
 
-ENOUGH = 1e-3
-"""Relative difference of costs below which the rows of a round stay as they are."""
-
-NONE = -1
-"""Stands for a missing sample."""
+ENOUGH = 1e-3  # relative difference of costs below which the rows of a round stay as they are
+NONE = -1  # stands for a missing sample
 
 Rows = list[list[int]]
 

@@ -12,9 +12,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-ROW = 1 << 16
-"""Words that share a table of weights: 512 KiB, which fits a CPU's cache."""
-
+ROW = 1 << 16  # words that share a table of weights: 512 KiB, which fits a CPU's cache
 _ROWS_AT_ONCE = {"cpu": 1, "cuda": 256}
 
 

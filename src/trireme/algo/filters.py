@@ -14,12 +14,9 @@ from trireme.config.orchestrator import Filters
 
 TRUNCATED, REPETITION, GIBBERISH, ZERO_ADVANTAGE = "truncated", "repetition", "gibberish", "zero_advantage"
 
-FLAWS = (TRUNCATED, REPETITION, GIBBERISH, ZERO_ADVANTAGE)
-"""The order in which flaws are looked for and listed."""
+FLAWS = (TRUNCATED, REPETITION, GIBBERISH, ZERO_ADVANTAGE)  # the order in which flaws are looked for and listed
 
-
-Turn = tuple[np.ndarray, np.ndarray]
-"""Ids and logprobs of the sampled tokens, [T] each."""
+Turn = tuple[np.ndarray, np.ndarray]  # ids and logprobs of the sampled tokens, [T] each
 
 
 def find_flaws(truncated: bool, turns: Iterable[Turn], filters: Filters) -> list[str]:

@@ -9,8 +9,7 @@ import numpy as np
 
 from trireme.config.orchestrator import LengthPenalty
 
-RIGHT = 0.5
-"""The reward from which `relative` takes an answer as right."""
+RIGHT = 0.5  # the reward from which `relative` takes an answer as right
 
 
 def with_length_penalty(rewards_G: np.ndarray, lengths_G: np.ndarray, penalty: LengthPenalty | None) -> np.ndarray:

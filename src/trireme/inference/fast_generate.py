@@ -38,8 +38,7 @@ PLAIN = frozenset(
 LOWEST = -9999.0
 """The logprob that vLLM writes for a token that could not be sampled, as JSON has no infinity."""
 
-KNOWN_ARGUMENTS = 1024
-"""Sets of sampling arguments that are cached; most requests of a run have the same."""
+KNOWN_ARGUMENTS = 1024  # sets of sampling arguments that are cached; most requests of a run have the same
 
 _encode = msgspec.json.Encoder().encode
 

@@ -30,8 +30,7 @@ from trireme.messages import InitInfo, TensorSpec, UpdateInfo
 from trireme.transport.weights.backends import Receiver, open_receiver, take_transfer
 from trireme.transport.weights.buckets import split_into_buckets
 
-Arrived = tuple[str, torch.Tensor, str]
-"""Name, a copy of the tensor, and its digest."""
+Arrived = tuple[str, torch.Tensor, str]  # name, a copy of the tensor, and its digest
 
 LOADED_BYTES = 16 << 20
 """Bytes of tensors that are loaded in one call: the memory of a transfer besides its buckets, or one larger tensor."""

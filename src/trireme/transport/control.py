@@ -59,29 +59,13 @@ from trireme.transport.curve import HANDSHAKE_FAILED, ServerAuthenticator, enabl
 log = get_logger("control")
 rate_limited = RateLimitedLog(log)
 
-ASK_AGAIN_S = 5.0
-"""A request without a reply for this long is sent again."""
-
-PATIENCE_S = 1.0
-"""A server answers `NotYet` after this long."""
-
-LARGEST_REQUEST = 64 << 20
-"""Bytes. ZeroMQ disconnects a client that sends more. The specs and digests of 100,000 tensors take a tenth of it."""
-
-LARGEST_PLAIN_REQUEST = 1 << 20
-"""Bytes of a request that does not list the tensors of a model."""
-
-REQUESTS_AT_ONCE = 64
-"""Requests of one client that are answered at once.
-
-Ours has one under way, and a heartbeat a second; further ones are dropped and will be sent again.
-"""
-
-BYTES_AT_ONCE = 4 * LARGEST_REQUEST
-"""Bytes of all requests that are answered at once; further ones are dropped and will be sent again."""
-
-QUEUE_LENGTH = 2
-"""Messages of one client that ZeroMQ reads ahead. A client waits for each reply."""
+ASK_AGAIN_S = 5.0  # a request without a reply for this long is sent again
+PATIENCE_S = 1.0  # a server answers `NotYet` after this long
+LARGEST_REQUEST = 64 << 20  # bytes; specs and digests of 100,000 tensors take a tenth of it
+LARGEST_PLAIN_REQUEST = 1 << 20  # bytes of a request that does not list the tensors of a model
+REQUESTS_AT_ONCE = 64  # of one client; ours has one under way, and a heartbeat a second
+BYTES_AT_ONCE = 4 * LARGEST_REQUEST  # of all clients; requests beyond are dropped and will be sent again
+QUEUE_LENGTH = 2  # messages of one client that ZeroMQ reads ahead; a client waits for each reply
 
 ANSWERS: dict[type, tuple[type, ...]] = {
     GetNewest: (Newest,),

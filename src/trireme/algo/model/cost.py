@@ -37,8 +37,7 @@ class Cost:
         return self.linear * tokens + sum(each for _, each in self.attention) * tokens**2
 
 
-LINEAR = Cost()
-"""The cost of an unknown model: the number of tokens."""
+LINEAR = Cost()  # the cost of an unknown model: the number of tokens
 
 
 def _pairs(length: int, window: int | None) -> float:

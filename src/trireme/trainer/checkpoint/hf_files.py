@@ -30,9 +30,7 @@ from trireme.trainer.model.lora import Adapters, peft_name, trained_tensors
 from trireme.trainer.parallel.shards import StoredShards
 from trireme.transport.weights.buckets import dtype_of, num_bytes, split_into_buckets
 
-TRAINED_WITH = "trained_with.json"
-"""A file of our own next to PEFT's, which have no field for this."""
-
+TRAINED_WITH = "trained_with.json"  # a file of our own next to PEFT's, which have no field for this
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -42,8 +40,7 @@ class LaidTensor(TensorSpec, frozen=True):
     parts: tuple[Part, ...]
 
 
-Layout: TypeAlias = Sequence[LaidTensor]
-"""The tensors of an export, in the order in which they are written."""
+Layout: TypeAlias = Sequence[LaidTensor]  # the tensors of an export, in the order in which they are written
 
 
 def laid_tensor(name: str, dtype: torch.dtype, place: TensorLayout) -> LaidTensor:

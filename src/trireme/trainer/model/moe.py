@@ -33,8 +33,7 @@ log = get_logger("trainer")
 ROUTERS = ("gate", "router")
 ARGUMENT = "routes"
 
-Take = Callable[[np.ndarray], np.ndarray]
-"""Takes this rank's part of a column of a row."""
+Take = Callable[[np.ndarray], np.ndarray]  # takes this rank's part of a column of a row
 
 
 class Routes:

@@ -24,15 +24,13 @@ from torch.distributed.tensor import DTensor
 
 from trireme.trainer.parallel.shards import local_part, shard_of
 
-BLOCKS = (128, 64, 32)
-"""Values that share a range: the largest of these numbers that divides a row evenly."""
+BLOCKS = (128, 64, 32)  # values that share a range: the largest of these numbers that divides a row evenly
 
 SMALLEST = 4096
 """Fewest values of a parameter with moments in 8 bits. Smaller ones, norms and biases have them in float32."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-RANGE = "ranges"
-"""The key of the ranges that the codes (uint8) of each block span."""
+RANGE = "ranges"  # the key of the ranges that the codes (uint8) of each block span
 
 GOLDEN = (5**0.5 - 1) / 2
 """The fractional parts of its multiples fill the range from 0 to 1 as evenly as any sequence."""

@@ -29,8 +29,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 EPS = 1e-7
 
-ADAMW_RMS = 0.2
-"""The root mean square of an update of AdamW (arXiv 2502.16982, section 2.2)."""
+ADAMW_RMS = 0.2  # the root mean square of an update of AdamW (arXiv 2502.16982, section 2.2)
 
 
 class Muon(torch.optim.AdamW):

@@ -24,8 +24,7 @@ COPIES = 8  # of the prompt, each with other noise
 PLACES = 8192
 """Number of places in the pool at which a layer's random errors may begin: few layers get the same ones."""
 
-SHIFT = 17
-"""Numbers of the pool from the beginning of a token's errors to that of the next token's."""
+SHIFT = 17  # numbers of the pool from the beginning of a token's errors to that of the next token's
 
 
 @torch.no_grad()

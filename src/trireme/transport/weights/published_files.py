@@ -32,8 +32,7 @@ _FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 _PAIRS = torch.tensor([[_FP4[byte % 16], _FP4[byte // 16]] for byte in range(256)], dtype=torch.bfloat16)
 """The two values in each byte."""
 
-_UNREADABLE = ("F8_", "F4", "F6_")
-"""Beginnings of types whose values mean nothing without their scales."""
+_UNREADABLE = ("F8_", "F4", "F6_")  # beginnings of types whose values mean nothing without their scales
 
 
 class PublishedFiles:
