@@ -109,8 +109,7 @@ def frozen_dtype(folder: Path) -> torch.dtype:
     """Return the precision of the base model while its adapters were trained, to which it must be rounded again."""
     path = folder / TRAINED_WITH
     settings = json.loads(path.read_text()) if path.is_file() else {}
-    dtype: torch.dtype = getattr(torch, settings.get("frozen", "float32"))
-    return dtype
+    return getattr(torch, settings.get("frozen", "float32"))
 
 
 MAX_FILE_BYTES = 5 * 10**9

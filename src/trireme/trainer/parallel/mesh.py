@@ -129,8 +129,6 @@ def open_world(
     device: str, model: TrainerModel = ONE_COPY, *, threads: int | None, timeout_s: float
 ) -> Iterator[World]:
     """Join the process group that `launch.ranks`, torchrun or a single process's environment describes."""
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "0")
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if threads:
         torch.set_num_threads(threads)
