@@ -150,12 +150,7 @@ def ema(
 
 
 def estimate(
-    kind: str,
-    groups: list[GroupScores],
-    baselines: Baselines,
-    *,
-    decay: float,
-    custom: Estimator | None = None,
+    kind: str, groups: list[GroupScores], baselines: Baselines, *, decay: float, custom: Estimator | None = None
 ) -> tuple[list[np.ndarray], Baselines]:
     """Return [G] advantages of each group, and the baselines after the batch.
 

@@ -28,17 +28,7 @@ from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
 from trireme.config.inference import low_bit_error
 from trireme.config.run import RunConfig
-from trireme.messages import (
-    Again,
-    GetNewest,
-    Go,
-    Live,
-    Newest,
-    PolicyReady,
-    PolicySent,
-    Probe,
-    TensorSpec,
-)
+from trireme.messages import Again, GetNewest, Go, Live, Newest, PolicyReady, PolicySent, Probe, TensorSpec
 from trireme.monitor.spans import Lane
 from trireme.trainer.out_of_memory import is_out_of_memory
 from trireme.trainer.parallel.mesh import World, keep_alive

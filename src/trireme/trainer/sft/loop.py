@@ -102,11 +102,7 @@ class Sft:
     def _pack(self, samples: list[Sample]) -> list[MicroBatch]:
         """Return this rank's rows, or those of its team, and give the model their pictures."""
         rows = micro_batches_of_rank(
-            samples,
-            capacity=self._capacity,
-            rank=self.world.dp_rank,
-            world=self.world.dp_size,
-            cost=self._cost,
+            samples, capacity=self._capacity, rank=self.world.dp_rank, world=self.world.dp_size, cost=self._cost
         )
         digests = {picture.digest for row in rows for picture in row.tokens.pictures}
         give_pictures(self.state.model, {digest: self._pictures.read(digest) for digest in digests})

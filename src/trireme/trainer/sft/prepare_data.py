@@ -120,11 +120,7 @@ def _picture_reader(config: SftConfig, waits: Waits, meanwhile: Callable[[], Non
             return files.add(png)
 
         return when_there_is_room(
-            write,
-            what="a picture",
-            folder=config.paths.data,
-            waits=waits,
-            deadline_s=config.disk_timeout_s,
+            write, what="a picture", folder=config.paths.data, waits=waits, deadline_s=config.disk_timeout_s
         )
 
     return PictureReader(keep, rules_of_model(config.model.name))
