@@ -210,8 +210,7 @@ def process_advantages(rewards_of_rollouts: list[np.ndarray]) -> list[np.ndarray
 
 
 def distillation_term(teacher_T: np.ndarray, logprobs_T: np.ndarray, weight: float) -> np.ndarray:
-    """Return weight * (log q - log mu), 0 for tokens without a teacher's logprob, with the difference at most
-    `MOST_NATS`.
+    """Return weight * (log q - log mu), the difference at most `MOST_NATS`; 0 for tokens without a teacher's logprob.
 
     On-policy distillation (Agarwal et al. 2024, "GKD", arXiv 2306.13649; with the policy's own samples and the reverse
     KL it is a policy gradient): q is the teacher's probability of the sampled token, mu that of the policy that sampled

@@ -143,8 +143,7 @@ def _attention(model: Architecture, layer: Layer, row: Pass) -> float:
 
 
 def _inputs(layer: Layer, row: Pass) -> float:
-    """Return the inputs of linear layers that are trained, or whose adapters are; q, k and v share one, as do gate and
-    up.
+    """Return the inputs of linear layers that are trained, or have adapters; q, k and v share one, as do gate and up.
 
     That of o is the result of attention, which is kept anyway.
     """
@@ -172,8 +171,7 @@ def _adapters(layer: Layer, row: Pass) -> float:
 
 
 def _inside(model: Architecture, layer: Layer, row: Pass) -> float:
-    """Return what the MLP keeps: gate, up, the activated gate, and the product of both, which is an input (see
-    above)."""
+    """Return what the MLP keeps: gate, up, the activated gate, and the product of both, which is an input."""
     down = next(matrix for matrix in layer.matrices if matrix.name == "down_proj")
     width, used = down.inputs, down.used
     if layer.experts is None:

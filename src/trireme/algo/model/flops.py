@@ -11,8 +11,7 @@ def flops_per_token(matrices: float, trained: float, *, layers: int, width: int,
     2 per parameter that a token is multiplied with, and 4 * width for each token that attention looks at, of which
     there are mean_length / 2 (Kaplan et al. 2020, arXiv 2001.08361, table 1; Chowdhery et al. 2022, PaLM, appendix B).
     The backward pass has the same again for the gradient of what came in, and for that of the weights where they are
-    trained: 6 per parameter, or 4 where it is frozen (LoRA). What activation checkpointing computes again is no part of
-    it.
+    trained: 6 per parameter, or 4 where it is frozen (LoRA). What activation checkpointing repeats is no part of it.
 
     Args:
         matrices: parameters in them; of a mixture of experts, those that one token meets. An embedding that is only

@@ -61,8 +61,7 @@ def load_tensors(state: TrainerState, stored: StoredShards) -> None:
 
 
 def model_tensors(model: PreTrainedModel, kind: str = MODEL) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers, tied ones once; with adapters, only what is trained. They share their memory with
-    the model."""
+    """Return parameters and buffers, tied ones once; with adapters, what is trained. They share the model's memory."""
     names = {id(tensor): (name, tensor) for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
     found = {name: tensor for name, tensor in names.values() if tensor.requires_grad or adapters_of(model) is None}
     return {f"{kind}.{name}": tensor.detach() for name, tensor in found.items()}

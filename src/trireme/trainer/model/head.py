@@ -169,8 +169,7 @@ def _without_decoder(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def run_gathered(model: nn.Module, compute: Callable[[], Result]) -> Result:
-    """Run `compute` as if it were the forward pass of `model`: the root's parameters are whole, also in the backward
-    pass.
+    """Run `compute` as the forward pass of `model`: the root's parameters are whole, also in the backward pass.
 
     Tensors with gradient must be in the tuple that it returns.
     """

@@ -134,8 +134,7 @@ def _require_adaptable(
 
 
 def _in_short(chosen: list[str], all_names: list[str], shorten: Callable[[str], str]) -> list[str]:
-    """Return short names if they match exactly the chosen layers, as readers match the ends of names; else full
-    names."""
+    """Return short names if readers, which match ends of names, find only the chosen layers by them; else full ones."""
     short = {shorten(name) for name in chosen}
     meant = {name for name in all_names if short & _ends(name)}
     return sorted(short if meant == set(chosen) else chosen)
@@ -289,8 +288,7 @@ def merge(weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor, product
 
 @contextmanager
 def dropout(model: PreTrainedModel, *, step: int, rank: int, row: int) -> Iterator[None]:
-    """Switch the adapters' dropout on for one row's forward and backward pass. It is off otherwise (probes,
-    validation).
+    """Switch the adapters' dropout, off in probes and validation, on for one row's forward and backward pass.
 
     The random state depends on the run's seed, the step, the rank and the row, so a step that is repeated after a
     restart or in a replay drops the same. Iterations of a batch drop the same too, so that their ratios show the

@@ -39,8 +39,7 @@ Take = Callable[[np.ndarray], np.ndarray]  # takes this rank's part of a column 
 class Routes:
     """The experts that tokens are sent to.
 
-    They travel through the model's forward pass as an argument, so that activation checkpointing has them again in the
-    backward pass.
+    They are an argument of the forward pass, so that activation checkpointing has them in the backward pass too.
     """
 
     def __init__(self, routed: Routed, device: torch.device, take: Take) -> None:

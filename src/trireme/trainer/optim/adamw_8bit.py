@@ -182,8 +182,7 @@ SPAN = 11.5
 makes its steps smaller."""
 
 RANGES = 3
-"""Numbers per block in addition to its codes: the largest |m / s|, the smallest log s, and the distance between its
-codes."""
+"""Numbers per block besides its codes: the largest |m / s|, the smallest log s, and the distance between codes."""
 
 
 def encode(

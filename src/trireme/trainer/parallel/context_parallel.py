@@ -132,8 +132,7 @@ class _Gather(torch.autograd.Function):
 class SharedRow:
     """A packed row of a team, for the attention layers.
 
-    It travels through the model's forward pass as an argument, so that activation checkpointing has it again in the
-    backward pass.
+    It is an argument of the model's forward pass, so that activation checkpointing has it in the backward pass too.
     """
 
     def __init__(self, team: Team, lengths: list[int], device: torch.device) -> None:

@@ -82,6 +82,5 @@ class TransferSize:
 
 
 def _slice_size(count: int, num_ranks: int) -> int:
-    """Return the values of a rank's slice: a multiple of 8, so that all ranks' bits together are those of the
-    tensor."""
+    """Return the values of a rank's slice: a multiple of 8, so that all ranks' bits follow each other without gaps."""
     return -(-count // (8 * num_ranks)) * 8

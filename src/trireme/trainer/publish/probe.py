@@ -40,8 +40,7 @@ def compute_probe(
 
     Args:
         dtypes: the precisions of the two sides that are compared.
-        low_bit: largest relative error of the outputs of the decoder's matrices, where the engine holds them in few
-            bits.
+        low_bit: largest relative error of the outputs of the decoder's matrices, if the engine holds these in few bits.
     """
     ids = probe_ids(model.config.get_text_config().vocab_size, PROBE_TOKENS)
     scorer = scorer_of(model, device)

@@ -1,5 +1,4 @@
-"""The pictures of conversations: read from data URIs, files beside the data or a data set's columns, and kept as PNG
-files in the run's folder."""
+"""The pictures of conversations: from data URIs, files or a data set's columns into PNG files in the run's folder."""
 
 from __future__ import annotations
 

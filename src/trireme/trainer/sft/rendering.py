@@ -170,8 +170,7 @@ class Renderer:
         return [bos] if bos is not None and self.tokenizer("")["input_ids"][:1] == [bos] else []
 
     def _until_end_of_turn(self, ids: list[int], rendered: Rendered) -> list[int]:
-        """Mark tokens up to the end of the turn, or all if none ends it. What follows, mostly a line feed, is the
-        template's and never sampled."""
+        """Mark tokens up to the end of the turn, or all if none ends it. What a template adds is never sampled."""
         end, stop = self.tokenizer.eos_token_id, len(ids)
         if rendered.is_plain:
             return [1] * stop

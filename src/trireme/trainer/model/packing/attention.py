@@ -59,8 +59,7 @@ class Bucket:
 class PackedRow:
     """The samples of a packed row, for the attention layers.
 
-    It travels through the model's forward pass as an argument, so that activation checkpointing has it again in the
-    backward pass.
+    It is an argument of the model's forward pass, so that activation checkpointing has it in the backward pass too.
     """
 
     def __init__(self, lengths: list[int], device: torch.device, places: np.ndarray | None = None) -> None:
