@@ -177,28 +177,20 @@ def _run_problems(config: RunConfig) -> Iterator[str]:
         )
     if lora is None or lora.sync == "merged":
         return
-    merged = 'Write `trainer.model.lora.sync = "merged"`'
-    if lora.modules_to_save:
-        yield (
-            f'`trainer.model.lora.sync = "adapter"` with modules_to_save = {list(lora.modules_to_save)} - expected no '
-            f"such modules: engines keep the base model's. {merged}, or leave `modules_to_save` out."
-        )
     # The engine must know the layers before, and has no place for adapters of fused experts, or (with probes) the head.
-    if others := sorted({"all-linear", "lm_head", "experts", "gate_up_proj"} & set(lora.target_modules)):
-        yield (
-            f'`trainer.model.lora.sync = "adapter"` with {", ".join(others)} in target_modules - expected the names of '
-            f"linear layers in the blocks: engines hold adapters of those only. {merged}, or change `target_modules`."
-        )
-    if lora.rank > ENGINE_RANKS[-1]:
-        yield (
-            f'`trainer.model.lora.sync = "adapter"` with rank = {lora.rank} - expected at most {ENGINE_RANKS[-1]}, '
-            f"the most that engines take. {merged}, or lower `rank`."
-        )
-    if broadcast.delta:
-        yield (
-            '`trainer.model.lora.sync = "adapter"` with `weight_broadcast.delta` - expected one of the two: adapters '
-            "change in all of their values. Remove `weight_broadcast.delta`."
-        )
+    others = sorted({"all-linear", "lm_head", "experts", "gate_up_proj"} & set(lora.target_modules))
+    refused = (
+        (lora.modules_to_save, f"modules_to_save = {[*lora.modules_to_save]}", "none: engines keep the base model's"),
+        (others, f"{', '.join(others)} in target_modules", "linear layers in the blocks, as engines adapt those only"),
+        (lora.rank > ENGINE_RANKS[-1], f"rank = {lora.rank}", f"at most {ENGINE_RANKS[-1]}, the most of engines"),
+        (broadcast.delta, "`weight_broadcast.delta`", "one of the two: adapters change in all of their values"),
+    )
+    for is_refused, what, expected in refused:
+        if is_refused:
+            yield (
+                f'`trainer.model.lora.sync = "adapter"` with {what} - expected {expected}. Write '
+                '`trainer.model.lora.sync = "merged"`, or change the other key.'
+            )
 
 
 def _name_problems(name: str | None) -> Iterator[str]:
