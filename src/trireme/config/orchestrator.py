@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from itertools import pairwise
@@ -26,7 +26,7 @@ class Sampling(Section):
     """Softmax temperature; the trainer's logprobs are taken at the same one."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; below 1 the behaviour logprobs are those of the cut distribution."""
-    top_k: int | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
     """Sample from this many most likely tokens only; all if not set."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Leave out tokens less likely than this times the most likely one."""
@@ -162,8 +162,8 @@ class DifficultyPools(Section):
     """Examples whose recent mean reward is at most this are hard; with `-inf`, none."""
     easy_weight: Annotated[float, Field(ge=0)] = 0.2
     """Weight of easy examples in the draw, relative to the other pools; 0 leaves it out."""
-    normal_weight: Annotated[float, Field(ge=0)] = 1.0
-    """Weight of examples that are neither easy nor hard, or were never seen."""
+    normal_weight: PositiveFloat = 1.0
+    """Weight of examples that are neither easy nor hard, or were never seen: at 0, none would ever come."""
     hard_weight: Annotated[float, Field(ge=0)] = 0.5
     """Weight of hard examples; 0 leaves them out."""
     memory: Annotated[float, Field(ge=0, lt=1)] = 0.5
@@ -374,22 +374,18 @@ def orchestrator_problems(config: OrchestratorConfig, *, longest: int) -> Iterat
             'Add to the file:\n    [[orchestrator.env]]\n    id = "reverse-text"'
         )
     evaluated = config.eval.env if config.eval else ()
-    for table, environments in (("env", config.env), ("eval.env", evaluated)):
-        for name, count in Counter(environment.file_name for environment in environments).items():
-            if count > 1:
-                names = {f'"{each.resolved_name}"': None for each in environments if each.file_name == name}
-                yield (
-                    f"{count} tables `[[orchestrator.{table}]]` are called {' and '.join(names)} (the last part of "
-                    f"`id`, without a `name`), and their files {name} - expected a name each, also where blanks and "
-                    "signs become `_`. Give each table a `name` of its own."
-                )
+    by_file: dict[str, list[str]] = defaultdict(list)
+    for table, environments, prefix in (("env", config.env, ""), ("eval.env", evaluated, "eval-")):
         for environment in environments:
             yield from _agent_problems(environment, f"orchestrator.{table}.agent")
-    for name in sorted({each.file_name for each in config.env} & {f"eval-{each.file_name}" for each in evaluated}):
-        yield (
-            f'an `[[orchestrator.env]]` is called "{name}", as are the logs of the `[[orchestrator.eval.env]]` '
-            f'"{name.removeprefix("eval-")}" - expected names of logs that differ. Give one of them another `name`.'
-        )
+            by_file[prefix + environment.file_name].append(f'"{environment.resolved_name}" of `orchestrator.{table}`')
+    for file, names in by_file.items():
+        if len(names) > 1:
+            yield (
+                f"the environments {' and '.join(names)} have files of one name, {file} (from `name`, or the last part "
+                "of `id`) - expected names that differ, also where blanks and signs become `_` and files of "
+                "evaluations begin with `eval-`. Give each table a `name` of its own."
+            )
     batch, group = config.batch_size, config.rollouts_per_example
     if batch % group:
         below, above = batch // group * group, (batch // group + 1) * group
@@ -468,17 +464,13 @@ def _curriculum_problems(config: OrchestratorConfig) -> Iterator[str]:
     table, names = "`[[orchestrator.curriculum]]`", {entry.resolved_name for entry in config.env}
     for number, stage in enumerate(config.curriculum):
         what = f"stage {number} of {table} (counted from 0)"
-        given = [key for key in ("from_step", "from_reward") if getattr(stage, key) is not None]
-        if number == 0 and given:
+        conditions = {"from_step": stage.from_step, "from_reward": stage.from_reward}
+        given = [f"`{key} = {value}`" for key, value in conditions.items() if value is not None]
+        if len(given) != min(number, 1):
+            expected = "one of the two" if number else "none of the two, as the first stage begins with the run"
             yield (
-                f"the first {table} has `{given[0]} = {getattr(stage, given[0])}` - expected no condition: it begins "
-                f"with the run. Remove `{given[0]}`."
-            )
-        elif number and len(given) != 1:
-            both = f"both `from_step = {stage.from_step}` and `from_reward = {stage.from_reward}`"
-            yield (
-                f"{what} has {both if given else 'neither'} - expected one of `from_step` and `from_reward`. "
-                f"{'Remove one' if given else 'Add the one that the stage begins with'}."
+                f"{what} has {' and '.join(given) or 'neither `from_step` nor `from_reward`'} - expected {expected}. "
+                f"{'Remove' if given else 'Add'} one."
             )
         if unknown := sorted(stage.weights.keys() - names):
             yield (
@@ -503,22 +495,13 @@ def _buffer_problems(buffer: Buffer) -> Iterator[str]:
             f"orchestrator.buffer.pools: easy_threshold = {pools.easy_threshold}, hard_threshold = "
             f"{pools.hard_threshold} - expected the first to be higher, or an example would be both. Exchange them."
         )
-    if pools and pools.normal_weight <= 0:
+    if buffer.use_difficulty_filtering != (buffer.difficulty_threshold > 0):
+        has = "with" if buffer.use_difficulty_filtering else "without"
         yield (
-            f"orchestrator.buffer.pools.normal_weight = {pools.normal_weight} - expected more than 0: examples that "
-            "were never seen are normal, so none would ever come. Give it a weight; 1.0 is the default."
-        )
-    if buffer.use_difficulty_filtering and buffer.difficulty_threshold == 0:
-        yield (
-            "orchestrator.buffer.use_difficulty_filtering = true with difficulty_threshold = 0 - expected the least "
-            "variance that a group's rewards must have. Set `difficulty_threshold` (0.01, say), or use "
-            "`online_difficulty_filtering`, which only drops groups whose rewards are all equal."
-        )
-    if buffer.difficulty_threshold > 0 and not buffer.use_difficulty_filtering:
-        yield (
-            f"orchestrator.buffer.difficulty_threshold = {buffer.difficulty_threshold} without "
-            "`use_difficulty_filtering` - expected both, or it has no effect. Set `use_difficulty_filtering = true`, "
-            "or remove it."
+            f"orchestrator.buffer.difficulty_threshold = {buffer.difficulty_threshold:g} {has} "
+            "`use_difficulty_filtering` - expected both, as either has no effect alone. Set the least variance that a "
+            "group's rewards must have (`difficulty_threshold = 0.01`, say) and `use_difficulty_filtering = true`, or "
+            "use `online_difficulty_filtering`, which only drops groups whose rewards are all equal."
         )
 
 
@@ -530,12 +513,11 @@ def _advantage_problems(config: OrchestratorConfig) -> Iterator[str]:
             "at least 2 rollouts to compare with one another. Raise `rollouts_per_example`, or take "
             '`advantage.type = "batch"`, "ema" or "none".'
         )
-    if advantage.type == "custom" and not advantage.path:
-        yield 'orchestrator.advantage.type = "custom" without `path` - expected one. Add `path = "file.py:function"`.'
-    if advantage.type != "custom" and advantage.path:
+    if (advantage.type == "custom") != bool(advantage.path):
+        has = f'with `path = "{advantage.path}"`' if advantage.path else "without `path`"
         yield (
-            f'orchestrator.advantage.path = "{advantage.path}" with `type = "{advantage.type}"` - expected `type = '
-            '"custom"`, or the function would never be called. Write that, or remove `path`.'
+            f'orchestrator.advantage.type = "{advantage.type}" {has} - expected `type = "custom"` and the path of its '
+            'function, or neither. Add `path = "file.py:function"`, or remove the one that is there.'
         )
     clip = advantage.reward_clip
     if clip is not None and not clip[0] < clip[1]:  # NaN too
@@ -560,8 +542,6 @@ def _sampling_problems(table: str, sampling: Sampling) -> Iterator[str]:
             near = get_close_matches(key, known, n=1, cutoff=0.6)
             advice = f"Did you mean `{near[0]}`?" if near else "Remove it."
             yield f"{table}.extra_body.{key} - expected a parameter of vLLM's SamplingParams. {advice}"
-    if sampling.top_k is not None and sampling.top_k < -1:
-        yield f"{table}.top_k = {sampling.top_k} - expected a number of tokens. Leave it out to choose from all."
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
         least, most = sampling.min_tokens, sampling.max_tokens
         yield f"{table}.min_tokens = {least}, max_tokens = {most} - expected at most as many. Lower `min_tokens`."

@@ -12,6 +12,7 @@ from trireme.config.losses import Loss
 from trireme.config.section import Section
 
 Dtype = Literal["bfloat16", "float32"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ActivationCheckpointing(Section):
@@ -145,7 +146,7 @@ class Optimizer(Section):
     """Peak learning rate; 1e-6 to 1e-5 for whole models, ten times that for adapters."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Weight decay, decoupled from the gradient (with `sgd` added to it, before momentum); 0 is common for RL."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     """Decay of AdamW's two moments."""
     eps: PositiveFloat = 1e-8
     """AdamW's epsilon."""
@@ -292,8 +293,6 @@ def optim_problems(
         prefix: what stands before the names of tables ("trainer.", or nothing), for messages.
         max_steps: None where it is not known before the data are read.
     """
-    if not all(0 <= beta < 1 for beta in optim.betas):
-        yield f"{prefix}optim.betas = {list(optim.betas)} - expected two numbers from 0 to below 1. Write [0.9, 0.999]."
     if scheduler.min_lr > optim.lr:
         yield (
             f"{prefix}scheduler.min_lr = {scheduler.min_lr:g}, {prefix}optim.lr = {optim.lr:g} - expected the rate to "
