@@ -202,16 +202,10 @@ class _Reading:
     def _take_flag(self, flag: TypedFlag) -> None:
         path, is_negated = self._flag_path(flag)
         found = find(self.root, path)
-        around = [(path[:depth], find(self.root, path[:depth])) for depth in range(1, len(path))]
-        if found is None and not any(above and above.kind == "table" for _, above in around):
+        around = (find(self.root, path[:depth]) for depth in range(1, len(path)))
+        if found is None and not any(above and above.kind == "table" for above in around):
             hidden: KeyPath = (self.section,) if self.section and path[0] == self.section else ()
             raise ConfigError(unknown_key(self.root, path, Source(flag.name, hidden, typed="")))
-        for array, above in around:
-            if above and above.kind == "sections" and not array[-1].isdigit() and not path[len(array)].isdigit():
-                raise ConfigError(
-                    f"`{flag.name}`: `{as_key(array)}` is an array of tables - expected the number of one, counted "
-                    f"from 0. Write `{as_flag((*array, '0', *path[len(array) :]))}`."
-                )
         words = " ".join(flag.values)
         if found is None:
             lower = words.lower() or "true"  # a table that takes any key (`args` of an environment): JSON, TOML or text
@@ -284,14 +278,13 @@ class _Reading:
         """
         here: Any = self.tree
         for depth, part in enumerate(path[:-1]):
-            above, step = find(self.root, path[: depth + 1]), _item(here, part)
-            is_array = above is not None and above.kind == "sections"
+            inside, above, step = find(self.root, path[:depth]), find(self.root, path[: depth + 1]), _item(here, part)
             if step is None and isinstance(here, dict):
-                step = here[part] = [] if is_array else {}
-            elif step is None and is_array and part == str(len(here)):
+                step = here[part] = [] if above is not None and above.kind == "sections" else {}
+            elif step is None and inside is not None and inside.kind == "sections":
+                if part != str(len(here)):
+                    raise ConfigError(_no_such_item(label, path[: depth + 1], len(here)))
                 here.append(step := {})  # the next one, whatever its first key is
-            if step is None and is_array:
-                raise ConfigError(_no_such_item(label, path[: depth + 1], len(here)))
             if not isinstance(step, dict | list):
                 if above is None:  # in a table that takes any key
                     raise ConfigError(

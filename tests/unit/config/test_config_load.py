@@ -167,7 +167,8 @@ def test_flags_can_begin_an_array_add_to_it_and_change_one_item():
     assert (changed.id, changed.args, changed.weight, added.id) == ("x", {"level": 2, "hard": True}, 3, "y")
     assert "there is 1, counted from 0" in refusal(f"@ a.toml {env}.2.id y")
     assert "there are none" in refusal(f"{env}.1.id y")
-    assert "--orchestrator.env.0.weight" in refusal(f"@ a.toml {env}.weight 3")
+    assert "to `orchestrator.env.weight` - there is 1, counted" in refusal(f"@ a.toml {env}.weight 3")
+    assert "Write `--orchestrator.env.0.…` for the first" in refusal(f"{env}.args.level 3")
 
 
 @pytest.mark.parametrize(
