@@ -320,15 +320,11 @@ def _missing_gpus(config: RunConfig, devices: Devices, side: str, ids: tuple[int
 def _shared_gpus(config: RunConfig) -> Iterator[str]:
     engines, trainer = set(config.inference_gpu_ids or ()), set(config.trainer_gpu_ids or ())
     kind = config.weight_broadcast.type
-    if (both := sorted(engines & trainer)) and kind != "ipc":
+    if engines != trainer if kind == "ipc" else engines & trainer:
+        expected = "trainer and engine on one GPU" if kind == "ipc" else "GPUs of their own"
         yield (
-            f"inference_gpu_ids = {sorted(engines)} and trainer_gpu_ids = {sorted(trainer)} overlap in {both} - "
-            f'expected GPUs of their own with "{kind}". Separate them, or set `weight_broadcast.type = "ipc"`.'
-        )
-    if kind == "ipc" and engines != trainer:
-        yield (
-            f'weight_broadcast.type = "ipc" with inference_gpu_ids = {sorted(engines)} and trainer_gpu_ids = '
-            f'{sorted(trainer)} - expected trainer and engine on one GPU. Give both the same, or take "nccl".'
+            f'weight_broadcast.type = "{kind}" with inference_gpu_ids = {sorted(engines)} and trainer_gpu_ids = '
+            f'{sorted(trainer)} - expected {expected}. Give both the same with "ipc", or separate them with "nccl".'
         )
 
 
@@ -501,7 +497,7 @@ def check_sft(config: SftConfig, devices: Devices) -> None:
     found += _micro_batch_problems("micro_batch_tokens", config.micro_batch_tokens, config.seq_len)
     found += model_problems("model", model, ranks)
     found += model_launch_problems("model", model, config.device)
-    found += lora_problems("model.lora", model.lora, has_engines=False)
+    found += lora_problems("model.lora", model.lora)
     max_steps = config.max_steps if config.num_epochs is None else None
     found += optim_problems("", config.optim, config.scheduler, model, max_steps=max_steps)
     found += optim_launch_problems("", config.optim, config.device)
@@ -510,8 +506,8 @@ def check_sft(config: SftConfig, devices: Devices) -> None:
             f"num_ranks = {ranks}, and {devices.num_gpus} GPUs are visible - expected one GPU per rank. Lower "
             "`num_ranks`, or run on CPU with `--device cpu`."
         )
-    if model.moe.router_replay:
-        found.append(
-            "model.moe.router_replay = true - expected false, as no engine samples in supervised training. Remove it."
-        )
+    replays, sends_adapters = model.moe.router_replay, model.lora is not None and model.lora.sync == "adapter"
+    for key, is_given in (("model.moe.router_replay", replays), ("model.lora.sync", sends_adapters)):
+        if is_given:
+            found.append(f"`{key}` without engines - expected no such key in supervised training. Remove it.")
     raise_together(found)

@@ -264,12 +264,10 @@ def divisors_of(number: int) -> str:
     return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
 
 
-def lora_problems(table: str, lora: Lora | None, *, has_engines: bool = True) -> Iterator[str]:
+def lora_problems(table: str, lora: Lora | None) -> Iterator[str]:
     """Yield what is wrong with the adapters for any model."""
     if lora is None:
         return
-    if lora.sync == "adapter" and not has_engines:
-        yield f'`{table}.sync = "adapter"` without engines - expected no such key in supervised training. Remove it.'
     if not lora.target_modules and not lora.modules_to_save:
         yield f'`{table}.target_modules` is empty - expected layers. Write `{table}.target_modules = ["all-linear"]`.'
     if both := sorted(set(lora.target_modules) & set(lora.modules_to_save)):
@@ -298,22 +296,19 @@ def optim_problems(
             f"{prefix}scheduler.min_lr = {scheduler.min_lr:g}, {prefix}optim.lr = {optim.lr:g} - expected the rate to "
             f"fall to `min_lr`. Set it to {optim.lr / 10:g} or leave it out."
         )
-    elif scheduler.min_lr and scheduler.type == "constant":
-        yield (
-            f'{prefix}scheduler.min_lr = {scheduler.min_lr:g} with type = "constant" - expected no such key, as the '
-            f'rate never falls. Remove it, or set `{prefix}scheduler.type = "cosine"`.'
-        )
     table, warmup = f"{prefix}scheduler", scheduler.warmup_steps
     if scheduler.type == "wsd" and max_steps and warmup + (decay := scheduler.decay_of(max_steps)) > max_steps:
         yield (
             f"{table}.warmup_steps = {warmup} and decay_steps = {decay} of max_steps = {max_steps} - expected at most "
             f"{max_steps} steps, and they take {warmup + decay}. Lower one of them, or raise `max_steps`."
         )
-    if scheduler.type != "wsd" and scheduler.decay_steps is not None:
-        yield (
-            f'{table}.decay_steps = {scheduler.decay_steps} with type = "{scheduler.type}" - expected no such key: it '
-            f'belongs to "wsd", the others fall from the warm-up on. Remove it, or set `{table}.type = "wsd"`.'
-        )
+    falls = ("linear", "cosine", "wsd")
+    for key, value, types in (("min_lr", scheduler.min_lr, falls), ("decay_steps", scheduler.decay_steps, falls[-1:])):
+        if value and scheduler.type not in types:
+            yield (
+                f'{table}.{key} = {value:g} with type = "{scheduler.type}" - expected no such key: it belongs to '
+                f'{", ".join(types)}. Remove it, or set `{table}.type = "{types[-1]}"`.'
+            )
     if optim.type == "muon" and model.lora is not None:
         yield (
             f'{prefix}optim.type = "muon" with `[{prefix}model.lora]` - expected another optimizer, as Muon '
