@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import math
+import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 from functools import cache
@@ -101,27 +101,21 @@ _REGISTERED = {
 def parser_names(kind: str) -> tuple[str, ...]:
     """Return the names of `tool_call_parser` or `reasoning_parser`; none without a vLLM that lists them."""
     file, table = _REGISTERED[kind]
-    for node in _statements(file):
-        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [table]:
-            keys = node.value.keys if isinstance(node.value, ast.Dict) else []
-            return tuple(key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
-    return ()
+    listed = _source_of_vllm(file).partition(f"\n{table} = {{")[2].partition("\n}")[0]
+    return tuple(re.findall(r'^    "(.+?)": ', listed, re.MULTILINE))
 
 
 @cache
 def sampling_names() -> tuple[str, ...]:
     """Fields of vLLM's SamplingParams. Empty where vLLM is not installed."""
-    for node in _statements("sampling_params.py"):
-        if isinstance(node, ast.ClassDef) and node.name == "SamplingParams":
-            fields = (part.target for part in node.body if isinstance(part, ast.AnnAssign))
-            return tuple(field.id for field in fields if isinstance(field, ast.Name) and field.id[0] != "_")
-    return ()
+    fields = _source_of_vllm("sampling_params.py").partition("\nclass SamplingParams(")[2].partition("\n    def ")[0]
+    return tuple(re.findall(r"^    ([a-z]\w*): ", fields, re.MULTILINE))
 
 
-def _statements(file: str) -> list[ast.stmt]:
+def _source_of_vllm(file: str) -> str:
     spec = find_spec("vllm")
     path = Path(spec.origin).parent / file if spec and spec.origin else None
-    return ast.parse(path.read_text()).body if path and path.exists() else []
+    return path.read_text(encoding="utf-8") if path and path.exists() else ""
 
 
 # Rules of these tables. Each yields one message per problem.
