@@ -68,18 +68,13 @@ def function_problem(path: str, *, key: str) -> str | None:
         )
     if not os.path.isfile(where):  # a `Path` raises where the name is too long
         return f'`{key} = "{path}"`: {where} does not exist (looked in {Path.cwd()}) - expected a file. Check the path.'
+    code: Any = Path(where).read_bytes()  # Python decodes it as on import; typeshed knows of texts only
     try:
-        names = names_at_the_top(Path(where))
+        symbols = symtable.symtable(code, where, "exec").get_symbols()
     except SyntaxError as error:
         return f'`{key} = "{path}"`: {where}, line {error.lineno}: {error.msg}. Python was expected. Correct it.'
+    names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
     return None if name in names else _no_function(path, key, f"{where} has no")
-
-
-def names_at_the_top(file: Path) -> set[str]:
-    """Return the names that a module defines, imports or assigns at its top level. Raises: SyntaxError."""
-    code: Any = file.read_bytes()  # Python decodes it as on import; typeshed knows of texts only
-    symbols = symtable.symtable(code, str(file), "exec").get_symbols()
-    return {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
 
 
 def _no_function(path: str, key: str, what: str) -> str:
