@@ -1,16 +1,21 @@
-"""Paths of a run folder, and atomic writes: a file or folder appears whole or not at all."""
+"""Paths of a run folder, moving its files aside, and atomic writes: a file or folder appears whole or not at all."""
 
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 from trireme.base.errors import ConfigError
+from trireme.base.log import get_logger
+
+log = get_logger("journal")
 
 PARTIAL = ".partial"
 
@@ -67,6 +72,32 @@ def steps_in(folder: Path) -> list[int]:
     """Return the N of all `step_N` in a folder, complete or not, in order; none where there is no folder."""
     steps = [step_of(path) for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(step for step in steps if step is not None)
+
+
+def move_aside(folder: Path, entries: Sequence[Path]) -> None:
+    """Move entries of `folder`, given from the oldest on, to a new folder inside it.
+
+    The newest is moved first, so that a crash in between leaves no gap.
+    """
+    if not entries:
+        return
+    name = f"set_aside_{time.strftime('%Y%m%d_%H%M%S')}"
+    names = (name if number == 1 else f"{name}_{number}" for number in itertools.count(1))
+    aside = next(folder / each for each in names if not (folder / each).exists())  # one second may see several calls
+    aside.mkdir()
+    for entry in reversed(entries):
+        entry.rename(aside / entry.name)
+    sync_folder(folder)
+    log.info("%s to %s set aside in %s", entries[0].name, entries[-1].name, aside)
+
+
+def set_aside_after(folder: Path, version: int) -> None:
+    """Move aside all steps after `version`: they are damaged, or the run takes another course from here.
+
+    Args:
+        folder: the folder that holds `step_N`.
+    """
+    move_aside(folder, [step_folder(folder, step) for step in steps_in(folder) if step > version])
 
 
 @contextmanager

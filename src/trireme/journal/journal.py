@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from trireme.base.errors import JournalCorrupt
+from trireme.base.paths import move_aside
 from trireme.journal.entry import read_entry, write_entry
-from trireme.journal.move_aside import move_aside
 from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.journal.turns import turns_folder
 from trireme.messages import encode

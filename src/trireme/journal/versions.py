@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from trireme.base.paths import move_aside
 from trireme.journal.entry import read_entry, write_entry
-from trireme.journal.move_aside import move_aside
 
 
 class Confirmation(msgspec.Struct, frozen=True):

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Literal
 
 from trireme.base.errors import ConfigError
-from trireme.base.paths import RunPaths
+from trireme.base.paths import RunPaths, set_aside_after
 from trireme.config.files import read_table
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.journal.manifest import complete_steps
-from trireme.journal.move_aside import set_aside_after
 
 
 def check_resume(config: RunConfig | SftConfig) -> None:

@@ -20,14 +20,13 @@ from trireme.base.disk import when_there_is_room
 from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
-from trireme.base.paths import step_folder, steps_in
+from trireme.base.paths import set_aside_after, step_folder, steps_in
 from trireme.base.processes import rare_garbage_collection
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.manifest import is_complete
-from trireme.journal.move_aside import set_aside_after
 from trireme.journal.records import BatchRecord, State
 from trireme.journal.versions import Versions
 from trireme.monitor.metrics import MetricsFile, latest_by_step, read_metrics

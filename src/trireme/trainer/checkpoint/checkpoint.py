@@ -26,11 +26,10 @@ from trireme.base.background import in_background
 from trireme.base.disk import require_room, when_there_is_room
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
-from trireme.base.paths import atomic_write, remove_folder, replace_folder, step_folder
+from trireme.base.paths import atomic_write, remove_folder, replace_folder, set_aside_after, step_folder
 from trireme.base.waiting import DISK, Waits
 from trireme.config.trainer import Checkpoints
 from trireme.journal.manifest import MANIFEST, FileEntry, Manifest, complete_steps, describe_file, read_manifest
-from trireme.journal.move_aside import set_aside_after
 from trireme.trainer.checkpoint.export import Exporter
 from trireme.trainer.checkpoint.resume import tidy, version_to_resume
 from trireme.trainer.checkpoint.state import TrainerState, load_tensors, tensors_of
