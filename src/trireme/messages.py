@@ -15,6 +15,7 @@ Shapes: T tokens of one sample, or of one packed row; S samples in a row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
@@ -367,21 +368,9 @@ def _decode(kind: type, value: Any) -> Any:
     raise TypeError(f"cannot receive a {kind}")
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encode)
-_requests = msgspec.msgpack.Decoder(Request, dec_hook=_decode)
-_replies = msgspec.msgpack.Decoder(Reply, dec_hook=_decode)
-
-
-def encode(message: Any) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_request(data: bytes) -> Request:
-    return _requests.decode(data)
-
-
-def decode_reply(data: bytes) -> Reply:
-    return _replies.decode(data)
+encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder(enc_hook=_encode).encode
+decode_request: Callable[[bytes], Request] = msgspec.msgpack.Decoder(Request, dec_hook=_decode).decode
+decode_reply: Callable[[bytes], Reply] = msgspec.msgpack.Decoder(Reply, dec_hook=_decode).decode
 
 
 def decode_as(kind: Any, data: bytes) -> Any:
