@@ -121,21 +121,17 @@ class TurnLog:
                 return
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o600)
+                self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
                 os.ftruncate(self._file, whole_length(self.path.read_bytes()))
-                os.lseek(self._file, 0, os.SEEK_END)
                 sync_folder(self.path.parent)
-            payload = encode(record)
-            end = os.lseek(self._file, 0, os.SEEK_CUR)
+            end, data = os.fstat(self._file).st_size, framed(encode(record))
             try:
-                data = framed(payload)
                 while data:
                     data = data[os.write(self._file, data) :]
                 os.fsync(self._file)
                 self.prompts.append(record.prompt)
             except OSError:
                 os.ftruncate(self._file, end)
-                os.lseek(self._file, end, os.SEEK_SET)
                 raise
 
     def close(self) -> None:
