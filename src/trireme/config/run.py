@@ -277,17 +277,14 @@ def find_node(table: str, addresses: tuple[str, ...], flag: int | None) -> int:
 
     Raises: ConfigError if none of them decides it.
     """
-    variable = os.environ.get(NODE, "")
-    if flag is None and variable and not variable.isdigit():
-        raise ConfigError(f"{NODE} = {variable!r} - expected the number of this machine, counted from 0. Correct it.")
-    given = int(variable) if flag is None and variable else flag
-    if given is not None:
-        if not 0 <= given < len(addresses):
-            raise ConfigError(
-                f"this is node {given}, and `{table}` has {len(addresses)} addresses ({', '.join(addresses)}) - "
-                f"expected a number from 0 to {len(addresses) - 1}. Correct `--node` (or {NODE})."
-            )
-        return given
+    given = os.environ.get(NODE, "") if flag is None else str(flag)
+    if given and not (given.isdigit() and int(given) < len(addresses)):
+        raise ConfigError(
+            f"this is node {given}, and `{table}` has {len(addresses)} addresses ({', '.join(addresses)}) - expected a "
+            f"number from 0 to {len(addresses) - 1}. Correct `--node` (or {NODE})."
+        )
+    if given:
+        return int(given)
     if len(addresses) == 1:
         return 0
     ours = [number for number, address in enumerate(addresses) if is_here(address.partition(":")[0])]

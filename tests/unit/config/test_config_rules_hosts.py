@@ -158,7 +158,7 @@ def test_rl_names_the_command_of_each_machine():
         (OTHERS, 2, "", 2),
         (OTHERS, None, "1", 1),
         (OTHERS, 0, "1", 0),
-        (OTHERS, None, "first", f"{NODE} = 'first'"),
+        (OTHERS, None, "first", "this is node first, and"),
         (OTHERS, None, "", "none of them is this machine"),
         (("127.0.0.1:1", "127.0.0.1:2"), None, "", "2 of them are this machine"),
         (OTHERS, 3, "", "a number from 0 to 2"),
