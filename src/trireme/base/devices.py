@@ -42,11 +42,11 @@ def _visible_gpus(visible: str | None, count: int) -> tuple[str, ...]:
     return tuple(names[: [*valid, False].index(False)]) if count else ()
 
 
-def _count_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+def _count_cores() -> int:
     """Return the number of cores that this process may use, limited by a container's quota."""
     allowed = len(os.sched_getaffinity(0))
     try:
-        quota, period = cgroup.read_text().split()
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return max(1, min(allowed, int(quota) // int(period)))
     except (OSError, ValueError):  # no cgroup v2, or the quota is "max"
         return allowed

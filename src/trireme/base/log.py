@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 
+EVERY_S = 5.0  # between two lines of one kind that may come often
 FORMAT = "%(asctime)s %(levelname)-7s %(process_name)s | %(message)s"
 
 
@@ -24,22 +25,21 @@ def start_logging(process: str, level: str = "info") -> None:
 
 
 class RateLimitedLog:
-    """Rate-limited warnings for events that may come a thousand times a second: one line per `every_s`, with a count.
+    """Rate-limited warnings for events that may come a thousand times a second: one line per `EVERY_S`, with a count.
 
     Example:
         rate_limited = RateLimitedLog(log)
         rate_limited.warning("%s was refused: %s", asker, error)  # "... (and 812 like it)"
     """
 
-    def __init__(self, log: logging.Logger, *, every_s: float = 5.0) -> None:
+    def __init__(self, log: logging.Logger) -> None:
         self._log = log
-        self._every_s = every_s
         self._said_at: dict[str, float] = {}  # by the line's text before anything is filled in
         self._unsaid: dict[str, int] = {}
 
     def warning(self, text: str, *values: object) -> None:
         now = time.monotonic()
-        if now - self._said_at.get(text, -self._every_s) < self._every_s:
+        if now - self._said_at.get(text, -EVERY_S) < EVERY_S:
             self._unsaid[text] = self._unsaid.get(text, 0) + 1
             return
         self._said_at[text] = now

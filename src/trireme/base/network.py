@@ -14,6 +14,8 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+from trireme.base.processes import port_is_free
+
 ASK_AFTER_S = 5  # of silence
 ASK_EVERY_S = 2
 QUESTIONS = 5
@@ -54,12 +56,7 @@ def host_of(address: str) -> str:
 
 def is_here(host: str) -> bool:
     """Return whether an address, or the address of a name, belongs to this machine."""
-    with socket.socket() as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError:
-            return False
-        return True
+    return port_is_free(0, host)
 
 
 def numeric(host: str) -> str:

@@ -478,7 +478,7 @@ def ports(config: RunConfig) -> list[tuple[str, str, int]]:
 def port_problems(config: RunConfig, key: str) -> Iterator[str]:
     """Yield a problem if a port of this machine is in use. Ports of other machines cannot be checked."""
     for name, host, port in ports(config):
-        if name == key and port and port_is_free(0, host) and not port_is_free(port, host):
+        if name == key and port and is_here(host) and not port_is_free(port, host):
             free = next((number for number in range(port + 1, min(port + 50, 65536)) if port_is_free(number, host)), 0)
             flag = f"`--{key.replace('_', '-')} {free}`" if ".env." not in key else f"`port = {free}` in its file"
             yield (

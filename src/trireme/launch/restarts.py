@@ -112,14 +112,12 @@ class Restarts:
         metrics: Path,
         say: Callable[[str], None] = print,
         *,
-        leave_s: float = LEAVE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._trained = Trained(metrics)
         self._metrics = MetricsFile(metrics, "supervisor")
         self._say = say
-        self._leave_s = leave_s
         self._clock = clock
         self._backoffs: dict[str, _Backoff] = defaultdict(_Backoff)
         self._finished_at: float | None = None
@@ -150,11 +148,11 @@ class Restarts:
         now = self._clock()
         self._finished_at = now if self._finished_at is None else self._finished_at
         late = [child for child in awaited if child.exit is None]
-        if late and now - self._finished_at < self._leave_s:
+        if late and now - self._finished_at < LEAVE_S:
             return False
         for child in late:
             self._say(
-                f"{child.name} was stopped: it did not leave within {self._leave_s:.0f} s of the run's end. "
+                f"{child.name} was stopped: it did not leave within {LEAVE_S:.0f} s of the run's end. "
                 f"Its log: {child.spec.log}"
             )
         failed = [child for child in awaited if child.exit is not None and not _may_have_left(child)]
