@@ -44,8 +44,7 @@ def when_there_is_room(
         write: must leave nothing behind when it fails, and may be called many times.
         what: what is written ("batch 41"), for messages.
 
-    Raises:
-        DeadlineExceeded: the disk was full for `deadline_s` seconds.
+    Raises: DeadlineExceeded where the disk was full for `deadline_s` seconds.
     """
     wait: Wait | None = None
     said_at = -SAY_AGAIN_S

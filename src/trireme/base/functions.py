@@ -16,13 +16,9 @@ from trireme.base.errors import ConfigError
 
 
 def load_function(path: str, *, key: str) -> Callable[..., Any]:
-    """Import the function.
+    """Import the function that a key of the configuration names.
 
-    Args:
-        key: the configuration key that has this path, for errors.
-
-    Raises:
-        ConfigError: there is no such function, or its module cannot be imported.
+    Raises: ConfigError where there is no such function, or its module cannot be imported.
     """
     if problem := function_problem(path, key=key):
         raise ConfigError(problem)

@@ -92,11 +92,7 @@ def move_aside(folder: Path, entries: Sequence[Path]) -> None:
 
 
 def set_aside_after(folder: Path, version: int) -> None:
-    """Move aside all steps after `version`: they are damaged, or the run takes another course from here.
-
-    Args:
-        folder: the folder that holds `step_N`.
-    """
+    """Move aside all `step_N` after `version`: they are damaged, or the run takes another course from here."""
     move_aside(folder, [step_folder(folder, step) for step in steps_in(folder) if step > version])
 
 

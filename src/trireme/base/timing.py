@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class Timer:
-    """Sums of seconds by name since the last `take`.
+    """Sums of seconds by name since the last `take`. Each span also enters `also(name)`, a context manager.
 
     Example:
         with timer.span("forward_backward"): ...
@@ -19,11 +19,6 @@ class Timer:
     """
 
     def __init__(self, also: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
-        """Create a timer.
-
-        Args:
-            also: a context manager to enter with the name of each span, for as long as it lasts.
-        """
         self._seconds: dict[str, float] = defaultdict(float)
         self._also = also
 

@@ -110,11 +110,7 @@ positive = _number(float, lambda value: 0 < value < math.inf, "a number above 0"
 
 
 def json_table(example: str) -> Callable[[str], dict[str, Any]]:
-    """Return a type that reads a JSON object.
-
-    Args:
-        example: an object, for the error message.
-    """
+    """Return a type that reads a JSON object. Its error message shows the example."""
 
     def read(text: str) -> dict[str, Any]:
         try:

@@ -2,7 +2,8 @@
 
 Rules of one table are in that table's file; those here span tables. Each yields one message per problem, and all
 messages are shown together. `check` holds for any load; `check_launch` adds what must be true of this machine for the
-run to start: its models and files are there, its ports are free.
+run to start: its models and files are there, its ports are free. `section` is the process that its own command starts,
+whose rules alone are checked; None for `rl`.
 """
 
 from __future__ import annotations
@@ -39,11 +40,7 @@ from trireme.config.trainer import ENGINE_RANKS, lora_problems, model_problems, 
 
 
 def check(config: RunConfig, devices: Devices, *, section: ProcessName | None = None) -> None:
-    """Raises: ConfigError if the resolved configuration contradicts itself or asks for GPUs that are not there.
-
-    Args:
-        section: the process that its own command starts; only its rules are checked. None for `rl`.
-    """
+    """Raises: ConfigError if the resolved configuration contradicts itself or asks for GPUs that are not there."""
     raise_together(problems(config, devices, section=section))
 
 
@@ -416,11 +413,7 @@ def _processes_elsewhere(config: RunConfig) -> Iterator[str]:
 
 
 def file_problems(config: RunConfig, *, section: ProcessName | None = None) -> Iterator[str]:
-    """Yield which models and files of environments are missing on this machine.
-
-    Args:
-        section: the process that needs them; None for a whole run.
-    """
+    """Yield which models and files of environments are missing on this machine."""
     trained, served, tokenizer = config.trainer.model.name, config.inference.model.name, config.trainer.tokenizer.name
     if section in (None, "trainer"):
         yield from check_model("trainer.model.name", trained)

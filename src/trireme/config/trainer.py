@@ -219,15 +219,12 @@ class TrainerConfig(Training):
     too little memory or a block that does not compile ends the run then. On GPUs of its own, if not set."""
 
 
-# Rules of these tables, for `rl` and for `sft`. Each yields one message per problem.
+# Rules of these tables. Each yields one message per problem. `table` and `prefix` ("trainer.", or nothing) are names as
+# the user writes them, which differ between `rl` and `sft`.
 
 
 def model_problems(table: str, model: TrainerModel, ranks: int) -> Iterator[str]:
-    """Yield what is wrong with `[trainer.model]` for any model.
-
-    Args:
-        table: the name of the table as the user writes it, for messages.
-    """
+    """Yield what is wrong with `[trainer.model]` for any model."""
     for key, number in (("dp_replicate", model.dp_replicate), ("cp", model.cp)):
         if ranks % number:
             yield (
@@ -288,7 +285,6 @@ def optim_problems(
     """Yield what is wrong with the optimizer and its schedule.
 
     Args:
-        prefix: what stands before the names of tables ("trainer.", or nothing), for messages.
         max_steps: None where it is not known before the data are read.
     """
     if scheduler.min_lr > optim.lr:

@@ -28,12 +28,7 @@ MOST_FILES = 2000  # of an environment: its folder may hold files of others
 
 
 def collect_provenance(devices: Devices, environments: Mapping[str, Any], command: Iterable[str]) -> dict[str, Any]:
-    """A table, as it is written.
-
-    Args:
-        environments: of each by its name, see `describe_environment`.
-        command: that started the run.
-    """
+    """Return the table that is written. `environments` has what `describe_environment` returns, by name."""
     package = Path(__file__).parents[1]
     trireme = {"version": _version("trireme") or "unknown", "files": digest_of_files(package)}
     if commit := _commit(package.parents[1]):
@@ -54,10 +49,10 @@ def collect_provenance(devices: Devices, environments: Mapping[str, Any], comman
 
 
 def describe_environment(folder: Path | None, python: Path | None) -> dict[str, Any]:
-    """
+    """Return the versions of an environment, and a digest of its code in `folder`, unless it is installed in ours.
+
     Args:
-        folder: with its code; None where it is installed in our environment.
-        python: interpreter of its virtual environment, where it has one.
+        python: the interpreter of its virtual environment, where it has one.
     """
     code = {"files": digest_of_files(folder)} if folder else {}
     if python is None:

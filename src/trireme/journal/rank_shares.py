@@ -46,15 +46,9 @@ class Shares:
 
 
 class DealtBatch:
-    """A batch split over all ranks."""
+    """A batch split over `world` ranks, in rows of `row_capacity` tokens that are balanced by `row_cost`."""
 
     def __init__(self, record: BatchRecord, *, world: int, capacity: int, cost: Cost = LINEAR) -> None:
-        """
-        Args:
-            world: number of ranks.
-            capacity: tokens of a row, see `row_capacity`.
-            cost: function of a row, see `row_cost`.
-        """
         self._samples = samples_of(record.rollouts)
         lengths = [sample.tokens.length for sample in self._samples]
         self._dealt = deal(lengths, capacity=capacity, ranks=world, cost=cost)
@@ -63,12 +57,9 @@ class DealtBatch:
         self._num_rollouts = len(record.rollouts)
 
     def share(self, rank: int, pictures: PictureFiles | None = None) -> BatchReply:
-        """Return the micro-batches of a rank.
+        """Return the micro-batches of a rank, with their pictures where those of the run are given.
 
         Where every rollout is masked, each rank gets one empty row, and the counts by which the loss is divided are 1.
-
-        Args:
-            pictures: of the run; the reply has none if not given.
         """
         rows = rows_of(self._samples, self._dealt[rank])
         digests = {picture.digest for row in rows for picture in row.tokens.pictures}

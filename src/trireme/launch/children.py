@@ -59,12 +59,8 @@ class Child:
     """One process of the run, in a session of its own, with its descendants. It can be started again after `end`."""
 
     def __init__(self, spec: ProcessSpec, guard: Guard, *, temporary: Path) -> None:
-        """
-        Args:
-            temporary: a folder that is removed when all children have ended.
-        """
         self.spec = spec
-        self._temporary = temporary
+        self._temporary = temporary  # a folder that is removed when all children have ended
         self.family = Descendants()
         self.log_start = 0  # where this run of the process begins in its log
         self.started_at = 0.0  # unix time

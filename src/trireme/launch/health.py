@@ -116,9 +116,7 @@ class FrozenWatch:
         """Kill processes that were stopped for too long. Return a line for each.
 
         Time in which the launcher itself was stopped does not count, so that a whole run may be stopped and continued.
-
-        Args:
-            table: the machine's processes; None where they were not read this time.
+        Nothing is done where the machine's processes were not read this time (`table` is None).
         """
         if table is None:
             return []

@@ -198,11 +198,7 @@ class Guard:
     """The launcher's end of the pipe to its guard process. The kernel closes it, however the launcher ends."""
 
     def __init__(self, grace_s: float, temporary: Path, keep_open: Sequence[int] = ()) -> None:
-        """
-        Args:
-            temporary: the folder that the launcher made for this run.
-            keep_open: file descriptors that the guard inherits, so that a lock outlives a killed launcher.
-        """
+        """Start the guard. It inherits the descriptors `keep_open`, so that a lock outlives a killed launcher."""
         command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(grace_s), str(temporary)]
         quiet = subprocess.DEVNULL
         self._process = subprocess.Popen(

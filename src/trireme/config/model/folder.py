@@ -176,11 +176,7 @@ def check_model(key: str, name: str | None, *, holds: str = "config.json") -> It
 
 
 def model_launch_problems(table: str, model: TrainerModel, device: str) -> Iterator[str]:
-    """Yield why the trainer cannot train this model on this machine.
-
-    Args:
-        table: the name of the table as the user writes it, for messages.
-    """
+    """Yield why the trainer cannot train this model on this machine."""
     package = PACKAGES.get(model.attn)
     if device == "cpu" and model.attn.startswith("fl"):
         yield f'{table}.attn = "{model.attn}" on a CPU: it runs on GPUs only - expected sdpa or eager. Write one.'

@@ -25,11 +25,7 @@ OF_PICTURES = (
 
 
 def vision_problems(table: str, model: TrainerModel, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why the trainer cannot give pictures to a model with this config.json, or must be able to.
-
-    Args:
-        table: the name of the table as the user writes it, for messages.
-    """
+    """Yield why the trainer cannot give pictures to a model with this config.json, or must be able to."""
     kind, named = config.get("model_type"), f'{table}.name = "{model.name}"'
     ropes = [part.get(key) or {} for part in (config, text_of(config)) for key in ("rope_parameters", "rope_scaling")]
     if model.vlm is not None and (kind not in KINDS or "vision_config" not in config):
