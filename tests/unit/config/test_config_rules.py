@@ -244,7 +244,7 @@ def test_a_local_model_folder_must_hold_a_model():
     Path("tiny/config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
     Path("tiny/model.safetensors").touch()
     assert missing("./tiny") == ""
-    assert "Found nearby: tiny" in missing("./tyni")
+    assert "Near it: tiny" in missing("./tyni")
     Path("adapters").mkdir()
     Path("adapters/adapter_config.json").touch()
     assert "adapters, not a model" in missing("./adapters")

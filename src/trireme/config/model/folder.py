@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.base.errors import ConfigError
+from trireme.config.files import files_near
 from trireme.config.model.state_layers import WITHOUT_ATTENTION, source_of, state_layer_problems, text_of
 from trireme.config.model.vision import vision_problems
 from trireme.config.trainer import TrainerModel, divisors_of
@@ -167,8 +168,8 @@ def check_model(key: str, name: str | None, *, holds: str = "config.json") -> It
         return
     what = f"has no {holds}" if Path(name).is_dir() else "does not exist"
     around = next((parent for parent in Path(name).parents if parent.is_dir()), Path("."))
-    nearby = sorted(str(file.parent) for file in around.glob("*/config.json"))[:5]
-    advice = f"Found nearby: {', '.join(nearby)}." if nearby else "Check the name, or make or download the model first."
+    nearby = files_near(Path(name), [file.parent for file in sorted(around.glob("*/config.json"))])
+    advice = nearby or "Check the name, or make or download the model first."
     yield (
         f'{key} = "{name}": this folder {what} (looked in {Path.cwd()}) - expected a model as Hugging Face writes it. '
         f"{advice}"
