@@ -32,17 +32,18 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 def rules_of_model(name: str) -> PictureRules:
     """Read from a model's files how it reads pictures. They are downloaded from the hub unless they are on this disk.
 
-    Raises:
-        ConfigError: they cannot be read, or it is of no kind that is known, or its image processor's file is missing.
+    Raises: ConfigError where they cannot be read, a kind is not known, or the image processor's file is missing.
     """
-    config = read_config(name) or read_config(_download(name))
+    if not (read_config(name) and read_image_processor(name)) and not Path(name).is_dir():
+        _download(name)
+    config = read_config(name)
     if (kind := config.get("model_type")) not in KINDS:
         raise ConfigError(
             f"`[model.vlm]` is set, and {name} is of the kind {kind} - expected one of {', '.join(KINDS)}. Remove "
             "`[model.vlm]` to train without pictures, or choose another model."
         )
     try:
-        return PictureRules.of(config, read_image_processor(name) or read_image_processor(_download(name)))
+        return PictureRules.of(config, read_image_processor(name))
     except KeyError as error:
         raise ConfigError(
             f"`[model.vlm]` is set, and the files of {name} do not say how it reads pictures ({error} is missing) - "
@@ -50,14 +51,12 @@ def rules_of_model(name: str) -> PictureRules:
         ) from error
 
 
-def _download(name: str) -> str:
-    """Return a folder with the small files of a model: its own, or the one that they were downloaded to."""
+def _download(name: str) -> None:
+    """Download the small files of a model to the hub's cache, in which they are found by its name."""
     from huggingface_hub import snapshot_download
 
-    if Path(name).is_dir():
-        return name
     try:
-        return snapshot_download(name, allow_patterns=["config.json", *PROCESSORS])
+        snapshot_download(name, allow_patterns=["config.json", *PROCESSORS])
     except Exception as error:
         raise ConfigError(
             f"`[model.vlm]` is set, and the config.json of {name!r} could not be loaded ({type(error).__name__}: "
@@ -68,8 +67,7 @@ def _download(name: str) -> str:
 def from_data_uri(url: str) -> bytes:
     """Return the bytes of a picture that stands in its URL, as `data:image/png;base64,iVBORw0K…`.
 
-    Raises:
-        ValueError: it is another URL, or no base64, or larger than pictures that are decoded.
+    Raises: ValueError where it is another URL, or no base64, or larger than pictures that are decoded.
     """
     head, comma, body = url.partition(",")
     if not (comma and head.lower().startswith("data:image/") and head.lower().endswith(";base64")):
@@ -89,8 +87,7 @@ def to_data_uri(png: bytes) -> str:
 def to_png(data: bytes) -> bytes:
     """Decode a picture and return it as a PNG file: RGB, the right way up, the first of several frames, on white.
 
-    Raises:
-        ValueError: the bytes are no picture, or a larger one than is read.
+    Raises: ValueError where the bytes are no picture, or a larger one than is read.
     """
     if len(data) > LARGEST_FILE:
         raise ValueError(f"a picture of {len(data)} bytes - expected at most {LARGEST_FILE}. Scale it down.")
@@ -139,8 +136,7 @@ class PictureFiles:
     def add(self, png: bytes) -> str:
         """Write a picture unless it is there, and return its digest when it is on disk. Threads may call it at once.
 
-        Raises:
-            OSError: it could not be written (a full disk).
+        Raises: OSError where it could not be written (a full disk).
         """
         digest = hashlib.sha256(png).hexdigest()
         path = self.path(digest)

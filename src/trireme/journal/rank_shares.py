@@ -6,11 +6,10 @@ Deterministic: a re-read gives the same rows.
 from __future__ import annotations
 
 import asyncio
-import json
 
 from trireme.algo.model.cost import LINEAR, Cost, cost_of
 from trireme.algo.packing import Sample, deal, num_learned, rows_of
-from trireme.config.model.folder import config_file
+from trireme.config.model.folder import read_config
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.pictures import PictureFiles, pictures_folder
@@ -91,7 +90,6 @@ def row_cost(config: RunConfig) -> Cost:
 
 
 def cost_of_model(name: str | None, *, attention: str, cp: int = 1) -> Cost:
-    """Return the cost function from the model's `config.json` (its folder, or the hub cache); token counts without
-    one."""
-    file = config_file(name) if name else None
-    return cost_of(json.loads(file.read_text()), attention=attention, cp=cp) if file else LINEAR
+    """Return the cost function from the model's `config.json`; token counts where there is none on this disk."""
+    config = read_config(name)
+    return cost_of(config, attention=attention, cp=cp) if config else LINEAR

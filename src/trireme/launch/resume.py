@@ -16,8 +16,7 @@ from trireme.journal.manifest import complete_steps
 def check_resume(config: RunConfig | SftConfig) -> None:
     """Check that the run in the folder can be resumed with this configuration. A run that starts fresh always passes.
 
-    Raises:
-        ConfigError: the run has another model or another kind of optimizer, or has gone beyond `max_steps`.
+    Raises: ConfigError where the run has another model or kind of optimizer, or has gone beyond `max_steps`.
     """
     paths = config.paths
     trainer, prefix = (config, "") if isinstance(config, SftConfig) else (config.trainer, "trainer.")
