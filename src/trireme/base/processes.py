@@ -11,7 +11,6 @@ import random
 import resource
 import signal
 import socket
-import sys
 import tempfile
 from collections import deque
 from collections.abc import Iterator
@@ -147,8 +146,8 @@ def free_port(host: str = "127.0.0.1") -> int:
     """Return a port that is free, outside the range from which the kernel gives ports to connections.
 
     The server may take a while to start (vLLM ten seconds). Meanwhile a connection could be given a port of that range.
-    On Linux this process holds the port by a socket that does not listen, so that no other call, in any process,
-    returns it; a server that sets `SO_REUSEADDR`, as they all do, can listen at it.
+    This process holds the port by a socket that does not listen, so that no other call, in any process, returns it; a
+    server that sets `SO_REUSEADDR`, as they all do, can listen at it.
     """
     holder = socket.socket()
     beyond = _first_port_of_the_kernel()
@@ -156,14 +155,11 @@ def free_port(host: str = "127.0.0.1") -> int:
         with suppress(OSError):
             holder.bind((host, _random.randrange(LOWEST_PORT, beyond)))
             break
-    else:  # another system, one that gives almost all ports to connections, or a crowded one
+    else:  # a system that gives almost all ports to connections, or a crowded one
         holder.bind((host, 0))
     port: int = holder.getsockname()[1]
-    if sys.platform == "linux":  # others let one process bind a port at a time
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after `bind`, which fails where a port is held
-        _held.append(holder)
-    else:
-        holder.close()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after `bind`, which fails where a port is held
+    _held.append(holder)
     return port
 
 

@@ -97,9 +97,7 @@ def launcher_of(paths: RunPaths) -> int | None:
 
 def holds_launcher_lock(paths: RunPaths, pid: int) -> bool:
     """Return whether a process of this machine has the launcher's lock open. A pid in that file can also be one of a
-    container, of another machine, or of a launcher that was killed. Without /proc every process counts."""
-    if not Path("/proc/self/fd").is_dir():
-        return True
+    container, of another machine, or of a launcher that was killed."""
     with suppress(OSError):  # it has ended, or is another user's
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):  # closed since
