@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import httpx
 
@@ -130,10 +129,6 @@ class FrozenWatch:
             if for_s >= self._after_s:
                 child, process = stopped[key]
                 why = f"it was stopped for {for_s:.0f} s"
-                try:
-                    command = Path(f"/proc/{process.pid}/comm").read_text().strip()
-                except OSError:
-                    command = "gone"
-                lines.append(f"{child.name}: process {process.pid} ({command}) killed, {why}")
+                lines.append(f"{child.name}: process {process.pid} ({process.command}) killed, {why}")
                 child.kill_member(process, why)
         return lines

@@ -40,6 +40,7 @@ class Process(NamedTuple):
     parent: int
     session: int
     state: str  # the letter of `ps`
+    command: str  # the name of its program
 
     @property
     def zombie(self) -> bool:
@@ -56,8 +57,9 @@ def read_process(pid: int) -> Process | None:
         stat = (_PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
         return None
-    fields = stat[stat.rindex(")") + 2 :].split()  # the name before it may hold spaces and brackets
-    return Process(pid, int(fields[19]), int(fields[1]), int(fields[3]), fields[0])
+    command, _, rest = stat.partition("(")[2].rpartition(")")  # the name may hold spaces and brackets
+    fields = rest.split()
+    return Process(pid, int(fields[19]), int(fields[1]), int(fields[3]), fields[0], command)
 
 
 def read_processes() -> dict[int, Process]:

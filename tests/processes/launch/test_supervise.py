@@ -174,7 +174,7 @@ def test_how_ranks_fail_is_how_their_group_fails_and_none_is_left_without_it(tmp
 
 def test_descendants_are_recorded_as_long_as_they_live_orphans_too():
     """Sandboxes start many short-lived processes; each end and restart looks at all that are recorded."""
-    worker, tool, orphan = (Process(10**8 + n, n, parent, 10**8, "S") for n, parent in enumerate((1, 10**8, 10**8)))
+    worker, tool, orphan = (Process(10**8 + n, n, parent, 10**8, "S", "") for n, parent in enumerate((1, 10**8, 10**8)))
     before = {process.pid: process for process in (worker, tool, orphan)}
     after = {process.pid: process for process in (worker, orphan._replace(parent=1, session=7))}
     record = Descendants()
