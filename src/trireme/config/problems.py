@@ -91,16 +91,12 @@ def _advice(field: Field, path: KeyPath, value: Any, is_flag: bool) -> str:
         near = get_close_matches(str(value), field.words.split(" | "), n=1, cutoff=0.7)
         return f"Did you mean `{near[0]}`?" if near else field.doc
     if field.section:
-        # The table's name key where a name was given instead of the table, its first plain key otherwise.
-        plain = [key for key in fields_of(field.section).values() if key.section is None]
-        named = (key for key in plain if key.name in ("name", "id") and isinstance(value, str))
-        key = next(named, plain[0])
+        key = next(key for key in fields_of(field.section).values() if key.section is None)  # often its name
         if is_flag and field.kind == "section":
             return f"Write its keys one by one: `{as_flag((*path, key.name))} …`."
         header = ".".join(toml_key(part) for part in path if not part.isdigit())  # of an item: its array's
-        header, what = (
-            (f"[{header}]", "a table") if field.kind == "section" else (f"[[{header}]]", "an array of tables")
-        )
+        is_one = field.kind == "section"
+        header, what = (f"[{header}]", "a table") if is_one else (f"[[{header}]]", "an array of tables")
         example = value if key.kind == "text" and isinstance(value, str) else "…" if key.required else key.default
         table = textwrap.indent(f"{header}\n{key.name} = {toml_value(example)}  # {key.doc}", "    ")
         return f"Write {what}:\n{table}"
