@@ -217,14 +217,6 @@ class Progress:
         """Warnings whose cause was seen lately."""
         return list(self._watch.lasting.values())
 
-    def step_seconds(self, step: int) -> float | None:
-        """Return the duration of a training step: as reported, or from the end of the step before it."""
-        reported = self.steps.get(step, {}).get("trainer", {}).get("time/step")
-        if reported is not None:
-            return reported
-        ends = dict(self._session or ())
-        return ends[step] - ends[step - 1] if step in ends and step - 1 in ends else None
-
     def eta_s(self) -> float | None:
         """Return the time left at the pace of the newest steps of this session."""
         recent = (self._session or [])[-PACE_STEPS:]

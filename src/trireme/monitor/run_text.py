@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 from trireme.base.paths import step_folder, steps_in
 from trireme.config.run import RunConfig
@@ -44,15 +43,6 @@ def evaluation_text(evaluation: Evaluation) -> str:
 
 def warning_text(warned: Warned) -> str:
     return f"warning at step {warned.step + 1}, {warned.name}: {warned.text}"
-
-
-def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw means of equal shares of the values, from lowest to highest."""
-    count = min(width, len(values))
-    edges = [index * len(values) // count for index in range(count + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, span = min(means), (max(means) - min(means)) or 1.0
-    return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * (mean - low) / span))] for mean in means)
 
 
 def bar(share: float, width: int = 20) -> str:

@@ -1,4 +1,4 @@
-"""Show a run in the terminal: as lines of text, in our words or in those of `vf-rl`, or as a live picture.
+"""Show a run in the terminal: as lines of text, in our words or in those of `vf-rl`, or above a live picture.
 
 A view reads what the run writes: `metrics.jsonl`, logs, the orchestrator's `/status`. The run never depends on its
 view: the first error in a view is logged and ends the view alone.
@@ -30,7 +30,7 @@ from trireme.monitor.checkpoint_folders import CheckpointFolders
 from trireme.monitor.logs import startup_phase
 from trireme.monitor.metrics import read_in_pieces
 from trireme.monitor.progress import Evaluation, ProcessState, Progress, Status
-from trireme.monitor.run_text import bar, evaluation_text, short_number, short_time, sparkline, step_line, warning_text
+from trireme.monitor.run_text import bar, evaluation_text, short_time, step_line, warning_text
 from trireme.monitor.samples import read_batch, samples_if_due
 
 POLL_S = 1.0  # between two looks at the files and `/status`
@@ -38,25 +38,6 @@ STATUS_TIMEOUT_S = 0.8
 UPDATING = {"live", "quarantined"}  # an engine changes between these states at every new version
 SILENCE_STARTING_S = 10.0  # without a line, until a line tells what the run waits for
 SILENCE_RUNNING_S = 60.0
-
-TABLE_STEPS = 8
-SPARKLINE_WIDTH = 60
-MOST_EVALUATIONS = 6
-MOST_WARNINGS = 3  # the log has all of them
-
-STEP_COLUMNS = (
-    ("done", "step", "d"),
-    ("reward/mean", "reward/mean", ".3f"),
-    ("loss", "loss", ".4f"),
-    ("grad_norm", "grad_norm", ".2f"),
-    ("policy/entropy", "policy/entropy", ".3f"),
-    ("importance_ratio", "ratio", ".2f"),
-    ("mismatch_kl", "mismatch_kl", ".1e"),
-    ("lag/mean", "lag/mean", ".1f"),
-    ("perf/tokens_per_s", "tokens/s", "short"),
-    ("seconds", "time", ".1f"),
-)
-"""Key, heading and format of each column."""
 
 Clock = Callable[[], float]
 logger = get_logger("view")
@@ -159,7 +140,8 @@ class View:
         for step in self.progress.take_completed(final=final):
             if (step + 1) % self.config.console.every == 0 or step + 1 == self.config.max_steps:
                 self.say(self.step_text(step))
-            self.say_samples(step)
+            for sample in samples_if_due(self.config, step):
+                self.say(sample)
         for evaluation in self.progress.evaluations():
             if evaluation not in self._shown_evaluations:
                 self._shown_evaluations.add(evaluation)
@@ -174,10 +156,6 @@ class View:
 
     def close(self) -> None:
         """Give the terminal back."""
-
-    def say_samples(self, step: int) -> None:
-        for text in samples_if_due(self.config, step):
-            self.say(text)
 
     def say_states(self) -> None:
         """Print what changed state: the run, its processes and its engines."""
@@ -293,7 +271,7 @@ def _rounded(value: float) -> float:
 
 @contextmanager
 def open_view(config: RunConfig, run: Path) -> Iterator[View]:
-    """Open the view of a run: that of `vf-rl` if configured, a live picture in a terminal, else lines of text.
+    """Open the view of a run: that of `vf-rl` if configured, with a live picture in a terminal, else lines of text.
 
     Args:
         run: the folder in which the configuration lies.
@@ -318,7 +296,7 @@ class _Console(Console):
 
 
 class LiveView(View):
-    """A picture of processes, engines, the newest steps, rewards, evaluations and warnings."""
+    """Lines of text, and below them a picture: how far the run is, its processes and its engines."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -326,8 +304,8 @@ class LiveView(View):
         self._live.start()
 
     def show(self, *, final: bool) -> None:
-        for step in self.progress.take_completed(final=final):
-            self.say_samples(step)
+        self._last_line = self._clock()  # the picture says what the run waits for
+        super().show(final=final)
         self._live.update(self._picture(), refresh=True)
 
     def close(self) -> None:
@@ -346,17 +324,7 @@ class LiveView(View):
         eta_s = progress.eta_s()
         if eta_s is not None:
             header.append(f"  ETA {short_time(eta_s)}")
-        parts: list[RenderableType] = [header, self._processes()]
-        if progress.num_done:
-            parts.append(self._steps())
-        if rewards := progress.rewards():
-            line = f"reward/mean {min(rewards):.3f} to {max(rewards):.3f}  {sparkline(rewards, SPARKLINE_WIDTH)}"
-            parts.append(Text(line, style="green"))
-        if evaluations := progress.evaluations():
-            parts.append(Text(clean("  ".join(map(evaluation_text, evaluations[-MOST_EVALUATIONS:])))))
-        for warned in progress.lasting_warnings[-MOST_WARNINGS:]:
-            parts.append(Text(clean(warning_text(warned)), style="yellow"))
-        return Group(*parts)
+        return Group(header, self._processes())
 
     def _processes(self) -> Table:
         status = self.status
@@ -374,18 +342,4 @@ class LiveView(View):
         table = Table.grid(padding=(0, 2))
         for name, state, what in rows:
             table.add_row(Text(clean(name), style="cyan"), Text(clean(state)), Text(clean(what)))
-        return table
-
-    def _steps(self) -> Table:
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for _, title, _ in STEP_COLUMNS:
-            table.add_column(title, justify="right")
-        for step in self.progress.recent(TABLE_STEPS):
-            row = self.progress.merged(step) | {"done": step + 1, "seconds": self.progress.step_seconds(step)}
-            cells = []
-            for name, _, form in STEP_COLUMNS:
-                value = row.get(name)
-                text = "-" if value is None else short_number(value) if form == "short" else f"{value:{form}}"
-                cells.append(Text(text))
-            table.add_row(*cells)
         return table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +13,6 @@ from textual.widgets import Tree
 from textual.widgets.tree import TreeNode
 
 from trireme.base.safe_text import clean, decimal
-from trireme.monitor.run_text import sparkline
 from trireme.tools.viewer.sources import TRAINING, Source
 from trireme.tools.viewer.table import reward_style
 
@@ -108,3 +107,12 @@ class RunTree(Tree[Key]):
     def action_open(self) -> None:
         if self.cursor_node and self.cursor_node.allow_expand:
             self.cursor_node.expand()
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Draw means of equal shares of the values, from lowest to highest."""
+    count = min(width, len(values))
+    edges = [index * len(values) // count for index in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, span = min(means), (max(means) - min(means)) or 1.0
+    return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * (mean - low) / span))] for mean in means)
