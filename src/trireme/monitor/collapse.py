@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean, median
+from statistics import fmean, median, pstdev
 from typing import Any, NamedTuple
 
 from trireme.base.log import get_logger
@@ -145,7 +145,7 @@ def reward_drops(history: History) -> str | None:
     if not recent or len(before) < 10:
         return None
     fall = fmean(before) - max(recent)
-    if not fall > max(4 * _spread(before), 0.2 * abs(fmean(before)), 1e-6):
+    if not (fall > max(0.2 * abs(fmean(before)), 1e-6) and fall > 4 * pstdev(before)):  # the slow `pstdev` comes last
         return None
     return f"reward/mean fell to {fmean(recent):.3g}; the 10 batches before had {fmean(before):.3g}"
 
@@ -165,12 +165,6 @@ def degenerate(history: History) -> str | None:
         if values and min(values) >= 0.2:
             return f"filters/{flaw}_frac is {fmean(values):.2f} over {STEADY} batches"
     return None
-
-
-def _spread(values: list[float]) -> float:
-    """Return the standard deviation. `statistics.stdev` uses fractions and is a hundred times slower."""
-    mean = fmean(values)
-    return math.sqrt(fmean((value - mean) ** 2 for value in values))
 
 
 # what it means, and what to try: after the troubleshooting of the guides that people come from
