@@ -31,12 +31,19 @@ def open_wandb_mirror(config: RunConfig | SftConfig) -> Iterator[None]:
     if config.wandb is None:
         yield
         return
-    mirror = _Mirror(config)
-    mirror.start()
+    mirror, closing = _Mirror(config), threading.Event()
+    thread = threading.Thread(target=mirror.follow, args=(closing,), name="wandb-mirror", daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        mirror.close()
+        closing.set()
+        thread.join(FINISH_S + POLL_S)
+        if thread.is_alive():
+            logger.warning(
+                f"wandb has not finished after {FINISH_S:.0f} s. What it has not sent lies in "
+                f"{mirror.bookmark.parent}: send it with `wandb sync`."
+            )
 
 
 class _Mirror:
@@ -48,29 +55,16 @@ class _Mirror:
 
     def __init__(self, config: RunConfig | SftConfig) -> None:
         self._metrics = config.paths.metrics
-        self._bookmark = config.paths.root / "wandb" / "mirror.json"
+        self.bookmark = config.paths.root / "wandb" / "mirror.json"
         """The wandb run of this folder and how far it has been sent, so that a resumed run continues its charts."""
-        sent = json.loads(self._bookmark.read_text()) if self._bookmark.exists() else {}
+        sent = json.loads(self.bookmark.read_text()) if self.bookmark.exists() else {}
         self._offset: int = sent.get("offset", 0)
         self._run = _init(config, sent.get("run_id"))
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="wandb-mirror", daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        self._closing.set()
-        self._thread.join(FINISH_S + POLL_S)
-        if self._thread.is_alive():
-            logger.warning(
-                f"wandb has not finished after {FINISH_S:.0f} s. What it has not sent lies in "
-                f"{self._bookmark.parent}: send it with `wandb sync`."
-            )
-
-    def _follow(self) -> None:
+    def follow(self, closing: threading.Event) -> None:
+        """Log rows as they come, until `closing` is set and all of them are sent."""
         try:
-            while not self._closing.wait(POLL_S):
+            while not closing.wait(POLL_S):
                 self._mirror()
             self._mirror()
             self._run.finish()
@@ -86,8 +80,8 @@ class _Mirror:
         for row in rows:
             named = {name: value for name, value in row.items() if name not in ("process", "time_s")}
             self._run.log({name: value for name, value in named.items() if value is not None})
-        if offset != self._offset or not self._bookmark.exists():
-            with atomic_write(self._bookmark) as file:
+        if offset != self._offset or not self.bookmark.exists():
+            with atomic_write(self.bookmark) as file:
                 file.write(json.dumps({"run_id": self._run.id, "offset": offset}).encode())
         self._offset = offset
 
