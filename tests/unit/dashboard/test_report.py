@@ -103,7 +103,7 @@ def test_the_page_says_what_the_files_say(run: Path, page: Report) -> None:
     places = [("at the start", "1"), ("in the middle", "3"), ("at the end", "5")]
     assert [place for *place, _ in map(list, shown)] == [list(place) for place in places for _ in range(2)]
     assert shown[0][2] != shown[1][2], "one of each group"
-    assert "Nothing was lost, and nothing was trained twice" in words(page, "Audit")
+    assert "nothing was lost, and nothing was trained twice" in words(page, "Audit")
     assert "None: no sign" in words(page, "Warnings")
     assert "did not write down" in words(page, "Versions and machine")
 

@@ -156,7 +156,7 @@ def test_the_command_shows_contradictions_in_order_or_all_as_json_and_exits_with
     for step in (3, 1):
         rewrite_batch(config, step, lambda record: record.rollouts.pop(1))
     code, text = said()
-    assert (code, "batch 1: group" in text, "more: --json lists them" in text) == (1, True, True)
+    assert (code, "batch 1: group" in text, "more: `trireme audit --json` lists them" in text) == (1, True, True)
     found = json.loads(said("--json")[1])
     assert (found["holds"], found["contradictions"][0]["step"], found["summary"]["batches"]) == (False, 1, 5)
     assert found["num_contradictions"] == len(found["contradictions"]) > 0

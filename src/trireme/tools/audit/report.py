@@ -178,7 +178,7 @@ class Report:
         for contradiction in self.in_order()[:MOST_SHOWN]:
             lines += ["", str(contradiction)]
         if (left_out := max(self.total, len(self.notes)) - MOST_SHOWN) > 0:
-            lines += ["", f"{left_out} more: --json lists them"]
+            lines += ["", f"{left_out} more: `trireme audit --json` lists them"]
         return clean("\n".join(lines))
 
     def as_json(self) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from trireme.monitor.run_text import held_out_lines, short_time
 from trireme.monitor.samples import choose
 from trireme.monitor.timeline import WORTH_TELLING, in_words
 from trireme.tools.audit.audit import audit_run
-from trireme.tools.audit.report import PROMISES
 from trireme.tools.conversation import blocks
 from trireme.tools.dashboard.history import Metrics, Spans, summarize
 from trireme.tools.diff.configuration import flatten
@@ -45,8 +44,6 @@ OWN = (
 MOST_CHARACTERS = 1500  # of a block of a conversation
 MOST_BLOCKS = 12
 MOST_PICTURES = 4  # of a conversation
-MOST_CONTRADICTIONS = 5
-MOST_NOTES = 3
 MOST_REASONS = 3
 MOST_ENVIRONMENTS = 6  # in a plot
 
@@ -270,15 +267,7 @@ class Run:
     def audit(self) -> Iterator[str]:
         if self.rl is None or not self._batches:  # supervised training has no journal
             return
-        report = audit_run(self.folder)
-        if report.holds:
-            yield f"Nothing was lost, and nothing was trained twice: {'; '.join(PROMISES)}."
-        else:
-            total = report.total
-            yield f"{total} contradiction{'' if total == 1 else 's'} between the files of the run:"
-        yield block("\n".join(report.summary.lines()))
-        yield from (block(str(found)) for found in report.in_order()[:MOST_CONTRADICTIONS])
-        yield from (f"Note: {note}" for note in report.notes[:MOST_NOTES])
+        yield block(audit_run(self.folder).text())
 
     def configuration(self) -> Iterator[str]:
         program = "rl" if self.rl else "sft"
