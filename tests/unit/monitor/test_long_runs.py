@@ -22,7 +22,7 @@ from trireme.monitor.spans import Span
 from trireme.monitor.timeline import shares
 from trireme.monitor.view import StatusPoller, View
 from trireme.orchestrator.watcher import Watcher
-from trireme.tools.dashboard import history, runs
+from trireme.tools.dashboard import history
 from trireme.tools.dashboard.history import Metrics, Spans
 from trireme.tools.dashboard.runs import RunFolder
 
@@ -36,7 +36,7 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "MOST_SPANS", 2 * LIMIT)
     monkeypatch.setattr(progress, "MOST_STEPS", LIMIT)
     monkeypatch.setattr(restarts, "LAST_BYTES", 4096)
-    for module in (history, metrics, runs):
+    for module in (history, metrics):
         monkeypatch.setattr(module, "PIECE_BYTES", 4096)
 
 

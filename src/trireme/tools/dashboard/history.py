@@ -16,13 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trireme.monitor import timeline
-from trireme.monitor.metrics import Row, is_of_step
+from trireme.monitor.metrics import PIECE_BYTES, Row, is_of_step
 from trireme.monitor.progress import EVAL_REWARD
 from trireme.monitor.spans import ENGINE, TRAINER, Span, read_spans
 from trireme.monitor.timeline import Shares
 
-PIECE_BYTES = 1 << 22
-"""Bytes of a file that are read at once."""
 READ_S = 2.0
 """Seconds of reading, after which a page is shown with what is known of a very long run. The next call reads on."""
 MOST_POINTS = 10_000

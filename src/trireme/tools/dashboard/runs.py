@@ -23,9 +23,9 @@ from trireme.base.token import read_key
 from trireme.launch.folder import launcher_of
 from trireme.launch.run_state import ask_status
 from trireme.monitor.collapse import Warned, Watch
-from trireme.monitor.metrics import read_metrics
+from trireme.monitor.metrics import read_in_pieces
 from trireme.monitor.progress import Status
-from trireme.tools.dashboard.history import PIECE_BYTES, READ_S, Metrics, Spans
+from trireme.tools.dashboard.history import READ_S, Metrics, Spans
 from trireme.tools.rollouts import identity_of
 
 REFRESH_S = 1.0  # at least, between two reads of the files of a run
@@ -119,19 +119,18 @@ class RunFolder:
             self._forget()
         self._metrics_inode = inode
         stop_s = time.monotonic() + READ_S
-        while time.monotonic() < stop_s:
-            rows, offset = read_metrics(self.paths.metrics, self._offset, PIECE_BYTES)
+        for rows, offset in read_in_pieces(self.paths.metrics, self._offset):
             if offset < self._offset:
                 self._forget()
-            if offset == self._offset:
-                return changed
             self._offset, changed = offset, True
             self.metrics.add(rows)
             for row in rows:
                 self._watch.take(row)
             if len(self._watch.warnings) > 2 * MOST_WARNINGS:
                 del self._watch.warnings[:-MOST_WARNINGS]
-        return True
+            if time.monotonic() > stop_s:
+                break
+        return changed
 
     def _check_liveness(self) -> bool:
         before = self.status, self._launcher
