@@ -272,10 +272,9 @@ class Spans:
                     return is_new
                 self._offset, is_new = offset, True
                 for span in spans:
-                    if known := self._processes.get(span.lane):
-                        _put(known, span)
-                    else:  # pages that draw meanwhile never see a process without a span
-                        self._processes[span.lane] = [span]
+                    known = self._processes.get(span.lane, [])
+                    known[-1:] = timeline.joined([*known[-1:], span])
+                    self._processes[span.lane] = known  # pages that draw meanwhile never see a process without a span
                 most = MOST_SPANS // max(1, len(self._processes))
                 for process, known in self._processes.items():
                     if len(known) > most:
@@ -304,21 +303,7 @@ class Spans:
 
     def within(self, begin_s: float, end_s: float, process: str) -> list[Span]:
         """Return the spans of a process that touch a stretch of time."""
-        spans = self._processes.get(process, [])
-        first = bisect_left(spans, begin_s, key=lambda span: span.begin_s)
-        last = bisect_left(spans, end_s, key=lambda span: span.begin_s)
-        if first and spans[first - 1].end_s > begin_s:  # spans of a process do not overlap: only this one can reach in
-            first -= 1
-        return spans[first:last]
-
-
-def _put(spans: list[Span], span: Span) -> None:
-    if len(joined := timeline.joined([spans[-1], span])) == 1:
-        spans[-1] = joined[0]
-    elif span.begin_s < spans[-1].begin_s:
-        spans.insert(bisect_right(spans, span.begin_s, key=lambda other: other.begin_s), span)
-    else:
-        spans.append(span)
+        return [span for span in self._processes.get(process, []) if span.begin_s < end_s and span.end_s > begin_s]
 
 
 class Timeline(NamedTuple):
