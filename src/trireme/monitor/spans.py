@@ -100,7 +100,6 @@ class Lane:
         self,
         name: str,
         *,
-        keeps: bool = False,
         clock: Callable[[], int] | None = None,
         what: What | None = None,
         since_us: int | None = None,
@@ -109,12 +108,10 @@ class Lane:
         """Create a lane.
 
         Args:
-            keeps: keep spans until `drain`; otherwise only their sums.
             what: the activity so far, and since when.
             words: called now and then during a wait; returns what is waited for. May be called from any thread.
         """
         self.name = name
-        self._keeps = keeps
         self.words = words
         self._clock = clock or steady_clock()
         self._lock = threading.Lock()
@@ -168,7 +165,7 @@ class Lane:
     def _close(self, now_us: int) -> None:
         """End a piece; the activity continues."""
         self._count(now_us)
-        if self._keeps and self.now is not None and now_us > self._since_us:
+        if self.now is not None and now_us > self._since_us:
             self._done.append(Piece(self.now, self.step, self._why, self._since_us, now_us))
         self._since_us = now_us
 
@@ -180,14 +177,9 @@ class Lane:
 class SpansFile:
     """Write the lanes of one process; other processes append theirs."""
 
-    def __init__(self, path: Path | None) -> None:
-        """Open the file.
-
-        Args:
-            path: None to write nothing; lanes still return their sums.
-        """
-        self._lines = LinesFile(path) if path is not None else None
-        self._ends_us = _last_ends(path) if path is not None else {}
+    def __init__(self, path: Path) -> None:
+        self._lines = LinesFile(path)
+        self._ends_us = _last_ends(path)
         self._lanes: list[Lane] = []
         self._flushing = threading.Lock()
 
@@ -201,14 +193,12 @@ class SpansFile:
         end_us = self._ends_us.get(name, 0)
         clock = steady_clock(end_us)
         since_us = max(end_us, clock() - int(ago_s * 1e6))
-        lane = Lane(name, keeps=self._lines is not None, clock=clock, what=what, since_us=since_us, words=words)
+        lane = Lane(name, clock=clock, what=what, since_us=since_us, words=words)
         self._lanes.append(lane)
         return lane
 
     def flush(self) -> None:
         """Write the spans of all lanes up to now, in one write."""
-        if self._lines is None:
-            return
         with self._flushing:
             for lane in self._lanes:
                 if lane.now == "wait":
@@ -221,28 +211,25 @@ class SpansFile:
 
     def close(self) -> None:
         self.flush()
-        if self._lines is not None:
-            self._lines.close()
+        self._lines.close()
 
 
 @contextmanager
 def open_spans(path: Path | None) -> Iterator[SpansFile]:
-    """Open a spans file that a thread writes every few seconds and at the end."""
-    spans, is_over = SpansFile(path), threading.Event()
+    """Open a spans file that a thread writes every few seconds and at the end; None keeps only the sums of lanes."""
+    spans, is_over = SpansFile(path or Path(os.devnull)), threading.Event()
 
     def keep_writing() -> None:
         while not is_over.wait(FLUSH_S):
             spans.flush()
 
     writer = threading.Thread(target=keep_writing, name="spans", daemon=True)
-    if path is not None:
-        writer.start()
+    writer.start()
     try:
         yield spans
     finally:
         is_over.set()
-        if path is not None:
-            writer.join(LAST_WRITE_S)  # a disk that hangs must not keep the process
+        writer.join(LAST_WRITE_S)  # a disk that hangs must not keep the process
         spans.close()
 
 

@@ -46,6 +46,7 @@ from trireme.messages import (
     Reply,
     Request,
 )
+from trireme.monitor.spans import Lane
 from trireme.tools.plan.memory import Training
 from trireme.tools.plan.sizes import training_of
 from trireme.trainer.parallel.mesh import World
@@ -171,7 +172,7 @@ def open_stand(tmp_path: Path, tiny_model: Path, world: World) -> Iterator[Calla
             stack.callback(control.close)
             stack.callback(orchestrator.close)
             model = model or open_state(tiny_model, world).model
-            publisher = Publisher(config, model, world, control, Waits("trainer"))
+            publisher = Publisher(config, model, world, control, Waits("trainer"), Lane("trainer"))
             stack.callback(publisher.close)
             return Stand(publisher, model, orchestrator)
 

@@ -66,10 +66,10 @@ class Publisher:
         world: World,
         control: ControlClient | None,
         waits: Waits,
-        lane: Lane | None = None,
+        lane: Lane,
     ) -> None:
         self._config = config
-        self._lane = lane or Lane("publisher")
+        self._lane = lane
         self._model = model
         self._world = world
         self._control = control
