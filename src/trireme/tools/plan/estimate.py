@@ -71,13 +71,14 @@ class Estimate:
         on_cpu, parts = self.machine.is_on_cpu, self.training.parts
         process = PROCESS_BYTES + STARTED_BYTES if on_cpu else CUDA_BYTES
         held = {"allocator": scattered_bytes(parts, CPU_SCATTERED if on_cpu else GPU_SCATTERED), "process": process}
-        engine = self.engine.total if self.engine else 0.0
+        room = self.machine.chip.memory
+        if self.engine and on_cpu:
+            room -= self.engine.total + ORCHESTRATOR_BYTES
+        elif self.engine and self.is_shared:
+            room -= self.engine.total
         if on_cpu:
-            others = ORCHESTRATOR_BYTES + engine if self.engine else 0.0
-            return Need(
-                parts | held, (self.machine.chip.memory - others) / self.ranks - sum(self.training.host.values())
-            )
-        return Need(parts | held, self.machine.chip.memory - (engine if self.is_shared else 0.0))
+            room = room / self.ranks - sum(self.training.host.values())
+        return Need(parts | held, room)
 
     @cached_property
     def engine(self) -> Need | None:
@@ -85,9 +86,8 @@ class Estimate:
         if self.serving is None:
             return None
         parts = self.serving.parts | {"KV cache": max(0.0, self.serving.room)}
-        return Need(
-            parts | ({"process": ENGINE_STARTED_BYTES} if self.serving.is_on_cpu else {}), self.machine.chip.memory
-        )
+        process = {"process": ENGINE_STARTED_BYTES} if self.serving.is_on_cpu else {}
+        return Need(parts | process, self.machine.chip.memory)
 
     @cached_property
     def host(self) -> Need:

@@ -183,10 +183,6 @@ class Training:
         matrices = layers if self.row.targets is None else self.trained - self.trained_whole
         return (MOMENT_BYTES["muon"] * matrices + MOMENT_BYTES["adamw"] * (self.trained - matrices)) / self.shards
 
-    @property
-    def is_head_trained(self) -> bool:
-        return self.row.targets is None
-
     @cached_property
     def moments(self) -> dict[str, Parts]:
         """Return the parts on the rank's device at each moment of a step, in the order in which they are shown."""
@@ -219,7 +215,7 @@ class Training:
         root = value_bytes * (embedding + model.hidden + model.tower)
         gathered = root + _gathered(self, layer)
         head_gradient = reduction = 0.0
-        if self.is_head_trained:  # it waits for the embedding's, with which it is reduced
+        if row.targets is None:  # the head is trained: it waits for the embedding's, with which it is reduced
             head_gradient = value_bytes * embedding
             # laid out to be reduced, and this rank's part; where head and embedding are one, two add up
             laid_out = value_bytes + self.reduce_bytes * (1 + 1 / self.shards)
@@ -293,7 +289,7 @@ def _logits(training: Training) -> float:
     row, model = training.row, training.model
     values = min(training.head_chunk, row.own_tokens) * model.vocabulary
     chunk = values * (8.0 + row.value_bytes)
-    if not training.is_head_trained:
+    if row.targets is not None:
         return chunk
     sums = 4.0 * model.embedding if row.own_tokens > training.head_chunk else 0.0
     return sums + max(chunk, row.value_bytes * (values + model.embedding))
