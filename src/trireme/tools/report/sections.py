@@ -22,9 +22,8 @@ from trireme.journal.journal import Journal
 from trireme.journal.manifest import complete_steps
 from trireme.journal.pictures import PictureFiles, pictures_folder
 from trireme.journal.provenance import read_provenance
-from trireme.monitor.collapse import Watch
 from trireme.monitor.metrics import read_metrics
-from trireme.monitor.progress import Evaluation, ends_of
+from trireme.monitor.progress import Progress
 from trireme.monitor.run_text import held_out_lines, short_time
 from trireme.monitor.samples import choose
 from trireme.monitor.timeline import WORTH_TELLING, in_words
@@ -112,11 +111,10 @@ class Run:
         self.rl: RunConfig | None = read_run(RunConfig, file) if "orchestrator" in read_table(file) else None
         self.config: RunConfig | SftConfig = self.rl or read_run(SftConfig, file)
         self.name = self.config.name or folder.resolve().name
-        self.metrics, self._watch = Metrics(keeps_all=True), Watch()
+        self.metrics, self._progress = Metrics(keeps_all=True), Progress(self.config.max_steps)
         rows = read_metrics(self.paths.metrics)[0]
         self.metrics.add(rows)
-        for row in rows:
-            self._watch.take(row)
+        self._progress.add(rows)
         self._times_s = [row["time_s"] for row in rows if isinstance(row.get("time_s"), int | float)]
         self._batches = Journal(self.paths.journal).steps()
 
@@ -126,20 +124,12 @@ class Run:
         if len(self._times_s) > 1:
             done += f" in {short_time(max(self._times_s) - min(self._times_s))}, from the first batch on"
         parts = [done]
-        if ends := ends_of(self.metrics.finite("reward/mean")):
+        if ends := self._progress.reward_ends():
             parts.append(f"mean reward {ends.first:.3f} → {ends.last:.3f} (of {ends})")
-        evaluations = [
-            Evaluation(env, int(version), value)
-            for env, series in self._evaluated().items()
-            for version, value in zip(*series, strict=True)
-        ]
-        parts += [line.replace("->", "→") for line in held_out_lines(evaluations)]
+        parts += [line.replace("->", "→") for line in held_out_lines(self._progress.evaluations())]
         if held_out := self.metrics.finite("validation/loss"):
             parts.append(f"held-out loss {held_out[0]:.4g} → {held_out[-1]:.4g}")
         return "; ".join(parts) + "."
-
-    def _evaluated(self) -> dict[str, Any]:
-        return {env: self.metrics.series(name) for env, name in self.metrics.held_out().items()}
 
     def overview(self) -> Iterator[str]:
         config, rl = self.config, self.rl
@@ -178,7 +168,8 @@ class Run:
 
     def curves(self) -> Iterator[str]:
         rewards = [self._line("reward/mean", "in training")]
-        for env, (versions, values) in self._evaluated().items():
+        for env, name in self.metrics.held_out().items():
+            versions, values = self.metrics.series(name)
             rewards.append(Line(f"held out: {env}", versions.astype(np.float64), values, has_dots=True))
         rewards = [line for line in rewards if len(line.x)][:MOST_ENVIRONMENTS]
         if rewards:
@@ -216,8 +207,8 @@ class Run:
                 yield table(rows, ["process that waited", "of the time", "for what"])
 
     def warnings(self) -> Iterator[str]:
-        counts = Counter(warned.name for warned in self._watch.warnings)
-        newest = {warned.name: warned for warned in self._watch.warnings}
+        counts = Counter(warned.name for warned in self._progress.warnings)
+        newest = {warned.name: warned for warned in self._progress.warnings}
         if not newest:
             yield "None: no sign of a collapse was seen."
             return
