@@ -132,13 +132,8 @@ def _read_batch(journal: Journal, step: int, listed: set[int], report: Report) -
     except (JournalCorrupt, OSError) as error:
         report.add("journal", step, str(error), expected=f"batch {step} as it was written")
         return None
-    report.compare(
-        "journal",
-        step,
-        {"step": record.step, "state.next_batch": record.state.next_batch},
-        {"step": step, "state.next_batch": step + 1},
-        by="by the name of its file",
-    )
+    numbers = {"step": (record.step, step), "state.next_batch": (record.state.next_batch, step + 1)}
+    report.compare("journal", step, numbers, by="by the name of its file")
     record.step = step
     return record
 

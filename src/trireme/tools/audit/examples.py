@@ -51,8 +51,7 @@ class OrderAudit:
             self._report.compare(
                 "order",
                 step,
-                {"state.sizes": sizes},
-                {"state.sizes": self._sizes},
+                {"state.sizes": (sizes, self._sizes)},
                 by="as in the batches before",
                 advice="The data set changed, so places in it mean other examples. Look at the environments' `args`.",
             )
@@ -82,16 +81,10 @@ class OrderAudit:
             "order",
             record.step,
             {
-                "state.cursors": state.cursors,
-                "state.scores": state.scores,
-                "state.stage": state.stage,
-                "state.stage_reward": state.stage_reward,
-            },
-            {
-                "state.cursors": self._order.cursors,
-                "state.scores": self._order.scores,
-                "state.stage": self._order.place.stage,
-                "state.stage_reward": self._order.place.reward,
+                "state.cursors": (state.cursors, self._order.cursors),
+                "state.scores": (state.scores, self._order.scores),
+                "state.stage": (state.stage, self._order.place.stage),
+                "state.stage_reward": (state.stage_reward, self._order.place.reward),
             },
             by=f"by the data order after {state.next_group} groups, and the outcomes of those that ended",
         )
@@ -119,7 +112,6 @@ def check_outcomes(record: BatchRecord, rules: Rules, report: Report) -> None:
     report.compare(
         "outcomes",
         record.step,
-        {"outcomes": record.outcomes},
-        {"outcomes": [due[group] for group in sorted(due)]},
+        {"outcomes": (record.outcomes, [due[group] for group in sorted(due)])},
         by="by the groups that were trained, or dropped when their rewards were in, in order",
     )

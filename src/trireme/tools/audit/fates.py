@@ -9,10 +9,10 @@ import re
 from array import array
 from collections import defaultdict
 from functools import partial
-from typing import Any
 
 from trireme.algo.rules import Rules
 from trireme.journal.records import BatchRecord, Dropped, OpenGroup, Rollout
+from trireme.journal.targets import by_group
 from trireme.tools.audit.examples import OrderAudit
 from trireme.tools.audit.report import Report
 
@@ -107,13 +107,12 @@ class Fates:
                 self._batch_of[group], self._open[group] = OPEN, task
         followed = {group: task for group, task in self._open.items() if group in listed}
         tasks = followed if after_gap else self._open  # a batch that cannot be read may have decided the others
-        found = {f"open group {group}": listed.get(group) for group in {**listed, **tasks}}
-        due: dict[str, Any] = {f"open group {group}": task or listed.get(group, "any") for group, task in tasks.items()}
+        due = {group: task or listed.get(group) or "any" for group, task in tasks.items()}
+        groups = {f"open group {group}": (listed.get(group), due.get(group)) for group in {**listed, **due}}
         self._report.compare(
             "fates",
             record.step,
-            {**found, "number of open groups": len(record.state.open_groups)},
-            {**due, "number of open groups": len(tasks)},
+            {**groups, "number of open groups": (len(record.state.open_groups), len(tasks))},
             by="as of the groups that the data order has begun, and no batch has decided",
             advice="Look at `state.open_groups` of this batch and of the one before.",
         )
@@ -134,14 +133,9 @@ class Fates:
             "fates",
             record.step,
             {
-                "number of rollouts": num_trained,
-                "number of groups": len({rollout.group for rollout in record.rollouts}),
-                "state.counters": counters,
-            },
-            {
-                "number of rollouts": rules.batch_size,
-                "number of groups": rules.batch_size // rules.group_size,
-                "state.counters": counters if after_gap else due,
+                "number of rollouts": (num_trained, rules.batch_size),
+                "number of groups": (len(by_group(record.rollouts)), rules.batch_size // rules.group_size),
+                "state.counters": (counters, counters if after_gap else due),
             },
             by=f"by {rules.group_size} rollouts of each group, and what the batch before had counted",
         )

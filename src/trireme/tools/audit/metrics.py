@@ -52,8 +52,7 @@ def compare_batch(
         report.compare(
             "metrics",
             step,
-            {name: found[name] for name in found if name in due},
-            {name: due[name] for name in due if name in found},  # journals of older versions lack some
+            {name: (found[name], due[name]) for name in found if name in due},  # journals of older versions lack some
             by="by its rollouts",
             rtol=1e-6,
         )
@@ -65,8 +64,7 @@ def compare_batch(
         report.compare(
             "metrics",
             step,
-            {name: row.get(name) for name in found},
-            {name: value if math.isfinite(value) else None for name, value in found.items()},
+            {name: (row.get(name), value if math.isfinite(value) else None) for name, value in found.items()},
             of="in metrics.jsonl ",
             by="by the journal",
         )

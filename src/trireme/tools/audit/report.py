@@ -126,8 +126,7 @@ class Report:
         self,
         area: str,
         step: int,
-        found: Mapping[str, Any],
-        due: Mapping[str, Any],
+        values: Mapping[str, tuple[Any, Any]],
         *,
         of: str = "",
         by: str,
@@ -137,17 +136,18 @@ class Report:
         """Report the first value of a record that differs from what it should be, and return whether there is one.
 
         Args:
-            found: values by their place in the record, such as `state.cursors.a`. A missing one counts as None.
+            values: what was found and what was expected, by the place in the record, such as `state.cursors.a`.
             of: a part of the batch.
             by: what the expected values follow from.
             rtol: relative tolerance of numbers that are not computed in the same order again.
         """
-        difference = first_difference(found, due, rtol)
-        if difference is not None:
-            place, one, other = difference
-            where = f"batch {step}: {of}{place[1:]} is {shown(one)}"
-            self.add(area, step, where, expected=f"{shown(other)}, {by}", advice=advice)
-        return difference is not None
+        for name, (found, due) in values.items():
+            if difference := first_difference(found, due, rtol):
+                place, one, other = difference
+                where = f"batch {step}: {of}{name}{place} is {shown(one)}"
+                self.add(area, step, where, expected=f"{shown(other)}, {by}", advice=advice)
+                return True
+        return False
 
     def note(self, text: str) -> None:
         if text not in self.notes and len(self.notes) < KEPT_PER_AREA:

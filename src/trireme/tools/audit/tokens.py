@@ -133,19 +133,20 @@ class TokenAudit:
                 self._add(record, rollout, " has no token that is trained on", expected="at least one")
                 return
             longest = max(sample.length for sample in rollout.samples)
-            due: dict[str, Any] = {"num_sampled": count, "num_tokens": longest, "temperature": rules.temperature}
-            recorded = {name: getattr(rollout, name) for name in due}
-            found = {name: due[name] if value is None else value for name, value in recorded.items()}  # older journals
+            due = {"num_sampled": count, "num_tokens": longest, "temperature": rules.temperature}
+            recorded = {name: getattr(rollout, name) for name in due}  # None in older journals
+            values: dict[str, tuple[Any, Any]] = {
+                name: (value, due[name]) for name, value in recorded.items() if value is not None
+            }
             if (filters := rules.filters) is not None:  # else: written before flaws were
                 is_flat = is_zero([sample.advantages for sample in rollout.samples])
-                found |= {"flaws": rollout.flaws, "masked": rollout.masked, "dropped for": None}
-                due |= {
-                    "flaws": flaws_of(rollout, rules) + [ZERO_ADVANTAGE] * is_flat,
-                    "masked": flaw_with("mask", rollout.flaws, filters),
-                    "dropped for": flaw_with("drop", rollout.flaws, filters),
+                values |= {
+                    "flaws": (rollout.flaws, flaws_of(rollout, rules) + [ZERO_ADVANTAGE] * is_flat),
+                    "masked": (rollout.masked, flaw_with("mask", rollout.flaws, filters)),
+                    "dropped for": (None, flaw_with("drop", rollout.flaws, filters)),
                 }
             of, by = f"group {rollout.group}, place {rollout.place}: ", "by its samples and the rules of the batch"
-            if self._report.compare("tokens", record.step, found, due, of=of, by=by):
+            if self._report.compare("tokens", record.step, values, of=of, by=by):
                 return
 
     def _has_misfit(self, record: BatchRecord, rules: Rules) -> bool:
@@ -172,8 +173,8 @@ class TokenAudit:
             by = f"{expected[int(np.argmax(wrong))]:.6g}, by the rewards and the rules of the batch"
             self._add_token(record, wrong, "advantages", by)
         self._baselines = due
-        baselines = ({"state.baselines": means} for means in (record.state.baselines, due))
-        self._report.compare("tokens", record.step, *baselines, by="by the rewards up to this batch", rtol=1e-9)
+        baselines = {"state.baselines": (record.state.baselines, due)}
+        self._report.compare("tokens", record.step, baselines, by="by the rewards up to this batch", rtol=1e-9)
 
     def _compare_worth(self, record: BatchRecord, rules: Rules) -> None:
         for group in by_group(record.rollouts).values():
