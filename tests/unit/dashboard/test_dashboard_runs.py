@@ -69,15 +69,15 @@ def shown(run: RunFolder) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_metrics_are_those_of_the_file_however_it_grows(tmp_path: Path) -> None:
-    """A name of several processes has the process before it, but for the trainer's."""
+    """A name of several processes is the trainer's."""
     whole = write(tmp_path / "whole", range(5))
     MetricsFile(whole / "metrics.jsonl", "orchestrator").append(0, {"eval/e/reward": 0.25})
     expected: dict[str, list[tuple[int, Any]]] = {}
     for row in read_metrics(whole / "metrics.jsonl")[0]:
         for name in row.keys() - {"step", "process", "time_s"}:
-            both = name == "time/step" and row["process"] == "orchestrator"
             value = np.float64(math.nan if row[name] is None else row[name])
-            expected.setdefault(f"orchestrator/{name}" if both else name, []).append((row["step"], repr(value)))
+            if (name, row["process"]) != ("time/step", "orchestrator"):
+                expected.setdefault(name, []).append((row["step"], repr(value)))
     data = (whole / "metrics.jsonl").read_bytes()
     folder = opened(write(tmp_path / "run", range(0)))
     for begin in range(0, len(data), 97):

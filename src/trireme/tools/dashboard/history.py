@@ -49,7 +49,7 @@ class Series(NamedTuple):
 
 
 class Metrics:
-    """All metrics of a run by name. A name that the trainer uses too gets its process as a prefix.
+    """All metrics of a run by name. A name that several processes use is the trainer's.
 
     A step that was trained again counts as it was trained last. Where a run went back (a resume, a rewind), later steps
     are forgotten until the run reaches them again.
@@ -91,13 +91,7 @@ class Metrics:
 
     def names(self) -> list[str]:
         with self._lock:
-            trainer = self._columns.get(TRAINER, {})
-            return sorted(
-                f"{process}/{name}" if process != TRAINER and name in trainer else name
-                for process, columns in self._columns.items()
-                for name in columns
-                if name != "time_s"
-            )
+            return sorted({name for columns in self._columns.values() for name in columns if name != "time_s"})
 
     def series(self, name: str) -> Series:
         """Return a metric, empty where there is no such metric."""
@@ -137,8 +131,7 @@ class Metrics:
         for process, columns in sorted(self._columns.items(), key=lambda item: item[0] != TRAINER):
             if name in columns:
                 return process, columns[name]
-        process, _, rest = name.partition("/")
-        return process, self._columns.get(process, {}).get(rest) or _Column()
+        return "", _Column()
 
 
 class _Column:
