@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from nicegui import ui
 from nicegui.element import Element
@@ -63,21 +63,17 @@ class Canvas(Element, component="canvas.js"):
         self.update()
 
 
-class Line(NamedTuple):
-    """One curve of a chart."""
-
-    name: str
-    color: str
-    curve: Curve
+Line = tuple[str, str, Curve]
+"""Name, colour and points of one curve of a chart."""
 
 
 def lines_of(runs: Sequence[RunFolder], metric: str, frame: Frame, about: str = "") -> list[Line]:
     """Return the curves of a metric, one for each run that reports it."""
     curves = [curve(run.metrics, metric, frame) for run in runs]
     return [
-        Line(f"{run.name} {about}".strip(), theme.run_color(place), found)
-        for place, (run, found) in enumerate(zip(runs, curves, strict=True))
-        if found.raw
+        (f"{run.name} {about}".strip(), theme.run_color(place), (raw, smooth))
+        for place, (run, (raw, smooth)) in enumerate(zip(runs, curves, strict=True))
+        if raw
     ]
 
 

@@ -36,6 +36,8 @@ Values = NDArray[np.float64]
 Axis = Literal["step", "hours"]
 Points = list[list[float | None]]
 """Pairs [x, y]; y is None where it is not finite."""
+Curve = tuple[Points, Points]
+"""A metric as it is, and smoothed; the latter is empty where nothing was smoothed."""
 
 
 # metrics
@@ -199,13 +201,6 @@ class Frame:
     is_log: bool = False  # of the vertical axis
 
 
-class Curve(NamedTuple):
-    """Points [x, y] of a metric, ready to be drawn. `smooth` is empty where nothing was smoothed."""
-
-    raw: Points
-    smooth: Points
-
-
 def curve(metrics: Metrics, name: str, frame: Frame) -> Curve:
     series = metrics.series(name)
     x = series.steps.astype(np.float64) if frame.axis != "hours" else metrics.hours(name, series.steps)
@@ -215,7 +210,7 @@ def curve(metrics: Metrics, name: str, frame: Frame) -> Curve:
     begin = 0 if frame.begin is None else max(0, int(np.searchsorted(x, frame.begin)) - 1)
     end = len(x) if frame.end is None else int(np.searchsorted(x, frame.end, "right")) + 1
     smooth = _points(x, smoothed(values, frame.smoothing), begin, end) if frame.smoothing else []
-    return Curve(_points(x, values, begin, end), smooth)
+    return _points(x, values, begin, end), smooth
 
 
 def _points(x: Values, y: Values, begin: int, end: int) -> Points:
