@@ -24,10 +24,17 @@ from trireme.messages import MicroBatch, Tokens, build_tokens
 from trireme.tools.dashboard import rollout_index
 from trireme.tools.dashboard.rollout_index import RolloutIndex, bring_up_to_date, fill
 from trireme.tools.dashboard.rollouts import conversation_html
-from trireme.tools.dashboard.tokens import load_rollout, token_html
+from trireme.tools.dashboard.tokens import (
+    TokenColumns,
+    colours_of,
+    columns_of,
+    facts_of,
+    load_rollout,
+    summary,
+    token_html,
+)
 from trireme.tools.rollout_filters import parse_filter
 from trireme.tools.rollouts import BatchFile, Record, Row
-from trireme.tools.token_columns import TokenColumns, colours_of, columns_of, facts_of, summary
 from viewing import Reader
 from written_run import rewrite_batch, write_whole_run
 
