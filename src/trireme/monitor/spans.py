@@ -235,20 +235,13 @@ def open_spans(path: Path | None) -> Iterator[SpansFile]:
 
 def settled(pieces: list[Piece]) -> Iterator[Piece]:
     """Replace very many short pieces of one second by one per activity and slot, of the same total lengths."""
-    for _, second in groupby(enumerate(pieces), lambda numbered: _within(numbered, 1_000_000)):
+    for _, second in groupby(pieces, lambda piece: piece.begin_us // 1_000_000):
         together = list(second)
         if len(together) <= MOST_A_SECOND:
-            yield from (piece for _, piece in together)
+            yield from together
         else:
-            for _, slot in groupby(together, lambda numbered: _within(numbered, SLOT_US)):
-                yield from _summed([piece for _, piece in slot])
-
-
-def _within(numbered: tuple[int, Piece], slot_us: int) -> tuple[str, int]:
-    """Return the slot of a piece; a piece that crosses a boundary stands alone."""
-    number, piece = numbered
-    slot = piece.begin_us // slot_us
-    return ("in", slot) if piece.end_us <= (slot + 1) * slot_us else ("across", number)
+            for _, slot in groupby(together, lambda piece: piece.begin_us // SLOT_US):
+                yield from _summed(list(slot))
 
 
 def _summed(pieces: list[Piece]) -> Iterator[Piece]:
