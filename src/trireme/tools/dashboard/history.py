@@ -285,9 +285,7 @@ class Spans:
 
     def steady(self) -> tuple[float, float]:
         """Return the stretch without start and end, which say nothing about balance."""
-        begin_s, end_s = self.extent()
-        trainer = self._processes.get(TRAINER, [])
-        return timeline.steady([*trainer, Span("", "", begin_s, end_s - begin_s)]) if self else (0.0, 0.0)
+        return timeline.steady(span for spans in list(self._processes.values()) for span in spans)
 
     def within(self, begin_s: float, end_s: float, process: str) -> list[Span]:
         """Return the spans of a process that touch a stretch of time."""
