@@ -21,6 +21,7 @@ from trireme.base.safe_text import one_line
 from trireme.journal.entry import read_entry
 from trireme.journal.records import BatchRecord, Dropped, Rollout
 from trireme.tools.conversation import Message, blocks, content_text, last_message_text, messages_of
+from trireme.tools.record_differences import counted
 
 TRAINED, MASKED, DROPPED = "trained", "masked", "dropped"
 """Fates of a rollout of training."""
@@ -82,10 +83,7 @@ class Record(msgspec.Struct):
     def facts(self) -> list[str]:
         """Length and ending of the rollout, in words."""
         row = self.row
-        facts = [
-            f"{row.tokens} token{'' if row.tokens == 1 else 's'}",
-            f"{row.turns} turn{'' if row.turns == 1 else 's'}",
-        ]
+        facts = [counted(row.tokens, "token"), counted(row.turns, "turn")]
         facts += [f"ended by {row.stop}"] if row.stop else []
         if self.rollout and len(self.rollout.branches) > 1:
             facts.append(f"{len(self.rollout.branches)} branches")

@@ -14,6 +14,7 @@ from trireme.base.paths import RunPaths
 from trireme.base.safe_text import clean, shortened
 from trireme.tools.dashboard import theme
 from trireme.tools.dashboard.runs import RunSet
+from trireme.tools.record_differences import counted
 
 FOLLOW_S = 1.0
 ENDING = ".stdout"
@@ -151,4 +152,4 @@ def summary(shown: Tail) -> str:
         return "No line matches." if shown.size else "The log is empty."
     more = f"the newest {len(shown.lines):,} of " if shown.num_found > len(shown.lines) else ""
     begin = "" if shown.is_whole else " (older ones are in the file)"
-    return f"{more}{shown.num_found:,} line{'s' if shown.num_found > 1 else ''}{begin}"
+    return f"{more}{counted(shown.num_found, 'line')}{begin}"

@@ -19,6 +19,7 @@ from trireme.tools.dashboard.pictures import pictures_html
 from trireme.tools.dashboard.rollout_index import ROLLOUT_SORTS, Found, index_of
 from trireme.tools.dashboard.runs import RunSet
 from trireme.tools.dashboard.tokens import LoadedRollout, load_rollout, show_group
+from trireme.tools.record_differences import counted
 from trireme.tools.rollout_filters import SYNTAX
 from trireme.tools.rollouts import DROPPED, Record
 
@@ -118,7 +119,7 @@ class RolloutsPage:
         self._table.rows = found.rows
         done, total = self._progress
         more = f" · {done:,} of {total:,} batches are indexed, the others follow" if done < total else ""
-        self._summary.set_text(f"{found.total:,} rollout{'' if found.total == 1 else 's'}{more}")
+        self._summary.set_text(f"{counted(found.total, 'rollout')}{more}")
         self._mark_opened()
 
     def _read(self, line: str, page: dict[str, Any]) -> Found:
@@ -235,8 +236,7 @@ def _tree_html(record: Record, all_branches: list[Branch], run: str) -> str:
             parts += [_block_html(block, run) for block in found[before:]]
             before = max(before, len(found))
             parts += [branch_html(child)] if child is not None else []
-        counts = {"turn": branch.num_turns, "tool": branch.num_tools}
-        facts = [branch.why, *(f"{count} {noun}{'s' * (count != 1)}" for noun, count in counts.items())]
+        facts = [branch.why, counted(branch.num_turns, "turn"), counted(branch.num_tools, "tool")]
         facts.append(f"sample {branch.sample}" if branch.sample >= 0 else "not trained on")
         heading = _escaped(f"Conversation {number}: {', '.join(facts)}")
         is_open = " open" if number == 0 or not branch.messages else ""
