@@ -140,26 +140,20 @@ def _to_endpoint(path: Path, name: str, values: Any) -> Endpoint:
             "Correct its `url`."
         )
     if isinstance(key, str) and re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", key):
-        key = _Variable(key)
-    unset = key.name if isinstance(key, _Variable) and not key.value else None
-    return Endpoint(name, _text(given.get("model")), url, _text(key) or None, unset)
+        key = _variable(key)
+    return Endpoint(name, _text(given.get("model")), url, _text(key), str(key) if isinstance(key, _Unset) else None)
 
 
-@dataclass(frozen=True)
-class _Variable:
-    """The value of `os.getenv("X")`. An unset variable is an error only once its endpoint is asked for."""
+class _Unset(str):
+    """The name of a variable that is not set, in place of its value: an error only once its endpoint is asked for."""
 
-    name: str
-    default: str | None = None
 
-    @property
-    def value(self) -> str | None:
-        return os.environ.get(self.name) or self.default
+def _variable(name: str, default: str = "") -> str:
+    return os.environ.get(name) or default or _Unset(name)
 
 
 def _text(value: Any) -> str | None:
-    value = value.value if isinstance(value, _Variable) else value
-    return value if isinstance(value, str) else None
+    return value if isinstance(value, str) and value and not isinstance(value, _Unset) else None
 
 
 def _read_toml(path: Path) -> Iterator[tuple[str, Any]]:
@@ -213,9 +207,9 @@ def _evaluate(path: Path, node: ast.expr) -> Any:
             pairs = zip(node.keys, node.values, strict=True)
             return {_evaluate(path, key): _evaluate(path, value) for key, value in pairs if key}
         case ast.Call(func=function, args=words, keywords=[]) if words and ast.unparse(function) in _GETENV:
-            return _Variable(*(str(_evaluate(path, word) or "") for word in words[:2]))
+            return _variable(*(str(_evaluate(path, word) or "") for word in words[:2]))
         case ast.Subscript(value=value, slice=word) if ast.unparse(value) in ("os.environ", "environ"):
-            return _Variable(str(_evaluate(path, word)))
+            return _variable(str(_evaluate(path, word)))
     raise ConfigError(
         f"{path}, line {node.lineno}: `{ast.unparse(node)}` is no literal - expected text, or os.getenv(…): the file "
         "is read and not run. Write the value itself, or put it into a variable of the environment."
