@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -111,13 +111,11 @@ async def _check(
     progress: Progress,
 ) -> tuple[CheckReport, list[RolloutOutcome]]:
     """Load the environment before the policy: an error of a second must not cost the start of an engine."""
-    loading = open_as_stage(
-        environment_config, source.id, logs=config.paths.logs, seed=config.seed, waits=waits, progress=progress
-    )
+    loading = open_environments([environment_config], config.paths.logs, waits, progress, seed=config.seed)
     began = time.monotonic()
     async with AsyncExitStack() as stack:
         try:
-            environment = await stack.enter_async_context(loading)
+            [environment] = await stack.enter_async_context(loading)
         except TriremeError as error:
             raise LoadFailed(str(error)) from error
         place = Path(source.folder or source.module)
@@ -207,18 +205,14 @@ async def check_solutions(
 
 
 @asynccontextmanager
-async def open_as_stage(
-    config: EnvironmentConfig,
-    name: str,
-    *,
-    logs: Path,
-    seed: int,
-    waits: Waits,
-    progress: Progress,
-) -> AsyncIterator[Environment]:
-    """Load an environment as a stage of a command. Raises: ConfigError where it cannot be loaded."""
-    opening = open_environment(config, logs=logs, seed=seed, waits=waits)
+async def open_environments(
+    configs: Iterable[EnvironmentConfig], logs: Path, waits: Waits, progress: Progress, *, seed: int
+) -> AsyncIterator[list[Environment]]:
+    """Load environments one after the other. Raises: ConfigError where one cannot be loaded."""
     async with AsyncExitStack() as stack:
-        with progress.stage(f"loading {name}", limit_s=LOAD_TIMEOUT_S):
-            environment = await stack.enter_async_context(opening)
-        yield environment
+        environments = []
+        for config in configs:
+            opening = open_environment(config, logs=logs, seed=seed, waits=waits)
+            with progress.stage(f"loading {config.resolved_name}", limit_s=LOAD_TIMEOUT_S):
+                environments.append(await stack.enter_async_context(opening))
+        yield environments

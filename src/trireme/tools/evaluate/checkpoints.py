@@ -28,6 +28,7 @@ from trireme.messages import TensorSpec
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.evaluation.results import description_path
 from trireme.orchestrator.rollout.chat import open_chat_tokenizer
+from trireme.tools.environments.check import open_environments
 from trireme.tools.environments.policy import EnginePolicy, PolicyWanted, open_engine_policy, vision_of
 from trireme.tools.environments.policy_endpoint import look_at
 from trireme.tools.environments.progress import Progress
@@ -37,7 +38,6 @@ from trireme.tools.evaluate.report import as_table
 from trireme.tools.evaluate.session import (
     EvalSession,
     install_environments,
-    open_environments,
     prepare,
     rollout_config,
     run_sessions,
@@ -140,9 +140,8 @@ class CheckpointEvaluation:
             stack.callback(engine.close)
             await engine.take()
             engine.require_same_model(self._steps)
-            environments = await stack.enter_async_context(
-                open_environments(config, output / "logs", waits, self._progress)
-            )
+            loading = open_environments(config.env, output / "logs", waits, self._progress, seed=config.seed)
+            environments = await stack.enter_async_context(loading)
             self._engine = engine
             try:
                 evaluated = [

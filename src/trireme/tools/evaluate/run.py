@@ -27,6 +27,7 @@ from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.orchestrator import Sampling
 from trireme.launch.folder import hold_folder
 from trireme.orchestrator.environments.pool import Environment
+from trireme.tools.environments.check import open_environments
 from trireme.tools.environments.policy import PolicyWanted, RolloutPolicy, build_opener, find_policy
 from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.config import EvalConfig
@@ -34,7 +35,6 @@ from trireme.tools.evaluate.report import conversation_of, text_of
 from trireme.tools.evaluate.session import (
     EvalSession,
     install_environments,
-    open_environments,
     prepare,
     rollout_config,
     run_sessions,
@@ -129,7 +129,8 @@ def evaluate_model(
         return session
 
     async def evaluate() -> list[EvalSession]:
-        async with open_environments(config, home / "logs", waits, progress) as environments, open_policy() as policy:
+        opening = open_environments(config.env, home / "logs", waits, progress, seed=config.seed)
+        async with opening as environments, open_policy() as policy:
             sessions = [open_session(environment, policy) for environment in environments]
             await run_sessions(sessions, progress)
         return sessions

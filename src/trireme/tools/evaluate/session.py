@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trireme.base.errors import ConfigError
 from trireme.base.paths import atomic_write
-from trireme.base.waiting import Waits
 from trireme.config.orchestrator import evaluation_problems
 from trireme.config.problems import raise_together
 from trireme.config.resolve import updated
@@ -36,7 +35,6 @@ from trireme.orchestrator.rollout.driver import (
 )
 from trireme.orchestrator.rollout.runner import RolloutKey, RolloutSpec
 from trireme.tools.environments.catalog import ROOT, build_if_missing, find_source
-from trireme.tools.environments.check import open_as_stage
 from trireme.tools.environments.policy import RolloutPolicy
 from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.config import EvalConfig
@@ -239,19 +237,6 @@ def prepare(config: EvalConfig) -> EvalConfig:
 def install_environments(config: EvalConfig, progress: Progress) -> None:
     for each in config.env:
         build_if_missing(find_source(each.id, ROOT), progress)
-
-
-@asynccontextmanager
-async def open_environments(
-    config: EvalConfig, logs: Path, waits: Waits, progress: Progress
-) -> AsyncIterator[list[Environment]]:
-    """Load them one after the other. Raises: ConfigError where one cannot be loaded."""
-    async with AsyncExitStack() as stack:
-        environments = []
-        for each in config.env:
-            opening = open_as_stage(each, str(each.name), logs=logs, seed=config.seed, waits=waits, progress=progress)
-            environments.append(await stack.enter_async_context(opening))
-        yield environments
 
 
 def rollout_config(config: EvalConfig, values: dict[str, Any]) -> RunConfig:

@@ -22,7 +22,7 @@ from trireme.launch.folder import hold_folder
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.venv import EnvironmentSource
 from trireme.tools.environments.catalog import build_if_missing, find_source
-from trireme.tools.environments.check import open_as_stage
+from trireme.tools.environments.check import open_environments
 from trireme.tools.environments.policy import EnginePolicy, PolicyWanted, RolloutPolicy, build_opener, find_policy
 from trireme.tools.environments.progress import Progress
 from trireme.tools.gepa.config import GepaConfig
@@ -85,14 +85,8 @@ async def _search(
         rollout_timeout_s=config.rollout_timeout_s,
         max_turns=config.max_turns,
     )
-    async with open_as_stage(
-        environment_config,
-        source.id,
-        logs=folder / "logs",
-        seed=config.seed,
-        waits=waits,
-        progress=progress,
-    ) as environment:
+    loading = open_environments([environment_config], folder / "logs", waits, progress, seed=config.seed)
+    async with loading as [environment]:
         num_train = min(environment.num_train, MOST_EXAMPLES)
         train, validation = draw_examples(config, num_train=num_train, num_eval=environment.num_eval)
         _check_fits(config, environment, train, validation)
