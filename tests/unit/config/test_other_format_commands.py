@@ -53,11 +53,14 @@ def flat_file(tmp_path: Path) -> str:
 
 def test_flags_may_be_theirs_or_ours_and_the_printed_translation_is_a_file_of_rl(vf_file, capsys):
     flags = ["--print-config", "--max-steps", "3", "--trainer.args.temperature", "0.9", "--no-restart"]
+    flags += ["--orchestrator.eval.num-examples", "none"]  # not the default, which is 100
     assert run_translated("vf-rl", ["@", vf_file, *flags]) == 0
     printed = capsys.readouterr().out
     config = read_as(RunConfig, tomllib.loads(printed), where="printed")
     assert (config.orchestrator.batch_size, config.max_steps, config.supervisor.restart) == (64, 3, False)
     assert config.orchestrator.sampling.temperature == 0.9
+    assert config.orchestrator.eval is not None
+    assert config.orchestrator.eval.num_examples is None
     assert "# trainer.args.batch_size = 64 -> orchestrator.batch_size = 64" in printed
     assert "# --max-steps 3 was typed" in printed
 

@@ -13,18 +13,16 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from trireme.base.devices import Devices, detect_devices
 from trireme.base.errors import ConfigError
 from trireme.base.token import TOKEN
 from trireme.config.arguments import mark_file
-from trireme.config.files import to_table, to_toml
+from trireme.config.files import to_toml
 from trireme.config.problems import raise_together
 from trireme.config.resolve import resolve, updated
 from trireme.config.rules import check, file_problems, problems
 from trireme.config.run import RunConfig
-from trireme.config.section import NONE, Section
 from trireme.launch.folder import check_folder
 from trireme.orchestrator.environments.venv import find_environment
 from trireme.tools.cluster import kubernetes, slurm
@@ -42,7 +40,7 @@ from trireme.tools.cluster.job import (
     write_secrets,
 )
 from trireme.tools.cluster.nodes import MAX_GPUS_PER_NODE, ClusterPlan, plan_nodes
-from trireme.tools.formats.run_file import read_run_file
+from trireme.tools.formats.run_file import TypedRun, read_run_file
 
 PROGRAM = "trireme submit"
 HIDDEN = "(hidden)"
@@ -83,7 +81,7 @@ def submit_run(words: list[str], options: SubmitOptions) -> None:
     named = [Path(file) for file in typed.translation.env_files]
     env_files = [here / file if not file.exists() and (here / file).exists() else file for file in named]
     variables = read_env_files([*env_files, *options.env_file]) | {TOKEN: secrets.token_urlsafe(32)}
-    job = _job(config, plan, typed.file, options, on)
+    job = _job(typed, plan, options, on)
     print(f"run {job.name}, written to {job.run}", *plan.describe(), *_notes(job, config, on), sep="\n")
     files = _render(job, options, variables, on)
     if options.dry_run:
@@ -105,12 +103,12 @@ def _scheduler_here() -> Scheduler:
     )
 
 
-def _job(config: RunConfig, plan: ClusterPlan, file: str, options: SubmitOptions, on: Scheduler) -> Job:
+def _job(typed: TypedRun, plan: ClusterPlan, options: SubmitOptions, on: Scheduler) -> Job:
     """Return the job of a run, with its configuration as it was typed and its folders as the machines see them.
 
     Raises: ConfigError where the run's folder would not be inside of the volume of Kubernetes.
     """
-    root = config.paths.root.absolute()
+    config, root = typed.config, typed.config.paths.root.absolute()
     output_dir, run = config.output_dir.absolute(), root
     if on == "kubernetes":
         output_dir = Path(os.path.normpath(Path(kubernetes.MOUNT, config.output_dir)))
@@ -121,17 +119,17 @@ def _job(config: RunConfig, plan: ClusterPlan, file: str, options: SubmitOptions
                 "mounted. Give a relative `output_dir`, or add `--name NAME`."
             )
     identity = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    table = _given(config) | {"output_dir": str(output_dir), "device": "cuda" if plan.gpus_per_node else "cpu"}
+    table = typed.translation.table | {"output_dir": str(output_dir), "device": "cuda" if plan.gpus_per_node else "cpu"}
     if not plan.is_single:
-        table = {key: value for key, value in table.items() if key not in (*_SPLIT, "hosts")}
+        table = {key: value for key, value in table.items() if key not in _SPLIT}
     return Job(
         id=identity,
-        name=config.name or root.name or Path(file).stem,
+        name=config.name or root.name or Path(typed.file).stem,
         plan=plan,
         run=run,
         state=submissions_of(run) / identity,
         folder=submissions_of(root) / identity,
-        run_toml=f"# {file}, as it was submitted\n\n{to_toml(table)}",
+        run_toml=f"# {typed.file}, as it was submitted\n\n{to_toml(table)}",
         python=options.python or (sys.executable if on == "slurm" else None),
         goes_back=config.trainer.ckpt.resume_step is not None,
         restarts=config.supervisor.max_restarts if config.supervisor.restart else 0,
@@ -201,16 +199,6 @@ def _submit(job: Job, files: dict[str, str], options: SubmitOptions, variables: 
         shutil.rmtree(job.folder)
         raise
     return submission.job
-
-
-def _given(value: Any) -> Any:
-    """Return the values that the user gave. Defaults are left out, as some are derived where nothing was given."""
-    if isinstance(value, Section):
-        names = [name for name in type(value).model_fields if name in value.model_fields_set]
-        return {name: _given(getattr(value, name)) for name in names}
-    if isinstance(value, tuple):
-        return [_given(item) for item in value]
-    return NONE if value is None else to_table(value)
 
 
 def check_on_machines(config: RunConfig, plan: ClusterPlan, *, cores: int) -> None:
