@@ -5,10 +5,7 @@ All three can be typed after either name.
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
-from trireme.base.errors import ConfigError
-from trireme.cli.command import run_command
+from trireme.cli.command import choose_verb, run_command
 from trireme.config.arguments import HELP
 
 VERBS = {
@@ -41,7 +38,10 @@ def eval(argv: list[str]) -> int:
         print(MANUAL)
     if not argv:
         return 2
-    name, rest = ("weights", argv) if argv[0].startswith(("-", "@")) else (argv[0], argv[1:])
+    name, rest = "weights", argv
+    if not argv[0].startswith(("-", "@")):
+        advice = f"For an environment: `trireme eval run {argv[0]} -m MODEL`."
+        name, rest = choose_verb("eval", VERBS, argv, advice), argv[1:]
     if name == "run":
         from trireme.tools.evaluate.run import eval_run
 
@@ -50,23 +50,17 @@ def eval(argv: list[str]) -> int:
         from trireme.cli.runs.eval_view import eval_view
 
         return eval_view(rest)
-    if name == "weights":
-        from trireme.config.load import load_config
-        from trireme.tools.evaluate.config import EvalConfig, with_environments
+    from trireme.config.load import load_config
+    from trireme.tools.evaluate.config import EvalConfig, with_environments
 
-        config, invocation = load_config(with_environments(rest), EvalConfig, program="eval")
-        if config.weights_dir is None:
-            from trireme.tools.evaluate.run import eval_served
+    config, invocation = load_config(with_environments(rest), EvalConfig, program="eval")
+    if config.weights_dir is None:
+        from trireme.tools.evaluate.run import eval_served
 
-            return eval_served(config, dry_run=invocation.dry_run)
-        from trireme.tools.evaluate.checkpoints import evaluate_checkpoints  # with torch behind it
+        return eval_served(config, dry_run=invocation.dry_run)
+    from trireme.tools.evaluate.checkpoints import evaluate_checkpoints  # with torch behind it
 
-        return evaluate_checkpoints(config, dry_run=invocation.dry_run)
-    near = get_close_matches(name, VERBS, n=1)
-    hint = f"Did you mean `eval {near[0]}`?" if near else f"For an environment: `trireme eval run {name} -m MODEL`."
-    raise ConfigError(
-        f"there is no `eval {name}` - expected {', '.join(VERBS)}, or flags such as `--weights-dir`. {hint}"
-    )
+    return evaluate_checkpoints(config, dry_run=invocation.dry_run)
 
 
 if __name__ == "__main__":
