@@ -223,7 +223,7 @@ REFUSED = [
     ("--env.id run/../toy.py", "2 of them are called 'toy'"),
     ("--rollouts-per-example 2 --sampling.temperature 0", "would all be the same"),
     ("run say.py", "no model is named"),
-    ('run say.py -b http://h/v1 -S {"top_p":7}', "sampling-args: top_p = 7"),
+    ('run say.py -b http://h/v1 -S {"top_p":7}', "sampling-args: `top_p = 7`"),
     ("rnu wordle", "Did you mean `eval run`"),
     ("wordle", "trireme eval run wordle -m MODEL"),
 ]

@@ -14,8 +14,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from trireme.base.devices import detect_devices
 from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.log import start_logging
@@ -23,8 +21,10 @@ from trireme.base.paths import RunPaths
 from trireme.base.waiting import Waits
 from trireme.config.arguments import json_table, positive_int
 from trireme.config.files import to_table, to_toml
+from trireme.config.load import read_as
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.orchestrator import Sampling
+from trireme.config.resolve import updated
 from trireme.launch.folder import hold_folder
 from trireme.orchestrator.environments.pool import Environment
 from trireme.tools.environments.check import open_environments
@@ -161,20 +161,12 @@ def _address(url: str | None) -> str:
 
 
 def _read_sampling(arguments: Namespace) -> Sampling:
-    """Raises: ConfigError."""
+    """Return the sampling that was typed. The server gets what we have no key for as it is. Raises: ConfigError."""
     typed = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
     given = {name: value for name, value in typed.items() if value is not None} | (arguments.sampling_args or {})
-    fields = {name: value for name, value in given.items() if name in Sampling.model_fields}
-    more = {name: value for name, value in given.items() if name not in fields}
-    fields["extra_body"] = {**fields.get("extra_body", {}), **more}
-    try:
-        return Sampling.model_validate(fields)
-    except ValidationError as error:
-        key = ".".join(map(str, error.errors()[0]["loc"]))
-        raise ConfigError(
-            f"--sampling-args: {key} = {given.get(key)!r}: {error.errors()[0]['msg']} - expected what "
-            "`[orchestrator.sampling]` takes. Correct it."
-        ) from None
+    more = {name: given.pop(name) for name in list(given) if name not in Sampling.model_fields}
+    sampling = read_as(Sampling, given, where="--sampling-args")
+    return updated(sampling, {"extra_body": sampling.extra_body | more})
 
 
 def _find_unfinished(home: Path, session: EvalSession) -> Path | None:
