@@ -68,19 +68,9 @@ class PolicyWanted:
 
 
 def find_policy(
-    model: str | None,
-    url: str | None,
-    key_variable: str | None,
-    *,
-    flag: str = "--api-key-var",
-    endpoints: Path | None = None,
-    trained: bool = True,
+    model: str | None, url: str | None, key_variable: str | None, *, endpoints: Path | None = None, trained: bool = True
 ) -> PolicyWanted:
     """Find a model: a folder, for which an engine is started, or a model at an address or in the file of endpoints.
-
-    Args:
-        flag: with which the variable of the key is named.
-        endpoints: see `find_endpoint`.
 
     Raises: ConfigError where neither a model nor a server is named, no place is known, or the named key is not set.
     """
@@ -92,7 +82,7 @@ def find_policy(
     if model is not None:
         endpoint = find_endpoint(model, base_url=url, path=endpoints)
         model, url, own_key = endpoint.model or model, endpoint.url, endpoint.key
-    key = find_key(flag, key_variable, url=typed, otherwise=own_key)
+    key = find_key("--api-key-var", key_variable, url=typed, otherwise=own_key)
     return PolicyWanted(model, url, key, trained=trained)
 
 
