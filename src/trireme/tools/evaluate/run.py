@@ -30,7 +30,7 @@ from trireme.orchestrator.environments.pool import Environment
 from trireme.tools.environments.check import open_environments
 from trireme.tools.environments.policy import PolicyWanted, RolloutPolicy, build_opener, find_policy
 from trireme.tools.environments.progress import Progress
-from trireme.tools.evaluate.config import EvalConfig
+from trireme.tools.evaluate.config import EvalConfig, EvaluatedModel
 from trireme.tools.evaluate.report import conversation_of, text_of
 from trireme.tools.evaluate.session import (
     EvalSession,
@@ -60,6 +60,7 @@ def eval_run(argv: list[str]) -> int:
         max_concurrent=arguments.max_concurrent,
         sampling=_read_sampling(arguments),
         output_dir=arguments.output_dir,
+        model=EvaluatedModel(name=arguments.model),
     )
     wanted = find_policy(
         arguments.model,
@@ -68,13 +69,7 @@ def eval_run(argv: list[str]) -> int:
         endpoints=arguments.endpoints_path,
         trained=False,
     )
-    return evaluate_model(
-        config,
-        wanted,
-        arguments.model or _address(wanted.base_url),
-        saves=arguments.save_results,
-        shows_rollouts=arguments.verbose,
-    )
+    return evaluate_model(config, wanted, saves=arguments.save_results, shows_rollouts=arguments.verbose)
 
 
 def eval_served(config: EvalConfig, *, dry_run: bool) -> int:
@@ -84,22 +79,15 @@ def eval_served(config: EvalConfig, *, dry_run: bool) -> int:
             "no environment is named - expected one. Add `--env.id my-env`, and `--weights-dir` for a run."
         )
     wanted = PolicyWanted(config.model.name, config.client.base_url, config.key, trained=False)
-    return evaluate_model(config, wanted, config.model.name or _address(wanted.base_url), saves=True, dry_run=dry_run)
+    return evaluate_model(config, wanted, saves=True, dry_run=dry_run)
 
 
 def evaluate_model(
-    config: EvalConfig,
-    wanted: PolicyWanted,
-    model: str,
-    *,
-    saves: bool,
-    shows_rollouts: bool = False,
-    dry_run: bool = False,
+    config: EvalConfig, wanted: PolicyWanted, *, saves: bool, shows_rollouts: bool = False, dry_run: bool = False
 ) -> int:
     """Evaluate one model, wherever it is, on all environments of `config`. Returns 0 where every rollout has a reward.
 
     Args:
-        model: its name for people, and in folder names.
         saves: write results, and complete unfinished ones.
 
     Raises: ConfigError, TriremeError as `eval_run`.
@@ -107,6 +95,7 @@ def evaluate_model(
     start_logging("eval", "warning")
     config, progress = prepare(config), Progress()
     output = config.output_dir or OUTPUT
+    model = config.model.name or (wanted.base_url or "").partition("//")[2]  # its name as typed, or its server's
     folder_name = model.strip("/").replace("/", "--").replace(":", "-")
     homes = {str(each.name): output / f"{each.name}--{folder_name}" for each in config.env}
     home = next(iter(homes.values()))
@@ -154,10 +143,6 @@ def evaluate_model(
     if not saves:
         progress.show("nothing was saved; `-s` does that.")
     return 1 if any(session.num_failed for session in sessions) else 0
-
-
-def _address(url: str | None) -> str:
-    return (url or "").partition("//")[2]
 
 
 def _read_sampling(arguments: Namespace) -> Sampling:
