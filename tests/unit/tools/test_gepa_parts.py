@@ -135,7 +135,7 @@ def test_a_line_that_was_not_written_to_its_end_or_tells_of_a_failure_is_made_ag
 def test_a_date_of_a_toml_file_among_the_arguments_is_written_as_text(tmp_path):
     found = GEPAResult([{"system_prompt": "p"}], [[None]], [1.0], [{}], {}, [0])
     config = GepaConfig(env_id="e", model="m", env_args={"since": datetime.date(2026, 1, 2)})
-    write_results(tmp_path, config, found, [], {})
+    write_results(tmp_path, config, found, [], {"first_prompt": "p"})
     assert json.loads((tmp_path / "best_args.json").read_text()) == {"since": "2026-01-02", "system_prompt": "p"}
     check_same_start(tmp_path, "p")
     with pytest.raises(ConfigError, match="began with another prompt"):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from gepa.core.result import GEPAResult
 
@@ -34,32 +33,28 @@ MAY_DIFFER = {
 
 def check_same(folder: Path, config: GepaConfig) -> None:
     """Raises: ConfigError where the folder has the results of a search with other settings; they would be lost."""
-    settings = config.model_dump(mode="json", exclude=MAY_DIFFER)
-    with _reading(folder / METADATA) as file:
-        before = json.load(file) if file else settings
-        changed = [key for key, value in settings.items() if _to_line(before[key]) != _to_line(value)]
+    before = _read_metadata(folder)
+    settings = config.model_dump(mode="json", exclude=MAY_DIFFER) if before else {}
+    changed = [key for key, value in settings.items() if _to_line(before.get(key)) != _to_line(value)]
     if changed:
         _refuse(folder, f"with other settings ({', '.join(changed)})")
 
 
 def check_same_start(folder: Path, first_prompt: str) -> None:
     """Raises: ConfigError where the results in the folder are of a search that began with another prompt."""
-    with _reading(folder / CANDIDATES) as file:
-        before = json.loads(file.readline())["prompt"] if file else first_prompt
+    before = _read_metadata(folder).get("summary", {}).get("first_prompt", first_prompt)
     if before != first_prompt:
         _refuse(folder, f"that began with another prompt ({_begin(before)} before, {_begin(first_prompt)} now)")
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[TextIO | None]:
-    """Open a file of an earlier search; None where there is none.
-
-    Raises: ConfigError where it cannot be read, also for what the block raises.
-    """
+def _read_metadata(folder: Path) -> dict[str, Any]:
+    """Return what an earlier search wrote; nothing where there was none. Raises: ConfigError where it is damaged."""
+    path = folder / METADATA
+    if not path.exists():
+        return {}
     try:
-        with open(path, encoding="utf-8") if path.exists() else nullcontext() as file:
-            yield file
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        return dict(json.loads(path.read_bytes()).items())
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{path} cannot be read ({error!r}) - expected what an earlier search wrote. Move the folder, or give "
             "another `--output`."
