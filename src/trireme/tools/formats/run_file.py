@@ -7,21 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.config.arguments import HELP, TypedFile, TypedFlag, mark_file, parse_arguments
 from trireme.config.compatibility import Kind, belongs_elsewhere, kind_of
-from trireme.config.files import read_table, to_table
+from trireme.config.files import read_table
 from trireme.config.load import knows, read_as
 from trireme.config.reference import help_text
 from trireme.config.resolve import resolve
 from trireme.config.rules import check
 from trireme.config.run import RunConfig
-from trireme.config.section import NONE, Section
+from trireme.config.section import Section
 from trireme.tools.formats.flat import FLAT, HOSTED
-from trireme.tools.formats.translation import Format, Translation, translate
+from trireme.tools.formats.translation import Format, Translation, given_values, translate
 from trireme.tools.formats.vf_rl import VF_RL
 
 FORMATS: dict[Kind, Format] = {"vf-rl": VF_RL, "flat": FLAT, "hosted": HOSTED}
@@ -93,17 +92,6 @@ def read_run_file(argv: list[str], devices: Devices, *, program: str, kinds: tup
     typed = (" ".join([flag.name, *flag.values]) + " was typed" for flag in ours)
     translation = replace(translation, table=given_values(config), notes=(*translation.notes, *typed))
     return TypedRun(file, command, config, translation)
-
-
-def given_values(value: Any) -> Any:
-    """Return the values that the user gave, as TOML has them. Defaults are left out, as some are derived where nothing
-    was given."""
-    if isinstance(value, Section):
-        names = [name for name in type(value).model_fields if name in value.model_fields_set]
-        return {name: given_values(getattr(value, name)) for name in names}
-    if isinstance(value, tuple):
-        return [given_values(item) for item in value]
-    return NONE if value is None else to_table(value)
 
 
 def resolve_run(typed: TypedRun, devices: Devices) -> RunConfig:

@@ -18,11 +18,11 @@ from typing import Any
 
 from trireme.base.devices import Devices
 from trireme.config.arguments import TypedFlag
-from trireme.config.files import to_toml, toml_value
+from trireme.config.files import to_table, to_toml, toml_value
 from trireme.config.load import read_as
 from trireme.config.problems import raise_together
 from trireme.config.run import RunConfig
-from trireme.config.section import Section, fields_of, find
+from trireme.config.section import NONE, Section, fields_of, find
 
 Settings = dict[str, Any]  # our dotted key -> value; None leaves our default
 Rule = Callable[[Any, Any, Devices], Settings]
@@ -61,7 +61,7 @@ class To:
         if self.target is None or (self.when and not self.when(file, devices)):
             return {}
         settings = {self.target: value} if isinstance(self.target, str) else self.target(value, file, devices)
-        return {ours: _plain(each) for ours, each in settings.items() if each is not None}
+        return {ours: given_values(each) for ours, each in settings.items() if each is not None}
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,8 @@ class _Key:
 
     @property
     def written(self) -> str:
-        return f"{self.name} = {toml_value(_plain(self.value))}"
+        value = None if self.value is None else given_values(self.value)
+        return f"{self.name} = {toml_value(value)}"
 
 
 def _lift(table: dict[str, Any], schema: type[Section]) -> dict[str, Any]:
@@ -234,9 +235,12 @@ def _nested(settings: Settings) -> dict[str, Any]:
     return table
 
 
-def _plain(value: Any) -> Any:
+def given_values(value: Any) -> Any:
+    """Return the values that the user gave, as TOML has them. Defaults are left out, as some are derived where nothing
+    was given."""
     if isinstance(value, Section):
-        return value.model_dump(mode="json", exclude_unset=True)
-    if isinstance(value, tuple | list):
-        return [_plain(each) for each in value]
-    return str(value) if isinstance(value, Path) else value
+        names = [name for name in type(value).model_fields if name in value.model_fields_set]
+        return {name: given_values(getattr(value, name)) for name in names}
+    if isinstance(value, tuple):
+        return [given_values(item) for item in value]
+    return NONE if value is None else to_table(value)
