@@ -11,7 +11,6 @@ from trireme.base.devices import Devices
 from trireme.config.orchestrator import Environment, Sampling
 from trireme.config.run import RunConfig, Wandb
 from trireme.config.section import Section
-from trireme.config.trainer import Lora
 from trireme.tools.formats.translation import Format, Refused, Settings, To, on_gpus
 
 ADAPTER_LR, WHOLE_LR = 1e-5, 1e-6
@@ -32,21 +31,19 @@ def choose_rate(lr: float | None, file: Common, devices: Devices) -> Settings:
     return {"trainer.optim.lr": lr or (ADAPTER_LR if file.use_lora else WHOLE_LR)}
 
 
-def lora(key: str) -> To:
+def add_adapters(wanted: bool, file: Common, devices: Devices) -> Settings:
+    return {"trainer.model.lora": {}} if wanted else {}
+
+
+def only_with(switch: str, ours: str) -> To:
+    """Return the destination of a key that means something only where another one is true."""
+
     def rule(value: float | None, file: Common, devices: Devices) -> Settings:
-        if file.use_lora:
-            return {f"trainer.model.lora.{key}": value or getattr(Lora(), key)}
-        if value is not None:
-            raise Refused("expected `use_lora = true` with it. Add that, or remove the key.")
-        return {}
+        if value is not None and not getattr(file, switch):
+            raise Refused(f"expected `{switch} = true` with it. Add that, or remove the key.")
+        return {ours: value}
 
-    return To(rule, like=f"trainer.model.lora.{key}")
-
-
-def set_threshold(threshold: float | None, file: Common, devices: Devices) -> Settings:
-    if threshold is not None and not file.use_difficulty_filtering:
-        raise Refused("expected `use_difficulty_filtering = true` with it. Add that, or remove the key.")
-    return {"orchestrator.buffer.difficulty_threshold": threshold}
+    return To(rule, like=ours)
 
 
 def split_gpus(num_gpus: int | None, file: Flat, devices: Devices) -> Settings:
@@ -89,13 +86,13 @@ class Common(Section):
     """Longest sample, in tokens."""
     learning_rate: Annotated[PositiveFloat | None, To(choose_rate)] = None
     """Peak learning rate."""
-    use_lora: Annotated[bool, To(None, "true sets [trainer.model.lora]")] = False
+    use_lora: Annotated[bool, To(add_adapters)] = False
     """Train low-rank adapters instead of the whole model."""
-    lora_rank: Annotated[PositiveInt | None, lora("rank")] = None
-    lora_alpha: Annotated[PositiveFloat | None, lora("alpha")] = None
+    lora_rank: Annotated[PositiveInt | None, only_with("use_lora", "trainer.model.lora.rank")] = None
+    lora_alpha: Annotated[PositiveFloat | None, only_with("use_lora", "trainer.model.lora.alpha")] = None
     use_difficulty_filtering: Annotated[bool, To("orchestrator.buffer.use_difficulty_filtering")] = False
     difficulty_threshold: Annotated[
-        NonNegativeFloat | None, To(set_threshold, like="orchestrator.buffer.difficulty_threshold")
+        NonNegativeFloat | None, only_with("use_difficulty_filtering", "orchestrator.buffer.difficulty_threshold")
     ] = None
     max_async_level: Annotated[NonNegativeInt | None, To("max_async_level")] = None
     sampling: Annotated[Sampling | None, To("orchestrator.sampling")] = None
