@@ -154,12 +154,12 @@ def test_a_model_in_several_files_is_the_same_and_engines_read_its_folder_if_it_
     for file in {*weight_map.values()}:
         save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    parted = weights_folder.ModelFiles(folder)
-    assert weights_folder.shape_difference(weights_folder.ModelFiles(base).shapes, parted.shapes) is None
+    parted = weights_folder.open_model(folder)
+    assert weights_folder.shape_difference(weights_folder.open_model(base).shapes, parted.shapes) is None
     assert all(tensor.equal(tensors[name]) for name, tensor in parted.tensors())
     assert parted.folder == folder.resolve()
     save_file({"consolidated": torch.zeros(1)}, folder / "consolidated.safetensors")
-    assert weights_folder.ModelFiles(folder).folder is None
+    assert weights_folder.open_model(folder).folder is None
     (folder / "model-1.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"model-1\.safetensors is missing"):
         weights_folder.require_readable(folder)

@@ -30,13 +30,7 @@ from trireme.tools.environments.policy import FRESH, LOADING, EnginePolicy, Stan
 from trireme.tools.environments.policy_endpoint import Server
 from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.config import EvalConfig
-from trireme.tools.export.weights_folder import (
-    ModelFiles,
-    Source,
-    find_model,
-    open_source,
-    shape_difference,
-)
+from trireme.tools.export.weights_folder import Source, find_model, open_model, open_source, shape_difference
 from trireme.transport.weights.filesystem import FilesystemSender
 
 log = get_logger("eval")
@@ -121,10 +115,9 @@ class EvaluatedEngine:
                 self._base_model,
             )
             return
-        shapes = ModelFiles(self._base).shapes
+        shapes = open_model(self._base).shapes
         for step, folder in steps.items():
-            found = {spec.name: tuple(spec.shape) for spec in self.open_source(folder).specs}
-            if difference := shape_difference(shapes, found):
+            if difference := shape_difference(shapes, self.open_source(folder).shapes):
                 raise ConfigError(
                     f"{folder} is no checkpoint of the model that {self.url} serves ({self._base}): {difference} - "
                     "expected the same tensors. Start an engine with the model that this run began with, or leave "

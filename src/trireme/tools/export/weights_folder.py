@@ -6,7 +6,8 @@ Merged adapters have the bits that a run's own engines were given: each product 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from trireme.base.errors import ConfigError
 from trireme.config.model.folder import WEIGHTS, config_file, quantization_of, read_config
+from trireme.messages import TensorSpec
 from trireme.transport.weights.published_files import PublishedFiles
 
 WHOLE, INDEX = WEIGHTS
@@ -26,76 +28,76 @@ _COMPUTED = ("rotary_emb.inv_freq", "position_ids")
 """Buffers that some files hold and others leave to the model."""
 
 
-class ModelFiles:
-    """A model as Hugging Face has it. Low-bit weights are those that they mean."""
+@dataclass(frozen=True)
+class Source:
+    """A model as it can be read from files, one tensor at a time."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises: ConfigError where files are missing or damaged."""
-        index = folder / INDEX
-        try:
-            parts = json.loads(index.read_text())["weight_map"].values() if index.is_file() else [WHOLE]
-            files = [folder / name for name in sorted(set(parts))]
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-            raise ConfigError(
-                f"{index} is damaged: {error!r} - expected the list of a model's files. Copy the folder again."
-            ) from None
-        quantization = quantization_of(read_config(str(folder)))
-        self._files = open_files(files, quantization)
-        self.specs = self._files.specs()
-        self.shapes: Shapes = self._files.shapes
-        is_all = sorted(folder.glob("*.safetensors")) == sorted(files)
-        self.folder: Path | None = folder.resolve() if is_all and not quantization else None
+    specs: list[TensorSpec]
+    tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]]
+    folder: Path | None = None  # where an engine can read the same tensors itself
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((spec.name, self._files.read(spec.name, ()).contiguous()) for spec in self.specs)
-
-
-class AdaptedModel:
-    """Adapters of PEFT's form, added into their base model."""
-
-    folder: Path | None = None
-
-    def __init__(self, folder: Path, *, base: str | None, dtype: str) -> None:
-        """
-        Args:
-            base: folder or hub name of the base model, where it differs from the one that the adapters name.
-            dtype: of the merged model.
-
-        Raises: ConfigError where files are missing or damaged, or the adapters are for another model.
-        """
-        # with transformers behind them, whose import takes seconds and which whole models do not need
-        from trireme.tools.export.merging import Merged
-        from trireme.trainer.checkpoint.hf_files import frozen_dtype
-        from trireme.trainer.model.lora import peft_name
-
-        settings = read_settings(folder)
-        base_model = base or settings["base_model_name_or_path"]
-        self._dtype: torch.dtype = getattr(torch, dtype)
-        self._merged = Merged(settings, base_model, frozen=frozen_dtype(folder), trust_remote_code=False)
-        self.specs = self._merged.specs(dtype)
-        path = folder / ADAPTER_WEIGHTS
-        files, shapes = open_files([path]), self._merged.trained_shapes
-        names = {own: peft_name(own) for own in shapes}
-        expected = {name: shapes[own] for own, name in names.items() if ".lora_" in own or name in files.shapes}
-        if difference := shape_difference(expected, files.shapes):
-            raise ConfigError(
-                f"{path} does not fit {base_model}: {difference} - expected adapters of this very model. Name the one "
-                "that they are for: `--model.base FOLDER`."
-            )
-        self._trained = {own: partial(files.read, name, ()) for own, name in names.items() if name in files.shapes}
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, tensor.contiguous()) for name, tensor in self._merged.tensors(self._trained, self._dtype))
-
-
-Source = ModelFiles | AdaptedModel
+    @property
+    def shapes(self) -> Shapes:
+        return {spec.name: tuple(spec.shape) for spec in self.specs}
 
 
 def open_source(folder: Path, *, base: str | None, dtype: str) -> Source:
-    """Read the headers of a model or of adapters. See `ModelFiles` and `AdaptedModel` for what they raise."""
-    if (folder / ADAPTER_CONFIG).is_file():
-        return AdaptedModel(folder, base=base, dtype=dtype)
-    return ModelFiles(folder)
+    """Read the headers of a model, or of adapters.
+
+    Args:
+        base: folder or hub name of the adapters' base model, where it differs from the one that they name.
+        dtype: of the merged model.
+
+    Raises: ConfigError where files are missing or damaged, or adapters are for another model.
+    """
+    return _open_adapted(folder, base, dtype) if (folder / ADAPTER_CONFIG).is_file() else open_model(folder)
+
+
+def open_model(folder: Path) -> Source:
+    """Read the headers of a model as Hugging Face has it. Low-bit weights are those that they mean."""
+    index = folder / INDEX
+    try:
+        parts = json.loads(index.read_text())["weight_map"].values() if index.is_file() else [WHOLE]
+        paths = [folder / name for name in sorted(set(parts))]
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"{index} is damaged: {error!r} - expected the list of a model's files. Copy the folder again."
+        ) from None
+    quantization = quantization_of(read_config(str(folder)))
+    files = open_files(paths, quantization)
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, files.read(name, ()).contiguous()) for name in files.shapes)
+
+    is_all = sorted(folder.glob("*.safetensors")) == sorted(paths)
+    return Source(files.specs(), tensors, folder.resolve() if is_all and not quantization else None)
+
+
+def _open_adapted(folder: Path, base: str | None, dtype: str) -> Source:
+    """Read the headers of adapters of PEFT's form, and of the base model that they are added into."""
+    # with transformers behind them, whose import takes seconds and which whole models do not need
+    from trireme.tools.export.merging import Merged
+    from trireme.trainer.checkpoint.hf_files import frozen_dtype
+    from trireme.trainer.model.lora import peft_name
+
+    settings = read_settings(folder)
+    base_model = base or settings["base_model_name_or_path"]
+    merged = Merged(settings, base_model, frozen=frozen_dtype(folder), trust_remote_code=False)
+    path = folder / ADAPTER_WEIGHTS
+    files, shapes = open_files([path]), merged.trained_shapes
+    names = {own: peft_name(own) for own in shapes}
+    expected = {name: shapes[own] for own, name in names.items() if ".lora_" in own or name in files.shapes}
+    if difference := shape_difference(expected, files.shapes):
+        raise ConfigError(
+            f"{path} does not fit {base_model}: {difference} - expected adapters of this very model. Name the one "
+            "that they are for: `--model.base FOLDER`."
+        )
+    trained = {own: partial(files.read, name, ()) for own, name in names.items() if name in files.shapes}
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, tensor.contiguous()) for name, tensor in merged.tensors(trained, getattr(torch, dtype)))
+
+    return Source(merged.specs(dtype), tensors)
 
 
 def require_readable(folder: Path) -> None:
@@ -104,7 +106,7 @@ def require_readable(folder: Path) -> None:
         read_settings(folder)
         open_files([folder / ADAPTER_WEIGHTS])
     else:
-        ModelFiles(folder)
+        open_model(folder)
 
 
 def find_model(name: str) -> Path | None:
