@@ -82,7 +82,7 @@ def run_check(options: CheckOptions, config: RunConfig, progress: Progress) -> C
     if config.paths.holds_run:
         raise ConfigError(f"{root} is a run's folder - expected one for the check alone. Give another `--output`.")
     values: dict[str, Any] = {
-        "id": entry.id if source.folder is None else str(source.folder),
+        "id": str(source.folder or entry.id),
         "name": name,
         "args": entry.args | (options.args or {}),
         "max_concurrent": min(entry.max_concurrent, max(MAX_CONCURRENT, options.rollouts_per_example)),

@@ -159,8 +159,7 @@ def _find_unfinished(home: Path, session: EvalSession) -> Path | None:
     for file in sorted(home.glob(f"*/{METADATA}"), key=lambda file: file.stat().st_mtime, reverse=True):
         try:
             before = json.loads(file.read_text())
-            settings = session.settings | session.size
-            if before["finished"] is False and all(before[key] == value for key, value in settings.items()):
+            if before["finished"] is False and all(before[key] == value for key, value in session.settings.items()):
                 return file.parent
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue

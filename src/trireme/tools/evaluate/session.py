@@ -79,19 +79,14 @@ class EvalSession:
             "sampling_args": config.evaluation.sampling.model_dump(exclude_defaults=True, mode="json"),
             "split": self.extent.split,
             "max_turns": environment.config.max_turns,
+            "num_examples": len(self.extent.examples),
+            "rollouts_per_example": self.extent.rollouts_per_example,
         }
         self.results: dict[RolloutKey, EvalResult] = {}
         self.seconds = 0.0
         self.file: EvalResultsFile | None = None
         self._description: Path | None = None
         self._specs = self.extent.specs(purpose)
-
-    @property
-    def size(self) -> dict[str, int]:
-        return {
-            "num_examples": len(self.extent.examples),
-            "rollouts_per_example": self.extent.rollouts_per_example,
-        }
 
     def resume(self, results: Path, description: Path) -> None:
         """Write to these files from now on, and keep the results that they hold.
@@ -189,8 +184,7 @@ class EvalSession:
     def _describe(self, *, finished: bool) -> None:
         if self._description is None:
             return
-        content = self.settings | self.size
-        content |= {"date": time.strftime("%Y-%m-%d %H:%M:%S"), "time_ms": round(self.seconds * 1000)}
+        content = self.settings | {"date": time.strftime("%Y-%m-%d %H:%M:%S"), "time_ms": round(self.seconds * 1000)}
         content["finished"] = finished and not self.num_failed
         if finished:
             metrics = self.metrics
@@ -221,10 +215,12 @@ def prepare(config: EvalConfig) -> EvalConfig:
     raise_together(evaluation_problems(config.evaluation))
     found = []
     for each in config.env:
-        source = find_source(each.id, ROOT)
-        values: dict[str, Any] = {"name": each.file_name}
-        values |= {"max_concurrent": min(each.max_concurrent, config.max_concurrent)}
-        found.append(updated(each, values | ({"id": str(source.folder)} if source.folder is not None else {})))
+        values = {
+            "id": str(find_source(each.id, ROOT).folder or each.id),
+            "name": each.file_name,
+            "max_concurrent": min(each.max_concurrent, config.max_concurrent),
+        }
+        found.append(updated(each, values))
     names = [str(each.name) for each in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(

@@ -77,7 +77,7 @@ async def _search(
     Raises: ConfigError for what was typed; TriremeError where a model or the environment is gone.
     """
     environment_config = EnvironmentConfig(
-        id=str(source.folder) if source.folder is not None else source.id,
+        id=str(source.folder or source.id),
         name=config.env_id,
         args=config.env_args,
         num_workers=config.num_workers,
