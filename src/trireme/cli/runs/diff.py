@@ -11,11 +11,9 @@ from trireme.tools.diff.report import as_json, as_text
 
 
 def diff(argv: list[str]) -> int:
-    """Compare two runs. Return 0 where nothing differs as far as both go, 1 where something does.
+    """Compare two runs, and return the exit code.
 
-    Raises:
-        ConfigError: one of the folders is not a run's.
-        JournalCorrupt: an entry of a journal is not what was written.
+    Raises: ConfigError where a folder is not a run's; JournalCorrupt where an entry is not what was written.
     """
     parser = ArgumentParser(
         prog="trireme diff",

@@ -15,12 +15,9 @@ MERGED_DTYPE = "bfloat16"
 
 
 def export(argv: list[str]) -> int:
-    """Returns 0 when the folder is whole and on disk.
+    """Export a checkpoint, and return 0 when all is on disk.
 
-    Raises:
-        ConfigError: there is no such checkpoint, or something lies where the model is to be.
-        OSError: there is no room.
-        JournalCorrupt: the checkpoint is damaged.
+    Raises: ConfigError where there is none, or no place for it; OSError without room; JournalCorrupt if damaged.
     """
     parser = ArgumentParser(
         prog="trireme export",

@@ -29,13 +29,10 @@ def main() -> None:
 
 
 def replay(argv: list[str]) -> int:
-    """Replay a run. Return 0 where every version is as engines confirmed it, 1 where not; on a GPU always 0.
+    """Replay a run, and return the exit code. Several ranks are started by this process, and each calls this again.
 
-    Where there are several ranks this process starts them, and each rank calls this function again.
-
-    Raises:
-        ConfigError: there is no such run, or not these steps of it.
-        JournalCorrupt: a batch, or the record of a version, is missing or not what was written.
+    Raises: ConfigError where there is no such run, or not these steps of it; JournalCorrupt where a batch, or the
+        record of a version, is missing or not what was written.
     """
     parser = ArgumentParser(
         prog="trireme replay",
@@ -79,8 +76,7 @@ def replay(argv: list[str]) -> int:
 def read_config(run: Path, run_file: Path, devices: Devices) -> RunConfig:
     """Read the run's configuration, with its paths where it lies now and its GPUs as they are here.
 
-    Raises:
-        ConfigError: there are too few GPUs.
+    Raises: ConfigError where there are too few GPUs.
     """
     config = updated(read_run(RunConfig, run_file), {"name": None, "output_dir": run})
     if config.device != "cuda":

@@ -14,10 +14,7 @@ from trireme.config.files import find_run_file
 def report(argv: list[str]) -> int:
     """Return 0 when the report is on disk. What cannot be written is refused before the run is read.
 
-    Raises:
-        ConfigError: the folder is not a run's.
-        OSError: the report cannot be written.
-        JournalCorrupt: a file that the report needs is damaged.
+    Raises: ConfigError where the folder is not a run's; OSError without room; JournalCorrupt where a file is damaged.
     """
     parser = ArgumentParser(
         prog="trireme report",

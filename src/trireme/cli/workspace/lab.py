@@ -31,11 +31,7 @@ EXAMPLES = {
 
 
 def lab(argv: list[str]) -> int:
-    """Run `trireme lab setup`.
-
-    Raises:
-        ConfigError: The verb is unknown, or the folder cannot be written.
-    """
+    """Run `trireme lab setup`. Raises: ConfigError where the verb is unknown, or the folder cannot be written."""
     choose_verb("trireme lab", {"setup": "makes a folder to work in"}, argv)
     parser = ArgumentParser(
         prog="trireme lab setup",

@@ -142,9 +142,7 @@ def node_script(job: Job, *, to_terminal: bool = False, pause_s: int = 5, leave_
 def call_scheduler(*command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """Run one of a scheduler's own commands.
 
-    Raises:
-        ConfigError: there is no such command.
-        TriremeError: it did not answer in time.
+    Raises: ConfigError where there is no such command; TriremeError where it did not answer in time.
     """
     try:
         return subprocess.run(

@@ -51,11 +51,10 @@ WIDTH = 150  # characters of the table where it does not go to a terminal
 
 
 def evaluate_checkpoints(config: EvalConfig, *, dry_run: bool) -> int:
-    """Returns 0 where every rollout has a reward.
+    """Return 0 where every rollout has a reward.
 
-    Raises:
-        ConfigError: for what was typed, found in the folder, or found at the server.
-        TriremeError: the engine went away, or another client gave it weights.
+    Raises: ConfigError for what was typed, or found in the folder or at the server; TriremeError where the engine went
+        away, or another client gave it weights.
     """
     start_logging("eval", "warning")
     evaluation = CheckpointEvaluation(config)

@@ -46,11 +46,9 @@ NUM_EXAMPLES, ROLLOUTS = 5, 3
 
 
 def eval_run(argv: list[str]) -> int:
-    """Returns 0 where every rollout has a reward.
+    """Return 0 where every rollout has a reward.
 
-    Raises:
-        ConfigError: for what was typed.
-        TriremeError: the model went away.
+    Raises: ConfigError for what was typed; TriremeError where the model went away.
     """
     arguments = _parser().parse_args(argv)
     config = EvalConfig(

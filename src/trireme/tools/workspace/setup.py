@@ -61,8 +61,7 @@ def find_shipped(package: Path | None = None) -> Shipped:
     Args:
         package: the folder of our modules, if it is not this one's.
 
-    Raises:
-        ConfigError: There is neither.
+    Raises: ConfigError where there is neither.
     """
     package = package or Path(__file__).parents[2]
     places = (Shipped(package.parents[1], is_checkout=True), Shipped(package / IN_PACKAGE, is_checkout=False))
