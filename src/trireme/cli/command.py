@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from trireme.base.devices import Devices, detect_devices
 from trireme.base.disk import is_full
-from trireme.base.errors import FINAL_EXIT_CODES, ConfigError, TriremeError
+from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.installation import correct_wheel_tag
 from trireme.base.processes import die_with_parent, free_port
 from trireme.base.safe_text import clean
@@ -34,7 +34,7 @@ from trireme.config.sft import SftConfig
 from trireme.launch.folder import hold, prepare_folder
 from trireme.launch.plan import describe, plan
 from trireme.launch.process_tree import MARKER
-from trireme.launch.ranks import run_ranks
+from trireme.launch.ranks import report_failed, run_ranks
 from trireme.launch.resume import check_fresh, check_resume
 
 RANKS_PARENT = "TRIREME_RANKS_PARENT"  # pid of the process that starts the ranks, for the ranks below it
@@ -242,7 +242,7 @@ def become_ranks(num_ranks: int, module: str, run_file: Path, *, torchrun: Seque
 
 
 def _torchrun(arguments: list[str]) -> int:
-    """Run torchrun and return its exit code, except that a rank's exit code that is final is kept."""
+    """Run torchrun and return its exit code; that of `report_failed` where ranks failed."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
@@ -251,11 +251,7 @@ def _torchrun(arguments: list[str]) -> int:
         run(parse_args(arguments))
         return 0
     except ChildFailedError as error:
-        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        by_itself = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
-        named = ", ".join(f"rank {rank}: {code}" for rank, code in sorted(by_itself.items()))
-        print(f"ranks failed, the others were stopped. Exit codes: {named}", file=sys.stderr)
-        return next((code for code in FINAL_EXIT_CODES if code in codes.values()), 1)
+        return report_failed({rank: failure.exitcode for rank, failure in sorted(error.failures.items())})
     except SignalException as error:
         return 128 + int(error.sigval)
 

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from trireme.base.errors import FINAL_EXIT_CODES
 from trireme.base.processes import RANK_STORE, catch_signals
@@ -47,11 +47,13 @@ def run_ranks(num_ranks: int, command: Sequence[str]) -> int:
             time.sleep(POLL_S)
     if received:
         return 128 + received[0]
-    if not any(codes):
-        return 0
-    failed = {rank: code for rank, code in enumerate(codes) if code not in (0, -signal.SIGTERM)} or dict(
-        enumerate(codes)
-    )
+    return report_failed(dict(enumerate(codes))) if any(codes) else 0
+
+
+def report_failed(codes: Mapping[int, int | None]) -> int:
+    """Print the exit codes of ranks, without those that were stopped because of others. Return the one to end with: a
+    final one (2, 3) where a rank ended with it, else 1."""
+    failed = {rank: code for rank, code in codes.items() if code not in (0, -signal.SIGTERM)} or codes
     named = ", ".join(f"rank {rank}: {code}" for rank, code in failed.items())
     print(f"ranks failed, the others were stopped. Exit codes: {named}", file=sys.stderr)
-    return next((code for code in FINAL_EXIT_CODES if code in codes), 1)
+    return next((code for code in FINAL_EXIT_CODES if code in codes.values()), 1)
