@@ -58,9 +58,7 @@ def main() -> None:
 
 
 def serve(argv: list[str]) -> int:
-    opened = open_process("inference", argv)
-    assert opened is not None
-    config, run_file = opened
+    config, run_file = open_process("inference", argv)
     start_logging("inference", config.log_level)
     command = [sys.executable, __file__, "--core", "--run", str(run_file)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)

@@ -128,9 +128,9 @@ def choose_verb(program: str, lines: Mapping[str, str], argv: list[str], advice:
     raise ConfigError(f"there is no `{program} {argv[0]}` - expected one of {', '.join(lines)}. {hint}")
 
 
-def open_process(name: ProcessName, argv: list[str]) -> tuple[RunConfig, Path] | None:
+def open_process(name: ProcessName, argv: list[str]) -> tuple[RunConfig, Path]:
     """Return the configuration of a process, started by `rl` or alone, and the file from which another process can load
-    exactly the same; None for a dry run.
+    exactly the same. A dry run ends here.
 
     Everything that must happen before heavy imports happens here: environment variables, and the tie to the parent.
     """
@@ -145,9 +145,7 @@ def open_process(name: ProcessName, argv: list[str]) -> tuple[RunConfig, Path] |
     config = resolve(config, devices, section=name, node=node)
     check(config, devices, section=name)
     if invocation.dry_run:
-        if show(config, devices, name):
-            sys.exit(ConfigError.exit_code)
-        return None
+        sys.exit(_flush_output(name, ConfigError.exit_code if show(config, devices, name) else 0))
     check_launch(config, devices, section=name)
     if name != "inference":
         check_resume(config)

@@ -11,10 +11,7 @@ def main() -> None:
 
 
 def inference(argv: list[str]) -> None:
-    opened = open_process("inference", argv)
-    if opened is None:
-        return
-    config, _ = opened
+    config, _ = open_process("inference", argv)
     start_logging("inference", config.log_level)
 
     from trireme.inference.server import serve

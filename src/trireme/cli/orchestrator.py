@@ -18,10 +18,7 @@ def main() -> None:
 
 
 def orchestrator(argv: list[str]) -> None:
-    opened = open_process("orchestrator", argv)
-    if opened is None:
-        return
-    config, _ = opened
+    config, _ = open_process("orchestrator", argv)
     start_logging("orchestrator", config.log_level)
 
     with quick_imports():

@@ -17,10 +17,7 @@ def main() -> None:
 
 
 def trainer(argv: list[str]) -> int | None:
-    opened = open_process("trainer", argv)
-    if opened is None:
-        return None
-    config, run_file = opened
+    config, run_file = open_process("trainer", argv)
     torchrun = torchrun_arguments(config)
     if torchrun and not (KEEPER in os.environ or RANKS_PARENT in os.environ):
         return keep_ranks(config, run_file)

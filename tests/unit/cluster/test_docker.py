@@ -81,7 +81,8 @@ def test_each_service_is_a_process_of_one_run_with_a_token_and_no_rights(service
     program, *argv = found["command"]
     assert program == service
     assert "--resume" in argv, "a container that is started again resumes its run"
-    COMMANDS[program]([*argv, "--dry-run", "--output-dir", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        COMMANDS[program]([*argv, "--dry-run", "--output-dir", str(tmp_path)])
     shown = capsys.readouterr().out
     assert "wiki-search\n" in shown
     assert f"{service}  on CPU; ports: {ports}" in shown

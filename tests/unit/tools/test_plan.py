@@ -148,7 +148,6 @@ def test_a_launched_process_resumes_what_is_in_the_folder_and_a_rank_does_as_it_
     write_run(config, here / "run.json")
     monkeypatch.delenv("TRIREME_PARENT", raising=False)
     monkeypatch.setenv(parent, str(os.getppid()))
-    opened = open_process("trainer", ["--run", str(here / "run.json")])
-    assert opened is not None
-    assert opened[0] == (resuming(config) if parent == "TRIREME_PARENT" else config)
+    opened, _ = open_process("trainer", ["--run", str(here / "run.json")])
+    assert opened == (resuming(config) if parent == "TRIREME_PARENT" else config)
     assert (resuming(config).resume, resuming(config).trainer.ckpt.resume_step) == (True, None)
