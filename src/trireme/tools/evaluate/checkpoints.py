@@ -7,6 +7,7 @@ of every tensor. Rollouts are on disk as they end; the same command, typed again
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -135,8 +136,9 @@ class CheckpointEvaluation:
             wanted = PolicyWanted(pictures=output / "pictures", trained=False)
             opening = open_engine_policy(run, tokenizer, url, name=f"the engine at {url}", waits=waits, wanted=wanted)
             policy = await stack.enter_async_context(opening)
-            engine = EvaluatedEngine(policy, config, self._server, output / ".transfer", self._progress)
-            stack.callback(engine.close)
+            transfer = output / ".transfer"
+            stack.callback(shutil.rmtree, transfer, ignore_errors=True)
+            engine = EvaluatedEngine(policy, config, self._server, transfer, self._progress)
             await engine.take()
             engine.require_same_model(self._steps)
             loading = open_environments(config.env, output / "logs", waits, self._progress, seed=config.seed)

@@ -12,7 +12,6 @@ The name of its weights shows which client gave it weights last:
 from __future__ import annotations
 
 import asyncio
-import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,6 +24,7 @@ from trireme.algo.digest import tensor_digest
 from trireme.base.errors import ConfigError, PeerDied
 from trireme.base.log import get_logger
 from trireme.messages import InitInfo, UpdateInfo
+from trireme.orchestrator.engines.responses import PauseInfo
 from trireme.orchestrator.weights.engine_update import finish, join, load, require_confirmed
 from trireme.tools.environments.policy import FRESH, LOADING, EnginePolicy, StandingPool, WeightsReplaced
 from trireme.tools.environments.policy_endpoint import Server
@@ -49,7 +49,7 @@ class EvaluatedEngine:
     ) -> None:
         """
         Args:
-            folder: for weights that the engine cannot read in place; removed by `close`.
+            folder: for weights that the engine cannot read in place.
         """
         pool = policy.runner.pool
         assert isinstance(pool, StandingPool), pool
@@ -60,16 +60,12 @@ class EvaluatedEngine:
         self._config = config
         self._progress = progress
         self._id = f"{OWN}{uuid.uuid4().hex[:6]}"
-        self._last_name = FRESH  # of its weights, when this evaluation last looked
         self._has_loaded = False
         self._holds_base = False
         self._base_model = config.model.base or server.base_model
         self._base = find_model(self._base_model) if self._base_model else None  # on this machine
         self._dtype = "float32"  # that adapters are merged into
         self._folder = folder.resolve()
-
-    def close(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     async def take(self) -> None:
         """Make it this evaluation's: with `take_over`, also where it serves a training run or is paused for one.
@@ -81,7 +77,7 @@ class EvaluatedEngine:
         over = self._config.take_over
         self.engine.num_workers = await self.engine.world_size() or 1
         name, report = await self.engine.weight_version(), (await self.engine.weight_reports())[0]
-        is_paused = bool((await self._get("is_paused")).get("is_paused"))
+        is_paused = (await self.engine.get("is_paused", returns=PauseInfo)).is_paused
         if is_paused and name == FRESH and not over:
             raise ConfigError(
                 f"{self.url} is paused: a client is about to give it weights, perhaps a training run that starts - "
@@ -95,15 +91,15 @@ class EvaluatedEngine:
                 "a `--server.port` of its own) and name it with `--client.base-url`; or, if that run is over, add "
                 "`--take-over`."
             )
-        self._last_name = name
+        self._pool.serves = name  # the name of its weights, when this evaluation last looked
         is_fresh = name == FRESH and not report.digests
         self._holds_base = is_fresh or (name.startswith(OWN) and name.endswith(f"-{BASE}"))
         if is_paused:
             await self.engine.post("resume")
-        model = ((await self._get("server_info?config_format=json")).get("vllm_config") or {}).get("model_config") or {}
-        dtype = str(model.get("dtype")).removeprefix("torch.")
-        if dtype in ("bfloat16", "float16"):  # an engine that does not report one gets float32, which loses nothing
-            self._dtype = dtype
+        with suppress(PeerDied, KeyError, TypeError):  # float32 loses nothing where it reports no type
+            about = await self.engine.get("server_info?config_format=json")
+            dtype = str(about["vllm_config"]["model_config"]["dtype"]).removeprefix("torch.")
+            self._dtype = dtype if dtype in ("bfloat16", "float16") else self._dtype
 
     def require_same_model(self, steps: dict[int, Path]) -> None:
         """Raises: ConfigError where a checkpoint is of another model than the engine's, as far as files show."""
@@ -130,9 +126,9 @@ class EvaluatedEngine:
     async def require_ours(self) -> None:
         """Raises: WeightsReplaced where another client has given it weights since."""
         name = await self.engine.weight_version()
-        if name != self._last_name:
+        if name != self._pool.serves:
             raise WeightsReplaced(
-                f"{self.url} serves {name!r} now, it served {self._last_name!r} when this evaluation last looked - "
+                f"{self.url} serves {name!r} now, it served {self._pool.serves!r} when this evaluation last looked - "
                 "expected no other client to give it weights meanwhile. It is left as it is. Look at who uses it, then "
                 "type the same command again: what was answered so far is kept."
             )
@@ -171,7 +167,7 @@ class EvaluatedEngine:
             return
         if self._base is None:
             raise ConfigError(
-                f"{self.url} holds {self._last_name!r}, and its base model ({self._base_model}) is not on this "
+                f"{self.url} holds {self._pool.serves!r}, and its base model ({self._base_model}) is not on this "
                 "machine - expected an engine with its base model. Restart it, say where the model is (`--model.base "
                 "FOLDER`), or leave it out: `--no-eval-base`."
             )
@@ -193,7 +189,7 @@ class EvaluatedEngine:
 
     async def _name(self, name: str) -> None:
         await self.engine.post("update_weight_version", {"new_version": name})
-        self._pool.serves = self._last_name = name
+        self._pool.serves = name
 
     async def _transfer(self, name: str, source: Source) -> dict[str, str]:
         """Have the engine read a model's files, or those of a merged one. Returns the digest of each tensor."""
@@ -226,10 +222,3 @@ class EvaluatedEngine:
         await load(self.engine, UpdateInfo(source.specs, payload))
         await finish(self.engine, f"{self._id}{LOADING}")
         return digests
-
-    async def _get(self, path: str) -> dict[str, Any]:
-        """Return the answer of a route that not every engine has, or nothing."""
-        with suppress(PeerDied):
-            answer = await self.engine.get(path)
-            return answer if isinstance(answer, dict) else {}
-        return {}
