@@ -10,7 +10,7 @@ import ast
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -42,12 +42,8 @@ class Endpoint:
     name: str
     model: str | None  # None: whichever is asked for
     url: str
-    key: str | None
+    key: str | None = field(repr=False)  # which logs and tracebacks must not have
     variable: str | None = None  # of the environment, where the key was to come from one that is not set
-
-    def __repr__(self) -> str:
-        """Without the key, which logs and tracebacks must not have."""
-        return f"Endpoint({self.name!r}, {self.model!r}, {self.url!r}, key={'...' if self.key else None})"
 
 
 def find_key(flag: str, variable: str | None, *, url: str | None, otherwise: str | None = None) -> str | None:
