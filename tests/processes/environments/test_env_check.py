@@ -21,7 +21,7 @@ from toy_environments import ECHO, write
 from trireme.base.errors import ConfigError, DeadlineExceeded
 from trireme.base.waiting import Waits
 from trireme.cli.workspace.env import env
-from trireme.config.orchestrator import Sampling
+from trireme.config.orchestrator import OrchestratorConfig
 from trireme.orchestrator.environments.venv import find_environment
 from trireme.orchestrator.environments.wire import Ask, Done, Reply
 from trireme.orchestrator.rollout.runner import RolloutSpec
@@ -185,8 +185,8 @@ def reply_of(chat: FakeChat, timeout_s: float = 20, **question: Any) -> Reply:
 
     async def main() -> None:
         environment = SimpleNamespace(name="toy", config=SimpleNamespace(max_turns=None), run=run)
-        known = {"model": None, "key": None, "sampling": Sampling(), "timeout_s": timeout_s, "waits": waits}
-        async with open_chat_endpoint(await look_at(chat.url), **known) as endpoint:
+        config = OrchestratorConfig(engine_timeout_s=timeout_s)
+        async with open_chat_endpoint(await look_at(chat.url), None, None, config, waits) as endpoint:
             endpoint.pause_s = 0.01
             await endpoint.rollout(environment, RolloutSpec("train", 0, 0, name="0-0"))  # type: ignore[arg-type]
 

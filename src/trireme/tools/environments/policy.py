@@ -151,14 +151,7 @@ def _at_server(wanted: PolicyWanted, url: str, config: RunConfig, waits: Waits) 
         )
     model = wanted.model or next(iter(server.models), None)
     if not (server.weights is not None and model and Path(model).is_dir()):
-        return lambda: open_chat_endpoint(
-            server,
-            model=wanted.model,
-            key=wanted.key,
-            sampling=config.orchestrator.sampling,
-            timeout_s=config.orchestrator.engine_timeout_s,
-            waits=waits,
-        )
+        return lambda: open_chat_endpoint(server, wanted.model, wanted.key, config.orchestrator, waits)
     tokenizer = open_chat_tokenizer(model)
     # No seeds for an engine that was not started for them: see `inference.server`.
     values: dict[str, Any] = {"max_async_level": max(1, config.max_async_level)}

@@ -15,7 +15,7 @@ import msgspec
 from trireme.base.errors import ConfigError, PeerDied, message_of
 from trireme.base.token import bearer
 from trireme.base.waiting import Wait, Waits
-from trireme.config.orchestrator import Sampling
+from trireme.config.orchestrator import OrchestratorConfig
 from trireme.journal.records import Rollout
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, FinishReason, Reply
@@ -97,14 +97,13 @@ class ChatEndpoint:
     api: str
     model: str
     session: aiohttp.ClientSession
-    sampling: Sampling
+    config: OrchestratorConfig  # its sampling, and how long an engine may take
     waits: Waits
-    timeout_s: float
     pause_s: float = FIRST_PAUSE_S  # before the first retry; it doubles with each
 
     @property
     def name(self) -> str:
-        return f"{self.model} at {self.api}, temperature {self.sampling.temperature:g}"
+        return f"{self.model} at {self.api}, temperature {self.config.sampling.temperature:g}"
 
     async def rollout(self, environment: Environment, spec: RolloutSpec) -> Rollout:
         """Raises: ConfigError where the server refuses what every question has; DeadlineExceeded."""
@@ -127,10 +126,10 @@ class ChatEndpoint:
     async def _answer(self, question: Ask) -> _Completion | Reply:
         """Ask until there is an answer, with exponential backoff. A `Reply` holds the server's error."""
         asked = {name: value for name, value in question.sampling.items() if name in COMMON_SAMPLING}
-        body = {"model": self.model, "messages": question.messages} | asked | sampling_arguments(self.sampling)
+        body = {"model": self.model, "messages": question.messages} | asked | sampling_arguments(self.config.sampling)
         body |= {"tools": question.tools} if question.tools else {}
         pause_s = self.pause_s
-        with self.waits.waiting("an answer", peer=self.api, deadline_s=self.timeout_s) as wait:
+        with self.waits.waiting("an answer", peer=self.api, deadline_s=self.config.engine_timeout_s) as wait:
             while True:
                 try:
                     async with self.session.post(f"{self.api}/chat/completions", json=body) as response:
@@ -171,7 +170,7 @@ class ChatEndpoint:
 
 @asynccontextmanager
 async def open_chat_endpoint(
-    server: Server, *, model: str | None, key: str | None, sampling: Sampling, timeout_s: float, waits: Waits
+    server: Server, model: str | None, key: str | None, config: OrchestratorConfig, waits: Waits
 ) -> AsyncIterator[ChatEndpoint]:
     """Raises: ConfigError where no model is named, and the server has none or several."""
     if not model and len(server.models) != 1:
@@ -179,12 +178,12 @@ async def open_chat_endpoint(
         raise ConfigError(f"{server.api} {has}, and no model was named - expected one. Add `--model NAME`.")
     session = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),  # the environment's `max_concurrent` is the limit
-        timeout=aiohttp.ClientTimeout(timeout_s),
+        timeout=aiohttp.ClientTimeout(config.engine_timeout_s),
         headers=bearer(key),
         trust_env=_is_far(server.root),
     )
     async with session:
-        yield ChatEndpoint(server.api, model or server.models[0], session, sampling, waits, timeout_s)
+        yield ChatEndpoint(server.api, model or server.models[0], session, config, waits)
 
 
 def _is_far(url: str) -> bool:
