@@ -92,7 +92,7 @@ def test_environments_are_copied_out_of_an_installed_package(tmp_path):
         ignored = shutil.ignore_patterns("__pycache__", "outputs")
         shutil.copytree(ROOT / part, package / IN_PACKAGE / part, ignore=ignored)
     shipped = find_shipped(package)
-    assert (shipped.root, shipped.is_checkout) == (package / IN_PACKAGE, False)
+    assert shipped == package / IN_PACKAGE
     workspace = Workspace(tmp_path / "lab", shipped)
     workspace.bring_environments()
     workspace.bring_models()

@@ -120,7 +120,7 @@ def read_case(words: list[str]) -> Case:
     arguments = parse_arguments(words)
     is_given = any(isinstance(argument, TypedFile) or argument.path == ("run",) for argument in arguments)
     if not is_given:
-        root = find_shipped().root
+        root = find_shipped()
         quickstart = ["@", f"{root}/configs/reverse-text/rl.toml", "--model.name", f"{root}/models/reverse-text-tiny"]
         quickstart += ["--orchestrator.env.0.id", f"{root}/environments/reverse_text"]
         words = [*quickstart, "--orchestrator.env.0.name", "reverse-text", *words]

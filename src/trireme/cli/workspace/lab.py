@@ -50,7 +50,7 @@ def lab(argv: list[str]) -> int:
     patterns, first_command = EXAMPLES["vf-rl" if typed.vf_rl else "prime-rl" if typed.prime_rl else "hosted"]
     workspace = Workspace(typed.path, find_shipped())
     size = typed.size or size_of(detect_devices())
-    if workspace.root.resolve() == workspace.shipped.root.resolve():
+    if workspace.root.resolve() == workspace.shipped.resolve():
         _print_done("Nothing to do", "this is the checkout itself; configs, environments and models are here")
         if size != "cpu":
             print(

@@ -47,16 +47,9 @@ _EMPTY_TABLE = re.compile(r"\[[^\[\n]+\](?: #.*)?")  # a paragraph of which only
 _ABOUT_SIZES = "# `#|` "  # begins the line of a file's head that explains the notation
 
 
-@dataclass(frozen=True)
-class Shipped:
-    """The example configurations, environments and tiny models that come with Trireme."""
-
-    root: Path
-    is_checkout: bool  # else an installed package, which stays as it is
-
-
-def find_shipped(package: Path | None = None) -> Shipped:
-    """Find the checkout around our modules, or the data inside the installed package.
+def find_shipped(package: Path | None = None) -> Path:
+    """Find the folder with the examples of Trireme, its configurations, environments and tiny models: the checkout
+    around our modules, or the data inside the installed package.
 
     Args:
         package: the folder of our modules, if it is not this one's.
@@ -64,12 +57,12 @@ def find_shipped(package: Path | None = None) -> Shipped:
     Raises: ConfigError where there is neither.
     """
     package = package or Path(__file__).parents[2]
-    places = (Shipped(package.parents[1], is_checkout=True), Shipped(package / IN_PACKAGE, is_checkout=False))
+    places = (package.parents[1], package / IN_PACKAGE)
     for place in places:
-        if all((place.root / part).is_dir() for part in PARTS):
+        if all((place / part).is_dir() for part in PARTS):
             return place
     raise ConfigError(
-        f"The examples of Trireme are in none of {', '.join(str(place.root) for place in places)}. Expected "
+        f"The examples of Trireme are in none of {', '.join(map(str, places))}. Expected "
         f"{', '.join(PARTS)} in a checkout, or in the installed package. Install it again, from a whole checkout."
     )
 
@@ -85,7 +78,7 @@ class Workspace:
     """
 
     root: Path
-    shipped: Shipped
+    shipped: Path  # see `find_shipped`
     kept: list[Path] = field(default_factory=list)
 
     def link_python(self, prefix: Path = Path(sys.prefix)) -> PythonProject:
@@ -112,7 +105,7 @@ class Workspace:
 
         Returns: their number.
         """
-        copies = not self.shipped.is_checkout
+        copies = not (self.shipped / "pyproject.toml").is_file()
         self.bring_file(Path("environments/AGENTS.md"))
         self._bring("environments/examples/*.py", copies=copies)
         return self._bring("environments/*/pyproject.toml", copies=copies)
@@ -122,22 +115,22 @@ class Workspace:
         return self._bring("models/*/config.json", copies=False)
 
     def bring_file(self, file: Path) -> None:
-        self._write(file, (self.shipped.root / file).read_text())
+        self._write(file, (self.shipped / file).read_text())
 
     def write_examples(self, patterns: Sequence[str], size: Size) -> dict[str, int]:
         """Write the example configurations, and return how many there are of each pattern."""
         counts = dict.fromkeys(patterns, 0)
         for pattern in patterns:
-            for file in sorted(self.shipped.root.glob(f"configs/{pattern}")):
-                self._write(file.relative_to(self.shipped.root), sized(file.read_text(), size))
+            for file in sorted(self.shipped.glob(f"configs/{pattern}")):
+                self._write(file.relative_to(self.shipped), sized(file.read_text(), size))
                 counts[pattern] += 1
         return counts
 
     def _bring(self, pattern: str, *, copies: bool) -> int:
         """Link or copy the folders of the files that match."""
-        folders = {file.parent for file in self.shipped.root.glob(pattern)}
+        folders = {file.parent for file in self.shipped.glob(pattern)}
         for folder in folders:
-            target = self.root / folder.relative_to(self.shipped.root)
+            target = self.root / folder.relative_to(self.shipped)
             if target.is_symlink() and not target.exists():
                 target.unlink()  # a link to a folder that is gone
             if target.exists():
