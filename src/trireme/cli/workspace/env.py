@@ -10,8 +10,8 @@ from pathlib import Path
 from trireme.base.safe_text import one_line
 from trireme.cli.command import choose_verb
 from trireme.config.arguments import json_table, positive_int
-from trireme.orchestrator.environments.venv import installed_venv
-from trireme.tools.environments.catalog import ROOT, build, find_source, list_environments
+from trireme.orchestrator.environments.venv import find_environment, installed_venv
+from trireme.tools.environments.catalog import ROOT, build, list_environments
 from trireme.tools.environments.progress import Progress
 from trireme.tools.environments.template import KINDS, write_environment
 
@@ -44,7 +44,7 @@ def install(argv: list[str]) -> int:
     again = "build it again, also where it is installed; not while a run uses it"
     parser.add_argument("--again", action="store_true", help=again)
     options = parser.parse_args(argv)
-    source = find_source(options.name, options.path)
+    source = find_environment(options.name, root=options.path)
     installed = installed_venv(source) if source.folder is not None else None
     if source.folder is None:
         print(f"{source.id} needs no virtual environment of its own: it runs with this interpreter ({source.kind}).")

@@ -37,13 +37,6 @@ class Entry:
     description: str  # of a broken one: what is wrong
 
 
-def find_source(name: str, root: Path) -> EnvironmentSource:
-    """Find an environment by name. `root` may be the package's own folder too. Raises: ConfigError."""
-    if (root / "pyproject.toml").is_file():
-        return find_environment(str(root.resolve()), root=root.parent)
-    return find_environment(name, root=root)
-
-
 def build(source: EnvironmentSource, progress: Progress, *, again: bool = False) -> float:
     """Install an environment in a virtual environment of its own, and return the seconds that it took."""
     began = time.monotonic()

@@ -25,12 +25,12 @@ from trireme.config.run import RunConfig
 from trireme.launch.folder import hold_folder
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import Environment, open_environment
-from trireme.orchestrator.environments.venv import EnvironmentSource
+from trireme.orchestrator.environments.venv import EnvironmentSource, find_environment
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask, Split
 from trireme.orchestrator.environments.worker_process import LOAD_TIMEOUT_S
 from trireme.orchestrator.evaluation.results import EvalResult, write_eval_results
 from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome, read_extent, run_rollouts
-from trireme.tools.environments.catalog import ROOT, build_if_missing, find_source
+from trireme.tools.environments.catalog import ROOT, build_if_missing
 from trireme.tools.environments.check_report import CheckReport, Loaded, Trouble, build_report
 from trireme.tools.environments.policy import OpenPolicy, PolicyWanted, build_opener
 from trireme.tools.environments.policy_script import ScriptedPolicy
@@ -75,7 +75,7 @@ def run_check(options: CheckOptions, config: RunConfig, progress: Progress) -> C
     named = [entry for entry in entries if options.name == entry.resolved_name]
     named += [entry for entry in entries if options.name == entry.id]
     entry = named[0] if named else EnvironmentConfig(id=options.name)
-    source = find_source(entry.id, options.path)
+    source = find_environment(entry.id, root=options.path)
     name = re.sub(r"[^\w.-]+", "_", entry.name or Path(source.module).stem)
     root = options.output or config.output_dir / "env-check" / (config.name or name)
     config = updated(config, {"output_dir": root, "name": None})

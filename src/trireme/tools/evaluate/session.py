@@ -25,6 +25,7 @@ from trireme.config.problems import raise_together
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.orchestrator.environments.pool import Environment
+from trireme.orchestrator.environments.venv import find_environment
 from trireme.orchestrator.evaluation.results import EvalResult, EvalResultsFile, evaluation_metrics
 from trireme.orchestrator.rollout.driver import (
     RolloutOutcome,
@@ -34,7 +35,7 @@ from trireme.orchestrator.rollout.driver import (
     run_rollouts,
 )
 from trireme.orchestrator.rollout.runner import RolloutKey, RolloutSpec
-from trireme.tools.environments.catalog import ROOT, build_if_missing, find_source
+from trireme.tools.environments.catalog import build_if_missing
 from trireme.tools.environments.policy import RolloutPolicy
 from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.config import EvalConfig
@@ -216,7 +217,7 @@ def prepare(config: EvalConfig) -> EvalConfig:
     found = []
     for each in config.env:
         values = {
-            "id": str(find_source(each.id, ROOT).folder or each.id),
+            "id": str(find_environment(each.id).folder or each.id),
             "name": each.file_name,
             "max_concurrent": min(each.max_concurrent, config.max_concurrent),
         }
@@ -232,7 +233,7 @@ def prepare(config: EvalConfig) -> EvalConfig:
 
 def install_environments(config: EvalConfig, progress: Progress) -> None:
     for each in config.env:
-        build_if_missing(find_source(each.id, ROOT), progress)
+        build_if_missing(find_environment(each.id), progress)
 
 
 def rollout_config(config: EvalConfig, values: dict[str, Any]) -> RunConfig:

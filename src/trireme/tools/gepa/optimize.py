@@ -20,8 +20,8 @@ from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.launch.folder import hold_folder
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.environments.venv import EnvironmentSource
-from trireme.tools.environments.catalog import build_if_missing, find_source
+from trireme.orchestrator.environments.venv import EnvironmentSource, find_environment
+from trireme.tools.environments.catalog import build_if_missing
 from trireme.tools.environments.check import open_environments
 from trireme.tools.environments.policy import EnginePolicy, PolicyWanted, RolloutPolicy, build_opener, find_policy
 from trireme.tools.environments.progress import Progress
@@ -43,7 +43,7 @@ def run_search(config: GepaConfig) -> str:
 
     Raises: ConfigError for what was typed; TriremeError where a model or the environment is gone.
     """
-    source = find_source(config.env_id, config.environments)
+    source = find_environment(config.env_id, root=config.environments)
     folder = config.output or Path("outputs") / "gepa" / re.sub(r"[^\w.-]+", "_", Path(config.env_id).stem)
     if config.output is None and source.folder is not None:
         folder, here = source.folder / "outputs" / "gepa", Path.cwd()
