@@ -114,21 +114,17 @@ def _wait_for_config(run: Path, *, is_mirror: bool) -> RunConfig:
     Raises: ConfigError where the folder is not a run's, and none is about to be started in it.
     """
     began, ask_at, awaited = time.monotonic(), 0.0, ""
-    since = time.strftime("%H:%M:%S")
-    while True:
-        try:
-            return read_run(RunConfig, find_run_file(run, "orchestrator"))
-        except ConfigError:
-            if any((RunPaths(run).configs / f"{name}.json").exists() for name in ("run", "orchestrator")):
-                raise
-            if time.monotonic() >= ask_at:
-                before, awaited = awaited, _awaited(run, time.monotonic() - began, is_mirror=is_mirror)
-                ask_at = time.monotonic() + ASK_S
-                if not awaited:
-                    raise
-                if awaited != before:
-                    print(f"{run} has no configuration yet: status waits since {since} for {awaited}", flush=True)
+    since, configs = time.strftime("%H:%M:%S"), RunPaths(run).configs
+    while not any((configs / f"{name}.json").exists() for name in ("run", "orchestrator")):
+        if time.monotonic() >= ask_at:
+            before, awaited = awaited, _awaited(run, time.monotonic() - began, is_mirror=is_mirror)
+            ask_at = time.monotonic() + ASK_S
+            if not awaited:
+                break
+            if awaited != before:
+                print(f"{run} has no configuration yet: status waits since {since} for {awaited}", flush=True)
         time.sleep(POLL_S)
+    return read_run(RunConfig, find_run_file(run, "orchestrator"))
 
 
 def _awaited(run: Path, waited_s: float, *, is_mirror: bool) -> str:
