@@ -36,7 +36,6 @@ from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome
 from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.tools.environments.check import check_solutions
-from trireme.tools.environments.progress import Progress
 from trireme.tools.environments.sessions import Spread
 
 LOOP = """
@@ -606,7 +605,7 @@ def test_a_task_whose_files_lie_outside_of_its_folder_is_refused(worker, task, t
 
 def test_a_check_names_the_tasks_whose_tests_cannot_tell_a_solution_from_none(tmp_path, task):
     async def check(environment):
-        return await check_solutions(environment, Extent("train", range(5), 1), Progress())
+        return await check_solutions(environment, Extent("train", range(5), 1))
 
     changed = {
         "a-good": {},

@@ -12,7 +12,6 @@ from trireme.cli.command import choose_verb
 from trireme.config.arguments import json_table, positive_int
 from trireme.orchestrator.environments.venv import find_environment, installed_venv
 from trireme.tools.environments.catalog import ROOT, build, list_environments
-from trireme.tools.environments.progress import Progress
 from trireme.tools.environments.template import KINDS, write_environment
 
 LONGEST = 1000  # characters of a description
@@ -51,7 +50,7 @@ def install(argv: list[str]) -> int:
     elif installed and not options.again:
         print(f"{source.id} is installed already, in {installed} (--again to build it again)")
     else:
-        took_s = build(source, Progress(), again=options.again)
+        took_s = build(source, again=options.again)
         print(f"{source.id} installed in {took_s:.1f} s, in {installed_venv(source)}")
     return 0
 
@@ -113,7 +112,7 @@ def check(argv: list[str]) -> int:
     config, _ = load_run_config(words, program="trireme env check")
     as_json = options.__dict__.pop("json")
     try:
-        report = run_check(CheckOptions(**vars(options)), config, Progress())
+        report = run_check(CheckOptions(**vars(options)), config)
     except LoadFailed as error:
         print(json.dumps({"holds": False, "error": str(error)}, indent=1) if as_json else error)
         return 1

@@ -16,7 +16,7 @@ from trireme.orchestrator.environments.venv import (
     find_environment,
     installed_venv,
 )
-from trireme.tools.environments.progress import Progress
+from trireme.tools.environments import progress
 
 ROOT = Path("environments")
 DEFINES_ONE = re.compile(r"^(?:async )?def (?:load_environment|dataset)\b", re.MULTILINE)
@@ -37,7 +37,7 @@ class Entry:
     description: str  # of a broken one: what is wrong
 
 
-def build(source: EnvironmentSource, progress: Progress, *, again: bool = False) -> float:
+def build(source: EnvironmentSource, *, again: bool = False) -> float:
     """Install an environment in a virtual environment of its own, and return the seconds that it took."""
     began = time.monotonic()
     with progress.stage(f"installing {source.id}", limit_s=BUILD_TIMEOUT_S):
@@ -45,13 +45,13 @@ def build(source: EnvironmentSource, progress: Progress, *, again: bool = False)
     return time.monotonic() - began
 
 
-def build_if_missing(source: EnvironmentSource, progress: Progress) -> None:
+def build_if_missing(source: EnvironmentSource) -> None:
     """Install an environment that has yet to be.
 
     Commands do so before they start an event loop, in which it would delay Ctrl-C.
     """
     if source.folder is not None and installed_venv(source) is None:
-        build(source, progress)
+        build(source)
 
 
 def list_environments(root: Path) -> list[Entry]:

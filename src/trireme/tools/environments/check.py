@@ -16,7 +16,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
-from trireme.base.devices import detect_devices
 from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
@@ -30,11 +29,11 @@ from trireme.orchestrator.environments.wire import Ask, Reply, RunTask, Split
 from trireme.orchestrator.environments.worker_process import LOAD_TIMEOUT_S
 from trireme.orchestrator.evaluation.results import EvalResult, write_eval_results
 from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome, read_extent, run_rollouts
+from trireme.tools.environments import progress
 from trireme.tools.environments.catalog import ROOT, build_if_missing
 from trireme.tools.environments.check_report import CheckReport, Loaded, Trouble, build_report
 from trireme.tools.environments.policy import OpenPolicy, PolicyWanted, build_opener
 from trireme.tools.environments.policy_script import ScriptedPolicy
-from trireme.tools.environments.progress import Progress
 from trireme.tools.environments.sessions import SessionWatch
 from trireme.tools.evaluate.endpoints import find_key
 
@@ -63,7 +62,7 @@ class CheckOptions:
     output: Path | None = None
 
 
-def run_check(options: CheckOptions, config: RunConfig, progress: Progress) -> CheckReport:
+def run_check(options: CheckOptions, config: RunConfig) -> CheckReport:
     """Check an environment, and write its rollouts and logs to a folder of their own.
 
     Args:
@@ -90,12 +89,12 @@ def run_check(options: CheckOptions, config: RunConfig, progress: Progress) -> C
     environment, waits = updated(entry, values), Waits("the check", config.paths.logs)
     key = find_key("--api-key-var", options.api_key_var, url=options.base_url)
     wanted = PolicyWanted(options.model, options.base_url, key, options.scripted)
-    open_policy = build_opener(wanted, config, detect_devices(), waits, progress)
+    open_policy = build_opener(wanted, config, waits)
     with hold_folder(config.paths):
         for file in (root / ROLLOUTS, *config.paths.logs.glob("*.stdout")):  # of an earlier check
             file.unlink(missing_ok=True)
-        build_if_missing(source, progress)
-        report, outcomes = asyncio.run(_check(options, config, source, environment, open_policy, waits, progress))
+        build_if_missing(source)
+        report, outcomes = asyncio.run(_check(options, config, source, environment, open_policy, waits))
         write_eval_results(root / ROLLOUTS, map(EvalResult.of, outcomes))
     progress.show(f"every rollout: {root / ROLLOUTS}; logs: {config.paths.logs}")
     return report
@@ -108,10 +107,9 @@ async def _check(
     environment_config: EnvironmentConfig,
     open_policy: OpenPolicy,
     waits: Waits,
-    progress: Progress,
 ) -> tuple[CheckReport, list[RolloutOutcome]]:
     """Load the environment before the policy: an error of a second must not cost the start of an engine."""
-    loading = open_environments([environment_config], config.paths.logs, waits, progress, seed=config.seed)
+    loading = open_environments([environment_config], config.paths.logs, waits, seed=config.seed)
     began = time.monotonic()
     async with AsyncExitStack() as stack:
         try:
@@ -138,7 +136,7 @@ async def _check(
             )
         except ConfigError as error:
             raise LoadFailed(str(error)) from error
-        solved, unsound = await check_solutions(environment, extent, progress)
+        solved, unsound = await check_solutions(environment, extent)
         policy = await stack.enter_async_context(open_policy())
         if environment.sessions is not None:
             url, name = environment.sessions.gateway.url, environment.name
@@ -169,9 +167,7 @@ async def _check(
     return report, outcomes
 
 
-async def check_solutions(
-    environment: Environment, extent: Extent, progress: Progress
-) -> tuple[dict[str, float], list[Trouble]]:
+async def check_solutions(environment: Environment, extent: Extent) -> tuple[dict[str, float], list[Trouble]]:
     """Score each task's own solution, and no solution at all.
 
     Returns: the mean that they earn, and the tasks whose tests cannot tell them apart.
@@ -206,7 +202,7 @@ async def check_solutions(
 
 @asynccontextmanager
 async def open_environments(
-    configs: Iterable[EnvironmentConfig], logs: Path, waits: Waits, progress: Progress, *, seed: int
+    configs: Iterable[EnvironmentConfig], logs: Path, waits: Waits, *, seed: int
 ) -> AsyncIterator[list[Environment]]:
     """Load environments one after the other. Raises: ConfigError where one cannot be loaded."""
     async with AsyncExitStack() as stack:

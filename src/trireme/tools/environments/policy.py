@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from trireme.base.devices import Devices
+from trireme.base.devices import Devices, detect_devices
 from trireme.base.errors import ConfigError, PeerDied, TriremeError
 from trireme.base.network import is_loopback
 from trireme.base.processes import free_port
@@ -36,9 +36,9 @@ from trireme.orchestrator.engines.responses import Response
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.rollout.chat import ChatTokenizer, open_chat_tokenizer
 from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec
+from trireme.tools.environments import progress
 from trireme.tools.environments.policy_endpoint import ChatEndpoint, look_at, open_chat_endpoint
 from trireme.tools.environments.policy_script import ScriptedPolicy
-from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.endpoints import find_endpoint, find_key
 
 FRESH, LOADING = "default", "-loading"
@@ -86,9 +86,7 @@ def find_policy(
     return PolicyWanted(model, url, key, trained=trained)
 
 
-def build_opener(
-    wanted: PolicyWanted, config: RunConfig, devices: Devices, waits: Waits, progress: Progress
-) -> OpenPolicy:
+def build_opener(wanted: PolicyWanted, config: RunConfig, waits: Waits) -> OpenPolicy:
     """Return a function that opens the policy.
 
     Raises: ConfigError where there is no such model or server, or the two contradict each other.
@@ -104,6 +102,7 @@ def build_opener(
         return lambda: nullcontext(ScriptedPolicy())
     if not (wanted.trained and named):  # else the run's own `[model.vlm]` decides
         config = updated(config, vision_of(wanted.model or str(named)))
+    devices = detect_devices()
     config = engine_config(config, wanted.model, devices)
     tokenizer = open_chat_tokenizer(config.trainer.tokenizer.name or config.model.name)
     model = config.inference.model.name or config.model.name

@@ -29,10 +29,10 @@ from trireme.messages import TensorSpec
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.evaluation.results import description_path
 from trireme.orchestrator.rollout.chat import open_chat_tokenizer
+from trireme.tools.environments import progress
 from trireme.tools.environments.check import open_environments
 from trireme.tools.environments.policy import EnginePolicy, PolicyWanted, open_engine_policy, vision_of
 from trireme.tools.environments.policy_endpoint import look_at
-from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.config import EvalConfig, inherit_from_run
 from trireme.tools.evaluate.engine import EvaluatedEngine
 from trireme.tools.evaluate.report import as_table
@@ -106,24 +106,23 @@ class CheckpointEvaluation:
                 "TRIREME_TOKEN, where there is one). Start one; or leave `--weights-dir` out, to evaluate the model "
                 "that it serves."
             )
-        self._progress = Progress()
         self._engine: EvaluatedEngine | None = None  # once it may have been given weights
 
     def run(self) -> int:
         output = self._output
         with hold_folder(RunPaths(output)):
-            install_environments(self.config, self._progress)
+            install_environments(self.config)
             try:
                 evaluated = asyncio.run(self._evaluate())
             except (TriremeError, KeyboardInterrupt):
                 if self._engine is not None:
-                    self._progress.show(
+                    progress.show(
                         f"What was answered so far is kept in {output}: type the same command again for the rest. "
                         f"{self._engine.url} was left with {self._engine.holds}."
                     )
                 raise
         Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH).print(as_table(evaluated))
-        self._progress.show(f"every rollout: {output}/step_N/ENV.jsonl (`trireme eval tui {output}`)")
+        progress.show(f"every rollout: {output}/step_N/ENV.jsonl (`trireme eval tui {output}`)")
         return 1 if any(session.num_failed for _, sessions in evaluated for session in sessions) else 0
 
     async def _evaluate(self) -> list[tuple[str, list[EvalSession]]]:
@@ -138,10 +137,10 @@ class CheckpointEvaluation:
             policy = await stack.enter_async_context(opening)
             transfer = output / ".transfer"
             stack.callback(shutil.rmtree, transfer, ignore_errors=True)
-            engine = EvaluatedEngine(policy, config, self._server, transfer, self._progress)
+            engine = EvaluatedEngine(policy, config, self._server, transfer)
             await engine.take()
             engine.require_same_model(self._steps)
-            loading = open_environments(config.env, output / "logs", waits, self._progress, seed=config.seed)
+            loading = open_environments(config.env, output / "logs", waits, seed=config.seed)
             environments = await stack.enter_async_context(loading)
             self._engine = engine
             try:
@@ -200,10 +199,10 @@ class CheckpointEvaluation:
         elif not is_done:
             await engine.load_base()
         if not is_done:
-            await run_sessions(sessions, self._progress)
+            await run_sessions(sessions)
         means = [session.metrics["reward"] for session in sessions if "reward" in session.metrics]
         scored = f"mean reward {sum(means) / len(means):.3f}" if means else "nothing was scored"
-        self._progress.show(f"{label}: {scored}")
+        progress.show(f"{label}: {scored}")
         return sessions
 
     def _require_as_confirmed(self, step: int, specs: list[TensorSpec], digests: dict[str, str]) -> None:

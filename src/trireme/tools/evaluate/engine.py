@@ -26,9 +26,9 @@ from trireme.base.log import get_logger
 from trireme.messages import InitInfo, UpdateInfo
 from trireme.orchestrator.engines.responses import PauseInfo
 from trireme.orchestrator.weights.engine_update import finish, join, load, require_confirmed
+from trireme.tools.environments import progress
 from trireme.tools.environments.policy import FRESH, LOADING, EnginePolicy, StandingPool, WeightsReplaced
 from trireme.tools.environments.policy_endpoint import Server
-from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.config import EvalConfig
 from trireme.tools.export.weights_folder import Source, find_model, open_model, open_source, shape_difference
 from trireme.transport.weights.filesystem import FilesystemSender
@@ -44,9 +44,7 @@ BASE_IN_WORDS = "its base model"
 class EvaluatedEngine:
     """One engine, for one evaluation at a time."""
 
-    def __init__(
-        self, policy: EnginePolicy, config: EvalConfig, server: Server, folder: Path, progress: Progress
-    ) -> None:
+    def __init__(self, policy: EnginePolicy, config: EvalConfig, server: Server, folder: Path) -> None:
         """
         Args:
             folder: for weights that the engine cannot read in place.
@@ -58,7 +56,6 @@ class EvaluatedEngine:
         self.holds = "the weights that it had"  # in words
         self._pool = pool
         self._config = config
-        self._progress = progress
         self._id = f"{OWN}{uuid.uuid4().hex[:6]}"
         self._has_loaded = False
         self._holds_base = False
@@ -144,7 +141,7 @@ class EvaluatedEngine:
             PeerDied: it is gone, or could not take them.
             WeightsReplaced: another client has given it weights.
         """
-        with self._progress.stage(f"loading {name} into the engine", limit_s=self._config.client.timeout_s):
+        with progress.stage(f"loading {name} into the engine", limit_s=self._config.client.timeout_s):
             await self.require_ours()
             await self.engine.post("pause?mode=wait")  # which also forgets what was computed with other weights
             self._has_loaded, self._holds_base = True, False
@@ -181,7 +178,7 @@ class EvaluatedEngine:
         await self.require_ours()
         if self._has_loaded and not self._holds_base:
             if self._base is None:
-                self._progress.show(f"{self.url} holds {self.holds} now, not its base model.")
+                progress.show(f"{self.url} holds {self.holds} now, not its base model.")
                 return
             await self.load(BASE, self.open_source(self._base))
         if self._holds_base:

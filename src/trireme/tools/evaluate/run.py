@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from trireme.base.devices import detect_devices
 from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.log import start_logging
 from trireme.base.paths import RunPaths
@@ -27,9 +26,9 @@ from trireme.config.orchestrator import Sampling
 from trireme.config.resolve import updated
 from trireme.launch.folder import hold_folder
 from trireme.orchestrator.environments.pool import Environment
+from trireme.tools.environments import progress
 from trireme.tools.environments.check import open_environments
 from trireme.tools.environments.policy import PolicyWanted, RolloutPolicy, build_opener, find_policy
-from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.config import EvalConfig, EvaluatedModel
 from trireme.tools.evaluate.report import conversation_of, text_of
 from trireme.tools.evaluate.session import (
@@ -91,7 +90,7 @@ def evaluate_model(
     Raises: ConfigError, TriremeError as `eval_run`.
     """
     start_logging("eval", "warning")
-    config, progress = prepare(config), Progress()
+    config = prepare(config)
     output = config.output_dir or OUTPUT
     model = config.model.name or (wanted.base_url or "").partition("//")[2]  # its name as typed, or its server's
     folder_name = model.strip("/").replace("/", "--").replace(":", "-")
@@ -100,7 +99,7 @@ def evaluate_model(
     waits = Waits("the evaluation", home / "logs")
     run = rollout_config(config, {"output_dir": home, "seed": config.seed})
     wanted = replace(wanted, pictures=output / "pictures" if saves else None)
-    open_policy = build_opener(wanted, run, detect_devices(), waits, progress)
+    open_policy = build_opener(wanted, run, waits)
     if dry_run:
         print(to_toml(to_table(config)), end="")
         return 0
@@ -116,16 +115,16 @@ def evaluate_model(
         return session
 
     async def evaluate() -> list[EvalSession]:
-        opening = open_environments(config.env, home / "logs", waits, progress, seed=config.seed)
+        opening = open_environments(config.env, home / "logs", waits, seed=config.seed)
         async with opening as environments, open_policy() as policy:
             sessions = [open_session(environment, policy) for environment in environments]
-            await run_sessions(sessions, progress)
+            await run_sessions(sessions)
         return sessions
 
     with ExitStack() as locks:
         for folder in homes.values() if saves else ():
             locks.enter_context(hold_folder(RunPaths(folder)))
-        install_environments(config, progress)
+        install_environments(config)
         try:
             sessions = asyncio.run(evaluate())
         except (TriremeError, KeyboardInterrupt) as error:

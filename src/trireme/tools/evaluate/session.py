@@ -35,9 +35,9 @@ from trireme.orchestrator.rollout.driver import (
     run_rollouts,
 )
 from trireme.orchestrator.rollout.runner import RolloutKey, RolloutSpec
+from trireme.tools.environments import progress
 from trireme.tools.environments.catalog import build_if_missing
 from trireme.tools.environments.policy import RolloutPolicy
-from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.config import EvalConfig
 
 _RESULTS_DEPEND_ON = ("env_id", "env_args", "model", "split", "sampling_args", "max_turns", "weights")
@@ -197,7 +197,7 @@ class EvalSession:
             file.write(json.dumps(content, indent=1).encode() + b"\n")
 
 
-async def run_sessions(sessions: Sequence[EvalSession], progress: Progress) -> None:
+async def run_sessions(sessions: Sequence[EvalSession]) -> None:
     """Make what is missing in all sessions at once; each is finished as soon as it has everything."""
     total = sum(len(session.missing) for session in sessions)
     limit_s = max(session.environment.config.rollout_timeout_s for session in sessions)
@@ -231,9 +231,9 @@ def prepare(config: EvalConfig) -> EvalConfig:
     return config.model_copy(update={"env": tuple(found)})
 
 
-def install_environments(config: EvalConfig, progress: Progress) -> None:
+def install_environments(config: EvalConfig) -> None:
     for each in config.env:
-        build_if_missing(find_environment(each.id), progress)
+        build_if_missing(find_environment(each.id))
 
 
 def rollout_config(config: EvalConfig, values: dict[str, Any]) -> RunConfig:

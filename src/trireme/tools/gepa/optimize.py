@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trireme.base.devices import detect_devices
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
 from trireme.base.waiting import Waits
@@ -21,10 +20,10 @@ from trireme.config.run import RunConfig
 from trireme.launch.folder import hold_folder
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.venv import EnvironmentSource, find_environment
+from trireme.tools.environments import progress
 from trireme.tools.environments.catalog import build_if_missing
 from trireme.tools.environments.check import open_environments
 from trireme.tools.environments.policy import EnginePolicy, PolicyWanted, RolloutPolicy, build_opener, find_policy
-from trireme.tools.environments.progress import Progress
 from trireme.tools.gepa.config import GepaConfig
 from trireme.tools.gepa.prompts import own_prompt
 from trireme.tools.gepa.records import Example
@@ -52,12 +51,12 @@ def run_search(config: GepaConfig) -> str:
     if paths.holds_run:
         raise ConfigError(f"{folder} is a run's folder - expected one for prompts alone. Give another `--output`.")
     check_same(folder, config)
-    progress, waits = Progress(), Waits("the search", paths.logs)
-    open_models = build_models(config, folder, waits, progress)
+    waits = Waits("the search", paths.logs)
+    open_models = build_models(config, folder, waits)
     with hold_folder(paths):
-        build_if_missing(source, progress)
+        build_if_missing(source)
         try:
-            summary = asyncio.run(_search(config, source, folder, open_models, waits, progress))
+            summary = asyncio.run(_search(config, source, folder, open_models, waits))
         except KeyboardInterrupt:
             progress.show(f"stopped. What was found is in {folder}; the same command resumes the search")
             raise
@@ -70,7 +69,6 @@ async def _search(
     folder: Path,
     open_models: OpenModels,
     waits: Waits,
-    progress: Progress,
 ) -> dict[str, Any]:
     """Return the summary of the search, as it is in `metadata.json`.
 
@@ -85,7 +83,7 @@ async def _search(
         rollout_timeout_s=config.rollout_timeout_s,
         max_turns=config.max_turns,
     )
-    loading = open_environments([environment_config], folder / "logs", waits, progress, seed=config.seed)
+    loading = open_environments([environment_config], folder / "logs", waits, seed=config.seed)
     async with loading as [environment]:
         num_train = min(environment.num_train, MOST_EXAMPLES)
         train, validation = draw_examples(config, num_train=num_train, num_eval=environment.num_eval)
@@ -102,7 +100,6 @@ async def _search(
                 train=train,
                 validation=validation,
                 first_prompt=first,
-                progress=progress,
                 waits=waits,
             )
             return await search.run()
@@ -178,7 +175,7 @@ def places_of(config: GepaConfig) -> tuple[PolicyWanted, PolicyWanted]:
     return policy, find_policy(model, None, None, endpoints=config.endpoints)
 
 
-def build_models(config: GepaConfig, folder: Path, waits: Waits, progress: Progress) -> OpenModels:
+def build_models(config: GepaConfig, folder: Path, waits: Waits) -> OpenModels:
     """Return a function that opens both models. One engine serves both where they are the same.
 
     Raises: ConfigError for all that can be refused before anything is started.
@@ -192,7 +189,7 @@ def build_models(config: GepaConfig, folder: Path, waits: Waits, progress: Progr
         "orchestrator.engine_timeout_s": config.request_timeout_s,
     }
     run = updated(RunConfig(), values | ({} if config.seq_len is None else {"seq_len": config.seq_len}))
-    devices, (policy, teacher) = detect_devices(), places_of(config)
+    policy, teacher = places_of(config)
     is_shared = policy == teacher and policy.base_url is None
     if policy.base_url is teacher.base_url is None and not is_shared:
         raise ConfigError(
@@ -200,9 +197,9 @@ def build_models(config: GepaConfig, folder: Path, waits: Waits, progress: Progr
             "be started, which takes the whole machine. Start the other one with `inference`, and give it an entry in "
             "configs/endpoints.py."
         )
-    open_policy = build_opener(policy, run, devices, waits, progress)
+    open_policy = build_opener(policy, run, waits)
     reflecting = updated(run, {"orchestrator.sampling": config.reflection_sampling})
-    open_teacher = None if is_shared else build_opener(teacher, reflecting, devices, waits, progress)
+    open_teacher = None if is_shared else build_opener(teacher, reflecting, waits)
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[tuple[RolloutPolicy, RolloutPolicy]]:

@@ -27,8 +27,9 @@ from trireme.journal.records import Rollout
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.rollout.driver import RolloutOutcome, run_rollouts
 from trireme.orchestrator.rollout.runner import RolloutSpec
+from trireme.tools.environments import progress
 from trireme.tools.environments.policy import RolloutPolicy
-from trireme.tools.environments.progress import SHOW_EVERY_S, Progress
+from trireme.tools.environments.progress import SHOW_EVERY_S
 from trireme.tools.gepa.config import GepaConfig
 from trireme.tools.gepa.prompts import PromptedEnvironment
 from trireme.tools.gepa.records import REFLECTIONS, ROLLOUTS, Example, PromptRollout, Records, Reflection, name_of
@@ -55,7 +56,6 @@ class Search:
     train: Sequence[Example]  # examples to reflect on
     validation: Sequence[Example]  # examples to choose by
     first_prompt: str
-    progress: Progress
     waits: Waits
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class Search:
         """
         self._loop = asyncio.get_running_loop()
         if known := len(self._rollouts.lines):
-            self.progress.show(f"resuming: {known} rollouts are in {self.folder} already, and reused where they fit")
+            progress.show(f"resuming: {known} rollouts are in {self.folder} already, and reused where they fit")
         showing = asyncio.create_task(self._show_waits())
         working = self._loop.run_in_executor(None, self._optimize)
         try:
@@ -155,7 +155,7 @@ class Search:
         return [self._rollouts.lines[key] for key in keys]
 
     def _show(self, words: str) -> None:
-        self.progress.show(f"[{self._num_calls}/{self.config.max_calls}] {words}")
+        progress.show(f"[{self._num_calls}/{self.config.max_calls}] {words}")
 
     async def _show_waits(self) -> None:
         while True:
@@ -239,7 +239,7 @@ class Search:
         lines = self._rollouts.lines.values()
         for name in set(self.config.state_columns) - {"tool_calls"}.union(*(line.columns for line in lines)):
             keys = ", ".join(next((line.state_keys for line in lines if line.state_keys), []))
-            self.progress.show(f"--state-columns {name}: no rollout had one. The environment's state has: {keys}")
+            progress.show(f"--state-columns {name}: no rollout had one. The environment's state has: {keys}")
 
     def on_candidate_rejected(self, event: Mapping[str, Any]) -> None:
         size = self.config.minibatch_size
