@@ -19,7 +19,7 @@ from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.launch.folder import hold_folder
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.environments.venv import EnvironmentSource, find_environment
+from trireme.orchestrator.environments.venv import find_environment
 from trireme.tools.environments import progress
 from trireme.tools.environments.catalog import build_if_missing
 from trireme.tools.environments.check import open_environments
@@ -53,27 +53,6 @@ def run_search(config: GepaConfig) -> str:
     check_same(folder, config)
     waits = Waits("the search", paths.logs)
     open_models = build_models(config, folder, waits)
-    with hold_folder(paths):
-        build_if_missing(source)
-        try:
-            summary = asyncio.run(_search(config, source, folder, open_models, waits))
-        except KeyboardInterrupt:
-            progress.show(f"stopped. What was found is in {folder}; the same command resumes the search")
-            raise
-    return describe(summary, folder, config)
-
-
-async def _search(
-    config: GepaConfig,
-    source: EnvironmentSource,
-    folder: Path,
-    open_models: OpenModels,
-    waits: Waits,
-) -> dict[str, Any]:
-    """Return the summary of the search, as it is in `metadata.json`.
-
-    Raises: ConfigError for what was typed; TriremeError where a model or the environment is gone.
-    """
     environment_config = EnvironmentConfig(
         id=str(source.folder or source.id),
         name=config.env_id,
@@ -83,26 +62,36 @@ async def _search(
         rollout_timeout_s=config.rollout_timeout_s,
         max_turns=config.max_turns,
     )
-    loading = open_environments([environment_config], folder / "logs", waits, seed=config.seed)
-    async with loading as [environment]:
-        num_train = min(environment.num_train, MOST_EXAMPLES)
-        train, validation = draw_examples(config, num_train=num_train, num_eval=environment.num_eval)
-        _check_fits(config, environment, train, validation)
-        first = await _first_prompt(config, environment, [*train, *validation])
-        check_same_start(folder, first)
-        async with open_models() as (policy, teacher):
-            search = Search(
-                config=config,
-                folder=folder,
-                environment=environment,
-                policy=policy,
-                teacher=teacher,
-                train=train,
-                validation=validation,
-                first_prompt=first,
-                waits=waits,
-            )
-            return await search.run()
+
+    async def search() -> dict[str, Any]:
+        loading = open_environments([environment_config], paths.logs, waits, seed=config.seed)
+        async with loading as [environment]:
+            num_train = min(environment.num_train, MOST_EXAMPLES)
+            train, validation = draw_examples(config, num_train=num_train, num_eval=environment.num_eval)
+            _check_fits(config, environment, train, validation)
+            first = await _first_prompt(config, environment, [*train, *validation])
+            check_same_start(folder, first)
+            async with open_models() as (policy, teacher):
+                return await Search(
+                    config=config,
+                    folder=folder,
+                    environment=environment,
+                    policy=policy,
+                    teacher=teacher,
+                    train=train,
+                    validation=validation,
+                    first_prompt=first,
+                    waits=waits,
+                ).run()
+
+    with hold_folder(paths):
+        build_if_missing(source)
+        try:
+            summary = asyncio.run(search())
+        except KeyboardInterrupt:
+            progress.show(f"stopped. What was found is in {folder}; the same command resumes the search")
+            raise
+    return describe(summary, folder, config)
 
 
 def draw_examples(config: GepaConfig, *, num_train: int, num_eval: int) -> tuple[list[Example], list[Example]]:
