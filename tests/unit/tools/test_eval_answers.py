@@ -92,7 +92,7 @@ def test_a_date_of_a_toml_file_among_an_environments_arguments_is_written_as_tex
     environment: Any = SimpleNamespace(name="e", config=config, group_rewards=False, **sizes)
     policy: Any = SimpleNamespace(rollout=print)
     for _ in range(2):  # the second time with the description of the first
-        session = EvalSession(environment, policy, EvalConfig(), purpose="eval", settings={})
+        session = EvalSession(environment, policy, EvalConfig(), settings={})
         session.resume(tmp_path / "e.jsonl", tmp_path / "e.json")
         session.results = {spec.key: answered(0) for spec in session.missing}
         asyncio.run(session.run(print))

@@ -178,9 +178,7 @@ class CheckpointEvaluation:
             settings["model"] = self._server.base_model
         sessions = []
         for environment in environments:
-            session = EvalSession(
-                environment, policy, self.config, purpose=f"eval-{step}", settings=settings, version=step
-            )
+            session = EvalSession(environment, policy, self.config, settings=settings, version=step)
             path = step_folder(self._output, step) / f"{environment.name}.jsonl"
             session.resume(path, description_path(path))
             sessions.append(session)

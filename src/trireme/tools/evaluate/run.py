@@ -106,7 +106,7 @@ def evaluate_model(
 
     def open_session(environment: Environment, policy: RolloutPolicy) -> EvalSession:
         settings = {"model": model, "base_url": wanted.base_url}
-        session = EvalSession(environment, policy, config, purpose="eval", settings=settings)
+        session = EvalSession(environment, policy, config, settings=settings)
         if saves:
             home = homes[environment.name]
             now = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"

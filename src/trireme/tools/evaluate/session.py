@@ -52,15 +52,13 @@ class EvalSession:
         policy: RolloutPolicy,
         config: EvalConfig,
         *,
-        purpose: str,
         settings: dict[str, Any],
         version: int = -1,
     ) -> None:
         """
         Args:
-            purpose: differs between evaluations of this environment by one process.
             settings: the description's keys besides those of `config`.
-            version: of the policy, where it has one.
+            version: of the policy, where it has one; by which evaluations of this environment differ in one process.
 
         Raises: ConfigError where the environment has no examples, or compares another number of rollouts.
         """
@@ -87,7 +85,7 @@ class EvalSession:
         self.seconds = 0.0
         self.file: EvalResultsFile | None = None
         self._description: Path | None = None
-        self._specs = self.extent.specs(purpose)
+        self._specs = self.extent.specs("eval" if version < 0 else f"eval-{version}")
 
     def resume(self, results: Path, description: Path) -> None:
         """Write to these files from now on, and keep the results that they hold.
