@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
-from trireme.tools.cluster import kubernetes, slurm
+from trireme.tools.cluster import kubernetes
 from trireme.tools.cluster.job import Submission, find_submission
 
 ENDING = ".stdout"
@@ -42,7 +42,8 @@ def _command(options: Namespace, submission: Submission | None) -> list[str]:
     folder = RunPaths(Path(submission.run) if submission else options.run).logs
     files = {file.name.removesuffix(ENDING): file for file in sorted(folder.glob(f"*{ENDING}"))}
     if (process := options.process) is None:
-        shown = (submission and slurm.logs_of(submission)) or list(files.values())
+        of_job = sorted(submission.folder.glob("slurm-*.log")) if submission else []  # what became of processes
+        shown = of_job or list(files.values())
     elif process in files:
         shown = [files[process]]
     else:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
 import subprocess
 from collections.abc import Mapping
 
@@ -68,10 +67,6 @@ def manifests(job: Job, options: SubmitOptions, secrets: Mapping[str, str]) -> s
         files=FILES,
         mount=MOUNT,
     )
-
-
-def is_here() -> bool:
-    return shutil.which("kubectl") is not None
 
 
 def submit(submission: Submission, rendered: str) -> None:

@@ -120,8 +120,3 @@ def cancel(submission: Submission) -> None:
             "`squeue --me` shows them."
         )
     (submission.folder / SECRETS).unlink(missing_ok=True)
-
-
-def logs_of(submission: Submission) -> list[Path]:
-    """Return the job's own logs: steps, and what became of processes."""
-    return sorted(submission.folder.glob("slurm-*.log"))

@@ -94,11 +94,12 @@ def submit_run(words: list[str], options: SubmitOptions) -> None:
 
 def _scheduler_here() -> Scheduler:
     """Return the one scheduler whose commands are in PATH."""
-    has_slurm, has_kubernetes = slurm.is_here(), kubernetes.is_here()
-    if has_slurm != has_kubernetes:
-        return "slurm" if has_slurm else "kubernetes"
+    commands: dict[Scheduler, str] = {"slurm": "sbatch", "kubernetes": "kubectl"}
+    found = [scheduler for scheduler, command in commands.items() if shutil.which(command)]
+    if len(found) == 1:
+        return found[0]
     raise ConfigError(
-        f"{'both `sbatch` and `kubectl` are' if has_slurm else 'neither `sbatch` nor `kubectl` is'} in PATH - expected "
+        f"{'both `sbatch` and `kubectl` are' if found else 'neither `sbatch` nor `kubectl` is'} in PATH - expected "
         "exactly one, or to be told which cluster is meant. Write `--on slurm` or `--on kubernetes`."
     )
 
