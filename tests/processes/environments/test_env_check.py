@@ -19,6 +19,7 @@ from local_packages import write_package
 from tiny_tokenizer import END, write_tokenizer
 from toy_environments import ECHO, write
 from trireme.base.errors import ConfigError, DeadlineExceeded
+from trireme.base.token import TOKEN
 from trireme.base.waiting import Waits
 from trireme.cli.workspace.env import env
 from trireme.config.orchestrator import OrchestratorConfig
@@ -172,6 +173,10 @@ def test_a_foreign_endpoint_is_asked_with_its_key_and_its_only_model(here, capsy
     assert {(body["model"], body["temperature"]) for body in chat.requests} == {("grand-model", 0.25)}
     assert report["lengths"] == {"turns": 1.0, "tokens sampled": 2.0, "tokens in all": 12.0}
     assert "secret-words" not in json.dumps(report)
+    monkeypatch.setenv(TOKEN, "the token of this machine")
+    with FakeChat().running() as chat:
+        assert checked(capsys, "toy.py", "-n", 1, "-r", 1, "--base-url", chat.url)[0] == 0
+    assert chat.keys == {"Bearer the token of this machine"}
 
 
 def reply_of(chat: FakeChat, timeout_s: float = 20, **question: Any) -> Reply:

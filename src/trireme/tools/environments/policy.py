@@ -140,9 +140,12 @@ def engine_config(config: RunConfig, model: str | None, devices: Devices) -> Run
 
 
 def _at_server(wanted: PolicyWanted, url: str, config: RunConfig, waits: Waits) -> OpenPolicy:
-    """Ask an engine of ours in tokens, if its model's files are here; any other server through its chat route."""
-    own_token = token() if is_loopback(urlsplit(url).hostname or "") else None
-    server = asyncio.run(look_at(url, key=wanted.key or own_token))
+    """Ask an engine of ours in tokens, if its model's files are here; any other server through its chat route.
+
+    TRIREME_TOKEN is sent to servers on this machine for which no other key was named.
+    """
+    key = wanted.key or (token() if is_loopback(urlsplit(url).hostname or "") else None)
+    server = asyncio.run(look_at(url, key=key))
     if (server.weights or "").endswith(LOADING):
         raise ConfigError(
             f"{server.root} has a part of some weights from an evaluation that did not finish ({server.weights}) - "
@@ -150,7 +153,7 @@ def _at_server(wanted: PolicyWanted, url: str, config: RunConfig, waits: Waits) 
         )
     model = wanted.model or next(iter(server.models), None)
     if not (server.weights is not None and model and Path(model).is_dir()):
-        return lambda: open_chat_endpoint(server, wanted.model, wanted.key, config.orchestrator, waits)
+        return lambda: open_chat_endpoint(server, wanted.model, key, config.orchestrator, waits)
     tokenizer = open_chat_tokenizer(model)
     # No seeds for an engine that was not started for them: see `inference.server`.
     values: dict[str, Any] = {"max_async_level": max(1, config.max_async_level)}

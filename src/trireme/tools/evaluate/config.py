@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from pydantic import PositiveFloat, PositiveInt
 
-from trireme.base.network import is_loopback
-from trireme.base.token import TOKEN
+from trireme.base.token import token
 from trireme.config.orchestrator import Environment, Evaluation, Sampling
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
@@ -94,14 +91,12 @@ class EvalConfig(Section):
 
     @property
     def key(self) -> str | None:
-        """The server's key. TRIREME_TOKEN is sent to engines on this machine, and to those that get checkpoints.
+        """The server's key. Engines that get checkpoints are sent TRIREME_TOKEN, as is any server on this machine.
 
         Raises: ConfigError where a variable is named for it, and is not set.
         """
-        url = self.client.base_url
-        is_engine = is_loopback(urlsplit(url).hostname or "") or self.weights_dir is not None
-        ours = os.environ.get(TOKEN) if is_engine else None
-        return find_key("--client.api-key-var", self.client.api_key_var, url=url, otherwise=ours)
+        ours = token() if self.weights_dir is not None else None
+        return find_key("--client.api-key-var", self.client.api_key_var, url=self.client.base_url, otherwise=ours)
 
 
 def inherit_from_run(config: EvalConfig, run: RunConfig) -> EvalConfig:
