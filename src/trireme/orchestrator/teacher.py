@@ -22,7 +22,7 @@ from trireme.config.orchestrator import Teacher as TeacherConfig
 from trireme.journal.records import Rollout
 from trireme.messages import Tokens
 from trireme.orchestrator.engines.engine import words_of
-from trireme.orchestrator.engines.responses import BadAnswer, prompt_logprobs_of, read_prompted
+from trireme.orchestrator.engines.responses import BadAnswer, Prompted, prompt_logprobs_of, read_choice
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 
 log = get_logger("teacher")
@@ -76,7 +76,7 @@ class Teacher:
                         )
                     if response.status >= 400:
                         raise BadAnswer(f"status {response.status}: {words_of(data)}")
-                    found = prompt_logprobs_of(read_prompted(data), ids)
+                    found = prompt_logprobs_of(read_choice(data, Prompted), ids)
                 return np.where(sample.loss_mask > 0, np.array([np.nan, *found]), np.nan).astype(np.float32)
             except (aiohttp.ClientError, TimeoutError, BadAnswer) as error:
                 last = f"{type(error).__name__}: {error}"

@@ -19,7 +19,15 @@ from trireme.config.run import RunConfig
 from trireme.journal.records import Rollout
 from trireme.messages import build_tokens
 from trireme.orchestrator import teacher as module
-from trireme.orchestrator.engines.responses import BadAnswer, Choice, choice_of, kept_of, read_message, read_response
+from trireme.orchestrator.engines.responses import (
+    BadAnswer,
+    Choice,
+    Parsed,
+    choice_of,
+    kept_of,
+    read_choice,
+    read_response,
+)
 from trireme.orchestrator.rollout.chat import open_chat_tokenizer
 from trireme.orchestrator.rollout.sampling import TurnSampling, seed_of
 from trireme.orchestrator.teacher import open_teacher
@@ -67,8 +75,8 @@ def test_what_cannot_be_all_that_was_kept_is_not_believed(entries, more, words):
 
 @pytest.mark.parametrize("data", [b"\xff", b'{"choices": []}', b'{"choices": [{"message": null}]}'])
 def test_what_is_no_message_is_bad(data):
-    with pytest.raises(BadAnswer, match="no parsed message"):
-        read_message(data)
+    with pytest.raises(BadAnswer, match="The engine"):
+        read_choice(data, Parsed)
 
 
 def of_turn(sampling: Sampling, theirs: dict | None = None, *, run_seed: int | None = None, **more) -> dict:

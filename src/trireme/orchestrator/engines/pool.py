@@ -34,11 +34,12 @@ from trireme.orchestrator.engines.expert_routes import ExpertShape
 from trireme.orchestrator.engines.generation import Generation, Unconfirmed, largest_answer, read_turn
 from trireme.orchestrator.engines.responses import (
     Message,
+    Parsed,
     Response,
     check_prompt,
     choice_of,
     prompt_logprobs_of,
-    read_message,
+    read_choice,
     read_response,
 )
 
@@ -168,7 +169,7 @@ class InferencePool:
             status, answer = await engine.request("v1/chat/completions/derender", data, timeout=self.request_timeout)
             if status >= 400:
                 raise ValueError(f"The engine could not parse a turn ({status}): {words_of(answer)}")
-            return read_message(answer)
+            return read_choice(answer, Parsed).message
 
         return await self._retry(ask)
 

@@ -66,13 +66,9 @@ class Choice(msgspec.Struct):
 
 
 class Prompted(msgspec.Struct, kw_only=True):
+    """What an answer says of the prompt; a choice of `/v1/completions`."""
+
     prompt_logprobs: list[dict[str, TokenLogprob] | None] | None = None
-
-
-class Completions(msgspec.Struct):
-    """The answer of `/v1/completions`, as far as it is about the prompt."""
-
-    choices: list[Prompted]
 
 
 class Response(Prompted, kw_only=True):
@@ -97,12 +93,14 @@ class Message(msgspec.Struct):
     tool_calls: list[Called] = []
 
 
-class _Parsed(msgspec.Struct):
+class Parsed(msgspec.Struct):
+    """A choice of `/v1/chat/completions/derender`."""
+
     message: Message
 
 
-class _ParsedResponse(msgspec.Struct):
-    choices: list[_Parsed]
+class _Choices(msgspec.Struct, Generic[Each]):
+    choices: list[Each]
 
 
 class Answer(msgspec.Struct, Generic[Each]):
@@ -143,38 +141,32 @@ class Models(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(Response).decode
-_decode_completions = msgspec.json.Decoder(Completions).decode
-_decode_parsed = msgspec.json.Decoder(_ParsedResponse).decode
 
 
 def read_response(data: bytes) -> Response:
     """Raises: BadAnswer."""
-    return _read(_decode, data, "no completion")
+    return _read(_decode, data)
 
 
-def read_message(data: bytes) -> Message:
-    """Raises: BadAnswer."""
-    return _only(_read(_decode_parsed, data, "no parsed message").choices, "no parsed message").message
+def read_choice(data: bytes, kind: type[Each]) -> Each:
+    """Read the one choice of an answer of vLLM's OpenAI routes. Raises: BadAnswer."""
+    decode: Callable[[bytes], _Choices[Each]] = msgspec.json.Decoder(_Choices[kind]).decode  # type: ignore[valid-type]
+    return _only(_read(decode, data).choices)
 
 
-def read_prompted(data: bytes) -> Prompted:
-    """Read the answer of `/v1/completions`. Raises: BadAnswer."""
-    return _only(_read(_decode_completions, data, "no completion").choices, "no completion")
-
-
-def _only(choices: list[Each], what: str) -> Each:
+def _only(choices: list[Each]) -> Each:
     if len(choices) != 1:
-        raise BadAnswer(f"The engine gave {len(choices)} answers, {what} of one request.")
+        raise BadAnswer(f"The engine gave {len(choices)} answers to one request.")
     return choices[0]
 
 
-def _read(decode: Callable[[bytes], Each], data: bytes, what: str) -> Each:
+def _read(decode: Callable[[bytes], Each], data: bytes) -> Each:
     try:
         return decode(data)
     except Exception as error:  # whatever bytes can make a decoder raise: RecursionError, UnicodeDecodeError, ...
         shown = data[:80].decode(errors="backslashreplace")
         words = f"({type(error).__name__}: {error}): {shown!r}"
-        raise BadAnswer(f"The engine answered {len(data)} bytes that are {what} {words}") from error
+        raise BadAnswer(f"The engine answered {len(data)} bytes that cannot be read {words}") from error
 
 
 def choice_of(response: Response, *, max_tokens: int, vocab_size: int | None = None) -> Choice:
@@ -185,7 +177,7 @@ def choice_of(response: Response, *, max_tokens: int, vocab_size: int | None = N
 
     Raises: BadAnswer.
     """
-    choice = _only(response.choices, "no completion")
+    choice = _only(response.choices)
     num_tokens = len(choice.token_ids)
     if num_tokens > max_tokens:
         raise BadAnswer(f"The engine gave {num_tokens} tokens, {choice.token_ids[:5]} ... - {max_tokens} allowed.")
