@@ -38,11 +38,12 @@ def build(root, tmp_path, monkeypatch):
     uv = tmp_path / "uv"
     uv.write_text(FAKE_UV.format(calls=tmp_path / "calls", python=sys.executable))
     uv.chmod(0o755)
+    monkeypatch.setenv("UV", str(uv))
 
     def build(install: str = "true", **options) -> Path:
         monkeypatch.setenv("INSTALL", install)
         source = find_environment("word-count", root=root)
-        return environment_python(source, **{"cache": tmp_path / "cache", "uv": str(uv)} | options)
+        return environment_python(source, **{"cache": tmp_path / "cache"} | options)
 
     return build
 
@@ -75,7 +76,7 @@ def test_an_unknown_id_is_refused_with_what_was_searched_and_what_to_do(root, id
         find_environment(id, root=root)
 
 
-def test_a_virtual_environment_is_made_once_and_used_without_uv_from_then_on(root, build, tmp_path):
+def test_a_virtual_environment_is_made_once_and_used_without_uv_from_then_on(root, build, tmp_path, monkeypatch):
     """Those who want it at the same time wait for the one who builds it."""
     builders = [threading.Thread(target=build) for _ in range(4)]
     for builder in builders:
@@ -83,7 +84,8 @@ def test_a_virtual_environment_is_made_once_and_used_without_uv_from_then_on(roo
     for builder in builders:
         builder.join()
     (root / "word_count" / "word_count.py").write_text("changed = True")  # another code is no other environment
-    python = build(uv="/no/uv/here")
+    monkeypatch.setenv("UV", "/no/uv/here")
+    python = build()
     assert subprocess.run([python, "-c", "print(1)"], capture_output=True, check=True).stdout == b"1\n"
     assert num_installs(tmp_path) == 1
 
@@ -130,10 +132,10 @@ def test_what_stops_an_install_is_named_with_what_to_do_and_is_tried_again(build
     with pytest.raises(ConfigError, match=rf"uv ended with code 2(.|\n)*no version of numpie(.|\n)*{log}"):
         build('echo "no version of numpie"; exit 2', log_file=log)
     assert build().exists()
-    monkeypatch.delenv("UV", raising=False)
+    monkeypatch.delenv("UV")
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"uv was not found(.|\n)*pip install uv"):
-        build(uv=None, again=True)
+        build(again=True)
     (tmp_path / "file").touch()  # where a folder is to be
     with pytest.raises(ConfigError, match=rf"installed in {tmp_path}/file/environments.*set XDG_CACHE_HOME"):
         build(cache=tmp_path / "file")

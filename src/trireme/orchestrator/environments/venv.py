@@ -131,7 +131,6 @@ def environment_python(
     source: EnvironmentSource,
     *,
     cache: Path | None = None,
-    uv: str | None = None,
     log_file: Path | None = None,
     again: bool = False,
 ) -> Path:
@@ -151,7 +150,7 @@ def environment_python(
     if again or not _is_complete(venv):
         with _locked(venv.with_name(f"{venv.name}.lock"), source):
             if again or not _is_complete(venv):  # another process may have built it while we waited
-                _build(venv, source, uv=uv, log_file=log_file or venv.with_name(f"{venv.name}.log"))
+                _build(venv, source, log_file=log_file or venv.with_name(f"{venv.name}.log"))
     return _python(venv)
 
 
@@ -248,10 +247,10 @@ def _locked(lock: Path, source: EnvironmentSource) -> Iterator[None]:
         yield
 
 
-def _build(venv: Path, source: EnvironmentSource, *, uv: str | None, log_file: Path) -> None:
+def _build(venv: Path, source: EnvironmentSource, *, log_file: Path) -> None:
     """Build in place, as a virtual environment cannot be moved. It counts once the marker file is in it."""
     assert source.folder is not None
-    uv = uv or os.environ.get("UV") or shutil.which("uv")
+    uv = os.environ.get("UV") or shutil.which("uv")
     if not uv:
         raise ConfigError(
             "uv was not found (the variable UV is not set and no `uv` is on PATH) - expected uv, which installs the "
