@@ -80,10 +80,7 @@ def assistant_message(content: str, reasoning: str | None, tool_calls: Iterable[
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if reasoning:
         message["reasoning_content"] = reasoning
-    calls = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in tool_calls
-    ]
+    calls = [call.to_chat() for call in tool_calls]
     return message | ({"tool_calls": calls} if calls else {})
 
 

@@ -13,7 +13,6 @@ from trireme.orchestrator.gateway.dialects.turn import (
     Event,
     Message,
     Refused,
-    ToolCall,
     Turn,
     TurnRequest,
     as_messages,
@@ -88,17 +87,13 @@ def read_tools(tools: Any) -> list[dict[str, Any]]:
 
 def answer(turn: Turn, request: TurnRequest) -> dict[str, Any]:
     """Write a turn as a completion."""
-    message = {"role": "assistant", "content": turn.content if turn.content or not turn.calls else None}
+    message: Message = {"role": "assistant", "content": turn.content if turn.content or not turn.calls else None}
     if turn.reasoning:
         message["reasoning_content"] = turn.reasoning
     if turn.calls:
-        message["tool_calls"] = list(map(_write_call, turn.calls))  # type: ignore[assignment]
+        message["tool_calls"] = [call.to_chat() for call in turn.calls]
     choice = {"index": 0, "message": message, "finish_reason": turn.finish, "logprobs": None}
     return _head(turn, "chat.completion") | {"choices": [choice], "usage": _usage(turn)}
-
-
-def _write_call(call: ToolCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def events(turn: Turn, request: TurnRequest) -> Iterator[Event]:
@@ -114,7 +109,7 @@ def events(turn: Turn, request: TurnRequest) -> Iterator[Event]:
     if turn.content:
         yield chunk({"content": turn.content})
     for place, call in enumerate(turn.calls):
-        yield chunk({"tool_calls": [{"index": place} | _write_call(call)]})
+        yield chunk({"tool_calls": [{"index": place} | call.to_chat()]})
     yield chunk({}, turn.finish)
     if request.with_usage:
         yield None, head | {"choices": [], "usage": _usage(turn)}

@@ -48,6 +48,10 @@ class ToolCall:
     name: str
     arguments: str  # JSON text as the model wrote it, perhaps invalid: the environment handles that
 
+    def to_chat(self) -> dict[str, Any]:
+        """Return the call as chat messages have it."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
 
 @dataclass(frozen=True)
 class Tool:
@@ -224,7 +228,7 @@ def nested_call(call_id: Any, name: Any, arguments: Any, *, where: str) -> dict[
     if not isinstance(name, str) or not isinstance(call_id, str):
         raise Refused("invalid", f"{where}: a tool call without a name or an id, expected both as text")
     text = arguments if isinstance(arguments, str) else json.dumps({} if arguments is None else arguments)
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
+    return ToolCall(call_id, name, text).to_chat()
 
 
 def as_messages(value: Any, *, where: str) -> list[dict[str, Any]]:
