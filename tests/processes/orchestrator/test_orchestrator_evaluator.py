@@ -110,10 +110,11 @@ def test_so_many_versions_are_due(tmp_path, evaluation, due):
 
 def test_an_environment_that_is_trained_on_keeps_three_quarters_of_its_own_places_for_training(tmp_path):
     def slots(num_environments: int, *, is_trained_on: bool, group_rewards: bool = False, **sizes: int) -> int:
-        config = build_config(tmp_path, orchestrator={"eval": {"rollouts_per_example": 3}} | sizes)
+        env = [{"id": "say.py", "name": f"say-{number}"} for number in range(num_environments)]
+        evaluation = {"rollouts_per_example": 3} | ({} if is_trained_on else {"env": env})
+        config = build_config(tmp_path, orchestrator={"eval": evaluation, "env": env} | sizes)
         own = SimpleNamespace(config=SimpleNamespace(max_concurrent=8), group_rewards=group_rewards)
-        how = {"num_environments": num_environments, "is_trained_on": is_trained_on}
-        return max_concurrent_rollouts(config, own, **how)
+        return max_concurrent_rollouts(config, own)
 
     assert slots(1, is_trained_on=True) == 2
     assert slots(4, is_trained_on=False) == 1024 // 4 // 4

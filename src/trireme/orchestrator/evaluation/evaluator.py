@@ -157,9 +157,11 @@ class Evaluator:
         path = results_path(self.config.paths, version, environment.name)
         file = EvalResultsFile(path, partial=f".{path.stem}.{digest}.partial")
         self._num_begun += 1
-        num_rollouts = evaluation.rollouts_per_example
         extent = read_extent(
-            environment, split="eval", num_examples=evaluation.num_examples, rollouts_per_example=num_rollouts
+            environment,
+            split="eval",
+            num_examples=evaluation.num_examples,
+            rollouts_per_example=evaluation.rollouts_per_example,
         )
         specs = extent.specs(f"eval-{environment.name}", group_suffix=f"/{self._num_begun}")
         results = await asyncio.to_thread(file.read_partial)
@@ -187,12 +189,7 @@ class Evaluator:
             keep,
             scored_together=environment.group_rewards,
             max_attempts=self.config.orchestrator.max_rollout_attempts,
-            max_concurrent=max_concurrent_rollouts(
-                self.config,
-                environment,
-                num_environments=len(self.environments),
-                is_trained_on=not evaluation.env,
-            ),
+            max_concurrent=max_concurrent_rollouts(self.config, environment),
         )
         ordered = [results[spec.key] for spec in specs]
         if errors := [result.error for result in ordered if result.error is not None]:
@@ -213,9 +210,7 @@ class Evaluator:
         await asyncio.to_thread(self.runner.wait_for_room, what, self.config.paths.root, write)
 
 
-def max_concurrent_rollouts(
-    config: RunConfig, environment: Environment, *, num_environments: int, is_trained_on: bool
-) -> int:
+def max_concurrent_rollouts(config: RunConfig, environment: Environment) -> int:
     """Return how many rollouts of this environment an evaluation runs at once; the other slots stay training's.
 
     Rollouts that are scored together wait for each other, so there is room for a group of them in any case.
@@ -223,7 +218,7 @@ def max_concurrent_rollouts(
     evaluation = config.orchestrator.eval
     assert evaluation is not None
     total = evaluation.max_concurrent or config.orchestrator.max_concurrent // SHARE
-    own = total // num_environments
-    if is_trained_on:
+    own = total // len(evaluation.env or config.orchestrator.env)
+    if not evaluation.env:  # those that are trained on
         own = min(own, environment.config.max_concurrent // SHARE)
     return max(own, evaluation.rollouts_per_example if environment.group_rewards else 1)
