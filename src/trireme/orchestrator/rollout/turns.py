@@ -9,7 +9,6 @@ cannot be parsed stays text: the rollout continues, and the environment decides 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,30 +143,18 @@ def split_tool_calls(text: str, turn: int) -> tuple[str, list[ToolCall]]:
     if BEGIN not in text:
         return text, []
     calls: list[ToolCall] = []
-    rest = []
-    for before, written in _parts(text):
-        rest.append(before)
-        if written is None:
-            continue
+    rest, at = "", 0
+    # no regular expression: one that backtracks takes hours for a tag that is never closed
+    while (begin := text.find(BEGIN, at)) >= 0 and (end := text.find(END, begin)) >= 0:
+        rest, written = rest + text[at:begin], text[begin + len(BEGIN) : end]
+        at = end + len(END)
         try:
             name, arguments = _read_call(written.strip())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            rest.append(f"{BEGIN}{written}{END}")
+            rest += text[begin:at]
         else:
             calls.append(ToolCall(id=call_id(turn, len(calls)), name=name, arguments=arguments))
-    return "".join(rest).strip(), calls
-
-
-def _parts(text: str) -> Iterator[tuple[str, str | None]]:
-    """Yield (text before a call, text between its tags) for each call, then (text after all calls, None).
-
-    One pass over the text. A regular expression that backtracks takes hours for a tag that is never closed.
-    """
-    at = 0
-    while (begin := text.find(BEGIN, at)) >= 0 and (end := text.find(END, begin + len(BEGIN))) >= 0:
-        yield text[at:begin], text[begin + len(BEGIN) : end]
-        at = end + len(END)
-    yield text[at:], None
+    return (rest + text[at:]).strip(), calls
 
 
 def _read_call(written: str) -> tuple[str, str]:
