@@ -103,9 +103,7 @@ class WeightUpdates:
         update = self._update
         if (failure := update.failure_before_sent()) is not None:
             return _answer_failure(failure)
-        if not await is_done_soon(update.prepared):
-            return NotYet(note=update.note)
-        return self._answer(update.prepared)
+        return await self._answer(update, update.prepared)
 
     async def sent(self, message: PolicySent) -> Reply:
         """Answer `PolicySent`."""
@@ -114,12 +112,11 @@ class WeightUpdates:
             return Again(reason=f"version {message.version} was announced to an orchestrator that is no more")
         if problem := check_digests(update.message, message):
             return Refusal(error=problem)
-        confirmed = update.confirm(message)
-        if not await is_done_soon(confirmed):
-            return NotYet(note=update.note)
-        return self._answer(confirmed)
+        return await self._answer(update, update.confirm(message))
 
-    def _answer(self, task: asyncio.Task[Go] | asyncio.Task[Live] | asyncio.Task[Go | Live]) -> Reply:
+    async def _answer(self, update: Update, task: asyncio.Task[Live] | asyncio.Task[Go | Live]) -> Reply:
+        if not await is_done_soon(task):
+            return NotYet(note=update.note)
         error = task.exception()
         if error is None:
             return task.result()
@@ -188,8 +185,7 @@ class Update:
     epoch: str = ""
     confirmed: asyncio.Task[Live] | None = None
     _targets: list[Engine] = field(default_factory=list)
-    _lives: dict[str, int] = field(default_factory=dict)
-    _peers: frozenset[tuple[str, int]] = frozenset()  # address and life of each engine in the transfer's group
+    _lives: dict[str, int] = field(default_factory=dict)  # of the engines in the transfer's group, by address
     _joins: bool = True  # a new group; else that of the attempt before
     _paused_since: dict[str, float] = field(default_factory=dict)
     _receiving: dict[str, asyncio.Task[bool]] = field(default_factory=dict)
@@ -252,10 +248,9 @@ class Update:
             return Live(version=self.message.version)
         self.note = "engines get ready"
         self._lives = {engine.url: engine.life for engine in self._targets}
-        self._peers = frozenset((engine.url, engine.life) for engine in self._targets)
         before, self.before = self.before, None
         # reuse the connections of the attempt before, where it went well between the very same processes
-        self._joins = before is None or not before.can_be_followed_by(self.message, self._peers)
+        self._joins = before is None or not before.can_be_followed_by(self)
         if before is None or self._joins:  # unique: no peer may take another orchestrator's epoch for ours
             self.epoch = f"{self.message.incarnation}/{uuid.uuid4().hex[:12]}"
         else:
@@ -270,9 +265,9 @@ class Update:
         reach("update.told")
         return Go(version=self.message.version, epoch=self.epoch, world_size=world_size)
 
-    def can_be_followed_by(self, message: PolicyReady, peers: frozenset[tuple[str, int]]) -> bool:
+    def can_be_followed_by(self, other: Update) -> bool:
         went_well = self.confirmed is not None and self.confirmed.done() and self.is_confirming
-        return went_well and message.incarnation == self.message.incarnation and peers == self._peers
+        return went_well and other.message.incarnation == self.message.incarnation and other._lives == self._lives
 
     async def _receive(self, engine: Engine, rank_offset: int, world_size: int) -> bool:
         """Return whether the engine has loaded all of it already, or only taken it in."""
