@@ -69,8 +69,7 @@ async def _serve(pipe: Any, options: Namespace, folder: Path) -> None:
     from trireme.config.orchestrator import Agent, Sampling
     from trireme.config.run import RunConfig
     from trireme.journal.requests import RequestLog
-    from trireme.journal.turns import TurnLog, turns_file
-    from trireme.orchestrator.engines.pool import Generation
+    from trireme.journal.turns import Generation, TurnLog, turns_file
     from trireme.orchestrator.environments.agent_session import AgentSession
     from trireme.orchestrator.environments.programs import listen
     from trireme.orchestrator.environments.wire import RunTask

@@ -17,7 +17,7 @@ from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Sampling
 from trireme.config.run import RunConfig
 from trireme.journal.records import Rollout
-from trireme.orchestrator.engines.pool import Generation
+from trireme.journal.turns import Generation
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec
 from trireme.tools.environments.sessions import SessionWatch

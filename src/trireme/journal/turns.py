@@ -20,7 +20,7 @@ import zlib
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -36,8 +36,27 @@ MISSING = "missing"
 UNSAFE = re.compile(r"[^\w.-]")
 
 
-class TurnRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One turn of the model.
+class Generation(msgspec.Struct, omit_defaults=True):
+    """One turn of the model, as an engine sampled it."""
+
+    ids: list[int]  # [C]
+    logprobs: list[float]  # [C] under the distribution that was sampled from
+    versions: list[int]  # [C] policy version of each token
+    finish_reason: str  # "stop", "length", "repetition"
+    stop_reason: int | str | None = None  # the stop token or string that ended it; None at the end of sequence
+    kept: list[list[int]] | None = None  # [C] what each token was chosen from; None where from the whole vocabulary
+    routes: np.ndarray | None = None  # [N, layers, experts] see `routes_of`; None where not asked for
+    cut: Literal["max_tokens", "context_full"] | None = None  # what it ran out of
+
+    @property
+    def spoken(self) -> list[int]:
+        """Its tokens without the one that ended the turn, which is no part of its text."""
+        ended = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
+        return self.ids[:-1] if ended else self.ids
+
+
+class TurnRecord(Generation, kw_only=True, omit_defaults=True):
+    """A turn with its prompt and its message, as it is on disk.
 
     Example:
         TurnRecord(prompt="9f8a…", ids=[7, 2], logprobs=[-0.1, -0.2], versions=[3, 3], finish_reason="stop",
@@ -45,15 +64,7 @@ class TurnRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     """
 
     prompt: str  # `prompt_digest`
-    ids: list[int]  # [C]
-    logprobs: list[float]  # [C]
-    versions: list[int]  # [C]
-    finish_reason: str
-    stop_reason: int | str | None = None
-    cut: str | None = None
-    kept: list[list[int]] | None = None
-    routes: np.ndarray | None = None  # flat, where experts are replayed
-    routes_shape: tuple[int, ...] = ()  # [N, layers, experts]
+    routes_shape: tuple[int, ...] = ()  # of `routes`, which are flat once they are read
     message: dict[str, Any]  # as the environment is shown it
 
 

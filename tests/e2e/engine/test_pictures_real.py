@@ -23,8 +23,9 @@ from tiny_tokenizer import write_seeing_tokenizer
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
 from trireme.journal.pictures import PictureFiles, rules_of_model
+from trireme.journal.turns import Generation
 from trireme.messages import Picture
-from trireme.orchestrator.engines.pool import Generation, with_placeholders
+from trireme.orchestrator.engines.pool import with_placeholders
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.pictures import ConversationPictures
 from trireme.orchestrator.rollout.trajectory import Trajectory

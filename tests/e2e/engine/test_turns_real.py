@@ -11,7 +11,8 @@ from real_run import REPOSITORY, SharedEngine, run_apart
 from trireme.base.waiting import Waits
 from trireme.config.inference import InferenceModel
 from trireme.config.orchestrator import Sampling
-from trireme.orchestrator.engines.pool import Generation, InferencePool, open_inference_pool
+from trireme.journal.turns import Generation
+from trireme.orchestrator.engines.pool import InferencePool, open_inference_pool
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.sampling import TurnSampling
 from trireme.orchestrator.rollout.turns import ModelMessage, TurnReader

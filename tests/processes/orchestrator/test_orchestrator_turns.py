@@ -27,8 +27,9 @@ from trireme.config.run import RunConfig
 from trireme.journal.message_text import PREFIX
 from trireme.journal.pictures import PictureFiles, pictures_folder, rules_of_model
 from trireme.journal.records import Rollout
+from trireme.journal.turns import Generation
 from trireme.messages import Picture, Tokens
-from trireme.orchestrator.engines.pool import Generation, OverlongPrompt, open_inference_pool
+from trireme.orchestrator.engines.pool import OverlongPrompt, open_inference_pool
 from trireme.orchestrator.engines.responses import Called, CalledFunction, Message
 from trireme.orchestrator.environments.wire import Ask, Done, Reply, assistant_message
 from trireme.orchestrator.gateway.dialects.turn import ToolCall

@@ -14,9 +14,9 @@ from tiny_tokenizer import CHATML, END, write_tokenizer
 from trireme.base.errors import ConfigError
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
+from trireme.journal.turns import Generation
 from trireme.messages import COLUMNS, Routed, Tokens, build_tokens, concat_tokens, decode_as, encode
 from trireme.orchestrator.engines import expert_routes
-from trireme.orchestrator.engines.generation import Generation
 from trireme.orchestrator.engines.pool import open_inference_pool
 from trireme.orchestrator.engines.responses import BadAnswer, Choice, read_response
 from trireme.orchestrator.rollout.chat import ChatTokenizer

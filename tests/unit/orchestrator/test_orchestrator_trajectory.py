@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tiny_tokenizer import CHATML, END, LLAMA_3, QWEN_3, write_tokenizer
 from trireme.journal.message_text import for_template
-from trireme.journal.turns import prompt_digest
-from trireme.orchestrator.engines.pool import Generation, OverlongPrompt
+from trireme.journal.turns import Generation, prompt_digest
+from trireme.orchestrator.engines.pool import OverlongPrompt
 from trireme.orchestrator.gateway.dialects.turn import ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.continuation import Rewritten

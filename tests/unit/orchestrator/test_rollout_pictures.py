@@ -14,9 +14,9 @@ from trireme.algo.pictures import collapse
 from trireme.config.model.vision import MOST_PICTURES
 from trireme.journal.message_text import PREFIX
 from trireme.journal.pictures import PictureFiles, rules_of_model, to_data_uri
-from trireme.journal.turns import TurnRecord, compare_turns, prompt_digest
+from trireme.journal.turns import Generation, TurnRecord, compare_turns, prompt_digest
 from trireme.messages import Picture
-from trireme.orchestrator.engines.pool import Generation, with_placeholders
+from trireme.orchestrator.engines.pool import with_placeholders
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.pictures import ConversationPictures, read_messages
 from trireme.orchestrator.rollout.trajectory import Trajectory

@@ -1,34 +1,10 @@
-"""One turn of the model, read from an engine's answer."""
+"""Read one turn of the model from an engine's answer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
-import numpy as np
-
+from trireme.journal.turns import Generation
 from trireme.orchestrator.engines.expert_routes import ExpertShape, routes_of
 from trireme.orchestrator.engines.responses import Choice, kept_of
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One model turn."""
-
-    ids: list[int]  # [C]
-    logprobs: list[float]  # [C] under the distribution that was sampled from
-    versions: list[int]  # [C] policy version of each token
-    finish_reason: str  # "stop", "length", "repetition"
-    stop_reason: int | str | None = None  # the stop token or string that ended it; None at the end of sequence
-    kept: list[list[int]] | None = None  # [C] what each token was chosen from; None where from the whole vocabulary
-    routes: np.ndarray | None = None  # [N, layers, experts] see `routes_of`; None where not asked for
-    cut: Literal["max_tokens", "context_full"] | None = None  # what it ran out of
-
-    @property
-    def spoken(self) -> list[int]:
-        """Its tokens without the one that ended the turn, which is no part of its text."""
-        ended = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
-        return self.ids[:-1] if ended else self.ids
 
 
 class Unconfirmed(Exception):

@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import aiohttp
@@ -28,10 +28,11 @@ from trireme.algo.pictures import collapse
 from trireme.base.errors import DeadlineExceeded, PeerDied, message_of
 from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
+from trireme.journal.turns import Generation
 from trireme.messages import Picture
 from trireme.orchestrator.engines.engine import LARGEST_ANSWER, REQUEST_ERRORS, Engine, open_engine_session, words_of
 from trireme.orchestrator.engines.expert_routes import ExpertShape
-from trireme.orchestrator.engines.generation import Generation, Unconfirmed, largest_answer, read_turn
+from trireme.orchestrator.engines.generation import Unconfirmed, largest_answer, read_turn
 from trireme.orchestrator.engines.responses import (
     Message,
     Parsed,
@@ -146,7 +147,7 @@ class InferencePool:
         async with self.slots:
             turn = await self._retry(ask)
         if turn.finish_reason == "length" and len(turn.ids) >= max_tokens:
-            return replace(turn, cut="context_full" if max_tokens == room else "max_tokens")
+            turn.cut = "context_full" if max_tokens == room else "max_tokens"
         return turn
 
     def _model(self) -> dict[str, str]:

@@ -25,8 +25,8 @@ from trireme.config.run import RunConfig
 from trireme.journal.pictures import PictureFiles, pictures_folder, rules_of_model
 from trireme.journal.records import Rollout
 from trireme.journal.requests import RequestLog
-from trireme.journal.turns import TurnLog, TurnRecord, newest_attempts, prompt_digest, turns_file
-from trireme.orchestrator.engines.pool import Generation, InferencePool, OverlongPrompt
+from trireme.journal.turns import Generation, TurnLog, TurnRecord, newest_attempts, prompt_digest, turns_file
+from trireme.orchestrator.engines.pool import InferencePool, OverlongPrompt
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Done, FinishReason, Reply, RunTask, Split
@@ -395,15 +395,9 @@ class _Conversation:
         return {reason: sorted(found.elements()) for reason, found in why.items() if found}
 
 
-_COLUMNS = ("ids", "logprobs", "versions", "finish_reason", "stop_reason", "kept", "cut")
-
-
 def _to_record(prompt: str, turn: Generation, message: ModelMessage) -> TurnRecord:
-    routes: dict[str, Any] = {}
-    if turn.routes is not None:
-        routes = {"routes": turn.routes.reshape(-1), "routes_shape": turn.routes.shape}
-    columns = {name: getattr(turn, name) for name in _COLUMNS}
-    return TurnRecord(prompt=prompt, message=message.to_message(), **columns, **routes)
+    shape = () if turn.routes is None else turn.routes.shape
+    return TurnRecord(**msgspec.structs.asdict(turn), prompt=prompt, message=message.to_message(), routes_shape=shape)
 
 
 def _read_record(record: TurnRecord) -> tuple[Generation, ModelMessage]:
@@ -412,4 +406,4 @@ def _read_record(record: TurnRecord) -> tuple[Generation, ModelMessage]:
     calls = [ToolCall(id=call["id"], **call["function"]) for call in given.get("tool_calls", ())]
     message = ModelMessage(given["content"], given.get("reasoning_content"), tuple(calls))
     routes = None if record.routes is None else record.routes.reshape(record.routes_shape)
-    return Generation(**{name: getattr(record, name) for name in _COLUMNS}, routes=routes), message
+    return msgspec.structs.replace(record, routes=routes), message

@@ -25,10 +25,9 @@ import numpy as np
 from trireme.algo.pictures import expand
 from trireme.journal.message_text import pictures_in
 from trireme.journal.records import AgentRun, Branch
-from trireme.journal.turns import PromptDigests
+from trireme.journal.turns import Generation, PromptDigests
 from trireme.messages import Kept, Picture, Tokens, build_tokens
 from trireme.orchestrator.engines.expert_routes import to_routed
-from trireme.orchestrator.engines.pool import Generation
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.continuation import Rewritten, text_after, text_after_any_turn
 from trireme.orchestrator.rollout.pictures import ConversationPictures

@@ -14,7 +14,8 @@ from typing import Any
 
 from trireme.base.log import get_logger
 from trireme.config.inference import InferenceModel
-from trireme.orchestrator.engines.pool import Generation, InferencePool
+from trireme.journal.turns import Generation
+from trireme.orchestrator.engines.pool import InferencePool
 from trireme.orchestrator.engines.responses import Message
 from trireme.orchestrator.environments.wire import assistant_message
 from trireme.orchestrator.gateway.dialects.turn import ToolCall
