@@ -7,6 +7,7 @@ earlier turns.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jinja2
@@ -21,71 +22,82 @@ class Rewritten(Exception):
     """The chat template renders the turn, or what came before, differently in a longer conversation. Says how."""
 
 
-def text_after(
-    tokenizer: ChatTokenizer,
-    messages: list[dict[str, Any]],
-    *,
-    num_past: int,
-    reply: ModelMessage,
-    sampled: list[int],
-    tools: list[dict] | None,
-) -> str:
-    """Return the text between the last sampled token and the beginning of the model's next turn.
+@dataclass(frozen=True)
+class Continuation:
+    """A conversation that continues after a sampled turn."""
 
-    Args:
-        messages: the conversation, with the turn at `num_past`.
-        reply: that turn, as the environment was shown it.
-        sampled: the tokens of that turn.
+    tokenizer: ChatTokenizer
+    messages: list[dict[str, Any]]  # with the turn at `num_past`
+    num_past: int
+    sampled: list[int]  # the tokens of the turn
+    tools: list[dict] | None
 
-    Raises: Rewritten.
-    """
-    raw = tokenizer.decode(sampled, keep_special=True)
-    before = tokenizer.render(messages[:num_past], tools=tools, generate=True)
-    now = tokenizer.render(messages, tools=tools, generate=True)
-    if now.startswith(before + raw):
-        return now[len(before + raw) :]
-    with_turn = tokenizer.render(messages[: num_past + 1], tools=tools, generate=False)
-    _check_grows(before, with_turn)
-    # whitespace and the form of tool calls are up to the template
-    rendered = "".join(with_turn[len(before) :].split())
-    for part in (reply.reasoning or "", reply.content, *(call.name for call in reply.tool_calls)):
-        if "".join(part.split()) not in rendered:
-            raise Rewritten(f"{part[:60]!r} is no longer there")
-    _check_grows(with_turn, now)
-    end = _end_of_turn(tokenizer, messages[:num_past], with_turn[len(before) :], sampled, tools)
-    return end + now[len(with_turn) :]
+    def text_after(self, reply: ModelMessage) -> str:
+        """Return the text between the last sampled token and the beginning of the model's next turn.
 
+        Args:
+            reply: the turn, as the environment was shown it.
 
-def text_after_any_turn(
-    tokenizer: ChatTokenizer,
-    messages: list[dict[str, Any]],
-    *,
-    num_past: int,
-    sampled: list[int],
-    tools: list[dict] | None,
-) -> str:
-    """Return the text that follows a turn, where the template writes the turn itself in another way than the model did.
+        Raises: Rewritten.
+        """
+        raw = self.tokenizer.decode(self.sampled, keep_special=True)
+        before = self._render(self.messages[: self.num_past], generate=True)
+        now = self._render(self.messages, generate=True)
+        if now.startswith(before + raw):
+            return now[len(before + raw) :]
+        with_turn = self._render(self.messages[: self.num_past + 1], generate=False)
+        _check_grows(before, with_turn)
+        # whitespace and the form of tool calls are up to the template
+        rendered = "".join(with_turn[len(before) :].split())
+        for part in (reply.reasoning or "", reply.content, *(call.name for call in reply.tool_calls)):
+            if "".join(part.split()) not in rendered:
+                raise Rewritten(f"{part[:60]!r} is no longer there")
+        _check_grows(with_turn, now)
+        return self._end_of_turn(with_turn[len(before) :]) + now[len(with_turn) :]
 
-    The turn is replaced by one of plain text, so nothing depends on its thinking and its calls.
+    def text_after_any_turn(self) -> str:
+        """Return the text that follows the turn, where the template writes it in another way than the model did.
 
-    Args:
-        messages: the conversation, with the turn at `num_past`.
-        sampled: the tokens of that turn.
+        The turn is replaced by one of plain text, so nothing depends on its thinking and its calls.
 
-    Raises: Rewritten where the template does not render a plain turn there.
-    """
-    plain = [*messages[:num_past], {"role": "assistant", "content": _MARK}, *messages[num_past + 1 :]]
-    try:
-        text = tokenizer.render(plain, tools=tools, generate=True)
-    except jinja2.TemplateError as error:
-        raise Rewritten(f"it cannot render a plain turn here: {error}") from error
-    if _MARK not in text:
-        raise Rewritten("a plain turn is no longer there")
-    after = text[text.rfind(_MARK) + len(_MARK) :]
-    last = tokenizer.decode(sampled[-1:], keep_special=True)
-    if last and tokenizer.is_special(sampled[-1]) and after.lstrip().startswith(last):
-        return after.lstrip()[len(last) :]
-    return after
+        Raises: Rewritten where the template does not render a plain turn there.
+        """
+        after, last = self._after_plain_turn(self.messages[self.num_past + 1 :], generate=True), self._ending_token()
+        if last and after.lstrip().startswith(last):
+            return after.lstrip()[len(last) :]
+        return after
+
+    def _end_of_turn(self, rendered: str) -> str:
+        """Return what the template writes after the turn, without the token that ended it, where that was sampled.
+
+        Args:
+            rendered: the turn, as the template writes it.
+        """
+        if (last := self._ending_token()) and last in rendered:
+            return rendered[rendered.rfind(last) + len(last) :]
+        end = self._after_plain_turn([], generate=False)
+        if not rendered.endswith(end):
+            raise Rewritten(f"a turn ends in {rendered[-40:]!r}, a plain one in {end[-40:]!r}")
+        return end
+
+    def _ending_token(self) -> str:
+        """Return the special token that ended the turn, as text; an empty text where none did."""
+        is_ended = bool(self.sampled) and self.tokenizer.is_special(self.sampled[-1])
+        return self.tokenizer.decode(self.sampled[-1:], keep_special=True) if is_ended else ""
+
+    def _after_plain_turn(self, later: list[dict[str, Any]], *, generate: bool) -> str:
+        """Return what the template writes after a turn of plain text in place of this one. Raises: Rewritten."""
+        plain = [*self.messages[: self.num_past], {"role": "assistant", "content": _MARK}, *later]
+        try:
+            text = self._render(plain, generate=generate)
+        except jinja2.TemplateError as error:
+            raise Rewritten(f"it cannot render a plain turn here: {error}") from error
+        if _MARK not in text:
+            raise Rewritten("a plain turn is no longer there")
+        return text[text.rfind(_MARK) + len(_MARK) :]
+
+    def _render(self, messages: list[dict[str, Any]], *, generate: bool) -> str:
+        return self.tokenizer.render(messages, tools=self.tools, generate=generate)
 
 
 def _check_grows(shorter: str, longer: str) -> None:
@@ -94,28 +106,3 @@ def _check_grows(shorter: str, longer: str) -> None:
         place = next((place for place, pair in enumerate(zip(shorter, longer, strict=False)) if pair[0] != pair[1]), 0)
         was, is_now = shorter[max(0, place - 20) : place + 40], longer[max(0, place - 20) : place + 40]
         raise Rewritten(f"{was!r} became {is_now!r}")
-
-
-def _end_of_turn(
-    tokenizer: ChatTokenizer,
-    past: list[dict[str, Any]],
-    rendered: str,
-    sampled: list[int],
-    tools: list[dict] | None,
-) -> str:
-    """Return what the template writes after a turn, without the token that ended it, where that was sampled.
-
-    Args:
-        rendered: the turn, as the template writes it.
-    """
-    last = tokenizer.decode(sampled[-1:], keep_special=True)
-    if last and tokenizer.is_special(sampled[-1]) and last in rendered:
-        return rendered[rendered.rfind(last) + len(last) :]
-    try:
-        marked = tokenizer.render([*past, {"role": "assistant", "content": _MARK}], tools=tools, generate=False)
-    except jinja2.TemplateError as error:
-        raise Rewritten(f"it cannot render a plain turn here: {error}") from error
-    end = marked[marked.rfind(_MARK) + len(_MARK) :]
-    if _MARK not in marked or not rendered.endswith(end):
-        raise Rewritten(f"a turn ends in {rendered[-40:]!r}, a plain one in {end[-40:]!r}")
-    return end

@@ -29,7 +29,7 @@ from trireme.journal.turns import Generation, PromptDigests
 from trireme.messages import Kept, Picture, Tokens, build_tokens
 from trireme.orchestrator.engines.expert_routes import to_routed
 from trireme.orchestrator.rollout.chat import ChatTokenizer
-from trireme.orchestrator.rollout.continuation import Rewritten, text_after, text_after_any_turn
+from trireme.orchestrator.rollout.continuation import Continuation, Rewritten
 from trireme.orchestrator.rollout.pictures import ConversationPictures
 from trireme.orchestrator.rollout.turns import ModelMessage
 
@@ -232,13 +232,13 @@ class Trajectory:
     def _text_after(self, turn: _Turn, messages: list[dict[str, Any]], tools: list[dict] | None) -> str:
         """Return the text between a turn and the next. Raises: Rewritten."""
         sampled = turn.sample.ids[turn.begin : turn.end]
-        past = len(turn.messages)
+        continuation = Continuation(self.tokenizer, messages, len(turn.messages), sampled, tools)
         try:
-            return text_after(self.tokenizer, messages, num_past=past, reply=turn.reply, sampled=sampled, tools=tools)
+            return continuation.text_after(turn.reply)
         except Rewritten:
             if self.strategy != "tolerant":
                 raise
-            return text_after_any_turn(self.tokenizer, messages, num_past=past, sampled=sampled, tools=tools)
+            return continuation.text_after_any_turn()
 
     def record(self, question: Question, turn: Generation, reply: ModelMessage) -> None:
         """Add a turn: the tokens that the engine sampled, and the message that the environment is shown."""
