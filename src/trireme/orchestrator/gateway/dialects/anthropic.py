@@ -27,13 +27,7 @@ from trireme.orchestrator.gateway.dialects.turn import (
     whole_json,
 )
 
-SAMPLING = {
-    "max_tokens": "max_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "stop_sequences": "stop",
-}
+SAMPLING = {name: name for name in ("max_tokens", "temperature", "top_p", "top_k")} | {"stop_sequences": "stop"}
 UNPARSED = "__unparsedToolInput"
 """The key under which Claude Code returns arguments that were no JSON."""
 
