@@ -19,7 +19,7 @@ from trireme.orchestrator.environments.open_rollout import AskPolicy, RolloutFai
 from trireme.orchestrator.environments.wire import Ask, Done, Played, Reply, RunTask, assistant_message, check_scores
 from trireme.orchestrator.gateway.dialects.turn import Problem, Refused, Turn, TurnRequest
 from trireme.orchestrator.gateway.server import Gateway, Session, conversation_digest
-from trireme.orchestrator.gateway.sessions import ClientRollout, Outcome, Sessions
+from trireme.orchestrator.gateway.sessions import ClientRollout, Sessions
 
 log = get_logger("environments")
 
@@ -221,7 +221,7 @@ class ClientSession(AgentSession):
         """
         task = self._task
         example = task.split, task.index
-        rollout = ClientRollout(task.task, task.api_key, example, self._num_turns.total, _check_outcome)
+        rollout = ClientRollout(task.task, task.api_key, example, self._num_turns.total, check_scores)
         async with sessions.offer(rollout):
             return await self.watch(run(partial(self._wait_for_outcome, rollout)))
 
@@ -236,7 +236,3 @@ class ClientSession(AgentSession):
             raise RolloutFailed("rollout", f"the client gave it up: {outcome.error:.2000}")
         played = Played(messages=self._longest, reward=outcome.reward, metrics=outcome.metrics)
         return Reply(played=played)
-
-
-def _check_outcome(outcome: Outcome) -> None:
-    check_scores([] if outcome.reward is None else [outcome.reward], outcome.metrics)

@@ -83,7 +83,7 @@ class ClientRollout:
     key: str
     example: Example
     num_turns: Callable[[], int]
-    check: Callable[[Outcome], None]  # raises ValueError
+    check: Callable[[list[float], dict[str, float]], None]  # of rewards and metrics; raises ValueError
 
     def __post_init__(self) -> None:
         self.id = secrets.token_urlsafe(12)
@@ -252,7 +252,7 @@ class Sessions:
             if not rollout.num_turns():
                 raise Refused("invalid", "This session has no model turn to be rewarded. Post an `error` to drop it.")
             try:
-                rollout.check(outcome)
+                rollout.check([] if outcome.reward is None else [outcome.reward], outcome.metrics)
             except ValueError as error:
                 raise Refused("invalid", f"The reward cannot be used: {error}.") from error
         if rollout.outcome.done():  # a second request came while this one was read
