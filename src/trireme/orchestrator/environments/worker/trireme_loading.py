@@ -1,5 +1,6 @@
 """Load an environment from a module's name or a file's path, and detect its kind unless that is given."""
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -106,8 +107,7 @@ def folder_of(module: str) -> Path:
 def _versions(*packages: str) -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for package in packages:
-        try:
+        # of a file, or a module inside a package, there is none
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
             versions[package] = importlib.metadata.version(package)
-        except (importlib.metadata.PackageNotFoundError, ValueError):  # a file, or a module inside a package
-            continue
     return versions

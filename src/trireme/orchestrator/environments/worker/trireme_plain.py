@@ -40,16 +40,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trireme_pictures import content_of
-from trireme_rollout import (
-    Adapter,
-    Ask,
-    OverlongPrompt,
-    RewardError,
-    as_dict,
-    as_id,
-    checked_group,
-    checked_scores,
-)
+from trireme_rollout import Adapter, Ask, OverlongPrompt, RewardError, as_dict, as_id, checked_group, checked_scores
 
 Example = Mapping[str, Any]
 
@@ -223,11 +214,7 @@ def _callable_name(function: Callable) -> str:
 
 
 def read_examples(source: Any, *, args: dict, name: str) -> list[Example]:
-    """Read and check the examples of a data set.
-
-    Args:
-        source: a list, a function that returns one for these `args`, or None.
-    """
+    """Read and check the examples of a data set: a list, a function that returns one for these `args`, or None."""
     examples = list(source(**args) if callable(source) else source or [])
     for number, example in enumerate(examples):
         if not isinstance(example, Mapping) or "prompt" not in example:

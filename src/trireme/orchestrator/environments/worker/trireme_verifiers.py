@@ -106,10 +106,7 @@ class AskingClient(vf.Client):
         self.place_of: dict[str, int] = {}  # of a response, by its id, among all that was asked
 
     def setup_client(self, config: Any) -> Any:
-        raise TypeError(
-            f"A client of the orchestrator was given {config!r} to set up - expected an `ask` to be made of: it opens "
-            "no connection of its own. Ask through the client that the rollout was given."
-        )
+        raise TypeError(f"this client opens no connection of its own, and was given {config!r}")
 
     async def to_native_tool(self, tool: vf.Tool) -> dict:
         strict = {} if tool.strict is None else {"strict": tool.strict}
