@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 import trireme_sandbox
@@ -36,7 +36,6 @@ REAP_S = 30.0
 
 CHECK_S = 60.0
 """Time for the command that shows whether the runtime works."""
-
 
 CALL_S = 120.0
 """Time for one command of a container engine that runs no program."""
@@ -127,19 +126,21 @@ class Subprocess:
         return Ended(exit_code, stop, output.decode(errors="replace"), round(seconds, 3))
 
     async def _start(self, program: Program, stdin: IO, output: int, report: IO) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            *program.command,
-            cwd=program.folder,
-            env=program.variables | {ROLLOUT: str(program.parent)},
-            stdin=stdin,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+        return await _spawn(program.command, program.variables, program, stdin, output, cwd=program.folder)
 
     def _read_report(self, report: bytes, exit_code: int | None) -> tuple[int | None, str]:
         """Return a program's exit code and how it ended, as its launcher reports them; else the process's own."""
         return exit_code, "agent_ended"
+
+
+async def _spawn(
+    words: list[str], variables: dict[str, str], program: Program, stdin: IO, output: int, **more: Any
+) -> asyncio.subprocess.Process:
+    """Start the process that is, or runs, a program of a rollout."""
+    variables = variables | {ROLLOUT: str(program.parent)}
+    return await asyncio.create_subprocess_exec(
+        *words, env=variables, stdin=stdin, stdout=output, stderr=output, start_new_session=True, **more
+    )
 
 
 class Sandbox(Subprocess):
@@ -219,15 +220,8 @@ class Sandbox(Subprocess):
             file.write(json.dumps(order).encode())
             file.seek(0)
             descriptors = (file.fileno(), report.fileno())
-            return await asyncio.create_subprocess_exec(
-                *(sys.executable, "-E", "-s", "-S", trireme_sandbox.__file__, *map(str, descriptors)),
-                env=kept | {ROLLOUT: str(program.parent)},
-                stdin=stdin,
-                stdout=output,
-                stderr=output,
-                pass_fds=descriptors,
-                start_new_session=True,
-            )
+            words = [sys.executable, "-E", "-s", "-S", trireme_sandbox.__file__, *map(str, descriptors)]
+            return await _spawn(words, kept, program, stdin, output, pass_fds=descriptors)
 
     def _read_report(self, report: bytes, exit_code: int | None) -> tuple[int | None, str]:
         said = {name: value for line in report.splitlines() for name, value in json.loads(line).items()}
@@ -314,15 +308,8 @@ class Container(Subprocess):
         options = [word for each in words for word in ("--env", each)]
         options += ["--workdir", str(program.folder)] if program.folder != Path() else []
         options += ["--user", program.user] if program.user else []
-        return await asyncio.create_subprocess_exec(
-            *(self._agent["runtime"], "exec", "--interactive", *options, _container_of(program.parent)),
-            *program.command,
-            env=os.environ | by_name | {ROLLOUT: str(program.parent)},
-            stdin=stdin,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+        engine = [self._agent["runtime"], "exec", "--interactive", *options, _container_of(program.parent)]
+        return await _spawn([*engine, *program.command], os.environ | by_name, program, stdin, output)
 
     async def build(self, folder: Path) -> str:
         """Return the name of the image of a folder with a Dockerfile. It is built once for the same content."""
