@@ -95,11 +95,8 @@ async def open_teacher(
 ) -> AsyncIterator[Teacher | None]:
     """Connect to the run's teacher; None where it has none.
 
-    Args:
-        max_model_len: of the policy.
-
     Raises: ConfigError where it does not answer, has another tokenizer than the policy, or no longer context than
-        the policy.
+        the policy (`max_model_len`).
     """
     if config is None:
         yield None

@@ -47,8 +47,7 @@ def words_of(answer: bytes) -> str:
 async def open_engine_session(urls: list[str], *, timeout_s: float) -> AsyncIterator[aiohttp.ClientSession]:
     """Open a session with the run's token, whose connections to other machines do not outlive a cut cable.
 
-    Args:
-        timeout_s: of a whole request; a request may set another.
+    A whole request has `timeout_s`, unless it sets another timeout.
     """
     is_far = not all(is_loopback(urlsplit(url).hostname or "") for url in urls)
     connector = aiohttp.TCPConnector(

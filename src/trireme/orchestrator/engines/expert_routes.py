@@ -94,11 +94,7 @@ def _read_array(text: str) -> np.ndarray:
 
 
 def to_routed(chunks: list[np.ndarray], length: int) -> Routed | None:
-    """Join the routes of a sample's beginning; None where there are none.
-
-    Args:
-        length: tokens of the sample.
-    """
+    """Join the routes of the beginning of a sample of `length` tokens; None where there are none."""
     if not chunks:
         return None
     routes = np.concatenate(chunks)

@@ -14,11 +14,6 @@ class Unconfirmed(Exception):
 def largest_answer(*, num_prompt: int, max_tokens: int, num_kept: int, experts: ExpertShape | None) -> int:
     """Return more bytes than an honest answer has: about 80 per token, 100 per candidate of a token, its routes, and
     the prompt where that is asked for.
-
-    Args:
-        num_prompt: tokens of the prompt.
-        num_kept: candidates asked for of each token.
-        experts: of the model, where engines report routes.
     """
     routes = 0 if experts is None else 2 * experts.layers * experts.top_k * experts.dtype.itemsize
     return (4 << 20) + 16 * num_prompt + max_tokens * (1024 + 512 * num_kept) + (num_prompt + max_tokens) * routes

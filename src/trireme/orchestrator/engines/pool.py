@@ -46,8 +46,6 @@ from trireme.orchestrator.engines.responses import (
 
 log = get_logger("engines")
 
-HEALTH_INTERVAL_S = 2.0
-RETRY_S = 1.0  # before a request that an engine dropped is retried
 FIRST = -1  # priority, for vLLM: ahead of all requests that wait for a slot
 
 Answer = TypeVar("Answer")
@@ -79,8 +77,8 @@ class InferencePool:
     live: asyncio.Event = field(default_factory=asyncio.Event)  # set when some engine may be asked, or has gone live
     num_requests: int = 0
     interruptions: int = 0  # times that an engine stopped being live: requests may have been frozen meanwhile
-    retry_s: float = RETRY_S
-    health_interval_s: float = HEALTH_INTERVAL_S
+    retry_s: float = 1.0  # before a request that an engine dropped is retried
+    health_interval_s: float = 2.0
 
     # requests
 
@@ -155,10 +153,7 @@ class InferencePool:
         return {} if self.adapter is None else {"model": self.adapter}
 
     async def parse(self, body: dict[str, Any]) -> Message:
-        """Parse thinking and tool calls of a turn with the engine's own parsers.
-
-        Args:
-            body: a DerenderChatRequest of vLLM.
+        """Parse thinking and tool calls of a turn with the engine's own parsers, by a DerenderChatRequest of vLLM.
 
         Raises:
             ValueError: they cannot, and say why.

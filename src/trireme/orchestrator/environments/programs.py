@@ -165,10 +165,7 @@ class AgentPrograms:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket at which agents reach the policy.
-
-    Args:
-        port: 0 takes a free one.
+    """Return a socket at which agents reach the policy, at a free port where `port` is 0.
 
     Raises: ConfigError where nothing can listen there.
     """

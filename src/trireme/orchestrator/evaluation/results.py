@@ -94,14 +94,11 @@ def move_aside(results: Path) -> None:
 class EvalResultsFile:
     """Results of one evaluation, on disk as they come, so that an evaluation that was killed resumes.
 
-    Until all exist they are in `NAME.jsonl.partial`, in the order in which they came; then in `NAME.jsonl`, sorted.
+    Until all exist they are in `NAME.jsonl.partial`, or in the file `partial` beside that, in the order in which they
+    came; then in `NAME.jsonl`, sorted.
     """
 
     def __init__(self, path: Path, *, partial: str | None = None) -> None:
-        """
-        Args:
-            partial: another name for the file of those that have come.
-        """
         self.path = path
         self.partial = path.with_name(partial or f"{path.name}.partial")
 

@@ -77,12 +77,6 @@ Ask = Callable[[TurnRequest, str, bool], Coroutine[Any, Any, Turn]]
 Its arguments are the request, its digest, and whether the client may have sent it before without getting the answer.
 """
 
-Transcript = Callable[[], list[dict[str, Any]]]
-"""Returns the messages of a session's longest conversation."""
-
-Count = Callable[[TurnRequest], Awaitable[int]]
-"""Counts the tokens of a request's prompt, or raises Refused."""
-
 
 @dataclass
 class Session:
@@ -90,8 +84,8 @@ class Session:
 
     name: str
     ask: Ask
-    count: Count
-    transcript: Transcript
+    count: Callable[[TurnRequest], Awaitable[int]]  # the tokens of a request's prompt, or raises Refused
+    transcript: Callable[[], list[dict[str, Any]]]  # returns the messages of the longest conversation
     has_traces: bool = False  # its requests name the agent run that they belong to
     ended: str | None = None  # why no more requests are answered
     num_open: int = 0  # requests that are being answered
@@ -285,11 +279,7 @@ class Gateway:
 
 @asynccontextmanager
 async def open_gateway(listener: socket.socket, host: str) -> AsyncIterator[Gateway]:
-    """Serve sessions at a socket that listens, on the running event loop.
-
-    Args:
-        host: by which agents reach it.
-    """
+    """Serve sessions at a socket that listens, on the running event loop. Agents reach it by the name `host`."""
     gateway = Gateway(f"http://{host}:{listener.getsockname()[1]}")
     config = uvicorn.Config(
         gateway.app,

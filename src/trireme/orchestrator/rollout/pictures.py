@@ -35,13 +35,9 @@ class ConversationPictures:
     def __init__(
         self, rules: PictureRules, files: PictureFiles, *, write: Callable[[Callable[[], str]], str] | None = None
     ) -> None:
-        """
-        Args:
-            write: calls a function that writes a picture, and waits while the disk is full.
-        """
         self.rules = rules
         self._files = files
-        self._write = write or (lambda add: add())
+        self._write = write or (lambda add: add())  # calls what writes a picture, and waits while the disk is full
         self._threads = ThreadPoolExecutor(DECODERS, "pictures")
         self._known: dict[bytes, asyncio.Future[str]] = {}  # digests of pictures by the hash of their data URI
         self.grid = lru_cache(1 << 16)(self._grid)

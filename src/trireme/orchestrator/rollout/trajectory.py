@@ -165,10 +165,7 @@ class Trajectory:
         return len(self._turns)
 
     def ask(self, messages: list[dict[str, Any]], tools: list[dict] | None, trace: str = "") -> Question:
-        """Build the prompt of the next turn. Several turns may be asked for at once.
-
-        Args:
-            messages: as `read_messages` returns them.
+        """Build the prompt of the next turn, from what `read_messages` returns. Several may be asked for at once.
 
         Raises:
             Rewritten: `interleaved`, and the chat template does not continue what it rendered before.
@@ -365,10 +362,7 @@ class Trajectory:
             self._num_asked = number
 
     def token_rewards(self, turn_rewards: list[list[float]]) -> list[np.ndarray]:
-        """Return [T] float32 per sample: rewards at the tokens that they are for, NaN elsewhere. Empty without any.
-
-        Args:
-            turn_rewards: of each turn that was asked for, see `wire.Done`.
+        """Return [T] float32 per sample: rewards (see `wire.Done`) at their tokens, NaN elsewhere. Empty without any.
 
         Raises:
             ValueError: a turn has another number of tokens.

@@ -136,11 +136,7 @@ class TurnReader:
 
 
 def split_tool_calls(text: str, turn: int) -> tuple[str, list[ToolCall]]:
-    """Split a text into the rest and its tool calls. A call that is no JSON stays in the text.
-
-    Args:
-        turn: number of the turn, which makes the ids of the calls unique within a rollout.
-    """
+    """Split the text of the `turn`th turn into the rest and its tool calls. A call that is no JSON stays in it."""
     if BEGIN not in text:
         return text, []
     calls: list[ToolCall] = []

@@ -60,10 +60,7 @@ def text_of(content: str | list[dict] | None) -> str:
 
 
 def with_pictures(messages: list[dict], folder: Path) -> list[dict]:
-    """Return messages whose pictures are all in them.
-
-    Args:
-        folder: whose files may be shown.
+    """Return messages whose pictures are all in them. They may show files of `folder`.
 
     Raises:
         ValueError: a picture is somewhere else, is none by its name, or they are too large together.

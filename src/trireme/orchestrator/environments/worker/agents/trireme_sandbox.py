@@ -247,12 +247,8 @@ def _become_program(order: Order) -> None:
         raise OSError(words) from error
 
 
-def _build_root(folder: str, steps: list[tuple[str, str, str]], most: int) -> None:
-    """Take the steps of a plan below `folder`, which is hidden by that, and make the result the root.
-
-    Args:
-        most: processes at once.
-    """
+def _build_root(folder: str, steps: list[tuple[str, str, str]], num_processes: int) -> None:
+    """Take the steps of a plan below `folder`, which is hidden by that, and make the result the root."""
     held = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("tmpfs", folder, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=4m,mode=755")
@@ -272,7 +268,7 @@ def _build_root(folder: str, steps: list[tuple[str, str, str]], most: int) -> No
         elif step == "tmpfs":
             kernel.mount("tmpfs", path, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, what)
         elif step == "proc":
-            _mount_proc(path, most)
+            _mount_proc(path, num_processes)
         else:
             source = f"/proc/self/fd/{held}{what.removeprefix(folder)}" if step == "write" else what
             kernel.mount(source, path, None, kernel.MS_BIND | (0 if step == "write" else kernel.MS_REC))
@@ -283,7 +279,7 @@ def _build_root(folder: str, steps: list[tuple[str, str, str]], most: int) -> No
     kernel.make_read_only("/", recursive=False)
 
 
-def _mount_proc(path: str, most: int) -> None:
+def _mount_proc(path: str, num_processes: int) -> None:
     """Show its own processes. The mount is read-only: the kernel's settings there ask for root's id alone."""
     try:
         kernel.mount("proc", path, "proc", kernel.MS_NOSUID | kernel.MS_NODEV)
@@ -291,7 +287,7 @@ def _mount_proc(path: str, most: int) -> None:
         return
     if tuple(map(int, os.uname().release.split(".")[:2])) >= PID_MAX_OF_NAMESPACE:
         with contextlib.suppress(OSError):  # for root: of an ordinary user, RLIMIT_NPROC counts
-            _write(f"{path}/sys/kernel/pid_max", str(max(most, LEAST_PID_MAX)))
+            _write(f"{path}/sys/kernel/pid_max", str(max(num_processes, LEAST_PID_MAX)))
     kernel.make_read_only(path, recursive=True)
 
 
