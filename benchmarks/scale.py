@@ -33,7 +33,7 @@ from trireme.journal.rank_shares import Shares
 from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.messages import Heartbeat, build_tokens, decode_request, encode
 from trireme.orchestrator.engines.generation import read_turn
-from trireme.orchestrator.engines.responses import choice_of, read_response
+from trireme.orchestrator.engines.responses import Response, choice_of, read_answer
 from trireme.orchestrator.environments import wire
 
 PROMPT = 200
@@ -113,7 +113,7 @@ def cost_of_tokens(count: int) -> float:
     answer, prompt = answer_of(count), list(range(PROMPT))
 
     def work() -> None:
-        turn = read_turn(choice_of(read_response(answer), max_tokens=count, vocab_size=VOCABULARY), newest=3)
+        turn = read_turn(choice_of(read_answer(answer, Response), max_tokens=count, vocab_size=VOCABULARY), newest=3)
         wire.encode(wire.Reply(content="w" * 4 * count, prompt_ids=prompt, completion_ids=turn.ids))
         encode(rollout_of(0, turn.ids, turn.logprobs, turn.versions))
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mutations import mutations
-from trireme.orchestrator.engines.responses import BadAnswer, Response, choice_of, prompt_logprobs_of, read_response
+from trireme.orchestrator.engines.responses import BadAnswer, Response, choice_of, prompt_logprobs_of, read_answer
 
 CHOICE = {
     "index": 0, "token_ids": [7, 8, 2], "finish_reason": "stop",
@@ -53,17 +53,17 @@ def is_whole(response: Response, ids: list[int]) -> bool:
 
 
 def test_whatever_bytes_and_shapes_an_engine_answers_they_are_whole_or_bad():
-    assert prompt_logprobs_of(read_response(ENCODED[1]), [3, 4, 5]) == [-0.5, -0.25]
+    assert prompt_logprobs_of(read_answer(ENCODED[1], Response), [3, 4, 5]) == [-0.5, -0.25]
     rng = random.Random(0)
     shapes = (json.dumps(changed(rng.choice([ANSWER, PROBED]), rng)).encode() for _ in range(4_000))
     for answer in BAD:
         with pytest.raises(BadAnswer):
-            choice_of(read_response(answer), max_tokens=8)
+            choice_of(read_answer(answer, Response), max_tokens=8)
     for answers in (mutations(ENCODED, 4_000), shapes):
         outcomes: list[str | bool] = []
         for data in answers:
             try:
-                outcomes.append(is_whole(read_response(data), [3, 4, 5]))
+                outcomes.append(is_whole(read_answer(data, Response), [3, 4, 5]))
             except BadAnswer as error:
                 outcomes.append(str(error))
         assert outcomes.count(True) > 50

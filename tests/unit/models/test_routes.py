@@ -18,7 +18,7 @@ from trireme.journal.turns import Generation
 from trireme.messages import COLUMNS, Routed, Tokens, build_tokens, concat_tokens, decode_as, encode
 from trireme.orchestrator.engines import expert_routes
 from trireme.orchestrator.engines.pool import open_inference_pool
-from trireme.orchestrator.engines.responses import BadAnswer, Choice, read_response
+from trireme.orchestrator.engines.responses import BadAnswer, Choice, Response, read_answer
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.trajectory import Question, Trajectory
 from trireme.orchestrator.rollout.turns import ModelMessage
@@ -44,7 +44,7 @@ def choice(num_tokens: int, routed_experts: str | None) -> Choice:
     answer = {"token_ids": [1] * num_tokens, "finish_reason": "stop", "routed_experts": routed_experts}
     answer |= {"logprobs": {"content": [{"logprob": -1.0}] * num_tokens}}
     answer |= {"weight_versions": [{"version": "0", "start": 0, "end": num_tokens}]}
-    return read_response(json.dumps({"choices": [answer]}).encode()).choices[0]
+    return read_answer(json.dumps({"choices": [answer]}).encode(), Response).choices[0]
 
 
 def test_experts_of_prompt_and_answer_are_read_but_for_the_last_token_in_one_byte_or_two() -> None:

@@ -23,10 +23,11 @@ from trireme.orchestrator.engines.responses import (
     BadAnswer,
     Choice,
     Parsed,
+    Response,
     choice_of,
     kept_of,
+    read_answer,
     read_choice,
-    read_response,
 )
 from trireme.orchestrator.rollout.chat import open_chat_tokenizer
 from trireme.orchestrator.rollout.sampling import TurnSampling, seed_of
@@ -46,7 +47,7 @@ def choice(entries: list[dict[str, Any]], **more: Any) -> Choice:
     versions = [{"version": "0", "start": 0, "end": len(ids)}]
     answer = {"token_ids": ids, "finish_reason": "stop", "logprobs": {"content": entries}, "weight_versions": versions}
     data = json.dumps({"choices": [answer | more]}).encode()
-    return choice_of(read_response(data), max_tokens=8, vocab_size=VOCABULARY)
+    return choice_of(read_answer(data, Response), max_tokens=8, vocab_size=VOCABULARY)
 
 
 def test_those_with_a_probability_or_in_the_engines_mask_were_kept():

@@ -40,8 +40,8 @@ from trireme.orchestrator.engines.responses import (
     check_prompt,
     choice_of,
     prompt_logprobs_of,
+    read_answer,
     read_choice,
-    read_response,
 )
 
 log = get_logger("engines")
@@ -49,8 +49,6 @@ log = get_logger("engines")
 FIRST = -1  # priority, for vLLM: ahead of all requests that wait for a slot
 
 Answer = TypeVar("Answer")
-
-_encode = msgspec.json.Encoder().encode
 
 
 class OverlongPrompt(Exception):
@@ -117,7 +115,7 @@ class InferencePool:
             request |= {"token_ids": short, "content_parts": content_parts, "return_token_ids": True}
         if not self.shares_prefixes:
             request["cache_salt"] = uuid.uuid4().hex
-        body = _encode(request)
+        body = msgspec.json.encode(request)
         max_bytes = largest_answer(
             num_prompt=len(ids), max_tokens=max_tokens, num_kept=params["logprobs"], experts=self.experts
         )
@@ -159,7 +157,7 @@ class InferencePool:
             ValueError: they cannot, and say why.
             DeadlineExceeded: as with `generate`.
         """
-        data = _encode(body)
+        data = msgspec.json.encode(body)
 
         async def ask(engine: Engine) -> Message:
             status, answer = await engine.request("v1/chat/completions/derender", data, timeout=self.request_timeout)
@@ -172,7 +170,7 @@ class InferencePool:
     async def prompt_logprobs(self, engine: Engine, ids: list[int]) -> list[float]:
         """Return [T - 1] logprobs of a prompt by this engine, at temperature 1. Raises PeerDied."""
         sampling = {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": 0, "top_k": 1}
-        body = _encode({"token_ids": ids, "sampling_params": sampling, "priority": FIRST} | self._model())
+        body = msgspec.json.encode({"token_ids": ids, "sampling_params": sampling, "priority": FIRST} | self._model())
         try:
             return prompt_logprobs_of(await self.post_generate(engine, body), ids)
         except (*REQUEST_ERRORS, ValueError) as error:
@@ -219,7 +217,7 @@ class InferencePool:
             raise ValueError(f"The engine refused a request ({status}): {words_of(data)}")
         if status != 200:
             raise ConnectionError(f"status {status}: {words_of(data)}")
-        return read_response(data)
+        return read_answer(data, Response)
 
     def count(self, engine: Engine, more: int) -> None:
         """Count requests at the engine."""

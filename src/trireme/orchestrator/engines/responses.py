@@ -7,7 +7,6 @@ costs its rollout (`BadAnswer` is a ValueError, with which a rollout fails) or i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
@@ -140,33 +139,25 @@ class Models(msgspec.Struct):
     data: list[_Model]
 
 
-_decode = msgspec.json.Decoder(Response).decode
-
-
-def read_response(data: bytes) -> Response:
+def read_answer(data: bytes, kind: type[Each]) -> Each:
     """Raises: BadAnswer."""
-    return _read(_decode, data)
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except Exception as error:  # whatever bytes can make a decoder raise: RecursionError, UnicodeDecodeError, ...
+        shown = data[:80].decode(errors="backslashreplace")
+        words = f"({type(error).__name__}: {error}): {shown!r}"
+        raise BadAnswer(f"The engine answered {len(data)} bytes that cannot be read {words}") from error
 
 
 def read_choice(data: bytes, kind: type[Each]) -> Each:
     """Read the one choice of an answer of vLLM's OpenAI routes. Raises: BadAnswer."""
-    decode: Callable[[bytes], _Choices[Each]] = msgspec.json.Decoder(_Choices[kind]).decode  # type: ignore[valid-type]
-    return _only(_read(decode, data).choices)
+    return _only(read_answer(data, _Choices[kind]).choices)  # type: ignore[valid-type]
 
 
 def _only(choices: list[Each]) -> Each:
     if len(choices) != 1:
         raise BadAnswer(f"The engine gave {len(choices)} answers to one request.")
     return choices[0]
-
-
-def _read(decode: Callable[[bytes], Each], data: bytes) -> Each:
-    try:
-        return decode(data)
-    except Exception as error:  # whatever bytes can make a decoder raise: RecursionError, UnicodeDecodeError, ...
-        shown = data[:80].decode(errors="backslashreplace")
-        words = f"({type(error).__name__}: {error}): {shown!r}"
-        raise BadAnswer(f"The engine answered {len(data)} bytes that cannot be read {words}") from error
 
 
 def choice_of(response: Response, *, max_tokens: int, vocab_size: int | None = None) -> Choice:

@@ -244,13 +244,12 @@ class Garbage(TriremeError):
     """A worker sent bytes that are no message."""
 
 
-_ENCODER = msgspec.json.Encoder()
 _DECODER: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
 
 
 def encode(message: ToWorker) -> bytes:
     """Encode a message as one line."""
-    return _ENCODER.encode(message) + b"\n"
+    return msgspec.json.encode(message) + b"\n"
 
 
 def decode(line: bytes) -> FromWorker:
