@@ -12,7 +12,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
-import jinja2
 import msgspec
 
 from trireme.base.disk import when_there_is_room
@@ -256,8 +255,6 @@ class _Conversation:
                 '"branching"` (one sample per turn), or give the model a template that keeps them. Single-turn '
                 "environments work with either."
             ) from error
-        except jinja2.TemplateError as error:
-            return Reply(error=f"The chat template refuses this conversation: {error}", error_kind="engine")
         except ValueError as error:
             return Reply(error=str(error), error_kind="engine")
         except (TriremeError, AssertionError):
