@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,12 +11,10 @@ from trireme.algo.advantage import are_same
 from trireme.algo.staleness import lags
 from trireme.config.run import RunConfig
 from trireme.journal.records import Dropped, Outcome, Rollout, State
-from trireme.journal.targets import agent_runs, is_zero, rewards_by_agent
+from trireme.journal.targets import agent_runs, by_group, is_zero, num_sampled, rewards_by_agent
 from trireme.monitor.metrics import means
 
 Metrics = dict[str, float]
-Item = TypeVar("Item")
-Key = TypeVar("Key")
 
 FLAWS = ("truncated", "repetition", "gibberish", "zero_advantage")
 FAILED = frozenset({"rollout", "score", "timeout", "worker"})
@@ -43,12 +40,12 @@ def batch_metrics(
     """
     rewards = np.array([rollout.reward for rollout in rollouts])
     ages = lags(step, np.concatenate([sample.versions for rollout in rollouts for sample in rollout.samples]))
-    completions = [_num_sampled(rollout) for rollout in rollouts]
+    completions = [num_sampled(rollout.samples) for rollout in rollouts]
     trained = [rollout for rollout in rollouts if rollout.masked is None]
     reasons = Counter(map(_reason, dropped))
     num_groups = len({rollout.group for rollout in rollouts})
     num_without_signal = len({drop.group for drop in dropped if _reason(drop) in NO_SIGNAL})
-    groups = _grouped(rollouts, lambda rollout: rollout.group).values()
+    groups = by_group(rollouts).values()
     with_signal = [group for group in groups if not all(map(are_same, rewards_by_agent(group).values()))]
     of_runs = [run.reward for rollout in rollouts for run in agent_runs(rollout)]
     flaws = Counter(flaw for rollout in rollouts for flaw in set(rollout.flaws))
@@ -78,13 +75,11 @@ def batch_metrics(
         **{f"filters/{flaw}_frac": flaws[flaw] / len(rollouts) for flaw in (*FLAWS, *sorted(flaws))},
         "filters/masked_frac": float(np.mean([rollout.masked is not None for rollout in rollouts])),
     }
-    own = _grouped(rollouts, lambda rollout: rollout.env)
-    lost = _grouped(dropped, lambda drop: drop.env)
-    ended = _grouped(outcomes, lambda outcome: outcome.env)
-    for name in sorted(own.keys() | lost.keys()):
-        metrics[f"env/{name}/error_rate"] = _error_rate(own.get(name, []), lost.get(name, []))
-        if name in own:
-            metrics |= _environment(name, own[name], ended.get(name, []))
+    for name in sorted({rollout.env for rollout in rollouts} | {drop.env for drop in dropped}):
+        own = [rollout for rollout in rollouts if rollout.env == name]
+        metrics[f"env/{name}/error_rate"] = _error_rate(own, [drop for drop in dropped if drop.env == name])
+        if own:
+            metrics |= _environment(name, own, [outcome for outcome in outcomes if outcome.env == name])
     return metrics
 
 
@@ -98,7 +93,7 @@ def _environment(name: str, rollouts: list[Rollout], outcomes: Sequence[Outcome]
         f"env/{name}/group_std": _group_std(rollouts),
         f"env/{name}/solve_none": solve_none,
         f"env/{name}/solve_all": solve_all,
-        f"env/{name}/tokens_mean": float(np.mean([_num_sampled(rollout) for rollout in rollouts])),
+        f"env/{name}/tokens_mean": float(np.mean([num_sampled(rollout.samples) for rollout in rollouts])),
         f"env/{name}/truncated_frac": _truncated_frac(rollouts),
         **_turns(f"env/{name}/turns_mean", rollouts),
         **{f"env/{name}/{measure}": mean for measure, mean in means(r.metrics for r in rollouts).items()},
@@ -125,8 +120,7 @@ def _group_std(rollouts: list[Rollout]) -> float:
 
 
 def _group_rewards(rollouts: list[Rollout]) -> dict[int, list[float]]:
-    groups = _grouped(rollouts, lambda rollout: rollout.group)
-    return {group: [rollout.reward for rollout in members] for group, members in groups.items()}
+    return {group: [rollout.reward for rollout in members] for group, members in by_group(rollouts).items()}
 
 
 def _error_rate(rollouts: list[Rollout], dropped: list[Dropped]) -> float:
@@ -141,17 +135,6 @@ def _reason(drop: Dropped) -> str:
 
 def _truncated_frac(rollouts: list[Rollout]) -> float:
     return float(np.mean([rollout.truncated for rollout in rollouts]))
-
-
-def _num_sampled(rollout: Rollout) -> int:
-    return sum(int(np.count_nonzero(sample.loss_mask)) for sample in rollout.samples)
-
-
-def _grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    groups: dict[Key, list[Item]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
 
 
 def state_metrics(state: State, *, config: RunConfig) -> Metrics:
