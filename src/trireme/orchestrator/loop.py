@@ -54,8 +54,7 @@ from trireme.transport.control import ControlServer
 
 log = get_logger("orchestrator")
 
-TRAINER_EXIT_S = 30.0
-"""A trainer that has saved everything and sends nothing for this long has exited."""
+TRAINER_EXIT_S = 30.0  # a trainer that has saved everything and sends nothing for this long has exited
 
 
 def orchestrate(config: RunConfig) -> None:

@@ -26,14 +26,12 @@ from trireme.orchestrator.weights.policy import Policy
 
 log = get_logger("scheduler")
 
-HOPELESS_FAILURES = 64
-"""The run ends after this many failed rollouts without a single success."""
+HOPELESS_FAILURES = 64  # the run ends after this many failed rollouts without a single success
 
 FAILED_BEFORE = "rollout: it failed before the orchestrator was started again; logs/orchestrator.stdout says why"
 """Reason of an attempt that an orchestrator before this one retried: failures are on disk only with their batch."""
 
-REFILLS_TO_WARN = 4
-"""Warn whenever this many times the groups of a batch have been dropped while it is filled."""
+REFILLS_TO_WARN = 4  # warn whenever this many times the groups of a batch have been dropped while it is filled
 
 
 @dataclass

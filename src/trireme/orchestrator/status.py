@@ -32,8 +32,7 @@ from trireme.transport.bearer import RequireToken
 STALE_HEARTBEAT_S = 10.0
 BIND_S = 5.0
 
-STUCK_S = 30.0
-"""After this long without an iteration of the event loop, `/health` answers 503."""
+STUCK_S = 30.0  # after this long without an iteration of the event loop, `/health` answers 503
 
 
 @dataclass

@@ -33,8 +33,7 @@ from trireme.orchestrator.weights.update import WeightUpdates
 from trireme.transport.control import PATIENCE_S
 from trireme.transport.sanity import check_request
 
-FRESH_S = 10.0
-"""A heartbeat counts for this long."""
+FRESH_S = 10.0  # a heartbeat counts for this long
 
 
 @dataclass

@@ -11,17 +11,13 @@ from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
 
-POSITIVE = 1e-3
-"""A logprob is at most 0; rounding may leave a trace above it."""
-
-LEFT_OUT = -9000.0
-"""vLLM writes -9999 for the logprob of a token that could not be sampled."""
+POSITIVE = 1e-3  # a logprob is at most 0; rounding may leave a trace above it
+LEFT_OUT = -9000.0  # vLLM writes -9999 for the logprob of a token that could not be sampled
 
 MASS_TOLERANCE = 0.02
 """The probabilities of what was kept add up to 1, unless so many tie for the last place that some are missing."""
 
-MOST_WORKERS = 1 << 16
-"""Most workers of one engine."""
+MOST_WORKERS = 1 << 16  # most workers of one engine
 
 
 Each = TypeVar("Each")

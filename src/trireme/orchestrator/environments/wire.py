@@ -223,8 +223,7 @@ ToWorker = Load | RunTask | Reply | Cancel | Ping | Stop
 AboutRollout = Ask | GaveUp | Held | Done | Error
 FromWorker = Ready | Failed | AboutRollout | Pong
 
-LONGEST_LINE = 64 << 20
-"""Bytes of one message from a worker."""
+LONGEST_LINE = 64 << 20  # bytes of one message from a worker
 
 LARGEST_REWARD = 1e12
 """Largest reward, of either sign. The norm of a gradient sums squares in float32, which overflow above 1.8e19: one

@@ -37,8 +37,7 @@ from trireme.orchestrator.weights.policy import Policy
 
 log = get_logger("eval")
 
-SHARE = 4
-"""Without `eval.max_concurrent`, an evaluation runs one rollout for so many slots that training has."""
+SHARE = 4  # without `eval.max_concurrent`, an evaluation runs one rollout for so many slots that training has
 
 
 @dataclass(eq=False)

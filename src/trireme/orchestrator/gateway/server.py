@@ -41,11 +41,8 @@ from trireme.transport.bearer import read_body as receive_body
 
 log = get_logger("gateway")
 
-LARGEST_BODY = 32 << 20
-"""Bytes of a request."""
-
-LARGEST_HEAD = 1 << 20
-"""Bytes that a request may have beside its body: headers, and the frames of a chunked body."""
+LARGEST_BODY = 32 << 20  # bytes of a request
+LARGEST_HEAD = 1 << 20  # bytes that a request may have beside its body: headers, and the frames of a chunked body
 
 MOST_CONNECTIONS = 1 << 14
 """Further ones, and those beyond half of the files that the orchestrator may open, are closed at once."""
@@ -53,23 +50,15 @@ MOST_CONNECTIONS = 1 << 14
 MOST_AT_ONCE = 64
 """Requests of one session that are answered at once, and its turns under way. Further ones are told to retry."""
 
-QUIET_S = 15.0
-"""A stream without a turn by then begins with comments, so that its client does not give up."""
+QUIET_S = 15.0  # a stream without a turn by then begins with comments, so that its client does not give up
 
 EXPECTED_S = 600.0
 """Requests of a session that outlived the orchestrator wait this long for it, as long as SDKs wait for an answer."""
 
-KEPT_RESPONSES = 1000
-"""Responses of a session that `previous_response_id` can name."""
-
-KEPT_KEYS = 10_000
-"""Ended sessions whose keys are answered with the reason."""
-
-RETRY_HEADER = "x-stainless-retry-count"
-"""The SDKs of OpenAI and Anthropic set it to the number of the retry."""
-
-TRACE_HEADER = "x-session-id"
-"""verifiers sets it to the id of the agent run that asks."""
+KEPT_RESPONSES = 1000  # responses of a session that `previous_response_id` can name
+KEPT_KEYS = 10_000  # ended sessions whose keys are answered with the reason
+RETRY_HEADER = "x-stainless-retry-count"  # the SDKs of OpenAI and Anthropic set it to the number of the retry
+TRACE_HEADER = "x-session-id"  # verifiers sets it to the id of the agent run that asks
 
 Ask = Callable[[TurnRequest, str, bool], Coroutine[Any, Any, Turn]]
 """Answers a request with a turn, or raises Refused.

@@ -32,17 +32,13 @@ from trireme.orchestrator.gateway.dialects.turn import Dialect, Refused
 from trireme.orchestrator.gateway.server import Gateway, Session, as_json, read_body, refusal, wait_for_disconnect
 from trireme.transport.bearer import RequireToken
 
-LARGEST_BODY = 1 << 20
-"""Bytes of a request to these routes."""
+LARGEST_BODY = 1 << 20  # bytes of a request to these routes
 
 MOST_ASKING = 256
 """Requests for a rollout that wait at once. Further ones are refused, and retry."""
 
-WAIT_S = 4.0
-"""A client waits this long until a rollout is wanted; less than the timeouts of HTTP clients."""
-
-CLIENT_TIMEOUT_S = 1800.0
-"""The run ends where rollouts have waited this long and no session is open."""
+WAIT_S = 4.0  # a client waits this long until a rollout is wanted; less than the timeouts of HTTP clients
+CLIENT_TIMEOUT_S = 1800.0  # the run ends where rollouts have waited this long and no session is open
 
 Example = tuple[str, int]
 """Split, and index in it."""

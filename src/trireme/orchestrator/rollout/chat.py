@@ -27,11 +27,8 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"]
 FILES += ["preprocessor_config.json", "processor_config.json"]  # of models that see
 
-LONG_TOKEN = 16
-"""Number of characters, four times that of a token in usual text."""
-
-KEPT_PROMPTS = 64
-"""First prompts that are kept tokenised: the rollouts of a group begin alike, one after the other."""
+LONG_TOKEN = 16  # number of characters, four times that of a token in usual text
+KEPT_PROMPTS = 64  # first prompts that are kept tokenised: the rollouts of a group begin alike, one after the other
 
 
 class ChatTokenizer:

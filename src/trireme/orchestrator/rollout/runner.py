@@ -43,8 +43,7 @@ T = TypeVar("T")
 
 PROMPT_TOO_LONG = "prompt_too_long"
 
-WRITERS = 32
-"""Threads that write turns to disk: the kernel commits what waits at the same time together."""
+WRITERS = 32  # threads that write turns to disk: the kernel commits what waits at the same time together
 
 RolloutKey = tuple[int, int]
 """Example, and index of the rollout among those of its example: what a result is resumed by."""

@@ -13,8 +13,7 @@ from trireme_rollout import RewardError
 
 Score = Callable[[list[Any]], Awaitable[list[dict]]]
 
-REMEMBERED = 4096
-"""Scored groups that are remembered: a rollout that comes later has no others to be compared with."""
+REMEMBERED = 4096  # scored groups that are remembered: a rollout that comes later has no others to be compared with
 
 
 class Groups:

@@ -28,8 +28,7 @@ FULL = ("context_length_exceeded", "prompt is too long")
 """Words in the gateway's refusal of a conversation that no longer fits into the model's context, by dialect."""
 
 
-ENDLESS = 2**31 - 1
-"""Number of tasks that stands for endless ones, as in the orchestrator's `data/order.py`."""
+ENDLESS = 2**31 - 1  # number of tasks that stands for endless ones, as in the orchestrator's `data/order.py`
 
 KEPT_TASKS = 4096
 """Drawn tasks of an infinite taskset that are kept. An older one is drawn again, with all before it."""

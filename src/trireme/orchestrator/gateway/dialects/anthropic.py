@@ -28,8 +28,7 @@ from trireme.orchestrator.gateway.dialects.turn import (
 )
 
 SAMPLING = {name: name for name in ("max_tokens", "temperature", "top_p", "top_k")} | {"stop_sequences": "stop"}
-UNPARSED = "__unparsedToolInput"
-"""The key under which Claude Code returns arguments that were no JSON."""
+UNPARSED = "__unparsedToolInput"  # the key under which Claude Code returns arguments that were no JSON
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 

@@ -32,8 +32,7 @@ TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "summary_text", "r
 ROLES = {"developer": "system"}
 ITEM_TOOLS = {"function_call": "arguments", "custom_tool_call": "input"}
 OUTPUTS = ("function_call_output", "custom_tool_call_output")
-SEPARATOR = "__"
-"""Between a namespace and the name of a tool in it, in the name that the model sees."""
+SEPARATOR = "__"  # between a namespace and the name of a tool in it, in the name that the model sees
 
 
 def read(body: dict[str, Any]) -> TurnRequest:

@@ -30,11 +30,8 @@ from trireme_programs import Programs
 from trireme_rollout import Ask
 from trireme_runtime import LAUNCHER, Ended, Program, make_runtime, remove_folder
 
-KEPT_FILES = 50
-"""Files that the program wrote whose names and sizes are kept."""
-
-MOST_FILES = 10_000
-"""Files of its folder that are looked at."""
+KEPT_FILES = 50  # files that the program wrote whose names and sizes are kept
+MOST_FILES = 10_000  # files of its folder that are looked at
 
 TRANSCRIPT_TIMEOUT_S = 60.0
 UNSTARTED = Ended(0, "agent_ended", "")

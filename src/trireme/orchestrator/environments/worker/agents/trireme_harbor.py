@@ -32,8 +32,7 @@ from trireme_plain import Played
 from trireme_rollout import RewardError, checked_scores
 from trireme_runtime import Container, Ended, Program, names_network, remove_folder
 
-DEFAULT_TIMEOUT_S = 600.0
-"""Limit of the program, and of the tests, where task.toml gives none; Harbor's own default."""
+DEFAULT_TIMEOUT_S = 600.0  # limit of the program, and of the tests, where task.toml gives none; Harbor's own default
 
 LARGEST_REWARD_FILE = 1 << 16
 PARTS = ("task.toml", "instruction.md", "environment", "environment/Dockerfile", "tests", "solution")

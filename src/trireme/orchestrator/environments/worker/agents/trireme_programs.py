@@ -37,8 +37,7 @@ from typing import Any
 
 from trireme_runtime import CALL_S, LAUNCHER, Ended, Program, Subprocess, end_processes, make_runtime, remove_folder
 
-LONGEST_LINE = 64 << 20
-"""Bytes of a request: a program's input and an example's fields are in it."""
+LONGEST_LINE = 64 << 20  # bytes of a request: a program's input and an example's fields are in it
 
 BACKLOG = 4096
 """Requests that wait to be taken, as the rollouts of a whole run may begin or end at once: one more would fail."""
@@ -46,11 +45,8 @@ BACKLOG = 4096
 ANSWER_S = 60.0 + 2 * CALL_S
 """Time for an answer that waits for no program: ending one takes up to half a minute, and its container two calls."""
 
-GONE = ".gone"
-"""End of the names of rollouts' folders that are being deleted."""
-
-FIRST_S = 60.0
-"""Time for the orchestrator that has started this process to connect."""
+GONE = ".gone"  # end of the names of rollouts' folders that are being deleted
+FIRST_S = 60.0  # time for the orchestrator that has started this process to connect
 
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -22,26 +22,13 @@ import trireme_sandbox
 ROLLOUT = "TRIREME_ROLLOUT"
 """Environment variable by which all processes of a rollout's program are found. Its value is the rollout's folder."""
 
-LAUNCHER = ("TRIREME_PARENT", "TRIREME_PROCESS")
-"""Variables by which the launcher finds all processes of a run."""
-
-KEPT_OUTPUT = 64 << 10
-"""Bytes of the program's output that are kept."""
-
-GRACE_S = 2.0
-"""Between SIGTERM and SIGKILL, and for what is left of the output."""
-
-REAP_S = 30.0
-"""Time for a killed process to end."""
-
-CHECK_S = 60.0
-"""Time for the command that shows whether the runtime works."""
-
-CALL_S = 120.0
-"""Time for one command of a container engine that runs no program."""
-
-BUILD_S = 1800.0
-"""Time for building an image."""
+LAUNCHER = ("TRIREME_PARENT", "TRIREME_PROCESS")  # variables by which the launcher finds all processes of a run
+KEPT_OUTPUT = 64 << 10  # bytes of the program's output that are kept
+GRACE_S = 2.0  # between SIGTERM and SIGKILL, and for what is left of the output
+REAP_S = 30.0  # time for a killed process to end
+CHECK_S = 60.0  # time for the command that shows whether the runtime works
+CALL_S = 120.0  # time for one command of a container engine that runs no program
+BUILD_S = 1800.0  # time for building an image
 
 ENGINE = re.compile(r"(PATH|HOME|TMPDIR|DOCKER_\w+|CONTAINER\w*|XDG_\w+|LD_\w+)$")
 """Variables that the command line of a container engine, or its loader, reads."""
