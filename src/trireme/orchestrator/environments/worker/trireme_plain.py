@@ -66,12 +66,9 @@ class Played:
 class PlainAdapter(Adapter):
     """Runs rollouts over examples held in memory."""
 
-    offered: frozenset[str] = frozenset()
-    """More names that functions may ask for."""
-
+    offered: frozenset[str] = frozenset()  # more names that functions may ask for
     needs_reward = True
-    player = ""
-    """The name of the program or client that takes the turns in place of the environment."""
+    player = ""  # the name of the program or client that takes the turns in place of the environment
 
     def __init__(self, source: object, *, args: dict, versions: dict[str, str]) -> None:
         self.name = getattr(source, "__name__", type(source).__name__)

@@ -25,12 +25,9 @@ class Ask(Protocol):
 class Adapter(ABC):
     """One loaded environment, whatever it was written for."""
 
-    group_rewards = False
-    """Its rewards compare rollouts of one example: `score` wants a whole group."""
-    uses_gateway = False
-    """Its agents ask the policy through the gateway, not with `ask`."""
-    folder = Path()
-    """Its own folder, whose pictures it may show."""
+    group_rewards = False  # its rewards compare rollouts of one example: `score` wants a whole group
+    uses_gateway = False  # its agents ask the policy through the gateway, not with `ask`
+    folder = Path()  # its own, whose pictures it may show
     versions: dict[str, str]
     train: Sized | None = None  # examples
     eval: Sized | None = None
