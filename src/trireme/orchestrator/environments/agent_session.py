@@ -7,6 +7,7 @@ import hashlib
 import secrets
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
@@ -26,6 +27,7 @@ log = get_logger("environments")
 PROBLEMS: dict[str | None, Problem] = {"overlong_prompt": "overlong", "cancelled": "ended"}
 
 
+@dataclass(eq=False)
 class AgentSession:
     """Answers the requests of one rollout's program, from its first to its end.
 
@@ -35,22 +37,13 @@ class AgentSession:
             done = await session.watch(run(task))  # `task` holds the address and the key
     """
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        task: RunTask,
-        ask: AskPolicy,
-        *,
-        has_traces: bool = False,
-        requests: RequestLog | None = None,
-    ) -> None:
-        """
-        Args:
-            has_traces: several agent runs may share the session; `max_turns` is for each.
-            requests: where requests are written, for a program that outlives this process.
-        """
-        self._gateway, self._task, self._ask, self._has_traces = gateway, task, ask, has_traces
-        self._requests = requests
+    gateway: Gateway
+    task: RunTask
+    ask: AskPolicy
+    has_traces: bool = False  # several agent runs may share the session; `max_turns` is for each
+    requests: RequestLog | None = None  # where requests are written, for a program that outlives this process
+
+    def __post_init__(self) -> None:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -61,17 +54,17 @@ class AgentSession:
     def open(self) -> None:
         """Begin, with a new key."""
         self._begin(secrets.token_urlsafe(24))
-        self._gateway.open(self._task.api_key, self._session)
+        self.gateway.open(self.task.api_key, self._session)
 
     def _begin(self, key: str) -> None:
         self._turns: dict[str, Turn] = {}  # the newest of each request, by its digest
         self._num_turns: Counter[str] = Counter()  # by trace
         self._num_asked = 0
         self._longest: list[dict[str, Any]] = []  # conversation
-        self._task.gateway, self._task.api_key = self._gateway.url, key
+        self.task.gateway, self.task.api_key = self.gateway.url, key
         self._is_resumed = False
         self._name = hashlib.sha256(key.encode()).hexdigest()[:16]  # in the file of requests
-        self._session = Session(self._task.task, self._answer, self._count, lambda: self._longest, self._has_traces)
+        self._session = Session(self.task.task, self._answer, self._count, lambda: self._longest, self.has_traces)
 
     async def resume(self, key: str) -> bool:
         """Continue the session of a program that outlived the orchestrator: its turns are on disk.
@@ -79,10 +72,10 @@ class AgentSession:
         Returns: whether that is possible. If not, the program has to be started again.
         """
         self._begin(key)
-        if self._requests is None:
+        if self.requests is None:
             return False
         try:
-            asked = await asyncio.to_thread(self._requests.read, self._name)
+            asked = await asyncio.to_thread(self.requests.read, self._name)
         except msgspec.DecodeError as error:  # of another version
             log.warning("An agent program is started again, as its requests cannot be read: %s", error)
             return False
@@ -98,7 +91,7 @@ class AgentSession:
                 return False
             if not any(other.continues(each) for other in asked):
                 self._session.keep(digest, turn)  # perhaps the program has not got it
-        self._gateway.open(key, self._session)
+        self.gateway.open(key, self._session)
         self._is_resumed = True
         return True
 
@@ -107,14 +100,14 @@ class AgentSession:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         why = f"its rollout failed: {error}" if isinstance(error, RolloutFailed) else "its rollout is over"
-        self._gateway.close(self._task.api_key, why)
+        self.gateway.close(self.task.api_key, why)
         self._failure.cancel()
-        if self._requests is not None:
-            self._requests.remove()
+        if self.requests is not None:
+            self.requests.remove()
 
     def restart(self, forget: Callable[[], None]) -> None:
         """Begin again, with another key: the program of the lost attempt may still be there."""
-        self._gateway.close(self._task.api_key, "its rollout was begun again")
+        self.gateway.close(self.task.api_key, "its rollout was begun again")
         forget()
         self.open()
 
@@ -140,14 +133,14 @@ class AgentSession:
     async def _answer(self, request: TurnRequest, digest: str, is_retry: bool, *, is_known: bool = False) -> Turn:
         if is_retry and digest in self._turns:
             return self._turns[digest]
-        most = self._task.max_turns
+        most = self.task.max_turns
         if most is not None and self._num_turns[request.trace] >= most:
             raise Refused("ended", f"This rollout has had its {most} model turns (`max_turns`).")
         self._num_turns[request.trace] += 1
         self._num_asked += 1
         question = self._question(request)
         try:
-            reply = await self._ask(question)
+            reply = await self.ask(question)
         except Exception as error:
             if not self._failure.done():
                 self._failure.set_exception(error)
@@ -173,7 +166,7 @@ class AgentSession:
 
     def _write(self, request: TurnRequest, number: int) -> None:
         """Write a request that has a turn. Where it cannot be written, the program cannot outlive this process."""
-        if self._requests is None:
+        if self.requests is None:
             return
         asked = AgentRequest(
             session=self._name,
@@ -184,24 +177,24 @@ class AgentSession:
             trace=request.trace,
         )
         try:
-            self._requests.write(asked)
+            self.requests.write(asked)
         except Exception as error:  # of the disk, or a value that cannot be written: the turn itself is on disk
             log.warning("%r; after a restart, the program of this rollout is started again.", error)
-            self._requests.remove()
-            self._requests = None
+            self.requests.remove()
+            self.requests = None
         reach("request.written")
 
     async def _count(self, request: TurnRequest) -> int:
         question = self._question(request)
         question.only_counts = True
-        reply = await self._ask(question)
+        reply = await self.ask(question)
         if reply.error is not None:
             raise Refused("invalid", reply.error)
         return len(reply.prompt_ids)
 
     def _question(self, request: TurnRequest) -> Ask:
         return Ask(
-            task=self._task.task,
+            task=self.task.task,
             call=str(self._num_asked),
             messages=request.messages,
             tools=request.tools,
@@ -219,7 +212,7 @@ class ClientSession(AgentSession):
 
         Raises: as `watch`; RolloutFailed where the client posts an error.
         """
-        task = self._task
+        task = self.task
         example = task.split, task.index
         rollout = ClientRollout(task.task, task.api_key, example, self._num_turns.total, check_scores)
         async with sessions.offer(rollout):
