@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
@@ -330,24 +331,19 @@ def _check_depth(*values: Any) -> None:
         raise ValueError(f"lists and objects nested more than {DEEPEST} deep")
 
 
+@dataclass(eq=False)
 class Connection(asyncio.Protocol):
     """The orchestrator's end of the socket pair to one worker process.
 
     It is closed where the worker sends bytes that are no message, which it reports first.
     """
 
-    def __init__(
-        self,
-        on_message: Callable[[AboutRollout | Pong], None],
-        on_garbage: Callable[[str], None],
-        answer: asyncio.Future[Ready | Failed],
-    ) -> None:
-        self.closed = asyncio.Event()
-        self._on_message = on_message
-        self._on_garbage = on_garbage
-        self._answer = answer  # to Load; this connection's own, so that an old one's end cannot fail a new one's start
-        self._partial = bytearray()  # a line without its end
-        self._transport: asyncio.WriteTransport | None = None
+    on_message: Callable[[AboutRollout | Pong], None]
+    on_garbage: Callable[[str], None]
+    answer: asyncio.Future[Ready | Failed]  # to Load; its own, so that an old one's end cannot fail a new one's start
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    _partial: bytearray = field(default_factory=bytearray)  # a line without its end
+    _transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]  # uvloop's are no asyncio.WriteTransport
@@ -362,20 +358,20 @@ class Connection(asyncio.Protocol):
             for line in lines:
                 message = decode(line)
                 if not isinstance(message, Ready | Failed):
-                    self._on_message(message)
-                elif not self._answer.done():
-                    self._answer.set_result(message)
+                    self.on_message(message)
+                elif not self.answer.done():
+                    self.answer.set_result(message)
             if (length := len(self._partial)) > LONGEST_LINE:
                 raise Garbage(f"sent {length} bytes without an end of line, at most {LONGEST_LINE} expected")
         except Garbage as error:
-            self._on_garbage(str(error))
+            self.on_garbage(str(error))
             self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
         self.closed.set()
-        if not self._answer.done():
-            self._answer.set_exception(PeerDied("The worker hung up before it had loaded the environment."))
+        if not self.answer.done():
+            self.answer.set_exception(PeerDied("The worker hung up before it had loaded the environment."))
 
     def send(self, message: ToWorker) -> None:
         if self._transport is not None:  # else the worker is dead, and `wait_for_death` fails its rollouts
