@@ -28,6 +28,7 @@ import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,7 +111,7 @@ async def open_environment(
         for number in range(config.num_workers)
     ]
     waits = waits or Waits("orchestrator", logs)
-    environment = Environment(config, workers, waits, programs, load_timeout_s=load_timeout_s, counts=counts)
+    environment = Environment(config, counts, workers, waits, programs, load_timeout_s)
     async with AsyncExitStack() as stack:
         if programs is not None:
             stack.push_async_callback(asyncio.to_thread, programs.close)
@@ -151,41 +152,35 @@ def _remove_containers(agent: dict[str, Any] | None) -> None:
             run([agent["runtime"], "rm", "--force", *found])
 
 
+@dataclass(eq=False)
 class Environment:
     """One entry of `[[orchestrator.env]]`, loaded and ready to run rollouts."""
 
-    def __init__(
-        self,
-        config: EnvironmentConfig,
-        workers: list[EnvironmentWorker],
-        waits: Waits,
-        programs: AgentPrograms | None,
-        *,
-        load_timeout_s: float,
-        counts: Counter[str],
-    ) -> None:
-        self.config = config
-        self.name = config.resolved_name
-        self.num_train = 0
-        self.num_eval = 0  # 0: it has no evaluation set, and an eval run reads the training set
-        self.versions: dict[str, str] = {}
-        self.num_restarts = 0
-        self.counts = counts
-        """Failures so far. Of rollouts: `timeout`, `rollout_error`, `score_error`, and `worker_error` for those whose
-        worker died again and again. Of workers: `worker_death`, and in how many of these deaths it was killed because
-        of its `memory` or of the `garbage` that it sent."""
-        self.group_rewards = False  # rewards compare the rollouts of a group
-        self.has_solutions = False  # its tasks bring solutions, see `RunTask.solve`
-        self.uses_gateway = config.agent is not None  # so do environments of verifiers v1
-        self.gateway: Gateway | None = None  # where its agent programs find the policy
-        self.sessions: Sessions | None = None  # where clients of a user's own harness play its rollouts
-        self._workers = workers
-        self._waits = waits
-        self._programs = programs
-        self._longest_absence_s = (MAX_RESTARTS + 1) * (load_timeout_s + LONGEST_BACKOFF_S)
-        self._ping_every_s = min(PING_EVERY_S, config.rollout_timeout_s / 4)
+    config: EnvironmentConfig
+    counts: Counter[str]
+    """Failures so far. Of rollouts: `timeout`, `rollout_error`, `score_error`, and `worker_error` for those whose
+    worker died again and again. Of workers: `worker_death`, and in how many of these deaths it was killed because
+    of its `memory` or of the `garbage` that it sent."""
+    _workers: list[EnvironmentWorker]
+    _waits: Waits
+    _programs: AgentPrograms | None
+    _load_timeout_s: float
+    num_train: int = 0
+    num_eval: int = 0  # 0: it has no evaluation set, and an eval run reads the training set
+    versions: dict[str, str] = field(default_factory=dict)
+    num_restarts: int = 0
+    group_rewards: bool = False  # rewards compare the rollouts of a group
+    has_solutions: bool = False  # its tasks bring solutions, see `RunTask.solve`
+    gateway: Gateway | None = None  # where its agent programs find the policy
+    sessions: Sessions | None = None  # where clients of a user's own harness play its rollouts
+
+    def __post_init__(self) -> None:
+        self.name = self.config.resolved_name
+        self.uses_gateway = self.config.agent is not None  # so do environments of verifiers v1
+        self._longest_absence_s = (MAX_RESTARTS + 1) * (self._load_timeout_s + LONGEST_BACKOFF_S)
+        self._ping_every_s = min(PING_EVERY_S, self.config.rollout_timeout_s / 4)
         self._keepers: list[asyncio.Task[None]] = []
-        self._slots = asyncio.Semaphore(config.max_concurrent)
+        self._slots = asyncio.Semaphore(self.config.max_concurrent)
         self._exclusive = ExclusiveSection()  # for a suspect that has seen two deaths
         self._worker_came = asyncio.Event()
         self._waiting_for_worker = asyncio.Lock()  # held by the rollout that waits in `/status`, for all of them
