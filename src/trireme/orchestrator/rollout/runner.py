@@ -82,45 +82,34 @@ class RolloutSpec:
         )
 
 
+@dataclass(eq=False)
 class RolloutRunner:
     """Runs rollouts; knows nothing of groups and batches."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        pool: InferencePool,
-        tokenizer: ChatTokenizer,
-        *,
-        waits: Waits,
-        journal: Path | None = None,
-        pictures: Path | None = None,
-    ) -> None:
-        """
-        Args:
-            waits: for a full disk.
-            journal: where turns of agent programs are kept, for a rollout that is played again; nowhere if not given.
-            pictures: folder of the pictures of conversations; in the journal, or a temporary folder, if not given.
-        """
-        self.pool = pool
-        self.journal = journal
-        self._newest_attempts = {} if journal is None else newest_attempts(journal)  # of an earlier orchestrator
-        self.waits = waits
-        self.disk_timeout_s = config.disk_timeout_s
+    config: RunConfig
+    pool: InferencePool
+    tokenizer: ChatTokenizer
+    waits: Waits  # for a full disk
+    journal: Path | None = None  # where turns of agent programs are kept, for when a rollout is played again
+    pictures_folder: Path | None = None  # of conversations; in the journal, or a temporary folder, if not given
+
+    def __post_init__(self) -> None:
+        config = self.config
+        # of an earlier orchestrator
+        self._newest_attempts = {} if self.journal is None else newest_attempts(self.journal)
         self.writers = ThreadPoolExecutor(WRITERS, "turns")  # makes a thread when it needs one
-        self.tokenizer = tokenizer
         self.max_model_len = config.inference.model.max_model_len or config.seq_len
-        self.reader = TurnReader(config.inference.model, tokenizer, pool)
-        self.strategy = config.orchestrator.trajectory_strategy
+        self.reader = TurnReader(config.inference.model, self.tokenizer, self.pool)
         self.model = config.trainer.tokenizer.name or config.model.name
-        self.pictures = self._open_pictures(config, pictures) if config.trainer.model.vlm is not None else None
+        self.pictures = self._open_pictures() if config.trainer.model.vlm is not None else None
         self._warned: set[tuple[str, ...]] = set()
         self._run_seed = config.seed if config.synchronous else None
         for note in sampling_notes(config.orchestrator.sampling):
             log.warning("%s", note)
 
-    def _open_pictures(self, config: RunConfig, folder: Path | None) -> ConversationPictures:
+    def _open_pictures(self) -> ConversationPictures:
         """Raises: ConfigError where the model is of no kind that sees."""
-        rules = rules_of_model(config.model.name)
+        rules, folder = rules_of_model(self.config.model.name), self.pictures_folder
         if folder is None and self.journal is not None:
             folder = pictures_folder(self.journal)
         if folder is None:
@@ -130,7 +119,8 @@ class RolloutRunner:
 
     def wait_for_room(self, what: str, folder: Path, write: Callable[[], T]) -> T:
         """Write something, and wait while the disk is full. Raises: DeadlineExceeded."""
-        return when_there_is_room(write, what=what, folder=folder, waits=self.waits, deadline_s=self.disk_timeout_s)
+        deadline_s = self.config.disk_timeout_s
+        return when_there_is_room(write, what=what, folder=folder, waits=self.waits, deadline_s=deadline_s)
 
     def first_attempt(self, environment: Environment, name: str, num_attempts: int) -> int:
         """Return the attempt of a rollout to begin with: the newest one of an earlier orchestrator that is known.
@@ -210,12 +200,12 @@ class _Conversation:
 
     def restart(self) -> None:
         """Forget everything: the environment begins the rollout again."""
-        strategy: Strategy = self.runner.strategy
+        runner = self.runner
+        strategy: Strategy = runner.config.orchestrator.trajectory_strategy
         if self._has_programs:
             strategy = "tolerant"
         elif strategy == "interleaved" and not self.trained:
             strategy = "interleaved_or_new"
-        runner = self.runner
         self.trajectory = Trajectory(runner.tokenizer, strategy, runner.pictures, runner.max_model_len)
         self._refused: str | None = None  # why the last turn was refused as too long, if it was
         self._cut: str | None = None  # what the last turn ran out of

@@ -245,5 +245,5 @@ async def open_engine_policy(
     ) as opened:
         pool = StandingPool(**{each.name: getattr(opened, each.name) for each in fields(opened) if each.init})
         pool.engines[0].state = "live"
-        runner = RolloutRunner(config, pool, tokenizer, pictures=wanted.pictures, waits=waits)
+        runner = RolloutRunner(config, pool, tokenizer, waits, pictures_folder=wanted.pictures)
         yield EnginePolicy(name, runner, config.orchestrator.sampling, trained=wanted.trained)
