@@ -38,26 +38,23 @@ class Filled:
     baselines: Baselines = field(default_factory=dict)  # after the batch
 
 
+@dataclass(eq=False)
 class Batcher:
-    """Fills one batch at a time from the scheduler's groups."""
+    """Fills one batch at a time from the scheduler's groups.
 
-    def __init__(
-        self, config: RunConfig, scheduler: Scheduler, state: State, *, teacher: Teacher | None = None
-    ) -> None:
-        """
-        Args:
-            state: to resume from.
+    Raises: ConfigError where there is no such function as `orchestrator.advantage.path`.
+    """
 
-        Raises:
-            ConfigError: there is no such function as `orchestrator.advantage.path`.
-        """
-        self._num_groups = config.num_groups
-        self._rules = rules_of(config)
+    config: RunConfig
+    scheduler: Scheduler
+    state: State  # to resume from
+    teacher: Teacher | None = None
+
+    def __post_init__(self) -> None:
+        self._rules = rules_of(self.config)
         self._filters = filters_of(self._rules)
         self._custom = estimator_of(self._rules)
-        self._scheduler = scheduler
-        self._teacher = teacher
-        self._baselines = dict(state.baselines)
+        self._baselines = dict(self.state.baselines)
 
     async def fill(self, step: int) -> Filled:
         """Return exactly `batch_size` rollouts with their advantages, and all that were dropped on the way.
@@ -68,21 +65,21 @@ class Batcher:
         """
         filled = Filled()
         groups: list[Group] = []
-        while len(groups) < self._num_groups:
-            group = await self._scheduler.next_group()
+        while len(groups) < self.config.num_groups:
+            group = await self.scheduler.next_group()
             if group.reason is None and (reason := self._why_drop(group, step, filled.outcomes)) is not None:
                 group.drop(reason, self._rules.group_size)
             filled.dropped += group.dropped
             if group.reason is None:
                 groups.append(group)
-                self._scheduler.num_accepted += 1
+                self.scheduler.num_accepted += 1
             else:
-                self._scheduler.not_accepted(group.reason)
+                self.scheduler.not_accepted(group.reason)
         groups.sort(key=lambda group: group.task.id)
         filled.outcomes.sort(key=lambda outcome: outcome.group)
         filled.rollouts = [rollout for group in groups for rollout in group.rollouts]
-        if self._teacher is not None:
-            await self._teacher.score(filled.rollouts)
+        if self.teacher is not None:
+            await self.teacher.score(filled.rollouts)
         self._give_advantages(filled)
         self._mask(filled.rollouts, step)
         return filled
