@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -29,15 +30,15 @@ DECODERS = 4
 KEPT_URIS = 4096  # data URIs whose digests are known
 
 
+@dataclass(eq=False)
 class ConversationPictures:
     """The pictures of all rollouts of a run, or of an evaluation."""
 
-    def __init__(
-        self, rules: PictureRules, files: PictureFiles, *, write: Callable[[Callable[[], str]], str] | None = None
-    ) -> None:
-        self.rules = rules
-        self._files = files
-        self._write = write or (lambda add: add())  # calls what writes a picture, and waits while the disk is full
+    rules: PictureRules
+    files: PictureFiles
+    write: Callable[[Callable[[], str]], str] = lambda add: add()  # calls what writes a picture, once there is room
+
+    def __post_init__(self) -> None:
         self._threads = ThreadPoolExecutor(DECODERS, "pictures")
         self._known: dict[bytes, asyncio.Future[str]] = {}  # digests of pictures by the hash of their data URI
         self.grid = lru_cache(1 << 16)(self._grid)
@@ -54,7 +55,7 @@ class ConversationPictures:
                 f"a conversation with {len(urls)} pictures - expected at most {MOST_PICTURES}. Show fewer."
             )
         digests = {url: await self._digest_of(url) for url in urls}
-        if (size := sum(self._files.path(digest).stat().st_size for digest in digests.values())) > LARGEST_SUM:
+        if (size := sum(self.files.path(digest).stat().st_size for digest in digests.values())) > LARGEST_SUM:
             raise ValueError(
                 f"a conversation with pictures of {size} bytes - expected at most {LARGEST_SUM}. Scale them down."
             )
@@ -77,24 +78,23 @@ class ConversationPictures:
     def _keep(self, url: str) -> str:
         png = to_png(from_data_uri(url))
         self.rules.grid(*size_of(png))
-        return self._write(lambda: self._files.add(png))
+        return self.write(lambda: self.files.add(png))
 
     def _grid(self, digest: str) -> tuple[int, int]:
         """Return rows and columns of a picture's image tokens."""
-        return self.rules.grid(*size_of(self._files.read(digest)))
+        return self.rules.grid(*size_of(self.files.read(digest)))
 
     async def content_parts(self, pictures: Sequence[Picture]) -> list[dict[str, str]]:
         """Return the pictures of a prompt as an engine is sent them."""
         run = asyncio.get_running_loop().run_in_executor
-        files = [await run(self._threads, self._files.read, picture.digest) for picture in pictures]
+        files = [await run(self._threads, self.files.read, picture.digest) for picture in pictures]
         return [{"type": "image_url", "url": to_data_uri(file)} for file in files]
 
 
 async def read_messages(messages: list[Message], pictures: ConversationPictures | None) -> list[Message]:
     """Return messages with text for a content that has only text parts, and with digests for pictures.
 
-    Raises:
-        ValueError: as `ConversationPictures.read`, or the run has no pictures.
+    Raises: ValueError as `ConversationPictures.read`, or where the run has no pictures.
     """
     if not any(isinstance(message.get("content"), list) for message in messages):
         return messages
@@ -117,8 +117,7 @@ async def read_messages(messages: list[Message], pictures: ConversationPictures 
 async def read_transcript(messages: list[Message], pictures: ConversationPictures | None) -> list[Message]:
     """Return what an environment reports of a conversation, with digests for the pictures that stand in it.
 
-    Raises:
-        ValueError: as `ConversationPictures.read`.
+    Raises: ValueError as `ConversationPictures.read`.
     """
     urls = [url for url in picture_urls(messages) if url.startswith("data:")]
     return await pictures.read(messages, urls) if urls and pictures is not None else messages
