@@ -200,7 +200,7 @@ class Gateway:
 
         async def endpoint(request: Request) -> Response:
             try:
-                return await answer(request, await self._find(request), dialect)
+                return await answer(request, await self.find(request), dialect)
             except Refused as refused:
                 return refusal(refused, dialect)
             except Exception as error:
@@ -208,17 +208,12 @@ class Gateway:
 
         return endpoint
 
-    async def _find(self, request: Request) -> Session:
+    async def find(self, request: Request) -> Session:
         """Return the session of a request, once it is open again. Raises: Refused."""
         for digest in _keys_of(request):
             if digest in self._expected:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._expected[digest].wait(), EXPECTED_S)
-        return self.find(request)
-
-    def find(self, request: Request) -> Session:
-        """Return the session of a request. Raises: Refused."""
-        for digest in _keys_of(request):
             if digest in self._sessions:
                 return self._sessions[digest]
             if digest in self._ended:

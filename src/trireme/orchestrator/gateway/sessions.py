@@ -40,9 +40,6 @@ MOST_ASKING = 256
 WAIT_S = 4.0  # a client waits this long until a rollout is wanted; less than the timeouts of HTTP clients
 CLIENT_TIMEOUT_S = 1800.0  # the run ends where rollouts have waited this long and no session is open
 
-Example = tuple[str, int]
-"""Split, and index in it."""
-
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -77,7 +74,7 @@ class ClientRollout:
 
     name: str  # the same after a restart; also of its session at the gateway
     key: str
-    example: Example
+    example: tuple[str, int]  # split, and index in it
     num_turns: Callable[[], int]
     check: Callable[[list[float], dict[str, float]], None]  # of rewards and metrics; raises ValueError
 
@@ -233,7 +230,7 @@ class Sessions:
 
     async def _show(self, request: Request) -> Response:
         try:
-            rollout = self._find(request, self.gateway.find(request))
+            rollout = self._find(request, await self.gateway.find(request))
         except Refused as refused:
             if refused.problem == "ended":
                 return as_json({"state": "ended", "reason": str(refused)})
