@@ -28,8 +28,7 @@ class Buffer:
         Args:
             sizes: number of training examples per environment.
 
-        Raises:
-            ConfigError: the run that `state` is of had other examples.
+        Raises: ConfigError where the run that `state` is of had other examples.
         """
         _refuse_other_examples(state.sizes, sizes)
         self._rules = rules

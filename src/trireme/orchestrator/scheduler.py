@@ -187,8 +187,7 @@ class Scheduler:
     async def next_group(self) -> Group:
         """Wait for the next finished group: in the order of issue in a synchronous run, else as they finish.
 
-        Raises:
-            AllRolloutsFail: says how.
+        Raises: AllRolloutsFail, which says how.
         """
         with self.waits.waiting(
             f"rollouts of batch {self.next_batch}",

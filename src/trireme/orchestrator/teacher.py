@@ -49,8 +49,7 @@ class Teacher:
     async def score(self, rollouts: list[Rollout]) -> None:
         """Fill `teacher` of each rollout: per sample [T] float32, NaN where the policy sampled nothing.
 
-        Raises:
-            PeerDied: it does not answer, after several attempts, or refuses a sample.
+        Raises: PeerDied where it does not answer, after several attempts, or refuses a sample.
         """
         deadline_s = ATTEMPTS * (self.config.timeout_s + PAUSE_S) * max(1, len(rollouts))
         with self.waits.waiting(f"logprobs of {len(rollouts)} rollouts", peer="teacher", deadline_s=deadline_s):

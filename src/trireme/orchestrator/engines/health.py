@@ -26,11 +26,7 @@ Admit = Callable[[Engine], Awaitable[bool]]
 
 
 async def keep_engines(pool: InferencePool, admit: Admit, start_timeout_s: float) -> None:
-    """Follow the state of each engine until cancelled.
-
-    Raises:
-        DeadlineExceeded: an engine did not come up (again).
-    """
+    """Follow the state of each engine until cancelled. Raises: DeadlineExceeded where one did not come up (again)."""
     async with asyncio.TaskGroup() as keepers:
         for engine in pool.engines:
             keepers.create_task(_keep(pool, engine, admit, start_timeout_s))

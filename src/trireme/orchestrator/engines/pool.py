@@ -291,9 +291,8 @@ async def open_inference_pool(
 def with_placeholders(ids: list[int], pictures: Sequence[Picture]) -> list[int]:
     """Return a prompt with one token for each picture, as an engine takes it.
 
-    Raises:
-        ValueError: there is another such token, which the engine might take for a picture's. vLLM's server ends where
-            one is missing.
+    Raises: ValueError where there is another such token, which the engine might take for a picture's. vLLM's server
+        ends where one is missing.
     """
     short, token = collapse(ids, pictures), ids[pictures[0].place]
     if (found := short.count(token)) != len(pictures):

@@ -223,10 +223,7 @@ def _candidates(entry: TokenLogprob) -> list[int]:
 
 
 def check_prompt(response: Response, ids: list[int]) -> None:
-    """Check that the engine read a prompt with pictures as these tokens.
-
-    Raises: BadAnswer.
-    """
+    """Check that the engine read a prompt with pictures as these tokens. Raises: BadAnswer."""
     read = response.prompt_token_ids or []
     if read != ids:
         raise BadAnswer(
@@ -236,10 +233,7 @@ def check_prompt(response: Response, ids: list[int]) -> None:
 
 
 def prompt_logprobs_of(response: Prompted, ids: list[int]) -> list[float]:
-    """Return [T - 1] logprobs: of ids[t + 1] after ids[:t + 1].
-
-    Raises: BadAnswer.
-    """
+    """Return [T - 1] logprobs: of ids[t + 1] after ids[:t + 1]. Raises: BadAnswer."""
     given = response.prompt_logprobs or []
     if len(given) != len(ids):
         raise BadAnswer(f"The engine gave logprobs for {len(given)} tokens of a prompt that has {len(ids)}.")

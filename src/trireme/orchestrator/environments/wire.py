@@ -253,10 +253,7 @@ def encode(message: ToWorker) -> bytes:
 
 
 def decode(line: bytes) -> FromWorker:
-    """Decode one line. A malformed message about a rollout becomes that rollout's Error.
-
-    Raises: Garbage.
-    """
+    """Decode one line. A malformed message about a rollout becomes that rollout's Error. Raises: Garbage."""
     try:
         return _checked(_DECODER.decode(line))
     except Exception as error:  # whatever bytes can make a decoder raise: RecursionError, UnicodeDecodeError, ...

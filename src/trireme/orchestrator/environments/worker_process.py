@@ -121,10 +121,7 @@ class EnvironmentWorker:
         return loaded
 
     async def run(self, rollout: OpenRollout) -> Done:
-        """Run and score one rollout.
-
-        Raises: RolloutFailed; WorkerDied where the process ended first.
-        """
+        """Run and score one rollout. Raises: RolloutFailed; WorkerDied where the process ended first."""
         task = rollout.task
         assert self.is_ready, f"run({task.task}) on worker {self.name}, which is not ready"
         on_wire = f"{task.task}.{self._num_issued}"  # late messages of a cancelled attempt are ignored

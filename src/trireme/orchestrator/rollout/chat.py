@@ -114,8 +114,7 @@ class ChatTokenizer:
 def open_chat_tokenizer(name: str) -> ChatTokenizer:
     """Load a tokenizer from a folder, or download its small files from the hub.
 
-    Raises:
-        ConfigError: it could not be loaded.
+    Raises: ConfigError where it could not be loaded.
     """
     if Path(name).is_dir():
         return ChatTokenizer(Path(name))

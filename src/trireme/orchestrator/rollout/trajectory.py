@@ -364,8 +364,7 @@ class Trajectory:
     def token_rewards(self, turn_rewards: list[list[float]]) -> list[np.ndarray]:
         """Return [T] float32 per sample: rewards (see `wire.Done`) at their tokens, NaN elsewhere. Empty without any.
 
-        Raises:
-            ValueError: a turn has another number of tokens.
+        Raises: ValueError where a turn has another number of tokens.
         """
         if not any(turn_rewards):
             return []

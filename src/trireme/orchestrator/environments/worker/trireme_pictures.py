@@ -21,8 +21,7 @@ ALLOWED = "expected data:image/...;base64,..., or the path of a picture in the e
 def content_of(content: Any, *, number: int) -> str | list[dict] | None:
     """Return the content of the `number`th message as text, or as text and pictures where it has any.
 
-    Raises:
-        ValueError: it has parts of another kind.
+    Raises: ValueError where it has parts of another kind.
     """
     if content is None or isinstance(content, str):
         return content

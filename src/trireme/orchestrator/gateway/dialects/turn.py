@@ -239,10 +239,7 @@ def as_messages(value: Any, *, where: str) -> list[dict[str, Any]]:
 
 
 def as_objects(value: Any, *, where: str) -> list[dict[str, Any]]:
-    """Check a list of JSON objects.
-
-    Raises: Refused where it is none.
-    """
+    """Check a list of JSON objects. Raises: Refused where it is none."""
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise Refused("invalid", f"{where}: {value!r:.80}, expected a list of objects")
     return value
