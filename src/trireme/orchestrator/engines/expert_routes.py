@@ -37,28 +37,21 @@ class ExpertShape:
         return np.dtype("uint8") if self.num_experts <= 256 else np.dtype("uint16")
 
 
-def expert_shape(config: dict[str, Any]) -> ExpertShape | None:
-    """Read the sizes from a model's `config.json`; None where it has no experts."""
-    config = config.get("text_config") or config
-    num_experts = num_experts_of(config)
-    layers, top_k = config.get("num_hidden_layers"), experts_used(config, 0)
-    return ExpertShape(layers, top_k, num_experts) if num_experts and layers and top_k else None
-
-
 def experts_to_replay(config: RunConfig, model_config: dict[str, Any]) -> ExpertShape | None:
-    """Return the model's sizes for router replay; None where the run does not use it.
+    """Return a model's sizes, from its `config.json`, for router replay; None where the run does not use it.
 
     Raises: ConfigError where the model has no experts.
     """
     if not config.replays_routes:
         return None
-    shape = expert_shape(model_config)
-    if shape is None:
+    text = model_config.get("text_config") or model_config
+    num_experts, layers, top_k = num_experts_of(text), text.get("num_hidden_layers"), experts_used(text, 0)
+    if not (num_experts and layers and top_k):
         raise ConfigError(
             f"`{REPLAY}` with {config.model.name} - a model with a mixture of experts was "
             f"expected: its config.json names none of {', '.join(NUM_EXPERTS)}. Remove the line."
         )
-    return shape
+    return ExpertShape(layers, top_k, num_experts)
 
 
 def routes_of(choice: Choice, *, num_prompt: int, shape: ExpertShape) -> np.ndarray:
