@@ -130,20 +130,15 @@ class EnvironmentWorker:
         self._send(msgspec.structs.replace(task, task=on_wire))
         self._extend_group_timeouts(task)
         asyncio.get_running_loop().call_soon(self._reach, "environment.asked")  # after the message was sent
-        is_over = False
         try:
-            done = await rollout.follow(self._send)
-            is_over = True
-            return done
-        except WorkerDied:
-            is_over = True
+            return await rollout.follow(self._send)
+        except BaseException:
+            self._send(wire.Cancel(task=on_wire))  # which a worker ignores where the rollout is over
             raise
         finally:
             del self._rollouts[on_wire]
             self._deliver_scores(task.group)  # of others, whom its failure or its cancellation would hold up
             self._extend_group_timeouts(task)
-            if not is_over:
-                self._send(wire.Cancel(task=on_wire))
 
     def _extend_group_timeouts(self, task: RunTask) -> None:
         for rollout in self._rollouts.values() if self._scores_groups else ():
