@@ -18,7 +18,6 @@ from typing import IO, Any, TypeAlias
 import msgspec
 import torch
 from msgspec.structs import replace
-from safetensors.torch import _TYPES
 from transformers import PreTrainedModel
 
 from trireme.base.errors import JournalCorrupt
@@ -116,7 +115,18 @@ def frozen_dtype(folder: Path) -> torch.dtype:
 MAX_FILE_BYTES = 5 * 10**9
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-_TYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}  # in headers
+_DTYPES = {  # their names in headers
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 
 
 def write_model(
@@ -160,7 +170,7 @@ def _write_header(file: IO[bytes], specs: Sequence[TensorSpec]) -> None:
     begin = 0
     for spec in specs:
         end = begin + num_bytes(spec)
-        header[spec.name] = {"dtype": _TYPE_NAMES[dtype_of(spec)], "shape": spec.shape, "data_offsets": [begin, end]}
+        header[spec.name] = {"dtype": _DTYPES[spec.dtype], "shape": spec.shape, "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # readers map the file and need aligned numbers
