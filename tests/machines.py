@@ -66,6 +66,16 @@ class Machine:
     def mend(self) -> None:
         _ip("-n", self.switch, "link", "set", f"port{self.number}", "up")
 
+    def slow_down(self, rate: str) -> None:
+        """Send no more per second than this, in the words of `tc`."""
+        limits = ("tbf", "rate", rate, "burst", "32kb", "latency", "400ms")
+        done = self.run(str(Path(IP).with_name("tc")), "qdisc", "add", "dev", "eth0", "root", *limits)
+        assert done.returncode == 0, done.stderr
+
+    def num_received(self) -> int:
+        """Bytes that have come over the network."""
+        return int(self.run("cat", "/sys/class/net/eth0/statistics/rx_bytes").stdout)
+
     def listening(self) -> set[str]:
         """Addresses, each with its port, at which something can be reached from outside."""
         lines = self.run("ss", "-Htln").stdout.splitlines()

@@ -11,7 +11,7 @@ import os
 import socket
 import stat
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from trireme.base.processes import port_is_free
@@ -122,17 +122,37 @@ def watched_socket(info: Any) -> socket.socket:
     return made
 
 
-def watch_connections() -> None:
-    """Set keep-alive on all open connections to other machines, such as torch's, which has no option for it."""
+class Connection(NamedTuple):
+    """An open connection to another machine."""
+
+    peer: str  # address
+    descriptor: int
+    inode: int
+
+    def is_open(self) -> bool:
+        with suppress(OSError):
+            return os.fstat(self.descriptor).st_ino == self.inode
+        return False
+
+
+def watch_connections() -> list[Connection]:
+    """Set keep-alive on all open connections to other machines, such as torch's, which has no option for it.
+
+    Returns these connections.
+    """
+    watched = []
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):  # gone meanwhile, or not connected
-            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            found_at = os.fstat(descriptor)
+            if stat.S_ISSOCK(found_at.st_mode):
                 with socket.socket(fileno=os.dup(descriptor)) as found:
                     if found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6):
                         peer = ipaddress.ip_address(found.getpeername()[0])
                         mapped = peer.ipv4_mapped if isinstance(peer, ipaddress.IPv6Address) else None
                         if not (mapped or peer).is_loopback:
                             _watch(found)
+                            watched.append(Connection(str(mapped or peer), descriptor, found_at.st_ino))
+    return watched
 
 
 def _watch(connection: socket.socket) -> None:

@@ -47,6 +47,13 @@ try:
 except DeadlineExceeded:
     print("nothing")
 """
+BROADCAST = """
+import torch, torch.distributed
+from trireme.trainer.parallel import mesh
+mesh.BROKEN_S = 1.0
+with mesh.open_world("cpu", threads=1, timeout_s=3600):
+    torch.distributed.broadcast(torch.zeros(1 << 26), src=0)
+"""
 CONTROL = ("pause", "resume", "init_weight_transfer_engine", "start_weight_update", "update_weights", "collective_rpc")
 
 
@@ -163,3 +170,25 @@ def test_ranks_on_two_machines_end_when_one_is_cut_off_and_go_on_together_when_i
             run.until(lambda: run.said("trainer-0", again) and run.said("trainer-1", again), "both to notice")
             third.mend()
             run.finish()
+
+
+def test_ranks_that_are_cut_off_in_the_middle_of_a_message_end_too(tmp_path: Path) -> None:
+    """gloo wakes neither who waits for the rest of a message nor who sends it."""
+    with open_machines(2) as machines:
+        first, second = machines
+        world = {"MASTER_ADDR": first.address, "MASTER_PORT": "5557", "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "eth0"}
+        code = ("python", "-c", BROADCAST)
+        ranks = [
+            machine.start(*code, log=tmp_path / f"rank-{rank}.log", env=world | {"RANK": str(rank)})
+            for rank, machine in enumerate(machines)
+        ]
+        try:
+            first.slow_down("8mbit")  # the message takes four minutes
+            wait_until(lambda: second.num_received() > 1_000_000, "a part of the message", ranks)
+            second.cut()
+            assert [rank.wait(deadline_s=60) for rank in ranks] == [1, 1]
+        finally:
+            for rank in ranks:
+                rank.end()
+    assert f"the connection to {second.address} broke" in ranks[0].output
+    assert f"the connection to {first.address}" in ranks[1].output

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,13 +15,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trireme.base.errors import PeerDied
-from trireme.base.network import watch_connections
+from trireme.base.log import get_logger
+from trireme.base.network import Connection, watch_connections
 from trireme.base.processes import RANK_STORE
 from trireme.config.trainer import TrainerModel
+
+log = get_logger("trainer")
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 DATA, CONTEXT = "dp", "cp"
 ONE_COPY = TrainerModel()  # of the model, and one rank to a row
+BROKEN_S = 30.0  # far longer than a rank takes to leave after its last collective
 KEEP_ALIVE = -(2**62)  # a number that ranks never agree on
 
 
@@ -144,10 +149,39 @@ def open_world(
     _join(device, rank, size, timeout_s)
     try:
         world = build_world(rank, size, local, replicas=model.dp_replicate, cp=model.cp)
-        watch_connections()
-        yield world
+        with _end_when_cut(watch_connections()):  # those of the ranks: no other is open yet
+            yield world
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _end_when_cut(connections: Sequence[Connection]) -> Iterator[None]:
+    """End this process `BROKEN_S` after a connection to another rank broke, unless it has left by then.
+
+    Most collectives raise an error at once. But gloo wakes neither a thread that waits for the rest of a message nor
+    one that still sends it (`Pair::signalException` in torch 2.13): it would wait until the timeout of the group.
+    """
+    has_left = threading.Event()
+
+    def watch() -> None:
+        while not has_left.wait(1.0):
+            broken = ", ".join(connection.peer for connection in connections if not connection.is_open())
+            if broken and not has_left.wait(BROKEN_S):
+                log.error(
+                    "the connection to %s broke %.0f s ago: the rank there ended, or its machine is cut off. This rank "
+                    "ends too, as it may be waiting for the rest of a message.",
+                    broken,
+                    BROKEN_S,
+                )
+                os._exit(1)
+
+    if connections:
+        threading.Thread(target=watch, name="connections", daemon=True).start()
+    try:
+        yield
+    finally:
+        has_left.set()
 
 
 def build_world(rank: int, size: int, device: torch.device, *, replicas: int, cp: int) -> World:
