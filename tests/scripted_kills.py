@@ -4,6 +4,7 @@ A point is armed with `hold`: the process that reaches it waits there, the victi
 waits), and the one that waits is let go.
 """
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -180,9 +181,12 @@ class KilledRun:
 
     def kill_at_the_end(self, victim: str, points: Sequence[str]) -> None:
         """As `kill_at`, where no version comes any more: at each of these points that is come to before the end."""
-        left = list(points)
+        left, ended = list(points), re.compile(f"{victim}: .*-> ended")
         for point in left:
             self.faults.arm(point)
+
+        def living() -> psutil.Process | None:
+            return find(victim, self.launcher, self.ranks)
 
         def next_reached() -> list[str]:
             return [point for point in left if self.faults.is_reached(point)]
@@ -192,9 +196,11 @@ class KilledRun:
             if not next_reached():
                 return
             left.remove(point := next_reached()[0])
-            # It may have to come up again first; but no worker does while the orchestrator waits at a point.
-            comes_up = victim != "environment worker" or not point.startswith("orchestrator.")
-            process = self.find(victim) if comes_up else find(victim, self.launcher, self.ranks)
+            # It may have to come up again first. But no worker does while the orchestrator waits at a point, and an
+            # orchestrator that comes up when all is done ends at once.
+            if victim != "environment worker" or not point.startswith("orchestrator."):
+                self.until(lambda: living() or ended.search(self.process.output), f"a living {victim}")
+            process = living()
             if process is not None:
                 self.kill(victim, process)
                 self.note(f"{victim} killed at {point}")
