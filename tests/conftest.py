@@ -33,6 +33,12 @@ def _logs_are_seen() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _pipes_raise() -> None:
+    """A command that ran in the test's own process with `--help` made a broken pipe end the process."""
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+
+
+@pytest.fixture(autouse=True)
 def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """`rl` in the test's own process makes a token, which must not reach the engines of later tests."""
     monkeypatch.setenv("TRIREME_TOKEN", "")

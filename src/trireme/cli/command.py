@@ -20,7 +20,7 @@ from trireme.base.devices import Devices, detect_devices
 from trireme.base.disk import is_full
 from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.installation import correct_wheel_tag
-from trireme.base.processes import die_with_parent, free_port
+from trireme.base.processes import die_with_parent
 from trireme.base.safe_text import clean
 from trireme.cli.machines import KEEPER, join_network, node_of
 from trireme.config.arguments import HELP
@@ -228,7 +228,6 @@ def become_ranks(num_ranks: int, module: str, run_file: Path, *, torchrun: Seque
         return
     if num_ranks == 1:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         return
     os.environ[RANKS_PARENT] = str(os.getpid())
     sys.stdout.flush()

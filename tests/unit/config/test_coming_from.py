@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -233,7 +232,7 @@ def workspace(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypa
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[list[str]], tuple[int, str]]:
     """Calls a program in this process: its exit code, and all that it wrote."""
 
     def call(words: list[str]) -> tuple[int, str]:
@@ -250,9 +249,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     monkeypatch.setattr(devices, "_count_cores", lambda: EIGHT_GPUS.cores)
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setenv("COLUMNS", "200")
-    before = signal.getsignal(signal.SIGPIPE)
-    yield call
-    signal.signal(signal.SIGPIPE, before)
+    return call
 
 
 @rows("runs")
