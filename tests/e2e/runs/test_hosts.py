@@ -48,10 +48,13 @@ except DeadlineExceeded:
     print("nothing")
 """
 BROADCAST = """
-import torch, torch.distributed
+import socket, sys, torch, torch.distributed
 from trireme.trainer.parallel import mesh
 mesh.BROKEN_S = 1.0
+server = socket.create_server((sys.argv[1], 0))
+other = socket.create_connection(server.getsockname())
 with mesh.open_world("cpu", threads=1, timeout_s=3600):
+    other.close()
     torch.distributed.broadcast(torch.zeros(1 << 26), src=0)
 """
 CONTROL = ("pause", "resume", "init_weight_transfer_engine", "start_weight_update", "update_weights", "collective_rpc")
@@ -173,15 +176,14 @@ def test_ranks_on_two_machines_end_when_one_is_cut_off_and_go_on_together_when_i
 
 
 def test_ranks_that_are_cut_off_in_the_middle_of_a_message_end_too(tmp_path: Path) -> None:
-    """gloo wakes neither who waits for the rest of a message nor who sends it."""
+    """gloo wakes neither who waits for the rest of a message nor who sends it. Other connections may end."""
     with open_machines(2) as machines:
         first, second = machines
         world = {"MASTER_ADDR": first.address, "MASTER_PORT": "5557", "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "eth0"}
-        code = ("python", "-c", BROADCAST)
-        ranks = [
-            machine.start(*code, log=tmp_path / f"rank-{rank}.log", env=world | {"RANK": str(rank)})
-            for rank, machine in enumerate(machines)
-        ]
+        ranks = []
+        for rank, machine in enumerate(machines):
+            log, env = tmp_path / f"rank-{rank}.log", world | {"RANK": str(rank)}
+            ranks.append(machine.start("python", "-c", BROADCAST, machine.address, log=log, env=env))
         try:
             first.slow_down("8mbit")  # the message takes four minutes
             wait_until(lambda: second.num_received() > 1_000_000, "a part of the message", ranks)

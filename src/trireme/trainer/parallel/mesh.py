@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -146,17 +146,18 @@ def open_world(
         # made no step slower. Operations without such a form only warn.
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False
+    others = set(watch_connections())  # such as those to a model hub, which may be closed at any time
     _join(device, rank, size, timeout_s)
     try:
         world = build_world(rank, size, local, replicas=model.dp_replicate, cp=model.cp)
-        with _end_when_cut(watch_connections()):  # those of the ranks: no other is open yet
+        with _end_when_cut(set(watch_connections()) - others):
             yield world
     finally:
         dist.destroy_process_group()
 
 
 @contextmanager
-def _end_when_cut(connections: Sequence[Connection]) -> Iterator[None]:
+def _end_when_cut(connections: Collection[Connection]) -> Iterator[None]:
     """End this process `BROKEN_S` after a connection to another rank broke, unless it has left by then.
 
     Most collectives raise an error at once. But gloo wakes neither a thread that waits for the rest of a message nor
