@@ -1,9 +1,14 @@
 """A real sender of weights and its real receivers, each joining and working in a thread of its own."""
 
-from collections.abc import Iterable
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import torch
 
 from trireme.algo.digest import tensor_digest
@@ -48,8 +53,8 @@ class Ends:
         port = free_port()
         options = {"host": "127.0.0.1", "port": port, "bucket_bytes": BUCKET_BYTES, "timeout_s": timeout_s}
         self.sender: Sender = open_sender("gloo", folder=Path("unused"), delta=delta, **options)
-        info = InitInfo("gloo", epoch="", rank_offset=1, world_size=1 + num_receivers, **options)
-        self.receivers = [open_receiver(info, torch.device("cpu")) for _ in range(num_receivers)]
+        self.info = InitInfo("gloo", epoch="", rank_offset=1, world_size=1 + num_receivers, **options)
+        self.receivers = [open_receiver(self.info, torch.device("cpu")) for _ in range(num_receivers)]
         self._pool = ThreadPoolExecutor(num_receivers + 1)
 
     def send(
@@ -60,11 +65,13 @@ class Ends:
         receivers: list[Receiver],
         join: bool = True,
         parts: Iterable[torch.Tensor | Patch] | None = None,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> list[Future]:
         """Return the sender's future, then the receivers'. `parts` is what is sent of each tensor, where not all."""
         world_size = len(self.receivers) + 1
 
         def work_as_sender() -> None:
+            self.sender.is_wanted = is_wanted
             self.sender.join(epoch, world_size)
             self.sender.send(specs_of(tensors), iter(tensors.values() if parts is None else parts))
 
@@ -85,3 +92,18 @@ class Ends:
 def outcome(futures: list[Future]) -> list[dict[str, str] | None]:
     """None of the sender, and what receivers found."""
     return [future.result(DEADLINE_S) for future in futures]
+
+
+def receive_a_part(specs: str, info: str) -> None:
+    """Be the last of two receivers, and stop before any of the first broadcast has been sent."""
+    receiver = open_receiver(msgspec.json.decode(info, type=InitInfo), torch.device("cpu"))
+    receiver.join("a/1", 2, 3)
+    wait = receiver._group.begin_broadcast(torch.empty(1 << 26, dtype=torch.uint8))  # type: ignore[attr-defined]
+    time.sleep(0.5)  # gloo asks for it in a thread
+    receiver.tensors(msgspec.json.decode(specs, type=list[TensorSpec]), {})  # says that it listens
+    os.kill(os.getpid(), signal.SIGSTOP)
+    wait()
+
+
+if __name__ == "__main__":
+    receive_a_part(*sys.argv[1:])

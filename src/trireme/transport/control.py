@@ -118,8 +118,11 @@ class ControlClient:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._events, zmq.POLLIN)
 
-    def ask(self, request: Request, *, what: str, deadline_s: float) -> Reply:
+    def ask(self, request: Request, *, what: str, deadline_s: float, keeps_alive: bool = True) -> Reply:
         """Send a request until there is a reply other than `NotYet`.
+
+        Args:
+            keeps_alive: call `meanwhile`, where that may be a collective.
 
         Raises:
             Refused: the orchestrator refuses the request for good, or its reply does not belong to it.
@@ -149,7 +152,8 @@ class ControlClient:
                             )
                         return reply
                 wait.check()
-                self._meanwhile()
+                if keeps_alive:
+                    self._meanwhile()
 
     def tell(self, request: Request) -> None:
         """Send a request without waiting for a reply."""

@@ -1,11 +1,18 @@
 """Weights from the trainer's end to the engines', as the real code of both ends sends and takes them."""
 
+import os
+import sys
+import time
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
+import psutil
 import pytest
 import torch
 
+import forkserver
+import weight_ends
 from trireme.algo.digest import tensor_digest
 from trireme.messages import InitInfo
 from trireme.transport.weights import buckets as packing
@@ -38,6 +45,26 @@ def test_a_receiver_that_is_missing_makes_the_sender_fail_and_the_next_epoch_hea
             assert isinstance(end.exception(DEADLINE_S), RuntimeError)
         futures = ends.send(MODEL, epoch="a/2", receivers=ends.receivers)
         assert outcome(futures)[1:] == [digests_of(MODEL)] * 2
+
+
+def test_ends_that_wait_for_a_broadcast_learn_that_a_receiver_was_killed_in_the_middle_of_it(tmp_path):
+    """gloo would wake neither of them before the timeout of a minute."""
+    tensors = {"large": torch.ones(1 << 24), "next": torch.ones(1)}  # 64 MiB: more than a connection holds
+    argv = [sys.executable, weight_ends.__file__, msgspec.json.encode(specs_of(tensors)).decode()]
+    with closing(Ends(2, timeout_s=DEADLINE_S)) as ends, open(tmp_path / "log", "w") as log:
+        argv.append(msgspec.json.encode(ends.info).decode())
+        with closing(forkserver.popen(argv, output=log.fileno(), env=os.environ, cwd=tmp_path)) as killed:
+            sending, receiving = ends.send(
+                tensors, epoch="a/1", receivers=ends.receivers[:1], is_wanted=lambda: killed.poll() is None
+            )
+            process = psutil.Process(killed.pid)
+            while process.status() != psutil.STATUS_STOPPED:
+                assert not sending.done()
+                time.sleep(0.05)
+            killed.kill()
+            assert isinstance(sending.exception(SHORT_S), RuntimeError)
+            ends.sender.close()
+            assert isinstance(receiving.exception(SHORT_S), RuntimeError)
 
 
 def _through_files(folder: Path) -> tuple[Sender, Receiver]:

@@ -387,8 +387,12 @@ def test_a_slow_broadcast_is_awaited_and_a_peer_that_is_gone_is_an_error_that_le
     assert aborted == []
     with pytest.raises(RuntimeError, match=r"took no part in a broadcast for 0\.2 s"):
         group._await(SimpleNamespace(wait=lambda: None), torch.zeros(1))
-    assert aborted == [True]
+    monkeypatch.setattr(collective, "CHECK_WANTED_S", 0.0)
+    group.is_wanted = lambda: False
+    with pytest.raises(RuntimeError, match="abandoned"):
+        group._await(SimpleNamespace(wait=lambda: None), torch.zeros(1))
     group.close()
+    assert aborted == [True]
     assert "_group" not in vars(group)
 
 

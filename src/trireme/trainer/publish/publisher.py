@@ -249,6 +249,8 @@ class Publisher:
         # An engine's first transfer has all tensors, later ones only the adapters if there are any.
         adapters = [spec for spec in self._specs if is_of_adapter(spec.name)]
         specs = adapters if adapters and not is_first else self._specs
+        if self._sender is not None:
+            self._sender.is_wanted = lambda: self._is_wanted(ready, epoch)
         payload = self._send(version, specs, self._parts(digests, is_first))
         if not self._world.agree(payload is not None):
             self._failures_in_a_row -= self._world.agree(self._wait_for_room(version))  # it had to wait: no failure
@@ -267,11 +269,17 @@ class Publisher:
         self._unconfirmed = Unconfirmed(version, everywhere, epoch, sent)
         return True
 
-    def _announce(self, ready: PolicyReady) -> Go | Live | Again:
+    def _is_wanted(self, ready: PolicyReady, epoch: str | None) -> bool:
+        """Return whether engines still wait for what is being sent. The other ranks gather tensors meanwhile."""
+        answer = self._announce(ready, keeps_alive=False)
+        return isinstance(answer, Go) and answer.epoch == epoch
+
+    def _announce(self, ready: PolicyReady, *, keeps_alive: bool = True) -> Go | Live | Again:
         assert self._control is not None
         deadline_s = self._config.trainer.batch_timeout_s + self._config.weight_broadcast.timeout_s
         with self._lane.doing("wait", step=ready.version, why="engines get ready"):
-            reply = self._control.ask(ready, what=f"the engines to take version {ready.version}", deadline_s=deadline_s)
+            what = f"the engines to take version {ready.version}"
+            reply = self._control.ask(ready, what=what, deadline_s=deadline_s, keeps_alive=keeps_alive)
         assert isinstance(reply, (Go, Live, Again)), reply
         if isinstance(reply, Again):
             log.warning("version %d: attempt %d failed: %s", ready.version, ready.attempt, reply.reason)
@@ -288,7 +296,8 @@ class Publisher:
         while True:
             assert isinstance(go, Go), go
             try:
-                self._sender.join(go.epoch, go.world_size, is_wanted=lambda: self._announce(ready) == go)  # noqa: B023
+                self._sender.is_wanted = lambda: self._announce(ready) == go  # noqa: B023
+                self._sender.join(go.epoch, go.world_size)
                 return go.epoch
             except (RuntimeError, OSError) as error:
                 if is_out_of_memory(error):

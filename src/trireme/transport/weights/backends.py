@@ -17,7 +17,10 @@ from trireme.messages import InitInfo, TensorSpec
 class Sender(ABC):
     """The trainer's end of a backend. Where there is nothing to join, hold or close, the methods here do nothing."""
 
-    def join(self, epoch: str, world_size: int, *, is_wanted: Callable[[], bool] = lambda: True) -> None:
+    is_wanted: Callable[[], bool] = staticmethod(lambda: True)
+    """Whether what is waited for may still come. Asked once a second while receivers are waited for; may block."""
+
+    def join(self, epoch: str, world_size: int) -> None:
         """Wait until all receivers of the epoch are there."""
 
     @abstractmethod

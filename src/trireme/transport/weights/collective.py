@@ -6,6 +6,8 @@ leaves, the orchestrator increments the epoch and all peers join again. So a dea
 No peer enters a group before all are there, and nothing is sent before all listen. Each announces both in the store,
 and the sender, while it waits, that it is alive. If a peer were missing, forming a group or a broadcast would block
 until the timeout, and a blocked engine notices nothing else: neither that its orchestrator died, nor another transfer.
+A peer that dies during a broadcast may block it too: NCCL does not notice, and gloo wakes no thread that has received
+or sent a part of a message. So each end that waits for a broadcast asks once a second whether it is still wanted.
 
 While one bucket travels, the next is filled and the one before is read. So a transfer takes the memory of two buckets
 and one tensor at the sender, and of two buckets at a receiver.
@@ -23,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from trireme.algo.patch import Patch
+from trireme.base.background import in_background
 from trireme.base.network import listening_address, watch_connections
 from trireme.base.token import sealed
 from trireme.messages import InitInfo, TensorSpec
@@ -44,7 +47,7 @@ class WeightGroup:
         self._group = _process_group(kind, prefixed, rank, world_size, timedelta(seconds=limit_s))
         self._kind = kind
         self._timeout_s = timeout_s
-        self._is_aborted = False
+        self.is_wanted: Callable[[], bool] = lambda: True  # asked while a broadcast is waited for
         self.buffers = BucketBuffers(self.device)
         watch_connections()
 
@@ -62,28 +65,39 @@ class WeightGroup:
 
     def _await(self, work: dist.Work, _: torch.Tensor) -> None:
         """Wait for a broadcast; keeps its tensor alive until then."""
+        while self._kind == "gloo":
+            try:
+                work.wait(timedelta(seconds=CHECK_WANTED_S))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+            self._require_wanted()
         work.wait()
-        if self._kind == "gloo":
-            return
         # Poll for the end: NCCL's `wait` returns at once, and a synchronize would wait forever for a dead peer.
         done = torch.cuda.Event()
         done.record()
-        give_up = time.monotonic() + self._timeout_s
+        began = looked = time.monotonic()
         while not done.query():
-            if time.monotonic() > give_up:
-                self._abort()
+            now = time.monotonic()
+            if now - looked > CHECK_WANTED_S:
+                looked = now
+                self._require_wanted()
+            if now - began > self._timeout_s:
                 raise RuntimeError(f"a peer of the weight group took no part in a broadcast for {self._timeout_s:g} s")
             time.sleep(STREAM_POLL_S)
 
-    def _abort(self) -> None:
-        if not self._is_aborted:
-            self._is_aborted = True
-            self._group.abort()
+    def _require_wanted(self) -> None:
+        if not self.is_wanted():
+            raise RuntimeError("a peer died, or this transfer was abandoned")
 
     def close(self) -> None:
         if self._kind == "nccl":
-            self._abort()
+            self._group.abort()
+        ended = [self._group]
         del self._group
+        # gloo cannot abort: the end of a group waits for its broadcasts, of which the last one ends at the timeout
+        in_background(ended.clear, name="a closed weight group")
 
 
 def _process_group(
@@ -137,6 +151,10 @@ def _listens(epoch: str, transfer: int, rank: int) -> str:
     return f"weights/{epoch}/listens/{transfer}/{rank}"
 
 
+def _over(epoch: str) -> str:
+    return f"weights/{epoch}/over"
+
+
 def _begun(epoch: str) -> str:
     """Return the key that holds the form in which tensors travel in an epoch."""
     return f"weights/{epoch}/begun"
@@ -160,7 +178,7 @@ class CollectiveSender(Sender):
         self._epoch: str | None = None
         self._num_transfers = 0  # of this epoch
 
-    def join(self, epoch: str, world_size: int, *, is_wanted: Callable[[], bool] = lambda: True) -> None:
+    def join(self, epoch: str, world_size: int) -> None:
         """Wait until all receivers are in the group and listen.
 
         Raises:
@@ -169,19 +187,19 @@ class CollectiveSender(Sender):
         receivers = range(1, world_size)
         if self._group is None or epoch != self._epoch:
             self.close()
-            self._await([_here(epoch, rank) for rank in receivers], _here(epoch, 0), is_wanted)
+            self._await([_here(epoch, rank) for rank in receivers], _here(epoch, 0))
             self._store.set(_begun(epoch), AS_PATCHES if self._delta else AS_TENSORS)
             self._group = WeightGroup(
                 self._kind, self._store, epoch=epoch, rank=0, world_size=world_size, timeout_s=self._timeout_s
             )
             self._epoch, self._num_transfers = epoch, 0
         listen = [_listens(epoch, self._num_transfers, rank) for rank in range(world_size)]
-        self._await(listen[1:], listen[0], is_wanted)
+        self._await(listen[1:], listen[0])
         for key in listen:  # each transfer has its own, and the store lives as long as the run
             self._store.delete_key(key)
         self._num_transfers += 1
 
-    def _await(self, keys: list[str], sign_of_life: str, is_wanted: Callable[[], bool]) -> None:
+    def _await(self, keys: list[str], sign_of_life: str) -> None:
         began = looked = time.monotonic()
         while not self._store.check(keys):
             self._store.add(sign_of_life, 1)
@@ -191,12 +209,17 @@ class CollectiveSender(Sender):
                 raise RuntimeError(f"not all of {len(keys)} engine workers came within {self._timeout_s:.0f} s")
             if now - looked > CHECK_WANTED_S:
                 looked = now
-                if not is_wanted():
+                if not self.is_wanted():
                     raise RuntimeError("an engine died, or this transfer was abandoned")
 
     def send(self, specs: list[TensorSpec], parts: Iterable[torch.Tensor | Patch]) -> dict:
-        """Send all tensors, in the order of `specs`."""
+        """Send all tensors, in the order of `specs`.
+
+        Raises:
+            RuntimeError: a receiver died, or `is_wanted` says so.
+        """
         assert self._group is not None, "send before join"
+        self._group.is_wanted = self.is_wanted
         stream = iter(parts)
         await_last: Callable[[], None] | None = None
         for bucket in split_into_buckets(specs, self._bucket_bytes):
@@ -220,7 +243,8 @@ class CollectiveSender(Sender):
             yield pack_bucket(specs, parts, self._group.buffers)
 
     def close(self) -> None:
-        if self._group is not None:
+        if self._group is not None and self._epoch is not None:
+            self._store.set(_over(self._epoch), "1")
             self._group.close()
             self._group = None
             self._epoch = None
@@ -247,6 +271,7 @@ class CollectiveReceiver(Receiver):
         self._group = WeightGroup(
             self._info.kind, self._store, epoch=epoch, rank=rank, world_size=world_size, timeout_s=self._info.timeout_s
         )
+        self._group.is_wanted = lambda: not self._store.check([_over(epoch)])
         self._epoch, self._rank, self._num_transfers = epoch, rank, 0
         self._copy = HostCopy() if self._store.get(_begun(epoch)) == AS_PATCHES else None
 

@@ -7,7 +7,7 @@ GPU memory while an update runs.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ class IpcSender(Sender):
     def __init__(self) -> None:
         self._held: list[torch.Tensor] = []
 
-    def join(self, epoch: str, world_size: int, *, is_wanted: Callable[[], bool] = lambda: True) -> None:
+    def join(self, epoch: str, world_size: int) -> None:
         self.release()
 
     def send(self, specs: list[TensorSpec], parts: Iterable[torch.Tensor | Patch]) -> dict:
