@@ -34,7 +34,8 @@ class Client:
         )
 
     async def open(self, **wanted: Any) -> int:
-        answer = await self.http.post("/sessions", json={"env": "say"} | wanted)
+        while (answer := await self.http.post("/sessions", json={"env": "say"} | wanted)).status_code == 429:
+            pass  # no rollout has begun yet
         self.session = answer.json()
         self.key = {"Authorization": f"Bearer {self.session.get('api_key')}"}
         return answer.status_code

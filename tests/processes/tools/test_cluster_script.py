@@ -30,11 +30,13 @@ RECORDER = """
     def note(text, file=notes):
         with open(file, "a") as out:
             out.write(f"{text}\\n")
+    code = 0
     def end(number, _):
         note(number, notes + ".ended")
+        time.sleep(1.2 if code == "linger" else 0)  # in which the machine looks twice
         sys.exit(143)
-    note(json.dumps({"argv": sys.argv[3:], "pid": os.getpid(), "environ": dict(os.environ)}))
     signal.signal(signal.SIGTERM, end)
+    note(json.dumps({"argv": sys.argv[3:], "pid": os.getpid(), "environ": dict(os.environ)}))
     print("says", name, flush=True)
     plan = json.loads(os.environ["PLAN"]).get(name, [0])
     code = plan[min(len(open(notes).readlines()), len(plan)) - 1]
@@ -44,13 +46,14 @@ RECORDER = """
     if code == "leave":
         note(subprocess.Popen(["sleep", "60"]).pid, notes + ".left")
         os.kill(os.getpid(), signal.SIGKILL)
-    if code == "stay":
+    if code in ("stay", "linger"):
+        note("", notes + ".stays")
         time.sleep(60)
     if code == "outlive":
         trainer = notes.replace(name, "trainer")
         while not os.path.exists(trainer) or os.path.exists(f"/proc/{json.loads(open(trainer).readline())['pid']}"):
             time.sleep(0.01)
-        time.sleep(1.2)  # in which the machine looks twice
+        time.sleep(1.2)
         code = 0
     sys.exit(code)
 """
@@ -176,8 +179,8 @@ def test_every_process_is_told_all_addresses_its_place_and_its_gpus(machine):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGURG])
 def test_a_machine_that_is_asked_to_end_asks_each_process_once_and_waits(machine, number):
-    process = machine.start(1, trainer=["stay"], orchestrator=["stay"])
-    until(lambda: machine.notes("trainer") and machine.notes("orchestrator"))
+    process = machine.start(1, trainer=["linger"], orchestrator=["stay"])
+    until(lambda: machine.extra("trainer", "stays") and machine.extra("orchestrator", "stays"))
     process.send_signal(number)
     shown, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 143, shown
