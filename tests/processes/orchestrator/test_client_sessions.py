@@ -34,8 +34,10 @@ class Client:
         )
 
     async def open(self, **wanted: Any) -> int:
-        while (answer := await self.http.post("/sessions", json={"env": "say"} | wanted)).status_code == 429:
-            pass  # no rollout has begun yet
+        for _ in range(60):  # of half a second each, in which no rollout may have begun yet
+            answer = await self.http.post("/sessions", json={"env": "say"} | wanted)
+            if answer.status_code != 429:
+                break
         self.session = answer.json()
         self.key = {"Authorization": f"Bearer {self.session.get('api_key')}"}
         return answer.status_code

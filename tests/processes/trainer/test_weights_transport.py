@@ -61,6 +61,7 @@ def test_ends_that_wait_for_a_broadcast_learn_that_a_receiver_was_killed_in_the_
             while process.status() != psutil.STATUS_STOPPED:
                 assert not sending.done()
                 time.sleep(0.05)
+            time.sleep(0.2)  # so that a part of it is under way
             killed.kill()
             assert isinstance(sending.exception(SHORT_S), RuntimeError)
             ends.sender.close()

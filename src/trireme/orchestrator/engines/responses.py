@@ -61,7 +61,7 @@ class Choice(msgspec.Struct):
 
 
 class Prompted(msgspec.Struct, kw_only=True):
-    """What an answer says of the prompt; a choice of `/v1/completions`."""
+    """A choice of `/v1/completions`, for what it says of the prompt."""
 
     prompt_logprobs: list[dict[str, TokenLogprob] | None] | None = None
 

@@ -92,12 +92,12 @@ class WeightGroup:
             raise RuntimeError("a peer died, or this transfer was abandoned")
 
     def close(self) -> None:
-        if self._kind == "nccl":
-            self._group.abort()
-        ended = [self._group]
+        last = [self._group]
         del self._group
-        # gloo cannot abort: the end of a group waits for its broadcasts, of which the last one ends at the timeout
-        in_background(ended.clear, name="a closed weight group")
+        if self._kind == "nccl":
+            last.pop().abort()
+        else:  # gloo cannot abort: the end of a group waits for its broadcasts, which end at the timeout
+            in_background(last.clear, name="a closed weight group")
 
 
 def _process_group(
