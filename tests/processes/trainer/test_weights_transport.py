@@ -49,7 +49,8 @@ def test_a_receiver_that_is_missing_makes_the_sender_fail_and_the_next_epoch_hea
 
 def test_ends_that_wait_for_a_broadcast_learn_that_a_receiver_was_killed_in_the_middle_of_it(tmp_path):
     """gloo would wake neither of them before the timeout of a minute."""
-    tensors = {"large": torch.ones(1 << 24), "next": torch.ones(1)}  # 64 MiB: more than a connection holds
+    # 64 MiB is more than a connection holds. Two buckets travel at once: the third never begins.
+    tensors = {"large": torch.ones(1 << 24), "second": torch.ones(BUCKET_BYTES), "third": torch.ones(BUCKET_BYTES)}
     argv = [sys.executable, weight_ends.__file__, msgspec.json.encode(specs_of(tensors)).decode()]
     with closing(Ends(2, timeout_s=DEADLINE_S)) as ends, open(tmp_path / "log", "w") as log:
         argv.append(msgspec.json.encode(ends.info).decode())
