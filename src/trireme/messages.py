@@ -355,7 +355,7 @@ def _encode(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return value.model_dump()
     if isinstance(value, np.ndarray):
-        return [value.dtype.str, np.ascontiguousarray(value).data.cast("B")]
+        return [value.dtype.str, np.ascontiguousarray(value).reshape(-1).data.cast("B")]
     raise TypeError(f"cannot send a {type(value)}")
 
 

@@ -306,7 +306,7 @@ def test_an_example_that_no_template_can_render_costs_its_own_rollouts(tmp_path)
     assert {rollout.example for record in outcome.records for rollout in record.rollouts} == {4, 5}
     reasons = {drop.example: drop.reason for record in outcome.records for drop in record.dropped}
     assert reasons.keys() == {0, 1, 2, 3}
-    assert "This request cannot be answered: TemplateError: not so" in reasons[2]
+    assert "The chat template refuses this conversation: TemplateError: not so" in reasons[2]
     assert "the model takes 256" in reasons[3]
     answers = read_eval_results(results_path(config.paths, 0, "say"))
     assert {answer.example for answer in answers if answer.error is not None} == {0, 1, 2, 3}

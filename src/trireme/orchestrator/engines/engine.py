@@ -20,7 +20,7 @@ from trireme.base.errors import PeerDied, message_of
 from trireme.base.log import RateLimitedLog, get_logger
 from trireme.base.network import is_loopback, watched_socket
 from trireme.base.token import TOKEN, bearer, token
-from trireme.orchestrator.engines.responses import Answer, BadAnswer, WeightInfo, WeightReport, WorldSize
+from trireme.orchestrator.engines.responses import Answer, BadAnswer, WeightInfo, WeightReport, WorldSize, read_answer
 
 log = get_logger("engines")
 rate_limited = RateLimitedLog(log)
@@ -144,8 +144,8 @@ class Engine:
             status, answer = await self.request(path, body, headers=headers)
             if status >= 400:
                 raise PeerDied(f"{self.url}/{path} failed ({status}): {words_of(answer)}")
-            return msgspec.json.decode(answer or b"null", type=returns)
-        except (*REQUEST_ERRORS, ValueError, RecursionError) as error:
+            return read_answer(answer or b"null", returns)
+        except (*REQUEST_ERRORS, ValueError) as error:
             self.suspected.set()
             raise PeerDied(f"{self.url}/{path} got no answer: {message_of(error)}") from error
 
@@ -183,9 +183,9 @@ class Engine:
     async def world_size(self) -> int | None:
         """Return how many workers it has; None while it is not up, or refuses our token."""
         if await self.health() == "good":
-            with suppress(*REQUEST_ERRORS, ValueError, RecursionError):
+            with suppress(*REQUEST_ERRORS, ValueError):
                 status, answer = await self.request("get_world_size")
                 if status == 401:
                     rate_limited.warning("%s returned 401: its %s differs from ours", self.url, TOKEN)
-                return msgspec.json.decode(answer, type=WorldSize).world_size
+                return read_answer(answer, WorldSize).world_size
         return None

@@ -7,13 +7,12 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import aiohttp
-import msgspec
 
 from trireme.base.errors import PeerDied
 from trireme.base.log import RateLimitedLog, get_logger
 from trireme.orchestrator.engines.engine import HEALTH_TIMEOUT_S, REQUEST_ERRORS, Engine
 from trireme.orchestrator.engines.pool import InferencePool
-from trireme.orchestrator.engines.responses import WeightInfo
+from trireme.orchestrator.engines.responses import WeightInfo, read_answer
 
 log = get_logger("engines")
 rate_limited = RateLimitedLog(log)
@@ -90,8 +89,8 @@ async def _is_replaced(engine: Engine) -> bool:
     before = engine.life, engine.version
     try:
         _, answer = await engine.request("weight_info", timeout=aiohttp.ClientTimeout(HEALTH_TIMEOUT_S))
-        version = str(msgspec.json.decode(answer, type=WeightInfo).weight_version)
-    except (*REQUEST_ERRORS, ValueError, RecursionError):
+        version = str(read_answer(answer, WeightInfo).weight_version)
+    except (*REQUEST_ERRORS, ValueError):
         return False  # busy, or ending: the next health check will tell
     is_as_before = engine.state == "live" and before == (engine.life, engine.version)
     return is_as_before and version != str(engine.version)

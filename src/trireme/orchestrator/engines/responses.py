@@ -142,7 +142,8 @@ def read_answer(data: bytes, kind: type[Each]) -> Each:
     except Exception as error:  # whatever bytes can make a decoder raise: RecursionError, UnicodeDecodeError, ...
         shown = data[:80].decode(errors="backslashreplace")
         words = f"({type(error).__name__}: {error}): {shown!r}"
-        raise BadAnswer(f"The engine answered {len(data)} bytes that cannot be read {words}") from error
+        name = getattr(kind, "__name__", kind)
+        raise BadAnswer(f"The engine answered {len(data)} bytes that are no {name} {words}") from error
 
 
 def read_choice(data: bytes, kind: type[Each]) -> Each:
@@ -152,7 +153,7 @@ def read_choice(data: bytes, kind: type[Each]) -> Each:
 
 def _only(choices: list[Each]) -> Each:
     if len(choices) != 1:
-        raise BadAnswer(f"The engine gave {len(choices)} answers to one request.")
+        raise BadAnswer(f"The engine gave {len(choices)} answers to one request - one was expected.")
     return choices[0]
 
 

@@ -133,7 +133,7 @@ class EnvironmentWorker:
         try:
             return await rollout.follow(self._send)
         except BaseException:
-            self._send(wire.Cancel(task=on_wire))  # which a worker ignores where the rollout is over
+            self._send(wire.Cancel(task=on_wire))  # ignored where the rollout is over, or the worker has died
             raise
         finally:
             del self._rollouts[on_wire]

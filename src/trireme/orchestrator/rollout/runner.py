@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
+import jinja2
 import msgspec
 
 from trireme.base.disk import when_there_is_room
@@ -24,6 +25,7 @@ from trireme.config.run import RunConfig
 from trireme.journal.pictures import PictureFiles, pictures_folder, rules_of_model
 from trireme.journal.records import Rollout
 from trireme.journal.requests import RequestLog
+from trireme.journal.targets import num_sampled
 from trireme.journal.turns import Generation, TurnLog, TurnRecord, newest_attempts, prompt_digest, turns_file
 from trireme.orchestrator.engines.pool import InferencePool, OverlongPrompt
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
@@ -90,7 +92,7 @@ class RolloutRunner:
     pool: InferencePool
     tokenizer: ChatTokenizer
     waits: Waits  # for a full disk
-    journal: Path | None = None  # where turns of agent programs are kept, for when a rollout is played again
+    journal: Path | None = None  # where turns of agent programs are kept, to be played again; nowhere if not given
     pictures_folder: Path | None = None  # of conversations; in the journal, or a temporary folder, if not given
 
     def __post_init__(self) -> None:
@@ -244,6 +246,9 @@ class _Conversation:
                 '"branching"` (one sample per turn), or give the model a template that keeps them. Single-turn '
                 "environments work with either."
             ) from error
+        except jinja2.TemplateError as error:
+            words = f"The chat template refuses this conversation: {type(error).__name__}: {error}"
+            return Reply(error=words, error_kind="engine")
         except ValueError as error:
             return Reply(error=str(error), error_kind="engine")
         except (TriremeError, AssertionError):
@@ -362,7 +367,7 @@ class _Conversation:
             samples=samples,
             token_rewards=token_rewards,
             num_turns=self.trajectory.num_turns,
-            num_sampled=sum(int(sample.loss_mask.sum()) for sample in samples),
+            num_sampled=num_sampled(samples),
             num_tokens=max((sample.length for sample in samples), default=0),
             truncated=done.truncated or self._cut is not None,
             stop=self._cut or done.stop,

@@ -136,22 +136,27 @@ class TurnReader:
 
 
 def split_tool_calls(text: str, turn: int) -> tuple[str, list[ToolCall]]:
-    """Split the text of the `turn`th turn into the rest and its tool calls. A call that is no JSON stays in it."""
+    """Split a text into the rest and its tool calls. A call that is no JSON stays in the rest.
+
+    Args:
+        turn: number of the turn, which makes the ids of its calls unique within a rollout.
+    """
     if BEGIN not in text:
         return text, []
     calls: list[ToolCall] = []
-    rest, at = "", 0
+    rest, at = list[str](), 0
     # no regular expression: one that backtracks takes hours for a tag that is never closed
     while (begin := text.find(BEGIN, at)) >= 0 and (end := text.find(END, begin)) >= 0:
-        rest, written = rest + text[at:begin], text[begin + len(BEGIN) : end]
+        written = text[begin + len(BEGIN) : end]
+        rest.append(text[at:begin])
         at = end + len(END)
         try:
             name, arguments = _read_call(written.strip())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            rest += text[begin:at]
+            rest.append(text[begin:at])
         else:
             calls.append(ToolCall(id=call_id(turn, len(calls)), name=name, arguments=arguments))
-    return (rest + text[at:]).strip(), calls
+    return "".join([*rest, text[at:]]).strip(), calls
 
 
 def _read_call(written: str) -> tuple[str, str]:

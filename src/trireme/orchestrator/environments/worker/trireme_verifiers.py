@@ -106,7 +106,9 @@ class AskingClient(vf.Client):
         self.place_of: dict[str, int] = {}  # of a response, by its id, among all that was asked
 
     def setup_client(self, config: Any) -> Any:
-        raise TypeError(f"this client opens no connection of its own, and was given {config!r}")
+        raise TypeError(
+            f"This client opens no connection and was given {config!r} - expected none. Use the one of the rollout."
+        )
 
     async def to_native_tool(self, tool: vf.Tool) -> dict:
         strict = {} if tool.strict is None else {"strict": tool.strict}
