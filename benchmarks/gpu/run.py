@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import platform
 import shutil
@@ -25,10 +24,12 @@ from dataclasses import asdict
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpu import engines, trainer, weights
-from gpu.section import FOLDER, ROOT, Figures, Result, Section, read_parts, verdict_of
+from gpu.section import FOLDER, FORK, ROOT, Figures, Result, Section, read_parts, verdict_of
 
 from trireme.base.devices import detect_devices
 from trireme.base.processes import last_lines
@@ -37,7 +38,6 @@ BUDGET_S = 520.0
 LARGE = ("checkpoints", "weights", "model")  # folders that are removed at the end
 LEAVE_S = 25.0  # between SIGTERM and SIGKILL
 POLL_S = 0.2
-FORK = multiprocessing.get_context("fork")  # torch is imported once, for all sections
 
 SECTIONS = (
     Section(trainer.device, cuda_s=8, cpu_s=6),
@@ -148,6 +148,8 @@ def run_section(section: Section, device: str, log: Path) -> None:
     with log.open("ab") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
+    if device == "cpu":
+        torch.set_num_threads(1)  # sizes are tiny, and threads would wait for one another
     section.function(device)
 
 

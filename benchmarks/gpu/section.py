@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import time
 import traceback
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+FORK = multiprocessing.get_context("fork")  # torch is imported once for all processes, and CUDA never before a fork
 MARK = "PART "  # begins the line of a finished part
 FOLDER = "TRIREME_GPU_BENCHMARK"  # environment variable: the folder that sections share
 

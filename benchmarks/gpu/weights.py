@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -14,7 +13,7 @@ from queue import Empty
 from typing import Any, Literal
 
 import torch
-from gpu.section import part, timed
+from gpu.section import FORK, part, timed
 
 from trireme.algo.digest import tensor_digest
 from trireme.algo.patch import Patch, apply_patch, build_patch, changed
@@ -24,7 +23,6 @@ from trireme.transport.weights.buckets import spec_of
 from trireme.transport.weights.collective import CollectiveReceiver, CollectiveSender
 from trireme.transport.weights.ipc import IpcReceiver, IpcSender
 
-FORK = multiprocessing.get_context("fork")  # a section has not started CUDA when it forks its ranks
 HOST = "127.0.0.1"
 BUCKET_BYTES = 4 << 20
 WAIT_S = 60.0
