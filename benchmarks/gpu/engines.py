@@ -17,11 +17,11 @@ import msgspec
 import numpy as np
 import psutil
 import torch
-from gpu.section import ROOT, Figures, Skipped, folder, part
-from gpu.trainer import write_qwen3
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from gpu.section import ROOT, Figures, Skipped, folder, part
+from gpu.trainer import write_qwen3
 from trireme.algo.loss.divergence import kl_estimate
 from trireme.base.devices import detect_devices
 from trireme.base.paths import RunPaths
