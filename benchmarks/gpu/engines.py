@@ -40,7 +40,7 @@ from trireme.tools.doctor.rehearsal import run_program
 QUICKSTART = "configs/reverse-text/rl.toml"
 ENVIRONMENT = ROOT / "tests" / "e2e" / "say.py"  # rewards differ nearly always, whatever a random model writes
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-RUN_S = 110.0  # that a command may take, so that a section can still say how it ended
+RUN_S = 150.0  # that a command may take, so that a section can still say how it ended
 DEPTHS = (0, 16, 64, 256, 1024, 4096)  # bounds of ranges of positions in a sample
 SIZES = {
     "cuda": {"max_tokens": 2048, "batch_size": 64, "max_steps": 6, "requests": 256, "micro_batch_tokens": 16384},
