@@ -16,6 +16,7 @@ from trireme.base.processes import last_lines
 
 LEAVE_S = 25.0  # between SIGTERM and SIGKILL
 POLL_S = 0.05
+LONGEST_REASON = 300  # characters of a part's reason in the table
 
 
 class Sections:
@@ -122,9 +123,12 @@ def table(device: str, results: dict[str, Result]) -> str:
     return "\n".join(lines)
 
 
-def _cells(figures: dict) -> list[str]:
-    shown = {name: value for name, value in figures.items() if (name, value) != ("verdict", "ok")}
-    return [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in shown.items()]
+def _cells(figures: Figures) -> list[str]:
+    shown = {name: value for name, value in figures.items() if name not in ("verdict", "reason") and value is not None}
+    cells = [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in shown.items()]
+    if figures["verdict"] != "ok":
+        cells.append(f"{figures['verdict']}: {figures['reason'].partition(' - expected')[0][:LONGEST_REASON]}")
+    return cells or ["ok"]
 
 
 def exit_code(results: dict[str, Result]) -> int:

@@ -296,12 +296,14 @@ def memory_pressure(device: str) -> None:
         taken = torch.empty(max(0, free - left), dtype=torch.uint8, device="cuda:0")
         name, flags = "memory_pressure", ("--inference.gpu-memory-utilization", 0.3, "--inference.model.enforce-eager")
         gpu = ("--inference-gpu-ids", "[0]", "--trainer-gpu-ids", "[0]", "--supervisor.restart")
-        Thread(target=kill_engine, args=(RunPaths(folder() / name), 3), daemon=True).start()
+        killed: list[int] = []
+        Thread(target=kill_engine, args=(RunPaths(folder() / name), 3, killed), daemon=True).start()
         paths = run_rl(device, name, QUICKSTART, "--max-steps", 40, *flags, *gpu)
         found |= figures_of(paths) | {"taken_gib": taken.nbytes / 2**30}
+        assert killed, "the run was over before its engine was killed"
 
 
-def kill_engine(paths: RunPaths, step: int) -> None:
+def kill_engine(paths: RunPaths, step: int, killed: list[int]) -> None:
     """Kill the engine of a run that this process has started, once the run has trained so many steps."""
     while not any(row["step"] >= step for row in read_metrics(paths.metrics)[0] if is_of_step(row)):
         time.sleep(0.1)
@@ -309,6 +311,7 @@ def kill_engine(paths: RunPaths, step: int) -> None:
         with suppress(psutil.Error):
             if "trireme.cli.inference" in process.cmdline():
                 process.kill()
+                killed.append(process.pid)
 
 
 def run_rl(device: str, name: str, config: str, *flags: Any) -> RunPaths:

