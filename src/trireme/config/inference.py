@@ -61,7 +61,7 @@ class CpuEngine(Section):
     kv_cache_gib: PositiveInt = 1
     """Memory for keys and values, in GiB."""
     threads: PositiveInt | None = None
-    """OpenMP threads; half of the machine's cores if not set, all of them in a synchronous run."""
+    """OpenMP threads of all workers; half of the machine's cores if not set, all of them in a synchronous run."""
 
 
 class InferenceConfig(Section):

@@ -175,6 +175,12 @@ def served_model_problems(config: RunConfig, described: dict[str, Any] | None = 
             "hold plain weights. Remove the line; keys of the model belong in a copy of its config.json."
         )
     yield from serving_problems(f'inference.model.name = "{served}"', described, arguments, config.device, dtype)
+    replicas = arguments.get("data_parallel_size") or 1
+    if config.device == "cpu" and replicas != 1 and num_experts_of(described):
+        yield (
+            f"inference.args.data_parallel_size = {replicas} with {served} on a CPU - expected 1, as vLLM's CPU engine "
+            "cannot exchange what experts compute between replicas. Leave it out."
+        )
     if config.trainer.model.from_scratch and leaves_out_vision(described) and not sees:
         yield (
             f"`trainer.model.from_scratch = true` with {served}, which also sees - expected a text model: engines know "
