@@ -140,6 +140,8 @@ def engine_config(config: RunConfig, model: str | None, devices: Devices) -> Run
         values |= {"trainer.model.name": None, "trainer.tokenizer.name": None}
     if config.device == "cpu" or (config.device == "auto" and not devices.gpus):
         values["max_async_level"] = 0
+    if devices.gpus:
+        values |= {"trainer_gpu_ids": (), "trainer_gpus": None}  # there is no trainer to leave GPUs to
     config = updated(config, values)
     if "seq_len" not in config.model_fields_set:
         longest = longest_context(read_config(config.inference.model.name or config.model.name)) or MAX_CONTEXT
