@@ -132,7 +132,7 @@ def fewest_gpus(folder: str, sized: Sized, *flags: str) -> str:
         for power in range(engine.bit_length(), MOST_GPUS.bit_length()):
             if planned(chip, engine, 2**power).fits:
                 return f"{engine} + {2**power - engine} {CHIPS[chip].name}"
-    return f"more than {MOST_GPUS}"
+    return f"more than {ENGINE_GPUS[-1]} for an engine" if engine == MOST_GPUS else f"more than {MOST_GPUS}"
 
 
 def resolved(folder: str, devices: Devices, *flags: str) -> RunConfig:

@@ -37,7 +37,7 @@ KNOWN_PORTS = {
     "ports.ranks": 5557,
 }
 
-# The engine's share of a GPU that it shares with the trainer, unless the user sets one.
+# The engine's share of a GPU that it shares with the trainer, unless the user sets one. The trainer has the rest.
 _SHARED_GPU_UTILIZATION = 0.4
 
 
@@ -287,9 +287,7 @@ def _processes(config: RunConfig, devices: Devices) -> Values:
     ranks = config.trainer.num_ranks or nodes * max(1, len(config.trainer_gpu_ids or ()))
     per_side = devices.cores // 2 if on_cpu and not config.synchronous else devices.cores
     cores = max(1, per_side) * nodes  # the machines are assumed to be alike
-    # No trial step while an engine starts on the same cores, which it would delay, nor on the same GPU, whose memory
-    # the engine measures then.
-    tries_step = not on_cpu and config.weight_broadcast.type != "ipc"
+    tries_step = not on_cpu  # no trial step while an engine starts on the same cores, which it would delay
     parallel = config.inference.parallel
     engines = max(1, len(config.inference_gpu_ids or ()) // parallel.tp)
     return {

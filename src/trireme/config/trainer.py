@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -217,7 +219,7 @@ class TrainerConfig(Training):
     """Write the trainer's own logprob of each trained token (4 bytes) to `logprobs/`, for the dashboard."""
     try_step: bool | None = None
     """Before the first batch, while engines start, take a step on a made-up row of full length that changes nothing:
-    too little memory or a block that does not compile ends the run then. On GPUs of its own, if not set."""
+    too little memory or a block that does not compile ends the run then. On GPUs, if not set."""
 
 
 # Rules of these tables. Each yields one message per problem. `table` and `prefix` ("trainer.", or nothing) are names as
@@ -322,3 +324,18 @@ def optim_launch_problems(prefix: str, optim: Optimizer, device: str) -> Iterato
             f'{prefix}optim.type = "adamw_8bit" on a GPU, and there is no C compiler - expected gcc or clang, with '
             f'which its kernels are compiled. Install one, or set `{prefix}optim.type = "adamw"`.'
         )
+
+
+def allocator_problems(broadcast: str) -> Iterator[str]:
+    """Yield the setting of torch's allocator with which memory handles do not open.
+
+    The receiver of an expandable segment takes the sender's file descriptors (`pidfd_getfd`, c10's
+    `ExpandableSegment::fromShared`). Linux lets it where it may trace the sender: not in most containers, nor between
+    siblings where `kernel.yama.ptrace_scope` is 1.
+    """
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if broadcast == "ipc" else ():
+        if re.search(r"expandable_segments\s*:\s*True", value := os.environ.get(name, "")):
+            yield (
+                f'{name}={value} with weight_broadcast.type = "ipc" - expected ordinary segments, whose memory another '
+                f"process can open by a handle. Unset {name}, or take `expandable_segments` out of it."
+            )

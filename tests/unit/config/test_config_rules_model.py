@@ -398,6 +398,16 @@ def test_more_ranks_than_gpus_are_refused(here):
         load("--data here.jsonl --num-ranks 2", Devices(gpus=("0",), cores=4))
 
 
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_handles_need_ordinary_segments(name, monkeypatch):
+    one, two = (Devices(gpus=("0", "1")[:count], cores=4) for count in (1, 2))
+    monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
+    assert len(refusals("", f"{name}=max_split_size_mb ... Unset", on=one, at_launch=True)) == 1
+    assert refusals("", name, on=two, at_launch=True) == []
+    monkeypatch.setenv(name, "expandable_segments:False")
+    assert refusals("", name, on=one, at_launch=True) == []
+
+
 def test_a_name_of_two_parts_is_a_hubs_unless_it_is_here(here):
     assert is_on_a_hub("owner/name")
     assert not any(map(is_on_a_hub, ("owner/name.jsonl", "./owner/name", "name")))

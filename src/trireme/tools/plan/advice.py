@@ -9,9 +9,11 @@ from typing import Any
 
 from trireme.algo.model.chips import GIB
 from trireme.base.devices import Devices
+from trireme.base.errors import ConfigError
+from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
-from trireme.tools.plan.estimate import Estimate, estimate_here
-from trireme.tools.plan.memory import changed
+from trireme.tools.plan.estimate import Estimate, estimate_here, plan_here
+from trireme.tools.plan.memory import CONTEXT_BYTES, changed
 
 WORTH = 0.005  # of what is needed: smaller savings are left out
 
@@ -109,15 +111,16 @@ def trainer_changes(estimate: Estimate) -> list[Change]:
 
 
 def engine_advice(estimate: Estimate) -> Iterator[str]:
-    """Yield settings that leave room for a request of `max_model_len`, where there is none."""
+    """Yield settings with which an engine fits, with room for a request of `max_model_len`, where it does not."""
     serving = estimate.serving
-    if serving is None or serving.fits:
+    if serving is None or estimate.engine_fits:
         return
     changes: list[tuple[str, dict[str, Any]]] = []
     if serving.is_on_cpu:
         changes += [(f"inference.cpu.kv_cache_gib = {gib}", {"kv_cache_bytes": gib * GIB}) for gib in (2, 4, 8, 16, 32)]
     else:
-        changes.append(("inference.gpu_memory_utilization = 0.95", {"utilization": 0.95}))
+        shares = (0.5, 0.6, 0.7) if serving.is_shared else (0.8,) if serving.fits else (0.95,)
+        changes += [(f"inference.gpu_memory_utilization = {share}", {"utilization": share}) for share in shares]
         tps = [tp for tp in (2, 4, 8) if tp > serving.tp and serving.model.heads % tp == 0]
         changes += [(f"inference.parallel.tp = {tp}", {"tp": tp}) for tp in tps]
         changes.append(('inference.model.dtype = "bfloat16"', {"value_bytes": 2}))
@@ -125,7 +128,7 @@ def engine_advice(estimate: Estimate) -> Iterator[str]:
         changes += [(f"inference.model.max_model_len = {length}", {"max_model_len": length}) for length in shorter]
     for words, fields in changes:
         other = replace(serving, **fields)
-        if other.fits:
+        if replace(estimate, serving=other).engine_fits:
             yield f"{words}: {other.num_requests:,.1f} requests of {other.max_model_len:,} tokens at once"
 
 
@@ -140,3 +143,38 @@ def fit_warnings(config: RunConfig, devices: Devices) -> list[str]:
     found = None if estimate.trainer.fits else first_that_fits(estimate)
     ways = f" First that fits: {', '.join(found[0])}." if found else ""
     return [f"this may not fit: {'; '.join(problems)}.{ways} `trireme plan` with the same arguments shows all of it."]
+
+
+def size_kv_cache(config: RunConfig, devices: Devices) -> RunConfig:
+    """Give the engine of a resolved run the size of its KV cache, on a GPU that the trainer uses too.
+
+    vLLM would compare the GPU's free memory before and after a forward pass: the trainer's share counts as the engine's
+    own where it grows meanwhile, and the engine dies where it shrinks. With a size (`--kv-cache-memory-bytes`) vLLM
+    measures nothing. It only requires that `--gpu-memory-utilization` is free once it has its CUDA context, which the
+    share includes.
+
+    Raises: ConfigError where the share has no room for one request, or the size cannot be worked out.
+    """
+    inference = config.inference
+    if inference.arg("kv-cache-memory-bytes") is not None:
+        return config
+    try:
+        serving = plan_here(config, devices, fetch=True).serving
+    except ConfigError as error:
+        raise ConfigError(
+            f"Trainer and engine share a GPU, and the engine's KV cache cannot be planned: {error} Or set its bytes: "
+            "`kv-cache-memory-bytes` under `[inference.args]`."
+        ) from error
+    assert serving is not None, "a run without an engine"
+    if not serving.fits:
+        raise ConfigError(
+            f"inference.gpu_memory_utilization = {inference.gpu_share:g} of {serving.memory / GIB:.1f} GiB leaves "
+            f"{max(0.0, serving.room) / GIB:.2f} GiB for the engine's KV cache - expected at least "
+            f"{serving.kv_bytes(serving.max_model_len) / GIB:.2f} GiB, for one request of {serving.max_model_len:,} "
+            "tokens. Raise it (the trainer has the rest), or lower `inference.model.max_model_len` or "
+            "`inference.max_num_seqs`. `trireme plan` with the same arguments shows what both need."
+        )
+    free = inference.gpu_share - CONTEXT_BYTES / serving.memory
+    args = {name.replace("_", "-"): value for name, value in inference.args.items()}
+    args |= {"gpu-memory-utilization": round(free, 4), "kv-cache-memory-bytes": int(serving.room)}
+    return updated(config, {"inference.args": args})
