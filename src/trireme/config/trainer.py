@@ -94,8 +94,9 @@ class TrainerModel(Section):
     from_scratch: bool = False
     """Read only `config.json` and start from random weights, drawn with the run's seed."""
     attn: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = "sdpa"
-    """Attention implementation of transformers; where this is not given and the model caps its attention scores (Gemma
-    2, VaultGemma), which sdpa does not, it is eager."""
+    """Attention implementation. `flash_attention_2` is torch's own kernel, without a package, and so is
+    `flash_attention_3`; the others are transformers'. Where this is not given and the model caps its attention scores
+    (Gemma 2, VaultGemma), which sdpa does not, it is eager."""
     optimization_dtype: Dtype = "float32"
     """Precision of the forward and backward pass; if not set, bfloat16 on GPUs that have it, else float32. Parameters
     and optimizer state are always float32."""
@@ -126,6 +127,10 @@ class TrainerModel(Section):
     """Compile each transformer block with torch.compile."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
+
+    @property
+    def uses_flash(self) -> bool:
+        return self.attn.startswith("flash")
 
     @property
     def trains_vision_encoder(self) -> bool:
@@ -234,7 +239,7 @@ def model_problems(table: str, model: TrainerModel, ranks: int) -> Iterator[str]
                 f"{table}.{key} = {number} with {ranks} ranks - expected a divisor of their number: "
                 f"{divisors_of(ranks)}. Set `{table}.{key}` to one of these, or change the number of ranks."
             )
-    if model.attn.startswith("flash") and model.optimization_dtype == "float32":
+    if model.uses_flash and model.optimization_dtype == "float32":
         yield (
             f'{table}.attn = "{model.attn}" with optimization_dtype = "float32" - expected bfloat16, the only precision'
             f' that it and the trainer share. Set `{table}.optimization_dtype = "bfloat16"`, or `attn = "sdpa"`.'

@@ -82,19 +82,20 @@ def trainer_changes(estimate: Estimate) -> list[Change]:
     shared = math.gcd(ranks, training.model.heads)
     linear = {matrix.name for layer in training.model.layers for matrix in layer.matrices} - {"router"}
     gpus = "trainer_gpus" if estimate.serving else "num_ranks"
-    flash, bfloat16 = {"attention": "flash_attention_2"}, {"value_bytes": 2}
-    attention, precision = f'{model}attn = "flash_attention_2"', f'{model}optimization_dtype = "bfloat16"'
+    is_eager = row.attention == "eager"  # models whose scores flash attention cannot compute are
+    fused, bfloat16 = {"attention": "flex_attention" if is_eager else "flash_attention_2"}, {"value_bytes": 2}
+    attention, precision = f'{model}attn = "{fused["attention"]}"', f'{model}optimization_dtype = "bfloat16"'
     selective, whole = {"ac_freq": 1, "ac_mode": "selective"}, {"ac_freq": 1, "ac_mode": "full"}
     recomputes_none, recomputes_all = training.ac_freq is None, (training.ac_freq, training.ac_mode) == (1, "full")
     changes: list[tuple[bool, str, dict[str, Any]]] = [
-        (keeps_scores and row.value_bytes == 2, attention, flash),
+        (keeps_scores and (is_eager or row.value_bytes == 2), attention, fused),
         (training.head_chunk > 256, f"{model}head_chunk = 256", {"head_chunk": 256}),
         (not training.reshard, f"{model}reshard_after_forward = true", {"reshard": True}),
         (longest < row.tokens, f"{prefix}micro_batch_tokens = {longest}", {"tokens": longest}),
         (on_gpu and training.shards < ranks, f"{model}dp_replicate = 1", {"shards": ranks}),
         (on_gpu and row.value_bytes == 4, precision, bfloat16),
-        # kernels of flash attention know bfloat16 only
-        (keeps_scores and row.value_bytes == 4, f"{attention}, {precision}", flash | bfloat16),
+        # the kernel of flash attention knows bfloat16 only
+        (keeps_scores and not is_eager and row.value_bytes == 4, f"{attention}, {precision}", fused | bfloat16),
         (recomputes_none and not training.compiled, f'{model}ac = {{ mode = "selective" }}', selective),
         (not recomputes_all, f"{model}ac.freq = 1", whole),
         (on_gpu and training.reduce_bytes == 4, f'{model}reduce_dtype = "bfloat16"', {"reduce_bytes": 2}),
