@@ -219,10 +219,8 @@ def _precision_and_lengths(config: RunConfig, devices: Devices | None) -> Values
         devices: None where a process knows its own GPUs alone. They are taken to have bfloat16, and the rules refuse
             those that have none.
     """
-    rounds, ids = (
-        bool(low_bit_error(config.inference)),
-        {*(config.inference_gpu_ids or ()), *(config.trainer_gpu_ids or ())},
-    )
+    rounds = bool(low_bit_error(config.inference))
+    ids = {*(config.inference_gpu_ids or ()), *(config.trainer_gpu_ids or ())}
     has_bfloat16 = devices is None or devices.have_bfloat16(ids)
     dtype: str = config.inference.model.dtype
     if dtype == "auto" and config.device == "cpu":  # vLLM rounds weights to 8 bits in half precision alone
