@@ -22,7 +22,7 @@ class InferenceModel(Section):
     name: str | None = None
     """Folder or hub name of the model; the run's `model.name` if not set."""
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
-    """Precision of the engine; on CPU, `auto` is float32."""
+    """Precision of the engine; `auto` is float32 on CPU and bfloat16 on GPUs, or float16 where they have none."""
     max_model_len: PositiveInt | None = None
     """Longest prompt plus completion in tokens; `seq_len` if not set, and never above it."""
     enforce_eager: bool = False
@@ -61,7 +61,7 @@ class CpuEngine(Section):
     kv_cache_gib: PositiveInt = 1
     """Memory for keys and values, in GiB."""
     threads: PositiveInt | None = None
-    """OpenMP threads; half of the machine's cores if not set, all of them in a synchronous run."""
+    """OpenMP threads of all workers; half of the machine's cores if not set, all of them in a synchronous run."""
 
 
 class InferenceConfig(Section):
@@ -72,13 +72,22 @@ class InferenceConfig(Section):
     server: InferenceServer = InferenceServer()
     cpu: CpuEngine = CpuEngine()
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of each GPU's memory that the engine may take."""
+    """Share of each GPU's memory that the engine may take; 0.4 if not set on the trainer's GPU, which gets the rest."""
     max_num_seqs: PositiveInt = 256
     """Most requests that the engine runs at once; more wait in its queue."""
     args: dict[str, Any] = {}
     """More arguments of vLLM's server, by its own names. A list is several values, a table JSON, false `--no-NAME`."""
     start_timeout_s: PositiveFloat = 900.0
     """Longest time that the engine may take to start."""
+
+    def arg(self, name: str) -> Any:
+        """Return an argument of vLLM's server that the user set, by its name with dashes; None if not set."""
+        return next((value for key, value in self.args.items() if key.replace("_", "-") == name), None)
+
+    @property
+    def gpu_share(self) -> float:
+        """Return the share of each GPU's memory that the engine takes."""
+        return float(self.arg("gpu-memory-utilization") or self.gpu_memory_utilization)
 
 
 LOW_BIT = dict.fromkeys(("fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8"), 2.0**-4)

@@ -4,12 +4,14 @@ The last tests are of transfers that only GPUs make, as far as a CPU can tell.
 """
 
 import errno
+import json
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from answering import DEADLINE_S, answering
@@ -54,9 +57,9 @@ from trireme.trainer.publish import publisher as publish
 from trireme.trainer.publish.publisher import Publisher
 from trireme.trainer.publish.served_weights import served_tensors
 from trireme.transport.control import ControlClient
-from trireme.transport.weights import collective, filesystem, ipc
+from trireme.transport.weights import filesystem, ipc
 from trireme.transport.weights.backends import Receiver, open_receiver
-from trireme.transport.weights.collective import WeightGroup
+from trireme.transport.weights.buckets import spec_of
 from trireme.transport.weights.ipc import IpcSender
 
 KINDS = ["gloo", "filesystem"]
@@ -361,39 +364,9 @@ def test_a_transfer_needs_the_memory_of_two_buckets_and_one_tensor(open_stand, t
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("synchronize", "ipc_collect", "current_device"):
+    for name in ("synchronize", "ipc_collect"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
-
-
-@pytest.mark.usefixtures("no_gpu")
-def test_a_slow_broadcast_is_awaited_and_a_peer_that_is_gone_is_an_error_that_leaves_the_group(monkeypatch):
-    """So the transfer begins again with the peers that are there: NCCL's watchdog, which ends the process, is later."""
-    limits: dict[str, float] = {}
-    aborted: list[bool] = []
-
-    def open_group(kind: str, *given: Any) -> SimpleNamespace:
-        limits[kind] = given[-1].total_seconds()
-        return SimpleNamespace(abort=lambda: aborted.append(True))
-
-    looks = iter([False, False, False, True])
-    done = SimpleNamespace(record=lambda: None, query=lambda: next(looks, False))
-    monkeypatch.setattr(torch.cuda, "Event", lambda: done)
-    monkeypatch.setattr(collective, "_process_group", open_group)
-    monkeypatch.setattr(collective, "BucketBuffers", lambda _: None)
-    monkeypatch.setattr(torch.distributed, "PrefixStore", lambda _, store: store)
-    _, group = (WeightGroup(kind, None, epoch="1", rank=0, world_size=2, timeout_s=0.2) for kind in ("gloo", "nccl"))
-    assert limits == pytest.approx({"gloo": 0.2, "nccl": 0.6})
-    group._await(SimpleNamespace(wait=lambda: None), torch.zeros(1))
-    assert aborted == []
-    with pytest.raises(RuntimeError, match=r"took no part in a broadcast for 0\.2 s"):
-        group._await(SimpleNamespace(wait=lambda: None), torch.zeros(1))
-    monkeypatch.setattr(collective, "CHECK_WANTED_S", 0.0)
-    group.is_wanted = lambda: False
-    with pytest.raises(RuntimeError, match="abandoned"):
-        group._await(SimpleNamespace(wait=lambda: None), torch.zeros(1))
-    group.close()
-    assert aborted == [True]
-    assert "_group" not in vars(group)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="here"))
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -408,11 +381,32 @@ def test_memory_that_engines_read_is_let_go_as_soon_as_they_have_confirmed(open_
         alive.append(sum(tensor() is not None for tensor in held))
         return next(replies)
 
-    monkeypatch.setattr(ipc, "_to_handle", lambda tensor: held.append(weakref.ref(tensor)) or [])
+    monkeypatch.setattr(ipc, "reduce_tensor", lambda tensor: (held.append(weakref.ref(tensor)), HANDLE))
     monkeypatch.setattr(publish, "open_sender", lambda *_, **__: IpcSender())
     open_stand("ipc", intercept=answer).publisher.publish(3)
     assert alive == [len(held) // 2] * 2  # while they are asked to confirm, one copy, never two
     assert not any(tensor() is not None for tensor in held)
+
+
+HANDLE = (torch.Tensor, torch.Size([2, 3]), (3, 1), 0, torch.storage.TypedStorage, torch.bfloat16, 3, bytes(range(64)))
+HANDLE += (12, 512, False, b"/torch_1_2_3", 7, b"event" * 16, True)
+"""What torch 2.13's `reduce_tensor` makes of a tensor on GPU 3."""
+
+
+def test_a_memory_handle_arrives_as_torch_made_it_but_for_the_gpus_number():
+    arrived = ipc.from_handle(json.loads(json.dumps(ipc.to_handle(HANDLE))), device=0)
+    assert arrived == (*HANDLE[:6], 0, *HANDLE[7:])
+    meant = signature(rebuild_cuda_tensor).bind(*arrived).arguments
+    places = ("tensor_cls", "storage_cls", "dtype", "storage_device", "storage_handle")
+    assert [meant[name] for name in places] == [*HANDLE[:1], *HANDLE[4:6], 0, HANDLE[7]]
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_an_engine_refuses_memory_handles_of_another_gpu():
+    payload = {"gpu": "there", "handles": {"a": ipc.to_handle(HANDLE)}}
+    arriving = ipc.IpcReceiver(torch.device("cuda", 0)).tensors([spec_of("a", torch.bfloat16, [2, 3])], payload)
+    with pytest.raises(RuntimeError, match="on GPU there, and this engine worker is on GPU here - expected both"):
+        next(arriving)
 
 
 def test_a_plan_counts_the_copy_that_engines_on_the_same_gpus_read(tmp_path):

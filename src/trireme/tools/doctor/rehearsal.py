@@ -41,7 +41,8 @@ LAST_LINES = 12
 
 
 def check_torch(case: Case) -> Iterator[Finding]:
-    ended = run_program(TORCH_S, "trireme.tools.doctor.torch_check")
+    share = ("--share",) if case.config.weight_broadcast.type == "ipc" else ()
+    ended = run_program(TORCH_S, "trireme.tools.doctor.torch_check", *share)
     facts = ended.read_json()
     if facts is None:
         yield problem(f"torch does not load: the program {ended.how}. Its last lines:\n{ended.last_lines}", INSTALL)
@@ -71,9 +72,13 @@ def check_gpus(facts: dict[str, Any], case: Case) -> Iterator[Finding]:
             yield warning(f"{said} - expected most of it", "`nvidia-smi` shows the process that holds it; end it.")
         elif float(gpu["capability"]) < 8:
             said += f", compute capability {gpu['capability']} - expected 8.0 or more for bfloat16"
-            yield warning(said, 'Write `dtype = "float16"` under `[inference.model]`, or take another GPU.')
+            yield warning(said, "Engines take float16 and the trainer float32, which is slow; or take another GPU.")
         else:
             yield ok(said)
+
+    if error := facts.get("share_error"):
+        said = f"another process cannot read memory of a GPU by a handle: {error} - expected it, as weights go over ipc"
+        yield problem(said, 'Start all processes in one container; or set `weight_broadcast.type = "filesystem"`.')
 
 
 def check_environments(case: Case) -> Iterator[Finding]:
