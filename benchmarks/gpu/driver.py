@@ -53,7 +53,7 @@ class Sections:
     def _started(self, section: Section) -> Result:
         if not section.engine:
             self.close()  # its memory is for others now
-        limit_s = min(section.deadline_s, self._ends_at - time.monotonic())
+        limit_s = min(section.longest_s(self._device), self._ends_at - time.monotonic())
         log = self._folder / f"{section.name}.log"
         process = FORK.Process(target=run_section, args=(section, self._device, log))
         process.start()
@@ -61,7 +61,7 @@ class Sections:
         verdict, reason = verdict_of(parts)
 
         if process.exitcode is None and not (section.stays and parts):
-            was_cut = limit_s < section.deadline_s
+            was_cut = limit_s < section.longest_s(self._device)
             reason = f"was cut off after {limit_s:.0f} s, " + ("when the time was spent" if was_cut else "its deadline")
             has_failed = any(each["verdict"] == "failed" for each in parts.values())
             verdict = "skipped" if was_cut and not has_failed else "failed"

@@ -32,7 +32,7 @@ class Section:
     function: Callable[[str], None]
     cuda_s: float  # usual time on one GPU; an estimate
     cpu_s: float | None  # usual time on 2 cores, measured; None: it needs a GPU
-    deadline_s: float = 120.0
+    deadline_s: float = 120.0  # on a GPU; a CPU that is busy with other work gets twice that
     gpus: int = 1  # that it needs, where it runs on GPUs
     engine: bool = False  # it uses the engine that stays for several sections
     stays: bool = False  # it is that engine
@@ -43,6 +43,9 @@ class Section:
 
     def usual_s(self, device: str) -> float:
         return self.cuda_s if device == "cuda" else self.cpu_s or 0.0
+
+    def longest_s(self, device: str) -> float:
+        return self.deadline_s * (1 if device == "cuda" else 2)
 
 
 @dataclass
