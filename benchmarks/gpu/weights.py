@@ -13,8 +13,8 @@ from queue import Empty
 from typing import Any, Literal
 
 import torch
-from gpu.section import FORK, part, timed
 
+from gpu.section import FORK, part, timed
 from trireme.algo.digest import tensor_digest
 from trireme.algo.patch import Patch, apply_patch, build_patch, changed
 from trireme.base.processes import free_port
