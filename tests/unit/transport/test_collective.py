@@ -5,12 +5,14 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trireme.base.processes import free_port
@@ -136,3 +138,19 @@ def test_a_group_closes_even_if_nccl_hangs_in_aborting_it(groups):
     group.close()
     assert not groups[0].is_aborted.is_set()
     groups[0].may_abort.set()
+
+
+def test_a_gloo_broadcast_that_ends_just_after_a_timed_wait_counts(monkeypatch):
+    class Work:
+        is_completed = staticmethod(lambda: True)
+
+        def wait(self, timeout: timedelta | None = None) -> None:
+            if timeout is not None:
+                raise RuntimeError("Operation timed out!")
+
+    class GlooGroup:
+        broadcast = staticmethod(lambda *_: Work())
+
+    monkeypatch.setattr(collective, "_process_group", lambda *_: GlooGroup())
+    group = WeightGroup("gloo", dist.HashStore(), epoch="1", rank=0, world_size=2, timeout_s=1.0)
+    group.broadcast(torch.zeros(1))
