@@ -34,9 +34,7 @@ from trireme.tools.formats.run_file import FORMATS, read_run_file, resolve_run
 from trireme.tools.workspace.setup import SIZES, sized
 
 CAPABILITY = os.environ["PRETENDED_CAPABILITY"]
-COUNTS = {"cpu": (1, 2, 4, 8), "one-gpu": (1,), "eight-gpus": (8,)}
-"""Pretended GPUs on which the values of each size of a file are tried; files are written for CPUs."""
-
+COUNTS = (1, 2, 4, 8)
 CORES = 64
 DEADLINE_S = 600
 
@@ -53,7 +51,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "weights in 8 bits": (*PUBLISHED, "--inference.args.quantization", "fp8_per_block"),
     "cache in 8 bits": (*PUBLISHED, "--inference.args.kv-cache-dtype", "fp8"),
     "cut sampler": (*PUBLISHED, "--orchestrator.sampling.top-p", "0.9"),
-    "parsers": (*PUBLISHED, "--inference.model.tool-call-parser", "hermes", "--inference.model.reasoning-parser", "qwen3"),
+    "parsers": ("--inference.model.tool-call-parser", "hermes", "--inference.model.reasoning-parser", "minimax_m2"),
     "experts": EXPERTS,
     "routes of experts": (*EXPERTS, "--trainer.model.moe.router-replay"),
 } | {name: ("--model.name", name) for name in MODELS}
@@ -95,10 +93,10 @@ def launches() -> Iterator[tuple[Row, Launch | None]]:
                 copy = Path(folder) / size / file
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 copy.write_text(sized(text, size))
-                for count in COUNTS[size] if is_run(copy) else ():
+                for count in COUNTS if is_run(copy) else ():
                     yield launch_of(f"{file}{'' if size == 'cpu' else f', {size}'}", str(copy), (), count)
     for name, flags in FLAGS.items():
-        for count in COUNTS["cpu"]:
+        for count in COUNTS:
             yield launch_of(f"quickstart, {name}", QUICKSTART, flags, count)
 
 
@@ -136,7 +134,6 @@ def resolved(file: str, flags: tuple[str, ...], count: int) -> tuple[RunConfig, 
 
 def import_vllm(any_launch: Launch) -> None:
     """Import all that children need, by a launch of this process's own: it takes seconds."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # then vLLM does not look for the driver that triton would use
     import vllm.triton_utils
 
     assert vllm.triton_utils.HAS_TRITON, "vLLM finds no triton, without which it would choose other code"
@@ -159,6 +156,8 @@ def in_child(launch: Launch) -> tuple[str, dict[str, str]]:
 
 def configure(launch: Launch) -> tuple[str, dict[str, str]]:
     os.environ.update(launch.environment)
+    os.environ["PRETENDED_GPUS"] = os.environ["CUDA_VISIBLE_DEVICES"]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else vLLM wants to see triton's driver, here and where it inspects models
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.usage.usage_lib import UsageContext

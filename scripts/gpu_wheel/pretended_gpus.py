@@ -19,7 +19,7 @@ def register() -> str:
 
 
 class PretendedGpus(CudaPlatformBase):
-    """GPUs of the compute capability in PRETENDED_CAPABILITY, as many as CUDA_VISIBLE_DEVICES names."""
+    """GPUs of the compute capability in PRETENDED_CAPABILITY, as many as PRETENDED_GPUS names."""
 
     @classmethod
     def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
@@ -35,7 +35,7 @@ class PretendedGpus(CudaPlatformBase):
 
     @classmethod
     def device_count(cls) -> int:
-        return len(os.environ["CUDA_VISIBLE_DEVICES"].split(","))
+        return len(os.environ.get("PRETENDED_GPUS", "0").split(","))
 
     @classmethod
     def is_fully_connected(cls, device_ids: list[int]) -> bool:

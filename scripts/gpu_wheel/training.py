@@ -74,7 +74,9 @@ def forward(model: PreTrainedModel, row: MicroBatch, *, packed: bool) -> Columns
         use_packed_attention(model)
     vars(model)[_ATTRIBUTE] = scorer
     columns = compute_columns(model, row, DEVICE, entropy_gradient=True)
-    elsewhere = {name for name, each in vars(columns).items() if isinstance(each, torch.Tensor) and each.device != DEVICE}
+    elsewhere = {
+        name for name, each in vars(columns).items() if isinstance(each, torch.Tensor) and each.device != DEVICE
+    }
     assert not elsewhere, f"{elsewhere} are not on {DEVICE}"
     return columns
 
