@@ -81,12 +81,13 @@ class FakeEngine:
     routes: Callable[[Asked, list[int]], str] | None = None  # what it says of the experts that it used
     rules: PictureRules | None = None  # where it takes pictures
     drop_next: int = 0  # so many requests for tokens end with a closed connection
-    digest_error: str | None = None  # a tensor that it reports another digest for
+    digest_error: str | None = None  # a tensor that its last worker reports another digest for
     incomplete: tuple[str, ...] = ()
-    probe_error: float = 0.0  # added to its logprobs of prompts
+    probe_error: float = 0.0  # added to its last core's logprobs of prompts
     probe_status: int = 200
     probe_s: float = 0.0
     num_workers: int = 1
+    num_cores: int = 1
     has_room: bool = True  # to take new weights in while it serves
     failing_route: str | None = None  # a control route that answers 500
     dead: bool = False  # the engine core; the HTTP server stands
@@ -130,7 +131,8 @@ class FakeEngine:
         return web.json_response({"weight_version": self.version_name})
 
     async def world_size(self, request: web.Request) -> web.Response:
-        return web.json_response({"world_size": self.num_workers})
+        cores = self.num_cores if request.query.get("include_dp") == "false" else 1
+        return web.json_response({"world_size": self.num_workers // cores})
 
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": name} for name in ("base", *self.names)]})
@@ -143,7 +145,7 @@ class FakeEngine:
         body = await request.json()
         sampling = body["sampling_params"]
         if "prompt_logprobs" in sampling:
-            return await self._probe(body["token_ids"])
+            return await self._probe(body | {"core": int(request.headers.get("X-data-parallel-rank", 0))})
         number, (ids, pictures) = len(self.requests), self._expand(body)
         rng = random.Random(str((sampling.get("seed", number), ids, self.version)))
         asked = Asked(number, ids, sampling, self.version, rng, self.end, tuple(pictures))
@@ -193,12 +195,13 @@ class FakeEngine:
         answer = {"request_id": str(asked.number), "choices": [choice], "prompt_logprobs": None}
         return answer | ({"prompt_token_ids": asked.ids} if asked.pictures else {})
 
-    async def _probe(self, ids: list[int]) -> web.Response:
+    async def _probe(self, body: dict) -> web.Response:
+        ids, error = body["token_ids"], self.probe_error if body["core"] == self.num_cores - 1 else 0.0
         await self.running.wait()
         await asyncio.sleep(self.probe_s)
         if self.probe_status != 200:
             return web.json_response({"error": f"a prompt of {len(ids)} tokens"}, status=self.probe_status)
-        logprobs = [logprob_of(token, place, self.version) + self.probe_error for place, token in enumerate(ids[1:])]
+        logprobs = [logprob_of(token, place, self.version) + error for place, token in enumerate(ids[1:])]
         known = [{str(token): {"logprob": found, "rank": 1}} for token, found in zip(ids[1:], logprobs, strict=True)]
         choice = {"token_ids": [7], "finish_reason": "length", "logprobs": {"content": [{"logprob": -1.0}]}}
         choice["weight_versions"] = [{"version": str(self.version), "start": 0, "end": 1}]
@@ -251,10 +254,12 @@ class FakeEngine:
         if body["method"] == "trireme_receive_ahead":
             if self.has_room:
                 self._announced = asyncio.create_task(self.wire.group(self._epoch).get())
-            return {"results": [{"ahead": self.has_room}]}
+            return {"results": [{"ahead": self.has_room}] * self.num_workers}
         assert body["method"] == "trireme_weight_report", body
+        good = {"digests": self.weights, "incomplete": []}
         digests = self.weights | ({self.digest_error: "another"} if self.digest_error else {})
-        return {"results": [{"digests": digests, "incomplete": list(self.incomplete)}]}
+        last = {"digests": digests, "incomplete": list(self.incomplete)}
+        return {"results": [*[good] * (self.num_workers - 1), last]}
 
 
 def door_keeper(secret: str | None, shown: set[str]) -> Any:

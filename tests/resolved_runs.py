@@ -13,7 +13,13 @@ from trireme.config.run import RunConfig
 from trireme.config.section import Section
 
 CPU = Devices(cores=4)
-GPUS = Devices(gpus=("0", "1", "2", "3"), cores=16)
+
+
+def gpus(count: int, **driver: Any) -> Devices:
+    return Devices(gpus=tuple(map(str, range(count))), cores=16, **driver)
+
+
+GPUS = gpus(4)
 ENV = """--orchestrator.env '[{id = "a"}, {id = "b"}]' """
 
 

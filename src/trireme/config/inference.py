@@ -22,7 +22,7 @@ class InferenceModel(Section):
     name: str | None = None
     """Folder or hub name of the model; the run's `model.name` if not set."""
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
-    """Precision of the engine; on CPU, `auto` is float32."""
+    """Precision of the engine; `auto` is float32 on CPU and bfloat16 on GPUs, or float16 where they have none."""
     max_model_len: PositiveInt | None = None
     """Longest prompt plus completion in tokens; `seq_len` if not set, and never above it."""
     enforce_eager: bool = False
@@ -61,7 +61,7 @@ class CpuEngine(Section):
     kv_cache_gib: PositiveInt = 1
     """Memory for keys and values, in GiB."""
     threads: PositiveInt | None = None
-    """OpenMP threads; half of the machine's cores if not set, all of them in a synchronous run."""
+    """OpenMP threads of all workers; half of the machine's cores if not set, all of them in a synchronous run."""
 
 
 class InferenceConfig(Section):

@@ -51,11 +51,12 @@ def resolve(config: RunConfig, devices: Devices, *, section: ProcessName | None 
     config = updated(config, _hosts(config))
     config = updated(config, _listening(config, section, node))
     config = updated(config, {"device": _device(config, devices)})
-    config = updated(config, _gpu_ids(config, devices, section))
+    splits_gpus = section is None or _splits_gpus(config, devices, section)
+    config = updated(config, _gpu_ids(config, devices, None if splits_gpus else section))
     config = updated(config, _models(config))
-    config = updated(config, _precision_and_lengths(config))
+    config = updated(config, _precision_and_lengths(config, devices if splits_gpus else None))
     config = updated(config, _environments(config))
-    config = updated(config, _broadcast(config, alone=section is not None))
+    config = updated(config, _broadcast(config, knows_all=splits_gpus))
     config = updated(config, _processes(config, devices))
     return updated(config, _ports(config, section))
 
@@ -69,6 +70,9 @@ def resolve_sft(config: SftConfig, devices: Devices) -> SftConfig:
         "num_ranks": ranks,
         "model.name": name,
         "model.attn": _attention(config.model, name),
+        "model.optimization_dtype": _dtype_of_passes(
+            config.model, device, has_bfloat16=devices.have_bfloat16(range(ranks))
+        ),
         "tokenizer.name": config.tokenizer.name or name,
         "micro_batch_tokens": config.micro_batch_tokens or config.seq_len,
         "threads": config.threads or max(1, devices.cores // ranks),
@@ -126,10 +130,32 @@ def _device(config: RunConfig, devices: Devices) -> str:
     return "cuda" if devices.gpus or any(value is not None for value in asked) else "cpu"
 
 
+def _splits_gpus(config: RunConfig, devices: Devices, section: ProcessName) -> bool:
+    """Return whether a process that is started alone can tell the GPUs of both sides, and splits them as `rl` does.
+
+    On one machine it can, unless CUDA_VISIBLE_DEVICES hides some: then the user splits them, by one value for each
+    command.
+
+    Raises: ConfigError if several of its kind are on this machine, and nothing says which GPUs are whose.
+    """
+    if config.device == "cpu" or not config.hosts.are_one_machine:
+        return False
+    sides = {"inference": config.inference_gpu_ids, "trainer": config.trainer_gpu_ids}
+    are_given, addresses = None not in sides.values(), config.hosts.by_process[section]
+    if devices.hides_some and not are_given:
+        return False
+    if len(addresses) > 1 and sides.get(section) is None:
+        raise ConfigError(
+            f"`hosts.{section}` names {', '.join(addresses)}, all on this machine, and `{section}_gpu_ids` is not set "
+            f"- expected GPUs of its own for each. Add `--{section}-gpu-ids 0` to the first command, and so on."
+        )
+    return True
+
+
 def _gpu_ids(config: RunConfig, devices: Devices, section: ProcessName | None) -> Values:
     """Split the GPUs: contiguous, engines first; a side without a setting takes what the other leaves.
 
-    A single GPU is shared. A process started alone takes all GPUs, and knows nothing of the others'.
+    A single GPU is shared. With a section, that process has all GPUs here, and knows nothing of the others'.
     """
     if config.device == "cpu":
         return {"inference_gpu_ids": (), "trainer_gpu_ids": (), "inference_gpus": None, "trainer_gpus": None}
@@ -186,19 +212,39 @@ def _attention(model: TrainerModel, name: str | None) -> str:
     return "eager" if needs_eager(read_config(name)) else model.attn
 
 
-def _precision_and_lengths(config: RunConfig) -> Values:
-    rounds = bool(low_bit_error(config.inference))
+def _precision_and_lengths(config: RunConfig, devices: Devices | None) -> Values:
+    """Choose precisions, which all processes must choose alike.
+
+    Args:
+        devices: None where a process knows its own GPUs alone. They are taken to have bfloat16, and the rules refuse
+            those that have none.
+    """
+    rounds, ids = (
+        bool(low_bit_error(config.inference)),
+        {*(config.inference_gpu_ids or ()), *(config.trainer_gpu_ids or ())},
+    )
+    has_bfloat16 = devices is None or devices.have_bfloat16(ids)
     dtype: str = config.inference.model.dtype
-    if config.device == "cpu" and dtype == "auto":  # vLLM rounds weights to 8 bits in half precision alone
+    if dtype == "auto" and config.device == "cpu":  # vLLM rounds weights to 8 bits in half precision alone
         dtype = "bfloat16" if rounds else dtype_on_cpu(read_config(config.inference.model.name))
-    exact = dtype == config.trainer.model.optimization_dtype == "float32" and not rounds
+    elif dtype == "auto":  # vLLM's own choice would follow the model's config.json, and not be what the trainer sends
+        dtype = "bfloat16" if has_bfloat16 else "float16"
+    passes = _dtype_of_passes(config.trainer.model, config.device, has_bfloat16=has_bfloat16)
+    exact = dtype == passes == "float32" and not rounds
     return {
         "inference.model.dtype": dtype,
+        "trainer.model.optimization_dtype": passes,
         "weight_broadcast.probe_tolerance": config.weight_broadcast.probe_tolerance or (1e-3 if exact else None),
         "inference.model.max_model_len": config.inference.model.max_model_len or config.seq_len,
         "trainer.micro_batch_tokens": config.trainer.micro_batch_tokens or config.seq_len,
         "trainer.loss": resolve_loss(config.trainer.loss, length=config.loss_length),
     }
+
+
+def _dtype_of_passes(model: TrainerModel, device: str, *, has_bfloat16: bool) -> str:
+    """Return the precision of the trainer's passes: bfloat16 on GPUs that have it, unless the user sets one."""
+    is_half = device == "cuda" and has_bfloat16 and "optimization_dtype" not in model.model_fields_set
+    return "bfloat16" if is_half else model.optimization_dtype
 
 
 def _environments(config: RunConfig) -> Values:
@@ -217,14 +263,15 @@ def _environments(config: RunConfig) -> Values:
     return values
 
 
-def _broadcast(config: RunConfig, *, alone: bool) -> Values:
-    """Choose the transport. Processes that are started alone must all choose the same, so GPUs mean nccl there."""
+def _broadcast(config: RunConfig, *, knows_all: bool) -> Values:
+    """Choose the transport. All processes must choose the same, so one that knows only its own GPUs takes nccl."""
     if config.device == "cpu":
         return {"weight_broadcast.type": "gloo"} if config.weight_broadcast.type == "auto" else {}
-    shared = not alone and set(config.trainer_gpu_ids or ()) == set(config.inference_gpu_ids or ())
+    kind, engines, trainer = config.weight_broadcast.type, config.inference_gpu_ids or (), config.trainer_gpu_ids or ()
+    shared = kind == "ipc" or (knows_all and bool(engines) and set(engines) == set(trainer))
     values: Values = {}
-    if config.weight_broadcast.type == "auto":
-        values["weight_broadcast.type"] = "ipc" if shared else "nccl"
+    if kind == "auto":
+        values["weight_broadcast.type"] = "ipc" if shared and len(engines) == 1 else "nccl"
     if shared and "gpu_memory_utilization" not in config.inference.model_fields_set:
         values["inference.gpu_memory_utilization"] = _SHARED_GPU_UTILIZATION
     return values

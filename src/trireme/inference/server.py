@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Container
 from contextlib import suppress
+from math import prod
 from typing import Any, NoReturn
 
 from trireme.base.errors import ConfigError
@@ -99,13 +100,20 @@ def environment(config: RunConfig) -> dict[str, str]:
     if config.device == "cuda" and config.synchronous:
         settings["VLLM_BATCH_INVARIANT"] = "1"  # a request's bits must not depend on which others it is batched with
     if config.device == "cpu":
+        threads = config.inference.cpu.threads or os.cpu_count() or 1
         settings |= {
             "VLLM_CPU_KVCACHE_SPACE": str(config.inference.cpu.kv_cache_gib),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": str(config.inference.cpu.threads or os.cpu_count()),
+            "OMP_NUM_THREADS": str(max(1, threads // _num_workers(config))),
             "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request waits while parts of sampling are compiled
         }
     return settings
+
+
+def _num_workers(config: RunConfig) -> int:
+    """Return how many processes of an engine on a CPU compute at once, which share its threads."""
+    given = {name.replace("_", "-"): value for name, value in config.inference.args.items()}
+    return prod(int(given.get(f"{kind}-parallel-size") or 1) for kind in ("tensor", "pipeline", "data"))
 
 
 def server_arguments(config: RunConfig) -> list[str]:
@@ -172,6 +180,8 @@ def server_arguments(config: RunConfig) -> list[str]:
     if config.device == "cpu" and has_one_worker:
         arguments.setdefault("distributed-executor-backend", FORKED)
     flags = [part for name, value in arguments.items() for part in _flag(name, value)]
+    if arguments.get("data-parallel-size") not in (None, 1):
+        flags += ["--middleware", "trireme.inference.every_core.CallEveryCore"]
     if not any(arguments.get(name) for name in OWN_ROUTE_ONLY) and not os.environ.get("VLLM_API_KEY"):
         flags += ["--middleware", "trireme.inference.fast_generate.FastGenerate"]
     return [*flags, "--middleware", "trireme.transport.bearer.RequireToken"]  # the last middleware is the outermost

@@ -63,10 +63,14 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._receiver is None or init_info != self._info:
             self.shutdown()
             self._receiver, self._info = open_receiver(init_info, self.device), init_info
-        parallel = self.parallel_config
-        rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._receiver.join(init_info.epoch, rank, init_info.world_size)
+        self._receiver.join(init_info.epoch, init_info.rank_offset + self._place, init_info.world_size)
         reach("engine.joined")
+
+    @property
+    def _place(self) -> int:
+        """Number of this worker among those of all cores of the engine, counted from 0."""
+        parallel = self.parallel_config
+        return parallel.data_parallel_index * parallel.world_size + parallel.rank
 
     def receive_ahead(self, specs: list[TensorSpec]) -> bool:
         """Receive the next transfer in the background while requests are served; `receive_weights` then only loads it.
@@ -105,9 +109,11 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         tied = any(getattr(config, "tie_word_embeddings", False) for config in described)
         for name, own, digest in arrived:
             self.digests[name] = digest
+            if name == fault(f"corrupt_tensor.rank{self._place}"):
+                own.mul_(2)
             if is_of_adapter(name):
                 self.adapter[name] = own
-            elif name != fault("skip_tensor"):
+            elif name not in (fault("skip_tensor"), fault(f"skip_tensor.rank{self._place}")):
                 waiting.append((name, own))
                 num_bytes += own.nbytes
                 if num_bytes >= LOADED_BYTES:

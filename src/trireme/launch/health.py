@@ -16,6 +16,7 @@ from trireme.launch.children import Child
 from trireme.launch.process_tree import Process
 
 ASK_EVERY_S = 2.0
+STARTING_EVERY_S = 0.1  # until the first good answer: an engine may die of the weights that it is given at once
 ANSWER_WITHIN_S = 5.0
 LONGEST_LOOK_S = 2.0  # between two looks; a longer gap means that the launcher itself was stopped
 REFUSED_FOR_S = 10.0  # a server that leaves by itself is given this long
@@ -46,7 +47,7 @@ class HealthCheck:
     def _follow(self) -> None:
         asked = time.monotonic()
         with httpx.Client(timeout=ANSWER_WITHIN_S, trust_env=False) as client:
-            while not self._closing.wait(self._every_s):
+            while not self._closing.wait(self._every_s if self.silent_s is not None else STARTING_EVERY_S):
                 num_starts, is_healthy, is_refused = self._num_starts, False, False
                 try:
                     is_healthy = client.get(self.child.spec.health or "").status_code == 200

@@ -30,7 +30,7 @@ def explain_out_of_memory(table: str) -> Iterator[None]:
             "Expected a step to fit. What needs less, the cheapest first:\n"
             f"  - `[{table}model.ac]` with `freq = 1`: every layer is recomputed in the backward pass\n"
             f"  - a smaller `{table}micro_batch_tokens`: shorter rows, of `seq_len` tokens at least\n"
-            f'  - on GPUs `{table}model.optimization_dtype = "bfloat16"`, `{table}model.activation_offload = true`\n'
+            f"  - on GPUs `{table}model.activation_offload = true`\n"
             f"  - `[{table}model.lora]`, more ranks, or a smaller `seq_len`\n"
             "`trireme plan @ CONFIG` shows what takes how much, and what each of these saves."
         ) from error

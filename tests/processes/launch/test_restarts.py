@@ -234,6 +234,13 @@ def test_a_server_is_silent_once_it_was_well_and_one_that_listens_no_more_is_not
     assert "its port is closed" in lines[0]
 
 
+def test_a_server_that_has_just_started_is_polled_until_its_first_answer(stage):
+    """Or an engine that its first weights break would pass for one that is still starting, and never be killed."""
+    with open_children(stage.plan(inference=server_of(stage)).values(), lambda: False, GRACE_S) as crew:
+        with closing(HealthWatch(crew.children, 3600, every_s=3600)) as watch:
+            until(lambda: watch.checks["inference"].silent_s == 0)
+
+
 def test_without_restarts_the_first_death_is_the_end_and_nobody_frozen_is_killed(stage, capsys):
     stage.set(restart=False, frozen_after_s=1)
     body = f"child = grandchild({FREEZE!r})\ntime.sleep(3)\nassert child.poll() is None\nsys.exit(7)"

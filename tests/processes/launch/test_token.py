@@ -123,14 +123,14 @@ def test_the_orchestrator_shows_its_token_to_engines_and_does_not_give_it_to_env
 
 
 def test_an_engine_with_another_token_never_counts_as_there(secret, monkeypatch, caplog):
-    async def look() -> int | None:
+    async def look() -> bool:
         async with open_fake_engine(token=OTHER) as engine:
             sizes = {"max_model_len": 8, "timeout_s": 5.0, "max_concurrent": 1}
             async with open_inference_pool([engine.url], waits=Waits("orchestrator"), **sizes) as pool:
-                return await pool.engines[0].world_size()
+                return await pool.engines[0].learn_size()
 
     monkeypatch.setattr(logging.getLogger("trireme"), "propagate", True)
-    assert asyncio.run(look()) is None
+    assert not asyncio.run(look())
     assert f"returned 401: its {TOKEN} differs" in caplog.text
 
 

@@ -35,6 +35,7 @@ END = 2
 ASKED = [5, 6], {"max_tokens": 4}
 SAYS_7 = {"answer": lambda asked: [7, END]}
 SHORT_S = 0.3  # to come up
+TWO_CORES = {"num_workers": 2, "num_cores": 2}
 
 
 @dataclass
@@ -296,6 +297,9 @@ async def test_a_question_that_is_asked_twice_gets_the_same_answer_and_does_noth
         ({"incomplete": ("lm_head (0 of 8)",)}, r"not loaded whole.*lm_head \(0 of 8\) kept old weights"),
         ({"probe_error": 0.25}, "logprobs differ from the trainer's by up to 0.25, allowed is 0.001"),
         ({"probe_error": 0.25, "tolerance": None}, "differ from the trainer's in the mean by 0.25, allowed is 0.001"),
+        (TWO_CORES | {"digest_error": "model.norm.weight"}, "worker 2 of 2, as it was sent: model.norm.weight has"),
+        (TWO_CORES | {"incomplete": ("lm_head (0 of 8)",)}, "not loaded whole by http.*, worker 2 of 2: lm_head"),
+        (TWO_CORES | {"probe_error": 0.25}, "core 2 of 2, does not compute with version 0"),
     ],
 )
 @staged(is_live=False)
@@ -306,6 +310,21 @@ async def test_weights_that_are_not_the_trainers_are_refused_and_never_live(stag
     assert (stage.policy.version, stage.pool.engines[0].state) == (-1, "quarantined")
     with pytest.raises(WeightsMismatch, match=words):
         await stage.updates.fail_on_wrong_weights()
+
+
+@pytest.mark.parametrize("knobs", [TWO_CORES, {"kind": "nccl", "has_room": False}])
+@staged()
+async def test_nothing_is_asked_of_cores_in_step_or_a_gpu_before_pause_answers(stage, knobs):
+    answered_after = []
+
+    async def pause_slowly(body: dict) -> None:
+        stage.engine.running.clear()
+        await asyncio.sleep(0.05)
+        answered_after.append(stage.engine.calls[-1])
+
+    stage.engine._pause = pause_slowly
+    assert await stage.publish(1, incarnation="two") == Live(version=1)
+    assert answered_after == ["pause"]
 
 
 @staged(is_live=False, probe_status=404)
@@ -393,10 +412,7 @@ async def test_an_engine_that_is_found_again_is_live_under_the_adapters_name_and
     await stage.lose_and_find()
     assert (stage.states, stage.engine.names) == ([("live", 0)], ["policy"])
 
-    async def report_of_two(body: dict) -> Any:
-        return {"results": [{"digests": digests_of(version), "incomplete": []} for version in (0, -1)]}
-
-    stage.engine.num_workers, stage.engine._collective_rpc = 2, report_of_two
+    stage.engine.num_workers, stage.engine.digest_error = 2, "model.norm.weight"
     await stage.lose_and_find()
     assert stage.states == [("quarantined", None)]
 

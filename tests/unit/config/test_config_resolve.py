@@ -1,11 +1,12 @@
 """A resolved run leaves nothing open, and its defaults follow from the machine."""
 
+import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from resolved_runs import CPU, ENV, resolved, value_at
+from resolved_runs import CPU, ENV, gpus, resolved, value_at
 from trireme.base.devices import Devices, detect_devices
 from trireme.config.files import PROCESSES, read_run, to_toml, write_process_files, write_run
 from trireme.config.load import load_run_config
@@ -16,10 +17,16 @@ from trireme.config.sft import SftConfig
 EIGHT_CORES = Devices(cores=8)
 DATA = Path(__file__).parents[2] / "data"
 TOLERANCE = "weight_broadcast.probe_tolerance"
-
-
-def gpus(count: int) -> Devices:
-    return Devices(gpus=tuple(map(str, range(count))), cores=16)
+DTYPE, PASSES = "inference.model.dtype", "trainer.model.optimization_dtype"
+LIBCUDA = """
+#include <stdlib.h>
+static int given(const char *name) { return atoi(getenv(name)); }
+int cuDriverGetVersion(int *version) { *version = given("OFFERS"); return 0; }
+int cuInit(unsigned flags) { return given("ERROR"); }
+int cuDeviceGetCount(int *count) { *count = 2; return 0; }
+int cuDeviceGet(int *device, int number) { *device = 8 + number; return 0; }
+int cuDeviceGetAttribute(int *value, int which, int device) { *value = which == 75 ? device : 0; return 0; }
+"""
 
 
 def test_a_machine_without_gpus_runs_on_cpu_in_full_precision():
@@ -38,10 +45,15 @@ def test_a_machine_without_gpus_runs_on_cpu_in_full_precision():
         ("--inference.model.dtype bfloat16", CPU, TOLERANCE, None),
         ("--weight-broadcast.probe-tolerance 0.1", gpus(2), TOLERANCE, 0.1),
         # one GPU is shared and leaves room for the trainer
-        ("", gpus(1), "weight_broadcast.type", "ipc"),
-        ("", gpus(2), "weight_broadcast.type", "nccl"),
         ("", gpus(1), "inference.gpu_memory_utilization", 0.4),
         ("--inference.gpu-memory-utilization 0.7", gpus(1), "inference.gpu_memory_utilization", 0.7),
+        # both sides compute and send in bfloat16 where the GPUs that they take have it
+        ("", gpus(2), DTYPE, "bfloat16"),
+        ("", gpus(2), PASSES, "bfloat16"),
+        (f"--{PASSES.replace('_', '-')} float32", gpus(2), PASSES, "float32"),
+        ("", gpus(2, capabilities=((9, 0), (7, 5))), DTYPE, "float16"),
+        ("", gpus(2, capabilities=((9, 0), (7, 5))), PASSES, "float32"),
+        ("--inference-gpus 1 --trainer-gpus 1", gpus(3, capabilities=((9, 0), (8, 0), (7, 5))), DTYPE, "bfloat16"),
         # GPUs that are asked for are never replaced by the CPU without a word
         ("--trainer-gpus 1", CPU, "device", "cuda"),
         # one model's name is every process's
@@ -77,33 +89,6 @@ def test_a_value_that_is_left_open_follows_from_the_machine_and_the_rest(flags, 
     assert (found["max_tokens"] if isinstance(found, dict) else found) == value
 
 
-@pytest.mark.parametrize(
-    ("flags", "count", "engines", "trainer"),
-    [
-        ("--inference-gpus 6 --trainer-gpus 2", 8, (0, 1, 2, 3, 4, 5), (6, 7)),
-        ("", 8, (0, 1, 2, 3), (4, 5, 6, 7)),
-        ("", 3, (0, 1), (2,)),
-        ("", 1, (0,), (0,)),
-        ("--trainer-gpus 2", 8, (0, 1, 2, 3, 4, 5), (6, 7)),
-        ("--inference-gpus 1", 4, (0,), (1, 2, 3)),
-        ("--trainer-gpu-ids 0", 4, (1, 2, 3), (0,)),
-        ("--inference-gpu-ids 3 --trainer-gpus 2", 4, (3,), (0, 1)),
-        ("--inference-gpus 6 --trainer-gpus 2", 4, (0, 1, 2, 3, 4, 5), (6, 7)),  # for the rules to refuse
-    ],
-)
-def test_gpus_are_contiguous_engines_first(flags, count, engines, trainer):
-    config = resolved(flags, on=gpus(count))
-    assert (config.inference_gpu_ids, config.trainer_gpu_ids) == (engines, trainer)
-    assert config.trainer.num_ranks == len(trainer)
-    assert config.inference.parallel.dp == len(engines)
-
-
-def test_a_process_started_alone_takes_all_it_sees():
-    assert resolved(on=gpus(4), section="trainer").trainer_gpu_ids == (0, 1, 2, 3)
-    assert resolved(on=gpus(4), section="inference").inference_gpu_ids == (0, 1, 2, 3)
-    assert {resolved(on=gpus(1), section=process).weight_broadcast.type for process in PROCESSES} == {"nccl"}
-
-
 def test_rl_finds_free_ports_and_commands_alone_take_the_known_ones():
     config = resolved("--ports.batches 7777 --ports.weights 0")
     ports = {config.inference.server.port, config.orchestrator.server.port, config.ports.weights}
@@ -118,6 +103,7 @@ def test_rl_finds_free_ports_and_commands_alone_take_the_known_ones():
 def test_supervised_runs_resolve_too():
     on_gpus = resolve_sft(SftConfig(), gpus(4))
     assert (on_gpus.device, on_gpus.num_ranks, on_gpus.threads) == ("cuda", 4, 4)
+    assert on_gpus.model.optimization_dtype == "bfloat16"
     on_cpu = resolve_sft(SftConfig(seq_len=64), CPU)
     assert (on_cpu.device, on_cpu.num_ranks, on_cpu.micro_batch_tokens) == ("cpu", 1, 64)
     assert on_cpu.model.name == on_cpu.tokenizer.name == RunConfig().model.name
@@ -163,6 +149,42 @@ def test_visible_gpus_are_what_cuda_would_see(tmp_path, visible, found):
     assert detect_devices(environ, tmp_path).gpus == (), "a variable does not make GPUs"
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    devices = detect_devices(environ, tmp_path)
+    devices = detect_devices(environ, tmp_path, library="none.so")
     assert devices.gpus == found
     assert devices.cores >= 1
+
+
+@pytest.mark.parametrize(
+    ("told", "driver"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023", "535.104.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (root@h)", "580.65.06"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  540.4.0  Release Build", "540.4.0"),
+        ("", None),  # no such file, as in WSL2
+    ],
+)
+def test_the_drivers_version_is_read_in_each_of_its_forms(tmp_path, told, driver):
+    (tmp_path / "nvidia0").touch()
+    if told:
+        (tmp_path / "version").write_text(f"{told}\nGCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n")
+    assert detect_devices({}, tmp_path, tmp_path / "version", "none.so").driver == driver
+
+
+@pytest.mark.parametrize(
+    ("visible", "offers", "error", "capabilities"),
+    [
+        (None, 13000, 0, ((8, 0), (9, 0))),
+        (None, 12020, 803, ()),
+        ("1", 13000, 0, ()),  # this library shows two all the same: nothing is claimed of the one
+    ],
+)
+def test_the_drivers_own_library_tells_what_it_offers(tmp_path, visible, offers, error, capabilities):
+    (tmp_path / "cuda.c").write_text(LIBCUDA)
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "cuda.c"], check=True)
+    for name in ("nvidia0", "nvidia1"):
+        (tmp_path / name).touch()
+    environ = {"OFFERS": str(offers), "ERROR": str(error)} | ({"CUDA_VISIBLE_DEVICES": visible} if visible else {})
+    devices = detect_devices(environ, tmp_path, library=str(library))
+    assert (devices.cuda, devices.cuda_error, devices.capabilities) == (offers, error, capabilities)
+    assert devices.hides_some == (visible is not None)

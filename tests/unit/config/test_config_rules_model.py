@@ -144,6 +144,7 @@ VLM = "--model.vlm.language-model-attr model.language_model"
         ({"model_type": "nemotron_h"}, "--trainer.model.lora.sync adapter", 'expected "merged"', ON_CPU),
         (EXPERTS, "--trainer.model.lora.sync adapter", "with experts", ON_CPU),
         (EXPERTS, REPLAY, "", ON_CPU),
+        (EXPERTS, "--inference.args.data-parallel-size 2", "exchange", ON_CPU),
         ({"model_type": "mixtral", "num_local_experts": 0}, REPLAY, "mixture of experts", ON_CPU),
     ],
 )

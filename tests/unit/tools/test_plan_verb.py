@@ -134,7 +134,7 @@ def test_the_better_split_is_of_whole_engines_and_teams_and_fits(config_file, ca
     best = divided(7).best_split
     fitting = [each.configured_split.step_s for engines in range(1, 8) if (each := divided(engines)).fits]
     assert best.step_s == min(fitting)
-    plan(["@", str(config_file), *model, "--gpu", "h100", "--gpus", "8", "--inference-gpus", "7"])
+    plan(["@", str(config_file), *model, "--gpu", "h100", "--gpus", "8", "--inference-gpus", "4"])
     better = f"Better: inference_gpus = {best.engine_gpus}, trainer_gpus = {best.trainer_gpus}"
     assert better in capsys.readouterr().out
     paired = estimated(config_file, *model, "--inference.parallel.tp", "2", "--trainer.model.cp", "2").best_split

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -54,9 +53,8 @@ from trireme.trainer.publish import publisher as publish
 from trireme.trainer.publish.publisher import Publisher
 from trireme.trainer.publish.served_weights import served_tensors
 from trireme.transport.control import ControlClient
-from trireme.transport.weights import collective, filesystem, ipc
+from trireme.transport.weights import filesystem, ipc
 from trireme.transport.weights.backends import Receiver, open_receiver
-from trireme.transport.weights.collective import WeightGroup
 from trireme.transport.weights.ipc import IpcSender
 
 KINDS = ["gloo", "filesystem"]
@@ -361,39 +359,8 @@ def test_a_transfer_needs_the_memory_of_two_buckets_and_one_tensor(open_stand, t
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("synchronize", "ipc_collect", "current_device"):
+    for name in ("synchronize", "ipc_collect"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
-
-
-@pytest.mark.usefixtures("no_gpu")
-def test_a_slow_broadcast_is_awaited_and_a_peer_that_is_gone_is_an_error_that_leaves_the_group(monkeypatch):
-    """So the transfer begins again with the peers that are there: NCCL's watchdog, which ends the process, is later."""
-    limits: dict[str, float] = {}
-    aborted: list[bool] = []
-
-    def open_group(kind: str, *given: Any) -> SimpleNamespace:
-        limits[kind] = given[-1].total_seconds()
-        return SimpleNamespace(abort=lambda: aborted.append(True))
-
-    looks = iter([False, False, False, True])
-    done = SimpleNamespace(record=lambda: None, query=lambda: next(looks, False))
-    monkeypatch.setattr(torch.cuda, "Event", lambda: done)
-    monkeypatch.setattr(collective, "_process_group", open_group)
-    monkeypatch.setattr(collective, "BucketBuffers", lambda _: None)
-    monkeypatch.setattr(torch.distributed, "PrefixStore", lambda _, store: store)
-    _, group = (WeightGroup(kind, None, epoch="1", rank=0, world_size=2, timeout_s=0.2) for kind in ("gloo", "nccl"))
-    assert limits == pytest.approx({"gloo": 0.2, "nccl": 0.6})
-    group._await(SimpleNamespace(wait=lambda: None), torch.zeros(1))
-    assert aborted == []
-    with pytest.raises(RuntimeError, match=r"took no part in a broadcast for 0\.2 s"):
-        group._await(SimpleNamespace(wait=lambda: None), torch.zeros(1))
-    monkeypatch.setattr(collective, "CHECK_WANTED_S", 0.0)
-    group.is_wanted = lambda: False
-    with pytest.raises(RuntimeError, match="abandoned"):
-        group._await(SimpleNamespace(wait=lambda: None), torch.zeros(1))
-    group.close()
-    assert aborted == [True]
-    assert "_group" not in vars(group)
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -73,6 +73,7 @@ class Engine:
     state: Literal["starting", "quarantined", "live"] = "starting"
     version: int | None = None  # that it has confirmed
     num_workers: int = 1  # ranks in the weight group
+    num_cores: int = 1  # engine cores, one for each data-parallel replica, each with its share of the workers
     in_flight: int = 0
     most_in_flight: int = 0  # since the batch before
     receives: int | None = None  # version that it is being given
@@ -154,7 +155,10 @@ class Engine:
         body = {"method": method} | ({"args": args} if args else {})
         results = (await self.post("collective_rpc", body, returns=Answer[returns])).results
         if len(results) != self.num_workers:
-            raise PeerDied(f"{self.url}: {len(results)} of its {self.num_workers} workers answered `{method}`.")
+            raise PeerDied(
+                f"{self.url}: {len(results)} workers answered `{method}` - expected {self.num_workers}, as many as "
+                "its /get_world_size counts. Look at its log: logs/inference.stdout of a run."
+            )
         return results
 
     async def weight_version(self) -> str:
@@ -180,12 +184,15 @@ class Engine:
         except (*REQUEST_ERRORS, BadAnswer):
             return "bad"
 
-    async def world_size(self) -> int | None:
-        """Return how many workers it has; None while it is not up, or refuses our token."""
+    async def learn_size(self) -> bool:
+        """Read how many workers and cores it has. Returns False while it is not up, or refuses our token."""
         if await self.health() == "good":
             with suppress(*REQUEST_ERRORS, ValueError):
                 status, answer = await self.request("get_world_size")
                 if status == 401:
                     rate_limited.warning("%s returned 401: its %s differs from ours", self.url, TOKEN)
-                return read_answer(answer, WorldSize).world_size
-        return None
+                self.num_workers = read_answer(answer, WorldSize).world_size
+                _, answer = await self.request("get_world_size?include_dp=false")
+                self.num_cores = max(1, self.num_workers // read_answer(answer, WorldSize).world_size)
+                return True
+        return False

@@ -48,8 +48,7 @@ async def _until_up(pool: InferencePool, engine: Engine, admit: Admit, deadline_
     """Return whether it is live, once it is up and has answered what it serves."""
     with pool.waits.waiting(f"{engine.url} to come up", peer="inference", deadline_s=deadline_s) as wait:
         while True:
-            if (num_workers := await engine.world_size()) is not None:
-                engine.num_workers = num_workers
+            if await engine.learn_size():
                 engine.suspected.clear()
                 engine.life += 1
                 try:

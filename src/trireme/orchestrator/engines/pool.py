@@ -175,8 +175,8 @@ class InferencePool:
 
         return await self._retry(ask)
 
-    async def prompt_logprobs(self, engine: Engine, ids: list[int]) -> list[float]:
-        """Return [T - 1] logprobs of a prompt by this engine, at temperature 1.
+    async def prompt_logprobs(self, engine: Engine, ids: list[int], *, core: int = 0) -> list[float]:
+        """Return [T - 1] logprobs of a prompt by this core of an engine, at temperature 1.
 
         Raises:
             EngineRefused: with the engine's words, where it takes the request for invalid.
@@ -184,8 +184,9 @@ class InferencePool:
         """
         sampling = {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": 0, "top_k": 1}
         body = msgspec.json.encode({"token_ids": ids, "sampling_params": sampling, "priority": FIRST} | self._model())
+        headers = {"X-data-parallel-rank": str(core)} if engine.num_cores > 1 else None
         try:
-            return prompt_logprobs_of(await self.post_generate(engine, body), ids)
+            return prompt_logprobs_of(await self.post_generate(engine, body, headers=headers), ids)
         except RequestRefused as error:
             if error.status != 400:  # a successor may answer so that was not given the policy's name yet
                 raise PeerDied(f"{engine.url} did not answer the probe: {error}") from error
@@ -224,13 +225,20 @@ class InferencePool:
                 engine.suspected.set()
                 await asyncio.sleep(self.retry_s)
 
-    async def post_generate(self, engine: Engine, body: bytes, *, max_bytes: int = LARGEST_ANSWER) -> Response:
+    async def post_generate(
+        self,
+        engine: Engine,
+        body: bytes,
+        *,
+        max_bytes: int = LARGEST_ANSWER,
+        headers: dict[str, str] | None = None,
+    ) -> Response:
         """Send one request for tokens to this engine."""
         self.count(engine, 1)
         self.num_requests += 1
         try:
             status, data = await engine.request(
-                "inference/v1/generate", body, timeout=self.request_timeout, max_bytes=max_bytes
+                "inference/v1/generate", body, timeout=self.request_timeout, max_bytes=max_bytes, headers=headers
             )
         finally:
             self.count(engine, -1)

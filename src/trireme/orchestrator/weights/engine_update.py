@@ -9,6 +9,10 @@ A run's updates (`update.py`) and evaluations of checkpoints outside a run ask e
       finish             vLLM processes what was loaded, and names it
     require_confirmed  every worker has the digests of the sender, and no layer kept old weights
 
+The cores of a mixture of experts compute in step, even without requests. A worker that blocks in `join` or `load` while
+its peer on another core waits for it in a collective would never wake. So an engine of several cores is paused first:
+vLLM answers `/pause` once all cores have agreed to stop.
+
 An engine that holds adapters on top of the base model (`lora.sync = "adapter"`) needs two more steps, and could skip
 either silently: `trireme_load_adapter` has its workers load them where requests read them, and report whether they did;
 `name_adapter` has its server register a name for them, which the probe and all requests then use.
@@ -17,9 +21,9 @@ either silently: `trireme_load_adapter` has its workers load them where requests
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from trireme.algo.weight_checks import first_difference
 from trireme.base.errors import PeerDied, WeightsMismatch
@@ -28,7 +32,7 @@ from trireme.orchestrator.engines.engine import Engine
 from trireme.orchestrator.engines.responses import Ahead, Models, PauseInfo
 
 POLL_S = 0.001
-"""Seconds between two checks whether an engine has paused.
+"""Seconds between two checks whether an engine on a CPU has paused.
 
 It answers between two of its iterations, which take longer.
 """
@@ -45,28 +49,37 @@ async def receives_ahead(engine: Engine, specs: list[TensorSpec]) -> bool:
 
 
 @asynccontextmanager
-async def pausing(engine: Engine, *, timeout_s: float) -> AsyncIterator[None]:
-    """Freeze the engine's requests and forget cached prompts. They are frozen inside; the end waits for vLLM's answer.
+async def pausing(engine: Engine, *, timeout_s: float, is_on_cpu: bool) -> AsyncIterator[None]:
+    """Freeze the engine's requests and forget cached prompts.
+
+    vLLM answers `/pause` when its device is idle and no core computes any more. On a CPU an engine of one core computes
+    nothing between two iterations, so there it is enough that `/is_paused` says so, which is 20 ms earlier.
 
     Raises: PeerDied where the engine does not pause.
     """
     pause = asyncio.create_task(engine.post("pause?mode=keep"))
     try:
-        deadline_s = time.monotonic() + timeout_s
-        while not pause.done() and not (await engine.get("is_paused", returns=PauseInfo)).is_paused:
-            if time.monotonic() > deadline_s:
-                raise PeerDied(
-                    f"{engine.url} did not pause within {timeout_s:.0f} s and is still generating. Look at "
-                    "logs/inference.stdout"
-                )
-            await asyncio.sleep(POLL_S)
-        if pause.done():
-            pause.result()  # raises where it was refused: nothing may be loaded then
+        try:
+            async with asyncio.timeout(timeout_s):
+                await _until_paused(engine, pause, polls=is_on_cpu and engine.num_cores == 1)
+        except TimeoutError:
+            raise PeerDied(
+                f"{engine.url} did not pause within {timeout_s:.0f} s and is still generating - expected it to stop "
+                "after its current iteration. Look at logs/inference.stdout"
+            ) from None
         yield
         await pause
     finally:
         pause.cancel()
         await asyncio.gather(pause, return_exceptions=True)
+
+
+async def _until_paused(engine: Engine, pause: asyncio.Task[Any], *, polls: bool) -> None:
+    """Return once requests are frozen. Raises PeerDied where the engine refuses: nothing may be loaded then."""
+    while polls and not pause.done() and not (await engine.get("is_paused", returns=PauseInfo)).is_paused:
+        await asyncio.sleep(POLL_S)
+    if not polls or pause.done():
+        await pause
 
 
 async def load(engine: Engine, info: UpdateInfo) -> None:
@@ -99,15 +112,16 @@ async def require_confirmed(engine: Engine, digests: dict[str, str], *, name: st
         WeightsMismatch: a worker has other tensors, or a layer that kept old weights.
         PeerDied: a worker has not reported.
     """
-    for worker, report in enumerate(await engine.weight_reports()):
+    for number, report in enumerate(await engine.weight_reports(), 1):
+        worker = f"worker {number} of {engine.num_workers}"
         if difference := first_difference(digests, report.digests):
             raise WeightsMismatch(
-                f"{name} did not arrive at {engine.url}, worker {worker} as it was sent: {difference}. Expected the "
+                f"{name} did not arrive at {engine.url}, {worker}, as it was sent: {difference}. Expected the "
                 "digests of the sender. Look at the engine's log (logs/inference.stdout of a run)."
             )
         if report.incomplete:
             raise WeightsMismatch(
-                f"{name} was not loaded whole by {engine.url}, worker {worker}: {', '.join(report.incomplete)} kept "
+                f"{name} was not loaded whole by {engine.url}, {worker}: {', '.join(report.incomplete)} kept "
                 "old weights. Expected every tensor of the model that it serves. See its log: logs/inference.stdout"
             )
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -69,6 +69,9 @@ Found = TypeVar("Found")
 NO_TIME = {"time/update_weights": 0.0, "time/engines_paused": 0.0, "time/engines_load": 0.0}
 """Seconds of an update. All of it: from the trainer's announcement to the confirmation on disk. Paused: requests were
 frozen. Load: as a part of that, tensors arrived and vLLM processed them. The latter two are means over the engines."""
+
+RECEIVERS = "weight_broadcast/receivers"
+"""Workers of engines that confirmed the update."""
 
 EXACT, TIMES_NOISE = 1e-3, 4.0
 """Allowed mean difference on the probe where no largest one is configured: at least, and in multiples of its noise."""
@@ -156,6 +159,7 @@ class WeightUpdates:
     def take_seconds(self) -> dict[str, float]:
         """Return metrics of the updates since the last call."""
         metrics = dict(self._spent)
+        self._spent.clear()
         self._spent.update(NO_TIME)
         return metrics
 
@@ -272,30 +276,39 @@ class Update:
 
     async def _receive(self, engine: Engine, rank_offset: int, world_size: int) -> bool:
         """Return whether the engine has loaded all of it already, or only taken it in."""
+        info = InitInfo(
+            kind=self.message.kind,
+            host=self.message.host,
+            port=self.message.port,
+            epoch=self.epoch,
+            rank_offset=rank_offset,
+            world_size=world_size,
+            bucket_bytes=self.config.bucket_mib << 20,
+            timeout_s=self.config.timeout_s,
+        )
+        is_pulled = self.message.kind in PULLED_KINDS
+        # cores that compute in step stand still before any of them waits for the sender
+        if engine.num_cores > 1 and not is_pulled:
+            await self._fetch(engine, {}, join_first=info if self._joins else None)
+            return True
+
         if self._joins:
-            info = InitInfo(
-                kind=self.message.kind,
-                host=self.message.host,
-                port=self.message.port,
-                epoch=self.epoch,
-                rank_offset=rank_offset,
-                world_size=world_size,
-                bucket_bytes=self.config.bucket_mib << 20,
-                timeout_s=self.config.timeout_s,
-            )
             await join(engine, info)
-        if self.message.kind in PULLED_KINDS or await receives_ahead(engine, self._specs):
+        if is_pulled or await receives_ahead(engine, self._specs):
             return False
         await self._fetch(engine, {})
         return True
 
-    async def _fetch(self, engine: Engine, payload: dict) -> None:
-        """Pause the engine and have it load."""
+    async def _fetch(self, engine: Engine, payload: dict, *, join_first: InitInfo | None = None) -> None:
+        """Pause the engine and have it load, after it has joined the transfer if it is given one."""
         self.pool.is_given(engine, self.message.version, is_paused=True)
         self.pool.quarantine(engine)
-        async with pausing(engine, timeout_s=self.config.timeout_s):
+        is_on_cpu = self.message.kind == "gloo"
+        async with pausing(engine, timeout_s=self.config.timeout_s, is_on_cpu=is_on_cpu):
             self._paused_since[engine.url] = time.perf_counter()
             reach("update.paused")
+            if join_first is not None:
+                await join(engine, join_first)
             with self._loading():
                 await load(engine, UpdateInfo(self._specs, payload))
 
@@ -333,6 +346,10 @@ class Update:
         self.spent["time/update_weights"] += time.perf_counter() - self._began
         confirmed = [engine for engine in self._targets if self._is_same_process(engine)]
         await self.policy.go_live(message.version, confirmed)
+        receivers = sum(engine.num_workers for engine in confirmed)
+        self.spent[RECEIVERS] = receivers
+        told = message.version, receivers, len(confirmed)
+        log.info("version %d is live, as %d workers of %d engines confirmed", *told)
         reach("version.live")
         return Live(version=message.version)
 
@@ -348,11 +365,7 @@ class Update:
                     raise PeerDied(f"{engine.url} was replaced meanwhile: it serves version {serves!r}") from mismatch
                 raise
 
-        results = await asyncio.gather(*map(unless_replaced, self._targets), return_exceptions=True)
-        errors = [result for result in results if isinstance(result, BaseException)]
-        for error in sorted(errors, key=lambda error: isinstance(error, PeerDied)):
-            raise error
-        return [result for result in results if not isinstance(result, BaseException)]
+        return await _all(map(unless_replaced, self._targets))
 
     async def _load(self, engine: Engine, message: PolicySent) -> None:
         if not await self._receiving[engine.url]:
@@ -372,7 +385,14 @@ class Update:
         paused_s = time.perf_counter() - self._paused_since[engine.url]
         self.spent["time/engines_paused"] += paused_s / len(self._targets)
         self.pool.is_given(engine, message.version)
-        theirs = await self.pool.prompt_logprobs(engine, message.probe.ids)
+        return max(await _all(self._probe(engine, core, message) for core in range(engine.num_cores)))
+
+    async def _probe(self, engine: Engine, core: int, message: PolicySent) -> float:
+        """Compare the logprobs of a fixed prompt by one core with the trainer's. Returns the largest difference.
+
+        Raises: WeightsMismatch where they differ by more than rounding does.
+        """
+        theirs = await self.pool.prompt_logprobs(engine, message.probe.ids, core=core)
         differences = np.abs(np.subtract(message.probe.logprobs, theirs))
         worst = float(differences.max())  # NaN where any is
         if allowed := self.config.probe_tolerance:
@@ -381,11 +401,21 @@ class Update:
             found, measure = float(differences.mean()), "in the mean by"
             allowed = max(EXACT, TIMES_NOISE * message.probe.noise)
         if not found <= allowed:
+            which = f", core {core + 1} of {engine.num_cores}," if engine.num_cores > 1 else ""
             raise WeightsMismatch(
-                f"{engine.url} does not compute with version {message.version}: on a fixed prompt its logprobs "
+                f"{engine.url}{which} does not compute with version {message.version}: on a fixed prompt its logprobs "
                 f"differ from the trainer's {measure} {found:.3g}, allowed is {allowed:.3g} "
                 f"(`weight_broadcast.probe_tolerance` for the largest, else {TIMES_NOISE:g} times what rounding makes)."
                 " Every tensor arrived as sent, so the engine uses one of them differently. See docs/models.md for the "
                 "model, and set the tolerance only where the engine is known to be right."
             )
         return worst
+
+
+async def _all(jobs: Iterable[Awaitable[Found]]) -> list[Found]:
+    """Await all of them, to the end of each. Raises what one of them raised, a PeerDied only if none raised more."""
+    results = await asyncio.gather(*jobs, return_exceptions=True)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    for error in sorted(errors, key=lambda error: isinstance(error, PeerDied)):
+        raise error
+    return [result for result in results if not isinstance(result, BaseException)]

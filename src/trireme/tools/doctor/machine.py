@@ -40,6 +40,10 @@ def libraries(case: Case) -> Iterator[Finding]:
     engines = [name for name in ENGINES.values() if here[name]]
     wanted = ENGINES[case.config.device or "cpu"]
     said = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    if (devices := case.devices).gpus:  # what is too old for a run is a problem of its configuration
+        capabilities = ", ".join(f"{major}.{minor}" for major, minor in devices.capabilities) or "unknown"
+        offers = f"CUDA {devices.cuda // 1000}.{devices.cuda % 1000 // 10}" if devices.cuda else "an unknown CUDA"
+        said += f"; NVIDIA driver {devices.driver or 'unknown'} with {offers}, compute capability {capabilities}"
     if missing := [name for name in tested if not here[name]] + ([] if engines else [wanted]):
         yield problem(f"{said}; {', '.join(missing)} not installed - expected all that Trireme works with", INSTALL)
     elif engines != [wanted]:

@@ -71,7 +71,7 @@ def check_gpus(facts: dict[str, Any], case: Case) -> Iterator[Finding]:
             yield warning(f"{said} - expected most of it", "`nvidia-smi` shows the process that holds it; end it.")
         elif float(gpu["capability"]) < 8:
             said += f", compute capability {gpu['capability']} - expected 8.0 or more for bfloat16"
-            yield warning(said, 'Write `dtype = "float16"` under `[inference.model]`, or take another GPU.')
+            yield warning(said, "Engines take float16 and the trainer float32, which is slow; or take another GPU.")
         else:
             yield ok(said)
 

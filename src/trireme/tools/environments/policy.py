@@ -37,7 +37,7 @@ from trireme.config.trainer import Vlm
 from trireme.journal.pictures import rules_of_model
 from trireme.journal.records import Rollout
 from trireme.launch.standalone_engine import open_engine
-from trireme.orchestrator.engines.engine import LARGEST_ANSWER, Engine
+from trireme.orchestrator.engines.engine import Engine
 from trireme.orchestrator.engines.pool import InferencePool, open_inference_pool
 from trireme.orchestrator.engines.responses import Response
 from trireme.orchestrator.environments.pool import Environment
@@ -140,6 +140,8 @@ def engine_config(config: RunConfig, model: str | None, devices: Devices) -> Run
         values |= {"trainer.model.name": None, "trainer.tokenizer.name": None}
     if config.device == "cpu" or (config.device == "auto" and not devices.gpus):
         values["max_async_level"] = 0
+    if devices.gpus:
+        values |= {"trainer_gpu_ids": (), "trainer_gpus": None}  # there is no trainer to leave GPUs to
     config = updated(config, values)
     if "seq_len" not in config.model_fields_set:
         longest = longest_context(read_config(config.inference.model.name or config.model.name)) or MAX_CONTEXT
@@ -214,9 +216,9 @@ class StandingPool(InferencePool):
 
     serves: str | None = None  # the version of its weights; an answer under another version is an error
 
-    async def post_generate(self, engine: Engine, body: bytes, *, max_bytes: int = LARGEST_ANSWER) -> Response:
+    async def post_generate(self, engine: Engine, body: bytes, **how: Any) -> Response:
         try:
-            response = await super().post_generate(engine, body, max_bytes=max_bytes)
+            response = await super().post_generate(engine, body, **how)
         except aiohttp.ClientConnectorError as error:
             raise PeerDied(
                 f"{engine.url} is gone in the middle of the rollouts ({error}) - expected it to answer until the end. "

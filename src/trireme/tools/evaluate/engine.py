@@ -72,7 +72,7 @@ class EvaluatedEngine:
             PeerDied: it is gone.
         """
         over = self._config.take_over
-        self.engine.num_workers = await self.engine.world_size() or 1
+        await self.engine.learn_size()
         name, report = await self.engine.weight_version(), (await self.engine.weight_reports())[0]
         is_paused = (await self.engine.get("is_paused", returns=PauseInfo)).is_paused
         if is_paused and name == FRESH and not over:

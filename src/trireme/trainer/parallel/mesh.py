@@ -105,7 +105,8 @@ class World:
 
     def broadcast(self, number: int) -> int:
         """Return rank 0's number on all ranks. A collective."""
-        tensor = torch.tensor([number], dtype=torch.int64, device=self.device)
+        # On the CPU, as ranks wait here for a batch: NCCL would keep a core and a part of the GPU busy meanwhile.
+        tensor = torch.tensor([number], dtype=torch.int64)
         dist.broadcast(tensor, src=0)
         return int(tensor)
 

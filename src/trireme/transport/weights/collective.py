@@ -9,18 +9,29 @@ until the timeout, and a blocked engine notices nothing else: neither that its o
 A peer that dies during a broadcast may block it too: NCCL does not notice, and gloo wakes no thread that has received
 or sent a part of a message. So each end that waits for a broadcast asks once a second whether it is still wanted.
 
+NCCL has two more traps, which this module avoids by environment variables that hold while a group is made:
+- NCCL makes its communicator in the first collective, and hangs if the ranks read different settings then. vLLM's
+  batch-invariant mode sets some in the engine alone. So engines take the trainer's, and `WeightGroup` makes the
+  communicator at once.
+- When a collective fails, torch's watchdog ends the process, in torch 2.13 even if it is told to ignore errors: it
+  signals the heartbeat monitor of the process's first group, which is FSDP's or vLLM's. So a weight group has none.
+
 While one bucket travels, the next is filled and the one before is read. So a transfer takes the memory of two buckets
 and one tensor at the sender, and of two buckets at a receiver.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import wait
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -35,21 +46,76 @@ from trireme.transport.weights.deltas import HostCopy, pack_patches
 
 STREAM_POLL_S = 1e-4
 
+# torch reads this when a group is made. `wait` of a broadcast then blocks, so `_poll` comes before it.
+WITHOUT_WATCHDOG = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
+
+AGREED = (
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_NTHREADS",
+    "NCCL_SOCKET_NTHREADS",
+    "NCCL_COLLNET_ENABLE",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_P2P_NET_DISABLE",
+)
+"""Settings that all ranks of an NCCL communicator must share, and that vLLM sets for its own communicators.
+
+vLLM also lists them in `NCCL_NO_CACHE`, so that NCCL (2.29.7 and later) reads them again for each communicator.
+"""
+
 
 class WeightGroup:
     """One rank's membership in the process group of an epoch."""
 
-    def __init__(self, kind: str, store: dist.Store, *, epoch: str, rank: int, world_size: int, timeout_s: float):
+    def __init__(
+        self,
+        kind: str,
+        store: dist.Store,
+        *,
+        epoch: str,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        is_wanted: Callable[[], bool] = lambda: True,
+        settings: Mapping[str, str | None] | None = None,
+    ):
+        """Form the group; with NCCL also the communicator.
+
+        Args:
+            is_wanted: whether what is waited for may still come. Asked once a second.
+            settings: environment variables under which NCCL makes the communicator; None unsets one.
+
+        Raises:
+            RuntimeError: a peer died or is missing.
+        """
         prefixed = dist.PrefixStore(f"weights/{epoch}", store)
         self.device = torch.device("cpu") if kind == "gloo" else torch.device("cuda", torch.cuda.current_device())
-        # NCCL's watchdog ends the process at its timeout. Ours comes first and raises an error, as gloo does.
-        limit_s = timeout_s if kind == "gloo" else 3 * timeout_s
-        self._group = _process_group(kind, prefixed, rank, world_size, timedelta(seconds=limit_s))
         self._kind = kind
         self._timeout_s = timeout_s
-        self.is_wanted: Callable[[], bool] = lambda: True  # asked while a broadcast is waited for
+        self.is_wanted = is_wanted
         self.buffers = BucketBuffers(self.device)
+        open_group = partial(_process_group, kind, prefixed, rank, world_size, timedelta(seconds=timeout_s))
+        if kind == "gloo":
+            self._group = open_group()
+        else:
+            with environment(WITHOUT_WATCHDOG | dict(settings or {})):
+                self._group = open_group()
+                self._make_communicator(world_size)
         watch_connections()
+
+    def _make_communicator(self, world_size: int) -> None:
+        """Broadcast one byte, in a thread: NCCL connects its ranks in C++, without a deadline."""
+        flat = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        connecting = in_background(partial(self._start_broadcast, flat), name="a new NCCL communicator")
+        try:
+            self._poll(connecting.done, f"NCCL did not connect the {world_size} ranks of the weight group")
+            self._await(connecting.result(), flat)
+        except BaseException:
+            # NCCL cannot abort a communicator that it is still making. If the last rank comes after all, this does.
+            connecting.add_done_callback(lambda _: self.close())
+            raise
 
     def broadcast(self, flat: torch.Tensor) -> None:
         """Fill `flat` on every rank with rank 0's. Raises RuntimeError if a peer died, or at the timeout."""
@@ -59,9 +125,12 @@ class WeightGroup:
         """Start a broadcast; return the function that waits for its end. Until then `flat` must not be written to."""
         if not flat.numel():
             return lambda: None
+        return partial(self._await, self._start_broadcast(flat), flat)
+
+    def _start_broadcast(self, flat: torch.Tensor) -> dist.Work:
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        return partial(self._await, self._group.broadcast([flat], options), flat)
+        return self._group.broadcast([flat], options)
 
     def _await(self, work: dist.Work, _: torch.Tensor) -> None:
         """Wait for a broadcast; keeps its tensor alive until then."""
@@ -73,18 +142,22 @@ class WeightGroup:
                 if work.is_completed():
                     raise
             self._require_wanted()
-        work.wait()
-        # Poll for the end: NCCL's `wait` returns at once, and a synchronize would wait forever for a dead peer.
-        done = torch.cuda.Event()
-        done.record()
+        self._poll(work.is_completed, "a peer of the weight group took no part in a broadcast")
+        work.wait()  # raises what broke it; else the current stream may read the tensor from here on
+
+    def _poll(self, is_over: Callable[[], bool], what: str) -> None:
+        """Wait for NCCL, whose own waits would block until a timeout that ends more than this transfer."""
         began = looked = time.monotonic()
-        while not done.query():
+        while not is_over():
             now = time.monotonic()
             if now - looked > CHECK_WANTED_S:
                 looked = now
                 self._require_wanted()
             if now - began > self._timeout_s:
-                raise RuntimeError(f"a peer of the weight group took no part in a broadcast for {self._timeout_s:g} s")
+                raise RuntimeError(
+                    f"{what} within {self._timeout_s:g} s (`weight_broadcast.timeout_s`) - all ranks were expected to. "
+                    "If none of them died, compare the NCCL_* variables and the network of trainer and engines"
+                )
             time.sleep(STREAM_POLL_S)
 
     def _require_wanted(self) -> None:
@@ -92,12 +165,38 @@ class WeightGroup:
             raise RuntimeError("a peer died, or this transfer was abandoned")
 
     def close(self) -> None:
+        """End the group, in the background, as either library may block in it."""
         last = [self._group]
         del self._group
-        if self._kind == "nccl":
-            last.pop().abort()
-        else:  # gloo cannot abort: the end of a group waits for its broadcasts, which end at the timeout
-            in_background(last.clear, name="a closed weight group")
+
+        def end() -> None:
+            group = last.pop()
+            if self._kind == "nccl":
+                group.abort()
+
+        # gloo cannot abort: the end of a group waits for its broadcasts, which end at the timeout
+        ending = in_background(end, name="a closed weight group")
+        if self._kind == "nccl":  # its kernels keep the GPU until then
+            wait([ending], self._timeout_s)
+
+
+@contextmanager
+def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Set environment variables, and unset those that are None; restore all at the end."""
+    before = {name: os.environ.get(name) for name in variables}
+    _set(variables)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _process_group(
@@ -161,6 +260,7 @@ def _begun(epoch: str) -> str:
 
 
 AS_TENSORS, AS_PATCHES = b"tensors", b"patches"
+SETTINGS = "weights/nccl"  # the key that holds the sender's `AGREED`
 
 
 class CollectiveSender(Sender):
@@ -171,6 +271,7 @@ class CollectiveSender(Sender):
     ) -> None:
         self._kind = kind
         self._store = open_store(host, port, is_sender=True, timeout_s=timeout_s)
+        self._store.set(SETTINGS, msgspec.json.encode({name: os.environ.get(name) for name in AGREED}))
         self._bucket_bytes = bucket_bytes
         self._delta = delta
         self._timeout_s = timeout_s
@@ -189,10 +290,16 @@ class CollectiveSender(Sender):
             self.close()
             self._await([_here(epoch, rank) for rank in receivers], _here(epoch, 0))
             self._store.set(_begun(epoch), AS_PATCHES if self._delta else AS_TENSORS)
-            self._group = WeightGroup(
-                self._kind, self._store, epoch=epoch, rank=0, world_size=world_size, timeout_s=self._timeout_s
-            )
             self._epoch, self._num_transfers = epoch, 0
+            self._group = WeightGroup(
+                self._kind,
+                self._store,
+                epoch=epoch,
+                rank=0,
+                world_size=world_size,
+                timeout_s=self._timeout_s,
+                is_wanted=self.is_wanted,
+            )
         listen = [_listens(epoch, self._num_transfers, rank) for rank in range(world_size)]
         self._await(listen[1:], listen[0])
         for key in listen:  # each transfer has its own, and the store lives as long as the run
@@ -243,11 +350,12 @@ class CollectiveSender(Sender):
             yield pack_bucket(specs, parts, self._group.buffers)
 
     def close(self) -> None:
-        if self._group is not None and self._epoch is not None:
+        if self._epoch is not None:
             self._store.set(_over(self._epoch), "1")
+            self._epoch = None
+        if self._group is not None:
             self._group.close()
             self._group = None
-            self._epoch = None
 
 
 class CollectiveReceiver(Receiver):
@@ -268,10 +376,17 @@ class CollectiveReceiver(Receiver):
         self.close()
         self._store.set(_here(epoch, rank), "1")
         self._await_sender(epoch)
+        found = msgspec.json.decode(self._store.get(SETTINGS), type=dict[str, str | None])
         self._group = WeightGroup(
-            self._info.kind, self._store, epoch=epoch, rank=rank, world_size=world_size, timeout_s=self._info.timeout_s
+            self._info.kind,
+            self._store,
+            epoch=epoch,
+            rank=rank,
+            world_size=world_size,
+            timeout_s=self._info.timeout_s,
+            is_wanted=lambda: not self._store.check([_over(epoch)]),
+            settings={name: found.get(name) for name in AGREED},
         )
-        self._group.is_wanted = lambda: not self._store.check([_over(epoch)])
         self._epoch, self._rank, self._num_transfers = epoch, rank, 0
         self._copy = HostCopy() if self._store.get(_begun(epoch)) == AS_PATCHES else None
 

@@ -1,0 +1,57 @@
+"""Runs whose engine is split over several processes: each of them confirms the weights that it got."""
+
+from pathlib import Path
+
+import pytest
+
+from real_run import QUICKSTART, Run, is_alive, started, wait_until
+
+SIZES = {"data": "--inference.args.data-parallel-size", "tensor": "--inference.args.tensor-parallel-size"}
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("kinds", [["data"], pytest.param(["tensor"], marks=SLOW), pytest.param([*SIZES], marks=SLOW)])
+def test_every_worker_of_an_engine_in_parts_confirms_each_version(kinds: list[str], tmp_path: Path) -> None:
+    flags = [word for kind in kinds for word in (SIZES[kind], "2")]
+    words = ("@", QUICKSTART, "--max-steps", "3", "--orchestrator.eval", "none", "--output-dir", tmp_path, *flags)
+    with started("rl", *words, log=tmp_path / "rl.log") as rl:
+        assert rl.wait() == 0, rl.tail()
+        assert rl.left() == []
+
+    run = Run(tmp_path / "reverse-text")
+    receivers = {row.get("weight_broadcast/receivers") for row in run.rows("orchestrator")} - {None}
+    assert receivers == {2 ** len(kinds)}
+    assert max(row["mismatch_kl"] for row in run.rows("trainer") if "mismatch_kl" in row) < 1e-6
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ("corrupt_tensor", "core 2 of 2, does not compute with version 0"),
+        ("skip_tensor", "worker 2 of 2: model.layers.1.mlp.gate_up_proj"),
+    ],
+)
+def test_a_tensor_broken_on_the_second_core_alone_ends_the_run(broken: str, words: str, tmp_path: Path) -> None:
+    faults = {"TRIREME_FAULTS": f"{broken}.rank1=model.layers.1.mlp.up_proj.weight"}
+    flags = ("@", QUICKSTART, SIZES["data"], "2", "--output-dir", tmp_path)
+    with started("rl", *flags, log=tmp_path / "rl.log", env=faults) as rl:
+        assert rl.wait() == 3, rl.tail()
+        assert rl.left() == []
+    assert words in rl.output
+    assert Run(tmp_path / "reverse-text").rows("trainer") == []
+
+
+@SLOW
+def test_a_run_survives_the_death_of_its_engines_second_core(tmp_path: Path) -> None:
+    flags = ("@", QUICKSTART, SIZES["data"], "2", "--max-steps", "6", "--orchestrator.eval", "none")
+    run = Run(tmp_path / "reverse-text")
+    with started("rl", *flags, "--output-dir", tmp_path, log=tmp_path / "rl.log") as rl:
+        wait_until(lambda: len(run.rows("trainer")) >= 2, "step 2", [rl])
+        (core,) = (each for each in rl.family if is_alive(each) and "EngineCore_DP1" in " ".join(each.cmdline()))
+        core.kill()
+        assert rl.wait() == 0, rl.tail()
+        assert rl.left() == []
+    assert "1 restart: inference 1" in rl.output
+    assert [row["step"] for row in run.rows("trainer")] == [*range(6)]
