@@ -7,7 +7,6 @@ environment when it builds its configuration. Prints rows for the compute capabi
 from __future__ import annotations
 
 import io
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -39,9 +38,6 @@ CORES = 64
 DEADLINE_S = 600
 
 QUICKSTART = "configs/reverse-text/rl.toml"
-MODELS = json.loads(Path("tests/data/published_models.json").read_text())
-"""Facts of published config.json files, by the models' names."""
-
 PUBLISHED = ("--model.name", "Qwen/Qwen3-0.6B")
 EXPERTS = ("--model.name", "Qwen/Qwen3-30B-A3B")
 FLAGS: dict[str, tuple[str, ...]] = {
@@ -54,7 +50,9 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "parsers": ("--inference.model.tool-call-parser", "hermes", "--inference.model.reasoning-parser", "minimax_m2"),
     "experts": EXPERTS,
     "routes of experts": (*EXPERTS, "--trainer.model.moe.router-replay"),
-} | {name: ("--model.name", name) for name in MODELS}
+    "latent attention": ("--model.name", "deepseek-ai/DeepSeek-V3"),
+    "sinks": ("--model.name", "openai/gpt-oss-20b"),
+}
 """What no file below `configs/` has: flags of the quickstart."""
 
 
@@ -121,9 +119,8 @@ def launch_of(what: str, file: str, flags: tuple[str, ...], count: int) -> tuple
 
 def resolved(file: str, flags: tuple[str, ...], count: int) -> tuple[RunConfig, Devices]:
     """Return a run as its command resolves it on so many GPUs."""
-    known = {"capabilities": (tuple(map(int, CAPABILITY.split("."))),) * count}
-    known = {name: value for name, value in known.items() if name in Devices.__dataclass_fields__}
-    devices = Devices(gpus=tuple(map(str, range(count))), cores=CORES, **known)
+    major, minor = map(int, CAPABILITY.split("."))
+    devices = Devices(gpus=tuple(map(str, range(count))), cores=CORES, capabilities=((major, minor),) * count)
     if (kind := kind_of(read_table(Path(file)))) in FORMATS:
         return resolve_run(read_run_file([file, *flags], devices, program=kind, kinds=(kind,)), devices), devices
     config, _ = load_run_config(["@", file, *flags], program="rl")
