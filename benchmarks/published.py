@@ -24,7 +24,7 @@ from model_configs import MODELS
 from trireme.algo.model.chips import CHIPS
 from trireme.base.devices import Devices
 from trireme.config.load import load_run_config
-from trireme.config.model.folder import lacks_sdpa
+from trireme.config.model.folder import needs_eager
 from trireme.config.resolve import resolve
 from trireme.config.rules import launch_problems, problems
 from trireme.config.run import RunConfig
@@ -99,7 +99,7 @@ def describe(name: str) -> Row:
         assert sized.is_exact, name
         row = replace(row, parameters=sized.architecture.num_parameters, active=sized.architecture.active_parameters)
         # one that `rl` accepts, and that needs no square of a row's length
-        attention = ("--trainer.model.attn", "flex_attention" if lacks_sdpa(config) else "flash_attention_2")
+        attention = ("--trainer.model.attn", "flex_attention" if needs_eager(config) else "flash_attention_2")
         whole, adapters = (fewest_gpus(folder, sized, *attention, *flags) for flags in (WHOLE, ADAPTERS))
         return replace(row, whole=whole, adapters=adapters)
 
@@ -132,7 +132,7 @@ def fewest_gpus(folder: str, sized: Sized, *flags: str) -> str:
         for power in range(engine.bit_length(), MOST_GPUS.bit_length()):
             if planned(chip, engine, 2**power).fits:
                 return f"{engine} + {2**power - engine} {CHIPS[chip].name}"
-    return f"more than {MOST_GPUS}"
+    return f"more than {ENGINE_GPUS[-1]} for an engine" if engine == MOST_GPUS else f"more than {MOST_GPUS}"
 
 
 def resolved(folder: str, devices: Devices, *flags: str) -> RunConfig:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +187,60 @@ def logits(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor) -
 def backward(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor) -> None:
     found = logits(model, ids, positions).float().log_softmax(-1)
     found[:-1].gather(-1, ids[0, 1:, None]).mean().backward()
+
+
+@contextmanager
+def flash_on_cpu() -> Iterator[list[int]]:
+    """Give torch's two operations of flash attention, which it has for GPUs only, a CPU kernel: the formula, sample by
+    sample, on what its GPU kernels demand. Yields the tokens before a token that each call lets it see; -1: all."""
+    windows: list[int] = []
+
+    def forward(q: Any, k: Any, v: Any, *sizes: Any, scale: float, window_size_left: int, **_: Any) -> Any:
+        windows.append(window_size_left)
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q))
+        for at, scores in samples_of(q, k, v, *sizes[:6], scale=scale, left=window_size_left):
+            lse[:, at] = scores.logsumexp(-1)
+            out[at] = torch.einsum("hij,jhd->ihd", scores.softmax(-1), repeated(v[at], q))
+        return out, lse, *(torch.empty(0) for _ in range(3))
+
+    def backward(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *sizes: Any, scale: float, **more: Any) -> Any:
+        dq, dk, dv = (torch.empty_like(each) for each in (q, k, v))
+        for at, scores in samples_of(q, k, v, *sizes[:6], scale=scale, left=more["window_size_left"]):
+            weights = (scores - lse[:, at, None]).exp()
+            inner = torch.einsum("ihd,jhd->hij", grad[at], repeated(v[at], q))
+            inner = weights * (inner - (grad[at] * out[at]).sum(-1).T[..., None]) * scale
+            dq[at] = torch.einsum("hij,jhd->ihd", inner, repeated(k[at], q))
+            for found, each, factor in ((dk, inner, q), (dv, weights, grad)):
+                grouped = torch.einsum("hij,ihd->jhd", each, factor[at])
+                found[at] = grouped.unflatten(1, (k.shape[1], -1)).sum(2)
+        return dq, dk, dv
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_flash_attention_forward", forward, "CPU")
+        library.impl("_flash_attention_backward", backward, "CPU")
+        yield windows
+
+
+def samples_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, ends_k: torch.Tensor, longest: int,
+    longest_k: int, dropout: float, is_causal: bool, *, scale: float, left: int,
+) -> Iterator[tuple[slice, torch.Tensor]]:  # fmt: skip
+    """Yield the place of each sample and its [heads, tokens, tokens] scores, masked."""
+    assert ends.dtype == torch.int32
+    assert torch.equal(ends, ends_k)
+    assert (ends[0], ends[-1], ends.diff().max()) == (0, len(q), longest)
+    assert longest == longest_k
+    assert k.shape == v.shape == (len(q), k.shape[1], q.shape[2])
+    assert q.shape[2] % 8 == 0
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    assert (dropout, is_causal) == (0.0, left < 0)
+    for begin, end in pairwise(ends.tolist()):
+        at, place = slice(begin, end), torch.arange(end - begin)
+        distance = place[:, None] - place
+        is_seen = (distance >= 0) & (distance <= (left if left >= 0 else len(q)))
+        scores = torch.einsum("ihd,jhd->hij", q[at], repeated(k[at], q)) * scale
+        yield at, scores.masked_fill(~is_seen, -torch.inf)
+
+
+def repeated(shared: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    return shared.repeat_interleave(q.shape[1] // shared.shape[1], dim=1)

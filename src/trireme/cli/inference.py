@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trireme.base.devices import detect_devices
 from trireme.base.log import start_logging
 from trireme.cli.command import open_process, run_command
 
@@ -13,6 +14,10 @@ def main() -> None:
 def inference(argv: list[str]) -> None:
     config, _ = open_process("inference", argv)
     start_logging("inference", config.log_level)
+    if config.shares_gpus:
+        from trireme.tools.plan.advice import size_kv_cache
+
+        config = size_kv_cache(config, detect_devices())
 
     from trireme.inference.server import serve
 

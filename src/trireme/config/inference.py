@@ -72,13 +72,22 @@ class InferenceConfig(Section):
     server: InferenceServer = InferenceServer()
     cpu: CpuEngine = CpuEngine()
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of each GPU's memory that the engine may take."""
+    """Share of each GPU's memory that the engine may take; 0.4 if not set on the trainer's GPU, which gets the rest."""
     max_num_seqs: PositiveInt = 256
     """Most requests that the engine runs at once; more wait in its queue."""
     args: dict[str, Any] = {}
     """More arguments of vLLM's server, by its own names. A list is several values, a table JSON, false `--no-NAME`."""
     start_timeout_s: PositiveFloat = 900.0
     """Longest time that the engine may take to start."""
+
+    def arg(self, name: str) -> Any:
+        """Return an argument of vLLM's server that the user set, by its name with dashes; None if not set."""
+        return next((value for key, value in self.args.items() if key.replace("_", "-") == name), None)
+
+    @property
+    def gpu_share(self) -> float:
+        """Return the share of each GPU's memory that the engine takes."""
+        return float(self.arg("gpu-memory-utilization") or self.gpu_memory_utilization)
 
 
 LOW_BIT = dict.fromkeys(("fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8"), 2.0**-4)

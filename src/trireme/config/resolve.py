@@ -37,7 +37,7 @@ KNOWN_PORTS = {
     "ports.ranks": 5557,
 }
 
-# The engine's share of a GPU that it shares with the trainer, unless the user sets one.
+# The engine's share of a GPU that it shares with the trainer, unless the user sets one. The trainer has the rest.
 _SHARED_GPU_UTILIZATION = 0.4
 
 
@@ -219,10 +219,8 @@ def _precision_and_lengths(config: RunConfig, devices: Devices | None) -> Values
         devices: None where a process knows its own GPUs alone. They are taken to have bfloat16, and the rules refuse
             those that have none.
     """
-    rounds, ids = (
-        bool(low_bit_error(config.inference)),
-        {*(config.inference_gpu_ids or ()), *(config.trainer_gpu_ids or ())},
-    )
+    rounds = bool(low_bit_error(config.inference))
+    ids = {*(config.inference_gpu_ids or ()), *(config.trainer_gpu_ids or ())}
     has_bfloat16 = devices is None or devices.have_bfloat16(ids)
     dtype: str = config.inference.model.dtype
     if dtype == "auto" and config.device == "cpu":  # vLLM rounds weights to 8 bits in half precision alone
@@ -287,9 +285,7 @@ def _processes(config: RunConfig, devices: Devices) -> Values:
     ranks = config.trainer.num_ranks or nodes * max(1, len(config.trainer_gpu_ids or ()))
     per_side = devices.cores // 2 if on_cpu and not config.synchronous else devices.cores
     cores = max(1, per_side) * nodes  # the machines are assumed to be alike
-    # No trial step while an engine starts on the same cores, which it would delay, nor on the same GPU, whose memory
-    # the engine measures then.
-    tries_step = not on_cpu and config.weight_broadcast.type != "ipc"
+    tries_step = not on_cpu  # no trial step while an engine starts on the same cores, which it would delay
     parallel = config.inference.parallel
     engines = max(1, len(config.inference_gpu_ids or ()) // parallel.tp)
     return {

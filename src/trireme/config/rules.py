@@ -49,7 +49,14 @@ from trireme.config.orchestrator import (
 from trireme.config.problems import raise_together
 from trireme.config.run import RunConfig, place_of
 from trireme.config.sft import SftConfig, sft_problems
-from trireme.config.trainer import ENGINE_RANKS, lora_problems, model_problems, optim_launch_problems, optim_problems
+from trireme.config.trainer import (
+    ENGINE_RANKS,
+    allocator_problems,
+    lora_problems,
+    model_problems,
+    optim_launch_problems,
+    optim_problems,
+)
 
 
 def check(config: RunConfig, devices: Devices, *, section: ProcessName | None = None) -> None:
@@ -101,6 +108,7 @@ def launch_problems(config: RunConfig, devices: Devices, *, section: ProcessName
     if section in (None, "trainer"):
         found += optim_launch_problems("trainer.", config.trainer.optim, config.device)
         found += model_launch_problems("trainer.model", config.trainer.model, config.device)
+        found += allocator_problems(config.weight_broadcast.type)
     found += run_tokenizer_problems(config, section=section)
     if section in (None, "inference"):
         found += served_model_problems(config)

@@ -238,6 +238,13 @@ class RunConfig(AnyRun):
         return dtype if dtype != "auto" else "float32" if self.device == "cpu" else "bfloat16"
 
     @property
+    def shares_gpus(self) -> bool:
+        """Return whether trainer and engine take memory of the same GPU. Of a process that starts alone, only the
+        transport tells."""
+        both = {*(self.trainer_gpu_ids or ())} & {*(self.inference_gpu_ids or ())}
+        return self.weight_broadcast.type == "ipc" or bool(both)
+
+    @property
     def serves_adapters(self) -> bool:
         """Return whether engines hold the adapters separately from the base model."""
         lora = self.trainer.model.lora

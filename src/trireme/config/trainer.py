@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -92,8 +94,9 @@ class TrainerModel(Section):
     from_scratch: bool = False
     """Read only `config.json` and start from random weights, drawn with the run's seed."""
     attn: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = "sdpa"
-    """Attention implementation of transformers; where this is not given and the model caps its attention scores (Gemma
-    2, VaultGemma), which sdpa does not, it is eager."""
+    """Attention implementation. `flash_attention_2` is torch's own kernel, without a package, and so is
+    `flash_attention_3`; the others are transformers'. Where this is not given and the model caps its attention scores
+    (Gemma 2, VaultGemma), which sdpa does not, it is eager."""
     optimization_dtype: Dtype = "float32"
     """Precision of the forward and backward pass; if not set, bfloat16 on GPUs that have it, else float32. Parameters
     and optimizer state are always float32."""
@@ -124,6 +127,10 @@ class TrainerModel(Section):
     """Compile each transformer block with torch.compile."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
+
+    @property
+    def uses_flash(self) -> bool:
+        return self.attn.startswith("flash")
 
     @property
     def trains_vision_encoder(self) -> bool:
@@ -217,7 +224,7 @@ class TrainerConfig(Training):
     """Write the trainer's own logprob of each trained token (4 bytes) to `logprobs/`, for the dashboard."""
     try_step: bool | None = None
     """Before the first batch, while engines start, take a step on a made-up row of full length that changes nothing:
-    too little memory or a block that does not compile ends the run then. On GPUs of its own, if not set."""
+    too little memory or a block that does not compile ends the run then. On GPUs, if not set."""
 
 
 # Rules of these tables. Each yields one message per problem. `table` and `prefix` ("trainer.", or nothing) are names as
@@ -232,7 +239,7 @@ def model_problems(table: str, model: TrainerModel, ranks: int) -> Iterator[str]
                 f"{table}.{key} = {number} with {ranks} ranks - expected a divisor of their number: "
                 f"{divisors_of(ranks)}. Set `{table}.{key}` to one of these, or change the number of ranks."
             )
-    if model.attn.startswith("flash") and model.optimization_dtype == "float32":
+    if model.uses_flash and model.optimization_dtype == "float32":
         yield (
             f'{table}.attn = "{model.attn}" with optimization_dtype = "float32" - expected bfloat16, the only precision'
             f' that it and the trainer share. Set `{table}.optimization_dtype = "bfloat16"`, or `attn = "sdpa"`.'
@@ -322,3 +329,18 @@ def optim_launch_problems(prefix: str, optim: Optimizer, device: str) -> Iterato
             f'{prefix}optim.type = "adamw_8bit" on a GPU, and there is no C compiler - expected gcc or clang, with '
             f'which its kernels are compiled. Install one, or set `{prefix}optim.type = "adamw"`.'
         )
+
+
+def allocator_problems(broadcast: str) -> Iterator[str]:
+    """Yield the setting of torch's allocator with which memory handles do not open.
+
+    The receiver of an expandable segment takes the sender's file descriptors (`pidfd_getfd`, c10's
+    `ExpandableSegment::fromShared`). Linux lets it where it may trace the sender: not in most containers, nor between
+    siblings where `kernel.yama.ptrace_scope` is 1.
+    """
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if broadcast == "ipc" else ():
+        if re.search(r"expandable_segments\s*:\s*True", value := os.environ.get(name, "")):
+            yield (
+                f'{name}={value} with weight_broadcast.type = "ipc" - expected ordinary segments, whose memory another '
+                f"process can open by a handle. Unset {name}, or take `expandable_segments` out of it."
+            )

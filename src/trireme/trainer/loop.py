@@ -25,6 +25,7 @@ from trireme.trainer.checkpoint.resume import check_shared
 from trireme.trainer.heartbeat import Activity, heartbeat
 from trireme.trainer.logprob_log import LogprobLog
 from trireme.trainer.model.forward import shared_frac
+from trireme.trainer.out_of_memory import leave_to_engine
 from trireme.trainer.parallel.mesh import CONTEXT, World, keep_alive, open_world
 from trireme.trainer.perf import flops_per_token, peak_memory, throughput
 from trireme.trainer.publish.publisher import Publisher
@@ -74,6 +75,8 @@ class Trainer:
         world = self.world = stack.enter_context(
             open_world(config.device, trainer.model, threads=trainer.threads, timeout_s=trainer.batch_timeout_s)
         )
+        if config.shares_gpus:
+            leave_to_engine(config.inference.gpu_share, world.device)
         self.waits = Waits("trainer" if world.is_main else f"trainer.{world.rank}", config.paths.logs)
         spans = stack.enter_context(open_spans(config.paths.spans if world.is_main else None))
         self.lane = spans.lane(TRAINER, what="start", ago_s=age_s(), words=lambda: _missing(self.waits))

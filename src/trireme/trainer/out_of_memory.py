@@ -1,4 +1,7 @@
-"""The error for a trainer that ran out of memory. What to change, and how much it saves, is worked out by the plan."""
+"""Memory of the trainer: its share of a GPU that the engine uses too, and the error when it runs out.
+
+What to change, and how much it saves, is worked out by the plan.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,15 @@ from contextlib import contextmanager
 
 import torch
 
+from trireme.algo.model.chips import CUDA_BYTES
 from trireme.base.errors import ConfigError
+
+
+def leave_to_engine(share: float, device: torch.device) -> None:
+    """Limit torch's allocator on a GPU of which the engine has this share, so that an engine finds its memory whenever
+    it starts: before the trainer, at the same time, or again while the trainer is at work."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(max(0.0, 1 - share - CUDA_BYTES / total), device)
 
 
 @contextmanager
@@ -32,6 +43,7 @@ def explain_out_of_memory(table: str) -> Iterator[None]:
             f"  - a smaller `{table}micro_batch_tokens`: shorter rows, of `seq_len` tokens at least\n"
             f"  - on GPUs `{table}model.activation_offload = true`\n"
             f"  - `[{table}model.lora]`, more ranks, or a smaller `seq_len`\n"
+            "  - on a GPU that an engine shares, a smaller `inference.gpu_memory_utilization`, its part\n"
             "`trireme plan @ CONFIG` shows what takes how much, and what each of these saves."
         ) from error
 

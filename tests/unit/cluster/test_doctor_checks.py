@@ -125,6 +125,12 @@ def test_each_gpu_has_a_verdict(gpus, device, verdicts, tmp_path):
     assert [finding.verdict for finding in check_gpus({"gpus": gpus}, case)] == verdicts
 
 
+def test_a_gpu_whose_memory_no_other_process_can_read_is_a_problem(tmp_path):
+    case = build_case(tmp_path, "", Devices(gpus=("0",), cores=4))
+    facts = {"gpus": [GPU], "share_error": "pidfd_getfd: Operation not permitted"}
+    expect([*check_gpus(facts, case)][1:], "problem", "not permitted", 'weight_broadcast.type = "filesystem"')
+
+
 SHIPPED = Path(__file__).parents[3] / "models" / "reverse-text-tiny"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1839360\n"
 

@@ -14,7 +14,6 @@ from tiny_tokenizer import write_tokenizer
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.config.load import load_config
-from trireme.config.model import folder as model_folder
 from trireme.config.model.folder import model_launch_problems, num_experts_of, read_config
 from trireme.config.resolve import resolve_sft
 from trireme.config.rules import check_sft, launch_warnings, run_tokenizer_problems
@@ -24,7 +23,7 @@ from trireme.inference.server import server_arguments
 
 TABLE = "trainer.model"
 NO_TENSORS = b"\x02" + bytes(7) + b"{}"  # a safetensors file
-FLASH = {"attn": "flash_attention_2", "optimization_dtype": "bfloat16"}
+FLASH = {"attn": "flash_attention_3", "optimization_dtype": "bfloat16", "device": "cuda"}
 
 
 @pytest.fixture
@@ -205,6 +204,14 @@ def test_what_the_user_allows_is_accepted(folder):
     assert "runs on GPUs only" in found(folder, attn="flex_attention")
 
 
+def test_flash_attention_is_refused_where_torchs_kernel_computes_something_else(folder):
+    """Without a package, and with nothing to install. Scores of gpt-oss have sinks, those of Gemma 2 a cap."""
+    assert found(folder, **FLASH) == ""
+    for kind, words in (("gpt_oss", "expected one of flex_attention, eager"), ("gemma2", "eager or flex_attention")):
+        describe(folder, model_type=kind)
+        assert words in found(folder, **FLASH)
+
+
 def test_weights_are_safetensors_unless_none_are_read_and_a_row_is_shared_as_its_heads_allow(folder):
     assert "has 4 attention heads" in found(folder, cp=3)
     assert found(folder, cp=2) == ""
@@ -304,15 +311,6 @@ def test_a_turns_end_at_which_the_engine_does_not_stop_is_said(folder):
     assert not warned()
 
 
-def test_a_package_that_attention_needs_is_there(monkeypatch):
-    here = {"flash_attn", "transformers"}
-    real = model_folder.find_spec
-    monkeypatch.setattr(model_folder, "find_spec", lambda name: real("json") if name in here else None)
-    assert found(Path("some/model"), device="cuda", **FLASH) == ""
-    here.remove("flash_attn")
-    assert "neither the package flash_attn nor kernels" in found(Path("some/model"), device="cuda", **FLASH)
-
-
 def test_sft_refuses_what_rl_does_and_has_neither_engines_nor_routes(folder, tmp_path):
     describe(folder, model_type="qwen33")
     (tmp_path / "data.jsonl").touch()
@@ -403,6 +401,16 @@ def test_more_ranks_than_gpus_are_refused(here):
     load("--data here.jsonl --num-ranks 1", Devices(gpus=("0",), cores=4))
     with pytest.raises(ConfigError, match="one GPU per rank"):
         load("--data here.jsonl --num-ranks 2", Devices(gpus=("0",), cores=4))
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_handles_need_ordinary_segments(name, monkeypatch):
+    one, two = (Devices(gpus=("0", "1")[:count], cores=4) for count in (1, 2))
+    monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
+    assert len(refusals("", f"{name}=max_split_size_mb ... Unset", on=one, at_launch=True)) == 1
+    assert refusals("", name, on=two, at_launch=True) == []
+    monkeypatch.setenv(name, "expandable_segments:False")
+    assert refusals("", name, on=one, at_launch=True) == []
 
 
 def test_a_name_of_two_parts_is_a_hubs_unless_it_is_here(here):

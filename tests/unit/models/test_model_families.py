@@ -23,7 +23,7 @@ from trireme.base.errors import ConfigError
 from trireme.config.trainer import ActivationCheckpointing, TrainerModel
 from trireme.orchestrator.weights.update import TIMES_NOISE
 from trireme.trainer.checkpoint.export import describe_model
-from trireme.trainer.model.forward import compute_columns, scorer_of
+from trireme.trainer.model.forward import Scorer, compute_columns, scorer_of
 from trireme.trainer.model.hub_names import hub_names, sources_of
 from trireme.trainer.model.model import load_model
 from trireme.trainer.model.moe import mixtures_of
@@ -34,8 +34,12 @@ from trireme.trainer.publish.probe import compute_probe
 KEPT_APART = [kind for kind in CONFIGS if kind not in (*HYBRIDS, "gpt_oss")]  # by transformers itself, in one row
 WINDOWS = ("mistral", "gemma2", "vaultgemma", "gemma3_text", "olmo3", "gpt_oss")
 
-
 WITH_MASKS = ("mamba2", "hy_v4", "modernbert-decoder", "gptj")  # without attention, sparse, with windows, eager
+FLASH = {
+    **{kind: [-1, -1] for kind in ("qwen3", "qwen2", "deepseek_v3")}, "qwen3_5_text": [-1], "mistral": [4, 4],
+    "gemma3_text": [4, -1], "olmo3": [4, -1],
+}  # fmt: skip
+"""Tokens before a token in the window of each layer that attends."""
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +95,23 @@ def test_drawn_weights_are_those_of_transformers_and_published_names_lead_there_
 @pytest.mark.parametrize("kind", [*CONFIGS, *SIBLINGS])
 def test_samples_of_a_packed_row_are_as_each_alone(checkpoints, kind: str, world: World) -> None:
     """In logprobs and gradients, where layers are recomputed and prefixes shared."""
-    model = load_model(TrainerModel(ac=ActivationCheckpointing()), str(checkpoints[kind]), world)
+    scorer = compare_with_each_alone(TrainerModel(ac=ActivationCheckpointing()), checkpoints[kind], world)
+    is_packed = kind not in (*WINDOWS, *WITH_MASKS)
+    assert (scorer.is_packed, scorer.shares_prefixes) == (is_packed, is_packed and not mixtures_of(scorer.model))
+    assert (scorer.head is None) == (kind in ("falcon_h1", "mamba2"))  # they need more of their decoder
+
+
+@pytest.mark.parametrize("kind", FLASH)
+def test_samples_under_flash_attention_are_as_each_alone(checkpoints, kind: str, world: World) -> None:
+    """Through torch's `varlen_attn`, with windows, where attention is not recomputed."""
+    config = TrainerModel(attn="flash_attention_2", ac=ActivationCheckpointing(mode="selective"))
+    with families.flash_on_cpu() as windows:
+        assert compare_with_each_alone(config, checkpoints[kind], world).is_packed
+    assert windows == 2 * FLASH[kind]  # once to try it
+
+
+def compare_with_each_alone(config: TrainerModel, folder: Path, world: World) -> Scorer:
+    model = load_model(config, str(folder), world)
     samples = random_samples([70, 60, 9, 1, 14, 13])
     for sample in samples:
         sample.tokens.ids[:] %= families.VOCABULARY
@@ -100,11 +120,8 @@ def test_samples_of_a_packed_row_are_as_each_alone(checkpoints, kind: str, world
     found = compute_columns(model, packed, world.device)
     weights = torch.linspace(-1, 2, len(found.logprobs))
     (found.logprobs * weights).sum().backward()
-    scorer, is_packed = scorer_of(model, world.device), kind not in (*WINDOWS, *WITH_MASKS)
-    assert (scorer.is_packed, scorer.shares_prefixes) == (is_packed, is_packed and not mixtures_of(model))
-    assert (scorer.head is None) == (kind in ("falcon_h1", "mamba2"))  # they need more of their decoder
     written_out = {"attn_implementation": "eager"} | ({"experts_implementation": "eager"} if mixtures_of(model) else {})
-    plain = AutoModelForCausalLM.from_pretrained(checkpoints[kind], dtype=torch.float32, **written_out)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **written_out)
     expected, begin = [], 0
     for length, temperature in zip(packed.lengths, packed.temperatures, strict=True):
         ids = torch.from_numpy(packed.tokens.ids[begin : begin + length].astype(int))[None]
@@ -117,6 +134,7 @@ def test_samples_of_a_packed_row_are_as_each_alone(checkpoints, kind: str, world
     theirs = take_gradients(plain)
     for name, gradient in take_gradients(model).items():
         assert (gradient - theirs[name]).abs().max() <= 1e-4 * max(1.0, float(theirs[name].abs().max())), name
+    return scorer_of(model, world.device)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "lfm2_moe", "mamba2"])

@@ -4,6 +4,7 @@
 """
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,22 +13,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    modeling_flash_attention_utils,
-)
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
-from families import build_config
+from families import build_config, flash_on_cpu
 from trireme.algo.packing import buckets, positions, share_prefixes, unsampled_row
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import TrainerModel
 from trireme.trainer.model.cpu_attention import attend_on_cpu
 from trireme.trainer.model.forward import attach_scorer, scorer_of, shared_frac
-from trireme.trainer.model.packing import attention as packed_attention
+from trireme.trainer.model.packing.attention import ARGUMENT, FLASH, PackedRow, row_given, use_packed_attention
 from trireme.trainer.parallel.context_parallel import SharedRow, Team, share_attention
+from trireme.trainer.parallel.mesh import World
 
 CPU = torch.device("cpu")
 
@@ -73,7 +69,7 @@ def test_a_model_whose_samples_see_one_another_without_a_mask_keeps_it(world):
     model = build_model()
 
     def lose_row(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {name: value for name, value in kwargs.items() if name != packed_attention.ARGUMENT}
+        return args, {name: value for name, value in kwargs.items() if name != ARGUMENT}
 
     model.model.layers[0].self_attn.register_forward_pre_hook(lose_row, with_kwargs=True)
     attach_scorer(model, TrainerModel(), world)
@@ -109,28 +105,70 @@ def test_attention_of_a_shared_row_sees_a_tokens_own_sample_and_window(window: i
     assert row.mask("sdpa", window, query) is row.mask("sdpa", window, query)
 
 
-@pytest.mark.parametrize("name", ["flash_attention_2", "kernels-community/flash-attn2"])
-def test_a_team_runs_flash_attention_by_the_name_that_transformers_knows(name: str, monkeypatch: Any) -> None:
-    """With a stand-in for the kernels, which no CPU runs. transformers loads them by the name in a module's config."""
+ROW = [5, 6, 1, 9]
+SHAPES = [(4, 4, 16, 16, None), (4, 2, 16, 16, 1), (6, 3, 20, 12, 3), (4, 1, 5, 9, None), (2, 2, 8, 8, 30)]
 
-    def varlen(*qkv: torch.Tensor, cu_seqlens_q: torch.Tensor, softmax_scale: Any, causal: bool, **_: Any) -> Any:
-        samples = (each.tensor_split(cu_seqlens_q[1:-1].tolist()) for each in qkv)
-        heads_first = ([part.transpose(0, 1) for part in sample] for sample in zip(*samples, strict=True))
-        attend = partial(scaled_dot_product_attention, is_causal=causal, scale=softmax_scale, enable_gqa=True)
-        return torch.cat([attend(*sample).transpose(0, 1) for sample in heads_first])
 
-    loaded = {name: (varlen, varlen, None, None, None)}
-    monkeypatch.setattr(modeling_flash_attention_utils, "_lazy_imports", lambda asked, *_, **__: loaded[asked])
-    monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
-    for interface in (AttentionInterface, AttentionMaskInterface):
-        interface.register(name, interface()["flash_attention_2"])
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize(("heads", "groups", "size", "value_size", "window"), SHAPES)
+def test_flash_attention_of_a_row_is_that_of_sdpa_with_a_mask(heads, groups, size, value_size, window, is_shared):
+    """In results and gradients; heads may be of any size, those of values of another, and prefixes shared."""
+    places = np.concatenate([np.arange(11), [0], np.arange(5), np.arange(11, 15)]) if is_shared else None
+    model, row = build_model(), PackedRow(ROW, CPU, places)
+    at = torch.arange(21) if places is None else torch.from_numpy(places)
+    draw = torch.Generator().manual_seed(heads)
+    inputs = [
+        torch.randn(1, int(at.max()) + 1, count, each, generator=draw, dtype=torch.float64).transpose(1, 2)
+        for count, each in ((heads, size), (groups, size), (groups, value_size))
+    ]
+    inputs = [each.requires_grad_() for each in inputs]
+    layer = SimpleNamespace(config=SimpleNamespace(sliding_window=window), layer_idx=0)
+    use_packed_attention(model, FLASH)
+    with flash_on_cpu():
+        attend = partial(AttentionInterface()[FLASH], layer, *inputs, None, sliding_window=window, scaling=0.3)
+        found, _ = attend(packed_row=row)
+        upstream = torch.randn(found.shape, generator=draw, dtype=torch.float64)
+        gradients = torch.autograd.grad(found, inputs, upstream)
+
+    sample, place = np.repeat(np.arange(4), ROW), positions(ROW)
+    distance = place[:, None] - place
+    mask = torch.from_numpy((sample[:, None] == sample) & (distance >= 0) & (distance < (window or 99)))
+    each = [tensor[:, :, at] for tensor in inputs]
+    right = scaled_dot_product_attention(*each, attn_mask=mask, scale=0.3, enable_gqa=True).transpose(1, 2)
+    right = right[:, np.unique(at, return_index=True)[1]]
+    torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+    for gradient, other in zip(gradients, torch.autograd.grad(right, inputs, upstream), strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("fault", [{"sliding_window": 5, "layer": 1}, {"sliding_window": None}, {"softcap": 9.0}])
+def test_attention_that_the_flash_kernel_lacks_keeps_its_masks(fault: dict[str, Any], world: World) -> None:
+    """A window that a layer has not by its configuration, one that it does not pass on, and capped scores."""
+    config = build_config("gemma3_text")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    attention = model.model.layers[fault.get("layer", 0)].self_attn
+    if "softcap" in fault:
+        attention.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | fault), with_kwargs=True)
+    else:
+        attention.sliding_window = fault["sliding_window"]
+    attach_scorer(model, TrainerModel(attn="flash_attention_2"), world)
+    with flash_on_cpu() as windows:
+        assert not scorer_of(model, CPU).is_packed
+    assert len(windows) == fault.get("layer", 0)  # layers before it
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_team_runs_flash_attention() -> None:
     model, row = build_model(), SharedRow(Team(), [5, 6], CPU)
     inputs = {"input_ids": torch.arange(11)[None], "position_ids": row.position_ids, "use_cache": False}
-    with torch.no_grad():
+    with torch.no_grad(), flash_on_cpu() as windows:
         expected = model(**inputs).logits
-        model.config._attn_implementation = name
+        use_packed_attention(model, FLASH)
         share_attention(model, 1)
-        torch.testing.assert_close(model(**inputs, shared_row=row).logits, expected)
+        with row_given():
+            found = model(**inputs, shared_row=row, **{ARGUMENT: PackedRow(row.lengths, CPU)}).logits
+    torch.testing.assert_close(found, expected)
+    assert len(windows) == len(model.model.layers)
 
 
 @pytest.mark.parametrize(("attention", "team_size", "problem"), [("eager", 2, '"eager"'), ("sdpa", 3, "4 attention")])

@@ -20,12 +20,15 @@ from trireme.algo.model.architecture import architecture_of, is_known
 from trireme.algo.model.chips import CHIPS, GIB
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
+from trireme.cli.inference import inference
 from trireme.cli.runs.plan import plan
+from trireme.config.files import write_run
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.rules import launch_problems
+from trireme.config.run import RunConfig
 from trireme.config.trainer import Vlm
-from trireme.tools.plan.advice import engine_advice, first_that_fits, fit_warnings, savings_of
+from trireme.tools.plan.advice import engine_advice, first_that_fits, fit_warnings, savings_of, size_kv_cache
 from trireme.tools.plan.estimate import CUDA_BYTES, GPU_SCATTERED, Estimate, estimate_run, scattered_bytes
 from trireme.tools.plan.lengths import lengths_of
 from trireme.tools.plan.machine import describe_machine, find_chip
@@ -181,11 +184,11 @@ def test_a_model_in_the_hubs_cache_is_refused_as_one_in_a_folder():
 
 
 def test_the_chip_of_this_machine_is_that_of_the_drivers_name(tmp_path, monkeypatch):
-    write_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA H200, 143771'")
-    chip = find_chip()
-    assert (chip.name, chip.memory, chip.flops) == ("NVIDIA H200", 143771 * 2**20, CHIPS["h200"].flops)
+    write_nvidia_smi(tmp_path, monkeypatch, "[ $1$2 = -iGPU-7 ] && echo 'NVIDIA H200, 143771, 600'")
+    chip = find_chip("GPU-7")
+    assert (chip.name, chip.memory, chip.flops) == ("NVIDIA H200", 143171 * 2**20, CHIPS["h200"].flops)
     write_nvidia_smi(tmp_path, monkeypatch, "exit 9")
-    assert find_chip() is None
+    assert find_chip("0") is None
 
 
 def write_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -195,7 +198,7 @@ def write_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str)
 
 
 def test_a_run_on_a_machine_that_is_too_small_is_warned(config_file, tmp_path, monkeypatch):
-    write_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA H100 80GB HBM3, 81559'")
+    write_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA H100 80GB HBM3, 81559, 550'")
 
     def warned(model: str, *flags: str, devices: Devices) -> list[str]:
         typed = ["@", str(config_file), "--model.name", model, *flags]
@@ -209,6 +212,55 @@ def test_a_run_on_a_machine_that_is_too_small_is_warned(config_file, tmp_path, m
     monkeypatch.setattr("trireme.tools.plan.machine.host_memory", lambda: 24.0 * 2**30)
     (warning,) = warned("Qwen/Qwen2.5-7B", "--seq-len", "2048", devices=Devices(cores=2))
     assert "0.0 GiB are there; the engine needs 3" in warning
+
+
+ONE_GPU = Devices(gpus=("0",), cores=8)
+
+
+def sized(file: Path, *flags: str, devices: Devices = ONE_GPU) -> dict[str, Any]:
+    """Return the arguments of vLLM that an engine of Qwen3-0.6B gets when it starts."""
+    typed = ["@", str(file), "--model.name", "Qwen/Qwen3-0.6B", *flags]
+    return size_kv_cache(resolve(load_run_config(typed, program="rl")[0], devices), devices).inference.args
+
+
+def test_an_engine_on_the_trainers_gpu_is_told_the_planned_kv_cache(config_file, tmp_path, monkeypatch):
+    write_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA GeForce RTX 4090, 24564, 500'")
+    planned = estimated(config_file, "--model.name", "Qwen/Qwen3-0.6B", gpu="4090", gpus=1).serving
+    assert planned.room > 5 * GIB
+    told = sized(config_file)
+    assert told.pop("kv-cache-memory-bytes") == pytest.approx(planned.room, abs=2**20)
+    assert told == {"gpu-memory-utilization": pytest.approx(0.4 - 0.9 / 23.5, abs=1e-4)}  # once it has CUDA
+    own = ["--inference.args.kv_cache_memory_bytes", "1000"]
+    assert sized(config_file, *own) == {"kv_cache_memory_bytes": 1000}
+
+
+@pytest.mark.parametrize(("devices", "is_told"), [(ONE_GPU, True), (TWO_GPUS, False)])
+def test_only_an_engine_that_shares_a_gpu_starts_with_a_given_kv_cache(devices, is_told, config_file, monkeypatch):
+    write_nvidia_smi(config_file.parent, monkeypatch, "echo 'NVIDIA GeForce RTX 4090, 24564, 500'")
+    served: list[RunConfig] = []
+    monkeypatch.setattr("trireme.inference.server.serve", served.append)
+    monkeypatch.setattr("trireme.cli.inference.detect_devices", lambda: devices)
+    typed = ["@", str(config_file), "--model.name", "Qwen/Qwen3-0.6B"]
+    write_run(resolve(load_run_config(typed, program="rl")[0], devices), config_file.with_name("run.json"))
+    inference(["--run", str(config_file.with_name("run.json"))])
+    assert ("kv-cache-memory-bytes" in served[0].inference.args) is is_told
+
+
+@pytest.mark.parametrize(
+    ("found", "flags", "words"),
+    [
+        (
+            "echo 'RTX 4090, 24564, 500'",
+            "--inference.gpu-memory-utilization 0.1",
+            "leaves 0.00 GiB .* at least 1.75 GiB",
+        ),
+        ("exit 9", "", "KV cache cannot be planned: .* Or set its bytes: `kv-cache-memory-bytes`"),
+    ],
+)
+def test_an_engine_without_room_on_the_trainers_gpu_says_so(found, flags, words, config_file, tmp_path, monkeypatch):
+    write_nvidia_smi(tmp_path, monkeypatch, found)
+    with pytest.raises(ConfigError, match=words):
+        sized(config_file, *flags.split())
 
 
 QWEN = architecture_of(MODELS["Qwen/Qwen2.5-7B"])
@@ -248,7 +300,7 @@ def test_the_kv_cache_of_an_engine_by_hand():
     serving = Serving(QWEN, memory=80 * GIB, utilization=0.5, max_model_len=8192)
     per_token = 2 * 4 * 128 * 2 * 28  # keys and values, 4 heads of 128, bfloat16, 28 layers
     assert serving.kv_bytes(1) == per_token
-    assert serving.room == 40 * GIB - sum(serving.parts.values())
+    assert serving.room == 40 * GIB - sum(serving.parts.values()) + serving.parts["transfers"]
     assert serving.num_tokens == pytest.approx(serving.room / per_token, abs=1)
     assert serving.num_requests == pytest.approx(serving.num_tokens / 8192, rel=1e-3)
     assert Serving(QWEN, memory=80 * GIB, tp=2).parts["weights"] == serving.parts["weights"] / 2
@@ -263,6 +315,19 @@ def test_the_kv_cache_of_an_engine_by_hand():
     windowed = Serving(architecture_of(MODELS["google/gemma-3-1b"]), memory=80 * GIB)
     # every sixth of 26 layers looks at all tokens, the others at 512
     assert windowed.kv_bytes(10_000) == 2 * 1 * 256 * 2 * (22 * 512 + 4 * 10_000)
+
+
+def test_the_first_update_of_an_engine_by_hand():
+    embedding = 2 * 152064 * 3584  # as a bucket, as a copy, and in vLLM's new layer; and the next bucket
+    apart = Serving(QWEN, memory=24 * GIB, utilization=0.5)
+    assert apart.update_bytes == 3 * embedding + (64 << 20)
+    shared = replace(apart, bucket_bytes=None, is_shared=True)
+    assert shared.update_bytes == 2 * embedding
+    assert apart.parts["activations"] + apart.parts["transfers"] == apart.update_bytes  # it is paused meanwhile
+    beside = [sum(each.parts.values()) + each.room - 12 * GIB for each in (apart, shared)]
+    assert beside == [apart.parts["transfers"], pytest.approx(0.0, abs=1.0)]  # vLLM measures before it
+    mixture = Serving(architecture_of(MODELS["Qwen/Qwen3-30B-A3B"]), memory=80 * GIB, tp=4, bucket_bytes=None)
+    assert mixture.update_bytes == 2 * 128 * 3 * 2048 * 768 * (1 + 1 / 4)  # experts of a layer, and a rank's part
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo as dynamo
 
 import tiny
 from trireme.base.errors import ConfigError, NotFinite
 from trireme.config.trainer import Optimizer, Scheduler, TrainerModel
 from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.model.model import load_model
+from trireme.trainer.optim import adamw_8bit
 from trireme.trainer.optim.muon import orthogonal, rate_of
 from trireme.trainer.optim.optimizer import build_optimizer, lr_factor
 from trireme.trainer.parallel.mesh import World
@@ -130,6 +132,26 @@ def test_8_bits_go_the_way_that_32_go_whatever_the_gradients(shape_of):
     assert largest["adamw_8bit"] < 2.5 * largest["adamw"]
     assert (ways["adamw_8bit"] - ways["adamw"]).norm() < 0.05 * ways["adamw"].norm()
     assert not torch.equal(ways["adamw_8bit"], ways["adamw"])
+
+
+def test_the_compiled_step_of_8_bits_covers_every_shape_of_a_model(monkeypatch):
+    """And is the step that a CPU takes. torch's default is to compile a function for eight shapes."""
+    shapes = [*((64 * each, 128) for each in range(1, 7)), *((32, 256 * each) for each in range(1, 7))]
+    shapes += [(32,), (96,), (128,)]
+    made = []
+    eager = adamw_8bit._take_step
+    for step in (eager, torch.compile(eager, backend="eager", **adamw_8bit.COMPILED)):
+        monkeypatch.setattr(adamw_8bit, "_take_step", step)
+        draw = torch.Generator().manual_seed(0)
+        module = torch.nn.ParameterList(torch.randn(shape, generator=draw) for shape in shapes)
+        optimizer = build_optimizer(module, Optimizer(type="adamw_8bit", lr=1e-2, weight_decay=0.1))
+        with dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            for _ in range(2):
+                for weight in module:
+                    weight.grad = torch.randn(weight.shape, generator=draw)
+                optimizer.step()
+        made.append([weight.detach() for weight in module])
+    assert all(map(torch.equal, *made))
 
 
 def test_an_orthogonal_update_keeps_the_directions_and_has_all_singular_values_near_one():

@@ -4,13 +4,16 @@ The last tests are of transfers that only GPUs make, as far as a CPU can tell.
 """
 
 import errno
+import json
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -18,6 +21,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from answering import DEADLINE_S, answering
@@ -55,6 +59,7 @@ from trireme.trainer.publish.served_weights import served_tensors
 from trireme.transport.control import ControlClient
 from trireme.transport.weights import filesystem, ipc
 from trireme.transport.weights.backends import Receiver, open_receiver
+from trireme.transport.weights.buckets import spec_of
 from trireme.transport.weights.ipc import IpcSender
 
 KINDS = ["gloo", "filesystem"]
@@ -361,6 +366,7 @@ def test_a_transfer_needs_the_memory_of_two_buckets_and_one_tensor(open_stand, t
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("synchronize", "ipc_collect"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="here"))
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -375,11 +381,32 @@ def test_memory_that_engines_read_is_let_go_as_soon_as_they_have_confirmed(open_
         alive.append(sum(tensor() is not None for tensor in held))
         return next(replies)
 
-    monkeypatch.setattr(ipc, "_to_handle", lambda tensor: held.append(weakref.ref(tensor)) or [])
+    monkeypatch.setattr(ipc, "reduce_tensor", lambda tensor: (held.append(weakref.ref(tensor)), HANDLE))
     monkeypatch.setattr(publish, "open_sender", lambda *_, **__: IpcSender())
     open_stand("ipc", intercept=answer).publisher.publish(3)
     assert alive == [len(held) // 2] * 2  # while they are asked to confirm, one copy, never two
     assert not any(tensor() is not None for tensor in held)
+
+
+HANDLE = (torch.Tensor, torch.Size([2, 3]), (3, 1), 0, torch.storage.TypedStorage, torch.bfloat16, 3, bytes(range(64)))
+HANDLE += (12, 512, False, b"/torch_1_2_3", 7, b"event" * 16, True)
+"""What torch 2.13's `reduce_tensor` makes of a tensor on GPU 3."""
+
+
+def test_a_memory_handle_arrives_as_torch_made_it_but_for_the_gpus_number():
+    arrived = ipc.from_handle(json.loads(json.dumps(ipc.to_handle(HANDLE))), device=0)
+    assert arrived == (*HANDLE[:6], 0, *HANDLE[7:])
+    meant = signature(rebuild_cuda_tensor).bind(*arrived).arguments
+    places = ("tensor_cls", "storage_cls", "dtype", "storage_device", "storage_handle")
+    assert [meant[name] for name in places] == [*HANDLE[:1], *HANDLE[4:6], 0, HANDLE[7]]
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_an_engine_refuses_memory_handles_of_another_gpu():
+    payload = {"gpu": "there", "handles": {"a": ipc.to_handle(HANDLE)}}
+    arriving = ipc.IpcReceiver(torch.device("cuda", 0)).tensors([spec_of("a", torch.bfloat16, [2, 3])], payload)
+    with pytest.raises(RuntimeError, match="on GPU there, and this engine worker is on GPU here - expected both"):
+        next(arriving)
 
 
 def test_a_plan_counts_the_copy_that_engines_on_the_same_gpus_read(tmp_path):

@@ -113,7 +113,8 @@ def _among_kept(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return [C] logprobs and entropies, from the few kept logits per position, without a mask of the vocabulary."""
     count = len(choices.positions)
-    segment = torch.repeat_interleave(torch.arange(count, device=choices.ids.device), choices.counts)
+    every = torch.arange(count, device=choices.ids.device)
+    segment = torch.repeat_interleave(every, choices.counts, output_size=len(choices.ids))  # without asking the GPU
     rows = choices.positions
     places = torch.cat([rows[segment], rows])
     chosen = logits_KV[places, torch.cat([choices.ids, targets_K[rows]])] / scale_K[places]

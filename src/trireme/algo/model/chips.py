@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 GIB = 1 << 30
 
+CUDA_BYTES = 1.2 * GIB  # of a trainer's rank, besides all tensors: CUDA, its libraries' workspaces, NCCL
+
 
 @dataclass(frozen=True)
 class Chip:

@@ -45,12 +45,12 @@ def architecture_refusals(key: str, name: str | None, config: Config) -> Iterato
         )
 
 
-def offers(source: str, switch: str | None) -> bool:
+def offers(source: str, switch: str) -> bool:
     """Return whether the code of an architecture says that it has an attention, by the name of its attribute.
 
     Classes without the attribute have none but `eager`: transformers' base class says so.
     """
-    return switch is None or not source or f"{switch} = True" in source
+    return not source or f"{switch} = True" in source
 
 
 WITHIN = ("fuyu", "got_ocr2")

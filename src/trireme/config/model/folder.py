@@ -23,16 +23,14 @@ from trireme.config.model.vision import vision_problems
 from trireme.config.model.weights import WEIGHTS, rows_of, weights_problems
 from trireme.config.trainer import TrainerModel, divisors_of
 
-PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-KERNELS = "kernels"  # with it, transformers fetches kernels from a hub
-
+_FLASH = ("_supports_flash_attn", "_supports_sdpa")  # attention that has the first alone has sinks
 SWITCHES = {
-    "sdpa": "_supports_sdpa",
-    "flash_attention_2": "_supports_flash_attn",
-    "flash_attention_3": "_supports_flash_attn",
-    "flex_attention": "_supports_flex_attn",
+    "sdpa": ("_supports_sdpa",),
+    "flash_attention_2": _FLASH,
+    "flash_attention_3": _FLASH,
+    "flex_attention": ("_supports_flex_attn",),
 }
-"""Attributes by which classes of transformers say that they lack an attention."""
+"""Attributes by which classes of transformers say that they have an attention."""
 
 SOFT_CAP = "attn_logit_softcapping"
 """Key of a model's config.json: attention scores become SOFT_CAP * tanh(score / SOFT_CAP). transformers' `sdpa`
@@ -189,14 +187,8 @@ def check_model(key: str, name: str | None, *, holds: str = "config.json") -> It
 
 def model_launch_problems(table: str, model: TrainerModel, device: str) -> Iterator[str]:
     """Yield why the trainer cannot train this model on this machine."""
-    package = PACKAGES.get(model.attn)
     if device == "cpu" and model.attn.startswith("fl"):
         yield f'{table}.attn = "{model.attn}" on a CPU: it runs on GPUs only - expected sdpa or eager. Write one.'
-    elif package and not find_spec(package) and not find_spec(KERNELS):
-        yield (
-            f'{table}.attn = "{model.attn}", and neither the package {package} nor {KERNELS} is installed - expected '
-            f"one of them. Install it in Trireme's environment, or set `{table}.attn` to sdpa or flex_attention."
-        )
     if model.name is None or (file := config_file(model.name)) is None:
         return
     try:
@@ -273,16 +265,16 @@ def architecture_problems(table: str, model: TrainerModel, config: dict[str, Any
         )
     elif model.vlm is None and (refused := list(architecture_refusals(table, model.name, config))):
         yield from refused
-    elif (switch := SWITCHES.get(model.attn)) and not offers(source, switch):
+    elif not _offers(source, model.attn):
         here = ("sdpa", "eager") if device == "cpu" else ("sdpa", "flex_attention", "eager")
-        has = [name for name in here if offers(source, SWITCHES.get(name))]
+        has = [name for name in here if _offers(source, name)]
         yield f'{table}.attn = "{model.attn}" with {kind} - expected one of {", ".join(has)}. Set `{table}.attn`.'
-    elif model.attn == "sdpa" and caps_scores(config):
-        kept = "eager" if device == "cpu" else "eager, flex_attention or flash attention"
+    elif (model.attn == "sdpa" or model.uses_flash) and caps_scores(config):
+        kept = "eager" if device == "cpu" else "eager or flex_attention"
         together = f", with which ranks cannot share a row (`{table}.cp = 1`)" if model.cp > 1 else ""
         yield (
-            f'{table}.attn = "sdpa", and {kind} caps its attention scores ({SOFT_CAP} in its config.json), which '
-            f"transformers' sdpa leaves out and the engine does not - expected {kept}. "
+            f'{table}.attn = "{model.attn}", and {kind} caps its attention scores ({SOFT_CAP} in its config.json), '
+            f"which that leaves out and the engine does not - expected {kept}. "
             f'Set `{table}.attn = "eager"`{together}.'
         )
 
@@ -295,7 +287,11 @@ def needs_eager(config: Mapping[str, Any]) -> bool:
 def lacks_sdpa(config: Mapping[str, Any]) -> bool:
     """Return whether transformers has no `sdpa` for a model with this config.json, as for gpt-oss with its sinks."""
     kind = config.get("model_type")
-    return bool(kind) and not offers(source_of(str(kind)) or "", SWITCHES["sdpa"])
+    return bool(kind) and not _offers(source_of(str(kind)) or "", "sdpa")
+
+
+def _offers(source: str, attention: str) -> bool:
+    return all(offers(source, switch) for switch in SWITCHES.get(attention, ()))
 
 
 @cache

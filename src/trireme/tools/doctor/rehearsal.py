@@ -41,7 +41,8 @@ LAST_LINES = 12
 
 
 def check_torch(case: Case) -> Iterator[Finding]:
-    ended = run_program(TORCH_S, "trireme.tools.doctor.torch_check")
+    share = ("--share",) if case.config.weight_broadcast.type == "ipc" else ()
+    ended = run_program(TORCH_S, "trireme.tools.doctor.torch_check", *share)
     facts = ended.read_json()
     if facts is None:
         yield problem(f"torch does not load: the program {ended.how}. Its last lines:\n{ended.last_lines}", INSTALL)
@@ -74,6 +75,10 @@ def check_gpus(facts: dict[str, Any], case: Case) -> Iterator[Finding]:
             yield warning(said, "Engines take float16 and the trainer float32, which is slow; or take another GPU.")
         else:
             yield ok(said)
+
+    if error := facts.get("share_error"):
+        said = f"another process cannot read memory of a GPU by a handle: {error} - expected it, as weights go over ipc"
+        yield problem(said, 'Start all processes in one container; or set `weight_broadcast.type = "filesystem"`.')
 
 
 def check_environments(case: Case) -> Iterator[Finding]:

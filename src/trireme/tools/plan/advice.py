@@ -9,9 +9,11 @@ from typing import Any
 
 from trireme.algo.model.chips import GIB
 from trireme.base.devices import Devices
+from trireme.base.errors import ConfigError
+from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
-from trireme.tools.plan.estimate import Estimate, estimate_here
-from trireme.tools.plan.memory import changed
+from trireme.tools.plan.estimate import Estimate, estimate_here, plan_here
+from trireme.tools.plan.memory import CONTEXT_BYTES, changed
 
 WORTH = 0.005  # of what is needed: smaller savings are left out
 
@@ -80,19 +82,20 @@ def trainer_changes(estimate: Estimate) -> list[Change]:
     shared = math.gcd(ranks, training.model.heads)
     linear = {matrix.name for layer in training.model.layers for matrix in layer.matrices} - {"router"}
     gpus = "trainer_gpus" if estimate.serving else "num_ranks"
-    flash, bfloat16 = {"attention": "flash_attention_2"}, {"value_bytes": 2}
-    attention, precision = f'{model}attn = "flash_attention_2"', f'{model}optimization_dtype = "bfloat16"'
+    is_eager = row.attention == "eager"  # models whose scores flash attention cannot compute are
+    fused, bfloat16 = {"attention": "flex_attention" if is_eager else "flash_attention_2"}, {"value_bytes": 2}
+    attention, precision = f'{model}attn = "{fused["attention"]}"', f'{model}optimization_dtype = "bfloat16"'
     selective, whole = {"ac_freq": 1, "ac_mode": "selective"}, {"ac_freq": 1, "ac_mode": "full"}
     recomputes_none, recomputes_all = training.ac_freq is None, (training.ac_freq, training.ac_mode) == (1, "full")
     changes: list[tuple[bool, str, dict[str, Any]]] = [
-        (keeps_scores and row.value_bytes == 2, attention, flash),
+        (keeps_scores and (is_eager or row.value_bytes == 2), attention, fused),
         (training.head_chunk > 256, f"{model}head_chunk = 256", {"head_chunk": 256}),
         (not training.reshard, f"{model}reshard_after_forward = true", {"reshard": True}),
         (longest < row.tokens, f"{prefix}micro_batch_tokens = {longest}", {"tokens": longest}),
         (on_gpu and training.shards < ranks, f"{model}dp_replicate = 1", {"shards": ranks}),
         (on_gpu and row.value_bytes == 4, precision, bfloat16),
-        # kernels of flash attention know bfloat16 only
-        (keeps_scores and row.value_bytes == 4, f"{attention}, {precision}", flash | bfloat16),
+        # the kernel of flash attention knows bfloat16 only
+        (keeps_scores and not is_eager and row.value_bytes == 4, f"{attention}, {precision}", fused | bfloat16),
         (recomputes_none and not training.compiled, f'{model}ac = {{ mode = "selective" }}', selective),
         (not recomputes_all, f"{model}ac.freq = 1", whole),
         (on_gpu and training.reduce_bytes == 4, f'{model}reduce_dtype = "bfloat16"', {"reduce_bytes": 2}),
@@ -109,15 +112,16 @@ def trainer_changes(estimate: Estimate) -> list[Change]:
 
 
 def engine_advice(estimate: Estimate) -> Iterator[str]:
-    """Yield settings that leave room for a request of `max_model_len`, where there is none."""
+    """Yield settings with which an engine fits, with room for a request of `max_model_len`, where it does not."""
     serving = estimate.serving
-    if serving is None or serving.fits:
+    if serving is None or estimate.engine_fits:
         return
     changes: list[tuple[str, dict[str, Any]]] = []
     if serving.is_on_cpu:
         changes += [(f"inference.cpu.kv_cache_gib = {gib}", {"kv_cache_bytes": gib * GIB}) for gib in (2, 4, 8, 16, 32)]
     else:
-        changes.append(("inference.gpu_memory_utilization = 0.95", {"utilization": 0.95}))
+        shares = (0.5, 0.6, 0.7) if serving.is_shared else (0.8,) if serving.fits else (0.95,)
+        changes += [(f"inference.gpu_memory_utilization = {share}", {"utilization": share}) for share in shares]
         tps = [tp for tp in (2, 4, 8) if tp > serving.tp and serving.model.heads % tp == 0]
         changes += [(f"inference.parallel.tp = {tp}", {"tp": tp}) for tp in tps]
         changes.append(('inference.model.dtype = "bfloat16"', {"value_bytes": 2}))
@@ -125,7 +129,7 @@ def engine_advice(estimate: Estimate) -> Iterator[str]:
         changes += [(f"inference.model.max_model_len = {length}", {"max_model_len": length}) for length in shorter]
     for words, fields in changes:
         other = replace(serving, **fields)
-        if other.fits:
+        if replace(estimate, serving=other).engine_fits:
             yield f"{words}: {other.num_requests:,.1f} requests of {other.max_model_len:,} tokens at once"
 
 
@@ -140,3 +144,38 @@ def fit_warnings(config: RunConfig, devices: Devices) -> list[str]:
     found = None if estimate.trainer.fits else first_that_fits(estimate)
     ways = f" First that fits: {', '.join(found[0])}." if found else ""
     return [f"this may not fit: {'; '.join(problems)}.{ways} `trireme plan` with the same arguments shows all of it."]
+
+
+def size_kv_cache(config: RunConfig, devices: Devices) -> RunConfig:
+    """Give the engine of a resolved run the size of its KV cache, on a GPU that the trainer uses too.
+
+    vLLM would compare the GPU's free memory before and after a forward pass: the trainer's share counts as the engine's
+    own where it grows meanwhile, and the engine dies where it shrinks. With a size (`--kv-cache-memory-bytes`) vLLM
+    measures nothing. It only requires that `--gpu-memory-utilization` is free once it has its CUDA context, which the
+    share includes.
+
+    Raises: ConfigError where the share has no room for one request, or the size cannot be worked out.
+    """
+    inference = config.inference
+    if inference.arg("kv-cache-memory-bytes") is not None:
+        return config
+    try:
+        serving = plan_here(config, devices, fetch=True).serving
+    except ConfigError as error:
+        raise ConfigError(
+            f"Trainer and engine share a GPU, and the engine's KV cache cannot be planned: {error} Or set its bytes: "
+            "`kv-cache-memory-bytes` under `[inference.args]`."
+        ) from error
+    assert serving is not None, "a run without an engine"
+    if not serving.fits:
+        raise ConfigError(
+            f"inference.gpu_memory_utilization = {inference.gpu_share:g} of {serving.memory / GIB:.1f} GiB leaves "
+            f"{max(0.0, serving.room) / GIB:.2f} GiB for the engine's KV cache - expected at least "
+            f"{serving.kv_bytes(serving.max_model_len) / GIB:.2f} GiB, for one request of {serving.max_model_len:,} "
+            "tokens. Raise it (the trainer has the rest), or lower `inference.model.max_model_len` or "
+            "`inference.max_num_seqs`. `trireme plan` with the same arguments shows what both need."
+        )
+    free = inference.gpu_share - CONTEXT_BYTES / serving.memory
+    args = {name.replace("_", "-"): value for name, value in inference.args.items()}
+    args |= {"gpu-memory-utilization": round(free, 4), "kv-cache-memory-bytes": int(serving.room)}
+    return updated(config, {"inference.args": args})

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from trireme.algo.model.chips import GIB
+from trireme.algo.model.chips import CUDA_BYTES, GIB
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.config.run import RunConfig
@@ -15,10 +15,9 @@ from trireme.config.sft import SftConfig
 from trireme.tools.plan.lengths import Lengths, lengths_of
 from trireme.tools.plan.machine import Machine, describe_machine
 from trireme.tools.plan.memory import Parts, Serving, Training, changed
-from trireme.tools.plan.sizes import Sized, read_sizes, serving_of, training_of
+from trireme.tools.plan.sizes import Sized, find_config, read_sizes, serving_of, training_of
 from trireme.tools.plan.step_time import Batch, Split, assumed_mfu, sampling_seconds, training_rate, update_seconds
 
-CUDA_BYTES = 1.2 * GIB  # of a trainer's rank, besides all tensors: CUDA, its libraries' workspaces, NCCL
 GPU_SCATTERED = 0.06  # of what comes and goes: held by the allocator in pieces that nothing fits into
 PROCESS_BYTES = 0.17 * GIB  # of a trainer's rank on CPU, besides what it needs to start at all: buffers of products
 STARTED_BYTES = 0.6 * GIB  # Python, torch, transformers
@@ -211,8 +210,20 @@ def estimate_here(config: RunConfig, devices: Devices) -> Estimate | None:
     """Plan a resolved configuration for this machine. Return None if the model's config.json is not on its disk, or the
     memory of its GPUs is not known."""
     try:
-        machine = describe_machine(devices if config.device == "cuda" else Devices(cores=devices.cores))
-        sized = read_sizes(config.trainer.model.name or config.model.name, vlm=config.trainer.model.vlm)
+        return plan_here(config, devices)
     except ConfigError:
         return None
+
+
+def plan_here(config: RunConfig, devices: Devices, *, fetch: bool = False) -> Estimate:
+    """Plan a resolved configuration for this machine.
+
+    Args:
+        fetch: whether to fetch the model's config.json from the hub if it is not on this disk.
+
+    Raises: ConfigError if there is none, or the memory of the GPUs is not known.
+    """
+    machine = describe_machine(devices if config.device == "cuda" else Devices(cores=devices.cores))
+    name = config.trainer.model.name or config.model.name
+    sized = read_sizes(name, find_config(name, fetch=fetch), vlm=config.trainer.model.vlm)
     return estimate_run(config, sized, machine, lengths_of(config))

@@ -55,7 +55,7 @@ def describe_machine(
     if count == 0:
         memory, flops = memory_gib * GIB if memory_gib else host_memory(), here.cores * CORE_FLOPS
         return Machine(Chip("CPU", memory, flops, flops, here.cores * CORE_BANDWIDTH), 0, here.cores, memory, 1)
-    found = CHIPS.get(gpu.lower()) if gpu else find_chip() if is_here else None
+    found = CHIPS.get(gpu.lower()) if gpu else find_chip(here.gpus[0]) if is_here else None
     if found is None and memory_gib is None:
         what = f"--gpu {gpu} is not in the table" if gpu else "No GPU was named, and none was found on this machine"
         raise ConfigError(f"{what} - expected one of {', '.join(CHIPS)}. Name one of these, or add `--memory-gib`.")
@@ -67,13 +67,18 @@ def describe_machine(
     return Machine(chip, count, here.cores, host, per_node)
 
 
-def find_chip() -> Chip | None:
-    """Return the first GPU of this machine, as its driver reports it; None if no driver answers."""
-    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+def find_chip(gpu: str) -> Chip | None:
+    """Return a GPU of this machine, as its driver reports it; None if no driver answers.
+
+    Args:
+        gpu: its number or UUID. Its memory is what programs can have: the driver keeps some to itself.
+    """
+    command = ["nvidia-smi", "-i", gpu, "--query-gpu=name,memory.total,memory.reserved"]
+    command.append("--format=csv,noheader,nounits")
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True).stdout
-        name, mebibytes = answer.splitlines()[0].rsplit(",", 1)
-        memory = float(mebibytes) * (1 << 20)
+        name, total, reserved = answer.splitlines()[0].rsplit(",", 2)
+        memory = (float(total) - float(reserved)) * (1 << 20)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
     like = chip_called(name) or CHIPS["h100"]

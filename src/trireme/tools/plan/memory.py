@@ -23,12 +23,18 @@ from trireme.algo.model.chips import GIB
 
 CONTEXT_BYTES = 0.9 * GIB  # of CUDA and NCCL, besides all tensors
 GRAPHS_BYTES = 0.8 * GIB  # of CUDA graphs
+DIGEST_CHUNK = 128 << 20  # bytes of a tensor that are digested together on a GPU
 
 MASTER_BYTES = 4  # of a parameter that is trained, and of its gradient: float32
 MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 3 * 4 / 128, "muon": 4.0, "sgd": 4.0}
 """Bytes of the optimizer's state per parameter. In 8 bits, 3 float32 numbers for every 128 values are included."""
 
 Parts = dict[str, float]
+
+
+def digest_bytes(tensor_bytes: float) -> float:
+    """Return what the digest of a tensor on a GPU takes: a chunk of it twice (`algo/digest.py`)."""
+    return 2 * min(tensor_bytes, DIGEST_CHUNK)
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,8 @@ class Serving:
     batched_tokens: int = 8192  # that a step of the engine takes in at most
     eager: bool = False
     kv_cache_bytes: float | None = None  # on CPU it is configured; elsewhere it is what is left
-    bucket_bytes: int = 64 << 20
+    bucket_bytes: int | None = 64 << 20  # None: the trainer's own memory is read (CUDA IPC)
+    is_shared: bool = False  # the GPU is the trainer's too: nothing may be taken beside the share
 
     @property
     def is_on_cpu(self) -> bool:
@@ -68,18 +75,49 @@ class Serving:
         weights: float = self.value_bytes * model.num_parameters
         if self.matrix_bytes is not None:
             weights += (self.matrix_bytes - self.value_bytes) * sum(each.matrix_parameters for each in model.layers)
-        parts = {"weights": weights / self.tp, "activations": inside + logits, "transfers": float(self.bucket_bytes)}
+        parts = {"weights": weights / self.tp, "activations": inside + logits}
+        # an engine loads while it is paused, in the memory of activations too
+        parts["transfers"] = max(0.0, self.update_bytes - parts["activations"])
         if self.is_on_cpu:
             return parts
         graphs = {} if self.eager else {"CUDA graphs": GRAPHS_BYTES}
         return parts | graphs | {"CUDA": CONTEXT_BYTES}
 
     @property
+    def update_bytes(self) -> float:
+        """Return what an update takes at its fullest, besides the weights that it replaces.
+
+        Let M be vLLM's largest module (the embedding, all experts of a layer, or a fused pair of matrices) and T the
+        largest tensor that is sent, experts one by one. At once there are:
+
+        - a bucket of T alone, and the next one, which comes in while it is read (`CollectiveReceiver._whole`). With
+          memory handles there are none.
+        - M whole, as it was sent: copies wait until their module is complete (vLLM's `online_process_loader`).
+        - M once more, of which a rank has its part (`materialize_layer`); or shortly before, for the digest of its last
+          tensor, twice a chunk (`tensor_digest`).
+
+        Example:
+            Qwen3-0.6B in bfloat16, M = T = 297 MiB: 3 M + 64 MiB = 0.93 GiB by NCCL, 2 M = 0.58 GiB by handles.
+        """
+        model = self.model
+        dense = max(max(each.inputs * each.outputs for each in layer.matrices) for layer in model.layers)
+        experts = max(sum(each.weights for each in layer.matrices if each.is_expert) for layer in model.layers)
+        sent = self.value_bytes * max(model.embedding, dense)
+        module = self.value_bytes * max(model.embedding, 2 * dense, experts)
+        buckets = 0 if self.bucket_bytes is None else max(self.bucket_bytes, sent) + self.bucket_bytes
+        return buckets + module + max(module / self.tp, digest_bytes(sent))
+
+    @property
     def room(self) -> float:
-        """Return the room for the KV cache; below 0 where not even the weights fit."""
+        """Return the room for the KV cache; below 0 where not even the weights fit.
+
+        vLLM measures before the first update, which then takes memory beside the share. On a GPU that the trainer uses
+        too, the cache is given by this plan (`size_kv_cache`), and an update has its memory inside the share.
+        """
         if self.kv_cache_bytes is not None:
             return self.kv_cache_bytes
-        return self.utilization * self.memory - sum(self.parts.values())
+        beside = 0.0 if self.is_shared else self.parts["transfers"]
+        return self.utilization * self.memory - sum(self.parts.values()) + beside
 
     @property
     def num_requests(self) -> float:
@@ -227,9 +265,9 @@ class Training:
         update = 0.0
         if self.optimizer == "muon":  # one matrix whole, several times; fused kernels need nothing
             update = 4.0 * MASTER_BYTES * max(matrix.weights for each in model.layers for matrix in each.matrices)
-        # the largest tensor whole, as it is held and as it is sent; and two buckets, or all that was sent
-        sent = self.served_bytes * model.num_parameters
-        transfers: float = model.largest_tensor * (MASTER_BYTES + self.served_bytes)
+        # the largest tensor whole, as it is held, as it is sent, and its digest; and two buckets, or all that was sent
+        sent, largest = self.served_bytes * model.num_parameters, self.served_bytes * model.largest_tensor
+        transfers: float = model.largest_tensor * MASTER_BYTES + largest + digest_bytes(largest)
         transfers += sent if self.bucket_bytes is None else 2.0 * self.bucket_bytes
 
         return {

@@ -274,7 +274,7 @@ def serving_of(config: RunConfig, model: Architecture, machine: Machine) -> Serv
     return Serving(
         model,
         memory=machine.chip.memory,
-        utilization=float(inference.args.get("gpu_memory_utilization", inference.gpu_memory_utilization)),
+        utilization=inference.gpu_share,
         value_bytes=BYTES[config.served_dtype],
         matrix_bytes=1 + 1 / 32 if inference.args.get("quantization") in LOW_BIT else None,  # one scale for 32, at most
         tp=inference.parallel.tp,
@@ -283,5 +283,6 @@ def serving_of(config: RunConfig, model: Architecture, machine: Machine) -> Serv
         batched_tokens=int(inference.args.get("max_num_batched_tokens", batched)),
         eager=inference.model.enforce_eager or on_cpu,
         kv_cache_bytes=inference.cpu.kv_cache_gib * GIB if on_cpu else None,
-        bucket_bytes=config.weight_broadcast.bucket_mib << 20,
+        bucket_bytes=None if config.weight_broadcast.type == "ipc" else config.weight_broadcast.bucket_mib << 20,
+        is_shared=config.shares_gpus,
     )

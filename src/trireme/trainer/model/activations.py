@@ -30,14 +30,13 @@ KEPT = {
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
+    "torch_attn::_varlen_attn",
     "flex_attention",
 }
-"""Operations whose results `selective` keeps, besides those of `KEPT_LIBRARIES`."""
+"""Operations whose results `selective` keeps."""
 
 CHANGED_BY_EXPERTS = {"aten::_grouped_mm", "aten::bmm"}
 """Products to which transformers adds experts' biases in place, so that a kept result would be changed."""
-
-KEPT_LIBRARIES = ("flash_attn", "flash_attn_3", "_flash_attn2", "_flash_attn3")
 
 OFFLOADED_BYTES = 1 << 20  # smaller tensors stay: copying them costs more than it saves
 
@@ -70,9 +69,7 @@ def _recomputed(forward: Forward, layer: torch.nn.Module, config: ActivationChec
 
 
 def _policy(kept: Set[str], _: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    library = operation.name().partition("::")[0]
-    is_kept = operation.name() in kept or library in KEPT_LIBRARIES
-    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operation.name() in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @dataclass(eq=False)

@@ -6,6 +6,7 @@ row, it tries on a short prompt which shortcuts give the logprobs of the model's
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,8 @@ from trireme.trainer.model.head import Head, HeadOutput, NoHead, Targets, run_ga
 from trireme.trainer.model.moe import mixtures_of, routes_argument
 from trireme.trainer.model.packing.attention import (
     ARGUMENT,
+    FLASH,
+    SDPA,
     PackedRow,
     row_given,
     supports_packed_attention,
@@ -91,6 +94,7 @@ class Scorer:
     chunk: int  # tokens whose logits exist at once
     tolerance: float
     head: Head | None = None  # None: the model computes all logits at once, as its head cannot run by itself
+    attention: str = SDPA  # the way in which samples attend one by one
     is_packed: bool = False  # samples of a row attend one by one, without a mask of the whole row
     shares_prefixes: bool = False  # tokens before which samples are the same are computed once
     is_tried: bool = False
@@ -114,7 +118,8 @@ class Scorer:
                 found = self._run(*self._packed_inputs(row, before, device), targets, entropy_gradient)
         else:
             keep = torch.from_numpy(before[is_ours] - part.first).to(device)
-            found = self._run(self._inputs(row, device), keep, targets, entropy_gradient)
+            with row_given() if self.team.size > 1 else nullcontext():
+                found = self._run(self._inputs(row, device), keep, targets, entropy_gradient)
         if not torch.is_grad_enabled():
             reshard(self.model)
         logprobs, entropies = self.team.gather(torch.stack(found), self.team.counts(part, before))
@@ -124,13 +129,15 @@ class Scorer:
         """Return the model's inputs for a row whose samples transformers keeps apart.
 
         Positions that restart, and no attention mask, are how transformers recognizes packed samples. It then builds a
-        block-diagonal mask or, with flash attention, cumulative lengths.
+        block-diagonal mask. A team's attention is given the row too: flash attention builds no mask from it.
         """
         part, of_team = self.team.part_of(row.tokens.length), SharedRow(self.team, row.lengths, device)
         ids = torch.from_numpy(part.take(row.tokens.ids).astype(np.int64)).to(device)
         position_ids = of_team.position_ids[:, part.first : part.first + part.size]
         inputs = {"input_ids": ids[None], "position_ids": position_ids, "attention_mask": None, "use_cache": False}
-        context = {"shared_row": of_team} if self.team.size > 1 else {}
+        context: dict[str, Any] = {}
+        if self.team.size > 1:
+            context = {"shared_row": of_team, ARGUMENT: PackedRow(of_team.lengths, device)}
         routes = routes_argument(self.model, row.tokens.routed, device, part.take)
         return inputs | context | routes | picture_inputs(self.model, row, np.arange(row.tokens.length), device)
 
@@ -194,7 +201,8 @@ def choices_at(kept: Kept | None, places: np.ndarray, device: torch.device) -> C
 def attach_scorer(model: PreTrainedModel, config: TrainerModel, world: World) -> None:
     """Give the model its scorer. `scorer_of` tries it before the first row."""
     tolerance = TOLERANCES[config.optimization_dtype]
-    vars(model)[_ATTRIBUTE] = Scorer(model, Team.of(world), config.head_chunk, tolerance)
+    attention = FLASH if config.uses_flash else SDPA
+    vars(model)[_ATTRIBUTE] = Scorer(model, Team.of(world), config.head_chunk, tolerance, attention=attention)
 
 
 def scorer_of(model: PreTrainedModel, device: torch.device) -> Scorer:
@@ -231,14 +239,8 @@ def _try_shortcuts(scorer: Scorer, device: torch.device) -> Scorer:
         own = alone.score(row, PLACES, device).logprobs
         head = Head(model) if _agrees(replace(alone, head=Head(model)), row, own) else None
         scorer = replace(scorer, head=head, is_tried=True)
-        if scorer.team.size == 1 and supports_packed_attention(model):
-            use_packed_attention(model)
-            packed = replace(scorer, is_packed=True, shares_prefixes=_depends_on_the_past_only(model))
-            if _agrees(packed, row, own):
-                scorer = packed
-            else:
-                model.set_attn_implementation("sdpa")
-                log.warning("%s: attention over packed samples needs a mask of the whole row", type(model).__name__)
+        if scorer.team.size == 1 or scorer.attention == FLASH:
+            scorer = _try_packed_attention(scorer, row, own)
         if head is None:
             log.warning(
                 "the head of %s by itself does not give the logits of its forward pass: all logits of a row are "
@@ -253,6 +255,20 @@ def _try_shortcuts(scorer: Scorer, device: torch.device) -> Scorer:
                     "that ranks share - expected a model whose tokens meet only in attention, and there through "
                     "transformers' attention interface. Set `cp = 1`."
                 )
+    return scorer
+
+
+def _try_packed_attention(scorer: Scorer, row: MicroBatch, own: torch.Tensor) -> Scorer:
+    """Let samples attend one by one if that gives the logprobs `own`, with which a mask of the whole row does."""
+    model = scorer.model
+    if is_supported := supports_packed_attention(model, scorer.attention):
+        use_packed_attention(model, scorer.attention)
+        packed = replace(scorer, team=Team(), is_packed=True, shares_prefixes=_depends_on_the_past_only(model))
+        if _agrees(packed, row, own):
+            return packed if scorer.team.size == 1 else scorer  # a team's attention is built from the model's
+        model.set_attn_implementation("sdpa")
+    if is_supported or scorer.attention == FLASH:
+        log.warning("%s: attention over packed samples needs a mask of the whole row", type(model).__name__)
     return scorer
 
 

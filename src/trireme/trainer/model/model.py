@@ -118,15 +118,35 @@ def build_model(config: TrainerModel, name: str) -> PreTrainedModel:
 
 
 def _attention(config: TrainerModel, name: str, architecture: PretrainedConfig) -> str:
-    """Return the attention implementation: `eager` instead of `sdpa` for a model that has none, or caps its scores.
+    """Return the attention of transformers: `eager` instead of `sdpa` for a model that has none, or caps its scores;
+    `sdpa` for flash attention, which takes its place in packed rows (`forward.py`).
 
     The launcher decides the same, but cannot do so for a model that is downloaded only now.
+
+    Raises:
+        ConfigError: torch's kernel of flash attention does not compute the model's attention, or not on this GPU.
     """
-    if config.attn != "sdpa" or not needs_eager(architecture.to_dict()):
-        return config.attn
+    is_plain = not needs_eager(architecture.to_dict())
+
+    # What flash attention cannot compute, or not here.
+    if config.uses_flash and not is_plain:
+        raise ConfigError(
+            f'`model.attn = "{config.attn}"` with {name!r}, whose attention has sinks, a cap ({SOFT_CAP}) or a form of '
+            "its own, which torch's kernel lacks - expected flex_attention or eager. Set `model.attn`."
+        )
+    if config.uses_flash and torch.cuda.is_available() and (found := torch.cuda.get_device_capability()) < (8, 0):
+        raise ConfigError(
+            f'`model.attn = "{config.attn}"` on a GPU of compute capability {found[0]}.{found[1]} - expected 8.0 or '
+            "above (Ampere and later), for which torch has its kernel. Set `model.attn` to sdpa."
+        )
+    if config.attn == "flash_attention_3":
+        log.warning("model.attn = flash_attention_3 runs flash attention 2, the kernel that torch has")
+
+    if is_plain or config.attn != "sdpa":
+        return "sdpa" if config.uses_flash else config.attn
     log.info(
         "%s: attention is eager, as there is no sdpa for it, or none that caps its scores (%s). On GPUs `model.attn` "
-        "flex_attention or flash_attention_2 needs less memory.",
+        "flex_attention needs less memory.",
         name,
         SOFT_CAP,
     )

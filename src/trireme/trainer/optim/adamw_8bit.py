@@ -157,7 +157,11 @@ def _take_step(
     weight.mul_(1 - lr * weight_decay).sub_(lr * (mean / (1 - betas[0] ** step)) / size)
 
 
-_compiled = torch.compile(_take_step, dynamic=False)
+COMPILED: dict[str, Any] = {"dynamic": False, "recompile_limit": 256}
+"""Options of the compiler. The step is compiled for each shape; by default torch stops after eight, which a plain model
+has, and runs the function eagerly for all others."""
+
+_compiled = torch.compile(_take_step, **COMPILED)
 """The step, compiled on a GPU to save passes over memory. A CPU runs it as it is: compiling takes half a minute."""
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from trireme.algo.packing import positions
@@ -31,16 +31,9 @@ from trireme.trainer.parallel.mesh import CONTEXT, World
 NAMES = {
     "sdpa": "team_sdpa",
     "flex_attention": "team_flex",
-    "flash_attention_2": "team_fa2",
-    "flash_attention_3": "team_fa3",
+    "packed_varlen": "team_varlen",  # flash attention, `model/packing/attention.py`
 }
-"""Names of transformers' attention implementations as a team runs them."""
-
-KERNELS = {
-    "kernels-community/flash-attn2": "flash_attention_2",
-    "kernels-community/vllm-flash-attn3": "flash_attention_3",
-}
-"""Names to which transformers 5.19 changes those of attention whose package is not installed, if `kernels` is."""
+"""Names of attention implementations as a team runs them."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +136,8 @@ class SharedRow:
         self.team = team
         total = sum(lengths)
         padding = team.part_of(total).size * team.size - total
-        self.positions = positions([*lengths, padding] if padding else lengths)  # [T]
+        self.lengths = [*lengths, padding] if padding else lengths
+        self.positions = positions(self.lengths)  # [T]
         self.position_ids = torch.from_numpy(self.positions).to(device)[None]
         self._masks: dict[tuple[str, int | None], Any] = {}
 
@@ -168,27 +162,23 @@ def share_attention(model: PreTrainedModel, team_size: int) -> None:
         ConfigError: the model's attention cannot be shared.
     """
     name, text = model.config._attn_implementation, model.config.get_text_config()
-    name_of_team = NAMES.get(KERNELS.get(name, name))
+    name_of_team = NAMES.get(name)
     if name_of_team is None:
         raise ConfigError(
-            f'trainer.model.attn = "{name}" with trainer.model.cp = {team_size} - expected one of {", ".join(NAMES)}, '
-            "which can be given all tokens of some heads. Set one of these, or `cp = 1`."
+            f'trainer.model.attn = "{name}" with trainer.model.cp = {team_size} - expected sdpa, flex_attention or '
+            "flash_attention_2, which can be given all tokens of some heads. Set one of these, or `cp = 1`."
         )
     if text.num_attention_heads % team_size:
         raise ConfigError(
             f"trainer.model.cp = {team_size}, and the model has {text.num_attention_heads} attention heads - expected "
             "a divisor of them, as ranks that share a row share its heads. Set `cp` to one."
         )
-    AttentionInterface.register(name_of_team, _team_attention(name, copy.copy(text)))
+    AttentionInterface.register(name_of_team, _team_attention(name))
     AttentionMaskInterface.register(name_of_team, lambda *_, **__: None)  # `SharedRow` builds that of the whole row
     model.set_attn_implementation(name_of_team)
 
 
-def _team_attention(name: str, config: PreTrainedConfig) -> Callable[..., tuple[torch.Tensor, Any]]:
-    """
-    Args:
-        config: for the attention modules, with `name` in it, by which transformers loads kernels of flash attention.
-    """
+def _team_attention(name: str) -> Callable[..., tuple[torch.Tensor, Any]]:
     plain = AttentionInterface()[name]
 
     @torch.compiler.disable
@@ -212,7 +202,6 @@ def _team_attention(name: str, config: PreTrainedConfig) -> Callable[..., tuple[
             options["s_aux"] = sinks.chunk(team.size)[team.rank]
         groups = query.shape[1] // key.shape[1]
         module = copy.copy(module)
-        module.config = config
         if hasattr(module, "num_key_value_groups"):
             module.num_key_value_groups = groups
         found, weights = plain(module, query, key, value, shared_row.mask(name, sliding_window, query), **options)

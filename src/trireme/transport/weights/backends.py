@@ -74,7 +74,7 @@ def open_receiver(info: InitInfo, device: torch.device) -> Receiver:
     if info.kind == "ipc":
         from trireme.transport.weights.ipc import IpcReceiver
 
-        return IpcReceiver()
+        return IpcReceiver(device)
     from trireme.transport.weights.collective import CollectiveReceiver
 
     return CollectiveReceiver(info)
