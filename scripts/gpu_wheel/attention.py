@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rows import Row
+from rows import Row, failure
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.selector import get_attn_backend
@@ -47,8 +47,8 @@ def row_of(dtype: str, head: Head, config: dict[str, Any]) -> Row:
         return row._replace(state="refused", why=refusal)
     try:
         backend = get_attn_backend(dtype=getattr(torch, dtype), kv_cache_dtype="auto", **head._asdict())
-    except ValueError as error:
-        return row._replace(state="failed", why=str(error))
+    except Exception as error:
+        return failure(row, error)
     return row._replace(why=backend.get_name())
 
 

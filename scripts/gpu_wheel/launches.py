@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from contextlib import redirect_stderr
 from multiprocessing import get_context
 from pathlib import Path
-from queue import Empty
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from rows import Row
+from rows import Row, failure
 
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
@@ -31,6 +30,9 @@ from trireme.inference.server import environment, server_arguments, without_nega
 from trireme.launch.plan import plan
 from trireme.tools.formats.run_file import FORMATS, read_run_file, resolve_run
 from trireme.tools.workspace.setup import SIZES, sized
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 CAPABILITY = os.environ["PRETENDED_CAPABILITY"]
 COUNTS = (1, 2, 4, 8)
@@ -73,11 +75,11 @@ def main() -> None:
     import_vllm(next(iter(servers)))
     for launch, rows in servers.items():
         print(rows[0].what, file=sys.stderr, flush=True)
-        error, about = in_child(launch)
+        error, choices = in_child(launch)
         for row in rows:
             row._replace(state="failed" if error else "ok", why=error).print()
-        for what, why in about.items():
-            Row("ok", what, why, capability=CAPABILITY).print()
+        for row in choices:
+            row.print()
 
 
 def launches() -> Iterator[tuple[Row, Launch | None]]:
@@ -137,21 +139,23 @@ def import_vllm(any_launch: Launch) -> None:
     configure(any_launch)
 
 
-def in_child(launch: Launch) -> tuple[str, dict[str, str]]:
-    """Return the error of a launch, or nothing, and what is worth a row of its own."""
+def in_child(launch: Launch) -> tuple[str, list[Row]]:
+    """Return the error of a launch, or nothing, and rows for what vLLM chooses."""
     context = get_context("fork")
-    answers = context.Queue()
-    child = context.Process(target=lambda: answers.put(configure(launch)))
+    answer, end = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: end.send(configure(launch)))
     child.start()
+    end.close()
     try:
-        return answers.get(timeout=DEADLINE_S)
-    except Empty:
-        return f"no answer within {DEADLINE_S} s", {}
+        return answer.recv() if answer.poll(DEADLINE_S) else (f"no answer within {DEADLINE_S} s", [])
+    except EOFError:
+        child.join()
+        return f"vLLM ended the process (exit code {child.exitcode})", []
     finally:
         child.kill()
 
 
-def configure(launch: Launch) -> tuple[str, dict[str, str]]:
+def configure(launch: Launch) -> tuple[str, list[Row]]:
     os.environ.update(launch.environment)
     os.environ["PRETENDED_GPUS"] = os.environ["CUDA_VISIBLE_DEVICES"]
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else vLLM wants to see triton's driver, here and where it inspects models
@@ -168,33 +172,35 @@ def configure(launch: Launch) -> tuple[str, dict[str, str]]:
             validate_parsed_serve_args(args)
         engine = AsyncEngineArgs.from_cli_args(args)
         config = engine.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
-        return "", about(config)
     except SystemExit:
-        return printed.getvalue().strip().splitlines()[-1], {}
+        return printed.getvalue().strip().splitlines()[-1], []
     except Exception as error:
-        return f"{type(error).__name__}: {error} ({' '.join(launch.arguments)})", {}
+        return f"{type(error).__name__}: {error} ({' '.join(launch.arguments)})", []
+    return "", [attention_of(args.model, config), runner_of(config)]
 
 
-def about(config) -> dict[str, str]:
-    """Return which code vLLM chooses for a configuration. Raises: ValueError where no attention backend takes it."""
+def attention_of(name: str, config: VllmConfig) -> Row:
+    """Return the attention backend that vLLM chooses for a configuration."""
     from vllm.config import set_current_vllm_config
     from vllm.v1.attention.selector import get_attn_backend
 
     model, cache = config.model_config, config.cache_config.cache_dtype
-    with set_current_vllm_config(config):
-        backend = get_attn_backend(
-            model.get_head_size(),
-            model.dtype,
-            cache,
-            use_mla=model.use_mla,
-            num_heads=model.get_num_attention_heads(config.parallel_config),
-            has_sink=model.hf_config.model_type == "gpt_oss",
-        )
     dtype = str(model.dtype).removeprefix("torch.")
     invariant = ", batch-invariant" if os.environ.get("VLLM_BATCH_INVARIANT") == "1" else ""
-    what = f"attention of {Path(model.model).name} in {dtype}, cache {cache}{invariant}"
-    runner = "V2" if config.use_v2_model_runner else "V1"
-    return {what: backend.get_name(), "model runner": runner}
+    row = Row("ok", f"attention of {name} in {dtype}, cache {cache}{invariant}", capability=CAPABILITY)
+    has_sink, num_heads = model.hf_config.model_type == "gpt_oss", model.get_num_attention_heads(config.parallel_config)
+    try:
+        with set_current_vllm_config(config):
+            backend = get_attn_backend(
+                model.get_head_size(), model.dtype, cache, use_mla=model.use_mla, num_heads=num_heads, has_sink=has_sink
+            )
+    except Exception as error:
+        return failure(row, error)
+    return row._replace(why=backend.get_name())
+
+
+def runner_of(config: VllmConfig) -> Row:
+    return Row("ok", "model runner", "V2" if config.use_v2_model_runner else "V1", capability=CAPABILITY)
 
 
 if __name__ == "__main__":

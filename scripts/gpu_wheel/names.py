@@ -20,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from rows import Row
+from rows import Row, failure
 
 import trireme
 
@@ -95,7 +95,7 @@ def check(what: str, work: Callable[[], object]) -> None:
     try:
         work()
     except Exception as error:
-        Row("failed", what, f"{type(error).__name__}: {error}").print()
+        failure(Row("failed", what), error).print()
     else:
         Row("ok", what).print()
 

@@ -7,7 +7,11 @@ from typing import Literal, NamedTuple
 
 MARK = "ROW "  # begins the lines that are rows; all others are logs of libraries
 
-State = Literal["ok", "refused", "failed"]
+State = Literal["ok", "refused", "untried", "failed"]
+"""Outcomes: refused is a sentence of Trireme's before anything starts, untried is what only a device can show."""
+
+ASKED_FOR_DEVICE = ("Found no NVIDIA driver", "Cannot re-initialize CUDA in forked subprocess")
+"""What torch says when code wants a device, which some modules of vLLM do when they are imported."""
 
 
 class Row(NamedTuple):
@@ -17,7 +21,7 @@ class Row(NamedTuple):
         Row("refused", "configs/gsm8k/rl.toml", "trainer.num_ranks = 1 - expected …", gpus=8, capability="9.0")
     """
 
-    state: State  # "refused" is a sentence of Trireme's before anything starts
+    state: State
     what: str
     why: str = ""
     gpus: int | None = None
@@ -25,6 +29,12 @@ class Row(NamedTuple):
 
     def print(self) -> None:
         print(MARK + json.dumps(self), flush=True)
+
+
+def failure(row: Row, error: Exception) -> Row:
+    """Return a row that failed, or was not tried because its code needs a device."""
+    wants_device = isinstance(error, RuntimeError) and str(error).startswith(ASKED_FOR_DEVICE)
+    return row._replace(state="untried" if wants_device else "failed", why=f"{type(error).__name__}: {error}")
 
 
 def read(line: str) -> Row | None:
