@@ -29,6 +29,7 @@ from trireme.transport.control import ControlClient
 
 TENSORS = ("model.embed_tokens.weight", "model.norm.weight")
 PROBE_IDS = [3, 1, 4, 1, 5]
+NOTHING = {"ahead": False, "digests": {}, "incomplete": []}  # with the failure of a worker
 PATIENCE_S = 20.0
 
 
@@ -78,6 +79,7 @@ class FakeEngine:
     delay: Callable[[Asked], Awaitable[None]] | None = None  # before the first token
     refuse: Callable[[Asked], int | None] = lambda asked: None  # an HTTP status instead of an answer
     mangle: Callable[[dict], dict] = lambda response: response
+    mangle_call: Callable[[dict], dict] = lambda answer: answer  # of its workers
     routes: Callable[[Asked, list[int]], str] | None = None  # what it says of the experts that it used
     rules: PictureRules | None = None  # where it takes pictures
     drop_next: int = 0  # so many requests for tokens end with a closed connection
@@ -107,8 +109,6 @@ class FakeEngine:
         self.running.set()
         self._at_once = 0
         self._epoch = ""
-        self._is_updating = False
-        self._receiving: dict[str, str] = {}
         self._announced: asyncio.Task[dict[str, str]] | None = None
 
     @property
@@ -208,21 +208,26 @@ class FakeEngine:
         return web.json_response({"choices": [choice], "prompt_logprobs": [None, *known]})
 
     async def control(self, request: web.Request) -> web.Response:
-        route = request.path.strip("/")
-        if (handler := getattr(self, f"_{route}", None)) is None:
-            return web.Response(status=404)
-        self.calls.append(route)
         body = await request.json() if request.can_read_body else {}
-        was_updating, of_update = self._is_updating, ("start_weight_update", "update_weights", "finish_weight_update")
-        self._is_updating &= route != "update_weights"  # as vLLM: it ends where this fails
-        if route == self.failing_route:
-            return web.json_response({"error": f"{route} broke"}, status=500)
-        if route in of_update and was_updating is (route == "start_weight_update"):
-            error = f"{route} while {'an' if was_updating else 'no'} update is open"
-            return web.json_response({"error": error}, status=500)
-        answer = await handler(body)
-        self._is_updating = route != "finish_weight_update" if route in of_update else was_updating
-        return web.json_response(answer or {})
+        is_call = request.path == "/collective_rpc"
+        name = body["method"].removeprefix("trireme_") if is_call else request.path.strip("/")
+        if (handler := getattr(self, f"_{name}", None)) is None:
+            return web.Response(status=404)
+        self.calls.append(name)
+        if not is_call and name == self.failing_route:
+            return web.json_response({"error": f"{name} broke"}, status=500)
+        if not is_call:
+            return web.json_response(await handler(body) or {})
+        fails = name == self.failing_route
+        good = {"failure": f"{name} broke"} | NOTHING if fails else await handler(*body.get("args", []))
+        results = [*[good] * (self.num_workers - 1), self._last_of(good)]
+        return web.json_response(self.mangle_call({"results": results}))
+
+    def _last_of(self, answer: dict) -> dict[str, Any]:
+        """What the last worker answers where those before it answer this."""
+        if answer.get("digests") and self.digest_error:
+            answer = answer | {"digests": answer["digests"] | {self.digest_error: "another"}}
+        return answer | ({"incomplete": list(self.incomplete)} if self.incomplete else {})
 
     async def _pause(self, body: dict) -> None:
         self.running.clear()
@@ -230,36 +235,30 @@ class FakeEngine:
     async def _resume(self, body: dict) -> None:
         self.running.set()
 
-    async def _init_weight_transfer_engine(self, body: dict) -> None:
-        self._epoch = body["init_info"]["epoch"]
+    async def _join(self, info: dict) -> dict[str, Any]:
+        self._epoch = info["epoch"]
         self.epochs.append(self._epoch)
+        return {}
 
-    async def _start_weight_update(self, body: dict) -> None:
-        self._receiving = {}
-
-    async def _update_weights(self, body: dict) -> None:
-        info = body["update_info"]
-        names = [spec["name"] for spec in info["specs"]]
+    async def _update(self, info: dict) -> dict[str, Any]:
         sent = info["payload"].get("digests") or await (self._announced or self.wire.group(self._epoch).get())
         self._announced = None
-        self._receiving = {name: sent[name] for name in names}
+        self.weights = {spec["name"]: sent[spec["name"]] for spec in info["specs"]}
+        return await self._weight_report()
 
-    async def _finish_weight_update(self, body: dict) -> None:
-        self.weights, self.version = self._receiving, int(body.get("weight_version", self.version))
+    async def _update_weight_version(self, body: dict) -> None:
+        self.version = int(body["new_version"])
 
     async def is_paused(self, request: web.Request) -> web.Response:
         return web.json_response({"is_paused": self.paused})
 
-    async def _collective_rpc(self, body: dict) -> dict[str, Any]:
-        if body["method"] == "trireme_receive_ahead":
-            if self.has_room:
-                self._announced = asyncio.create_task(self.wire.group(self._epoch).get())
-            return {"results": [{"ahead": self.has_room}] * self.num_workers}
-        assert body["method"] == "trireme_weight_report", body
-        good = {"digests": self.weights, "incomplete": []}
-        digests = self.weights | ({self.digest_error: "another"} if self.digest_error else {})
-        last = {"digests": digests, "incomplete": list(self.incomplete)}
-        return {"results": [*[good] * (self.num_workers - 1), last]}
+    async def _receive_ahead(self, specs: list[dict]) -> dict[str, Any]:
+        if self.has_room:
+            self._announced = asyncio.create_task(self.wire.group(self._epoch).get())
+        return {"ahead": self.has_room}
+
+    async def _weight_report(self) -> dict[str, Any]:
+        return {"digests": self.weights, "incomplete": []}
 
 
 def door_keeper(secret: str | None, shown: set[str]) -> Any:

@@ -66,15 +66,13 @@ def address(port: int) -> str:
     return f"http://127.0.0.1:{port}"
 
 
-def update(post: Post, tensors: Mapping, folder: Path, *, version: int = 0, loads_adapter: bool = False) -> list[str]:
+def update(post: Post, tensors: Mapping, folder: Path, *, version: int = 0) -> list[str]:
     """Sends these tensors; returns the layers that the engine reports as incomplete."""
     save_file(dict(tensors), folder / "00000.safetensors")
     specs = [TensorSpec(name, "float32", list(tensor.shape)) for name, tensor in tensors.items()]
-    post("start_weight_update")
-    post("update_weights", update_info=msgspec.to_builtins(UpdateInfo(specs, {"folder": str(folder)})))
-    post("finish_weight_update", weight_version=str(version))
-    if loads_adapter:
-        post("collective_rpc", method="trireme_load_adapter")
-    (report,) = post("collective_rpc", method="trireme_weight_report")["results"]
+    info = msgspec.to_builtins(UpdateInfo(specs, {"folder": str(folder)}))
+    (report,) = post("collective_rpc", method="trireme_update", args=[info])["results"]
+    assert "failure" not in report, report
+    post("update_weight_version", new_version=str(version))
     assert tensors.keys() <= report["digests"].keys()
     return [layer.partition(" (")[0] for layer in report["incomplete"]]

@@ -180,12 +180,12 @@ class Core(FakeEngine):
             return web.Response(status=404, text=f"asked for {named}, known is {self.names}")
         return await super().generate(request)
 
-    async def _init_weight_transfer_engine(self, body: dict[str, Any]) -> None:
+    async def _join(self, given: dict[str, Any]) -> dict[str, Any]:
         import torch
 
         from trireme.transport.weights.backends import open_receiver
 
-        info = msgspec.convert(body["init_info"], InitInfo)
+        info = msgspec.convert(given, InitInfo)
         self._bucket_bytes, self._background = info.bucket_bytes, None
         if self._receiver is None or info != self._info:
             if self._receiver is not None:
@@ -193,35 +193,37 @@ class Core(FakeEngine):
             self._receiver, self._info = open_receiver(info, torch.device("cpu")), info
         self._receiver.join(info.epoch, info.rank_offset, info.world_size)
         reach("engine.joined")
+        return {}
 
-    async def _start_weight_update(self, body: dict[str, Any]) -> None:
-        self.unloaded = []
-
-    async def _update_weights(self, body: dict[str, Any]) -> None:
-        assert self._receiver is not None, "update_weights before init_weight_transfer_engine"
-        specs = msgspec.convert(body["update_info"]["specs"], list[TensorSpec])
+    async def _update(self, info: dict[str, Any]) -> dict[str, Any]:
+        assert self._receiver is not None, "update before join"
+        specs = msgspec.convert(info["specs"], list[TensorSpec])
         keeps_base = all(is_of_adapter(spec.name) for spec in specs)
         self.digests = {name: d for name, d in self.digests.items() if keeps_base and not is_of_adapter(name)}
         background, self._background = self._background, None
-        payload = body["update_info"]["payload"]
-        here = self._digested(self._receiver.tensors(specs, payload)) if background is None else background.result(60.0)
-        for name, digest in here:
+        here = self._digested(self._receiver.tensors(specs, info["payload"]))
+        for name, digest in here if background is None else background.result(60.0):
             self.digests[name] = digest
             if not is_of_adapter(name):
                 self.loaded[name] = digest
         reach("engine.received")
+        self.unloaded = [name for name in self.tensors if name not in self.digests]
+        self.loaded = {name: digest for name, digest in self.loaded.items() if not is_of_adapter(name)}
+        reach("engine.finished")
+        self.loaded |= {name: digest for name, digest in self.digests.items() if is_of_adapter(name)}
+        return await self._weight_report()
 
-    def _receive_ahead(self, specs: list[dict[str, Any]]) -> bool:
+    async def _receive_ahead(self, specs: list[dict[str, Any]]) -> dict[str, Any]:
         """As vLLM's workers with our engine: a thread takes in what fits into one bucket."""
         from trireme.transport.weights.buckets import split_into_buckets
 
-        assert self._receiver is not None, "receive_ahead before init_weight_transfer_engine"
+        assert self._receiver is not None, "receive_ahead before join"
         expected = msgspec.convert(specs, list[TensorSpec])
         if len(split_into_buckets(expected, self._bucket_bytes)) > 1:
-            return False
+            return {"ahead": False}
         coming = self._digested(self._receiver.tensors(expected, {}))
         self._background = in_background(lambda: list(coming), name="weights")
-        return True
+        return {"ahead": True}
 
     def _digested(self, coming: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
         from trireme.algo.digest import tensor_digest
@@ -231,22 +233,9 @@ class Core(FakeEngine):
             if number == 0:
                 reach("engine.receiving")
 
-    async def _finish_weight_update(self, body: dict[str, Any]) -> None:
-        self.unloaded = [name for name in self.tensors if name not in self.digests]
-        self.loaded = {name: digest for name, digest in self.loaded.items() if not is_of_adapter(name)}
-        reach("engine.finished")
-        self.version = int(body.get("weight_version", self.version))
-
-    async def _collective_rpc(self, body: dict[str, Any]) -> dict[str, Any]:
-        adapter = {name: digest for name, digest in self.digests.items() if is_of_adapter(name)}
-        if body["method"] == "trireme_load_adapter":
-            self.loaded |= adapter
-            return {"results": [None]}
-        if body["method"] == "trireme_receive_ahead":
-            return {"results": [{"ahead": self._receive_ahead(*body["args"])}]}
-        assert body["method"] == "trireme_weight_report", body
-        forgotten = sorted(adapter.keys() - self.loaded.keys())
-        return {"results": [{"digests": self.digests, "incomplete": self.unloaded + forgotten}]}
+    async def _weight_report(self) -> dict[str, Any]:
+        forgotten = sorted(name for name in self.digests if is_of_adapter(name) and name not in self.loaded)
+        return {"digests": self.digests, "incomplete": self.unloaded + forgotten}
 
 
 if __name__ == "__main__":

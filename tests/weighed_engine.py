@@ -85,24 +85,22 @@ class WeighedEngine(FakeEngine):
     async def _update_weight_version(self, body: dict[str, Any]) -> None:
         self.label = body["new_version"]
 
-    async def _init_weight_transfer_engine(self, body: dict[str, Any]) -> None:
-        info = msgspec.convert(body["init_info"], InitInfo)
+    async def _join(self, given: dict[str, Any]) -> dict[str, Any]:
+        info = msgspec.convert(given, InitInfo)
         self._receiver = open_receiver(info, torch.device("cpu"))
         await asyncio.to_thread(self._receiver.join, info.epoch, info.rank_offset, info.world_size)
+        return {}
 
-    async def _update_weights(self, body: dict[str, Any]) -> None:
-        info = msgspec.convert(body["update_info"], UpdateInfo)
+    async def _update(self, given: dict[str, Any]) -> dict[str, Any]:
+        info = msgspec.convert(given, UpdateInfo)
         tensors = await asyncio.to_thread(lambda: list(self._receiver.tensors(info.specs, info.payload)))
         self.loaded = {name: tensor.clone() for name, tensor in tensors}
         self.digests = {name: tensor_digest(tensor) for name, tensor in self.loaded.items()}
+        return await self._weight_report()
 
-    async def _finish_weight_update(self, body: dict[str, Any]) -> None:
-        self.label = body.get("weight_version", self.label)
-
-    async def _collective_rpc(self, body: dict[str, Any]) -> dict[str, Any]:
-        wrong = LETTER if self.letter == self.garbles else self.digest_error
-        digests = self.digests | ({wrong: "0"} if wrong else {})
-        return {"results": [{"digests": digests, "incomplete": list(self.incomplete)}]}
+    async def _weight_report(self) -> dict[str, Any]:
+        wrong = {LETTER: "0"} if self.letter == self.garbles else {}
+        return {"digests": self.digests | wrong, "incomplete": []}
 
 
 @asynccontextmanager

@@ -190,7 +190,7 @@ class InitInfo(msgspec.Struct, frozen=True):
 
 
 class UpdateInfo(msgspec.Struct, frozen=True):
-    """`update_info` of vLLM's `/update_weights`: what an engine is to load.
+    """What an engine is to load.
 
     Example:
         UpdateInfo([TensorSpec("model.norm.weight", "bfloat16", [64])], payload={"folder": "/runs/7/broadcast"})

@@ -40,7 +40,7 @@ POINTS = {
     "batch.answered": "a rank is about to be handed its share",
     "update.told": "the engines are asked to receive, the trainer is not yet asked to send",
     "update.paused": "an engine is paused for new weights, none is loaded",
-    "update.unfinished": "an engine has taken every tensor, and has not been asked to finish",
+    "update.unnamed": "an engine has loaded every tensor, and its weights still have the old name",
     "update.loaded": "the engines have loaded, nothing is compared yet",
     "version.before_record": "a version is confirmed, and not on disk",
     "version.recorded": "its confirmation is on disk, and it is not live yet",

@@ -6,8 +6,10 @@ One engine for all kinds (gloo, nccl, ipc, filesystem): a kind only decides wher
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from functools import wraps
 from typing import Any
 
 import msgspec
@@ -143,24 +145,57 @@ def _arriving(coming: Iterator[tuple[str, torch.Tensor]]) -> Iterator[Arrived]:
             reach("engine.receiving")
 
 
+def _without_raising(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Have a method of a worker return what broke it, as `failure`.
+
+    If one of the workers of a core raises, vLLM does not read the answers of those after it, and takes each of them for
+    the answer to the next call.
+    """
+
+    @wraps(method)
+    def call(*args: Any) -> dict[str, Any]:
+        try:
+            return method(*args)
+        except Exception as error:
+            traceback.print_exc()
+            return {"failure": f"{type(error).__name__}: {error}", "ahead": False, "digests": {}, "incomplete": []}
+
+    return call
+
+
 class WorkerExtension:
     """Methods that vLLM adds to its workers (`--worker-extension-cls`), called through `/collective_rpc`."""
 
-    def trireme_load_adapter(self) -> None:
-        """Load the received adapter. Called after an update, which makes vLLM drop the adapter before."""
-        if fault("skip_adapter") is None:
-            load_adapter(self.model_runner.lora_manager, self.weight_transfer_engine.adapter)  # type: ignore[attr-defined]
+    model_runner: Any
+    weight_transfer_engine: TriremeWeightEngine
 
-    def trireme_receive_ahead(self, specs: list[dict[str, Any]]) -> dict[str, bool]:
+    @_without_raising
+    def trireme_join(self, info: dict[str, Any]) -> dict[str, Any]:
+        """Join a transfer."""
+        self.init_weight_transfer_engine(info)  # type: ignore[attr-defined]
+        return {}
+
+    @_without_raising
+    def trireme_receive_ahead(self, specs: list[dict[str, Any]]) -> dict[str, Any]:
         """Start to receive in the background if possible; return whether it did. Called before anything is sent."""
-        engine = self.weight_transfer_engine  # type: ignore[attr-defined]
-        return {"ahead": engine.receive_ahead(msgspec.convert(specs, list[TensorSpec]))}
+        return {"ahead": self.weight_transfer_engine.receive_ahead(msgspec.convert(specs, list[TensorSpec]))}
 
+    @_without_raising
+    def trireme_update(self, info: dict[str, Any]) -> dict[str, Any]:
+        """Load a transfer, as it arrives or as it was received ahead, and report. Called while the engine is paused."""
+        self.start_weight_update()  # type: ignore[attr-defined]
+        self.update_weights(info)  # type: ignore[attr-defined]
+        self.finish_weight_update()  # type: ignore[attr-defined]
+        adapter = self.weight_transfer_engine.adapter
+        if adapter and fault("skip_adapter") is None:  # vLLM has dropped the one before
+            load_adapter(self.model_runner.lora_manager, adapter)
+        return self.trireme_weight_report()
+
+    @_without_raising
     def trireme_weight_report(self) -> dict[str, Any]:
         """Return the digest of each received tensor, and the layers that do not hold what was received."""
-        engine = self.weight_transfer_engine  # type: ignore[attr-defined]
-        gaps: list[str] = []
+        engine, gaps = self.weight_transfer_engine, list[str]()
         if any(is_of_adapter(name) for name in engine.digests):
             adapter = {name: engine.adapter.get(name) for name in engine.digests if is_of_adapter(name)}
-            gaps = adapter_gaps(self.model_runner.lora_manager, adapter)  # type: ignore[attr-defined]
+            gaps = adapter_gaps(self.model_runner.lora_manager, adapter)
         return {"digests": engine.digests, "incomplete": engine.incomplete + gaps}

@@ -41,11 +41,11 @@ def post(lora_engine: SharedEngine, tmp_path: Path) -> Iterator[Post]:
 def test_a_request_that_is_under_way_goes_on_with_the_new_adapters_from_the_next_token_on(lora_engine, post, tmp_path):
     """Every token's logprob is that of the version that it names: what came before is computed again, too."""
     base, first, second = load_file(MODEL / "model.safetensors"), adapters(1), adapters(2)
-    update(post, base | first, tmp_path, version=0, loads_adapter=True)
+    update(post, base | first, tmp_path, version=0)
     post("v1/load_lora_adapter", lora_name=POLICY, lora_path=POLICY)
 
     def load(is_second: bool) -> None:
-        update(post, second if is_second else first, tmp_path, version=int(is_second), loads_adapter=True)
+        update(post, second if is_second else first, tmp_path, version=int(is_second))
 
     sampling = {"max_tokens": 200, "ignore_eos": True, "logprobs": 0, "temperature": 1.0}
     asked = {"token_ids": PROMPT, "model": POLICY, "sampling_params": sampling}
@@ -64,11 +64,11 @@ def test_a_request_that_is_under_way_goes_on_with_the_new_adapters_from_the_next
 
 def test_adapters_that_are_left_out_are_named(post, tmp_path):
     base, sent = load_file(MODEL / "model.safetensors"), adapters(3)
-    assert update(post, base | sent, tmp_path, version=0, loads_adapter=True) == []
+    assert update(post, base | sent, tmp_path, version=0) == []
     assert len(update(post, sent, tmp_path, version=1)) == len(sent) // 2
     name = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
     halved = {other: tensor for other, tensor in sent.items() if other != name}
-    assert update(post, halved, tmp_path, version=2, loads_adapter=True) == ["model.layers.1.mlp.up_proj"]
+    assert update(post, halved, tmp_path, version=2) == ["model.layers.1.mlp.up_proj"]
 
 
 def adapters(seed: int) -> Tensors:

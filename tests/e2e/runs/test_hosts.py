@@ -57,7 +57,7 @@ with mesh.open_world("cpu", threads=1, timeout_s=3600):
     other.close()
     torch.distributed.broadcast(torch.zeros(1 << 26), src=0)
 """
-CONTROL = ("pause", "resume", "init_weight_transfer_engine", "start_weight_update", "update_weights", "collective_rpc")
+CONTROL = ("pause", "resume", "update_weight_version", "collective_rpc")
 
 
 @dataclass

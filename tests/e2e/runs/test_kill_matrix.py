@@ -69,7 +69,7 @@ OF_ALL_RANKS |= {"trainer.confirmed", "checkpoint.begun", "checkpoint.written"}
 BEFORE_A_BATCH = {"rollout.finished", "environment.asked", "environment.scored"}
 """A trainer waits for one at these points, and no less at `rollout.begun` and `journal.before_append`."""
 LIKE_ANOTHER_ON_DISK = {"rollout.begun", "environment.asked", "environment.scored"}
-LIKE_ANOTHER_ON_DISK |= {"update.paused", "update.unfinished", "update.loaded"}
+LIKE_ANOTHER_ON_DISK |= {"update.paused", "update.unnamed", "update.loaded"}
 LIKE_ANOTHER_ON_DISK |= {"trainer.batch_received", "trainer.sending", "trainer.sent", "trainer.confirmed"}
 LIKE_ANOTHER_ON_DISK |= {"engine.joined", "engine.received", "engine.finished"}
 """A killed launcher takes all with it, so that only the disk can tell these points from one another."""
@@ -89,7 +89,7 @@ ON_VLLM = (
     ("inference server", "rollout.finished"),
     ("trainer rank 0", "trainer.sending"),
     ("trainer rank 1", "trainer.stepped.rank1"),
-    ("orchestrator", "update.unfinished"),
+    ("orchestrator", "update.unnamed"),
     ("environment worker", "environment.asked"),
     ("launcher", "journal.appended"),
 )

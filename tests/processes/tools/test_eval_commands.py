@@ -151,9 +151,9 @@ def test_more_examples_go_on_where_fewer_ended_and_fewer_or_others_are_refused(h
 
 OTHERS = {"serves version 40 of a training run": {"label": "40"}, "is paused": {"is_frozen": True}}
 FAILS = {
-    f"step_10 did not arrive .*{LETTER} has digest 0": {"digest_error": LETTER},
+    f"step_10 did not arrive .*{LETTER} has digest another": {"digest_error": LETTER},
     "step_10 was not loaded whole .*model.norm": {"incomplete": ("model.norm",)},
-    "update_weights broke": {"failing_route": "update_weights"},
+    "update broke": {"failing_route": "update"},
 }
 
 
@@ -164,7 +164,7 @@ def test_an_engine_of_a_training_run_or_without_the_weights_that_it_was_given_is
             run_eval(found, "--no-eval-base")
         assert found.answered == []
         if words in OTHERS:  # it was asked what it holds, and told nothing
-            assert set(found.calls) <= {"collective_rpc"}
+            assert set(found.calls) <= {"weight_report"}
             assert found.label == knobs.get("label", "default")
         else:
             assert found.label.endswith("-loading")
@@ -197,7 +197,7 @@ def test_a_run_that_gives_the_engine_weights_meanwhile_ends_the_evaluation_undis
     with engine(label_after=(after, label)) as found:
         with pytest.raises(WeightsReplaced, match=words):
             run_eval(found, "--max-concurrent", 1)
-        assert (found.calls.count("update_weights"), found.label) == (kept[1] > 0, label)
+        assert (found.calls.count("update"), found.label) == (kept[1] > 0, label)
     partial = Path("run/evals/step_10/toy.jsonl.partial")
     assert [len(lines(0)), len(partial.read_text().splitlines()) if partial.exists() else 0] == kept
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -20,10 +20,20 @@ from trireme.base.errors import PeerDied, message_of
 from trireme.base.log import RateLimitedLog, get_logger
 from trireme.base.network import is_loopback, watched_socket
 from trireme.base.token import TOKEN, bearer, token
-from trireme.orchestrator.engines.responses import Answer, BadAnswer, WeightInfo, WeightReport, WorldSize, read_answer
+from trireme.orchestrator.engines.responses import (
+    Answer,
+    BadAnswer,
+    WeightInfo,
+    WeightReport,
+    WorkerAnswer,
+    WorldSize,
+    read_answer,
+)
 
 log = get_logger("engines")
 rate_limited = RateLimitedLog(log)
+
+Told = TypeVar("Told", bound=WorkerAnswer)
 
 LARGEST_ANSWER = 64 << 20
 """Bytes of an answer to a control route. Digests of a hundred thousand tensors are a tenth of it."""
@@ -150,15 +160,22 @@ class Engine:
             self.suspected.set()
             raise PeerDied(f"{self.url}/{path} got no answer: {message_of(error)}") from error
 
-    async def ask_workers(self, method: str, *args: Any, returns: Any = Any) -> list[Any]:
-        """Call one of our methods in each of its workers. Raises PeerDied where not every worker has answered."""
+    async def ask_workers(self, method: str, *args: Any, returns: type[Told]) -> list[Told]:
+        """Call one of our methods in each of its workers, which answers `returns`, a `WorkerAnswer`.
+
+        Raises: PeerDied if a worker has failed or not answered.
+        """
         body = {"method": method} | ({"args": args} if args else {})
-        results = (await self.post("collective_rpc", body, returns=Answer[returns])).results
+        results: list[Told] = (await self.post("collective_rpc", body, returns=Answer[returns])).results  # type: ignore[valid-type]
         if len(results) != self.num_workers:
             raise PeerDied(
                 f"{self.url}: {len(results)} workers answered `{method}` - expected {self.num_workers}, as many as "
                 "its /get_world_size counts. Look at its log: logs/inference.stdout of a run."
             )
+        for number, result in enumerate(results, 1):
+            if result.failure is not None:
+                worker = f"worker {number} of {self.num_workers}"
+                raise PeerDied(f"{self.url}, {worker}, failed `{method}`: {result.failure}")
         return results
 
     async def weight_version(self) -> str:

@@ -104,15 +104,21 @@ class Answer(msgspec.Struct, Generic[Each]):
     results: list[Each]  # one per worker
 
 
-class WeightReport(msgspec.Struct):
-    """The weights that a worker of an engine reports to hold."""
+class WorkerAnswer(msgspec.Struct):
+    """What a worker of an engine answers to a call of one of our methods (`inference/weight_engine.py`)."""
+
+    failure: str | None = None  # the error, if the method failed; other fields are empty then
+
+
+class Ahead(WorkerAnswer, kw_only=True):
+    ahead: bool  # the worker takes tensors in while it serves
+
+
+class WeightReport(WorkerAnswer, kw_only=True):
+    """The weights that a worker reports to hold."""
 
     digests: dict[str, str]  # as received by the last update
     incomplete: list[str]  # layers that the last update left with old weights
-
-
-class Ahead(msgspec.Struct):
-    ahead: bool  # the worker takes tensors in while it serves
 
 
 class WeightInfo(msgspec.Struct):

@@ -5,17 +5,16 @@ A run's updates (`update.py`) and evaluations of checkpoints outside a run ask e
     join               the engine's workers connect to the sender
     receives_ahead     they take tensors in while the engine serves, where there is room for both versions
     pausing            requests are frozen and cached prompts forgotten; inside:
-      load               the model gets the tensors, as they arrive or as they were taken in
-      finish             vLLM processes what was loaded, and names it
+      load               the model gets the tensors, as they arrive or as they were taken in, and reports
+      name_weights       vLLM's answers name these weights from here on
     require_confirmed  every worker has the digests of the sender, and no layer kept old weights
 
 The cores of a mixture of experts compute in step, even without requests. A worker that blocks in `join` or `load` while
 its peer on another core waits for it in a collective would never wake. So an engine of several cores is paused first:
 vLLM answers `/pause` once all cores have agreed to stop.
 
-An engine that holds adapters on top of the base model (`lora.sync = "adapter"`) needs two more steps, and could skip
-either silently: `trireme_load_adapter` has its workers load them where requests read them, and report whether they did;
-`name_adapter` has its server register a name for them, which the probe and all requests then use.
+An engine that holds adapters on top of the base model (`lora.sync = "adapter"`) needs one more step: `name_adapter` has
+its server register a name for them, which the probe and all requests then use.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from trireme.algo.weight_checks import first_difference
 from trireme.base.errors import PeerDied, WeightsMismatch
 from trireme.messages import InitInfo, TensorSpec, UpdateInfo
 from trireme.orchestrator.engines.engine import Engine
-from trireme.orchestrator.engines.responses import Ahead, Models, PauseInfo
+from trireme.orchestrator.engines.responses import Ahead, Models, PauseInfo, WeightReport, WorkerAnswer
 
 POLL_S = 0.001
 """Seconds between two checks whether an engine on a CPU has paused.
@@ -40,7 +39,7 @@ It answers between two of its iterations, which take longer.
 
 async def join(engine: Engine, info: InitInfo) -> None:
     """Connect the engine's workers to the sender. Raises PeerDied."""
-    await engine.post("init_weight_transfer_engine", {"init_info": info})
+    await engine.ask_workers("trireme_join", info, returns=WorkerAnswer)
 
 
 async def receives_ahead(engine: Engine, specs: list[TensorSpec]) -> bool:
@@ -82,37 +81,27 @@ async def _until_paused(engine: Engine, pause: asyncio.Task[Any], *, polls: bool
         await pause
 
 
-async def load(engine: Engine, info: UpdateInfo) -> None:
-    """Have a paused engine load the tensors of a transfer. Raises PeerDied."""
-    try:
-        await engine.post("start_weight_update")
-    except PeerDied as refusal:
-        # vLLM begins none while one is open. An orchestrator that died before `finish` has left it open.
-        try:
-            await engine.post("finish_weight_update", {})
-            await engine.post("start_weight_update")
-        except PeerDied:
-            raise refusal from None
-    await engine.post("update_weights", {"update_info": info})
+async def load(engine: Engine, info: UpdateInfo) -> list[WeightReport]:
+    """Have a paused engine load the tensors of a transfer. Returns what each worker holds then. Raises PeerDied."""
+    return await engine.ask_workers("trireme_update", info, returns=WeightReport)
 
 
-async def finish(engine: Engine, version: str) -> None:
-    """End the update, after which the engine calls its weights `version`. Raises PeerDied."""
-    await engine.post("finish_weight_update", {"weight_version": version})
+async def name_weights(engine: Engine, version: str) -> None:
+    """Have the engine call its weights `version`. Raises PeerDied."""
+    await engine.post("update_weight_version", {"new_version": version})
 
 
-async def require_confirmed(engine: Engine, digests: dict[str, str], *, name: str) -> None:
+def require_confirmed(engine: Engine, reports: list[WeightReport], digests: dict[str, str], *, name: str) -> None:
     """Compare what each of the engine's workers reports with what was sent.
 
     Args:
+        reports: by worker, as `load` returned them.
         digests: of the tensors that were sent, by name.
         name: of the weights, for messages.
 
-    Raises:
-        WeightsMismatch: a worker has other tensors, or a layer that kept old weights.
-        PeerDied: a worker has not reported.
+    Raises: WeightsMismatch if a worker has other tensors, or a layer that kept old weights.
     """
-    for number, report in enumerate(await engine.weight_reports(), 1):
+    for number, report in enumerate(reports, 1):
         worker = f"worker {number} of {engine.num_workers}"
         if difference := first_difference(digests, report.digests):
             raise WeightsMismatch(

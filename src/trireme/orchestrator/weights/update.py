@@ -21,8 +21,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -49,11 +48,12 @@ from trireme.messages import (
     UpdateInfo,
 )
 from trireme.orchestrator.engines.engine import Engine
+from trireme.orchestrator.engines.responses import WeightReport
 from trireme.orchestrator.weights.engine_update import (
-    finish,
     join,
     load,
     name_adapter,
+    name_weights,
     pausing,
     receives_ahead,
     require_confirmed,
@@ -193,7 +193,8 @@ class Update:
     _lives: dict[str, int] = field(default_factory=dict)  # of the engines in the transfer's group, by address
     _joins: bool = True  # a new group; else that of the attempt before
     _paused_since: dict[str, float] = field(default_factory=dict)
-    _receiving: dict[str, asyncio.Task[bool]] = field(default_factory=dict)
+    _receiving: dict[str, asyncio.Task[list[WeightReport] | None]] = field(default_factory=dict)
+    _reports: dict[str, list[WeightReport]] = field(default_factory=dict)  # of the engines that have loaded
     _began: float = 0.0
 
     def __post_init__(self) -> None:
@@ -274,8 +275,8 @@ class Update:
         went_well = self.confirmed is not None and self.confirmed.done() and self.is_confirming
         return went_well and other.message.incarnation == self.message.incarnation and other._lives == self._lives
 
-    async def _receive(self, engine: Engine, rank_offset: int, world_size: int) -> bool:
-        """Return whether the engine has loaded all of it already, or only taken it in."""
+    async def _receive(self, engine: Engine, rank_offset: int, world_size: int) -> list[WeightReport] | None:
+        """Return the reports of an engine that has loaded all of it; None of one that only takes it in."""
         info = InitInfo(
             kind=self.message.kind,
             host=self.message.host,
@@ -289,17 +290,15 @@ class Update:
         is_pulled = self.message.kind in PULLED_KINDS
         # cores that compute in step stand still before any of them waits for the sender
         if engine.num_cores > 1 and not is_pulled:
-            await self._fetch(engine, {}, join_first=info if self._joins else None)
-            return True
+            return await self._fetch(engine, {}, join_first=info if self._joins else None)
 
         if self._joins:
             await join(engine, info)
         if is_pulled or await receives_ahead(engine, self._specs):
-            return False
-        await self._fetch(engine, {})
-        return True
+            return None
+        return await self._fetch(engine, {})
 
-    async def _fetch(self, engine: Engine, payload: dict, *, join_first: InitInfo | None = None) -> None:
+    async def _fetch(self, engine: Engine, payload: dict, *, join_first: InitInfo | None = None) -> list[WeightReport]:
         """Pause the engine and have it load, after it has joined the transfer if it is given one."""
         self.pool.is_given(engine, self.message.version, is_paused=True)
         self.pool.quarantine(engine)
@@ -309,14 +308,10 @@ class Update:
             reach("update.paused")
             if join_first is not None:
                 await join(engine, join_first)
-            with self._loading():
-                await load(engine, UpdateInfo(self._specs, payload))
-
-    @contextmanager
-    def _loading(self) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.spent["time/engines_load"] += (time.perf_counter() - began) / len(self._targets)
+            began = time.perf_counter()
+            reports = await load(engine, UpdateInfo(self._specs, payload))
+            self.spent["time/engines_load"] += (time.perf_counter() - began) / len(self._targets)
+        return reports
 
     # once the trainer has sent
 
@@ -336,7 +331,8 @@ class Update:
         await self._each(self._load, message)
         reach("update.loaded")
         name = f"Version {message.version}"
-        await self._each(lambda engine, _: require_confirmed(engine, message.digests, name=name), message)
+        for engine in self._targets:
+            require_confirmed(engine, self._reports[engine.url], message.digests, name=name)
         if self.message.everywhere:  # whatever is sent from now on is answered by the new version
             await self.policy.offer(message.version, self._targets)
         differences = await self._each(self._resume, message)
@@ -360,21 +356,18 @@ class Update:
             try:
                 return await do(engine, message)
             except (WeightsMismatch, EngineRefused) as mismatch:
-                serves = await engine.weight_version()
-                if serves != str(message.version):  # the wrong weights are those of a process that was sent nothing
-                    raise PeerDied(f"{engine.url} was replaced meanwhile: it serves version {serves!r}") from mismatch
+                # the wrong weights may be those of a process that was sent nothing, whatever they are called
+                if any(report.digests != message.digests for report in await engine.weight_reports()):
+                    raise PeerDied(f"{engine.url} was replaced meanwhile: it has other weights") from mismatch
                 raise
 
         return await _all(map(unless_replaced, self._targets))
 
     async def _load(self, engine: Engine, message: PolicySent) -> None:
-        if not await self._receiving[engine.url]:
-            await self._fetch(engine, message.payload)
-        reach("update.unfinished")
-        with self._loading():
-            await finish(engine, str(message.version))
-        if self.pool.adapter is not None:
-            await engine.ask_workers("trireme_load_adapter")
+        reports = await self._receiving[engine.url]
+        self._reports[engine.url] = reports if reports is not None else await self._fetch(engine, message.payload)
+        reach("update.unnamed")
+        await name_weights(engine, str(message.version))
 
     async def _resume(self, engine: Engine, message: PolicySent) -> float:
         """Resume generation, then probe the engine. Returns the largest difference of a logprob."""

@@ -25,7 +25,7 @@ from trireme.base.errors import ConfigError, PeerDied
 from trireme.base.log import get_logger
 from trireme.messages import InitInfo, UpdateInfo
 from trireme.orchestrator.engines.responses import PauseInfo
-from trireme.orchestrator.weights.engine_update import finish, join, load, require_confirmed
+from trireme.orchestrator.weights.engine_update import join, load, require_confirmed
 from trireme.tools.environments import progress
 from trireme.tools.environments.policy import FRESH, LOADING, EnginePolicy, StandingPool, WeightsReplaced
 from trireme.tools.environments.policy_endpoint import Server
@@ -148,7 +148,6 @@ class EvaluatedEngine:
             await self._name(f"{self._id}{LOADING}")
             self.holds = f"a part of {name}"
             digests = await self._transfer(name, source)
-            await require_confirmed(self.engine, digests, name=name)
             await self._name(f"{self._id}-{name}")
             await self.engine.post("resume")
             self._holds_base = name == BASE
@@ -189,7 +188,10 @@ class EvaluatedEngine:
         self._pool.serves = name
 
     async def _transfer(self, name: str, source: Source) -> dict[str, str]:
-        """Have the engine read a model's files, or those of a merged one. Returns the digest of each tensor."""
+        """Have the engine read a model's files, or those of a merged one. Returns the digest of each tensor.
+
+        Raises: WeightsMismatch where it holds something else.
+        """
         info = InitInfo(
             kind="filesystem",
             host="",
@@ -216,6 +218,6 @@ class EvaluatedEngine:
 
         await join(self.engine, info)
         payload = await asyncio.to_thread(write)
-        await load(self.engine, UpdateInfo(source.specs, payload))
-        await finish(self.engine, f"{self._id}{LOADING}")
+        reports = await load(self.engine, UpdateInfo(source.specs, payload))
+        require_confirmed(self.engine, reports, digests, name=name)
         return digests

@@ -139,8 +139,9 @@ class WeightGroup:
                 work.wait(timedelta(seconds=CHECK_WANTED_S))
                 return
             except RuntimeError:
-                if work.is_completed():
-                    raise
+                if work.is_completed():  # broken, or complete just after this wait has timed out
+                    work.wait()
+                    return
             self._require_wanted()
         self._poll(work.is_completed, "a peer of the weight group took no part in a broadcast")
         work.wait()  # raises what broke it; else the current stream may read the tensor from here on
