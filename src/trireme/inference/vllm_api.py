@@ -21,6 +21,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 ADAPTER_ID = 1  # of the only adapter; vLLM's server counts from 1 as well
 
@@ -126,9 +127,25 @@ def incomplete_layers(model: torch.nn.Module) -> list[str]:
         if not info.can_load() or not owns_parameters or is_deferred_attention_layer(layer):
             continue
         padded = isinstance(layer, VocabParallelEmbedding)
-        if info.load_numel <= 0 or (info.load_numel < info.load_numel_total and not padded):
-            names.append(f"{name} ({info.load_numel} of {info.load_numel_total} values)")
+        expected = info.load_numel_total - (_expert_padding(layer) if isinstance(layer, RoutedExperts) else 0)
+        if info.load_numel <= 0 or (info.load_numel < expected and not padded):
+            names.append(f"{name} ({info.load_numel} of {expected} values)")
     return names
+
+
+def _expert_padding(experts: RoutedExperts) -> int:
+    """Return the number of values that vLLM counts as expected, and that no checkpoint has.
+
+    vLLM builds experts larger than they are where their kernel works in blocks: to multiples of 128 where they are
+    rounded to 8 bits per block, and for some ways to exchange tokens. Plain experts say so (`weight_loader_numel`),
+    those that are rounded do not.
+    """
+    config = experts.moe_config
+    hidden, inner = config.hidden_dim_unpadded, config.intermediate_size_per_partition_unpadded
+    stacked = config.w13_num_shards * inner
+    sizes = {"w13_weight": stacked * hidden, "w13_bias": stacked, "w2_weight": hidden * inner, "w2_bias": hidden}
+    counted = {name: parameter for name, parameter in experts.named_parameters(recurse=False) if name in sizes}
+    return sum(get_tensor_load_numel(each) - len(each) * sizes[name] for name, each in counted.items())
 
 
 def load_adapter(manager: Any, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from resolved_runs import CPU, ENV, refusals, resolved
+from resolved_runs import CPU, ENV, GPUS, refusals, resolved
 from tiny_tokenizer import write_tokenizer
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
@@ -154,6 +154,13 @@ def test_what_does_not_hold_for_layers_with_a_state_is_refused_before_launch(fol
     if chosen:
         assert {"attn": run.trainer.model.attn, "dtype": run.inference.model.dtype} == chosen
     assert len(refusals(flags, words or str(folder), at_launch=True)) == bool(words)
+
+
+@pytest.mark.parametrize(("dtype", "is_refused"), [("float32", True), ("bfloat16", False), ("auto", False)])
+def test_latent_attention_in_float32_is_refused_on_gpus(folder, dtype, is_refused):
+    describe(folder, model_type="deepseek_v3", kv_lora_rank=512, qk_rope_head_dim=64)
+    flags = f"--model.name {folder} --inference.model.dtype {dtype}"
+    assert len(refusals(flags, "expected bfloat16 or float16", on=GPUS, at_launch=True)) == is_refused
 
 
 @pytest.mark.parametrize(

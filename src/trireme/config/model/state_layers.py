@@ -77,6 +77,11 @@ def serving_problems(
             f"{table}: kv_lora_rank + qk_rope_head_dim = {latent_width(config)} in its config.json - expected "
             f"{LATENT_ON_CPU} on a CPU, the only width that vLLM has a kernel for there. Use GPUs, or another model."
         )
+    if device != "cpu" and latent_width(config) and dtype == "float32":
+        yield (
+            f'inference.model.dtype = "float32" with {kind} - expected bfloat16 or float16, as vLLM has no kernel for '
+            "latent attention in float32 on a GPU. Leave it out."
+        )
     of_nemotron = "moe" in (text.get("layers_block_type") or ()) or "E" in (text.get("hybrid_override_pattern") or "")
     if device == "cpu" and (of_nemotron or kind in EXPERTS_WITHOUT_CPU_KERNEL):
         yield f"{table}: vLLM has no kernel on a CPU for the experts of {kind} - expected one without experts, or GPUs."
