@@ -65,10 +65,9 @@ def test_a_request_that_is_under_way_goes_on_with_the_new_adapters_from_the_next
 def test_adapters_that_are_left_out_are_named(post, tmp_path):
     base, sent = load_file(MODEL / "model.safetensors"), adapters(3)
     assert update(post, base | sent, tmp_path, version=0) == []
-    assert len(update(post, sent, tmp_path, version=1)) == len(sent) // 2
     name = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
     halved = {other: tensor for other, tensor in sent.items() if other != name}
-    assert update(post, halved, tmp_path, version=2) == ["model.layers.1.mlp.up_proj"]
+    assert update(post, halved, tmp_path, version=1) == ["model.layers.1.mlp.up_proj"]
 
 
 def adapters(seed: int) -> Tensors:
