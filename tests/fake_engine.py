@@ -208,20 +208,24 @@ class FakeEngine:
         return web.json_response({"choices": [choice], "prompt_logprobs": [None, *known]})
 
     async def control(self, request: web.Request) -> web.Response:
-        body = await request.json() if request.can_read_body else {}
-        is_call = request.path == "/collective_rpc"
-        name = body["method"].removeprefix("trireme_") if is_call else request.path.strip("/")
-        if (handler := getattr(self, f"_{name}", None)) is None:
+        route = request.path.strip("/")
+        if (handler := getattr(self, f"_{route}", None)) is None:
             return web.Response(status=404)
+        body = await request.json() if request.can_read_body else {}
+        if route != "collective_rpc":
+            self.calls.append(route)
+        if route == self.failing_route:
+            return web.json_response({"error": f"{route} broke"}, status=500)
+        return web.json_response(await handler(body) or {})
+
+    async def _collective_rpc(self, body: dict) -> dict[str, Any]:
+        """Call a method of each worker, by whose name it is counted among the calls."""
+        name = body["method"].removeprefix("trireme_")
         self.calls.append(name)
-        if not is_call and name == self.failing_route:
-            return web.json_response({"error": f"{name} broke"}, status=500)
-        if not is_call:
-            return web.json_response(await handler(body) or {})
         fails = name == self.failing_route
-        good = {"failure": f"{name} broke"} | NOTHING if fails else await handler(*body.get("args", []))
-        results = [*[good] * (self.num_workers - 1), self._last_of(good)]
-        return web.json_response(self.mangle_call({"results": results}))
+        method = getattr(self, f"_{name}")
+        good = {"failure": f"{name} broke"} | NOTHING if fails else await method(*body.get("args", []))
+        return self.mangle_call({"results": [*[good] * (self.num_workers - 1), self._last_of(good)]})
 
     def _last_of(self, answer: dict) -> dict[str, Any]:
         """What the last worker answers where those before it answer this."""
