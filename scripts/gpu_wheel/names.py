@@ -46,6 +46,8 @@ ATTRIBUTES = {
     "vllm.model_executor.model_loader.default_loader:DefaultModelLoader": "_prepare_weights _get_weights_iterator",
     "vllm.model_executor.model_loader.reload.types:LayerReloadingInfo": "can_load load_numel load_numel_total",
     "vllm.outputs:CompletionOutput": "finish_reason index logprobs sampling_mask stop_reason token_ids weight_versions",
+    "vllm.v1.engine.async_llm:AsyncLLM": "engine_core",
+    "vllm.v1.engine.core_client:DPLBAsyncMPClient": "call_utility_all_async",
     "vllm.v1.worker.gpu_worker:Worker": "model_runner weight_transfer_engine",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner": "lora_manager",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "lora_manager",
