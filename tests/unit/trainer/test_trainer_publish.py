@@ -364,7 +364,7 @@ def test_a_transfer_needs_the_memory_of_two_buckets_and_one_tensor(open_stand, t
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("synchronize", "ipc_collect"):
+    for name in ("synchronize", "ipc_collect", "current_device"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="here"))
 
