@@ -190,7 +190,7 @@ class InitInfo(msgspec.Struct, frozen=True):
 
 
 class UpdateInfo(msgspec.Struct, frozen=True):
-    """What an engine is to load.
+    """The tensors that an engine is to load, and where they are.
 
     Example:
         UpdateInfo([TensorSpec("model.norm.weight", "bfloat16", [64])], payload={"folder": "/runs/7/broadcast"})

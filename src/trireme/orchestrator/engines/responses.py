@@ -105,7 +105,7 @@ class Answer(msgspec.Struct, Generic[Each]):
 
 
 class WorkerAnswer(msgspec.Struct):
-    """What a worker of an engine answers to a call of one of our methods (`inference/weight_engine.py`)."""
+    """The answer of an engine's worker to a call of one of our methods (`inference/weight_engine.py`)."""
 
     failure: str | None = None  # the error, if the method failed; other fields are empty then
 
