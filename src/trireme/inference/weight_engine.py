@@ -183,9 +183,15 @@ class WorkerExtension:
     @_without_raising
     def trireme_update(self, info: dict[str, Any]) -> dict[str, Any]:
         """Load a transfer, as it arrives or as it was received ahead, and report. Called while the engine is paused."""
-        self.start_weight_update()  # type: ignore[attr-defined]
-        self.update_weights(info)  # type: ignore[attr-defined]
-        self.finish_weight_update()  # type: ignore[attr-defined]
+        vllm: Any = self
+        try:
+            vllm.start_weight_update()
+        except RuntimeError:  # the last update is open still, as its end has failed: vLLM begins none meanwhile
+            vllm.finish_weight_update()
+            vllm.start_weight_update()
+        vllm.update_weights(info)
+        vllm.finish_weight_update()
+
         adapter = self.weight_transfer_engine.adapter
         if adapter and fault("skip_adapter") is None:  # vLLM has dropped the one before
             load_adapter(self.model_runner.lora_manager, adapter)
