@@ -3,6 +3,7 @@
 Production code names a point where something can go wrong; a test makes it go wrong there, in the real process.
 
     TRIREME_FAULTS="skip_tensor=model.norm.weight"      a fault with a value, read with `fault`
+    TRIREME_FAULTS="skip_tensor.rank1=..."              the same in an engine's second worker alone
     TRIREME_FAULTS="folder=/tmp/faults"                 points of the protocol, armed while the run is under way
 
 A file in that folder, named after a point, arms it. Its content is the action: `kill` (SIGKILL), `freeze` (SIGSTOP) or
