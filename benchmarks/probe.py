@@ -1,11 +1,16 @@
 """How far rounding to bfloat16 moves a probe's logprobs, in multiples of the noise by which an engine is judged.
 
     uv run python benchmarks/probe.py [--models 60] [--family qwen3 ...]     # a minute, at 250 models three
+    uv run python benchmarks/probe.py --drift [--family qwen3 ...]           # how fast the noise changes, a minute
 
 Each model is tiny and random (`tests/families.py`). The trainer computes its probe and the probe's noise as in a run,
 and transformers the same logprobs in bfloat16 with the same weights, as an engine that is right would. A run ends where
 the mean difference is more than `TIMES_NOISE` times the noise. For models that cap their attention scores the last
 column is an engine that is wrong, with another cap.
+
+`--drift` trains one model of each family for 160 steps at the quickstart's learning rate, on random tokens that it learns
+by heart, so that its weights change faster than in a run. Printed is by which factor the noise grew or shrank, at most,
+between two versions that many steps apart.
 """
 
 from __future__ import annotations
@@ -13,14 +18,17 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -30,19 +38,26 @@ from trireme.messages import Probe
 from trireme.orchestrator.weights.update import TIMES_NOISE
 from trireme.trainer.model.model import load_model
 from trireme.trainer.parallel.mesh import World, open_world
-from trireme.trainer.publish.probe import compute_probe
+from trireme.trainer.publish.probe import compute_noise, compute_probe
+from trireme.trainer.publish.publisher import NOISE_EVERY
 
 FAMILIES = ("qwen3", "gemma2", "qwen3_moe", "lfm2_moe")
 OTHER_CAP = 0.5
+DRIFT_STEPS, LR = 160, 5e-4
+APART = (1, 4, NOISE_EVERY, 64)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=int, default=60, help="random models of each family")
     parser.add_argument("--family", choices=families.CONFIGS, nargs="+", default=FAMILIES)
+    parser.add_argument("--drift", action="store_true", help="how much the noise changes from version to version")
     arguments = parser.parse_args()
-    table = Table("family", "median", "largest", f"above {TIMES_NOISE:g}", "another cap, median", "and below")
     disable_progress_bar()
+    if arguments.drift:
+        print_drift(arguments.family)
+        return
+    table = Table("family", "median", "largest", f"above {TIMES_NOISE:g}", "another cap, median", "and below")
     with open_world("cpu", threads=1, timeout_s=60) as world:
         for kind in arguments.family:
             measured = [measure(kind, seed, world) for seed in range(arguments.models)]
@@ -60,13 +75,44 @@ def measure(kind: str, seed: int, world: World) -> tuple[float, float | None]:
     with TemporaryDirectory() as folder:
         families.save_family(Path(folder), families.build_config(kind), seed=seed)
         model = load_model(TrainerModel(attn="eager"), folder, world)
-        probe = compute_probe(model, world.device, (torch.bfloat16,))
+        probe = compute_probe(model, world.device)
+        noise = compute_noise(model, world.device, probe, (torch.bfloat16,))
         half = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
-    right = difference(half, probe) / probe.noise
+    right = difference(half, probe) / noise
     capped = [part for part in half.modules() if getattr(part, "attn_logit_softcapping", None)]
     for part in capped:
         part.attn_logit_softcapping = OTHER_CAP
-    return right, difference(half, probe) / probe.noise if capped else None
+    return right, difference(half, probe) / noise if capped else None
+
+
+def print_drift(kinds: Iterable[str]) -> None:
+    table = Table("family", "noise at first", "at last", *(f"{apart} apart: grew, shrank" for apart in APART))
+    with open_world("cpu", threads=1, timeout_s=60) as world:
+        for kind in kinds:
+            noise = measure_drift(kind, world)
+            later = [(noise[apart:], noise[:-apart]) for apart in APART]
+            factors = [f"{(new / old).max():.2f}, {(old / new).max():.2f}" for new, old in later]
+            table.add_row(kind, f"{noise[0]:.4f}", f"{noise[-1]:.4f}", *factors)
+    Console(width=120).print(table)
+
+
+def measure_drift(kind: str, world: World) -> np.ndarray:
+    """Return the noise of each version of a model that is trained."""
+    with TemporaryDirectory() as folder:
+        families.save_family(Path(folder), families.build_config(kind), seed=0)
+        model = load_model(TrainerModel(attn="eager"), folder, world)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95))
+    ids = torch.randint(0, model.config.get_text_config().vocab_size, (8, 24), generator=torch.manual_seed(0))
+
+    noise = []
+    for _ in range(DRIFT_STEPS + 1):
+        probe = compute_probe(model, world.device)
+        noise.append(compute_noise(model, world.device, probe, (torch.bfloat16,)))
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+        cross_entropy(logits, ids[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return np.array(noise)
 
 
 @torch.no_grad()

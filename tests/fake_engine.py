@@ -422,9 +422,10 @@ def ready_message(
     return messages.PolicyReady(**about, **address, incarnation=incarnation, everywhere=everywhere, specs=specs)
 
 
-def sent_message(config: RunConfig, version: int, attempt: int = 1) -> messages.PolicySent:
+def sent_message(config: RunConfig, version: int, attempt: int = 1, *, noise_age: int = 0) -> messages.PolicySent:
     digests = digests_of(version)
-    probe = messages.Probe(PROBE_IDS, [logprob_of(token, place, version) for place, token in enumerate(PROBE_IDS[1:])])
+    logprobs = [logprob_of(token, place, version) for place, token in enumerate(PROBE_IDS[1:])]
+    probe = messages.Probe(PROBE_IDS, logprobs, noise_age=noise_age)
     payload = {"digests": digests} if config.weight_broadcast.type == "filesystem" else {}
     about = {"run_id": config.run_id, "version": version, "attempt": attempt}
     return messages.PolicySent(**about, digests=digests, probe=probe, payload=payload)

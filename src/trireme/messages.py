@@ -23,7 +23,7 @@ import numpy as np
 from msgspec import Meta
 from pydantic import BaseModel
 
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 
 Count = Annotated[int, Meta(ge=0, le=1 << 31)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]
@@ -206,6 +206,7 @@ class Probe(msgspec.Struct, frozen=True):
     ids: Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 31)]], Meta(min_length=2)]  # [T]
     logprobs: list[float]  # [T - 1]: of ids[t + 1] after ids[:t + 1], at temperature 1
     noise: Annotated[float, Meta(ge=0)] = 0.0  # mean change of a logprob by rounding; 0 in float32
+    noise_age: Annotated[int, Meta(ge=0)] = 0  # versions since the noise was measured
 
 
 # trainer -> orchestrator, and the answers

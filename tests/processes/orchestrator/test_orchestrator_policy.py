@@ -65,8 +65,8 @@ class Stage:
             pass
         return reply
 
-    async def send(self, go: Go, attempt: int = 1) -> Any:
-        message = sent_message(self.config, go.version, attempt)
+    async def send(self, go: Go, attempt: int = 1, **probe: Any) -> Any:
+        message = sent_message(self.config, go.version, attempt, **probe)
         if not message.payload:
             for _ in self.pool.reachable():
                 self.wire.send(go.epoch, message.digests)
@@ -74,12 +74,12 @@ class Stage:
             pass
         return reply
 
-    async def publish(self, version: int, *, pause_s: float = 0.0, **who: Any) -> Any:
+    async def publish(self, version: int, *, pause_s: float = 0.0, noise_age: int = 0, **who: Any) -> Any:
         """As one transfer after the other: the number of an attempt is never used twice."""
         self.attempts += 1
         go = await self.announce(version, self.attempts, **who)
         await asyncio.sleep(pause_s)
-        return await self.send(go, self.attempts)
+        return await self.send(go, self.attempts, noise_age=noise_age)
 
     async def generate(self) -> Any:
         return await self.pool.generate(*ASKED)
@@ -321,6 +321,13 @@ async def test_nothing_is_asked_of_cores_in_step_or_a_gpu_before_pause_answers(s
     stage.engine._pause = pause_slowly
     assert await stage.publish(1, incarnation="two") == Live(version=1)
     assert answered_after == ["pause"]
+
+
+@staged(is_live=False, probe_error=0.25, tolerance=None)
+async def test_weights_are_refused_only_by_the_noise_of_their_own_version(stage):
+    assert isinstance(await stage.publish(0, noise_age=3), Again)
+    assert stage.pool.engines[0].state == "quarantined"
+    assert isinstance(await stage.publish(0), Refusal)
 
 
 @staged(is_live=False, probe_status=404)

@@ -161,12 +161,11 @@ def open_stand(tmp_path: Path, tiny_model: Path, world: World) -> Iterator[Calla
             model: PreTrainedModel | None = None,
             intercept: Callable[[Request], Reply | None] = lambda _: None,
             dtype: str = "auto",
-            max_async_level: int = 1,
             **broadcast: Any,
         ) -> Stand:
             broadcast = {"bucket_mib": 1, "timeout_s": DEADLINE_S} | broadcast
             config = RunConfig(
-                output_dir=tmp_path, device="cpu", max_async_level=max_async_level, ports=Ports(weights=free_port()),
+                output_dir=tmp_path, device="cpu", ports=Ports(weights=free_port()),
                 weight_broadcast=WeightBroadcast(type=kind, **broadcast),
                 inference=InferenceConfig(model=InferenceModel(dtype=dtype)),
             )  # fmt: skip
@@ -310,17 +309,28 @@ def test_versions_that_engines_confirmed_are_published_only_if_they_differ(open_
     assert [ready.version for ready in orchestrator.attempts] == [5, 6]
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_engines_confirm_while_the_trainer_computes_unless_on_a_cpu_the_next_batch_waits_for_them(open_stand, level):
-    stand = open_stand(max_async_level=level)
+def test_engines_confirm_while_the_trainer_computes(open_stand):
+    stand = open_stand()
     stand.publisher.send(3)
-    assert stand.publisher.is_confirming == (level > 1)
+    assert stand.publisher.is_confirming
     stand.publisher.confirm()
     assert not stand.publisher.is_confirming
-    first, *sent = stand.orchestrator.asked
+    first, told, asked = stand.orchestrator.asked
     assert isinstance(first, PolicyReady)
-    assert len(sent) == (2 if level > 1 else 1)
-    assert sent[0] == sent[-1]  # the same question, so it has the same answer
+    assert told == asked  # the same question, so it has the same answer
+
+
+def test_noise_of_a_probe_is_measured_every_16_versions_or_on_failure(open_stand):
+    """An orchestrator may answer `Again` because the noise was that of an older version."""
+    failures = [Again(reason="the noise was that of version 0")]
+    is_lost = lambda asked: isinstance(asked, PolicySent) and asked.version == 5 and failures  # noqa: E731
+    stand = open_stand(dtype="bfloat16", intercept=lambda asked: failures.pop() if is_lost(asked) else None)
+    for version in range(22):
+        stand.publisher.publish(version)
+
+    probes = [asked.probe for asked in stand.orchestrator.asked if isinstance(asked, PolicySent)]
+    assert [probe.noise_age for probe in probes] == [*range(6), *range(16), 0]
+    assert all(probe.noise > 0 for probe in probes)
 
 
 @pytest.mark.parametrize("kind", KINDS)

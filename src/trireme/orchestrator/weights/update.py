@@ -383,7 +383,9 @@ class Update:
     async def _probe(self, engine: Engine, core: int, message: PolicySent) -> float:
         """Compare the logprobs of a fixed prompt by one core with the trainer's. Returns the largest difference.
 
-        Raises: WeightsMismatch where they differ by more than rounding does.
+        Raises:
+            WeightsMismatch: they differ by more than rounding does.
+            PeerDied: they may differ by more than rounding does, whose size is known of an older version only.
         """
         theirs = await self.pool.prompt_logprobs(engine, message.probe.ids, core=core)
         differences = np.abs(np.subtract(message.probe.logprobs, theirs))
@@ -393,16 +395,22 @@ class Update:
         else:
             found, measure = float(differences.mean()), "in the mean by"
             allowed = max(EXACT, TIMES_NOISE * message.probe.noise)
-        if not found <= allowed:
-            which = f", core {core + 1} of {engine.num_cores}," if engine.num_cores > 1 else ""
-            raise WeightsMismatch(
-                f"{engine.url}{which} does not compute with version {message.version}: on a fixed prompt its logprobs "
-                f"differ from the trainer's {measure} {found:.3g}, allowed is {allowed:.3g} "
-                f"(`weight_broadcast.probe_tolerance` for the largest, else {TIMES_NOISE:g} times what rounding makes)."
-                " Every tensor arrived as sent, so the engine uses one of them differently. See docs/models.md for the "
-                "model, and set the tolerance only where the engine is known to be right."
+        if found <= allowed:
+            return worst
+
+        which = f", core {core + 1} of {engine.num_cores}," if engine.num_cores > 1 else ""
+        differs = f"on a fixed prompt its logprobs differ from the trainer's {measure} {found:.3g}, allowed is {allowed:.3g}"
+        if message.probe.noise_age and not self.config.probe_tolerance:
+            raise PeerDied(
+                f"{engine.url}{which}: {differs} by the noise of {message.probe.noise_age} versions ago. The trainer "
+                "measures the noise of this version and sends it again."
             )
-        return worst
+        raise WeightsMismatch(
+            f"{engine.url}{which} does not compute with version {message.version}: {differs} "
+            f"(`weight_broadcast.probe_tolerance` for the largest, else {TIMES_NOISE:g} times what rounding makes)."
+            " Every tensor arrived as sent, so the engine uses one of them differently. See docs/models.md for the "
+            "model, and set the tolerance only where the engine is known to be right."
+        )
 
 
 async def _all(jobs: Iterable[Awaitable[Found]]) -> list[Found]:

@@ -28,38 +28,49 @@ SHIFT = 17  # numbers of the pool from the beginning of a token's errors to that
 
 
 @torch.no_grad()
-def compute_probe(
+def compute_probe(model: PreTrainedModel, device: torch.device, *, context: int | None = None) -> Probe:
+    """Compute the trainer's logprobs of the fixed prompt. A collective.
+
+    Args:
+        context: tokens that an engine takes, one of which it samples after the prompt.
+    """
+    length = PROBE_TOKENS if context is None else max(2, min(PROBE_TOKENS, context - 1))
+    ids = probe_ids(model.config.get_text_config().vocab_size, length)
+    row, places = unsampled_row(ids, [length]), np.arange(1, length)
+    return Probe(ids=ids, logprobs=scorer_of(model, device).score(row, places, device).logprobs.tolist())
+
+
+@torch.no_grad()
+def compute_noise(
     model: PreTrainedModel,
     device: torch.device,
+    probe: Probe,
     dtypes: tuple[torch.dtype, ...],
     *,
     low_bit: float = 0.0,
-    context: int | None = None,
-) -> Probe:
-    """Compute the trainer's logprobs of the fixed prompt, and their noise in the given precisions. A collective.
+) -> float:
+    """Compute how far rounding in the given precisions moves the logprobs of a probe. A collective.
 
-    The noise is the mean change of the logprobs when the outputs of all layers are off by random errors as large as
-    those of rounding, in the copy of the prompt where it is largest: in mixtures of experts, few copies take other
-    experts. The mean change by bfloat16 was up to 1.6 times that for dense models, and up to 2.9 times for mixtures
+    This is the mean change of the logprobs when the outputs of all layers are off by random errors as large as those of
+    rounding, in the copy of the prompt where it is largest: in mixtures of experts, few copies take other experts. The
+    mean change by bfloat16 was up to 1.6 times that for dense models, and up to 2.9 times for mixtures
     (`benchmarks/probe.py`).
 
     Args:
         dtypes: the precisions of the two sides that are compared.
         low_bit: largest relative error of the outputs of the decoder's matrices, if the engine holds these in few bits.
-        context: tokens that an engine takes, one of which it samples after the prompt.
     """
-    length = PROBE_TOKENS if context is None else max(2, min(PROBE_TOKENS, context - 1))
-    ids = probe_ids(model.config.get_text_config().vocab_size, length)
-    scorer = scorer_of(model, device)
     # The largest relative error of a rounded value; 0 in float32.
     error = math.hypot(*(torch.finfo(dtype).eps / 2 for dtype in dtypes if dtype != torch.float32))
-    places = np.arange(1, length)
-    found = scorer.score(unsampled_row(ids, [length]), places, device).logprobs
     if error == low_bit == 0:
-        return Probe(ids=ids, logprobs=found.tolist())
+        return 0.0
+
     # Copies share nothing, and the head runs as the module that noise is added to.
-    scorer = replace(scorer, head=None, shares_prefixes=False)
-    places = np.concatenate([places + copy * length for copy in range(COPIES)])
+    scorer = replace(scorer_of(model, device), head=None, shares_prefixes=False)
+    length = len(probe.ids)
+    row = unsampled_row(probe.ids * COPIES, [length] * COPIES)
+    places = np.concatenate([np.arange(1, length) + copy * length for copy in range(COPIES)])
+
     pool = _Pool(device)
     blocks = decoder_layers(model)
     matrices = {each for block in blocks for each in block.modules() if any(p.ndim > 1 for p in each.parameters(False))}
@@ -68,13 +79,12 @@ def compute_probe(
     hooks = [layer.register_forward_hook(_add_noise(each, pool)) for layer, each in errors.items()]
     try:
         with torch.compiler.set_stance("force_eager"):
-            row = unsampled_row(ids * COPIES, [length] * COPIES)
             noisy = scorer.score(row, places, device).logprobs
     finally:
         for hook in hooks:
             hook.remove()
-    noise = (noisy.view(COPIES, -1) - found).abs().mean(dim=1).max()
-    return Probe(ids=ids, logprobs=found.tolist(), noise=float(noise))
+    exact = torch.tensor(probe.logprobs, dtype=noisy.dtype, device=noisy.device)
+    return float((noisy.view(COPIES, -1) - exact).abs().mean(dim=1).max())
 
 
 class _Pool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
@@ -34,7 +35,7 @@ from trireme.monitor.spans import Lane
 from trireme.trainer.out_of_memory import is_out_of_memory
 from trireme.trainer.parallel.mesh import World, keep_alive
 from trireme.trainer.publish.delta import Part, SentWeights, TransferSize
-from trireme.trainer.publish.probe import compute_probe
+from trireme.trainer.publish.probe import compute_noise, compute_probe
 from trireme.trainer.publish.served_weights import served_specs, served_tensors, serves_adapters
 from trireme.transport.control import ControlClient
 from trireme.transport.weights.backends import Sender, open_sender
@@ -45,6 +46,8 @@ log = get_logger("publish")
 ATTEMPTS = 20
 BACKOFF_S = 0.25  # after the first failed attempt; doubles, which leaves time to notice an engine that died
 LONGEST_BACKOFF_S = 5.0
+NOISE_EVERY = 16
+"""Versions whose probes are judged by the noise of the first of them: measuring it costs more than the probe."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class Publisher:
         self._incarnation = uuid.uuid4().hex
         self._num_attempts = 0
         self._failures_in_a_row = 0
+        self._noise, self._noise_version = 0.0, -NOISE_EVERY  # of the probe, and the version that it was measured on
         self._lacks_room = False  # on rank 0: for the version that it tried to send last
         self._unconfirmed: Unconfirmed | None = None
         self._newest = Newest(version=-1, digests={})
@@ -157,10 +161,8 @@ class Publisher:
             NotFinite: the version's logprobs are not finite.
         """
         self._send_until_sent(version, everywhere=True)
-        # Confirm at once where it would cost more to wait: with ipc, what was sent stays in GPU memory until then. On a
-        # CPU, engines that are to make the very next batch would share the processors with the gradients.
-        config = self._config
-        if config.weight_broadcast.type == "ipc" or (config.device == "cpu" and config.max_async_level <= 1):
+        # With ipc, what was sent stays in GPU memory until engines confirm.
+        if self._config.weight_broadcast.type == "ipc":
             self.confirm()
         elif self._control is not None and self._unconfirmed is not None:
             assert self._unconfirmed.sent is not None
@@ -202,11 +204,7 @@ class Publisher:
         self._failures_in_a_row = 0
 
     def _send_until_sent(self, version: int, *, everywhere: bool) -> None:
-        trained = getattr(torch, self._config.trainer.model.optimization_dtype)
-        low_bit = low_bit_error(self._config.inference)
-        context = self._config.inference.model.max_model_len or self._config.seq_len
-        # before the announcement, which may pause engines
-        probe = compute_probe(self._model, self._world.device, (trained, self._dtype), low_bit=low_bit, context=context)
+        probe = self._probe(version)  # before the announcement, which may pause engines
         if not self._world.agree(all(map(math.isfinite, (*probe.logprobs, probe.noise)))):
             made = f"the step on batch {version - 1} made them" if version else f"{self._config.model.name} has them"
             raise NotFinite(
@@ -216,6 +214,19 @@ class Publisher:
             )
         while not self._world.agree(self._attempt(version, probe, everywhere=everywhere)):
             self._back_off(version)
+
+    def _probe(self, version: int) -> Probe:
+        """Compute a version's probe, and the noise by which it is judged when that is due, or after a failure."""
+        context = self._config.inference.model.max_model_len or self._config.seq_len
+        probe = compute_probe(self._model, self._world.device, context=context)
+
+        age = version - self._noise_version
+        if not 0 <= age < NOISE_EVERY or self._failures_in_a_row:
+            trained = getattr(torch, self._config.trainer.model.optimization_dtype)
+            low_bit = low_bit_error(self._config.inference)
+            self._noise = compute_noise(self._model, self._world.device, probe, (trained, self._dtype), low_bit=low_bit)
+            self._noise_version, age = version, 0
+        return msgspec.structs.replace(probe, noise=self._noise, noise_age=age if self._noise else 0)
 
     def _back_off(self, version: int) -> None:
         """Wait after a failed attempt.
