@@ -66,17 +66,17 @@ def _drafts(folder: Path, *, quick: bool) -> list[Cell]:
     reverse = shared | {"model": str(QUICKSTART)}
     frozen = shared | {"lr": 1e-12}  # the lengths stay as they are, and all the work is done
     small, large = str(folder / "models" / "small"), str(folder / "models" / "large")
-    found = [Cell("b", "reverse-text", **reverse, task={"kind": "reverse"}, max_steps=12 if quick else 80)]
+    found = [Cell("b", "reverse-text", **reverse, task={"kind": "reverse"}, max_steps=30 if quick else 80)]
     for delay_s in DELAYS_S:
         task = {"kind": "reverse", "delay_s": delay_s}
         ours = slow_environment(delay_s)
-        found.append(Cell("d", f"{delay_s:g} s", **reverse, task=task, max_steps=8 if quick else 20, ours=ours))
+        found.append(Cell("d", f"{delay_s:g} s", **reverse, task=task, max_steps=12 if quick else 20, ours=ours))
     for spread in SPREADS[:: 2 if quick else 1]:
         sizes = {"max_tokens": spread.longest + 1, "seq_len": 640, "max_steps": 5 if quick else 8}
         task = {"kind": "countdown", "spread": spread.word}
         name, ours = f"{spread.true_variation():.2f}", "max_async_level = 3"  # while the longest answer goes on
         found.append(Cell("c", name, **frozen, model=small, task=task, ours=ours, **sizes))
-    sizes = {"max_tokens": LARGE.longest + 1, "seq_len": 256, "max_steps": 4 if quick else 10, "batch_size": 64}
+    sizes = {"max_tokens": LARGE.longest + 1, "seq_len": 256, "max_steps": 5 if quick else 10, "batch_size": 64}
     task = {"kind": "countdown", "spread": LARGE.word}
     ours, our_trainer = 'inference.model.dtype = "bfloat16"', 'threads = 2\nmodel.optimization_dtype = "bfloat16"'
     dtypes = {
