@@ -54,7 +54,10 @@ class VerifiersAdapter(Adapter):
     def __init__(self, environment: Any, *, versions: dict[str, str]) -> None:
         self._environment = environment
         self.versions = versions
-        self._rubrics = [rubric for member in _tree(environment, "envs") for rubric in _tree(member.rubric, "rubrics")]
+        members = list(_tree(environment, "envs"))
+        self._rubrics = [rubric for member in members for rubric in _tree(member.rubric, "rubrics")]
+        for owner in (*members, *self._rubrics):
+            remember_signatures(owner)
         self.group_rewards = any(rubric.has_group_rewards for rubric in self._rubrics)
         self.train = environment.build_dataset()
         self.eval = environment.build_eval_dataset()
@@ -260,6 +263,18 @@ def _tree(root: Any, children: str) -> Iterator[Any]:
         yield from _tree(member, children)
 
 
+def remember_signatures(owner: Any) -> None:
+    """Note the signatures of an environment's or a rubric's stop conditions and cleanup handlers on these functions.
+
+    verifiers asks `inspect.signature` for each of them in each rollout, which takes longer than most of them run. A
+    function that has a `__signature__` answers at once.
+    """
+    for method in (*getattr(owner, "_stop_conditions", ()), *getattr(owner, "_cleanup_handlers", ())):
+        function = getattr(method, "__func__", method)
+        if inspect.isfunction(function):
+            function.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+
+
 # scoring by rubrics, without what they hide: each reward function is wrapped where the rubric lists it
 
 LONGEST_REASON = 200  # characters
@@ -361,7 +376,8 @@ def _watched(function: Callable, name: str, rubric: Any) -> Callable:
 
     if not scores_group and not takes_state:  # verifiers tells it this way whose metric it is
         asked = [*signature.parameters.values(), inspect.Parameter("state", inspect.Parameter.KEYWORD_ONLY)]
-        watched.__signature__ = signature.replace(parameters=asked)  # type: ignore[attr-defined]
+        signature = signature.replace(parameters=asked)
+    watched.__signature__ = signature  # type: ignore[attr-defined]  # verifiers asks for it seven times per rollout
     watched.__name__ = name
     watched._watched_by_trireme = True  # type: ignore[attr-defined]
     return watched
