@@ -6,6 +6,7 @@ with `trireme_` so that they hide no module of the environment.
 """
 
 import asyncio
+import gc
 import os.path
 import socket
 import sys
@@ -27,6 +28,8 @@ def main() -> None:
     if server is None:
         send_and_wait(orchestrator, answer)
         sys.exit(1)
+    gc.collect()
+    gc.freeze()  # what was imported and loaded lives as long as this process
     asyncio.run(server.serve(orchestrator, first=answer, unread=rest))
 
 
