@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import Iterator
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from functools import lru_cache
 from typing import Any
 
@@ -40,6 +40,9 @@ LOWEST = -9999.0
 
 KNOWN_ARGUMENTS = 1024  # sets of sampling arguments that are cached; most requests of a run have the same
 
+GAP_S = 0.005  # without a new request, after which an idle engine starts
+MOST_GATHERED_S = 0.05  # that the first request waits for others
+
 _encode = msgspec.json.Encoder().encode
 
 
@@ -60,6 +63,7 @@ class FastGenerate:
 
     def __init__(self, app: App) -> None:
         self._app = app
+        self._gathering = Gathering()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] != PATH or not _is_plain(scope):
@@ -88,13 +92,53 @@ class FastGenerate:
         outputs = state.engine_client.generate(prompt, params, request_id, lora_request=adapter)
         with _cancel_on_disconnect(receive):
             try:
-                async with aclosing(outputs):
+                async with self._gathering.turn(), aclosing(outputs):
                     async for output in outputs:
                         final = output
             except Exception:
                 return None
         (choice,) = final.outputs
         return None if choice.finish_reason == "error" else _encode(_response(request_id, choice))
+
+
+class Gathering:
+    """Holds requests while an idle engine is about to get more, so that it starts with all of them.
+
+    Rollouts that start together ask one by one, as fast as the orchestrator and the environment's worker can handle
+    them. An engine that starts with the first one computes many small batches, which cost nearly as much as large ones
+    and on a CPU take the processor from those who ask. A request to a busy engine is not held.
+    """
+
+    def __init__(self) -> None:
+        self._num_running = 0
+        self._gate: asyncio.Event | None = None  # of the requests that are held
+        self._timer: asyncio.TimerHandle | None = None  # opens it
+        self._latest = 0.0  # time of the loop at which it opens in any case
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait until the engine may start the request, and count it as running meanwhile."""
+        if not self._num_running:
+            await self._hold()
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+
+    async def _hold(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._gate is None or self._timer is None:
+            self._gate, self._latest = asyncio.Event(), loop.time() + MOST_GATHERED_S
+        else:
+            self._timer.cancel()
+        self._timer = loop.call_at(min(loop.time() + GAP_S, self._latest), self._open)
+        await self._gate.wait()
+
+    def _open(self) -> None:
+        assert self._gate is not None
+        self._gate.set()
+        self._gate = None
 
 
 def _is_plain(scope: Message) -> bool:
