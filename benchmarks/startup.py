@@ -121,11 +121,15 @@ class Start:
         """Of each process of the run and what it started, whose children that have ended are counted with it."""
         seconds: dict[str, float] = defaultdict(float)
         launcher = psutil.Process(self.process.pid)
-        for process in [launcher, *launcher.children(recursive=True)]:
+        names = {launcher.pid: "launcher"}
+        for process in [launcher, *launcher.children(recursive=True)]:  # parents first
             with suppress(psutil.Error):
                 times = process.cpu_times()
                 spent = times.user + times.system + times.children_user + times.children_system
-                seconds[process.environ().get("TRIREME_PROCESS", "launcher")] += spent
+                # The engine has written its title over its environment, so it counts as its parent.
+                above = names.get(process.ppid(), "launcher")
+                names[process.pid] = process.environ().get("TRIREME_PROCESS", above)
+                seconds[names[process.pid]] += spent
         return dict(seconds)
 
 

@@ -58,8 +58,9 @@ def describe_environment(folder: Path | None, python: Path | None) -> dict[str, 
     code = {"files": digest_of_files(folder)} if folder else {}
     if python is None:
         return code | ({"verifiers": found} if (found := _version("verifiers")) else {})
-    installed = distributions(path=[str(path) for path in python.parents[1].glob("lib/python*/site-packages")])
-    return code | {each.name: each.version for each in installed if each.name in ("verifiers", "datasets")}
+    folders = [str(path) for path in python.parents[1].glob("lib/python*/site-packages")]
+    wanted = ("verifiers", "datasets")
+    return code | {name: each.version for name in wanted for each in distributions(name=name, path=folders)}
 
 
 def _version(name: str) -> str | None:

@@ -72,6 +72,22 @@ def test_vllm_is_told_only_what_the_run_asks_for(flag: str, typed: str, on: Devi
     assert flag not in arguments("--trainer.model.lora.rank 9", on)
 
 
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("--seq-len 130", "5121"),  # 1024 sequences of 5 blocks, and the one that vLLM keeps back
+        ("--seq-len 130 --orchestrator.max-concurrent 100", "1281"),  # 256 sequences that the engine runs at once
+        ("--seq-len 4096", None),  # 12 GiB would be needed, and 1 is there
+        ("--seq-len 4096 --inference.cpu.kv-cache-gib 12", "131073"),
+        ("--seq-len 130 --inference.args.num-gpu-blocks-override 7", "7"),
+        ("--seq-len 130 --inference.args.block-size 64", None),
+    ],
+)
+def test_cpu_cache_holds_no_more_than_all_sequences(typed: str, expected: str | None) -> None:
+    found = server_arguments(resolved(f"--model.name models/reverse-text-tiny {typed}"))
+    assert dict(pairwise(found)).get("--num-gpu-blocks-override") == expected
+
+
 def test_values_of_files_are_written_as_vllms_parser_reads_them() -> None:
     args = {"async_scheduling": False, "served-model-name": ["a", "b"], "enable-log-deltas": True, "seed": None}
     args |= {"speculative-config": {"method": "ngram"}, "lora-modules": [{"name": "a"}], "enforce-eager": False}

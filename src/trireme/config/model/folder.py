@@ -69,6 +69,8 @@ def config_file(name: str, file: str = "config.json") -> Path | None:
     local = Path(name) / file
     if local.exists():
         return local
+    if local.parent.is_dir():  # it is no name of a hub then, whose package takes 0.1 s to import
+        return None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

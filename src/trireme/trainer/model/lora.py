@@ -11,11 +11,9 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig
-from peft.tuners.lora import Linear, LoraLayer, ParamWrapper
 from transformers import PreTrainedModel
 
 from trireme.algo.weight_checks import PREFIX
@@ -24,6 +22,9 @@ from trireme.config.model.state_layers import MAMBA
 from trireme.config.trainer import TOWER, Dtype, Lora
 from trireme.trainer.model.sharding import class_name, reshard
 from trireme.trainer.parallel.shards import local_part, shard_of
+
+if TYPE_CHECKING:  # a model that is trained whole does without peft, whose import takes a quarter of a second
+    from peft import LoraConfig
 
 ADAPTER = "default"  # PEFT's name for the only one
 ALL_LINEAR = "all-linear"
@@ -58,6 +59,9 @@ def inject_adapters(model: PreTrainedModel, config: Lora, *, base_model: str, se
     Raises:
         ConfigError: the model lacks such layers, or ties two of them.
     """
+    from peft import LoraConfig
+    from peft.tuners.lora import Linear, LoraLayer, ParamWrapper
+
     linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     adaptable = [name for name in linear if not _is_in_tower(name)]
     head = [name for name in linear if model.get_submodule(name) is model.get_output_embeddings()]
@@ -257,6 +261,10 @@ class Product:
 
 def products(model: PreTrainedModel) -> dict[str, Product]:
     """Return the products by the names that the parameters had before adapters were added."""
+    if adapters_of(model) is None:
+        return {}
+    from peft.tuners.lora import LoraLayer, ParamWrapper
+
     found = {}
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
@@ -309,6 +317,8 @@ def dropout(model: PreTrainedModel, *, step: int, rank: int, row: int) -> Iterat
 
 
 def _dropouts(model: PreTrainedModel) -> list[torch.nn.Module]:
+    from peft.tuners.lora import LoraLayer
+
     layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
     return [layer.lora_dropout[ADAPTER] for layer in layers if ADAPTER in layer.lora_dropout]
 

@@ -17,6 +17,7 @@ gradient 2,500 times smaller than the largest of its block keeps its m there and
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class AdamW8bit(torch.optim.Optimizer):
             return
         assert parameter.grad is not None
         held = [state.get(key) for key in (*MOMENTS, RANGE)]
-        (_compiled if parameter.is_cuda else _take_step)(
+        (_compiled() if parameter.is_cuda else _take_step)(
             local_part(parameter),
             local_part(parameter.grad),
             state["step"],
@@ -161,8 +162,12 @@ COMPILED: dict[str, Any] = {"dynamic": False, "recompile_limit": 256}
 """Options of the compiler. The step is compiled for each shape; by default torch stops after eight, which a plain model
 has, and runs the function eagerly for all others."""
 
-_compiled = torch.compile(_take_step, **COMPILED)
-"""The step, compiled on a GPU to save passes over memory. A CPU runs it as it is: compiling takes half a minute."""
+
+@cache
+def _compiled() -> Callable[..., None]:
+    """Return the step, compiled on a GPU to save passes over memory. A CPU runs it as it is: compiling takes half a
+    minute, and importing the compiler a second."""
+    return torch.compile(_take_step, **COMPILED)
 
 
 def _sharded_as(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
