@@ -8,9 +8,9 @@ and transformers the same logprobs in bfloat16 with the same weights, as an engi
 the mean difference is more than `TIMES_NOISE` times the noise. For models that cap their attention scores the last
 column is an engine that is wrong, with another cap.
 
-`--drift` trains one model of each family for 160 steps at the quickstart's learning rate, on random tokens that it learns
-by heart, so that its weights change faster than in a run. Printed is by which factor the noise grew or shrank, at most,
-between two versions that many steps apart.
+`--drift` trains one model of each family for 160 steps at the quickstart's learning rate, on random tokens that it
+learns by heart, so that its weights change faster than in a run. Printed is by which factor the noise grew or shrank,
+at most, between two versions that many steps apart.
 """
 
 from __future__ import annotations

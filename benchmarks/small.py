@@ -128,7 +128,7 @@ def update() -> dict[str, float]:
     from answering import answering
     from trireme.base.waiting import Waits
     from trireme.config.run import RunConfig
-    from trireme.messages import Go, Live, PolicyReady, Reply, Request
+    from trireme.messages import Go, Live, PolicyReady, PolicySent, Reply, Request
     from trireme.monitor.spans import Lane
     from trireme.trainer.parallel.mesh import open_world
     from trireme.trainer.publish.publisher import Publisher
@@ -142,6 +142,7 @@ def update() -> dict[str, float]:
     def answer(request: Request) -> Reply:
         if isinstance(request, PolicyReady):
             return Go(version=request.version, epoch="only", world_size=2)
+        assert isinstance(request, PolicySent), request
         return Live(version=request.version)
 
     with TemporaryDirectory() as name, ExitStack() as stack:

@@ -399,7 +399,9 @@ class Update:
             return worst
 
         which = f", core {core + 1} of {engine.num_cores}," if engine.num_cores > 1 else ""
-        differs = f"on a fixed prompt its logprobs differ from the trainer's {measure} {found:.3g}, allowed is {allowed:.3g}"
+        differs = (
+            f"on a fixed prompt its logprobs differ from the trainer's {measure} {found:.3g}, allowed is {allowed:.3g}"
+        )
         if message.probe.noise_age and not self.config.probe_tolerance:
             raise PeerDied(
                 f"{engine.url}{which}: {differs} by the noise of {message.probe.noise_age} versions ago. The trainer "
