@@ -199,6 +199,8 @@ class RolloutRunner:
             return conversation.finish(done, issued | {"temperature": sampling.temperature})
         except RolloutFailed as failure:
             raise conversation.explain(failure) from failure.__cause__
+        finally:
+            conversation.trajectory.release()
 
     def note_arguments(self, environment: str, theirs: dict[str, Any], own: dict[str, Any]) -> None:
         """Log once what an environment or its programs ask for and do not get, as the run or the engine has it so."""
