@@ -78,14 +78,19 @@ def batch_metrics(
     }
     for name in sorted({rollout.env for rollout in rollouts} | {drop.env for drop in dropped}):
         own = [rollout for rollout in rollouts if rollout.env == name]
+        lengths = [length for rollout, length in zip(rollouts, completions, strict=True) if rollout.env == name]
         metrics[f"env/{name}/error_rate"] = _error_rate(own, [drop for drop in dropped if drop.env == name])
         if own:
-            metrics |= _environment(name, own, [outcome for outcome in outcomes if outcome.env == name])
+            metrics |= _environment(name, own, lengths, [outcome for outcome in outcomes if outcome.env == name])
     return metrics
 
 
-def _environment(name: str, rollouts: list[Rollout], outcomes: Sequence[Outcome]) -> Metrics:
-    """Compute one environment's metrics. Its own come last, so they win where they have the name of one of ours."""
+def _environment(name: str, rollouts: list[Rollout], lengths: list[int], outcomes: Sequence[Outcome]) -> Metrics:
+    """Compute one environment's metrics. Its own come last, so they win where they have the name of one of ours.
+
+    Args:
+        lengths: sampled tokens of each rollout.
+    """
     rewards = np.array([rollout.reward for rollout in rollouts])
     solve_none, solve_all = _solved_fracs(rollouts, outcomes)
     return {
@@ -94,7 +99,7 @@ def _environment(name: str, rollouts: list[Rollout], outcomes: Sequence[Outcome]
         f"env/{name}/group_std": _group_std(rollouts),
         f"env/{name}/solve_none": solve_none,
         f"env/{name}/solve_all": solve_all,
-        f"env/{name}/tokens_mean": float(np.mean([num_sampled(rollout.samples) for rollout in rollouts])),
+        f"env/{name}/tokens_mean": float(np.mean(lengths)),
         f"env/{name}/truncated_frac": _truncated_frac(rollouts),
         **_turns(f"env/{name}/turns_mean", rollouts),
         **{f"env/{name}/{measure}": mean for measure, mean in means(r.metrics for r in rollouts).items()},
