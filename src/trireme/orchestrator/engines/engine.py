@@ -129,7 +129,7 @@ class Engine:
             headers=headers,
         ) as response:
             pieces, size = [], 0
-            async for piece in response.content.iter_any():
+            while piece := await response.content.readany():
                 size += len(piece)
                 if size > max_bytes:
                     response.close()
