@@ -180,7 +180,7 @@ def with_advantages(sample: Tokens, advantages_T: np.ndarray) -> Tokens:
 
 def is_zero(advantages: list[np.ndarray]) -> bool:
     """Return whether all advantages of a rollout are zero."""
-    return all((np.abs(part) < SAME).all() for part in advantages)
+    return all(np.abs(part).max(initial=0.0) < SAME for part in advantages)
 
 
 def flaws_of(rollout: Rollout, rules: Rules) -> list[str]:
