@@ -260,7 +260,7 @@ def encode(message: ToWorker) -> bytes:
 def decode(line: bytes) -> FromWorker:
     """Decode one line. A malformed message about a rollout becomes that rollout's Error. Raises: Garbage."""
     try:
-        return _checked(_DECODER.decode(line))
+        return _checked(_DECODER.decode(line), is_flat=line.count(b"{") + line.count(b"[") <= DEEPEST)
     except Exception as error:  # whatever bytes can make a decoder raise: RecursionError, UnicodeDecodeError, ...
         words = f"{type(error).__name__}: {error}"
         if found := TASK.match(line):
@@ -270,13 +270,19 @@ def decode(line: bytes) -> FromWorker:
         raise Garbage(f"sent {len(line)} bytes that are no message ({words}): {shown!r}") from error
 
 
-def _checked(message: FromWorker) -> FromWorker:
+def _checked(message: FromWorker, *, is_flat: bool) -> FromWorker:
+    """
+    Args:
+        is_flat: the whole message has too few lists and objects to be nested too deep.
+    """
     if isinstance(message, Ask):
         for each in message.messages:
             _check_chat_message(each)
-        _check_depth(message.messages, message.tools, message.sampling, message.example)
+        if not is_flat:
+            _check_depth(message.messages, message.tools, message.sampling, message.example)
     if isinstance(message, Done):
-        _check_depth(message.prompt, message.completion, message.info, message.columns)
+        if not is_flat:
+            _check_depth(message.prompt, message.completion, message.info, message.columns)
         of_runs = [run.reward for run in message.runs]
         check_rewards((message.reward, *of_runs, *chain.from_iterable(message.turn_rewards)))
         if wrong := [run.agent for run in message.runs if AGENT_NAME.fullmatch(run.agent) is None]:
