@@ -69,9 +69,7 @@ def estimates_of(
     return [{scores.agent: next(left) for scores in of_group} for of_group in scored], after
 
 
-def token_advantages(
-    group: list[Rollout], of_agent: dict[str, np.ndarray], rules: Rules
-) -> Iterator[list[np.ndarray]]:
+def token_advantages(group: list[Rollout], of_agent: dict[str, np.ndarray], rules: Rules) -> Iterator[list[np.ndarray]]:
     """Return of each rollout of a group the advantages of its samples' tokens.
 
     Args:

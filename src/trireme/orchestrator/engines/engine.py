@@ -123,7 +123,7 @@ class Engine:
         async with self.session.request(
             "GET" if body is None else "POST",
             f"{self.url}/{path}",
-            data=None if body is None else aiohttp.BytesPayload(body),  # as it would find out by trying
+            data=None if body is None else aiohttp.BytesPayload(body),  # else looked up by its type
             allow_redirects=False,
             timeout=timeout or self.session.timeout,
             headers=headers,

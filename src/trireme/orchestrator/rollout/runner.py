@@ -141,8 +141,11 @@ class RolloutRunner:
 
         Its turns are on disk, or its program has outlived that orchestrator. The attempts before it had failed.
         """
+        newest = min(self._newest_attempts.get(name, 0), num_attempts - 1)
+        if not environment.uses_gateway:  # it has no programs
+            return newest
         found = [attempt for attempt in range(num_attempts) if environment.has_program(f"{name}.{attempt}")]
-        return max(min(self._newest_attempts.get(name, 0), num_attempts - 1), *found, 0)
+        return max(newest, *found, 0)
 
     async def run(
         self, environment: Environment, spec: RolloutSpec, *, sampling: Sampling, trained: bool = True
