@@ -1,17 +1,24 @@
-"""Background jobs in daemon threads, so that the process can end even if a job never does."""
+"""Long work beside other work: jobs in daemon threads, and items of work between which an event loop goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from threading import Thread
 from typing import TypeVar
 
 T = TypeVar("T")
 
+PAUSE_EVERY_S = 0.005
+
 
 def in_background(job: Callable[[], T], *, name: str) -> Future[T]:
-    """Run a job in a thread of its own; return its result, or what it raises, as a future."""
+    """Run a job in a thread of its own; return its result, or what it raises, as a future.
+
+    It is a daemon, so that the process can end even if the job never does.
+    """
     future: Future[T] = Future()
 
     def run() -> None:
@@ -22,3 +29,13 @@ def in_background(job: Callable[[], T], *, name: str) -> Future[T]:
 
     Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+async def with_pauses(items: Iterable[T]) -> AsyncIterator[T]:
+    """Yield the items; let the event loop go on after every few milliseconds of work on them."""
+    began = time.perf_counter()
+    for item in items:
+        yield item
+        if time.perf_counter() - began > PAUSE_EVERY_S:
+            await asyncio.sleep(0)
+            began = time.perf_counter()

@@ -78,6 +78,8 @@ def template_kwargs_of(request: Mapping[str, Any]) -> dict[str, Any]:
     Raises: ValueError where they are no table.
     """
     given, effort = request.get("chat_template_kwargs") or {}, request.get("reasoning_effort")
+    if not given and effort is None:
+        return {}
     if not isinstance(given, Mapping):
         raise ValueError(f"chat_template_kwargs is {given!r:.80}, expected an object, as {{'enable_thinking': false}}")
     if reserved := sorted(NOT_TEMPLATE_KWARGS & given.keys()):

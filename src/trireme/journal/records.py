@@ -100,7 +100,7 @@ class Rollout(EnvironmentResult, kw_only=True, omit_defaults=True):
 
     @property
     def oldest_version(self) -> int:
-        return min(self.versions)
+        return min(int(known.min()) for each in self.samples if len(known := each.versions[each.versions >= 0]))
 
 
 class Dropped(msgspec.Struct):

@@ -9,6 +9,7 @@ and the teacher's signal per token, clip the sum (`clip`). The mathematics is in
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -46,20 +47,41 @@ def advantages_of(
         custom: the user's estimator, where the rules ask for one.
     """
     groups = list(by_group(rollouts).values())
-    scored = [scores_of(group, rules) for group in groups]
-    flat = [scores for of_group in scored for scores in of_group]
-    estimated, after = estimate(rules.advantage, flat, baselines, decay=rules.decay, custom=custom)
-    left, found = iter(estimated), {}
-    for group, of_group in zip(groups, scored, strict=True):
-        of_agent = {scores.agent: iter(next(left)) for scores in of_group}
-        per_sample = []
-        for rollout in group:
-            per_sample.append(advantages_S := np.zeros(len(rollout.samples)))
-            for run in agent_runs(rollout):  # each has the next advantage of its agent
-                advantages_S[run.samples] = next(of_agent[run.agent])
-        for rollout, advantages in zip(group, per_token(group, per_sample, rules), strict=True):
+    estimated, after = estimates_of([scores_of(group, rules) for group in groups], rules, baselines, custom=custom)
+    found = {}
+    for group, of_agent in zip(groups, estimated, strict=True):
+        for rollout, advantages in zip(group, token_advantages(group, of_agent, rules), strict=True):
             found[id(rollout)] = advantages
     return [found[id(rollout)] for rollout in rollouts], after
+
+
+def estimates_of(
+    scored: list[list[GroupScores]], rules: Rules, baselines: Baselines, *, custom: Estimator | None = None
+) -> tuple[list[dict[str, np.ndarray]], Baselines]:
+    """Return of each group the advantages of each agent's runs, and the baselines after the batch.
+
+    Args:
+        scored: the `scores_of` each group of the batch.
+    """
+    flat = [scores for of_group in scored for scores in of_group]
+    estimated, after = estimate(rules.advantage, flat, baselines, decay=rules.decay, custom=custom)
+    left = iter(estimated)
+    return [{scores.agent: next(left) for scores in of_group} for of_group in scored], after
+
+
+def token_advantages(group: list[Rollout], of_agent: dict[str, np.ndarray], rules: Rules) -> Iterator[list[np.ndarray]]:
+    """Return of each rollout of a group the advantages of its samples' tokens.
+
+    Args:
+        of_agent: advantages of each agent's runs, in the order of the rollouts.
+    """
+    left = {agent: iter(advantages) for agent, advantages in of_agent.items()}
+    per_sample = []
+    for rollout in group:
+        per_sample.append(advantages_S := np.zeros(len(rollout.samples)))
+        for run in agent_runs(rollout):  # each has the next advantage of its agent
+            advantages_S[run.samples] = next(left[run.agent])
+    return per_token(group, per_sample, rules)
 
 
 def agent_runs(rollout: Rollout) -> list[AgentRun]:
@@ -126,7 +148,9 @@ def per_token(group: list[Rollout], advantages: list[np.ndarray], rules: Rules) 
     Args:
         advantages: [S] per rollout, one for each of its samples.
     """
-    steps = process_advantages([_joined(rollout, rollout.token_rewards) for rollout in group])
+    steps: Sequence[np.ndarray | float] = [0.0] * len(group)
+    if any(rollout.token_rewards for rollout in group):
+        steps = process_advantages([_joined(rollout, rollout.token_rewards) for rollout in group])
     for rollout, advantages_S, worth in zip(group, advantages, steps, strict=True):
         lengths = [sample.length for sample in rollout.samples]
         values = rules.reward_weight * (np.repeat(advantages_S, lengths) + worth)
@@ -135,10 +159,9 @@ def per_token(group: list[Rollout], advantages: list[np.ndarray], rules: Rules) 
             values = values + distillation_term(_joined(rollout, rollout.teacher), logprobs, rules.teacher_weight)
         if rules.clip is not None:
             values = np.clip(values, -rules.clip, rules.clip)
-        parts = np.split(values, np.cumsum(lengths))[:-1]  # behind the last sample nothing is left
         yield [
-            np.where(sample.loss_mask == 1, part, 0.0).astype(np.float32)
-            for sample, part in zip(rollout.samples, parts, strict=True)
+            np.where(sample.loss_mask == 1, values[end - sample.length : end], 0.0).astype(np.float32)
+            for sample, end in zip(rollout.samples, accumulate(lengths), strict=True)
         ]
 
 
@@ -155,7 +178,7 @@ def with_advantages(sample: Tokens, advantages_T: np.ndarray) -> Tokens:
 
 def is_zero(advantages: list[np.ndarray]) -> bool:
     """Return whether all advantages of a rollout are zero."""
-    return all((np.abs(part) < SAME).all() for part in advantages)
+    return all(np.abs(part).max(initial=0.0) < SAME for part in advantages)
 
 
 def flaws_of(rollout: Rollout, rules: Rules) -> list[str]:
@@ -179,7 +202,7 @@ def outcome_of(group: list[Rollout]) -> Outcome:
 def why_not_worth_it(group: list[Rollout], rules: Rules) -> str | None:
     """Return why a complete, fresh group is left out of batches; None where it is used."""
     rewards = list(rewards_by_agent(group).values())
-    steps = np.concatenate([_joined(rollout, rollout.token_rewards) for rollout in group])
+    steps = np.concatenate([np.zeros(0), *(part for rollout in group for part in rollout.token_rewards)])
     if rules.needs_signal and not any(has_signal(each, steps[~np.isnan(steps)]) for each in rewards):
         return "no signal: all rewards of the group are equal"
     variance = max(each.var() for each in rewards)

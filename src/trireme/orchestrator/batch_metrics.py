@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -38,24 +38,33 @@ def batch_metrics(
         outcomes: of the groups that ended since the batch before, dropped ones too: with them `solve_none` and
             `solve_all` are about all of those, and about the groups of the batch where they are not given.
     """
+    parts = metrics_in_parts(step, rollouts, dropped, config=config, outcomes=outcomes)
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def metrics_in_parts(
+    step: int,
+    rollouts: list[Rollout],
+    dropped: list[Dropped],
+    *,
+    config: RunConfig,
+    outcomes: Sequence[Outcome] = (),
+) -> Iterator[Metrics]:
+    """Yield the same a few at a time: each part of thousands of rollouts takes milliseconds."""
     rewards = np.array([rollout.reward for rollout in rollouts])
-    ages = lags(step, np.concatenate([sample.versions for rollout in rollouts for sample in rollout.samples]))
-    completions = [num_sampled(rollout.samples) for rollout in rollouts]
-    trained = [rollout for rollout in rollouts if rollout.masked is None]
-    reasons = Counter(map(_reason, dropped))
-    num_groups = len({rollout.group for rollout in rollouts})
-    num_without_signal = len({drop.group for drop in dropped if _reason(drop) in NO_SIGNAL})
-    groups = by_group(rollouts).values()
-    with_signal = [group for group in groups if not all(map(are_same, rewards_by_agent(group).values()))]
     of_runs = [run.reward for rollout in rollouts for run in agent_runs(rollout)]
-    flaws = Counter(flaw for rollout in rollouts for flaw in set(rollout.flaws))
-    metrics = {
+    yield {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(np.std(of_runs)),
         "reward/min": float(rewards.min()),
         "reward/max": float(rewards.max()),
         "reward/group_std": _group_std(rollouts),
-        # over sampled tokens
+    }
+
+    # over sampled tokens
+    ages = lags(step, np.concatenate([sample.versions for rollout in rollouts for sample in rollout.samples]))
+    completions = [num_sampled(rollout.samples) for rollout in rollouts]
+    yield {
         "lag/mean": float(ages.mean()),
         "lag/max": int(ages.max()),
         "lag/beyond_frac": float((ages > config.max_async_level).mean()),
@@ -64,11 +73,24 @@ def batch_metrics(
         "tokens/total": int(sum(sample.length for rollout in rollouts for sample in rollout.samples)),
         "truncated_frac": _truncated_frac(rollouts),
         **_turns("turns/mean", rollouts),
-        # rollouts that ended since the batch before: trained in this one, or dropped, by reason
+    }
+
+    # rollouts that ended since the batch before: trained in this one, or dropped, by reason
+    trained = [rollout for rollout in rollouts if rollout.masked is None]
+    yield {
         "rollouts/trained": len(trained),
         "rollouts/with_signal": sum(not is_zero([each.advantages for each in r.samples]) for r in trained),
         "rollouts/dropped": len(dropped),
         "rollouts/error_rate": _error_rate(rollouts, dropped),
+    }
+
+    num_groups = len({rollout.group for rollout in rollouts})
+    num_without_signal = len({drop.group for drop in dropped if _reason(drop) in NO_SIGNAL})
+    groups = by_group(rollouts).values()
+    with_signal = [group for group in groups if not all(map(are_same, rewards_by_agent(group).values()))]
+    reasons = Counter(map(_reason, dropped))
+    flaws = Counter(flaw for rollout in rollouts for flaw in set(rollout.flaws))
+    yield {
         "groups/signal_frac": len(with_signal) / (num_groups + num_without_signal),
         **{f"rollouts/dropped/{reason}": count for reason, count in reasons.items()},
         "rollouts/rewritten": sum(rollout.rewritten != 0 for rollout in rollouts),
@@ -76,16 +98,21 @@ def batch_metrics(
         **{f"filters/{flaw}_frac": flaws[flaw] / len(rollouts) for flaw in (*FLAWS, *sorted(flaws))},
         "filters/masked_frac": float(np.mean([rollout.masked is not None for rollout in rollouts])),
     }
+
     for name in sorted({rollout.env for rollout in rollouts} | {drop.env for drop in dropped}):
         own = [rollout for rollout in rollouts if rollout.env == name]
-        metrics[f"env/{name}/error_rate"] = _error_rate(own, [drop for drop in dropped if drop.env == name])
+        lengths = [length for rollout, length in zip(rollouts, completions, strict=True) if rollout.env == name]
+        yield {f"env/{name}/error_rate": _error_rate(own, [drop for drop in dropped if drop.env == name])}
         if own:
-            metrics |= _environment(name, own, [outcome for outcome in outcomes if outcome.env == name])
-    return metrics
+            yield _environment(name, own, lengths, [outcome for outcome in outcomes if outcome.env == name])
 
 
-def _environment(name: str, rollouts: list[Rollout], outcomes: Sequence[Outcome]) -> Metrics:
-    """Compute one environment's metrics. Its own come last, so they win where they have the name of one of ours."""
+def _environment(name: str, rollouts: list[Rollout], lengths: list[int], outcomes: Sequence[Outcome]) -> Metrics:
+    """Compute one environment's metrics. Its own come last, so they win where they have the name of one of ours.
+
+    Args:
+        lengths: sampled tokens of each rollout.
+    """
     rewards = np.array([rollout.reward for rollout in rollouts])
     solve_none, solve_all = _solved_fracs(rollouts, outcomes)
     return {
@@ -94,7 +121,7 @@ def _environment(name: str, rollouts: list[Rollout], outcomes: Sequence[Outcome]
         f"env/{name}/group_std": _group_std(rollouts),
         f"env/{name}/solve_none": solve_none,
         f"env/{name}/solve_all": solve_all,
-        f"env/{name}/tokens_mean": float(np.mean([num_sampled(rollout.samples) for rollout in rollouts])),
+        f"env/{name}/tokens_mean": float(np.mean(lengths)),
         f"env/{name}/truncated_frac": _truncated_frac(rollouts),
         **_turns(f"env/{name}/turns_mean", rollouts),
         **{f"env/{name}/{measure}": mean for measure, mean in means(r.metrics for r in rollouts).items()},

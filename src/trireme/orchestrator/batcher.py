@@ -9,16 +9,20 @@ from trireme.algo.data.difficulty import Outcome
 from trireme.algo.filters import ZERO_ADVANTAGE, flaw_with
 from trireme.algo.rules import rules_of
 from trireme.algo.staleness import is_too_old
+from trireme.base.background import with_pauses
 from trireme.base.log import get_logger
 from trireme.config.run import RunConfig
 from trireme.journal.records import Dropped, Rollout, State
 from trireme.journal.targets import (
-    advantages_of,
+    by_group,
+    estimates_of,
     estimator_of,
     filters_of,
     flaws_of,
     is_zero,
     outcome_of,
+    scores_of,
+    token_advantages,
     why_not_worth_it,
     with_advantages,
 )
@@ -80,7 +84,7 @@ class Batcher:
         filled.rollouts = [rollout for group in groups for rollout in group.rollouts]
         if self.teacher is not None:
             await self.teacher.score(filled.rollouts)
-        self._give_advantages(filled)
+        await self._give_advantages(filled)
         self._mask(filled.rollouts, step)
         return filled
 
@@ -96,13 +100,16 @@ class Batcher:
                 return f"{flaw}: rollout {rollout.place} of its group"
         return why_not_worth_it(group.rollouts, self._rules)
 
-    def _give_advantages(self, filled: Filled) -> None:
-        found, self._baselines = advantages_of(filled.rollouts, self._rules, self._baselines, custom=self._custom)
+    async def _give_advantages(self, filled: Filled) -> None:
+        groups = list(by_group(filled.rollouts).values())
+        scored = [scores_of(group, self._rules) async for group in with_pauses(groups)]
+        estimated, self._baselines = estimates_of(scored, self._rules, self._baselines, custom=self._custom)
         filled.baselines = self._baselines
-        for rollout, per_sample in zip(filled.rollouts, found, strict=True):
-            rollout.samples = [with_advantages(*both) for both in zip(rollout.samples, per_sample, strict=True)]
-            if is_zero(per_sample):
-                rollout.flaws = [*rollout.flaws, ZERO_ADVANTAGE]
+        async for group, of_agent in with_pauses(zip(groups, estimated, strict=True)):
+            for rollout, per_sample in zip(group, token_advantages(group, of_agent, self._rules), strict=True):
+                rollout.samples = [with_advantages(*both) for both in zip(rollout.samples, per_sample, strict=True)]
+                if is_zero(per_sample):
+                    rollout.flaws = [*rollout.flaws, ZERO_ADVANTAGE]
 
     def _mask(self, rollouts: list[Rollout], step: int) -> None:
         for rollout in rollouts:

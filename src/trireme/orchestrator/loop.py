@@ -16,6 +16,7 @@ from typing import Any
 from trireme.algo.data.order import ENDLESS
 from trireme.algo.rules import rules_of
 from trireme.algo.weight_checks import POLICY
+from trireme.base.background import with_pauses
 from trireme.base.disk import when_there_is_room
 from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.faults import reach
@@ -31,7 +32,7 @@ from trireme.journal.records import BatchRecord, State
 from trireme.journal.versions import Versions
 from trireme.monitor.metrics import MetricsFile, latest_by_step, read_metrics
 from trireme.monitor.spans import open_spans
-from trireme.orchestrator.batch_metrics import batch_metrics, state_metrics
+from trireme.orchestrator.batch_metrics import metrics_in_parts, state_metrics
 from trireme.orchestrator.batcher import Batcher, Filled
 from trireme.orchestrator.buffer import Buffer
 from trireme.orchestrator.engines.expert_routes import experts_to_replay
@@ -185,6 +186,10 @@ class Orchestrator:
         filled = time.perf_counter()
         with self.lanes.closing(step):
             record = self._close(step, batch)
+            parts = metrics_in_parts(step, batch.rollouts, batch.dropped, config=self.config, outcomes=batch.outcomes)
+            async for part in with_pauses(parts):
+                record.metrics |= part
+            record.metrics |= state_metrics(record.state, config=self.config)
             reach("journal.before_append")
             await asyncio.to_thread(  # where the disk is full, it waits: no trainer has seen the batch
                 when_there_is_room,
@@ -204,7 +209,8 @@ class Orchestrator:
         log.info("batch %d  reward %.3f  lag %.2f", step, metrics["reward/mean"], metrics["lag/mean"])
 
     def _close(self, step: int, batch: Filled) -> BatchRecord:
-        """Build the journal's entry. Synchronous: groups that are taken from now on belong to the next batch."""
+        """Build the journal's entry, but its metrics. Synchronous: groups that are taken from now on belong to the next
+        batch."""
         rollouts, dropped = batch.rollouts, batch.dropped
         self.counters["trained"] = self.counters.get("trained", 0) + len(rollouts)
         self.counters["dropped"] = self.counters.get("dropped", 0) + len(dropped)
@@ -216,13 +222,11 @@ class Orchestrator:
             baselines=batch.baselines,
             **self.buffer.state(),
         )
-        metrics = batch_metrics(step, rollouts, dropped, config=self.config, outcomes=batch.outcomes)
         return BatchRecord(
             step=step,
             rollouts=rollouts,
             dropped=dropped,
             state=state,
-            metrics=metrics | state_metrics(state, config=self.config),
             rules=rules_of(self.config),
             outcomes=batch.outcomes,
         )

@@ -21,7 +21,7 @@ from answering import DEADLINE_S, answering
 from mutations import mutations
 from toy_environments import run_one, says, with_environment, write
 from trireme import messages
-from trireme.base.errors import DeadlineExceeded, Refused, TriremeError
+from trireme.base.errors import DeadlineExceeded, PeerDied, Refused, TriremeError
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import StatusServer
@@ -414,6 +414,35 @@ def test_whatever_bytes_come_from_a_worker_are_messages_or_garbage_and_nothing_e
     assert not garbage
     connection.data_received(b"x" * 101)
     assert garbage == ["sent 1001 bytes without an end of line, at most 1000 expected"]
+
+
+def test_other_tasks_run_between_the_messages_that_a_worker_sends_at_once():
+    async def use() -> list[int]:
+        read: list[wire.FromWorker] = []
+        connection = wire.Connection(read.append, print, asyncio.get_running_loop().create_future())
+        connection.data_received(b'{"type":"pong"}\n' * 100)
+        seen = [len(read)]
+        while seen[-1] < 100:
+            await asyncio.sleep(0)
+            seen.append(len(read))
+        return seen
+
+    seen = asyncio.run(use())
+    assert len(seen) > 3
+    assert seen[-1] == 100
+
+
+def test_all_that_a_worker_sent_before_it_hung_up_is_read():
+    async def use() -> int:
+        read: list[wire.FromWorker] = []
+        answer = asyncio.get_running_loop().create_future()
+        connection = wire.Connection(read.append, print, answer)
+        connection.data_received(b'{"type":"pong"}\n' * 100)
+        connection.connection_lost(None)
+        assert isinstance(answer.exception(), PeerDied)
+        return len(read)
+
+    assert asyncio.run(use()) == 100
 
 
 UNKNOWN = b'{"type":"done","task":"r1.7","reward":0,"metrics":{},"prompt":[],"completion":[],"example_id":3}\n'

@@ -1,5 +1,6 @@
 """The tokens of a rollout are the engine's own, from the first turn to the last; and tool calls in them."""
 
+import gc
 import json
 import re
 from contextlib import suppress
@@ -51,6 +52,18 @@ def says(content: str, **more: object) -> dict[str, object]:
 
 def trained(talk: Talk) -> list[int]:
     return [int(sample.loss_mask.sum()) for sample in talk.samples()]
+
+
+def test_a_released_trajectory_leaves_nothing_to_the_garbage_collector(tmp_path):
+    talk = Talk(tmp_path)
+    tokenizer = talk.tokenizer  # has cycles of its own
+    talk.answer([ASK], "4")
+    talk.answer([ASK, says("4"), MORE], "sure")
+    gc.collect()
+    talk.release()
+    del talk
+    assert gc.collect() == 0
+    assert tokenizer.encode("4")
 
 
 def test_a_prompt_that_is_far_too_long_is_refused_and_one_that_is_a_little_too_long_is_counted(tmp_path):

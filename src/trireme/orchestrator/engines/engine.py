@@ -123,13 +123,13 @@ class Engine:
         async with self.session.request(
             "GET" if body is None else "POST",
             f"{self.url}/{path}",
-            data=body,
+            data=None if body is None else aiohttp.BytesPayload(body),  # else looked up by its type
             allow_redirects=False,
             timeout=timeout or self.session.timeout,
             headers=headers,
         ) as response:
             pieces, size = [], 0
-            async for piece in response.content.iter_any():
+            while piece := await response.content.readany():
                 size += len(piece)
                 if size > max_bytes:
                     response.close()

@@ -45,11 +45,10 @@ class OpenRollout:
     is_held: bool = False
 
     def __post_init__(self) -> None:
-        self._limit = asyncio.timeout(self.timeout_s)
         self._answering: set[asyncio.Task[None]] = set()  # named after their calls
         self._given_up: list[str] = []  # calls
         self._end: Done | wire.Error | Exception | None = None
-        self._ended = asyncio.Event()
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def follow(self, send: Callable[[wire.ToWorker], None]) -> Done:
         """Answer the worker with `send` until the rollout ends. Its end cancels the answers under way.
@@ -57,26 +56,18 @@ class OpenRollout:
         Raises: RolloutFailed, WorkerDied, or what `ask` raised.
         """
         self._send = send
+        self._limit = asyncio.get_running_loop().call_later(self.timeout_s, self._time_out)
         try:
-            async with self._limit:
-                await self._ended.wait()
+            await self._ended
             if isinstance(self._end, wire.Error):
                 raise RolloutFailed(self._end.stage, self._end.error, self._end.traceback)
             if isinstance(self._end, Exception):
                 raise self._end
             assert self._end is not None, "ended without an end"
             return self._end
-        except TimeoutError as error:
-            if not self._limit.expired():
-                raise
-            if not self.is_held:
-                raise RolloutFailed(
-                    "timeout", f"not finished after {self.timeout_s:g} s (`rollout_timeout_s`)"
-                ) from error
-            what = f"was over, and the others of its group of {self.task.group_size} were not"
-            raise RolloutFailed("timeout", f"{what} {2 * self.timeout_s:g} s after the last of them moved") from error
         finally:
             self.is_held = False  # its timeout is over and cannot be extended
+            self._limit.cancel()
             await cancel_all(self._answering)
 
     def deliver(self, message: Ask | GaveUp | Held | Done | wire.Error | Exception) -> None:
@@ -95,7 +86,8 @@ class OpenRollout:
             if isinstance(message, Done):
                 message.given_up = self._given_up
             self._end = message
-            self._ended.set()
+            if not self._ended.done():  # else it was cancelled
+                self._ended.set_result(None)
         elif len(self._answering) >= TURNS_AT_ONCE:
             self.deliver(RolloutFailed("rollout", f"asked for more than {TURNS_AT_ONCE} model turns at once"))
         else:
@@ -114,8 +106,16 @@ class OpenRollout:
 
     def extend(self) -> None:
         """Extend the timeout of a held rollout: another of its group has begun, ended or failed."""
-        if self.is_held and not self._limit.expired():
-            self._limit.reschedule(asyncio.get_running_loop().time() + 2 * self.timeout_s)
+        if self.is_held and self._end is None:
+            self._limit.cancel()
+            self._limit = asyncio.get_running_loop().call_later(2 * self.timeout_s, self._time_out)
+
+    def _time_out(self) -> None:
+        words = f"not finished after {self.timeout_s:g} s (`rollout_timeout_s`)"
+        if self.is_held:
+            words = f"was over, and the others of its group of {self.task.group_size} were not"
+            words += f" {2 * self.timeout_s:g} s after the last of them moved"
+        self.deliver(RolloutFailed("timeout", words))
 
 
 async def cancel_all(tasks: Iterable[asyncio.Future]) -> None:

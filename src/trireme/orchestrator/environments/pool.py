@@ -27,7 +27,7 @@ import asyncio
 import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -281,17 +281,15 @@ class Environment:
         try:
             while True:
                 try:
-                    async with AsyncExitStack() as stack:
-                        if num_deaths >= 2:
-                            suspect = task.group if is_compared else task.task
-                            await stack.enter_async_context(self._exclusive.enter(suspect))
+                    suspect = task.group if is_compared else task.task
+                    async with self._exclusive.enter(suspect) if num_deaths >= 2 else nullcontext():
                         await self._slots.acquire()
-                        slot = stack.enter_context(ExitStack())  # closed early where it only waits for its group
-                        slot.callback(self._slots.release)
-                        await self._wait_for_worker()
-                        # no `await` from here until the worker has registered the rollout, so it is still alive then
-                        worker = self._choose_worker(task.group if is_compared else "")
-                        done = await worker.run(OpenRollout(task, ask, timeout_s, num_deaths, on_held=slot.close))
+                        with ExitStack() as slot:  # closed early where it only waits for its group
+                            slot.callback(self._slots.release)
+                            await self._wait_for_worker()
+                            # no `await` from here until the worker has registered the rollout: it is still alive then
+                            worker = self._choose_worker(task.group if is_compared else "")
+                            done = await worker.run(OpenRollout(task, ask, timeout_s, num_deaths, on_held=slot.close))
                     return self._metric_names.apply(done)
                 except WorkerDied as death:
                     num_deaths += 1

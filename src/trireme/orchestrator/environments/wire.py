@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
@@ -227,6 +228,8 @@ ToWorker = Load | RunTask | Reply | Cancel | Ping | Stop
 AboutRollout = Ask | GaveUp | Held | Done | Error
 FromWorker = Ready | Failed | AboutRollout | Pong
 
+AT_ONCE = 16  # messages of one worker in one iteration of the event loop
+
 LONGEST_LINE = 64 << 20  # bytes of one message from a worker
 
 LARGEST_REWARD = 1e12
@@ -257,7 +260,7 @@ def encode(message: ToWorker) -> bytes:
 def decode(line: bytes) -> FromWorker:
     """Decode one line. A malformed message about a rollout becomes that rollout's Error. Raises: Garbage."""
     try:
-        return _checked(_DECODER.decode(line))
+        return _checked(_DECODER.decode(line), is_flat=line.count(b"{") + line.count(b"[") <= DEEPEST)
     except Exception as error:  # whatever bytes can make a decoder raise: RecursionError, UnicodeDecodeError, ...
         words = f"{type(error).__name__}: {error}"
         if found := TASK.match(line):
@@ -267,13 +270,19 @@ def decode(line: bytes) -> FromWorker:
         raise Garbage(f"sent {len(line)} bytes that are no message ({words}): {shown!r}") from error
 
 
-def _checked(message: FromWorker) -> FromWorker:
+def _checked(message: FromWorker, *, is_flat: bool) -> FromWorker:
+    """
+    Args:
+        is_flat: the whole message has too few lists and objects to be nested too deep.
+    """
     if isinstance(message, Ask):
         for each in message.messages:
             _check_chat_message(each)
-        _check_depth(message.messages, message.tools, message.sampling, message.example)
+        if not is_flat:
+            _check_depth(message.messages, message.tools, message.sampling, message.example)
     if isinstance(message, Done):
-        _check_depth(message.prompt, message.completion, message.info, message.columns)
+        if not is_flat:
+            _check_depth(message.prompt, message.completion, message.info, message.columns)
         of_runs = [run.reward for run in message.runs]
         check_rewards((message.reward, *of_runs, *chain.from_iterable(message.turn_rewards)))
         if wrong := [run.agent for run in message.runs if AGENT_NAME.fullmatch(run.agent) is None]:
@@ -329,13 +338,16 @@ def _check_depth(*values: Any) -> None:
 class Connection(asyncio.Protocol):
     """The orchestrator's end of the socket pair to one worker process.
 
-    It is closed where the worker sends bytes that are no message, which it reports first.
+    It takes a few messages in each iteration of the event loop: each one wakes a rollout, and all that come at once
+    would keep everything else waiting. It is closed where the worker sends bytes that are no message, which it reports
+    first.
     """
 
     on_message: Callable[[AboutRollout | Pong], None]
     on_garbage: Callable[[str], None]
     answer: asyncio.Future[Ready | Failed]  # to Load; its own, so that an old one's end cannot fail a new one's start
     closed: asyncio.Event = field(default_factory=asyncio.Event)
+    _lines: deque[bytes] = field(default_factory=deque)  # not yet taken
     _partial: bytearray = field(default_factory=bytearray)  # a line without its end
     _transport: asyncio.WriteTransport | None = None
 
@@ -348,9 +360,15 @@ class Connection(asyncio.Protocol):
             lines[0] = bytes(self._partial) + lines[0]
             self._partial.clear()
         self._partial += rest
+        is_taking = bool(self._lines)
+        self._lines += lines
+        if not is_taking:
+            self._take()
+
+    def _take(self) -> None:
         try:
-            for line in lines:
-                message = decode(line)
+            for _ in range(min(AT_ONCE, len(self._lines))):
+                message = decode(self._lines.popleft())
                 if not isinstance(message, Ready | Failed):
                     self.on_message(message)
                 elif not self.answer.done():
@@ -358,11 +376,17 @@ class Connection(asyncio.Protocol):
             if (length := len(self._partial)) > LONGEST_LINE:
                 raise Garbage(f"sent {length} bytes without an end of line, at most {LONGEST_LINE} expected")
         except Garbage as error:
+            self._lines.clear()
             self.on_garbage(str(error))
             self.close()
+        finally:
+            if self._lines:
+                asyncio.get_running_loop().call_soon(self._take)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
+        while self._lines:
+            self._take()
         self.closed.set()
         if not self.answer.done():
             self.answer.set_exception(PeerDied("The worker hung up before it had loaded the environment."))

@@ -119,8 +119,10 @@ async def read_transcript(messages: list[Message], pictures: ConversationPicture
 
     Raises: ValueError as `ConversationPictures.read`.
     """
+    if pictures is None:
+        return messages
     urls = [url for url in picture_urls(messages) if url.startswith("data:")]
-    return await pictures.read(messages, urls) if urls and pictures is not None else messages
+    return await pictures.read(messages, urls) if urls else messages
 
 
 def _with_digests(message: Message, digests: dict[str, str]) -> Message:

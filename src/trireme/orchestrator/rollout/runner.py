@@ -141,8 +141,11 @@ class RolloutRunner:
 
         Its turns are on disk, or its program has outlived that orchestrator. The attempts before it had failed.
         """
+        newest = min(self._newest_attempts.get(name, 0), num_attempts - 1)
+        if not environment.uses_gateway:  # it has no programs
+            return newest
         found = [attempt for attempt in range(num_attempts) if environment.has_program(f"{name}.{attempt}")]
-        return max(min(self._newest_attempts.get(name, 0), num_attempts - 1), *found, 0)
+        return max(newest, *found, 0)
 
     async def run(
         self, environment: Environment, spec: RolloutSpec, *, sampling: Sampling, trained: bool = True
@@ -169,7 +172,8 @@ class RolloutRunner:
         if self.journal is not None and trained and environment.uses_gateway:
             file = turns_file(self.journal, spec.name, spec.attempt)
             kept, requests = await asyncio.to_thread(TurnLog, file), RequestLog(file.with_suffix(".requests"))
-        template = [sampling.template_request, {"chat_template_kwargs": environment.config.chat_template_kwargs}]
+        table = {"chat_template_kwargs": environment.config.chat_template_kwargs}
+        template = self.read_by_template(sampling.template_request, table)
         conversation = _Conversation(self, turns, environment, spec.example, trained, kept, template)
         task = spec.task(environment, turns.own)
         try:
@@ -199,9 +203,18 @@ class RolloutRunner:
             return conversation.finish(done, issued | {"temperature": sampling.temperature})
         except RolloutFailed as failure:
             raise conversation.explain(failure) from failure.__cause__
+        finally:
+            conversation.trajectory.release()
+
+    def read_by_template(self, *requests: dict[str, Any]) -> dict[str, Any]:
+        """Return the variables that requests give the chat template and that it reads. Raises ValueError."""
+        known = self.tokenizer.template_variables
+        return {name: value for name, value in merge_template_kwargs(*requests).items() if name in known}
 
     def note_arguments(self, environment: str, theirs: dict[str, Any], own: dict[str, Any]) -> None:
         """Log once what an environment or its programs ask for and do not get, as the run or the engine has it so."""
+        if theirs == own:
+            return
         theirs = self._notes.unnamed(environment, theirs)
         found = ignored_arguments(theirs, self.tokenizer.template_variables) | replaced_arguments(theirs, own)
         self._notes.log(environment, found)
@@ -254,7 +267,7 @@ class _Conversation:
     example: int
     trained: bool
     log: TurnLog | None  # turns of an earlier, interrupted run of this attempt, and where new ones are written
-    template: list[dict[str, Any]]  # variables of the chat template: the run's, and those of the environment's table
+    template: dict[str, Any]  # variables of the chat template: the run's, and those of the environment's table
     _lost: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # whose player has died, by the prompt's digest
     _is_over: bool = False
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -294,9 +307,10 @@ class _Conversation:
             self._num_asked += 1
             runner.note_arguments(self.environment.name, question.sampling, self.sampling.own)
             arguments = self.sampling.of_turn(number, question.sampling)
-            asked = await asyncio.shield(self._count_and_ask(self.trajectory, question))
+            asking = self._count_and_ask(self.trajectory, question)
+            asked = await (asking if runner.pictures is None else asyncio.shield(asking))
             if self.trained and self.trajectory.strategy == "interleaved":
-                runner.note_continuation(asked, self.environment.name, self.example, self._template_kwargs())
+                runner.note_continuation(asked, self.environment.name, self.example, self.template)
             tools = question.tools if question.calls_tools else None
             sample = partial(self._sample, asked, arguments, tools, number)
             turn, message = await (sample() if self.log is None else self._sample_once(self.log, asked, sample))
@@ -347,8 +361,9 @@ class _Conversation:
         return failure
 
     async def _count_and_ask(self, trajectory: Trajectory, question: Ask) -> Question:
-        """Build the prompt of a turn. It is counted, in the order of requests, even if it is given up meanwhile."""
-        async with self._asking:  # pictures take their time
+        """Build the prompt of a turn. It is counted, in the order of requests, even if it is given up meanwhile: only
+        pictures take their time."""
+        async with self._asking:
             try:
                 given = self._template_kwargs(question)
                 messages = await read_messages(question.messages, self.runner.pictures)
@@ -357,14 +372,12 @@ class _Conversation:
                 raise
             return trajectory.ask(messages, question.tools, question.trace, given)
 
-    def _template_kwargs(self, question: Ask | None = None) -> dict[str, Any]:
-        """Return the variables of the chat template of a turn, or of the whole rollout, which the template reads.
+    def _template_kwargs(self, question: Ask) -> dict[str, Any]:
+        """Return the variables of the chat template of a turn.
 
         Raises: ValueError where the turn's request gives it what it cannot take.
         """
-        merged = merge_template_kwargs(*self.template, {} if question is None else question.sampling)
-        known = self.runner.tokenizer.template_variables
-        return {name: value for name, value in merged.items() if name in known}
+        return self.template | self.runner.read_by_template(question.sampling)
 
     async def _sample(
         self, asked: Question, arguments: dict[str, Any], tools: list[dict] | None, number: int

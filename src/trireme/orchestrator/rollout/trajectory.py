@@ -231,6 +231,11 @@ class Trajectory:
         whole, pictures = expand(ids, self.pictures.rules.token, grids)
         return whole, [msgspec.structs.replace(each, place=begin + each.place) for each in pictures]
 
+    def release(self) -> None:
+        """Let samples and turns, which hold each other, be freed at once: garbage is collected rarely."""
+        for sample in self._samples:
+            sample.last = None
+
     def refuse(self) -> None:
         """Count a turn that was asked for and has no prompt."""
         self._num_asked += 1
