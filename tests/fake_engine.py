@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from trireme import messages
@@ -425,7 +426,9 @@ def ready_message(
 def sent_message(config: RunConfig, version: int, attempt: int = 1, *, noise_age: int = 0) -> messages.PolicySent:
     digests = digests_of(version)
     logprobs = [logprob_of(token, place, version) for place, token in enumerate(PROBE_IDS[1:])]
-    probe = messages.Probe(PROBE_IDS, logprobs, noise_age=noise_age)
+    probe = messages.Probe(PROBE_IDS, logprobs)
+    if noise_age:  # an older checkout, measured with this file, does not know it
+        probe = msgspec.structs.replace(probe, noise_age=noise_age)
     payload = {"digests": digests} if config.weight_broadcast.type == "filesystem" else {}
     about = {"run_id": config.run_id, "version": version, "attempt": attempt}
     return messages.PolicySent(**about, digests=digests, probe=probe, payload=payload)
