@@ -159,7 +159,6 @@ class Orchestrator:
             pool,
             waits,
             Versions(config.paths.journal),
-            offers=not config.synchronous,
             disk_timeout_s=config.disk_timeout_s,
         )
         self.updates = WeightUpdates(policy, config.weight_broadcast)

@@ -101,7 +101,7 @@ class Scheduler:
                 self._changed.clear()
                 while self._may_issue():
                     reach("rollout.begun")
-                    group = Group(task=self.buffer.take(), issued_at=self.policy.offered)
+                    group = Group(task=self.buffer.take(), issued_at=self.policy.version)
                     self._under_way[group.task.id] = group
                     self._issued.append(group.task.id)
                     group.runner = asyncio.create_task(self._run_group(group))
@@ -113,12 +113,12 @@ class Scheduler:
 
     async def _follow_policy(self) -> None:
         while True:
-            await self.policy.offered_after(self.policy.offered)
+            await self.policy.reached(self.policy.version + 1)
             self._cancel_stale()
             self._changed.set()
 
     def _may_issue(self) -> bool:
-        version = self.policy.offered
+        version = self.policy.version
         if version < 0 or self.next_batch >= self.config.max_steps:
             return False
         allowed = groups_allowed(
@@ -278,7 +278,7 @@ class Scheduler:
     def describe(self) -> str:
         missing = self.config.num_groups - self.num_accepted
         version = max(0, self.next_batch - self.config.max_async_level)
-        idle = f"none may start before version {version} is live" if self.policy.offered < version else "none started"
+        idle = f"none may start before version {version} is live" if self.policy.version < version else "none started"
         under_way = f"{len(self._under_way)} under way" if self._under_way else idle
         dropped = f", dropped meanwhile: {self._drop_reasons()}" if self._dropped else ""
         return f"{missing} of {self.config.num_groups} groups missing, {under_way}{dropped}"

@@ -170,7 +170,7 @@ def scheduler_of(config: RunConfig) -> Scheduler:
     """A scheduler whose policy stays at version 0, and whose rollouts never end."""
     numbers = itertools.count()
     buffer = SimpleNamespace(take=lambda: OpenGroup(next(numbers), "say", 0))
-    policy = SimpleNamespace(offered=0, offered_after=wait_forever)
+    policy = SimpleNamespace(version=0, reached=wait_forever)
     runner = SimpleNamespace(first_attempt=lambda *_: 0, run=wait_forever)
     return Scheduler(config, {"say": None}, buffer, policy, runner, Waits("orchestrator"), next_batch=0)
 

@@ -116,12 +116,12 @@ def hold(engine: FakeEngine, route: str) -> tuple[asyncio.Event, asyncio.Event]:
 
 @asynccontextmanager
 async def open_policy(
-    config: RunConfig, urls: list[str], *, offers: bool = False, start_timeout_s: float = 20, max_concurrent: int = 64
+    config: RunConfig, urls: list[str], *, start_timeout_s: float = 20, max_concurrent: int = 64
 ) -> AsyncIterator[tuple[InferencePool, Policy, WeightUpdates, asyncio.Task]]:
     waits = Waits("orchestrator")
     sizes = {"max_model_len": 64, "timeout_s": 20, "max_concurrent": max_concurrent}
     async with open_inference_pool(urls, waits=waits, **sizes) as pool:  # type: ignore[arg-type]
-        policy = Policy(pool, waits, Versions(config.paths.journal), offers=offers)
+        policy = Policy(pool, waits, Versions(config.paths.journal))
         pool.retry_s = pool.health_interval_s = 0.01
         keeping = asyncio.create_task(keep_engines(pool, policy.admit, start_timeout_s=start_timeout_s))
         yield pool, policy, WeightUpdates(policy, config.weight_broadcast), keeping
@@ -189,34 +189,29 @@ async def test_a_version_is_live_once_it_is_sent_and_confirmed_and_not_before(st
     assert set(stage.updates.take_seconds().values()) == {0.0}
 
 
-@pytest.mark.parametrize("offers", [True, False])
 @staged()
-async def test_until_a_version_is_confirmed_requests_wait_in_engines_or_if_synchronous_outside(
-    stage, monkeypatch, offers
-):
+async def test_requests_wait_until_a_version_is_confirmed(stage, monkeypatch):
     monkeypatch.setattr("trireme.transport.control.PATIENCE_S", 0.1)
-    stage.policy.offers = offers
     probed, release = hold(stage.engine, "_probe")
     sending = asyncio.create_task(stage.publish(1))
     await probed.wait()
     asking = asyncio.create_task(stage.generate())
-    await until(lambda: not offers or stage.engine.requests)
     await asyncio.sleep(0.02)
-    assert len(stage.engine.requests) == stage.policy.offered == int(offers)
+    assert not stage.engine.requests
     reply = await stage.updates.sent(sent_message(stage.config, 1, stage.attempts))
     assert reply == NotYet(note="engines are probed")
     assert (stage.policy.version, sending.done(), asking.done()) == (0, False, False)
     release.set()
     assert set((await asking).versions) == {1}
     assert await sending == Live(version=1)
-    assert (stage.policy.version, stage.policy.offered) == (1, 1)
+    assert stage.policy.version == 1
 
 
 @pytest.mark.parametrize(
     ("route", "has_room"),
     [("pause", False), *((route, True) for route in ("pause", "update", "update_weight_version", "resume"))],
 )
-@staged(policy={"offers": True})
+@staged()
 async def test_an_engine_that_fails_a_transfer_is_named_and_answers_after_the_next(stage, route, has_room):
     stage.engine.calls.clear()
     stage.engine.failing_route, stage.engine.has_room = route, has_room
@@ -225,11 +220,9 @@ async def test_an_engine_that_fails_a_transfer_is_named_and_answers_after_the_ne
     assert stage.engine.url in reply.reason
     assert f"{route} broke" in reply.reason
     assert ("update" in stage.engine.calls) is (route != "pause")
-    is_loaded, is_paused = route == "resume", route != "pause"
     assert stage.engine.weights == digests_of(int(route in ("update_weight_version", "resume")))
-    assert (stage.policy.version, stage.policy.offered, stage.engine.paused) == (0, int(is_loaded), is_paused)
+    assert (stage.policy.version, stage.engine.paused) == (0, route != "pause")
     asking = asyncio.create_task(stage.generate())
-    await until(lambda: stage.engine.requests or not is_loaded)
     stage.engine.failing_route = None
     assert await stage.publish(1) == Live(version=1)
     assert set((await asking).versions) == {1}
@@ -424,7 +417,7 @@ async def test_an_engine_that_is_found_again_is_live_under_the_adapters_name_and
 
 
 # without room for two versions, an engine is updated for as long as they come
-@staged(num_engines=2, policy={"start_timeout_s": SHORT_S, "offers": True}, has_room=False)
+@staged(num_engines=2, policy={"start_timeout_s": SHORT_S}, has_room=False)
 async def test_an_engine_may_stay_away_for_long_also_during_an_update_and_across_a_restart_of_the_orchestrator(stage):
     await stage.kill()
     assert await stage.publish(1, pause_s=2 * SHORT_S) == Live(version=1)
@@ -464,7 +457,7 @@ async def test_an_engine_that_is_up_and_cannot_say_what_it_serves_counts_as_comi
 
 
 @pytest.mark.parametrize("is_probed", [True, False])
-@staged(num_engines=2, policy={"offers": True})
+@staged(num_engines=2)
 async def test_an_engine_that_dies_before_the_confirmation_leaves_its_requests_to_the_other(stage, is_probed):
     other, mortal = stage.engines
     may_answer = asyncio.Event()

@@ -88,13 +88,8 @@ class Engine:
     most_in_flight: int = 0  # since the batch before
     receives: int | None = None  # version that it is being given
     is_paused: bool = False  # for that version: its requests are frozen
-    is_offered: bool = False  # requests may be sent meanwhile: that version will answer them
     life: int = 0  # counts up each time that it comes up
     suspected: asyncio.Event = field(default_factory=asyncio.Event)  # it dropped a request, or may have been replaced
-
-    @property
-    def may_be_asked(self) -> bool:
-        return self.state == "live" or (self.state == "quarantined" and self.is_offered)
 
     @property
     def has_few(self) -> bool:

@@ -205,7 +205,7 @@ class InferencePool:
         """
         began, interruptions, dropped_at = time.monotonic(), self.interruptions, math.inf
         while True:
-            while not (askable := [engine for engine in self.engines if engine.may_be_asked]):
+            while not (askable := self.live_engines()):
                 self.live.clear()
                 await self.live.wait()
             engine = min(askable, key=lambda engine: engine.in_flight)
@@ -275,22 +275,16 @@ class InferencePool:
 
     def go_live(self, engine: Engine, version: int) -> None:
         """Send requests to an engine that has confirmed `version`."""
-        engine.state, engine.version, engine.is_offered = "live", version, False
+        engine.state, engine.version = "live", version
         self.is_begun = True
         self.live.set()
         self.is_given(engine, None)
 
     def quarantine(self, engine: Engine) -> None:
-        """Send no new requests until the engine goes live again, or is offered."""
+        """Send no new requests until the engine goes live again."""
         self.interruptions += engine.state == "live"
-        engine.state, engine.version, engine.is_offered = "quarantined", None, False
+        engine.state, engine.version = "quarantined", None
         self.watch(engine)
-
-    def offer(self, engine: Engine) -> None:
-        """Send requests to a paused engine already: the weights that it is given will answer them, and no answer is
-        used before those are confirmed."""
-        engine.is_offered = True
-        self.live.set()
 
     def is_given(self, engine: Engine, version: int | None, *, is_paused: bool = False) -> None:
         """Note that the engine is being given a version, and whether it is paused meanwhile; None: no more."""

@@ -29,17 +29,15 @@ log = get_logger("policy")
 class Policy:
     """The live version.
 
-    Produces: `version` and `offered`. Waits for: evaluations that hold a version, and room on the disk. Wakes: the
+    Produces: `version`. Waits for: evaluations that hold a version, and room on the disk. Wakes: the
     scheduler and the evaluator, on each new version.
     """
 
     pool: InferencePool
     waits: Waits
     versions: Versions
-    offers: bool = False  # let rollouts begin as soon as all engines are paused for a version, before they confirm it
     disk_timeout_s: float = 60.0
     version: int = -1  # nothing is live yet
-    offered: int = -1  # the version that answers a request that is sent now
     is_moving: bool = False  # from the pause of an update of all engines to its confirmation
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     _due: set[int] = field(default_factory=set)  # versions that stay live until they are evaluated
@@ -52,11 +50,6 @@ class Policy:
         """Wait until `version` or a later one is live."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.version >= version)
-
-    async def offered_after(self, version: int) -> None:
-        """Wait until rollouts may begin under a later version than `version`."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.offered > version)
 
     @property
     def newest(self) -> Newest:
@@ -121,19 +114,6 @@ class Policy:
         log.info("%s serves version %s and needs version %d", engine.url, version, self.versions.newest)
         return False
 
-    async def offer(self, version: int, engines: list[Engine]) -> None:
-        """Let rollouts begin under `version`: all engines have loaded it, but not confirmed it yet.
-
-        The run's first version is never offered: a run that cannot serve its model ends before it asks for anything.
-        """
-        if not self.offers or self.version < 0 or version < self.version:
-            return
-        for engine in engines:
-            self.pool.offer(engine)
-        async with self._changed:
-            self.offered = version
-            self._changed.notify_all()
-
     async def record(self, version: int, engines: list[Engine], digests: dict[str, str], difference: float) -> None:
         """Write the confirmation of `version` to disk. Nothing may use the version before that.
 
@@ -175,5 +155,4 @@ class Policy:
             self.pool.go_live(engine, version)
         async with self._changed:
             self.version = max(self.version, version)
-            self.offered = max(self.offered, self.version)
             self._changed.notify_all()

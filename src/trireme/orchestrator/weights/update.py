@@ -333,8 +333,6 @@ class Update:
         name = f"Version {message.version}"
         for engine in self._targets:
             require_confirmed(engine, self._reports[engine.url], message.digests, name=name)
-        if self.message.everywhere:  # whatever is sent from now on is answered by the new version
-            await self.policy.offer(message.version, self._targets)
         differences = await self._each(self._resume, message)
         reach("version.before_record")
         await self.policy.record(message.version, self._targets, message.digests, max(differences))
