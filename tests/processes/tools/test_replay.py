@@ -54,6 +54,7 @@ class Recorded:
     def __post_init__(self) -> None:
         self.journal = Journal(self.config.paths.journal)
         self.versions = Versions(self.config.paths.journal)
+        self._sent: set[tuple[int, int]] = set()
 
     def answer(self, request: wire.Request) -> wire.Reply:
         match request:
@@ -64,8 +65,10 @@ class Recorded:
                 return Shares(self.journal, self.config).of(step, rank=rank, world=world)
             case wire.PolicyReady(version=version):
                 return wire.Go(version=version, epoch="1", world_size=2)
-            case wire.PolicySent(version=version, digests=digests):
-                self.versions.record(version, ["http://engine"], digests, 0.0)
+            case wire.PolicySent(version=version, attempt=attempt, digests=digests):
+                if (version, attempt) not in self._sent:  # else the same question, asked twice
+                    self._sent.add((version, attempt))
+                    self.versions.record(version, ["http://engine"], digests, 0.0)
                 return wire.Live(version=version)
         return wire.Ok()
 
