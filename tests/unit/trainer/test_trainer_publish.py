@@ -321,13 +321,11 @@ def test_engines_confirm_while_the_trainer_computes(open_stand):
 
 
 def test_noise_of_a_probe_is_measured_every_16_versions_or_on_failure(open_stand):
-    """An orchestrator may answer `Again` because the noise was that of an older version."""
     failures = [Again(reason="the noise was that of version 0")]
     is_lost = lambda asked: isinstance(asked, PolicySent) and asked.version == 5 and failures  # noqa: E731
     stand = open_stand(dtype="bfloat16", intercept=lambda asked: failures.pop() if is_lost(asked) else None)
     for version in range(22):
         stand.publisher.publish(version)
-
     probes = [asked.probe for asked in stand.orchestrator.asked if isinstance(asked, PolicySent)]
     assert [probe.noise_age for probe in probes] == [*range(6), *range(16), 0]
     assert all(probe.noise > 0 for probe in probes)
