@@ -41,7 +41,7 @@ LOWEST = -9999.0
 KNOWN_ARGUMENTS = 1024  # sets of sampling arguments that are cached; most requests of a run have the same
 
 GAP_S = 0.005  # without a new request, after which an idle engine starts
-MOST_GATHERED_S = 0.05  # that the first request waits for others
+MOST_GATHERED_S = 0.05  # longest wait of the first request for others
 
 _encode = msgspec.json.Encoder().encode
 
@@ -111,8 +111,8 @@ class Gathering:
 
     def __init__(self) -> None:
         self._num_running = 0
-        self._gate: asyncio.Event | None = None  # of the requests that are held
-        self._timer: asyncio.TimerHandle | None = None  # opens it
+        self._gate: asyncio.Event | None = None  # opens for the requests that are held
+        self._timer: asyncio.TimerHandle | None = None  # opens the gate
         self._latest = 0.0  # time of the loop at which it opens in any case
 
     @asynccontextmanager

@@ -82,7 +82,7 @@ class Publisher:
         self._incarnation = uuid.uuid4().hex
         self._num_attempts = 0
         self._failures_in_a_row = 0
-        self._noise, self._noise_version = 0.0, -NOISE_EVERY  # of the probe, and the version that it was measured on
+        self._noise, self._noise_version = 0.0, -NOISE_EVERY  # noise of the probe, and the version of its measurement
         self._lacks_room = False  # on rank 0: for the version that it tried to send last
         self._unconfirmed: Unconfirmed | None = None
         self._newest = Newest(version=-1, digests={})

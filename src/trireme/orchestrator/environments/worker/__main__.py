@@ -29,7 +29,7 @@ def main() -> None:
         send_and_wait(orchestrator, answer)
         sys.exit(1)
     gc.collect()
-    gc.freeze()  # what was imported and loaded lives as long as this process
+    gc.freeze()  # imports and loaded data live as long as this process
     asyncio.run(server.serve(orchestrator, first=answer, unread=rest))
 
 
