@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import version
 
 from trireme.cli.command import choose_verb, run_command
 
@@ -40,7 +41,6 @@ VERBS = {
     "replay": Verb(
         "runs.replay", "trains a run again from its journal and compares its weights to the bit", abruptly=True
     ),
-    "report": Verb("runs.report", "writes one page about a run, with plots, for a colleague"),
     "rollouts": Verb("runs.rollouts", "writes the rollouts of a run as data sets for TRL, verl, or anything else"),
     "status": Verb("runs.status", "shows the state of a run, here or on a cluster"),
     "submit": Verb("runs.submit", "submits a run to a cluster: Slurm or Kubernetes"),
@@ -54,7 +54,10 @@ def main() -> None:
 
 
 def trireme(argv: list[str]) -> int:
-    """Raises: ConfigError where the verb is not one of ours."""
+    """Raises: ConfigError if the verb is not one of ours."""
+    if argv == ["--version"]:
+        print(f"trireme {version('trireme')}")
+        return 0
     return _call("trireme", VERBS, argv)
 
 
