@@ -14,7 +14,7 @@ Shares are those of `spans.jsonl`, without the first steps.
 With --real vLLM answers with a model of 20 million parameters, and FSDP2 trains it, each on a thread of its own; all
 answers are equally long. The engine is the faster the more requests it takes at once: rows are of so many places.
 
-Prints a table, and of each row the advice that `trireme report` gives.
+Prints a table, and of each row the advice that `trireme status` gives.
 """
 
 from __future__ import annotations

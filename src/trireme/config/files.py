@@ -108,8 +108,8 @@ def read_run(root: type[AnySection], file: Path) -> AnySection:
     table = read_table(file)
     if "orchestrator" in root.model_fields and "orchestrator" not in table and "data" in table:
         raise ConfigError(
-            f"{file} is that of an `sft` run - expected one of `rl`. `trireme report`, `dashboard`, `diff` and "
-            "`export` take such runs."
+            f"{file} is that of an `sft` run - expected one of `rl`. `trireme dashboard`, `diff` and `export` "
+            "take such runs."
         )
     try:
         return root.model_validate(table)

@@ -1,4 +1,4 @@
-"""The dashboard and the report in a real browser. Every page is used, and no page fails or asks another machine."""
+"""The dashboard in a real browser. Every page is used, and no page fails or asks another machine."""
 
 import re
 from collections.abc import Iterator
@@ -17,13 +17,12 @@ from real_run import run_command
 from scripted_kills import SCRIPTED
 from tiny_pictures import picture_file, shown
 from trireme.base.paths import RunPaths
-from trireme.cli.runs.report import report
 from trireme.config.files import find_run_file, read_run
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.pictures import PictureFiles, pictures_folder
 from trireme.journal.records import BatchRecord
-from written_run import rewrite_batch, write_whole_run
+from written_run import rewrite_batch
 
 pytestmark = [
     pytest.mark.slow,
@@ -133,19 +132,10 @@ def test_a_token_tells_what_engine_and_trainer_said_of_it_and_has_an_address(wat
     expect(page.locator(".tr-token").first).to_be_visible()
 
 
-def test_a_report_is_shown_whole_and_asks_for_nothing(watched: Watched, tmp_path: Path) -> None:
-    run = write_whole_run(tmp_path / "run").paths.root
-    assert report([str(run)]) == 0
-    page = watched.page.context.new_page()
-    shown_report = Watched(page)
-    page.goto((run / "report.html").as_uri())
-    assert page.locator("h1").inner_text() == "run"
-    boxes = [plot.bounding_box() for plot in page.locator(".figure svg").all()]
-    assert len(boxes) > 5
-    assert all(box and min(box["width"], box["height"]) > 100 for box in boxes), "plots that take their place"
-    assert page.get_by_text("Nothing was lost, and nothing was trained twice").is_visible()
-    page.get_by_text("All keys").click()
-    assert page.get_by_text("rollout_timeout_s").last.is_visible()
-    wide = page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-    assert wide, "nothing reaches beyond the page"
-    assert (shown_report.troubles, shown_report.elsewhere()) == ([], [])
+def test_a_printed_page_has_figures_and_no_controls(watched: Watched) -> None:
+    metrics(watched.page)
+    watched.page.emulate_media(media="print")
+    assert not watched.page.locator(".tr-header").is_visible()
+    assert not watched.page.locator(".tr-controls").first.is_visible()
+    assert watched.page.locator(".tr-chart-card").first.is_visible()
+    watched.page.emulate_media(media="screen")

@@ -34,7 +34,7 @@ def eval_view(argv: list[str]) -> int:
     if not (sys.stdout.isatty() and sys.stdin.isatty()):
         raise ConfigError(
             "The viewer needs a terminal, and standard input or output is none. Expected both to be one. Run it in a "
-            "terminal; `trireme report` and `trireme export` write files."
+            "terminal; `trireme dashboard` shows the same in a browser, and `trireme rollouts` writes files."
         )
 
     from trireme.tools.viewer.app import EvalView

@@ -1,4 +1,4 @@
-"""Colours of the dashboard and of the report's plots."""
+"""Colours of the dashboard."""
 
 ACTIVITIES = {
     "train": "#7c5cff",

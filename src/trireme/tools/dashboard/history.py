@@ -61,12 +61,7 @@ class Metrics:
         metrics.series("loss")  # Series(steps=[3], values=[0.2])
     """
 
-    def __init__(self, *, keeps_all: bool = False) -> None:
-        """
-        Args:
-            keeps_all: no points are thinned out, for a reader that sees the run once.
-        """
-        self._keeps_all = keeps_all
+    def __init__(self) -> None:
         self._lock = threading.Lock()  # held for one row or one answer: rows are added in a thread, while pages draw
         self.went_back: list[int] = []  # steps that the run resumed from, in the order in which it did
         self._columns: dict[str, dict[str, _Column]] = {}  # process -> metric -> column
@@ -88,7 +83,7 @@ class Metrics:
                     if name not in ("step", "process") and (value is None or isinstance(value, int | float)):
                         column = columns.setdefault(name, _Column())
                         column.put(step, math.nan if value is None else float(value))
-                        if len(column.steps) > MOST_POINTS and not self._keeps_all:
+                        if len(column.steps) > MOST_POINTS:
                             column.thin()
 
     def names(self) -> list[str]:
