@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from argparse import ArgumentTypeError
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +36,12 @@ def test_help_names_every_verb_with_a_line_and_so_does_no_verb_at_all(capsys):
     assert all(lines.count([name, verb.line]) == 2 for name, verb in VERBS.items())
     with pytest.raises(ConfigError, match=r"no `trireme audti` - expected one of .*Did you mean `trireme audit`\?"):
         trireme(["audti", "outputs/run"])
+
+
+def test_the_version_is_that_of_the_project_file(capsys):
+    assert trireme(["--version"]) == 0
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert capsys.readouterr().out == f"trireme {project['version']}\n"
 
 
 @pytest.mark.parametrize("name", VERBS)
