@@ -5,7 +5,7 @@ batch before the trainer sees it, a step's metrics before its checkpoint. So an 
 whenever the run was killed, and while it is running. The only exceptions are:
 
 - the newest batch may have no line of the orchestrator in `metrics.jsonl` yet (after a rewind, the line may be that of
-  the abandoned steps), and the step that made the newest version no line of the trainer; where the disk was full, lines
+  the abandoned steps), and the step that made the newest version no line of the trainer; if the disk was full, lines
   wait for the next one, so the one before may be missing too. The orchestrator writes its line when it restarts, the
   trainer when it repeats the step
 - any number of batches may be on disk that no version has been trained from
@@ -47,7 +47,7 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
     """Read every entry of a run once. Write nothing, and run no code that the folder names.
 
     Args:
-        run_code: the one function ("module:name") that may be called where the journal names it.
+        run_code: the one function ("module:name") that the audit may call if the journal names it.
 
     Raises:
         ConfigError: the folder holds no run.
@@ -60,16 +60,20 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
     lines = MetricsLines(paths.metrics)
     known, num_batches = recorded.known(), max(journal.steps(), default=-1) + 1
     batches_set_aside = _list_set_aside(paths.journal, "batch")
+    # rewinds move batches and versions aside, and their lines stay in `metrics.jsonl`
     versions_set_aside = _list_set_aside(paths.journal, "version")
 
     newest = max(known, default=-1)
     settings = Settings(updated(config, {"name": None, "output_dir": folder}), "orchestrator")
+    # digests may differ without harm on GPUs, which round differently, and in versions made again by other trainers
     may_differ = {version for version in known if config.device == "cuda" or is_rounded(settings.earlier, version)}
     confirmed = check_versions(recorded, known, report, num_batches=num_batches, may_differ=may_differ)
     # batches that an interrupted rewind has yet to move aside are by versions that it has moved aside already
     confirmed |= {version for version in versions_set_aside if version > newest}
+
     if lines.unreadable:
         report.note(f"{lines.unreadable} lines of {paths.metrics} were cut off, and say nothing")
+    # the newest lines may be missing, and abandoned steps keep theirs: see above
     compare_lines(
         lines,
         trained=min(newest_at_first - MAY_LACK_LINES, num_batches),
@@ -79,6 +83,7 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
         report=report,
     )
 
+    # every audit sees the batches in order, and each batch is read once
     order = OrderAudit(report)
     fates = Fates(order, report)
     tokens = TokenAudit(confirmed, report, run_code)
@@ -89,6 +94,7 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
     for step in range(newest_batch + 1):
         if (record := _read_batch(journal, step, listed, report)) is None:
             continue
+        # the rules of that step, as a resume may change them; older journals do not record them
         rules, after_gap = record.rules or rules_of(settings.at(step)), step != expected
         fates.take(record, rules, after_gap=after_gap)
         tokens.take(record, rules, after_gap=after_gap)
@@ -121,7 +127,7 @@ def _list_set_aside(journal: Path, kind: str) -> set[int]:
 
 
 def _read_batch(journal: Journal, step: int, listed: set[int], report: Report) -> BatchRecord | None:
-    """Read an entry; report where that is impossible, or where it has another number."""
+    """Read an entry; report if that is impossible, or if it has another number."""
     if step not in listed:
         report.add(
             "journal",
@@ -136,6 +142,7 @@ def _read_batch(journal: Journal, step: int, listed: set[int], report: Report) -
     except (JournalCorrupt, OSError) as error:
         report.add("journal", step, str(error), expected=f"batch {step} as it was written")
         return None
+    # a file that was copied over another one holds a wrong number, which later checks must not take for the step
     numbers = {"step": (record.step, step), "state.next_batch": (record.state.next_batch, step + 1)}
     report.compare("journal", step, numbers, by="by the name of its file")
     record.step = step

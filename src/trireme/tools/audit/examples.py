@@ -28,12 +28,13 @@ class OrderAudit:
 
     def __init__(self, report: Report) -> None:
         self._report = report
-        self._sizes: dict[str, int] | None = None  # None before the first entry; empty where they are unusable
+        self._sizes: dict[str, int] | None = None  # None before the first entry; empty if they are unusable
         self._order = DataOrder({})
         self._is_lost = False  # a batch is missing, and what was learnt with it decides what came next
 
     def begin(self, record: BatchRecord, rules: Rules, *, after_gap: bool) -> None:
         """Take the sizes of the data sets from the first entry. They may never change."""
+
         step, sizes = record.step, record.state.sizes
         if self._sizes is None:
             self._sizes = sizes
@@ -47,6 +48,7 @@ class OrderAudit:
                     advice="Which examples should have come cannot be worked out; that part is left out.",
                 )
             self._order = DataOrder(self._sizes)
+
         elif self._sizes:
             self._report.compare(
                 "order",
@@ -55,6 +57,7 @@ class OrderAudit:
                 by="as in the batches before",
                 advice="The data set changed, so places in it mean other examples. Look at the environments' `args`.",
             )
+        # a missing batch hides results, on which pools and the curriculum depend
         self._is_lost = after_gap and (rules.pools is not None or len(rules.curriculum) > 0)
 
     def task(self, group: int, rules: Rules) -> OpenGroup | None:
@@ -67,12 +70,14 @@ class OrderAudit:
     def close(self, record: BatchRecord, rules: Rules) -> None:
         """Compare the position in the data, the difficulty scores and the stage after the batch."""
         state, sizes = record.state, self._order.sizes
+
         if not self._sizes:
             return
         if self._is_lost:  # continue from the journal's own state, with nothing left to compare
             known = {name: scores for name, scores in state.scores.items() if _fit(scores, sizes.get(name, 0))}
             self._order.resume_from(state.cursors, known, Place(state.stage, state.stage_reward))
             return
+        # a damaged outcome must not end the audit: it is reported by `check_outcomes`
         outcomes = [
             one for one in record.outcomes if 0 <= one.example < sizes.get(one.env, 0) and math.isfinite(one.mean)
         ]
@@ -103,12 +108,14 @@ def check_outcomes(record: BatchRecord, rules: Rules, report: Report) -> None:
     """
     if rules.filters is None:  # written before outcomes were
         return
+
     groups = by_group(record.rollouts)
     dropped = {one.group: one for one in record.dropped if one.reason.partition(":")[0] in CAME_TO_THEIR_END}
     means = {outcome.group: outcome.mean for outcome in record.outcomes}
     due = {group: outcome_of(rollouts) for group, rollouts in groups.items()}
     for group, one in dropped.items():  # its rewards are kept nowhere else
         due.setdefault(group, Outcome(group, one.env, one.example, means.get(group, math.nan)))
+    # outcomes are written in the order of groups
     report.compare(
         "outcomes",
         record.step,

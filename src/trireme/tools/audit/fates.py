@@ -17,7 +17,7 @@ from trireme.tools.audit.examples import OrderAudit
 from trireme.tools.audit.report import Report
 
 TRAINED = "trained"
-OPEN, UNKNOWN = -1, -2  # instead of a batch; the latter: not listed as open, or decided where it cannot be read
+OPEN, UNKNOWN = -1, -2  # in place of a batch; UNKNOWN: not listed as open, or decided in an unreadable batch
 
 Fate = Rollout | Dropped
 
@@ -31,8 +31,8 @@ class Fates:
     def __init__(self, order: OrderAudit, report: Report) -> None:
         self._order = order
         self._report = report
-        self._batch_of = array("q")  # by group: which batch decided it
-        self._open: dict[int, OpenGroup | None] = {}  # what the data order says that they are
+        self._batch_of = array("q")  # the batch that decided each group, or OPEN or UNKNOWN
+        self._open: dict[int, OpenGroup | None] = {}  # the example by the data order; None if unknown
         self._counters = {"trained": 0, "dropped": 0}  # rollouts, by the journal
 
     @property
@@ -50,6 +50,7 @@ class Fates:
         ended: list[Fate] = [*record.rollouts, *record.dropped]
         for fate in ended:
             groups[fate.group].append(fate)
+        # all new groups take their examples before the batch's outcomes change the data order
         self._order.begin(record, rules, after_gap=after_gap)
         if 0 <= next_group - self.num_begun <= MOST_BEGUN:
             for group in range(self.num_begun, next_group):
@@ -63,6 +64,7 @@ class Fates:
                 expected="groups numbered one by one",
             )
         self._order.close(record, rules)
+        # all fates of a group are in one entry, so each group is judged as a whole
         for group, fates in sorted(groups.items()):
             self._decide(step, group, fates, rules)
         self._compare_open(record, after_gap=after_gap)
@@ -70,12 +72,14 @@ class Fates:
 
     def _decide(self, step: int, group: int, fates: list[Fate], rules: Rules) -> None:
         """Check a group that was trained or dropped in this batch."""
+
         add = partial(self._report.add, "fates", step)
         if not 0 <= group < self.num_begun:
             add(
                 f"batch {step} decides group {group}, which was never begun",
                 expected=f"groups 0 to {self.num_begun - 1}",
             )
+        # the group was followed until now; the data order says which example it must be
         elif group in self._open:
             task = self._open.pop(group)
             self._batch_of[group] = step
@@ -96,17 +100,21 @@ class Fates:
                 expected="one fate of each rollout, in one batch",
                 advice="Compare the group in both batches.",
             )
+
         if trouble := _find_trouble(group, fates, rules):
             add(f"batch {step}: {trouble[0]}", expected=trouble[1])
 
     def _compare_open(self, record: BatchRecord, *, after_gap: bool) -> None:
         """Check the groups that the batch lists as open. Those that it does not list are not followed any further."""
+        # a group that vanished, or that an unreadable batch hid, is followed again from here
         listed = {group.id: group for group in record.state.open_groups}
         for group, task in listed.items():
             if 0 <= group < self.num_begun and self._batch_of[group] == UNKNOWN:
                 self._batch_of[group], self._open[group] = OPEN, task
+        # an unreadable batch may have decided groups that this one does not list, so these are not missed
         followed = {group: task for group, task in self._open.items() if group in listed}
-        tasks = followed if after_gap else self._open  # a batch that cannot be read may have decided the others
+        tasks = followed if after_gap else self._open  # groups that must be listed
+
         due = {group: task or listed.get(group) or "any" for group, task in tasks.items()}
         groups = {f"open group {group}": (listed.get(group), due.get(group)) for group in {**listed, **due}}
         self._report.compare(
@@ -116,6 +124,7 @@ class Fates:
             by="as of the groups that the data order has begun, and no batch has decided",
             advice="Look at `state.open_groups` of this batch and of the one before.",
         )
+        # others are reported once, and not again by each later batch
         for group in self._open.keys() - followed.keys():
             self._batch_of[group] = UNKNOWN
         self._open = followed
@@ -127,6 +136,7 @@ class Fates:
         summary.groups, summary.open_groups = self.num_begun, len({group.id for group in record.state.open_groups})
         for kind in (kind_of(dropped.reason) for dropped in record.dropped):
             summary.dropped_for[kind] = summary.dropped_for.get(kind, 0) + 1
+        # counters continue from what the journal says, so that a wrong one is reported once
         before, counters = self._counters, {name: record.state.counters.get(name, 0) for name in self._counters}
         due = {"trained": before["trained"] + num_trained, "dropped": before["dropped"] + num_dropped}
         self._report.compare(
@@ -155,12 +165,14 @@ def kind_of(reason: str) -> str:
 
 
 def _find_trouble(group: int, fates: list[Fate], rules: Rules) -> tuple[str, str] | None:
-    """Return the first inconsistency of a group in one entry, and what was expected; None where there is none."""
+    """Return the first inconsistency of a group in one entry, and what was expected; None if there is none."""
     is_trained = isinstance(fates[0], Rollout)
     by_place: dict[int, list[tuple[int, str]]] = {place: [] for place in range(rules.group_size)}
+    # a place without any fate must be seen too: all places are filled in before
     for fate in fates:
         reason = TRAINED if isinstance(fate, Rollout) else fate.reason
         by_place.setdefault(fate.place, []).append((fate.attempt, reason))
+    # attempts are numbered without gaps, all but the last are dropped, and the last shares the group's fate
     for place, attempts in sorted(by_place.items()):
         attempts.sort()
         numbers, reasons = [number for number, _ in attempts], [reason for _, reason in attempts]
@@ -177,6 +189,7 @@ def _find_trouble(group: int, fates: list[Fate], rules: Rules) -> tuple[str, str
                 f"of each of places 0 to {rules.group_size - 1} at most {rules.max_attempts} attempts, counted from 0: "
                 f"all dropped for a reason but the last, which is {TRAINED if is_trained else 'dropped'} with its group"
             )
+
     if is_trained:
         return None
     # It was dropped for one reason. Failed attempts have their own, and so has the last attempt of a place without

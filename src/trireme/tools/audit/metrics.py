@@ -44,6 +44,7 @@ def compare_batch(
         may_lack_line: the run may have been killed before it was written.
         may_have_old_line: the line may be that of an abandoned batch of this number.
     """
+    # lags need a sampled token; the audit of tokens reports rollouts without one
     step, found = record.step, record.metrics
     if any((sample.versions >= 0).any() for rollout in record.rollouts for sample in rollout.samples):
         due = batch_metrics(step, record.rollouts, record.dropped, config=config, outcomes=record.outcomes)
@@ -56,6 +57,7 @@ def compare_batch(
             by="by its rollouts",
             rtol=1e-6,
         )
+
     if row is None:
         if not may_lack_line:
             _add_missing_line(report, "orchestrator", f"batch {step}", step)
@@ -80,8 +82,10 @@ def compare_lines(
         newest: version. The trainer writes the line of a step when the version that it made is confirmed.
         set_aside: abandoned steps, whose lines stay in the file.
     """
+    # the trainer writes a step's line before the next version, so older steps have theirs
     for step in sorted(set(range(trained)) - lines.trained):
         _add_missing_line(report, "trainer", f"step {step}", step)
+    # a line of the trainer comes after the confirmation of the version that the step made
     early = sorted(step for step in lines.trained - set_aside if newest <= step < num_batches)
     if early:
         report.add(
@@ -91,6 +95,7 @@ def compare_lines(
             expected=f"version {early[0] + 1} confirmed before that line is written",
             advice=f"Or the confirmation was lost: look for journal/version_{early[0] + 1:06d}.msgpack.",
         )
+    # no process reports on a batch before it is in the journal
     for process, steps in (("trainer", lines.trained), ("orchestrator", lines.batches.keys())):
         beyond = sorted(step for step in steps - set_aside if step >= num_batches)
         if beyond:

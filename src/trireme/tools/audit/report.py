@@ -67,8 +67,8 @@ class Summary:
     open_groups: int = 0
     groups: int = 0  # begun
     trained_tokens: int = 0
-    lag: tuple[int, int] | None = None  # lowest and highest
-    turns: dict[str, int] = field(default_factory=dict)  # of agent programs, by what became of them
+    lag: tuple[int, int] | None = None  # lowest and highest, in versions
+    turns: dict[str, int] = field(default_factory=dict)  # turns of agent programs, by what became of them
     versions_used: int = 0
     versions_confirmed: int = 0
     checkpoints: list[int] = field(default_factory=list)
@@ -77,6 +77,7 @@ class Summary:
     def lines(self) -> list[str]:
         often = sorted(self.dropped_for.items(), key=lambda item: (-item[1], item[0]))
         reasons = some([f"{reason} {count:,}" for reason, count in often], 5)
+
         lag = f", lag {self.lag[0]} to {self.lag[1]}, of {counted(self.versions_used, 'version')}" if self.lag else ""
         newest = f", the newest of version {self.checkpoints[-1]}" if self.checkpoints else ""
         lines = [
@@ -87,6 +88,7 @@ class Summary:
             f"{counted(self.versions_confirmed, 'version')} confirmed by digest",
             f"{counted(len(self.checkpoints), 'checkpoint')}{newest}",
         ]
+        # only runs with agent programs have turns
         if total := sum(self.turns.values()):
             kinds = ", ".join(f"{number:,} {kind}" for kind, number in self.turns.items() if number)
             lines.insert(3, f"{counted(total, 'turn')} of agent programs on disk: {kinds}")
@@ -110,9 +112,10 @@ class Report:
 
         Args:
             step: batch or version.
-            advice: what to do, where that is more than to look at the file.
+            advice: what to do, if that is more than to look at the file.
         """
         self._counts[area] += 1
+        # a broken run can have millions of contradictions: the first ones are kept, all are counted
         if self._counts[area] <= KEPT_PER_AREA:
             file = {
                 "versions": f"journal/version_{step:06d}.msgpack",
@@ -142,6 +145,7 @@ class Report:
             rtol: relative tolerance of numbers that are not computed in the same order again.
         """
         for name, (found, due) in values.items():
+            # one contradiction per comparison: later values often follow from the first wrong one
             if difference := first_difference(found, due, rtol):
                 place, one, other = difference
                 where = f"batch {step}: {of}{name}{place} is {shown(one)}"
@@ -171,10 +175,12 @@ class Report:
         verdict = "nothing was lost, and nothing was trained twice"
         if not self.holds:
             verdict = f"{counted(self.total, 'contradiction')}, in order of steps"
+
         lines = [f"{self.run}: {verdict}", *(f"  {line}" for line in self.summary.lines())]
         if self.holds:
             lines += [f"  {promise}" for promise in PROMISES]
         lines += [f"  note: {note}" for note in self.notes[:MOST_SHOWN]]
+        # the earliest cause first, as later contradictions often follow from it
         for contradiction in self.in_order()[:MOST_SHOWN]:
             lines += ["", str(contradiction)]
         if (left_out := max(self.total, len(self.notes)) - MOST_SHOWN) > 0:

@@ -38,7 +38,7 @@ class TokenAudit:
 
         Args:
             confirmed: versions that engines confirmed.
-            run_code: the one function ("module:name") that may be called for advantages where the journal names it.
+            run_code: the one function ("module:name") that the audit may call for advantages, if the journal names it.
         """
         self._versions: set[int] = set()
         self._confirmed = confirmed
@@ -52,12 +52,14 @@ class TokenAudit:
         Args:
             after_gap: the batch before could not be read, so the running means are unknown.
         """
+        # running means depend on all batches before, so they are taken from the journal after a gap
         if after_gap:
             self._baselines = dict(record.state.baselines)
         tokens = self._read_tokens(record)
         if tokens is not None:
             self._check_tokens(record, tokens, rules)
             self._check_rollouts(record, rules)
+        # targets of such a batch cannot be recomputed, nor the running means that follow from them
         if tokens is None or self._has_misfit(record, rules):
             self._baselines = dict(record.state.baselines)  # continue from the journal's own
             return
@@ -69,11 +71,11 @@ class TokenAudit:
             )
         elif rules.advantage != "ema" or not after_gap:
             self._compare_advantages(record, tokens, rules)
-        if rules.filters is not None:  # else: written before flaws were
+        if rules.filters is not None:  # older journals do not record flaws
             self._compare_worth(record, rules)
 
     def _read_tokens(self, record: BatchRecord) -> Tokens | None:
-        """Concatenate a batch's columns; None where there are none, or where they do not fit together."""
+        """Concatenate a batch's columns; None if there are none, or if they do not fit together."""
         samples = [(rollout, sample) for rollout in record.rollouts for sample in rollout.samples]
         for rollout, sample in samples:
             for name, (dtype, _) in COLUMNS.items():
@@ -87,18 +89,22 @@ class TokenAudit:
                         advice="This batch is not looked at further.",
                     )
                     return None
+
         if not samples:
             return None
         return Tokens(**{name: np.concatenate([getattr(sample, name) for _, sample in samples]) for name in COLUMNS})
 
     def _check_tokens(self, record: BatchRecord, tokens: Tokens, rules: Rules) -> None:
+
         step, summary = record.step, self._report.summary
         trained, versions = tokens.loss_mask == 1, tokens.versions
+        # batch n makes version n + 1, so its tokens are of version n at most: the lag is n minus their version
         lags = step - versions
         allowed = rules.max_lag
         why = "max_async_level = 0" if rules.max_async_level == 0 else f"max_off_policy_steps = {allowed}"
         no_logprob = ~np.isfinite(tokens.logprobs) | (tokens.logprobs > HIGHEST_LOGPROB)
         used = {int(version) for version in np.unique(versions[trained]) if version >= 0}
+        # for each rule: the tokens that break it, the column to report, and what was expected
         checks = [
             (tokens.loss_mask > 1, "loss_mask", "0 or 1"),
             (tokens.ids < 0, "ids", "0 or above"),
@@ -110,12 +116,14 @@ class TokenAudit:
             (trained & (lags < 0), "versions", f"at most {step}: a later version is trained from this very batch"),
             (trained & (lags > allowed), "versions", f"at least {step - allowed} ({why})"),
         ]
+        # an engine confirms a version before it samples under it
         for version in sorted(used - self._confirmed):
             file = f"journal/version_{version:06d}.msgpack"
             expected = f"a version that engines confirmed: {file} is missing or empty"
             checks.append((trained & (versions == version), "versions", expected))
         for wrong, column, expected in checks:
             self._add_token(record, wrong, column, expected)
+        # the summary covers the tokens that are trained on, as the others have no version
         if trained.any():
             lowest, highest = int(lags[trained].min()), int(lags[trained].max())
             before = summary.lag or (lowest, highest)
@@ -125,6 +133,7 @@ class TokenAudit:
 
     def _check_rollouts(self, record: BatchRecord, rules: Rules) -> None:
         """Compare what is recorded of each rollout with its tokens: their number, and the flaws of the filters."""
+
         trained = (rollout for rollout in record.rollouts if rollout.masked is None)
         self._report.summary.trained_tokens += sum(num_sampled(rollout.samples) for rollout in trained)
         for rollout in record.rollouts:
@@ -134,17 +143,18 @@ class TokenAudit:
                 return
             longest = max(sample.length for sample in rollout.samples)
             due = {"num_sampled": count, "num_tokens": longest, "temperature": rules.temperature}
-            recorded = {name: getattr(rollout, name) for name in due}  # None in older journals
+            recorded = {name: getattr(rollout, name) for name in due}  # each is None in older journals
             values: dict[str, tuple[Any, Any]] = {
                 name: (value, due[name]) for name, value in recorded.items() if value is not None
             }
-            if (filters := rules.filters) is not None:  # else: written before flaws were
+            if (filters := rules.filters) is not None:  # older journals do not record flaws
                 is_flat = is_zero([sample.advantages for sample in rollout.samples])
                 values |= {
                     "flaws": (rollout.flaws, flaws_of(rollout, rules) + [ZERO_ADVANTAGE] * is_flat),
                     "masked": (rollout.masked, flaw_with("mask", rollout.flaws, filters)),
                     "dropped for": (None, flaw_with("drop", rollout.flaws, filters)),
                 }
+
             of, by = f"group {rollout.group}, place {rollout.place}: ", "by its samples and the rules of the batch"
             if self._report.compare("tokens", record.step, values, of=of, by=by):
                 return
@@ -160,6 +170,7 @@ class TokenAudit:
 
     def _compare_advantages(self, record: BatchRecord, tokens: Tokens, rules: Rules) -> None:
         """Compare in double precision, then rounded as in the journal."""
+
         try:
             custom = estimator_of(rules)
             per_rollout, due = advantages_of(record.rollouts, rules, self._baselines, custom=custom)
@@ -167,11 +178,13 @@ class TokenAudit:
             self._report.note(f"advantages are not compared: {error}")
             return
         expected = np.concatenate([part for per_sample in per_rollout for part in per_sample])
+        # targets are recomputed in float64, and the journal holds float32
         trained = tokens.loss_mask == 1
         wrong = trained & ~np.isclose(tokens.advantages, expected, rtol=1e-5, atol=1e-6)
         if wrong.any():
             by = f"{expected[int(np.argmax(wrong))]:.6g}, by the rewards and the rules of the batch"
             self._add_token(record, wrong, "advantages", by)
+        # the journal stores running means in double precision, so only the order of sums may differ
         self._baselines = due
         baselines = {"state.baselines": (record.state.baselines, due)}
         self._report.compare("tokens", record.step, baselines, by="by the rewards up to this batch", rtol=1e-9)
@@ -200,7 +213,9 @@ class TokenAudit:
         if not wrong.any():
             return
         place = int(np.argmax(wrong))
+
         more = f" (and {int(wrong.sum()) - 1} more such tokens)" if wrong.sum() > 1 else ""
+        # `wrong` is over the samples of all rollouts in order, so the place is counted down sample by sample
         for rollout in record.rollouts:
             for sample in rollout.samples:
                 if 0 <= place < sample.length:
@@ -215,6 +230,7 @@ def _misfit(rollout: Rollout, rules: Rules) -> tuple[str, str] | None:
         ("token_rewards", rollout.token_rewards, False),
         ("teacher", rollout.teacher, rules.teacher_weight is not None),
     ]
+
     lengths = [sample.length for sample in rollout.samples]
     for name, parts, is_due in columns:
         if not parts and not is_due:
@@ -223,10 +239,13 @@ def _misfit(rollout: Rollout, rules: Rules) -> tuple[str, str] | None:
             return f"has `{name}` for {[len(part) for part in parts]} tokens", f"for {lengths}, as its samples have"
         if any(np.isinf(part).any() for part in parts):
             return f"has infinite values in `{name}`", "numbers, or NaN where there is none"
+    # each sample belongs to exactly one run of an agent program, if there are any
     owned = sorted(place for run in rollout.runs for place in run.samples)
     if rollout.runs and owned != list(range(len(lengths))):
         return f"has `runs` of the samples {owned[:20]}", f"each of its {len(lengths)} samples in one run"
+
     for sample, part in zip(rollout.samples, rollout.teacher, strict=False):
+        # NaN means that the teacher gave no logprob, which only tokens outside of the loss may have
         if (sample.loss_mask.astype(bool) & np.isnan(part)).any():
             return "has a token that is trained on without a value in `teacher`", "the teacher's logprob of each"
     return None

@@ -45,6 +45,7 @@ class TurnAudit:
                 )
             elif rollout.branches:
                 self._report.note("journal/turns is not there, so turns of agent programs are not compared")
+        # dropped rollouts are in no sample, so their turns are only counted
         for dropped in record.dropped:
             self._counts[DROPPED] += len(self._read(record.step, dropped) or ())
 
@@ -54,16 +55,19 @@ class TurnAudit:
         Args:
             state: after the newest batch.
         """
+
         is_open = {group.id for group in state.open_groups}
         unknown = []
         for name in sorted(self._left):
             found = NAME.fullmatch(name)
+            # the orchestrator is still working on open groups, and on groups begun after the newest batch
             if found and (int(found[1]) in is_open or int(found[1]) >= state.next_group):
                 self._counts[UNDER_WAY] += len(read_turns(turns_folder(self._journals[0]) / name))
             else:
                 unknown.append(name)
+
         self._report.summary.turns = dict(self._counts)
-        if unknown and not self._has_gap:  # else a batch that cannot be read may know them
+        if unknown and not self._has_gap:  # an unreadable batch may know them
             self._report.add(
                 "turns",
                 state.next_batch,
@@ -73,10 +77,11 @@ class TurnAudit:
             )
 
     def _read(self, step: int, one: Rollout | Dropped) -> list[TurnRecord] | None:
-        """Return the turns of an attempt; None where there is no file of them."""
+        """Return the turns of an attempt; None if there is no file of them."""
         for journal in self._journals:
             file = turns_file(journal, _name(one), one.attempt)
             if file.exists():
+                # files that a rewind moved aside are not expected to have a fate
                 if journal is self._journals[0]:
                     self._left.discard(file.name)
                 try:
@@ -88,10 +93,12 @@ class TurnAudit:
 
     def _compare(self, step: int, rollout: Rollout, turns: list[TurnRecord]) -> None:
         compared, unused = compare_turns(rollout.samples, turns)
+
         self._counts[TRAINED] += sum(not turn.difference for turn in compared)
         left_out = Counter(prompt for prompts in rollout.left_out.values() for prompt in prompts)
         for why, prompts in rollout.left_out.items():
             self._counts[why] += len(prompts)
+        # only the first difference: one damaged turn changes the prompts of all that follow
         for turn in compared:
             if turn.difference:
                 where = f"has a turn (sample {turn.sample}, token {turn.begin})"
@@ -99,6 +106,7 @@ class TurnAudit:
                 found = "that is missing on disk" if is_missing else f"whose {turn.difference} differ on disk"
                 self._add(step, rollout, f"{where} {found}", expected="each turn in a batch as it was answered")
                 return
+        # every other turn on disk must be listed as left out, and every turn left out must be on disk
         on_disk = Counter(turn.prompt for turn in unused)
         if extra := on_disk - left_out:
             found = f"was answered {extra.total()} turns that are in no sample and were not left out"

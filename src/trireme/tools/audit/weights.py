@@ -27,6 +27,7 @@ def check_versions(
         the versions that engines confirmed
     """
     newest, confirmed = max(known, default=-1), set[int]()
+    # versions are confirmed one by one, so a gap below the newest is a lost record
     missing = sorted(set(range(newest)) - set(known))
     for version in missing[:20]:
         report.add(
@@ -35,6 +36,7 @@ def check_versions(
             f"version {version} has no record, and version {newest} has",
             expected="a record of each version that engines ever confirmed, from 0 on",
         )
+
     for version in known:
         add = partial(report.add, "versions", version)
         try:
@@ -42,10 +44,12 @@ def check_versions(
         except (JournalCorrupt, OSError) as error:
             add(str(error), expected="a record as it was written")
             continue
+        # what the record itself shows comes first: who confirmed it, and with which digests
         if found := _unsound(version, entry):
             add(found, expected="the engines that confirmed it, with the digest of each tensor")
         else:
             confirmed.add(version)
+        # a resumed or replayed run confirms a version again, and must come to the same weights
         for number, confirmation in enumerate(entry.confirmations[1:], start=2):
             difference = first_difference(entry.confirmations[0].digests, confirmation.digests)
             if difference is None:
@@ -63,7 +67,9 @@ def check_versions(
                 "differently), or the record was changed.",
             )
             break
+
     report.summary.versions_confirmed = len(confirmed)
+    # batch n - 1 makes version n, so no version is newer than the number of batches
     if newest > num_batches:
         report.add(
             "versions",
@@ -103,8 +109,9 @@ def check_checkpoints(paths: RunPaths, steps: list[int], trained: set[int], repo
             trouble = find_damage(folder)
         except OSError as error:
             trouble = str(error)
-        if not folder.exists():  # removed meanwhile, by the trainer that keeps the last few
+        if not folder.exists():  # removed meanwhile by the trainer, which keeps the last few
             continue
+
         add = partial(report.add, "checkpoints", step)
         if trouble is not None:
             add(
@@ -112,12 +119,14 @@ def check_checkpoints(paths: RunPaths, steps: list[int], trained: set[int], repo
                 expected=f"checkpoint {step} as its manifest describes it",
                 advice="Move it away: the run resumes from an earlier one, and comes to the same weights.",
             )
+        # a version is confirmed before its checkpoint is saved
         if step > newest:
             add(
                 f"{folder} is of version {step}, and the newest confirmed one is {newest}",
                 expected="checkpoints of versions that engines confirmed before",
                 advice="Confirmations were lost, or it is of another run.",
             )
+        # the trainer flushes the lines of all steps before it saves a checkpoint
         missing = sorted(set(range(step)) - trained)
         if missing:
             report.add(

@@ -49,16 +49,17 @@ class Side:
         self.end = max((*self.batches, *self.steps, *self.versions), default=-1) + 1
 
     def confirmed(self, version: int) -> dict[str, str] | None:
-        """Return confirmed digests by tensor. Raises JournalCorrupt where the record is damaged."""
+        """Return confirmed digests by tensor. Raises JournalCorrupt if the record is damaged."""
         return self._confirmed.read(version).digests if self._confirmed.has(version) else None
 
     def exported(self, version: int) -> dict[str, str] | None:
-        """Return digests of exported tensors, reading all of them; None where the version was not exported as
+        """Return digests of exported tensors, reading all of them; None if the version was not exported as
         tensors."""
         files = sorted(step_folder(self._exports, version).glob("*.safetensors"))
         if not files:
             return None
 
+        # torch is slow to import, and most comparisons need no export
         from safetensors import SafetensorError
 
         from trireme.transport.weights.published_files import PublishedFiles  # with torch
@@ -81,8 +82,8 @@ class Comparison:
     b: Side
     keys: list[KeyDifference]
     surroundings: list[KeyDifference]
-    firsts: dict[str, Difference] = field(default_factory=dict)  # by aspect, in the order in which they were found
-    compared: Counter[str] = field(default_factory=Counter)  # by aspect: batches, steps or versions
+    firsts: dict[str, Difference] = field(default_factory=dict)  # first difference of each aspect, in the order found
+    compared: Counter[str] = field(default_factory=Counter)  # batches, steps or versions, by aspect
 
     @property
     def telling_keys(self) -> list[KeyDifference]:
@@ -91,7 +92,7 @@ class Comparison:
 
     @property
     def first(self) -> Difference | None:
-        """Return the first difference. An evaluation has no effects, so it is named only where nothing else differs."""
+        """Return the first difference. An evaluation has no effects, so it is named only if nothing else differs."""
         leading = [difference for aspect, difference in self.firsts.items() if aspect != "evaluation"]
         return next(iter(leading), self.firsts.get("evaluation"))
 
@@ -116,7 +117,7 @@ def compare_runs(a: Path, b: Path) -> Comparison:
     comparison = Comparison(ours, theirs, keys, compare_configurations(ours.surroundings, theirs.surroundings))
     for step in range(min(ours.end, theirs.end)):
         for difference in _compare_at(step, ours, theirs, comparison.compared, decode):
-            # where keys of the configuration differ, rules of the journal only repeat them
+            # rules of the journal only repeat keys of the configuration that differ
             if difference.aspect != "rules" or not comparison.telling_keys:
                 comparison.firsts.setdefault(difference.aspect, difference)
         if comparison.says_all:
@@ -125,23 +126,27 @@ def compare_runs(a: Path, b: Path) -> Comparison:
 
 
 def _compare_at(step: int, a: Side, b: Side, compared: Counter[str], decode: Decode | None) -> Iterator[Difference]:
-    """Compare version, evaluation, batch and step of one number, where both have them."""
+    """Compare version, evaluation, batch and step of one number, if both have them."""
+    # the engines' digests are cheap; exports are read only if a record is missing
     ours, theirs, source = a.confirmed(step), b.confirmed(step), "confirmed"
     if ours is None or theirs is None:
         ours, theirs, source = a.exported(step), b.exported(step), "exported"
     if ours is not None and theirs is not None:
         compared["weights"] += 1
         yield from compare_tables("weights", step, f"version {step}, ", ours, theirs, unit=f"tensors, as {source}")
+
     row_a, row_b = (side.rows.get(("orchestrator", step), {}) for side in (a, b))
     if evaluated := [name for name in row_a if name.startswith("eval/") and name in row_b]:
         compared["evaluation"] += 1
         yield from _compare_metrics("evaluation", step, f"version {step}", evaluated, row_a, row_b)
+
     if step in a.batches and step in b.batches:
         compared.update(BATCH_ASPECTS)
         path_a, path_b = a.journal.path(step), b.journal.path(step)
-        # entries of runs that do the same have the same bytes, and need not be decoded
+        # equal batches have equal bytes, and need not be decoded
         if path_a.stat().st_size != path_b.stat().st_size or path_a.read_bytes() != path_b.read_bytes():
             yield from compare_batches(a.journal.read(step), b.journal.read(step), decode)
+
     if step in a.steps and step in b.steps:
         compared.update(STEP_ASPECTS)
         row_a, row_b = a.rows["trainer", step], b.rows["trainer", step]

@@ -27,7 +27,7 @@ class KeyDifference:
     """
 
     key: str
-    a: str  # as it would stand in a file
+    a: str  # value as a file would have it
     b: str
 
     @property
@@ -40,7 +40,7 @@ class KeyDifference:
 
 
 def read_configuration(run: Path) -> Table:
-    """Read the configuration of a run. Raises ConfigError where the folder holds no run."""
+    """Read the configuration of a run. Raises ConfigError if the folder holds no run."""
     return without_secrets(read_table(find_run_file(run, "trainer")))
 
 
@@ -48,6 +48,7 @@ def compare_configurations(a: Table, b: Table) -> list[KeyDifference]:
     """Return differing keys, those that affect results first, in the order of the file."""
     flat_a, flat_b = dict(flatten(a)), dict(flatten(b))
     keys = [KeyDifference(key, _shown(flat_a, key), _shown(flat_b, key)) for key in differences(flat_a, flat_b)]
+    # a stable sort: keys stay in the order of the file within each half
     return sorted(keys, key=lambda key: key.is_place)
 
 

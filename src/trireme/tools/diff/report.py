@@ -88,15 +88,19 @@ def meaning_of(comparison: Comparison) -> list[str]:
     first, telling = comparison.first, comparison.telling_keys
     if first is None and not telling:
         return []
+
     if first is None:
         if comparison.compared:
             return ["In all that happened so far it made no difference."]
         return ["There is nothing else that both runs have, so what follows from it is not known."]
+
     meaning = BASE_WEIGHTS if first.aspect == "weights" and first.step == 0 else ASPECTS[first.aspect]
     sentences = [meaning]
+    # a difference of the configuration is the likelier cause, so it is named first
     if telling:
         names = some([f"`{key.key}`" for key in telling], MOST_CAUSES)
         sentences = [f"It may follow from {names}. If it does not:", meaning]
+    # the command line differs between any two runs
     around = [key for key in comparison.surroundings if not key.key.startswith("command")]
     if around:
         sentences.append(f"Besides the configuration, these differ: {some(around, MOST_CAUSES)}.")
@@ -104,6 +108,7 @@ def meaning_of(comparison: Comparison) -> list[str]:
         sentences.append("Versions and machines are the same.")
     else:
         sentences.append("Versions and machines were not written down in both, so they may differ too.")
+
     if first.step:
         what = "version" if first.aspect == "weights" else "batch"
         sentences.append(f"Before {what} {first.step} everything that both runs wrote down is the same.")
