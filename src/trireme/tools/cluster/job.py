@@ -82,7 +82,9 @@ class SubmitOptions(Section):
 
     def check(self, on: Scheduler, num_nodes: int) -> None:
         """Raises: ConfigError with all values that cannot be used."""
+
         problems = []
+        # values become lines of scripts and manifests, which a line end could extend
         for name, value in self:
             for text in value if isinstance(value, tuple) else (value,):
                 if CONTROL.search(str(text)):  # the rest of it would be a line of the script
@@ -90,22 +92,26 @@ class SubmitOptions(Section):
                         f"`--{name.replace('_', '-')}` is {toml_value(text)}, with control characters - expected none. "
                         "Remove them."
                     )
+
         if self.memory_per_node is not None and not re.fullmatch(r"\d+[KMGT]", self.memory_per_node):
             problems.append(
                 f"`--memory-per-node {self.memory_per_node}` - expected a number with K, M, G or T. "
                 "Write `--memory-per-node 500G`."
             )
+        # another run on a shared machine would want the same ports
         if on == "slurm" and num_nodes > 1 and (self.cpus_per_node or self.memory_per_node):
             problems.append(
                 f"`--cpus-per-node` or `--memory-per-node` with {num_nodes} machines - a run on several machines takes "
                 "whole ones: another run of yours on the same machine would want the same ports. Leave the two out."
             )
+
         if on == "kubernetes" and not self.dry_run and not (self.image and self.volume):
             problems.append(
                 f"`--image {self.image or ''}` and `--volume {self.volume or ''}` - expected both: an image that holds "
                 "trireme and the run's environments (`docker/` builds one), and a volume claim for checkpoints, "
                 "journal and logs. Write `--image REGISTRY/trireme:TAG --volume CLAIM`."
             )
+
         raise_together(problems)
 
 
@@ -114,7 +120,7 @@ class Job:
     """A run to be submitted. All paths but `folder` are as the machines see them."""
 
     id: str
-    name: str  # of the run, for people
+    name: str  # the run's name, for people
     plan: ClusterPlan
     run: Path  # the run's folder
     state: Path  # the submission's folder, with a mark for each process that was started
@@ -122,7 +128,7 @@ class Job:
     run_toml: str
     python: str | None = None  # the interpreter on the machines; None runs commands by their names
     goes_back: bool = False  # `trainer.ckpt.resume_step` is set: it holds for the first start, and not for restarts
-    restarts: int = 5  # of one process, without a step between them
+    restarts: int = 5  # restarts of one process in a row, while the run writes no metrics
 
 
 def node_script(job: Job, *, to_terminal: bool = False, pause_s: int = 5, leave_s: int = 10) -> str:
@@ -151,7 +157,7 @@ def node_script(job: Job, *, to_terminal: bool = False, pause_s: int = 5, leave_
 def call_scheduler(*command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """Run one of a scheduler's own commands.
 
-    Raises: ConfigError where there is no such command; TriremeError where it did not answer in time.
+    Raises: ConfigError if there is no such command; TriremeError if it did not answer in time.
     """
     try:
         return subprocess.run(
@@ -171,7 +177,7 @@ def call_scheduler(*command: str, stdin: str = "") -> subprocess.CompletedProces
 
 def submissions_of(run: Path) -> Path:
     """Return the folder of a run's submissions."""
-    folder = run.absolute()  # has a name, also where `run` is "."
+    folder = run.absolute()  # has a name, even if `run` is "."
     return folder.with_name(f"{folder.name}.submissions")
 
 
@@ -188,7 +194,7 @@ class Submission:
     job: Word  # Slurm's job number, or the name of the Kubernetes Job
     run: Annotated[str, msgspec.Meta(pattern="^/")]  # the run's folder, as the machines see it
     namespace: Word | None = None
-    folder: Path = Path()  # where the record lies; not written to it
+    folder: Path = Path()  # the folder that holds the record; not written to it
 
     def write(self) -> None:
         record = {key: value for key, value in asdict(self).items() if key != "folder"}
@@ -204,6 +210,7 @@ def find_submission(run: Path) -> Submission | None:
     records = sorted(submissions_of(run).glob(f"*/{RECORD}"))
     if not records:
         return None
+    # names of submissions begin with their time, so the last one is the newest
     record = records[-1]
     try:
         return replace(msgspec.json.decode(record.read_bytes(), type=Submission), folder=record.parent)
@@ -222,6 +229,7 @@ def read_env_files(files: Sequence[Path]) -> dict[str, str]:
     from dotenv.parser import parse_stream
 
     variables: dict[str, str] = {}
+
     for file in files:
         try:
             with open(file) as stream:
@@ -234,6 +242,7 @@ def read_env_files(files: Sequence[Path]) -> dict[str, str]:
         for binding in bindings:
             if binding.key is None and not binding.error:
                 continue  # a comment, or an empty line
+            # the names become variables of a shell script, so a shell must accept them
             is_name = binding.key is not None and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", binding.key)
             if binding.error or binding.value is None or not is_name:
                 raise ConfigError(
@@ -246,6 +255,7 @@ def read_env_files(files: Sequence[Path]) -> dict[str, str]:
 
 def write_secrets(file: Path, variables: Mapping[str, str]) -> None:
     """Write the variables for a shell to read. The file is private from its first byte on."""
+    # O_EXCL and 0o600 together: nobody else can have opened the file, or put a link in its place
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as out:
         for name, value in variables.items():

@@ -25,13 +25,14 @@ from trireme.tools.cluster.job import (
 from trireme.tools.templates import render
 
 FILES = "/etc/trireme"
-MOUNT = "/runs"  # of the volume in a pod; relative output folders lie in it
-LABEL = "trireme-submission"  # as in manifests.yaml.j2
+MOUNT = "/runs"  # the volume's folder in a pod; relative output folders lie in it
+LABEL = "trireme-submission"  # also in manifests.yaml.j2
 MAX_LOG_REQUESTS = 64  # pods whose logs kubectl reads at once
 
 
 def name_of(job: Job) -> str:
     """Return the Job's name, a DNS label. Pods and their addresses are named after it."""
+    # at most 63 letters for a label, with the id and the machine's number behind
     plain = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")[:30].strip("-")
     start = plain if plain[:1].isalpha() else f"run-{plain}".strip("-")
     return f"{start}-{job.id.partition('-')[2].lower()}"
@@ -46,11 +47,13 @@ def addresses_of(job: Job) -> list[str]:
 
 def manifests(job: Job, options: SubmitOptions, secrets: Mapping[str, str]) -> str:
     """Render all resources as YAML, in the order in which they are created."""
+    # Kubernetes reads `Gi`, and the option has Slurm's form, `G`
     wanted = {
         "cpu": options.cpus_per_node,
         "memory": f"{options.memory_per_node}i" if options.memory_per_node else None,
         "nvidia.com/gpu": job.plan.gpus_per_node,
     }
+    # a pod learns from its index in the Job which machine of the run it is
     command = f'exec bash {FILES}/{NODE_SCRIPT} "$JOB_COMPLETION_INDEX" {shlex.join(addresses_of(job))}'
     return render(
         TEMPLATES,
@@ -76,6 +79,7 @@ def submit(submission: Submission, rendered: str) -> None:
     """
     answer = _kubectl(submission, "create", "--filename", "-", stdin=rendered)
     if answer.returncode:
+        # a half-created job would hold its secrets and its name
         _delete(submission)
         raise ConfigError(
             f"Kubernetes rejects the job: {answer.stderr.strip()} - expected it to create every resource that "
@@ -91,17 +95,19 @@ def state_of(submission: Submission) -> str:
 
 
 def ask_inside(submission: Submission) -> str | None:
-    """Run `trireme status` in a pod, which has the run's files; None where no pod answers."""
+    """Run `trireme status` in a pod, which has the run's files; None if no pod answers."""
     answer = _kubectl(submission, "exec", f"job/{submission.job}", "--", "trireme", "status", submission.run)
     return answer.stdout if answer.returncode == 0 else None
 
 
 def log_command(submission: Submission, *, process: str | None, lines: int, follow: bool) -> list[str]:
     """Return the command that shows the logs of all pods; or that of a process, whose log each pod sees."""
+
     more = ["--follow"] if follow else []
     if process is None:
         more += [f"--tail={lines}", "--prefix", f"--max-log-requests={MAX_LOG_REQUESTS}"]
         return _command(submission, "logs", "--selector", f"{LABEL}={submission.id}", *more)
+    # the log of one process is a file on the volume, which any pod can read
     inside = ["trireme", "logs", f"--lines={lines}", *more, "--", submission.run, process]
     return _command(submission, "exec", f"job/{submission.job}", "--", *inside)
 

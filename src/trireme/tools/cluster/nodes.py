@@ -13,7 +13,7 @@ from trireme.base.errors import ConfigError
 from trireme.config.files import ProcessName
 from trireme.config.run import RunConfig
 
-MAX_GPUS_PER_NODE = 8  # of a machine whose number of GPUs the user does not give
+MAX_GPUS_PER_NODE = 8  # GPUs of a machine if the user does not give their number
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,16 @@ def plan_nodes(
     Args:
         nodes: as the user gave it, like the others. What is None is chosen here.
 
-    Raises: ConfigError where nothing says how many GPUs a machine has, where the run places itself, or where the GPUs
+    Raises: ConfigError if nothing says how many GPUs a machine has, if the run places itself, or if the GPUs
         are not those of whole machines.
     """
+    # the cluster chooses the machines, so the run cannot name their addresses
     if "hosts" in config.model_fields_set:
         raise ConfigError(
             "the run has a table `[hosts]` - expected none: the cluster chooses the machines, and their "
             "addresses are filled in then. Remove the table, or start the processes yourself."
         )
+    # what the user left out: first the GPUs of a machine, then the number of machines
     ids = {*(config.inference_gpu_ids or ()), *(config.trainer_gpu_ids or ())}
     asked = max(len(ids), (config.inference_gpus or 0) + (config.trainer_gpus or 0))  # over all machines
     if gpus_per_node is None and config.device != "cpu":
@@ -82,6 +84,7 @@ def plan_nodes(
         gpus_per_node = min(MAX_GPUS_PER_NODE, -(-asked // (nodes or 1)))
     gpus_per_node = gpus_per_node or 0
     nodes = nodes or (-(-asked // gpus_per_node) if gpus_per_node else 1) or 1
+    # GPU ids are of use on a single machine alone: `rl` places the processes there
     if nodes == 1:
         if asked > gpus_per_node:
             raise ConfigError(
@@ -94,6 +97,7 @@ def plan_nodes(
             f"inference_gpu_ids or trainer_gpu_ids was given, with {nodes} machines - expected no numbers of GPUs: "
             "machines are taken whole. Write `--inference-nodes`."
         )
+    # engines and trainer share no machine, and each has at least one
     if inference_nodes is None:
         inference_nodes = _engines_of(config, nodes, gpus_per_node) if asked else (nodes + 1) // 2
     if not 0 < inference_nodes < nodes:
@@ -101,6 +105,7 @@ def plan_nodes(
             f"{inference_nodes} of {nodes} machines are for engines (`--inference-nodes`) - expected 1 to {nodes - 1}: "
             "the trainer takes the others. Change it, or raise `--nodes`."
         )
+
     if gpus_per_node % (tp := config.inference.parallel.tp):
         raise ConfigError(
             f"inference.parallel.tp = {tp}, and each machine has {gpus_per_node} GPUs - expected a divisor: one "
@@ -112,8 +117,9 @@ def plan_nodes(
 def _engines_of(config: RunConfig, nodes: int, gpus_per_node: int) -> int:
     """Return the machines that the engines' GPUs fill.
 
-    Raises: ConfigError where engines and trainer do not fill all machines, each its own.
+    Raises: ConfigError if engines and trainer do not fill all machines, each its own.
     """
+    # what is not given is what the other one leaves
     total = nodes * gpus_per_node
     engines = total - (config.trainer_gpus or 0) if config.inference_gpus is None else config.inference_gpus
     trainer = total - engines if config.trainer_gpus is None else config.trainer_gpus

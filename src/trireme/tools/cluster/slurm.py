@@ -25,7 +25,7 @@ from trireme.tools.templates import render
 
 SCRIPT = "job.sbatch"
 ENDED = "ended"  # holds the exit code
-MAX_REQUEUES = 20  # of one job, after its time limit
+MAX_REQUEUES = 20  # requeues of one job after its time limit
 MAY_START = (
     *("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "COMPLETING", "STAGE_OUT"),
     *("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"),
@@ -58,7 +58,7 @@ def is_here() -> bool:
 def check_submission(script: str) -> str:
     """Ask Slurm whether it accepts the job, and when it would start. Submits nothing.
 
-    Raises: ConfigError with Slurm's answer where it does not.
+    Raises: ConfigError with Slurm's answer if it does not.
     """
     return _sbatch("--test-only", script).replace("sbatch: ", "").strip()
 
@@ -66,7 +66,7 @@ def check_submission(script: str) -> str:
 def submit(script: str) -> str:
     """Submit the script and return Slurm's job number.
 
-    Raises: ConfigError with Slurm's answer where it rejects the job.
+    Raises: ConfigError with Slurm's answer if it rejects the job.
     """
     return _sbatch("--parsable", script).strip().partition(";")[0]
 
@@ -82,7 +82,7 @@ def _sbatch(option: str, script: str) -> str:
             "`sinfo --format='%P %D %G'` shows its partitions with their machines and GPUs (`--partition`, `--nodes`, "
             "`--gpus-per-node`), and `scontrol ping` whether its controller can be reached."
         )
-    return answer.stdout or answer.stderr  # `--test-only` answers on stderr, where warnings go as well
+    return answer.stdout or answer.stderr  # `--test-only` answers on stderr, as warnings do
 
 
 def state_of(submission: Submission) -> str:
@@ -94,10 +94,12 @@ def state_of(submission: Submission) -> str:
     if row := answer.stdout.split():
         state, where = row[0], " ".join(row[1:]).removeprefix("(None)")  # no reason before Slurm's scheduler saw it
         return f"{state} {'' if where.startswith('(') else 'on '}{where}" if where else state
+    # Slurm forgets jobs; the batch script writes its exit code to disk
     try:
         return f"ended with exit code {(submission.folder / ENDED).read_text().strip()}"
     except OSError:
         pass
+
     if answer.returncode and "Invalid job id" not in answer.stderr:
         return f"{UNKNOWN} ({answer.stderr.strip()})"
     return f"no longer known to Slurm; `sacct -j {job}` may show more"

@@ -51,20 +51,22 @@ _SPLIT = ("inference_gpus", "trainer_gpus", "inference_gpu_ids", "trainer_gpu_id
 
 
 def submit_run(words: list[str], options: SubmitOptions) -> None:
-    """Submit the run, or show what would be submitted where `options.dry_run` is set.
+    """Submit the run, or show what would be submitted if `options.dry_run` is set.
 
     Args:
         words: the run's file and its flags, as typed.
 
-    Raises: ConfigError where the run is wrong, or the cluster rejects it.
+    Raises: ConfigError if the run is wrong, or the cluster rejects it.
     """
+    # a flag without a value would otherwise take the file for its value
     words = mark_file(words)
     at = next((place for place, word in enumerate(words) if word.startswith("@")), 0)
-    words = [*words[at:], *words[:at]]  # a flag without a value would else take the file for its value
+    words = [*words[at:], *words[:at]]
     count = (MAX_GPUS_PER_NODE if options.gpus_per_node is None else options.gpus_per_node) * (options.nodes or 1)
-    devices = Devices(gpus=tuple(map(str, range(count))), cores=1)  # of the cluster; this machine may have none
+    devices = Devices(gpus=tuple(map(str, range(count))), cores=1)  # the cluster's; this machine may have none
     typed = read_run_file(words, devices, program=PROGRAM, kinds=("hosted", "flat", "vf-rl", "run"))
     config = typed.config
+
     on = options.on or _scheduler_here()
     plan = plan_nodes(
         config,
@@ -73,22 +75,28 @@ def submit_run(words: list[str], options: SubmitOptions) -> None:
         inference_nodes=options.inference_nodes,
     )
     options.check(on, plan.num_nodes)
+
     check_on_machines(config, plan, cores=options.cpus_per_node or detect_devices().cores)
+    # machines of a Slurm cluster share the file system and this folder, so mistakes in files show here already
     if on == "slurm":
         check_here()
         check_shared(config, plan)
         for environment in () if options.python else config.orchestrator.env:
             find_environment(environment.id)
-    here = Path(typed.file).parent  # where secrets are looked for too
+    # files of secrets are also looked for next to the run's file
+    here = Path(typed.file).parent
     named = [Path(file) for file in typed.translation.env_files]
     env_files = [here / file if not file.exists() and (here / file).exists() else file for file in named]
+    # the processes of a run authenticate each other by a token of this submission
     variables = read_env_files([*env_files, *options.env_file]) | {TOKEN: secrets.token_urlsafe(32)}
+
     job = _job(typed, plan, options, on)
     print(f"run {job.name}, written to {job.run}", *plan.describe(), *_notes(job, config, on), sep="\n")
     files = _render(job, options, variables, on)
     if options.dry_run:
         _show(files, variables, on)
         return
+
     name = _submit(job, files, options, variables, on)
     run = config.paths.root
     print(f"submitted to {on} as {name}\n  trireme status {run}\n  trireme logs {run} -f\n  trireme cancel {run}")
@@ -109,8 +117,9 @@ def _scheduler_here() -> Scheduler:
 def _job(typed: TypedRun, plan: ClusterPlan, options: SubmitOptions, on: Scheduler) -> Job:
     """Return the job of a run, with its configuration as it was typed and its folders as the machines see them.
 
-    Raises: ConfigError where the run's folder would not be inside of the volume of Kubernetes.
+    Raises: ConfigError if the run's folder would not be inside of the volume of Kubernetes.
     """
+    # the machines see the run's folder under another path than this one does if it lies on a volume
     config, root = typed.config, typed.config.paths.root.absolute()
     output_dir, run = config.output_dir.absolute(), root
     if on == "kubernetes":
@@ -121,10 +130,13 @@ def _job(typed: TypedRun, plan: ClusterPlan, options: SubmitOptions, on: Schedul
                 f"the run's folder would be {run} - expected one inside of {kubernetes.MOUNT}, where the volume is "
                 "mounted. Give a relative `output_dir`, or add `--name NAME`."
             )
+    # a requeued job finds its own marks by this name, and names sort by time
     identity = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     table = typed.translation.table | {"output_dir": str(output_dir), "device": "cuda" if plan.gpus_per_node else "cpu"}
+    # with several machines, `plan_nodes` has placed the processes: each takes whole machines
     if not plan.is_single:
         table = {key: value for key, value in table.items() if key not in _SPLIT}
+
     return Job(
         id=identity,
         name=config.name or root.name or Path(typed.file).stem,
@@ -177,8 +189,9 @@ def _show(files: dict[str, str], variables: Collection[str], on: Scheduler) -> N
 def _submit(job: Job, files: dict[str, str], options: SubmitOptions, variables: dict[str, str], on: Scheduler) -> str:
     """Write the submission's folder, submit the job, and return its name.
 
-    Raises: ConfigError where the folder cannot be written, or the cluster rejects the job. The folder is removed then.
+    Raises: ConfigError if the folder cannot be written, or the cluster rejects the job. The folder is removed then.
     """
+    # the folder is private, as the secrets lie in it
     try:
         job.folder.mkdir(mode=0o700, parents=True)
         for file, text in files.items():
@@ -189,6 +202,7 @@ def _submit(job: Job, files: dict[str, str], options: SubmitOptions, variables: 
             "to that of the run. Nothing was submitted. Free some space, or change `output_dir`: one that is relative "
             "lies in this folder here, and on the volume in Kubernetes."
         ) from error
+
     submission = Submission(job.id, on, kubernetes.name_of(job), str(job.run), options.namespace, folder=job.folder)
     try:
         if on == "slurm":
@@ -198,6 +212,7 @@ def _submit(job: Job, files: dict[str, str], options: SubmitOptions, variables: 
         else:
             submission.write()  # first: without the record no command would find the job
             kubernetes.submit(submission, kubernetes.manifests(job, options, variables))
+    # a scheduler that did not answer may have taken the job, so only a rejected one loses its folder
     except ConfigError:
         shutil.rmtree(job.folder)
         raise
@@ -210,13 +225,15 @@ def check_on_machines(config: RunConfig, plan: ClusterPlan, *, cores: int) -> No
     Raises: ConfigError with the problems of all machines.
     """
     devices = Devices(gpus=tuple(map(str, range(plan.gpus_per_node))), cores=cores)
+
     config = updated(config, {"device": "cuda" if plan.gpus_per_node else "cpu"})
     if plan.is_single:
         check(resolve(config, devices), devices)
         return
-    addresses = [f"10.99.0.{machine + 1}" for machine in range(plan.num_nodes)]  # in place of those that they will have
+    addresses = [f"10.99.0.{machine + 1}" for machine in range(plan.num_nodes)]  # stand-ins for the real ones
     hosts = {f"hosts.{kind}": tuple(addresses[each] for each in machines) for kind, machines in plan.machines.items()}
     config = updated(config, dict.fromkeys(_SPLIT) | hosts | {"hosts.orchestrator": addresses[plan.leader]})
+
     found: list[str] = []
     for kind in plan.machines:  # machines of a kind differ in their address alone
         found += problems(resolve(config, devices, section=kind), devices, section=kind)
@@ -224,7 +241,7 @@ def check_on_machines(config: RunConfig, plan: ClusterPlan, *, cores: int) -> No
 
 
 def check_here() -> None:
-    """Raises: ConfigError where the path of this folder cannot stand in a line of the script."""
+    """Raises: ConfigError if the path of this folder cannot be part of a line of the script."""
     if CONTROL.search(here := os.getcwd()):
         raise ConfigError(
             f"this folder is {toml_value(here)}, with control characters - expected a path without any, as the job "
@@ -237,9 +254,11 @@ def check_shared(config: RunConfig, plan: ClusterPlan) -> None:
 
     Raises: ConfigError.
     """
+    # the machines' GPUs are not known here, and these checks do not depend on their number
     gpus = tuple(map(str, range(MAX_GPUS_PER_NODE))) if config.device == "cuda" else ()
     raise_together(file_problems(resolve(config, Devices(gpus=gpus, cores=1))))
     check_folder(config)
+
     paths = config.paths
     if paths.holds_run and not plan.is_single and not config.resume and config.trainer.ckpt.resume_step is None:
         raise ConfigError(

@@ -36,6 +36,7 @@ def commands_of(case: Case) -> Iterator[Command]:
     if len(hosts.all) == 1:
         yield case.config, None
         return
+    # with the port that `[hosts]` may name, an address is HOST:PORT
     for process in PROCESSES:
         for node, address in enumerate(hosts.by_process[process]):
             if is_here(address.partition(":")[0]):
@@ -70,6 +71,7 @@ def check_ports(case: Case) -> Iterator[Finding]:
 def check_configuration(case: Case) -> Iterator[Finding]:
     """Report every rule that a command would refuse, except those about ports, models and environments: these have
     checks of their own."""
+    # other checks of the doctor report these in their own words
     others = {*port_problems(case), *rules.file_problems(case.config), *rules.run_tokenizer_problems(case.config)}
     if (name := case.config.trainer.model.name) and (file := config_file(name)):
         others |= {*weights_problems(file.parent)}
@@ -81,6 +83,7 @@ def check_configuration(case: Case) -> Iterator[Finding]:
         if words not in others
     ]
     yield from map(from_error, dict.fromkeys(found))
+
     if not found:
         config = case.config
         what = "as it was typed" if case.is_given else "the quickstart's, for none was named"
@@ -102,6 +105,7 @@ class Socket:
 def check_hosts(case: Case) -> Iterator[Finding]:
     hosts = case.config.hosts
     file = hosts.token_file
+    # a token that others can read protects nothing
     if file and file.is_file() and (mode := stat.S_IMODE(file.stat().st_mode)) & 0o044:
         said = f"{file} can be read by others (mode {mode:o}) - expected its owner alone: it is a secret"
         yield warning(said, f"`chmod 600 {file}`.")
@@ -111,15 +115,17 @@ def check_hosts(case: Case) -> Iterator[Finding]:
     if not any(map(is_here, hosts.all)):
         said = f"none of {', '.join(hosts.all)} is this machine - expected to look from one of them"
         yield warning(said, "Run the doctor on each machine of `[hosts]`, with the same file.")
+
     for host in hosts.all:
         if not is_here(host):
             yield from (about(host, finding) for finding in check_host(host, sockets_of(case, host)))
 
 
 def sockets_of(case: Case, host: str) -> list[Socket]:
-    """Return what listens on a machine. A process that is started alone takes the known port where none is set."""
+    """Return what listens on a machine. A process that is started alone takes the known port if none is set."""
     typed, hosts = case.typed, case.config.hosts
     engine_port = typed.inference.server.port or KNOWN_PORTS["inference.server.port"]
+    # several engines may share a machine, each with a port of its own
     engines = [port or engine_port for at, port in map(place_of, hosts.inference) if at == host]
     found = [Socket("inference", port, "/version") for port in engines]
     if hosts.orchestrator == host:
@@ -128,6 +134,7 @@ def sockets_of(case: Case, host: str) -> list[Socket]:
         found.append(Socket("orchestrator", typed.ports.batches or KNOWN_PORTS["ports.batches"]))
     if hosts.trainer[:1] == (host,):
         found.append(Socket("trainer", typed.ports.weights or KNOWN_PORTS["ports.weights"]))
+        # rank 0 alone listens: for the other ranks, and for the weights' receivers
         if len(hosts.trainer) > 1:
             found.append(Socket("trainer", typed.ports.ranks or KNOWN_PORTS["ports.ranks"]))
     return found
@@ -135,6 +142,7 @@ def sockets_of(case: Case, host: str) -> list[Socket]:
 
 def check_host(host: str, sockets: list[Socket]) -> Iterator[Finding]:
     """Connect to each socket; on a machine where nothing is known to listen, to a port that will refuse."""
+    # a machine that only connects to others listens nowhere; a refusal still shows that it is reached
     sockets = sockets or [Socket("any process", KNOWN_PORTS["ports.ranks"])]
     found = {each: reach(host, each.port) for each in sockets}
     if "unknown" in found.values():
@@ -146,6 +154,7 @@ def check_host(host: str, sockets: list[Socket]) -> Iterator[Finding]:
     else:
         said = ", ".join(f"{each.port} {found[each]}" for each in sockets)
         yield ok(said + (" (not started yet)" if "refuses" in found.values() else ""))
+        # a socket that answers may belong to another run, or have another token
         for each in sockets:
             if each.status_path and found[each] == "answers":
                 yield from _check_token(f"http://{host}:{each.port}{each.status_path}", each.process)

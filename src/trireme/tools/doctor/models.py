@@ -54,12 +54,14 @@ def check_folder(folder: Path) -> Finding:
     except (OSError, ValueError, KeyError) as error:
         said = f"{file} cannot be read ({error}), so it is missing, cut off or a pointer of Git LFS"
         return problem(f"{said} - expected a model as Hugging Face writes it", AGAIN)
+    # an index that names more tensors than the files have is usually a download that was cut off
     if lost := sorted(places.keys() - tensors.keys()):
         return problem(f"{index} names {lost[0]}, which is in none of its files - expected all tensors", AGAIN)
     if not files:
         return problem(f"{folder} has no *.safetensors - expected a model in this form", AGAIN)
     if found := next(weights_problems(folder), None):
         return from_error(found)
+
     size = sum(each.stat().st_size for each in files)
     said = f"{kind}, {len(tensors)} tensors in {len(files)} files, {size / 1e6:,.1f} MB"
     return ok(said, bytes=size, tensors=len(tensors))
@@ -84,9 +86,10 @@ def _check_hub(name: str, here: str) -> Finding:
 
     try:
         files = HfApi().model_info(name, timeout=HUB_S, files_metadata=True).siblings or []
-    except Exception as error:  # of the hub's library, of httpx under it, or of a proxy
+    except Exception as error:  # an error of the hub's library, of httpx under it, or of a proxy
         said = f"{here}, and cannot be fetched: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return problem(f"{said} - expected one of them", fetch)
+
     size = sum(each.size or 0 for each in files if each.rfilename.endswith(".safetensors"))
     if not size:
         return problem(f"{here}, and has no *.safetensors on the hub - expected a model in this form", AGAIN)
@@ -102,7 +105,7 @@ def tokenizer(case: Case) -> Iterator[Finding]:
             yield about(name, _check_tokenizer(open_chat_tokenizer(name, trust_remote_code=trusts), name))
         except ConfigError as error:
             yield from_error(str(error))
-        except Exception as error:  # a template may raise anything
+        except Exception as error:  # a template is a program, and may raise anything
             said = f"{name}: its chat template cannot render a question ({error}) - expected a prompt"
             yield problem(said, "Look at chat_template.jinja in the model's folder.")
     for message in launch_warnings(case.config):
@@ -118,15 +121,19 @@ def _check_tokenizer(opened: ChatTokenizer, name: str) -> Finding:
     prompt = opened.render(messages, tools=None, generate=True)
     ids = opened.encode(prompt)
     said = f"{opened.num_tokens:,} tokens; a question of {len(TEXT)} characters becomes {len(ids)} tokens"
+
     if TEXT not in prompt:
         said += ", and the chat template leaves the question out - expected it in the prompt"
         return problem(said, "Look at chat_template.jinja in the model's folder.")
+    # without its mark, the model would have to open the assistant's turn itself
     if prompt == opened.render(messages, tools=None, generate=False):
         said += "; the chat template does not say where the assistant begins (`add_generation_prompt`)"
         return warning(said, "Take a template that does, or the model has to learn it from reward alone.")
+    # Jinja renders unknown names as nothing
     if undefined := opened.opened.undefined:
         said += f"; the chat template uses {', '.join(undefined)}, and nothing defines it, so nothing stands there"
         return warning(said, "Fine where the model was trained so; else add it to special_tokens_map.json.")
+    # a tokenizer that loses text would train on other text than the engine read
     if opened.decode(ids, keep_special=True) != prompt:
         said += ", which stand for another text - expected the same: some characters are not in its vocabulary"
         return warning(said, "Fine for a tiny model; otherwise take the tokenizer that came with the model.")

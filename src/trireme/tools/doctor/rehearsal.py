@@ -34,7 +34,7 @@ STEPS, GROUPS, STEP_S = 3, 2, 120.0
 LONGEST_TURN = 64  # tokens
 DISK_S = 30.0
 LOG_LINES = 8
-MUCH_TAKEN = 0.1  # of a GPU's memory, by others
+MUCH_TAKEN = 0.1  # share of a GPU's memory that other processes hold
 
 LEAVE_S = 20.0  # between SIGTERM and SIGKILL
 LAST_LINES = 12
@@ -47,6 +47,7 @@ def check_torch(case: Case) -> Iterator[Finding]:
     if facts is None:
         yield problem(f"torch does not load: the program {ended.how}. Its last lines:\n{ended.last_lines}", INSTALL)
         return
+
     build = f"CUDA {facts['cuda']}" if facts["cuda"] else "no CUDA"
     said = f"torch {facts['torch']} ({build}) with {facts['threads']} threads"
     if facts["computes"]:
@@ -62,12 +63,14 @@ def check_gpus(facts: dict[str, Any], case: Case) -> Iterator[Finding]:
         say = problem if case.config.device == "cuda" else warning
         fix = f"`nvidia-smi` says whether the driver works; in a container, `--gpus all`. {INSTALL}"
         yield say(f"{visible} GPUs are visible, torch finds {len(gpus)} - expected all of them", fix)
+
     for number, gpu in enumerate(gpus):
         gib = 1 << 30
         said = f"GPU {number}: {gpu['name']}, {gpu['memory'] / gib:.0f} GiB, {gpu['free'] / gib:.0f} of them free"
         if not gpu["computes"]:
             said += "; a known product comes out wrong - expected it to the bit"
             yield problem(said, "Look at `nvidia-smi -q -d ECC`; leave this GPU out.")
+        # engines reserve a share of all memory, so what others hold is missing
         elif gpu["free"] < (1 - MUCH_TAKEN) * gpu["memory"]:
             yield warning(f"{said} - expected most of it", "`nvidia-smi` shows the process that holds it; end it.")
         elif float(gpu["capability"]) < 8:
@@ -85,9 +88,11 @@ def check_environments(case: Case) -> Iterator[Finding]:
     """Run `trireme env check` on each environment, with a policy that says nothing sensible."""
     evaluation = case.config.orchestrator.eval
     listed = (*case.config.orchestrator.env, *(evaluation.env if evaluation else ()))
+    # environments with the same code and arguments are checked once
     different = {json.dumps([each.id, each.args], sort_keys=True, default=str): each for each in listed}
     for number, environment in enumerate(different.values()):
         name = environment.resolved_name
+        # the check reads the environment's settings from a file, as it is a process of its own
         file = case.folder / f"environment-{number}.json"
         write_run(updated(case.config, {"orchestrator.env": (environment,), "orchestrator.eval": None}), file)
         words = ["env", "check", name, "--scripted", "--json", "-n", str(EXAMPLES), "-r", str(ROLLOUTS)]
@@ -100,12 +105,14 @@ def judge_environment(ended: Ended, environment: Environment) -> Finding:
     if report is None or "loaded" not in report:
         error = (report or {}).get("error") or ended.last_lines or ended.how
         return problem(f"it does not load: {error} - expected examples and a reward", fix)
+
     loaded = report["loaded"]
     said = (
         f"loaded in {loaded['load_s']:.1f} s, {loaded['num_train']} examples to train on, {loaded['num_eval']} held out"
     )
     if not loaded["num_train"]:
         return problem(f"{said} - expected examples to train on", fix)
+
     tried = report["num_examples"] * report["rollouts_per_example"]
     if failed := tried - report["num_done"]:
         first: dict[str, Any] = next(iter(report["troubles"]), {})
@@ -122,11 +129,13 @@ def check_run(case: Case) -> Iterator[Finding]:
     except ConfigError as error:
         yield skipped(f"the run cannot be made smaller: {error}")
         return
+    # a run for several machines may not fit on this one
     if found := problems(config, case.devices):
         yield skipped(f"it cannot be rehearsed on this machine alone: {found[0]}")
         return
     file = case.folder / "run.json"
     write_run(config, file)
+    # the limit covers the start of the engine, and then some minutes for each step
     began = time.time()
     ended = run_program(config.inference.start_timeout_s + STEPS * STEP_S, "trireme.cli.rl", "--run", str(file))
     yield judge_run(ended, config, began)
@@ -137,8 +146,10 @@ def shrink(case: Case) -> RunConfig:
 
     Evaluation and filters are left out: they could make it wait.
     """
+
     typed = case.typed
     orchestrator, sampling = typed.orchestrator, typed.orchestrator.sampling
+    # nothing of the user's own run is touched, neither its folder nor its page at wandb
     values: dict[str, Any] = {
         "output_dir": case.folder / "run",
         "name": None,
@@ -158,6 +169,7 @@ def shrink(case: Case) -> RunConfig:
         "orchestrator.filters": Filters(),
         "orchestrator.buffer": Buffer(),
     }
+    # all processes are on this machine now, which has no place for the ranks and ports of the others
     if len(case.config.hosts.all) > 1:
         values |= {"trainer.num_ranks": None, "ports": Ports()}
     return resolve(updated(typed, values), case.devices)
@@ -171,11 +183,14 @@ def judge_run(ended: Ended, config: RunConfig, began: float) -> Finding:
     rows, _ = read_metrics(config.paths.metrics)
     trained = [row for row in rows if row["process"] == "trainer" and "loss" in row]
     root = config.paths.root
+
     if ended.code != 0 or len(trained) < STEPS:
         said = f"it {ended.how} after {len(trained)} of {STEPS} steps. Its last lines:\n{ended.last_lines}"
+        # the cause is most often in the log of a process, and the folder is removed afterwards
         for log in sorted(config.paths.logs.glob("*.stdout")):
             said += f"\n{log.name}:\n" + "\n".join(f"  {line}" for line in last_lines(log, LOG_LINES))
         return problem(said, f"The whole logs: {config.paths.logs}")
+    # a run that ends well may still have lost something
     try:
         report = audit_run(root)
     except TriremeError as error:
@@ -183,6 +198,7 @@ def judge_run(ended: Ended, config: RunConfig, began: float) -> Finding:
     if not report.holds:
         said = f"{STEPS} steps, and the run's files contradict each other:\n{report.text()}"
         return problem(said, f"`trireme audit {root}` shows all of it; report it.")
+
     times = sorted(row["time_s"] for row in trained)
     figures = {
         "first_step_s": times[0] - began,
@@ -227,6 +243,7 @@ class Ended:
 
 def run_program(limit_s: float, module: str, *arguments: str) -> Ended:
     """Run one of our modules with this interpreter. Nothing that it started is alive afterwards."""
+    # a session of its own, so that its whole group can be killed
     process = subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         stdin=subprocess.DEVNULL,
@@ -237,17 +254,20 @@ def run_program(limit_s: float, module: str, *arguments: str) -> Ended:
         start_new_session=True,
         preexec_fn=die_with_parent,
     )
+
     code = None
     try:
         output, errors = process.communicate(timeout=limit_s)
         code = process.returncode
     except subprocess.TimeoutExpired:
+        # SIGTERM first, so that it ends what it has started itself
         _end(process)
         try:
             output, errors = process.communicate(timeout=LEAVE_S)
-        except subprocess.TimeoutExpired as error:  # what it started in another session still holds the pipes
+        except subprocess.TimeoutExpired as error:  # a program in another session still holds the pipes
             output, errors = ((read or b"").decode(errors="replace") for read in (error.output, error.stderr))
     finally:
+        # the group may outlive the program that led it
         _end(process)
     return Ended(code, output, errors)
 

@@ -27,11 +27,11 @@ class Finding:
     """
 
     verdict: Verdict
-    found: str  # with its values, and what was expected where that differs
+    found: str  # with its values, and what was expected if that differs
     fix: str = ""
-    figures: dict[str, Any] = field(default_factory=dict)  # what was measured, for machines
-    name: str = ""  # of the check that it comes from
-    seconds: float = 0.0  # that the check took for it
+    figures: dict[str, Any] = field(default_factory=dict)  # measurements, for machines
+    name: str = ""  # name of the check that reported it
+    seconds: float = 0.0  # seconds that the check took for it
 
 
 def ok(found: str, **figures: Any) -> Finding:
@@ -85,11 +85,13 @@ def run_checks(
     checks: Sequence[Check], case: Case, *, quick: bool, on_check: Callable[[Check], None] = lambda _: None
 ) -> Iterator[Finding]:
     """Run one check after the other. A check that fails is a finding too: the others are still run."""
+
     failed: list[str] = []
     for check in checks:
         on_check(check)
         began = time.monotonic()
         for finding in _findings(check, case, quick=quick, failed=failed):
+            # checks that need a healthy machine are skipped after the first problem
             if finding.verdict == "problem" and check.name not in failed:
                 failed.append(check.name)
             yield replace(finding, name=check.name, seconds=round(time.monotonic() - began, 3))
@@ -104,7 +106,7 @@ def _findings(check: Check, case: Case, *, quick: bool, failed: list[str]) -> It
     else:
         try:
             yield from check.run(case)
-        except Exception as error:  # whatever a broken machine can make of a library
+        except Exception as error:  # a broken machine can make a library raise anything
             words = f"the check itself failed: {type(error).__name__}: {error} - expected an answer"
             yield problem(words, "Report it, with the output of `--json` and how the machine was set up.")
 
@@ -116,6 +118,7 @@ def text_of(finding: Finding, width: int) -> str:
         problem  ports          port 8000 on 127.0.0.1 is in use, wanted for the inference server - expected a free one
                                 -> `lsof -i :8000` shows the process
     """
+
     margin = " " * MARGIN
     lines = [*finding.found.splitlines(), *([f"-> {finding.fix}"] if finding.fix else [])]
     wrapped = [

@@ -31,6 +31,7 @@ def describe_gpu(number: int) -> dict[str, Any]:
 
 def computes(device: str) -> bool:
     """Whole numbers below 2^24 are exact in float32, in whatever order they are added."""
+    # every entry of the product is SIDE times a small whole number, so rounding cannot hide an error
     rows = torch.arange(SIDE, dtype=torch.float32, device=device).reshape(SIDE, 1) % 7
     left = rows.expand(SIDE, SIDE).contiguous().requires_grad_()
     product = left @ torch.ones(SIDE, SIDE, device=device)
@@ -62,6 +63,7 @@ if __name__ == "__main__":
     if "--receive" in sys.argv:
         print(receive())
         sys.exit()
+
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     facts = {"torch": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads()}
     if "--share" in sys.argv and count:
