@@ -21,9 +21,9 @@ from trireme.tools.dashboard.pictures import serve_pictures
 from trireme.tools.dashboard.runs import Library, RunSet
 from trireme.transport.dashboard_key import RequireKey
 
-LOOK_S = 2.0  # between two reads of the files, while a browser has the page open
+LOOK_S = 2.0  # seconds between two reads of the files, while a browser has the page open
 MOST_RUNS = 8  # compared at once: as many as there are colours
-MESSAGE_BYTES = 2**20  # of a browser
+MESSAGE_BYTES = 2**20  # size of the largest message that a browser may send
 
 logger = get_logger("dashboard")
 
@@ -65,7 +65,7 @@ def open_dashboard(runs: list[Path], listener: socket.socket, secret: str | None
         root=lambda: Browser(library).build(),
         title="Trireme",
         favicon=theme.FAVICON,
-        dark=None,  # as the browser prefers
+        dark=None,  # follows the browser's preference
         show_welcome_message=False,
         tailwind=False,  # a second's worth of scripts; `style.css` is enough
     )
@@ -96,6 +96,7 @@ class Browser:
         async def show(args: PageArguments) -> None:
             self._path = page.path
             asked = args.query_parameters.getlist("run")
+            # the address names the runs, so that a page can be shared; the newest run is the default
             named = [found for name in asked if (found := self._library.named(name))]
             query = {key: value for key, value in args.query_parameters.items() if key != "run"}
             self._runs = RunSet(self._library, (named or self._library.runs()[:1])[:MOST_RUNS], query)
@@ -123,6 +124,7 @@ class Browser:
 
     async def _look(self) -> None:
         runs = self._runs
+        # remembered, as the user may open another page while files are read
         if await run.io_bound(self._library.search):
             self._show_runs()
         if await run.io_bound(runs.refresh) and runs is self._runs:
@@ -160,6 +162,7 @@ class Browser:
         self._show_state()
 
     def _show_runs(self) -> None:
+        # setting the options calls `_choose`, which must not take that for a choice of the user
         self._is_showing = True
         names = [found.name for found in self._library.runs()]
         self._select.set_options(names, value=[chosen.name for chosen in self._runs.chosen if chosen.name in names])

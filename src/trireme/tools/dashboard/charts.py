@@ -33,7 +33,7 @@ Options = dict[str, Any]
 class Canvas(Element, component="canvas.js"):
     """A chart that reports when it comes into view, and which stretch was dragged over. Empty until `draw`.
 
-    NiceGUI's own element cannot report what is in view, and fails where it is removed before it was drawn.
+    NiceGUI's own element cannot report what is in view, and fails if it is removed before it was drawn.
     """
 
     def __init__(
@@ -79,13 +79,15 @@ def lines_of(runs: Sequence[RunFolder], metric: str, frame: Frame, about: str = 
 
 def line_chart(lines: Sequence[Line], frame: Frame) -> Options:
     series = []
+    # a smoothed curve is drawn over the values that it is made of, which are faint
     for name, color, (raw, smooth) in lines:
-        if smooth:  # with the values that it is made of behind it, faintly
+        if smooth:
             behind = _series(name, color, raw, 1.0) | {"silent": True, "tooltip": {"show": False}, "z": 1}
             behind["lineStyle"]["opacity"] = 0.25
             series += [_series(name, color, smooth, 2.0), behind]
         else:
             series.append(_series(name, color, raw, 1.8))
+    # without animation, as charts are drawn again with every look
     return {
         "animation": False,
         "grid": {"left": 52, "right": 14, "top": 12, "bottom": 26},
@@ -191,6 +193,7 @@ class MetricsPage:
             self._list()
 
         with theme.card().classes("tr-controls"), theme.row():
+            # a pause of the typist, so that not every letter draws all charts
             search = ui.input("Find metrics", value=self._wanted, on_change=lambda event: find(event.value))
             search.props("dense outlined clearable debounce=150").style("min-width: 200px")
             theme.soft("Smoothing")
@@ -215,6 +218,7 @@ class MetricsPage:
         return sorted({name for run in self.runs.chosen for name in run.metrics.names()})
 
     async def _renew(self) -> None:
+        # a new metric changes the grid; otherwise the same charts get new points
         if self._found() != self._names:
             self._list()
         else:

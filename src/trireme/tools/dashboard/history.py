@@ -53,7 +53,7 @@ class Series(NamedTuple):
 class Metrics:
     """All metrics of a run by name. A name that several processes use is the trainer's.
 
-    A step that was trained again counts as it was trained last. Where a run went back (a resume, a rewind), later steps
+    A step that was trained again counts as it was trained last. If a run went back (a resume, a rewind), later steps
     are forgotten until the run reaches them again.
 
     Example:
@@ -71,6 +71,7 @@ class Metrics:
         for row in rows:
             process, step = str(row["process"]), row["step"]
             with self._lock:
+                # a step before the newest one means that the run went back: later steps were abandoned
                 columns = self._columns.setdefault(process, {})
                 if is_of_step(row):
                     if step < self._newest.get(process, -1):
@@ -79,6 +80,7 @@ class Metrics:
                         if step not in self.went_back[-1:]:
                             self.went_back.append(step)
                     self._newest[process] = step
+                # a process may report a step twice; `put` keeps the last value
                 for name, value in row.items():
                     if name not in ("step", "process") and (value is None or isinstance(value, int | float)):
                         column = columns.setdefault(name, _Column())
@@ -91,7 +93,7 @@ class Metrics:
             return sorted({name for columns in self._columns.values() for name in columns if name != "time_s"})
 
     def series(self, name: str) -> Series:
-        """Return a metric, empty where there is no such metric."""
+        """Return a metric, empty if there is no such metric."""
         with self._lock:
             return self._find(name)[1].series()
 
@@ -99,6 +101,7 @@ class Metrics:
         """Return when each of these steps of a metric was reported, in hours since the run's first report."""
         with self._lock:
             process, _ = self._find(name)
+            # the clock is the process's own, and hours count from the first report of any process
             clocks = {each: columns["time_s"] for each, columns in self._columns.items() if "time_s" in columns}
             if process not in clocks:
                 return np.full(len(steps), np.nan)
@@ -121,7 +124,7 @@ class Metrics:
 
     @property
     def num_done(self) -> int:
-        """The number of steps that are trained; where no trainer has reported, of batches that are filled."""
+        """The number of steps that are trained; if no trainer has reported, of batches that are filled."""
         return self._newest.get(TRAINER, max(self._newest.values(), default=-1)) + 1
 
     def _find(self, name: str) -> tuple[str, _Column]:
@@ -157,6 +160,7 @@ class _Column:
 
     def thin(self) -> None:
         recent = len(self.steps) - MOST_POINTS // 4
+        # the beginning and the newest quarter stay exact; the middle keeps its extremes
         steps, values = self.series()
         old = EXACT_START + extremes(
             steps[EXACT_START:recent].astype(np.float64), values[EXACT_START:recent], MOST_POINTS // 4
@@ -175,11 +179,14 @@ def extremes(x: Values, y: Values, most: int) -> NDArray[np.int64]:
     """
     if len(x) <= most:
         return np.arange(len(x))
+    # each stretch gives two points; both ends are added
     stretches = max(1, (most - 2) // 2)
     span = float(x[-1] - x[0]) or 1.0
+    # steps may be missing, so stretches are equal in steps and not in the number of points
     stretch = np.maximum.accumulate(((x - x[0]) / span * stretches).astype(np.int64).clip(max=stretches - 1))
     begins = np.flatnonzero(np.diff(stretch, prepend=-1))
     ends = np.append(begins[1:], len(x)) - 1
+    # one sort by stretch and value gives the lowest and the highest of every stretch
     lowest = np.lexsort((np.where(np.isfinite(y), y, np.inf), stretch))[begins]
     highest = np.lexsort((np.where(np.isfinite(y), y, -np.inf), stretch))[ends]
     return np.unique(np.concatenate([[0], lowest, highest, [len(x) - 1]]))
@@ -191,9 +198,9 @@ class Frame:
 
     axis: Axis = "step"
     smoothing: float = 0.0  # weight of the past in the moving average, 0 to 0.99; 0 draws values as they are
-    begin: float | None = None  # of the axis; None is its first value
+    begin: float | None = None  # first value of the axis that is shown; None shows from its beginning
     end: float | None = None
-    is_log: bool = False  # of the vertical axis
+    is_log: bool = False  # logarithmic vertical axis
 
 
 def curve(metrics: Metrics, name: str, frame: Frame) -> Curve:
@@ -247,17 +254,20 @@ class Spans:
         """Read new spans for up to `READ_S`. Return whether there were any. Blocks."""
         with self._lock:
             is_new, stop_s = False, time.monotonic() + READ_S
+            # bounded reading, so that a page is shown soon; the next call reads on
             while time.monotonic() < stop_s:
                 spans, offset = read_spans(self._path, self._offset, PIECE_BYTES)
                 if offset < self._offset:  # another file has taken its place
                     self._processes = {}
                 if offset == self._offset:
                     return is_new
+                # pieces of one activity are joined, also across two reads
                 self._offset, is_new = offset, True
                 for span in spans:
                     known = self._processes.get(span.lane, [])
                     known[-1:] = timeline.joined([*known[-1:], span])
                     self._processes[span.lane] = known  # pages that draw meanwhile never see a process without a span
+                # a very long run keeps its newest quarter exact and merges what is older
                 most = MOST_SPANS // max(1, len(self._processes))
                 for process, known in self._processes.items():
                     if len(known) > most:
@@ -274,7 +284,7 @@ class Spans:
         return timeline.lanes_of(spans[0] for spans in list(self._processes.values()))
 
     def extent(self) -> tuple[float, float]:
-        """Return the unix times of the first begin and of the last end; zeros where there is no span."""
+        """Return the unix times of the first begin and of the last end; zeros if there is no span."""
         known = list(self._processes.values())
         return min((spans[0].begin_s for spans in known), default=0.0), max((s[-1].end_s for s in known), default=0.0)
 
@@ -293,19 +303,21 @@ class Timeline(NamedTuple):
     begin_s: float  # unix time
     end_s: float
     spans: list[Span]  # at most DRAWN_SPANS
-    shares: dict[str, Shares]  # by process
-    waits: dict[str, list[tuple[str, float]]]  # by process: what it waited for, as a share of the time, longest first
+    shares: dict[str, Shares]  # share of each activity, by process
+    waits: dict[str, list[tuple[str, float]]]  # reasons to wait, as shares of the time, by process; longest first
     engines: Shares  # mean of all engines
     advice: str
     counted: tuple[float, float]  # the steady part of the stretch, which shares and words are about
 
 
 def summarize(spans: Spans, begin_s: float, end_s: float, *, most: int = DRAWN_SPANS) -> Timeline:
+    # start and end of a run say nothing about its balance, so shares are about the steady part
     processes = spans.processes()
     known = [span for process in processes for span in spans.within(begin_s, end_s, process)]
     first_s, last_s = spans.steady()
     counted = max(begin_s, first_s), min(end_s, last_s)
     counted = counted if counted[0] < counted[1] else (begin_s, end_s)
+
     shares = {process: timeline.shares(known, process, *counted) for process in processes}
     waits = {
         process: [(why, share) for why, share in timeline.reasons(known, process, *counted) if why]

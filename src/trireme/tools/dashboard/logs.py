@@ -19,8 +19,8 @@ from trireme.tools.record_differences import counted
 FOLLOW_S = 1.0
 ENDING = ".stdout"
 FIRST = ("orchestrator", "trainer", "inference", "sft")
-TAIL_BYTES = 512 * 1024  # of the file's end, without a filter
-SEARCH_BYTES = 16 * 1024 * 1024  # of the file's end, with a filter
+TAIL_BYTES = 512 * 1024  # bytes read from the file's end without a filter
+SEARCH_BYTES = 16 * 1024 * 1024  # bytes read from the file's end with a filter
 MOST_LINES = 1000
 LONGEST = 2000  # characters of a line
 
@@ -38,7 +38,7 @@ class Tail(NamedTuple):
     lines: list[str]
     num_found: int  # lines that passed the filter, of those that were read
     is_whole: bool  # the file was read from its beginning
-    size: int  # of the file
+    size: int  # bytes of the file
 
 
 def log_files(run: Path) -> dict[str, Path]:
@@ -49,20 +49,23 @@ def log_files(run: Path) -> dict[str, Path]:
 
 
 def tail(file: Path, *, words: str = "", level: Level = "all", most: int = MOST_LINES) -> Tail:
-    """Return the newest lines of a level that have all the words in them; none where the file cannot be read."""
+    """Return the newest lines of a level that have all the words in them; none if the file cannot be read."""
     wanted_words = words.lower().split()
     try:
         with open(file, "rb") as log:
             size = log.seek(0, 2)
+            # a filter may match few lines, so more of the file is read for it
             begin = max(0, size - (SEARCH_BYTES if wanted_words or level != "all" else TAIL_BYTES))
             log.seek(begin)
             data = log.read(size - begin)
     except OSError:
         return Tail([], 0, True, 0)
+
     if begin:
         data = data.partition(b"\n")[2]  # the rest of a line that begins before
     raw = data.removesuffix(b"\n").split(b"\n") if data else []
     lines = [shown_line(line.decode(errors="replace")) for line in raw]
+
     if level != "all":
         levels = {"trouble": ("warn", "bad"), "errors": ("bad",)}[level]
         lines = [line for line in lines if level_of(line) in levels]
@@ -127,6 +130,7 @@ class LogsPage:
             return
         words = self._find.value or ""
         shown = await threads.io_bound(tail, file, words=words, level=self._level.value)
+        # the user may have chosen another log while this one was read
         if shown is None or self._text.is_deleted or file != self._file():
             return
         self._shown = shown

@@ -24,9 +24,9 @@ from trireme.tools.dashboard.history import Frame, Metrics
 from trireme.tools.dashboard.runs import RunFolder, RunSet, changed_s
 from trireme.tools.diff.configuration import compare_configurations
 
-PACE_STEPS = 20  # whose median is the pace
-TAIL_BYTES = 16 * 1024  # of the metrics of each run in the list
-MOST_WARNINGS = 3  # that persist
+PACE_STEPS = 20  # number of newest steps whose median is the pace
+TAIL_BYTES = 16 * 1024  # bytes read from the end of each run's metrics for the list
+MOST_WARNINGS = 3  # number of persisting warnings shown
 MOST_EARLIER_WARNINGS = 100
 MOST_HELD_OUT = 3
 
@@ -46,7 +46,7 @@ class Overview:
         self._figures = ui.element("div").classes("tr-figures")
         self._now = theme.column()
         self._warnings = theme.column()
-        self._warned: list[tuple[Warned, bool]] = []  # as they are shown
+        self._warned: list[tuple[Warned, bool]] = []  # the warnings that are shown, each with whether it persists
         self._charts: dict[str, Canvas] = {}
         self._chart_grid = ui.element("div").classes("tr-grid")
         self._compared = theme.column()
@@ -54,6 +54,7 @@ class Overview:
         self._listed: list[str] = []
 
     async def renew(self) -> None:
+        # figures and state change with every look; charts are updated in place
         for place in (self._figures, self._now, self._compared):
             place.clear()
         with self._figures:
@@ -90,6 +91,7 @@ class Overview:
                         _show_warning(self._runs, warned, is_lasting=False)
 
     def _show_charts(self) -> None:
+        # one chart for all held-out rewards, and for the loss of validation
         chosen = self._runs.chosen
         names = {"": "validation/loss"} | {env: name for run in chosen for env, name in run.metrics.held_out().items()}
         held_out = [
@@ -98,6 +100,7 @@ class Overview:
             for line in lines_of(chosen, name, Frame(), env if len(names) > 2 else "")
         ]
         rewards = lines_of(chosen, "reward/mean", Frame())
+        # a chart gets its place when it first has a curve, and keeps it
         for title, lines in {
             "Reward of the batches": rewards,
             "Loss": [] if rewards else lines_of(chosen, "loss", Frame()),
@@ -111,12 +114,13 @@ class Overview:
                 self._charts[title].draw(line_chart(lines, Frame()))
 
     async def _show_others(self) -> None:
-        """List all runs, with the end of each one's metrics. It is read again only where runs have come or gone."""
+        """List all runs, with the end of each one's metrics. It is read again only if runs have come or gone."""
         library = self._runs.library.runs()
         names = [run.name for run in library]
         if len(library) < 2 or names == self._listed:
             return
         self._listed = names
+        # reading the end of every run takes a while, so it is done in a thread
         rows = await threads.io_bound(lambda: [list_row(run) for run in library])
         if rows is None or self._others.is_deleted:
             return
@@ -172,7 +176,8 @@ def _recent(metrics: Metrics, name: str) -> float | None:
 
 
 def _state_lines(run: RunFolder) -> Iterator[str]:
-    """Yield what the run waits for, by its orchestrator; where that does not answer, what is known of the run."""
+    """Yield what the run waits for, by its orchestrator; if that does not answer, what is known of the run."""
+    # the orchestrator's own words are the newest and the most precise
     if status := run.status:
         weights = f"weights of version {status.version}" if status.version >= 0 else "no weights yet"
         yield (
@@ -184,6 +189,7 @@ def _state_lines(run: RunFolder) -> Iterator[str]:
             version = "" if engine.version is None else f", version {engine.version}"
             yield f"Engine {engine.url}: {engine.state}{version}"
         return
+
     written = f"Last written {ago(changed_s(run.path))}."
     yield {
         "not there yet": f"{run.path} does not exist yet. The run is shown as soon as it does.",
@@ -200,6 +206,7 @@ def _state_lines(run: RunFolder) -> Iterator[str]:
 
 def differences(runs: Sequence[RunFolder]) -> list[dict[str, str]]:
     """Return the keys that matter to results and differ between the runs, each with its values by run."""
+    # all runs are compared with the first one
     main, *others = (without_secrets(run.config) for run in runs)
     rows: dict[str, dict[str, str]] = {}
     for run, config in zip(runs[1:], others, strict=True):
@@ -212,6 +219,7 @@ def differences(runs: Sequence[RunFolder]) -> list[dict[str, str]]:
 
 def list_row(run: RunFolder) -> dict[str, Any]:
     """Return a run's row of the list of all runs. Only the end of its metrics is read."""
+    # the newest line of the trainer, and the newest with a reward
     step = reward = None
     file = run.paths.metrics
     begin = max(0, file.stat().st_size - TAIL_BYTES) if file.exists() else 0

@@ -24,12 +24,12 @@ from trireme.journal.journal import Journal
 from trireme.tools.rollout_filters import CLOSE, FLAGS, Term, parse_filter
 from trireme.tools.rollouts import BatchFile, Row, identity_of
 
-FORMAT = 6  # of the tables; an index of another format is built again
+FORMAT = 6  # version of the tables; an index of another version is built again
 MOST_TEXT = 4000  # characters of a rollout that are searched: half of them from its beginning, half from its end
 BUSY_S = 10.0
 LOOK_EVERY_S = 2.0
 QUIET_S = 600.0  # without a new batch, after which the process that fills an index ends until a page misses a batch
-KEPT_DAYS = 30  # of an index that was not opened
+KEPT_DAYS = 30  # days after which an index that was not opened is removed
 NICENESS = 15
 FIELDS = tuple(
     name for name in Row.__struct_fields__ if name not in ("example", "question", "last_message", "offset", "length")
@@ -60,16 +60,18 @@ class RolloutIndex:
         self._process: BaseProcess | None = None
 
     def keep_current(self) -> None:
-        """Create the index, and start the process that fills it, where either is missing. For the main thread."""
+        """Create the index, and start the process that fills it, if either is missing. For the main thread."""
         self.create()
         if self._process is None or not self._process.is_alive():
             arguments = (self.run, self.file.parent, os.getpid())
+            # a spawned process, as a fork would copy the server's threads and locks
             self._process = multiprocessing.get_context("spawn").Process(target=_run, args=arguments, daemon=True)
             self._process.start()
 
     def create(self) -> None:
         """Create empty tables, unless there are tables of this format."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
+        # a damaged file, or tables of another format, are replaced
         with suppress(sqlite3.DatabaseError):
             if self.ask("PRAGMA user_version") == [(FORMAT,)]:
                 return
@@ -96,9 +98,11 @@ class RolloutIndex:
 
     def update(self) -> Iterator[int]:
         """Read batches that are new or changed, and forget those that are gone. Yield the step of each one read."""
+        # the identity of a batch's file tells whether it was written again
         paths = {step: self.journal.path(step) for step in self.journal.steps()}
         there = {step: str(identity) for step, path in paths.items() if (identity := identity_of(path))}
         known = dict(self.ask("SELECT step, file FROM batches"))
+        # newest first: these are what a page shows first
         for step, file in sorted(there.items(), reverse=True):
             if known.get(step) != file:
                 self._write(step, file, BatchFile(paths[step]))
@@ -109,6 +113,7 @@ class RolloutIndex:
 
     def _write(self, step: int, identity: str, file: BatchFile) -> None:
         file.read_more()
+        # one transaction for each batch, so that a reader never sees half of it
         with closing(self._open()) as db, db:
             _forget(db, step)
             db.execute("INSERT INTO batches VALUES (?, ?, ?)", (step, identity, file.trouble))
@@ -123,7 +128,7 @@ class RolloutIndex:
     # reading
 
     def look(self) -> tuple[int, int]:
-        """Return `progress`. Where batches are missing, start the process that fills the index. For the main thread."""
+        """Return `progress`. If batches are missing, start the process that fills the index. For the main thread."""
         done, total = self.progress()
         if 0 < total != done:
             self.keep_current()
@@ -143,20 +148,23 @@ class RolloutIndex:
 
         A value that a rollout does not have (a dropped one has no reward) fails every test, and passes its negation.
 
-        Raises: ConfigError where a term has no meaning.
+        Raises: ConfigError if a term has no meaning.
         """
         assert sort in ROLLOUT_SORTS, sort
+        # SQL is built from fixed names alone; what the user typed goes in as values
         terms = parse_filter(line).terms
         conditions, values = ["1"], []
         for term in terms:
             condition, of_term = _condition(term)
             conditions.append(f"NOT COALESCE({condition}, 0)" if term.is_negated else condition)
             values += of_term
+
         tables = "rollouts JOIN texts USING (id)" if any(term.field == "text" for term in terms) else "rollouts"
         found = f"FROM {tables} WHERE {' AND '.join(conditions)}"
         ((total,),) = self.ask(f"SELECT count(*) {found}", values)
         direction = "DESC" if backwards else "ASC"
         order = f"ORDER BY {sort} IS NULL, {sort} {direction}, step {direction}, number"
+        # rows are chosen by id first, as texts are long and only one page of them is needed
         page = (
             f"WITH page AS (SELECT id {found} {order} LIMIT {int(limit)} OFFSET {int(offset)}) "
             f"SELECT rollouts.*, last_message FROM page JOIN rollouts USING (id) JOIN texts USING (id) {order}"
@@ -183,14 +191,16 @@ def index_of(run: Path) -> RolloutIndex:
 
 @cache
 def _cache_folder() -> Path:
-    """Return a folder of the user, or one of this process where that cannot be written. Remove old indexes from it."""
+    """Return a folder of the user, or one of this process if that cannot be written. Remove old indexes from it."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trireme" / "dashboard"
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError:
         return Path(tempfile.mkdtemp(prefix="trireme-dashboard-"))
+    # indexes of runs that nobody looks at any more would fill the cache
     for file in folder.glob("rollouts-*.sqlite*"):
         with suppress(OSError):
             if time.time() - file.stat().st_mtime > KEPT_DAYS * 86_400:
@@ -206,6 +216,7 @@ def _run(run: Path, cache: Path, parent: int) -> None:
 
 def fill(index: RolloutIndex) -> None:
     """Keep an index up to date until its run is quiet for `QUIET_S`, or its folder is gone."""
+    # the process ends by itself, and `look` starts it again when a batch is missing
     changed_s = time.monotonic()
     while os.path.isdir(index.run):
         if bring_up_to_date(index):
@@ -240,6 +251,7 @@ def _condition(term: Term) -> tuple[str, list[str | float]]:
             return f"example {term.op} ?", [max(-(2**63), min(term.value, 2**63 - 1))]
     elif isinstance(term.value, str):
         column = f"lowered({column})"
+    # floats that differ by rounding count as equal, as in `Term.holds`
     elif term.op in ("=", "!="):
         return f"{column} {'NOT ' * (term.op == '!=')}BETWEEN ? AND ?", [term.value - CLOSE, term.value + CLOSE]
     else:

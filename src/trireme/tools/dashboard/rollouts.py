@@ -23,12 +23,12 @@ from trireme.tools.record_differences import counted
 from trireme.tools.rollout_filters import SYNTAX
 from trireme.tools.rollouts import DROPPED, Record
 
-ROWS = 50  # of a page of the list
-LOOK_S = 1.0  # between two looks at the index, while it grows
+ROWS = 50  # rollouts on a page of the list
+LOOK_S = 1.0  # seconds between two looks at the index, while it grows
 LONGEST = 20_000  # characters of a message that are shown
 FOLDED = 1_000  # characters of instructions that are shown only when asked for
-MOST_BRANCHES = 100  # of a rollout that are shown
-MOST_PICTURES = 32  # of a message
+MOST_BRANCHES = 100  # number of a rollout's conversations that are shown
+MOST_PICTURES = 32  # number of a message's pictures that are shown
 ROLES = {"system", "developer", "user", "assistant", "tool"}
 COLUMNS = {
     **{"step": "step", "env": "environment", "example": "example", "rollout": "rollout", "fate": "fate"},
@@ -57,11 +57,13 @@ class RolloutsPage:
         self._index = index_of(runs.main.path)
         self._index.keep_current()
         self._progress = self._index.progress()
+
         self._opened = runs.query.get("rollout", "")  # STEP/NUMBER of the rollout that is read
         self._rows: list[dict[str, Any]] = []
         self._num_requests = 0
         self._page: dict[str, Any] = {"page": 1, "rowsPerPage": ROWS, "rowsNumber": 0}
         self._page |= {"sortBy": "step", "descending": True}
+        # the search
         with theme.card():
             self._input = ui.input("Search: words, reward<0.5, is:truncated, step=3 …", value=runs.query.get("q", ""))
             self._input.props("dense outlined clearable debounce=300 autocomplete=off").style("width: 100%")
@@ -70,6 +72,7 @@ class RolloutsPage:
                 syntax = f"{SYNTAX}\n\nOf long rollouts, beginning and end are searched."
                 ui.tooltip(syntax).classes("tr-mono tr-words")
             self._summary = theme.soft().props("aria-live=polite")
+        # the list, next to the rollout that is read
         with ui.element("div").classes("tr-split"):
             with theme.card():
                 columns = theme.columns(COLUMNS, ROLLOUT_SORTS)
@@ -78,6 +81,7 @@ class RolloutsPage:
                 self._table.props(":table-row-class-fn=\"row => row.chosen ? 'chosen' : ''\"")
                 self._table.add_slot("body-cell-step", OPENING_CELL)
                 self._table.add_slot("body-cell-fate", FATE_CELL)
+                # the browser sends back the id of the row alone
                 self._table.on("rowClick", lambda event: self._open(event.args[1]["id"]), [[], ["id"], []])
                 self._table.on("read", lambda event: self._open(event.args["id"]), ["id"])
                 self._table.on("request", self._turn)
@@ -99,9 +103,10 @@ class RolloutsPage:
         await self.refresh()
 
     async def refresh(self, *, first_page: bool = False) -> None:
-        """Read the page that is shown. Nothing changes where another request came meanwhile."""
+        """Read the page that is shown. Nothing changes if another request came meanwhile."""
         if first_page:
             self._page["page"] = 1
+        # requests are numbered, as a slow search may end after a later one
         self._num_requests += 1
         request = self._num_requests
         try:
@@ -113,10 +118,12 @@ class RolloutsPage:
             return
         if found is None or request != self._num_requests or self._table.is_deleted:
             return
+
         self._rows = found.rows
         self._page["rowsNumber"] = found.total
         self._table.pagination = dict(self._page)
         self._table.rows = found.rows
+
         done, total = self._progress
         more = f" · {done:,} of {total:,} batches are indexed, the others follow" if done < total else ""
         self._summary.set_text(f"{counted(found.total, 'rollout')}{more}")
@@ -161,11 +168,13 @@ class RolloutsPage:
     async def _open(self, id: str) -> None:
         self._opened = id
         self._mark_opened()
+        # the id may come from an address that a user typed
         place = re.fullmatch(r"(\d{1,9})/(\d{1,9})", id)
         step, number = (int(place[1]), int(place[2])) if place else (0, -1)
         loaded = await run.io_bound(load_rollout, self._index.run, step, number)
         if self._opened != id or self._reading.is_deleted:
             return
+        # the user may have opened another rollout while this one was read
         self._reading.clear()
         known = next((each for each in self._rows if each["id"] == id), None)
         with self._reading:
@@ -183,6 +192,7 @@ class RolloutsPage:
                 ui.label(f"Rewards of its group of {len(loaded.group)}").classes("tr-part")
                 show_group(loaded, lambda number: self._open(f"{step}/{number}"))
                 ui.html(conversation_html(record, self._runs.main.name), sanitize=False)
+            # a dropped rollout has no conversation in the journal
             elif known and known["fate"] == DROPPED:
                 theme.heading(f"{known['env']} · example {known['example']} · rollout {known['rollout']}")
                 ui.label("Dropped: it is not trained on, and the journal keeps only why.").classes("tr-soft")
@@ -233,6 +243,7 @@ def conversation_html(record: Record, run: str) -> str:
 def _tree_html(record: Record, all_branches: list[Branch], run: str) -> str:
     """Return the conversations of an agent program, each where it leaves the one that it has most in common with."""
     branches = all_branches[:MOST_BRANCHES]
+    # the whole conversation of each branch: what it shares with its parent, and its own messages
     wholes: list[list[Message]] = []
     children: dict[int, list[int]] = {}
     for number, branch in enumerate(branches):
@@ -245,6 +256,7 @@ def _tree_html(record: Record, all_branches: list[Branch], run: str) -> str:
         branch, whole = branches[number], wholes[number]
         at = branch.place if branch.parent >= 0 else 0
         parts: list[str] = []
+        # children are shown at the place where they leave this conversation, and the rest of it last
         before = len(blocks(whole[:at]))
         for child in [*sorted(children.get(number, ()), key=lambda child: branches[child].place), None]:
             found = blocks(whole if child is None else whole[: branches[child].place])
@@ -263,7 +275,7 @@ def _tree_html(record: Record, all_branches: list[Branch], run: str) -> str:
 
 
 def _program_texts(info: dict[str, Any]) -> dict[str, Any]:
-    """Return how an agent program ended, with headings; nothing where none played."""
+    """Return how an agent program ended, with headings; nothing if the rollout is of none."""
     if not {"exit_code", "output", "files"} <= info.keys() or not isinstance(info["files"], dict):
         return {}
     ended = "ended by its time limit" if info["exit_code"] is None else f"exit code {info['exit_code']}"

@@ -32,7 +32,7 @@ REFRESH_S = 1.0  # at least, between two reads of the files of a run
 SEARCH_S = 5.0  # at least, between two searches for runs
 FRESH_S = 120.0  # a run of another machine that wrote so lately is asked for its status
 ANSWER_S = 0.8
-DEPTH = 4  # of folders below the one that was asked for
+DEPTH = 4  # levels of folders below the one that was asked for
 MOST_WARNINGS = 1000  # kept of a run
 CONFIGS = ("run.json", "orchestrator.json", "trainer.json", "inference.json", "sft.json")
 SKIPPED = {"checkpoints", "weights", "broadcast", "logs", "journal", "evals", "data", "wandb", "node_modules"}
@@ -46,8 +46,8 @@ class RunFolder:
         self.path = path
         self.name = name  # unique in the library
         self.paths = RunPaths(path)
-        self.config: dict[str, Any] = {}  # resolved; empty where there is none
-        self.status: Status | None = None  # None where the orchestrator does not answer
+        self.config: dict[str, Any] = {}  # resolved; empty if there is none
+        self.status: Status | None = None  # None if the orchestrator does not answer
         self._config_file: tuple[int, Path] | None = None
         self._launcher: int | None = None
         self._metrics_inode: int | None = None
@@ -93,6 +93,7 @@ class RunFolder:
 
     def refresh(self) -> bool:
         """Read what is new, at most once in `REFRESH_S`. Return whether there was anything new."""
+        # several browsers share a run, and each of them asks
         with self._lock:
             if time.monotonic() - self._refreshed_s < REFRESH_S:
                 return False
@@ -101,6 +102,7 @@ class RunFolder:
             return changed
 
     def _read_config(self) -> bool:
+        # a launcher may have written several of them; the newest is of the newest start
         newest = max((_mtime_ns(path), path) for path in (self.paths.configs / name for name in CONFIGS))
         if newest[0] == 0 or newest == self._config_file:
             return False
@@ -118,6 +120,7 @@ class RunFolder:
         if changed:  # an earlier run was moved aside, and another one began
             self._forget()
         self._metrics_inode = inode
+        # a page is shown with what was read so far, and the next call reads on
         stop_s = time.monotonic() + READ_S
         for rows, offset in read_in_pieces(self.paths.metrics, self._offset):
             if offset < self._offset:
@@ -126,6 +129,7 @@ class RunFolder:
             self.metrics.add(rows)
             for row in rows:
                 self._watch.take(row)
+            # warnings of a very long run are bounded, too
             if len(self._watch.warnings) > 2 * MOST_WARNINGS:
                 del self._watch.warnings[:-MOST_WARNINGS]
             if time.monotonic() > stop_s:
@@ -138,6 +142,7 @@ class RunFolder:
             self._launcher = launcher_of(self.paths)
         except OSError:
             self._launcher = None
+        # the orchestrator of a run on another machine is asked only if the run wrote lately
         age_s = time.time() - _mtime_ns(self.paths.metrics) / 1e9
         may_answer = self.config and (self._launcher is not None or age_s < FRESH_S)
         self.status = status_of(self.config, self.path) if may_answer else None
@@ -151,6 +156,7 @@ def status_of(config: Mapping[str, Any], folder: Path) -> Status | None:
         value = of.get(key)
         return value if isinstance(value, dict) else {}
 
+    # the server is in `orchestrator`, or at the top of a configuration without that table
     server = table(table(config, "orchestrator"), "server") or table(config, "server")
     known = str(table(config, "hosts").get("orchestrator") or "")
     url = url_of(str(server.get("host") or "127.0.0.1"), server.get("port") or 8001, known=known)
@@ -158,13 +164,13 @@ def status_of(config: Mapping[str, Any], folder: Path) -> Status | None:
 
 
 def _mtime_ns(path: Path) -> int:
-    """Return when a file was written last; 0 where there is none."""
+    """Return when a file was written last; 0 if there is none."""
     identity = identity_of(path)
     return identity[2] if identity else 0
 
 
 def changed_s(run: Path) -> float:
-    """Return when a run wrote last, in unix seconds; 0 where it never did."""
+    """Return when a run wrote last, in unix seconds; 0 if it never did."""
     return (_mtime_ns(run / "metrics.jsonl") or _mtime_ns(run / "configs") or _mtime_ns(run)) / 1e9
 
 
@@ -197,6 +203,7 @@ class Library:
                     has_files = any(root.iterdir())
                 # A run that was asked for by name is listed before its folder exists.
                 found |= set(below or ([] if has_files else [root]))
+
             names = _names(sorted(found, key=changed_s, reverse=True))
             self._runs = {path: self._runs.get(path) or RunFolder(path, name) for path, name in names.items()}
             for path, run in self._runs.items():
@@ -236,7 +243,7 @@ class RunSet:
 
     library: Library
     chosen: list[RunFolder]  # the first is the one that pages about a single run show
-    query: Mapping[str, str] = field(default_factory=dict)  # of the page's address, without its runs
+    query: Mapping[str, str] = field(default_factory=dict)  # query of the page's address, without its runs
     watchers: list[Callable[[], Awaitable[None]]] = field(default_factory=list)  # called after anything new was read
 
     @property

@@ -19,7 +19,7 @@ FAVICON = (
     'stroke-linecap="round"><path d="M4 8h24" stroke="#14b8a6"/><path d="M4 16h17" stroke="#f59e0b"/>'
     '<path d="M4 24h21" stroke="#7c5cff"/></g></svg>'
 )
-ROWS = 20  # of a page of a table
+ROWS = 20  # rows on a page of a table
 
 
 def apply() -> None:

@@ -51,12 +51,13 @@ class TimelinePage:
     def __init__(self, runs: RunSet) -> None:
         self._run = runs.main
         self._spans = runs.main.spans
-        self._end_s = 0.0  # of what was known when it was drawn
+        self._end_s = 0.0  # unix time of the newest span that was drawn
         self._stretch: tuple[float, float] | None = None  # None shows all of it
         self._body = theme.column()
         self._is_built = False
 
     async def renew(self) -> None:
+        # `spans` is a new object after the run was moved aside
         self._spans = self._run.spans
         await threads.io_bound(self._spans.refresh)
         if self._body.is_deleted:
@@ -96,19 +97,23 @@ class TimelinePage:
             self._shares = theme.column()
 
     async def _show(self) -> None:
+        # remembered before the summary, during which more spans may come
         self._end_s = self._spans.extent()[1]
         shown = await threads.io_bound(summarize, self._spans, *(self._stretch or self._spans.extent()))
         if shown is None or self._body.is_deleted:
             return
+
         seconds = shown.end_s - shown.begin_s
         self._length.set_text(f"{seconds:.3g} s" if seconds < 120 else short_time(seconds))
         self._canvas.style(f"height: {len(shown.shares) * ROW_PX + AROUND_PX}px")
         self._canvas.draw(timeline_chart(shown))
+        # only activities that occur in the stretch are explained
         seen = {what for shares in shown.shares.values() for what, share in shares.items() if share > 0}
         for place in (self._legend, self._answer, self._shares):
             place.clear()
         with self._legend:
             theme.legend({what: color for what, color in ACTIVITIES.items() if what in seen})
+
         with self._answer:
             theme.heading("What holds it up, and which side should get more GPUs?")
             ui.label(f"{shown.advice[:1].upper()}{shown.advice[1:]}.").style("font-size: 16px; line-height: 1.5")
@@ -118,6 +123,7 @@ class TimelinePage:
                 )
                 if waits:
                     ui.label(f"{process} waits: {reasons}" if reasons else f"{process} hardly waits").classes("tr-soft")
+        # the shares leave out start and end of a run, which the chart shows
         part = "" if shown.counted == (shown.begin_s, shown.end_s) else ", from the first step to the last"
         with (
             self._shares,
@@ -132,12 +138,14 @@ class TimelinePage:
 def timeline_chart(shown: Timeline) -> dict[str, Any]:
     """Return the chart: a row for each process, a block for each span, over unix time in milliseconds."""
     row = {process: index for index, process in enumerate(shown.shares)}
+    # a block has all that the tooltip shows, as the browser draws it without asking
     data = []
     for span in shown.spans:
         begin_ms, end_ms = round(1000 * span.begin_s, 3), round(1000 * span.end_s, 3)
         value = [row[span.lane], begin_ms, end_ms, span.what, span.step, span.why, span.lane]
         color = ACTIVITIES.get(span.what, ACTIVITIES["other"])
         data.append({"value": value, "itemStyle": {"color": color}})
+
     hidden = {"show": False}
     return {
         "animation": False,

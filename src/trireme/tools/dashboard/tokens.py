@@ -45,6 +45,7 @@ class LoadedRollout(NamedTuple):
 
 def load_rollout(run: Path, step: int, number: int) -> LoadedRollout | str:
     """Return a rollout, or why it cannot be loaded. Blocks."""
+    # the batches read last stay in memory, as users open several rollouts of one
     file = _batch_file(Journal(RunPaths(run).journal).path(step))
     file.read_more()
     if file.trouble:
@@ -54,6 +55,7 @@ def load_rollout(run: Path, step: int, number: int) -> LoadedRollout | str:
         return f"Batch {step} has rollouts 0 to {len(rows) - 1}, not {number}: those dropped have no tokens."
     record = file.record(rows[number])
     assert record.rollout is not None, f"rollout {number} of batch {step} was not dropped"
+    # the tokenizer and the trainer's logprobs may both be missing
     decode, known = find_decoder(run), read_logprobs(RunPaths(run).logprobs, step)
     texts = [sample_pieces(sample, decode) for sample in record.rollout.samples]
     columns = [columns_of(record.rollout, place, of_sample, known) for place, of_sample in enumerate(texts)]
@@ -79,6 +81,7 @@ class TokensPage:
         self._colour = runs.query.get("colour", "engine")
         self._first = 0  # token of the window
         self._loaded: LoadedRollout | None = None
+        # the address may name step, rollout and colour, so that a page can be shared
         with theme.card(), theme.row():
             fields = []
             for label, newest in (("Step", self._steps[-1]), ("Rollout", 0)):
@@ -96,10 +99,12 @@ class TokensPage:
         if self._step.value is None or self._number.value is None:
             return
         wanted = int(self._step.value), int(self._number.value)
+        # a thread reads the batch, and the user may have typed another number meanwhile
         loaded = await run.io_bound(load_rollout, self._runs.main.path, *wanted)
         if loaded is None or wanted != (self._step.value, self._number.value) or self._body.is_deleted:
             return
         self._first = 0
+
         if isinstance(loaded, LoadedRollout):
             self._loaded = loaded
             colours = colours_of(loaded.samples)
@@ -108,6 +113,7 @@ class TokensPage:
             self._toggle.set_options(labels, value=self._colour)
             self._show()
             return
+
         self._loaded = None
         self._body.clear()
         with self._body:
@@ -123,11 +129,14 @@ class TokensPage:
         loaded = self._loaded
         if loaded is None:
             return
+
         row = loaded.record.row
         here = {"step": row.step, "rollout": row.number}
+        # the address follows what is shown, so that it can be shared
         self._legend.set_text(COLOURS[self._colour])
         ui.navigate.history.replace(self._runs.link("/tokens", **here, colour=self._colour))
         self._body.clear()
+        # about the rollout as a whole: what it is, its group, and what is missing here
         with self._body:
             with theme.card():
                 with theme.row():
@@ -144,6 +153,7 @@ class TokensPage:
                     ui.label("The run's tokenizer is not on this machine: numbers instead of text.").classes("tr-warn")
                 if not masked and not any(columns.has_trainer for columns in loaded.samples):
                     theme.soft(NO_TRAINER)
+            # then its samples, token by token
             for place, columns in enumerate(loaded.samples):
                 with theme.card(f"Sample {place + 1} of {len(loaded.samples)}", summary(columns)):
                     self._show_sample(columns, step=int(row.step or 0))
@@ -185,6 +195,7 @@ def token_html(columns: TokenColumns, colour: str, window: range, *, step: int) 
     Text of a model is escaped, and never becomes markup.
     """
     spans, shades = [], shades_of(columns, colour)
+    # what the user sees on hovering is an attribute, so line ends and quotes are escaped as well
     for place in window:
         (red, green, blue), strength = shades[place]
         alpha = f"{0.75 * strength:.2f}"
@@ -241,6 +252,7 @@ def columns_of(rollout: Rollout, place: int, texts: list[str], known: dict[bytes
     unknown = np.full(sample.length, np.nan, np.float32)
     trainer = None if rollout.masked else logprobs_of(sample, known)
 
+    # the journal may lack a column, or have one of another length if it is damaged
     def column(columns: Sequence[np.ndarray]) -> np.ndarray:
         found = columns[place] if place < len(columns) else unknown
         return found if len(found) == sample.length else unknown
@@ -305,6 +317,7 @@ def shades_of(columns: TokenColumns, colour: str) -> list[tuple[RGB, float]]:
     """
     if colour == "version":
         return [(VERSIONS[version % len(VERSIONS)], 0.7 * (version >= 0)) for version in columns.versions.tolist()]
+    # the sign decides between two colours, the size is the strength
     above, signed = GREEN, np.zeros(columns.length)
     if colour in ("engine", "trainer"):
         logprobs = columns.engine if colour == "engine" else columns.trainer
