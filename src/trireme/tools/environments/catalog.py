@@ -34,7 +34,7 @@ class Entry:
     id: str  # for `[[orchestrator.env]]`
     where: str
     state: str  # installed, not yet or broken; - for a file, which needs no virtual environment
-    description: str  # of a broken one: what is wrong
+    description: str  # for a broken one, what is wrong
 
 
 def build(source: EnvironmentSource, *, again: bool = False) -> float:
@@ -56,6 +56,7 @@ def build_if_missing(source: EnvironmentSource) -> None:
 
 def list_environments(root: Path) -> list[Entry]:
     """List the packages and files in `root`, without running the code of any."""
+    # packages have a project file; other folders are searched for plain files
     packages = [_package(project.parent, root) for project in sorted(root.glob("*/pyproject.toml"))]
     plain = [folder for folder in root.glob("*") if folder.is_dir() and not (folder / "pyproject.toml").exists()]
     files = []

@@ -49,7 +49,7 @@ class LoadFailed(TriremeError):
 class CheckOptions:
     """The environment, the number of rollouts, and the policy."""
 
-    name: str  # of the environment: its id, a folder, a file, or its name in the configuration
+    name: str  # id, folder or file of the environment, or its name in the configuration
     args: dict[str, Any] | None = None
     num_examples: int = 20
     rollouts_per_example: int = 8
@@ -68,30 +68,35 @@ def run_check(options: CheckOptions, config: RunConfig) -> CheckReport:
     Args:
         config: the environment's `args`, sampling, lengths and the model are taken from it.
 
-    Raises: LoadFailed; ConfigError for what was typed; TriremeError where the policy is gone.
+    Raises: LoadFailed; ConfigError for what was typed; TriremeError if the policy is gone.
     """
     entries = config.orchestrator.all_environments
+    # a name in the configuration is more specific than an id, which several entries may share
     named = [entry for entry in entries if options.name == entry.resolved_name]
     named += [entry for entry in entries if options.name == entry.id]
     entry = named[0] if named else EnvironmentConfig(id=options.name)
     source = find_environment(entry.id, root=options.path)
     name = re.sub(r"[^\w.-]+", "_", entry.name or Path(source.module).stem)
     root = options.output or config.output_dir / "env-check" / (config.name or name)
+    # files of the check must not be mixed with those of a run
     config = updated(config, {"output_dir": root, "name": None})
     if config.paths.holds_run:
         raise ConfigError(f"{root} is a run's folder - expected one for the check alone. Give another `--output`.")
+
     values: dict[str, Any] = {
         "id": str(source.folder or entry.id),
         "name": name,
         "args": entry.args | (options.args or {}),
         "max_concurrent": min(entry.max_concurrent, max(MAX_CONCURRENT, options.rollouts_per_example)),
     }
+    # all that can be refused is refused before anything is installed or started
     environment, waits = updated(entry, values), Waits("the check", config.paths.logs)
     key = find_key("--api-key-var", options.api_key_var, url=options.base_url)
     wanted = PolicyWanted(options.model, options.base_url, key, options.scripted)
     open_policy = build_opener(wanted, config, waits)
+
     with hold_folder(config.paths):
-        for file in (root / ROLLOUTS, *config.paths.logs.glob("*.stdout")):  # of an earlier check
+        for file in (root / ROLLOUTS, *config.paths.logs.glob("*.stdout")):  # files of an earlier check
             file.unlink(missing_ok=True)
         build_if_missing(source)
         report, outcomes = asyncio.run(_check(options, config, source, environment, open_policy, waits))
@@ -109,6 +114,7 @@ async def _check(
     waits: Waits,
 ) -> tuple[CheckReport, list[RolloutOutcome]]:
     """Load the environment before the policy: an error of a second must not cost the start of an engine."""
+    # an environment that does not load is what the check found, and not an error of the command
     loading = open_environments([environment_config], config.paths.logs, waits, seed=config.seed)
     began = time.monotonic()
     async with AsyncExitStack() as stack:
@@ -116,6 +122,7 @@ async def _check(
             [environment] = await stack.enter_async_context(loading)
         except TriremeError as error:
             raise LoadFailed(str(error)) from error
+
         place = Path(source.folder or source.module)
         loaded = Loaded(
             id=source.id,
@@ -125,6 +132,7 @@ async def _check(
             num_eval=environment.num_eval,
             versions=environment.versions,
         )
+
         environment.check_group_size(options.rollouts_per_example)
         try:
             extent = read_extent(
@@ -136,11 +144,13 @@ async def _check(
             )
         except ConfigError as error:
             raise LoadFailed(str(error)) from error
+        # tasks that bring solutions show whether the tests work, without any policy
         solved, unsound = await check_solutions(environment, extent)
         policy = await stack.enter_async_context(open_policy())
         if environment.sessions is not None:
             url, name = environment.sessions.gateway.url, environment.name
             progress.show(f'start your clients: POST {url}/sessions {{"env": "{name}"}}')
+
         began = time.monotonic()
 
         with progress.rewards(extent.num_rollouts, limit_s=environment_config.rollout_timeout_s) as add:
@@ -148,11 +158,13 @@ async def _check(
             async def show(outcome: RolloutOutcome) -> None:
                 add(outcome.reward)
 
+            # sessions are watched to see whether the tokens of an agent program are exact
             specs = extent.specs("check")
             watch = SessionWatch(environment)
             watched = cast(Environment, watch) if environment.uses_gateway else environment
             roll_out = partial(policy.rollout, watched)
             outcomes = await run_rollouts(specs, roll_out, show, scored_together=environment.group_rewards)
+
         report = build_report(
             loaded,
             outcomes,
@@ -187,6 +199,7 @@ async def check_solutions(environment: Environment, extent: Extent) -> tuple[dic
             return 0.0, f"example {example} ({failure})"
 
     rewards: dict[str, list[float]] = {"oracle": [], "nothing": []}
+    # "nothing" is no solution at all, which must earn nothing
     troubles = []
     for kind, earned in rewards.items():
         solution = "with their own solutions" if kind == "oracle" else "without a solution"
@@ -204,7 +217,7 @@ async def check_solutions(environment: Environment, extent: Extent) -> tuple[dic
 async def open_environments(
     configs: Iterable[EnvironmentConfig], logs: Path, waits: Waits, *, seed: int
 ) -> AsyncIterator[list[Environment]]:
-    """Load environments one after the other. Raises: ConfigError where one cannot be loaded."""
+    """Load environments one after the other. Raises: ConfigError if one cannot be loaded."""
     async with AsyncExitStack() as stack:
         environments = []
         for config in configs:

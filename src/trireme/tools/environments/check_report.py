@@ -25,7 +25,7 @@ TOO_EASY = 0.8
 GOOD = (0.1, 0.7)
 TOO_HARD = 0.05
 MUCH_WITHOUT_SIGNAL = 0.5
-LITTLE_SPREAD = 0.05  # of rewards between 0 and 1, within a group
+LITTLE_SPREAD = 0.05  # standard deviation of rewards between 0 and 1, within a group
 MUCH_TRUNCATED = 0.1
 NONSENSE_EARNS = 0.5
 SHOWN_EXAMPLES = 12
@@ -52,9 +52,9 @@ class Rewards:
     error: float | None  # standard error of that mean, from how much groups differ; None of a single group
     least: float
     most: float
-    group_std: float | None  # mean standard deviation within a group; None where no group has two rollouts
+    group_std: float | None  # mean standard deviation within a group; None if no group has two rollouts
     without_signal: float | None  # share of groups whose rewards are all the same
-    success: float | None  # the mean, which the advice goes by; None where rewards are not all between 0 and 1
+    success: float | None  # the mean, which the advice goes by; None if rewards are not all between 0 and 1
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Trouble:
     error: str
     count: int
     examples: list[int]
-    traceback: str  # of the first
+    traceback: str  # traceback of the first failure
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ class CheckReport:
     rollouts_per_example: int
     num_done: int
     seconds: float
-    num_restarts: int  # of workers
-    rewards: Rewards | None  # None where nothing was scored
+    num_restarts: int  # restarts of workers
+    rewards: Rewards | None  # None if nothing was scored
     components: dict[str, float]  # means of what the environment measured
     lengths: dict[str, float]  # mean turns and tokens, as far as the policy counts them
     truncated: float  # share of the scored rollouts
     stops: dict[str, int]
     troubles: list[Trouble] = field(default_factory=list)
-    sessions: SessionReport | None = None  # of an agent program
+    sessions: SessionReport | None = None  # findings about an agent program; None for other environments
 
     @property
     def num_failed(self) -> int:
@@ -113,6 +113,7 @@ def build_report(
     num_restarts: int,
     sessions: SessionReport | None = None,
 ) -> CheckReport:
+    # rewards by example, and failures by their error, as one cause fails many rollouts
     scored = [outcome.rollout for outcome in outcomes if outcome.rollout is not None]
     groups: dict[int, list[float]] = defaultdict(list)
     failed: dict[tuple[str, str], list[tuple[int, str]]] = defaultdict(list)  # examples and tracebacks
@@ -122,10 +123,12 @@ def build_report(
         elif outcome.failure is not None:
             failure = outcome.failure
             failed[failure.stage, failure.error].append((outcome.spec.example, failure.traceback))
+
     troubles = [
         Trouble(stage, error, len(each), sorted({example for example, _ in each}), traceback=each[0][1])
         for (stage, error), each in failed.items()
     ]
+    # text endpoints may not count tokens, so a length may be None
     lengths = {"turns": "num_turns", "tokens sampled": "num_sampled", "tokens in all": "num_tokens"}
     counted = [{name: getattr(rollout, length) for name, length in lengths.items()} for rollout in scored]
     return CheckReport(
@@ -151,6 +154,7 @@ def build_report(
 def rewards_of(groups: Sequence[Sequence[float]]) -> Rewards:
     """Compute statistics of groups with at least one reward each."""
     averages = [float(np.mean(group)) for group in groups]
+    # a group of one rollout has no spread, and says nothing about the signal
     every = [reward for group in groups for reward in group]
     several = [group for group in groups if len(group) > 1]
     mean = float(np.mean(averages))
@@ -169,6 +173,7 @@ def text_of(report: CheckReport) -> str:
     loaded, rewards, sessions = report.loaded, report.rewards, report.sessions
     to_train = "endless tasks" if loaded.num_train == ENDLESS else str(loaded.num_train)
     failed = f"{report.num_failed} failed" if report.num_failed else "none failed"
+
     rows = {
         "versions": ", ".join(f"{name} {version}" for name, version in loaded.versions.items()),
         "loaded": f"in {loaded.load_s:.1f} s",
@@ -177,6 +182,7 @@ def text_of(report: CheckReport) -> str:
         "rollouts": f"{report.num_examples} {report.split} examples x {report.rollouts_per_example}: "
         f"{report.num_done} scored, {failed}, in {report.seconds:.1f} s",
     }
+    # rewards, if anything was scored
     if rewards is not None:
         error = f" ± {rewards.error:.3f}" if rewards.error is not None else ""
         rows["reward"] = f"{rewards.mean:.3f}{error}, from {rewards.least:g} to {rewards.most:g}"
@@ -187,6 +193,7 @@ def text_of(report: CheckReport) -> str:
             rows[title] = ", ".join(f"{name} {value:.4g}" for name, value in figures.items()) or "none"
         rows["truncated"] = f"{report.truncated:.1%}"
         rows["stopped by"] = ", ".join(f"{stop} ({count})" for stop, count in report.stops.items())
+
     if sessions is not None:
         rows |= dict(sessions.lines())
     lines = [f"{loaded.id}  ({loaded.where})", *(f"  {name:11}{text}" for name, text in rows.items())]
@@ -199,6 +206,7 @@ def advice_of(report: CheckReport) -> list[str]:
     rewards, advice = report.rewards, []
     if rewards is None:
         return []
+    # answers of the script say nothing about the difficulty, and much about the reward
     if not report.is_baseline:
         if rewards.success is not None and rewards.success > NONSENSE_EARNS:
             advice.append(
@@ -210,6 +218,7 @@ def advice_of(report: CheckReport) -> list[str]:
             "`--base-url URL` asks a running server."
         )
         return advice
+    # advice on difficulty first, then on the spread within groups, then on lengths
     advice.append(difficulty_in_words(rewards))
     if rewards.without_signal is None:
         advice.append("one rollout per example says nothing about the spread within groups: take `-r 8`.")
@@ -224,6 +233,7 @@ def advice_of(report: CheckReport) -> list[str]:
             f"rewards differ little within groups (standard deviation {rewards.group_std:.3f}): they may need tuning, "
             "so that better answers earn visibly more."
         )
+
     if report.truncated > MUCH_TRUNCATED:
         advice.append(
             f"{report.truncated:.0%} of the rollouts were cut off: raise `orchestrator.sampling.max_tokens` or "
@@ -256,6 +266,7 @@ def difficulty_in_words(rewards: Rewards) -> str:
 def _trouble_lines(report: CheckReport) -> Iterator[str]:
     if report.num_restarts:
         yield f"workers died and were restarted, {report.num_restarts} in all: see their logs."
+    # failures with the same error are one trouble
     for trouble in report.troubles:
         yield f"{trouble.count} failed, {trouble.stage}: {trouble.error}"
         more = ", …" if len(trouble.examples) > SHOWN_EXAMPLES else ""

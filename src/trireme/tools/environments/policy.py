@@ -79,7 +79,7 @@ def find_policy(
 ) -> PolicyWanted:
     """Find a model: a folder, for which an engine is started, or a model at an address or in the file of endpoints.
 
-    Raises: ConfigError where neither a model nor a server is named, no place is known, or the named key is not set.
+    Raises: ConfigError if neither a model nor a server is named, no place is known, or the named key is not set.
     """
     if model is None and url is None:
         raise ConfigError("no model is named - expected one. Add `-m MODEL`, or `-b URL` of a server with only one.")
@@ -96,8 +96,9 @@ def find_policy(
 def build_opener(wanted: PolicyWanted, config: RunConfig, waits: Waits) -> OpenPolicy:
     """Return a function that opens the policy.
 
-    Raises: ConfigError where there is no such model or server, or the two contradict each other.
+    Raises: ConfigError if there is no such model or server, or the two contradict each other.
     """
+    # what the user typed decides first, then the configuration, then the script
     if wanted.scripted and (wanted.model or wanted.base_url):
         raise ConfigError(
             "--scripted came with --model or --base-url - expected one policy. Leave out --scripted, or the others."
@@ -107,8 +108,9 @@ def build_opener(wanted: PolicyWanted, config: RunConfig, waits: Waits) -> OpenP
     named = config.inference.model.name or (config.model.name if "model" in config.model_fields_set else None)
     if wanted.scripted or not (wanted.model or named):
         return lambda: nullcontext(ScriptedPolicy())
-    if not (wanted.trained and named):  # else the run's own `[model.vlm]` decides
+    if not (wanted.trained and named):  # rollouts for training follow the run's own `[model.vlm]`
         config = updated(config, vision_of(wanted.model or str(named)))
+    # refused here, before an engine starts: a wrong length, a missing tokenizer, unknown sampling
     devices = detect_devices()
     config = engine_config(config, wanted.model, devices)
     tokenizer = open_chat_tokenizer(
@@ -132,17 +134,20 @@ def build_opener(wanted: PolicyWanted, config: RunConfig, waits: Waits) -> OpenP
 def engine_config(config: RunConfig, model: str | None, devices: Devices) -> RunConfig:
     """Resolve the configuration for an engine alone, on a free port. On CPU it has all cores, and seeds.
 
-    Raises: ConfigError where the model is missing, or the configuration contradicts itself.
+    Raises: ConfigError if the model is missing, or the configuration contradicts itself.
     """
+    # the engine's and the tokenizer's names follow from the model that was typed
     values: dict[str, Any] = {"inference.server.port": config.inference.server.port or free_port()}
     if model:
         values |= {"model.name": model, "inference.model.name": None}
         values |= {"trainer.model.name": None, "trainer.tokenizer.name": None}
+    # on a CPU a synchronous run gives each turn its seed, so that a check repeats
     if config.device == "cpu" or (config.device == "auto" and not devices.gpus):
         values["max_async_level"] = 0
     if devices.gpus:
         values |= {"trainer_gpu_ids": (), "trainer_gpus": None}  # there is no trainer to leave GPUs to
     config = updated(config, values)
+    # more context than the user asks for would only take memory
     if "seq_len" not in config.model_fields_set:
         longest = longest_context(read_config(config.inference.model.name or config.model.name)) or MAX_CONTEXT
         config = updated(config, {"seq_len": max(config.inference.model.max_model_len or 0, min(MAX_CONTEXT, longest))})
@@ -170,6 +175,7 @@ def _at_server(wanted: PolicyWanted, url: str, config: RunConfig, waits: Waits) 
 
     TRIREME_TOKEN is sent to servers on this machine for which no other key was named.
     """
+    # a key that was typed wins; our own token is only for servers on this machine
     key = wanted.key or (token() if is_loopback(urlsplit(url).hostname or "") else None)
     server = asyncio.run(look_at(url, key=key))
     if (server.weights or "").endswith(LOADING):
@@ -177,6 +183,7 @@ def _at_server(wanted: PolicyWanted, url: str, config: RunConfig, waits: Waits) 
             f"{server.root} has a part of some weights from an evaluation that did not finish ({server.weights}) - "
             "expected an engine with a whole model. Type the evaluation's command again, or restart the engine."
         )
+
     model = wanted.model or next(iter(server.models), None)
     if not (server.weights is not None and model and Path(model).is_dir()):
         return lambda: open_chat_endpoint(server, wanted.model, key, config.orchestrator, waits)
@@ -224,6 +231,7 @@ class StandingPool(InferencePool):
                 f"{engine.url} is gone in the middle of the rollouts ({error}) - expected it to answer until the end. "
                 "Look at its log: logs/inference.stdout in the folder of the command, if that started it."
             ) from error
+        # answers are checked one by one, as another client may replace the weights at any time
         for span in (span for choice in response.choices for span in choice.weight_versions):
             if self.serves is not None and span.version != self.serves:
                 raise WeightsReplaced(
@@ -270,6 +278,7 @@ async def open_engine_policy(
         max_concurrent=config.orchestrator.max_concurrent,
         vocab_size=tokenizer.vocab_size,
     ) as opened:
+        # the same pool, with the rules of an engine that is used as it is
         pool = StandingPool(**{each.name: getattr(opened, each.name) for each in fields(opened) if each.init})
         pool.engines[0].state = "live"
         runner = RolloutRunner(config, pool, tokenizer, waits, pictures_folder=wanted.pictures)

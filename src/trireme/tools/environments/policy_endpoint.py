@@ -62,24 +62,27 @@ class Server:
     """A server that answers at a base URL."""
 
     root: str  # without `/v1`
-    api: str  # what `/chat/completions` is appended to
+    api: str  # base of the routes: `/chat/completions` is appended to it
     models: tuple[str, ...] = ()
     base_model: str | None = None  # folder or hub name of the first of them, as it was started with
     max_model_len: int | None = None
-    weights: str | None = None  # the version of its weights; None where it is no engine that takes token ids
+    weights: str | None = None  # the version of its weights; None if it is no engine that takes token ids
 
 
 async def look_at(base_url: str, *, key: str | None = None) -> Server:
-    """Ask a server what it is. Raises: ConfigError where there is no answer, or the URL is not one."""
+    """Ask a server what it is. Raises: ConfigError if there is no answer, or the URL is not one."""
     url = base_url.rstrip("/")
+    # users paste the address with and without `/v1`
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(
             f"--base-url {base_url!r} is no address - expected one such as http://127.0.0.1:8000/v1. Correct it."
         )
+
     root, api = url.removesuffix("/v1"), url if parts.path else f"{url}/v1"
     timeout = aiohttp.ClientTimeout(LOOK_TIMEOUT_S)
     answers: list[dict[str, Any]] = []
+    # an engine of ours answers the first, every server the second
     async with aiohttp.ClientSession(timeout=timeout, headers=bearer(key), trust_env=_is_far(root)) as session:
         for address in (f"{root}/weight_info", f"{api}/models"):
             try:
@@ -93,10 +96,12 @@ async def look_at(base_url: str, *, key: str | None = None) -> Server:
             except (aiohttp.ClientError, ValueError, RecursionError):
                 answer = {}  # it has no such route
             answers.append(answer if isinstance(answer, dict) else {})
+
     about, listed = answers
     cards = listed.get("data") if isinstance(listed.get("data"), list) else []
     cards = [card for card in cards or [] if isinstance(card, dict) and isinstance(card.get("id"), str)]
     first = cards[0] if cards else {}
+    # vLLM names the folder that it was started with as `root`
     longest, base_model = first.get("max_model_len"), first.get("root") or first.get("id")
     return Server(
         root=root,
@@ -127,10 +132,11 @@ class ChatEndpoint:
         return f"{self.model} at {self.api}, temperature {self.config.sampling.temperature:g}"
 
     async def rollout(self, environment: Environment, spec: RolloutSpec) -> Rollout:
-        """Raises: ConfigError where the server refuses what every question has; DeadlineExceeded."""
+        """Raises: ConfigError if the server refuses what every question has; DeadlineExceeded."""
         num_sampled = num_tokens = 0
 
         async def ask(question: Ask) -> Reply:
+            # counted here, as no token ids are known: the longest request is the rollout's length
             nonlocal num_sampled, num_tokens
             if question.only_counts:
                 return estimated_prompt(question)
@@ -151,10 +157,11 @@ class ChatEndpoint:
 
         Those of the chat template are merged, the environment's last, as in training (`rollout.sampling`).
 
-        Raises: ValueError where the environment gives the template what is no table.
+        Raises: ValueError if the environment gives the template what is no table.
         """
         own = sampling_arguments(self.config.sampling)
         passed_on = {name: value for name, value in theirs.items() if name not in NOT_SAMPLING}
+        # notes tell once which arguments of the environment have no effect
         ignored = {name: f"{name} is ignored" for name in theirs.keys() - passed_on.keys() - {"n"}}
         self._notes.log(environment.name, ignored | replaced_arguments(passed_on, own))
 
@@ -169,14 +176,16 @@ class ChatEndpoint:
     async def _answer(self, question: Ask, environment: Environment) -> _Completion | Reply:
         """Ask until there is an answer, with exponential backoff. A `Reply` says that the prompt is too long.
 
-        Raises: RolloutFailed where there is none, whatever the environment would make of that.
+        Raises: RolloutFailed if there is none, whatever the environment would make of that.
         """
         try:
             body = self._arguments(question.sampling, environment)
         except ValueError as error:
             raise RolloutFailed("rollout", str(error), is_final=True) from error
+
         body |= {"model": self.model, "messages": question.messages}
         body |= {"tools": question.tools} if question.tools else {}
+
         pause_s = self.pause_s
         with self.waits.waiting("an answer", peer=self.api, deadline_s=self.config.engine_timeout_s) as wait:
             while True:
@@ -185,6 +194,7 @@ class ChatEndpoint:
                         answer = self._read(response.status, await response.read(), wait)
                     if answer is not None:
                         return answer
+                # a refused connection on this machine means that the server has ended; elsewhere it may come back
                 except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
                     if isinstance(error, aiohttp.ClientConnectorError) and not _is_far(self.api):
                         raise PeerDied(
@@ -197,16 +207,19 @@ class ChatEndpoint:
                 pause_s *= 2
 
     def _read(self, status: int, data: bytes, wait: Wait) -> _Completion | Reply | None:
-        """Return None where a retry may help; the wait's note has the reason."""
+        """Return None if a retry may help; the wait's note has the reason."""
         text = data[:300].decode(errors="replace")
+        # busy or broken for now
         if status in RETRIED or status >= 500:
             wait.note = f"the last answer: {status} {text}"
             return None
+        # nothing that another question could change
         if status in FINAL:
             raise ConfigError(
                 f"{self.api} answered {status} to a question for {self.model!r} ({FINAL[status]}): {text} - expected "
                 "a chat completion. Correct `--model`, `--base-url`, or the variable that `--api-key-var` names."
             )
+        # this question alone is refused
         if status >= 400:
             words = f"The endpoint refused a question ({status}): {text}"
             if any(hint in text.lower() for hint in OVERLONG):
@@ -217,6 +230,7 @@ class ChatEndpoint:
             answer = _DECODER.decode(data)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise RolloutFailed("rollout", f"The endpoint gave no chat completion ({error}): {text}") from error
+        # some providers put an error of their own into an answer with status 200
         if (inside := answer.first_error) is not None:
             inner = _status_of(inside)
             if inner is None:
@@ -228,7 +242,7 @@ class ChatEndpoint:
 
 
 def _status_of(error: Any) -> int | None:
-    """Return the HTTP status that an error inside of an answer stands for; None where it does not say.
+    """Return the HTTP status that an error inside of an answer stands for; None if it does not say.
 
     Example:
         _status_of({"message": "Provider returned error", "code": 429})  # 429
@@ -245,7 +259,7 @@ def _status_of(error: Any) -> int | None:
 async def open_chat_endpoint(
     server: Server, model: str | None, key: str | None, config: OrchestratorConfig, waits: Waits
 ) -> AsyncIterator[ChatEndpoint]:
-    """Raises: ConfigError where no model is named and the server has none or several; for keys that are no sampling."""
+    """Raises: ConfigError if no model is named and the server has none or several; for keys that are no sampling."""
     if taken := sorted(NOT_SAMPLING & config.sampling.extra_body.keys()):
         raise ConfigError(
             f"`{taken[0]}` = {config.sampling.extra_body[taken[0]]!r:.80} among the sampling arguments - expected "
@@ -346,6 +360,7 @@ class _Completion(msgspec.Struct):
         message, reason = choice.message, choice.finish_reason
         if reason is None or reason.lower() in BROKEN_OFF:
             return f"broke its answer off (finish_reason {'null' if reason is None else repr(reason)})"
+        # a reasoning model may spend all its tokens on thinking, so an answer cut off at its length may be empty
         is_empty = not (message.text or message.tool_calls or message.thinking)
         return "gave an empty answer" if is_empty and not _is_length(reason) else ""
 

@@ -22,7 +22,7 @@ MAX_TURNS = 32
 
 BROKEN = '<answer><think>{"guess": [</answer> \\boxed{'
 LONG = "on and on " * 400
-VALUES = {"integer": 7, "number": 0.5, "boolean": True, "array": [], "object": {}}  # of arguments, by their JSON type
+VALUES = {"integer": 7, "number": 0.5, "boolean": True, "array": [], "object": {}}  # an argument of each JSON type
 
 
 class ScriptedPolicy:
@@ -42,7 +42,7 @@ class ScriptedPolicy:
 
 
 def estimated_prompt(question: Ask) -> Reply:
-    """Answer a request for the number of a prompt's tokens where nothing counts them: four letters are one."""
+    """Answer a request for the number of a prompt's tokens if nothing counts them: four letters are one."""
     return Reply(prompt_ids=[0] * (len(json.dumps([question.messages, question.tools])) // 4))
 
 
@@ -50,20 +50,24 @@ def answer(question: Ask, spec: RolloutSpec, *, turn: int) -> Reply:
     """Return the same answer for the same rollout and turn."""
     if turn > MAX_TURNS:
         return Reply(error=f"The script takes {MAX_TURNS} turns.", error_kind="overlong_prompt")
+    # the answer depends on rollout and turn alone, so a check repeats
     rng = random.Random(f"{spec.name}/{turn}")
     words = " ".join(rng.choice(("sea", "oar", "wind", "Ruder", "é", "漕", "42")) for _ in range(5))
     last = question.messages[-1].get("content") if question.messages else ""
     texts = [words, last if isinstance(last, str) else "", str(rng.randrange(-100, 1000)), BROKEN, LONG, ""]
-    calls: list[list[tuple[str, str]]] = []  # of tools: name and arguments
+    calls: list[list[tuple[str, str]]] = []  # name and arguments of each call of a tool
+    # right arguments, none, broken ones, and one call of a tool that does not exist
     if question.tools:
         function = rng.choice(question.tools).get("function", {})
         name, properties = str(function.get("name", "")), (function.get("parameters") or {}).get("properties") or {}
         types = {key: str(each.get("type")) if isinstance(each, dict) else "" for key, each in properties.items()}
         right = json.dumps({key: VALUES.get(type, "sea") for key, type in types.items()})
         calls = [[(name, right)], [(name, "{}")], [(name, '{"unfinished": ')], [(name, right), ("no_such_tool", "{}")]]
+    # neighbouring rollouts and turns get different kinds, so that a group meets all of them
     kind = (spec.example + spec.rollout + turn - 1) % (len(texts) + len(calls))
     if kind < len(texts):
         return Reply(content=texts[kind], finish_reason="length" if texts[kind] == LONG else "stop")
+
     made = [
         ToolCall(id=f"call-{number}", name=name, arguments=arguments)
         for number, (name, arguments) in enumerate(calls[kind - len(texts)], 1)

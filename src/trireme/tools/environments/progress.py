@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-SHOW_EVERY_S = 10.0  # where there is no terminal
+SHOW_EVERY_S = 10.0  # without a terminal
 
 
 def show(words: str) -> None:
@@ -31,7 +31,7 @@ def stage(what: str, *, limit_s: float) -> Iterator[None]:
 
 @contextmanager
 def rewards(total: int, *, limit_s: float) -> Iterator[Callable[[float | None], None]]:
-    """Yield a function to call with the reward of each rollout that ended, or None where it failed.
+    """Yield a function to call with the reward of each rollout that ended, or None if it failed.
 
     Args:
         total: number of rollouts.
@@ -49,6 +49,7 @@ def rewards(total: int, *, limit_s: float) -> Iterator[Callable[[float | None], 
         nonlocal shown_at
         ended.append(reward)
         live.update(task, description=f"{describe()}; {limit}", advance=1)
+        # without a terminal, a line now and then
         if not _console().is_terminal and time.monotonic() - shown_at >= SHOW_EVERY_S:
             shown_at = time.monotonic()
             show(describe())
@@ -61,7 +62,7 @@ def rewards(total: int, *, limit_s: float) -> Iterator[Callable[[float | None], 
 
 
 def _live(*more: BarColumn | MofNCompleteColumn) -> Progress:
-    """Return a live line, which shows nothing where there is no terminal."""
+    """Return a live line, which shows nothing if there is no terminal."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), *more, TimeElapsedColumn())
     return Progress(*columns, console=_console(), transient=True, disable=not _console().is_terminal)
 

@@ -1,7 +1,7 @@
 """Sessions of an agent program in a check: the size of its turns, its branches, and whether its tokens are exact.
 
-The watch stands between the environment and the policy. It keeps what the policy answered, and compares that with the
-samples that a rollout would be trained on. Where the policy answers in text, characters are counted, and conversations
+The watch wraps the environment. It keeps what the policy answered, and compares that with the
+samples that a rollout would be trained on. If the policy answers in text, characters are counted, and conversations
 are not told apart.
 """
 
@@ -49,18 +49,18 @@ class SessionReport:
 
     rollouts: int
     turns: int
-    unit: str  # of lengths: tokens or characters
-    prompt: Spread  # of a turn
-    sampled: Spread  # of a turn
+    unit: str  # unit of lengths: tokens or characters
+    prompt: Spread  # length of a turn's prompt
+    sampled: Spread  # length of a turn's answer
     system: Spread  # characters of a turn's system messages
     tools: Spread  # characters of a turn's tools, as JSON
-    most_tools: int  # of a turn
-    branches: dict[str, int]  # conversations, by why each began; none where the policy answers in text
+    most_tools: int  # number of tools of a turn
+    branches: dict[str, int]  # conversations, by why each began; none if the policy answers in text
     without_tools: int  # conversations
     continuing: int  # turns that continue a conversation and were compared
-    drift: int  # of these, those that do not reproduce the tokens that were sampled
-    model_s: Spread  # of a rollout: while it waited for at least one turn
-    outside_s: Spread  # of a rollout: the rest of the time that the program ran
+    drift: int  # continuing turns that do not reproduce the tokens that were sampled
+    model_s: Spread  # seconds of a rollout in which it waited for at least one turn
+    outside_s: Spread  # seconds of the rest of the time that the program ran
 
     def lines(self) -> Iterator[tuple[str, str]]:
         yield "sessions", f"{self.rollouts} rollouts, {self.turns} turns"
@@ -84,7 +84,7 @@ class _Turn:
     num_tools: int
     prompt: int
     sampled: int
-    answered: TurnRecord | None  # None where the policy answers in text
+    answered: TurnRecord | None  # None if the policy answers in text
     began: float
     ended: float
 
@@ -95,11 +95,12 @@ class _Session:
 
     began: float = field(default_factory=time.monotonic)
     turns: list[_Turn] = field(default_factory=list)
-    seconds: float = 0.0  # that the program ran
+    seconds: float = 0.0  # seconds that the program ran
 
     @property
     def model_s(self) -> float:
         """The time in which at least one turn was waited for."""
+        # turns of parallel agents overlap, and the time is counted once
         total, until = 0.0, 0.0
         for turn in sorted(self.turns, key=lambda turn: turn.began):
             total += max(0.0, turn.ended - max(turn.began, until))
@@ -123,6 +124,7 @@ class SessionWatch:
         """Run a rollout, see `Environment.run`."""
         session = self._sessions[task.task] = _Session()
 
+        # a rollout that is tried again starts from nothing, and so does its session
         def restart() -> None:
             nonlocal session
             session = self._sessions[task.task] = _Session()
@@ -142,7 +144,7 @@ class SessionWatch:
         return done
 
     def report(self, outcomes: Sequence[RolloutOutcome]) -> SessionReport | None:
-        """Report on the rollouts that were scored; None where none had a turn."""
+        """Report on the rollouts that were scored; None if none had a turn."""
         branches: list[Branch] = []
         sessions, turns = [], []
         continuing = drift = 0
@@ -150,6 +152,7 @@ class SessionWatch:
             session = self._sessions.get(f"{outcome.spec.name}.{outcome.spec.attempt}")
             if outcome.rollout is None or session is None or not session.turns:
                 continue
+
             sessions.append(session)
             turns += session.turns
             branches += outcome.rollout.branches
@@ -157,12 +160,14 @@ class SessionWatch:
             # replies do not say which pictures their prompts had
             samples = [msgspec.structs.replace(sample, pictures=[]) for sample in outcome.rollout.samples]
             compared, _ = compare_turns(samples, records, ("ids", "logprobs"))
+            # two turns in a row: the second continues the first exactly if both are found as they were answered
             for before, turn in pairwise(compared):
                 if not turn.is_first:
                     continuing += 1
                     drift += bool(before.difference or turn.difference)
         if not turns:
             return None
+
         return SessionReport(
             rollouts=len(sessions),
             turns=len(turns),
@@ -186,9 +191,11 @@ def _spread(values: Sequence[float]) -> Spread:
 
 
 def _turn(question: Ask, reply: Reply, began: float) -> _Turn:
+    # characters, unless the engine says which token ids it read and sampled
     calls = [call.name + call.arguments for call in reply.tool_calls or ()]
     prompt, sampled = len(json.dumps([question.messages, question.tools])), "".join(calls)
     lengths, answered = (prompt, len(f"{reply.reasoning or ''}{reply.content or ''}{sampled}")), None
+
     if reply.prompt_ids:
         lengths = len(reply.prompt_ids), len(reply.completion_ids)
         answered = TurnRecord(
@@ -199,6 +206,7 @@ def _turn(question: Ask, reply: Reply, began: float) -> _Turn:
             finish_reason="",
             message={},
         )
+
     system = [content_text(each.get("content")) for each in question.messages if each.get("role") in SYSTEM]
     tools = question.tools or []
     return _Turn(

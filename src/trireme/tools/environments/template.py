@@ -31,15 +31,18 @@ def write_environment(name: str, *, kind: str, root: Path) -> Path:
     """
     name = checked_name(name)
     folder = root / name.replace("-", "_")
+    # both spellings of the name, and a file, would be found under the same id
     taken = next((path for path in (folder, root / name, folder.with_suffix(".py")) if os.path.lexists(path)), None)
     if taken is not None:
         raise ConfigError(
             f"{taken} exists already - expected no environment {name!r} there: nothing is overwritten. "
             f"Take another name (`trireme env init {name}-2`), or move {taken} away."
         )
+
     root.mkdir(parents=True, exist_ok=True)
     values = {"name": name, "module": folder.name, "kind": kind, "verifiers": VERIFIERS["v0"]}
     templates = {"pyproject.toml": "pyproject.toml", f"{folder.name}.py": f"{kind}.py", "README.md": "README.md"}
+    # renamed as a whole, so that a crash leaves no half of a package under the name
     partial = root / f".{folder.name}.{os.getpid()}.partial"
     partial.mkdir()
     try:
@@ -52,7 +55,7 @@ def write_environment(name: str, *, kind: str, root: Path) -> Path:
 
 
 def checked_name(name: str) -> str:
-    """Return the name as packages write it, with dashes. Raises: ConfigError where it cannot be used."""
+    """Return the name as packages write it, with dashes. Raises: ConfigError if it cannot be used."""
     with_dashes, module = name.replace("_", "-"), name.replace("-", "_")
     problem = None
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", with_dashes):

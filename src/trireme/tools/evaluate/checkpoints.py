@@ -54,13 +54,13 @@ from trireme.tools.export.weights_folder import require_readable
 log = get_logger("eval")
 
 MAX_STEPS_SHOWN = 20
-WIDTH = 150  # characters of the table where it does not go to a terminal
+WIDTH = 150  # characters of the table if it does not go to a terminal
 
 
 def evaluate_checkpoints(config: EvalConfig, *, dry_run: bool) -> int:
-    """Return 0 where every rollout has a reward.
+    """Return 0 if every rollout has a reward.
 
-    Raises: ConfigError for what was typed, or found in the folder or at the server; TriremeError where the engine went
+    Raises: ConfigError for what was typed, or found in the folder or at the server; TriremeError if the engine went
         away, or another client gave it weights.
     """
     start_logging("eval", "warning")
@@ -77,6 +77,7 @@ class CheckpointEvaluation:
     def __init__(self, config: EvalConfig) -> None:
         """Find out what is evaluated, and where. Raises: ConfigError with what cannot be evaluated."""
         weights = config.weights_dir
+
         assert weights is not None
         if not weights.is_dir():
             others = sorted(folder for folder in Path("outputs").glob("**/weights") if folder.is_dir())[:3]
@@ -85,24 +86,29 @@ class CheckpointEvaluation:
                 f"--weights-dir {weights} is no folder - expected one with `step_N` folders, as a run has in "
                 f"`weights/`.{hint}"
             )
+        # environments, sampling and lengths are those of the run that wrote the checkpoints, unless they are typed
         run_folder = weights.resolve().parent
-        self._trained_by: RunConfig | None = None  # the run that wrote the checkpoints, where its folder is around them
+        self._trained_by: RunConfig | None = None  # the run that wrote the checkpoints, if its folder is around them
         with suppress(ConfigError):  # no run, or one of `sft`, which has no environments
             self._trained_by = read_run(RunConfig, find_run_file(run_folder, "orchestrator"))
             config = inherit_from_run(config, self._trained_by)
+
         if not config.env:
             raise ConfigError(
                 "no environment is named, and there is no run around the checkpoints that says which "
                 f"({run_folder / 'configs'}) - expected one. Add `--env.id my-env`."
             )
+
         self.config = config = prepare(config)
         self._steps = find_steps(weights, config.steps)
         self._output = config.output_dir or run_folder / "evals"
         self._models: dict[str, tuple[int, Path | None]] = {"base": (0, None)} if config.eval_base else {}
+        # all files are looked at before the first evaluation, which may take hours
         for step, folder in self._steps.items():
             require_readable(folder)
             if step or not config.eval_base:
                 self._models[f"step_{step}"] = step, folder
+        # only an engine of ours can be given weights
         url = config.client.base_url
         self._server = asyncio.run(look_at(url, key=config.key))
         if self._server.weights is None:
@@ -119,6 +125,7 @@ class CheckpointEvaluation:
         with hold_folder(RunPaths(output)):
             install_environments(self.config)
             try:
+                # results are on disk as they come, so the user learns how to continue and what the engine holds
                 evaluated = asyncio.run(self._evaluate())
             except (TriremeError, KeyboardInterrupt):
                 if self._engine is not None:
@@ -137,6 +144,7 @@ class CheckpointEvaluation:
         run = self._run_config()
         tokenizer = open_chat_tokenizer(run.model.name, trust_remote_code=run.inference.model.trust_remote_code)
         check_sampling(run, tokenizer, run.model.name)
+
         async with AsyncExitStack() as stack:
             url = self._server.root
             wanted = PolicyWanted(pictures=output / "pictures", trained=False)
@@ -145,11 +153,13 @@ class CheckpointEvaluation:
             transfer = output / ".transfer"
             stack.callback(shutil.rmtree, transfer, ignore_errors=True)
             engine = EvaluatedEngine(policy, config, self._server, transfer)
+            # whether the engine may be used, and with these checkpoints, before the environments take their time
             await engine.take()
             engine.require_same_model(self._steps)
             loading = open_environments(config.env, output / "logs", waits, seed=config.seed)
             environments = await stack.enter_async_context(loading)
             self._engine = engine
+            # a wrong checkpoint leaves the engine usable, so it gets its base model back; one that is gone cannot
             try:
                 evaluated = [
                     (label, await self._evaluate_model(label, environments, policy, engine)) for label in self._models
@@ -183,16 +193,18 @@ class CheckpointEvaluation:
         settings = {"base_url": self.config.client.base_url, "step": step, "checkpoint": label}
         if folder is None:
             settings["model"] = self._server.base_model
+
         sessions = []
         for environment in environments:
             session = EvalSession(environment, policy, self.config, settings=settings, version=step)
             path = step_folder(self._output, step) / f"{environment.name}.jsonl"
             session.resume(path, description_path(path))
             sessions.append(session)
+        # a finished model is not loaded again, but its files must still be the ones that were evaluated
         is_done = all(session.is_done for session in sessions)
         if folder is not None:
             source = engine.open_source(folder)
-            if is_done:  # the files may have been written again since
+            if is_done:  # the files may have been written again since then
                 digests = await asyncio.to_thread(
                     lambda: {name: tensor_digest(each) for name, each in source.tensors()}
                 )
@@ -222,6 +234,7 @@ class CheckpointEvaluation:
         versions = Versions(RunPaths(run_folder).journal)
         if self._trained_by is None or (folder / "adapter_config.json").is_file() or not versions.has(step):
             return
+        # weights of another precision were rounded, so their digests differ
         if {spec.dtype for spec in specs} != {self._trained_by.served_dtype}:
             return
         differences = [first_difference(each.digests, digests) for each in versions.read(step).confirmations]
@@ -234,7 +247,7 @@ class CheckpointEvaluation:
 
 
 def find_steps(weights: Path, wanted: tuple[int, ...]) -> dict[int, Path]:
-    """Return the folders of the wanted steps, or of all. Raises: ConfigError where one does not exist."""
+    """Return the folders of the wanted steps, or of all. Raises: ConfigError if one does not exist."""
     found = steps_in(weights)
     if missing := sorted(set(wanted) - set(found)):
         more = " …" if len(found) > MAX_STEPS_SHOWN else ""

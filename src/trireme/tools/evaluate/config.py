@@ -93,7 +93,7 @@ class EvalConfig(Section):
     def key(self) -> str | None:
         """The server's key. Engines that get checkpoints are sent TRIREME_TOKEN, as is any server on this machine.
 
-        Raises: ConfigError where a variable is named for it, and is not set.
+        Raises: ConfigError if a variable is named for it, and is not set.
         """
         ours = token() if self.weights_dir is not None else None
         return find_key("--client.api-key-var", self.client.api_key_var, url=self.client.base_url, otherwise=ours)
@@ -103,21 +103,24 @@ def inherit_from_run(config: EvalConfig, run: RunConfig) -> EvalConfig:
     """Fill in what the user left out, as the run of the checkpoints has it.
 
     `num_examples`, `rollouts_per_example` and `pass_at` are taken together or not at all. Turns are as long as in
-    training, and the chat template gets the same variables, where neither the user nor the run's evaluations set
+    training, and the chat template gets the same variables, if neither the user nor the run's evaluations set
     others.
     """
     during, model = run.orchestrator.eval, run.inference.model
     values: dict[str, Any] = {"env": config.env or (during.env if during else ()) or run.orchestrator.env}
     given = config.model_fields_set
+    # a number of examples or rollouts that was typed must not be mixed with values of pass@k of the run
     if during is not None:
         extent = {"num_examples", "rollouts_per_example", "pass_at"}
         names = ({"pass_threshold"} - given) | (set() if given & extent else extent)
         values |= {name: getattr(during, name) for name in names}
     rollouts = values.get("rollouts_per_example", config.rollouts_per_example)
+
     sampling = _sampling(config.sampling, default=during.sampling if during else _default_sampling(rollouts))
     max_tokens = sampling.max_tokens or run.orchestrator.sampling.max_tokens
     template = template_fallback(sampling, run.orchestrator.sampling)
     values["sampling"] = updated(sampling, {"max_tokens": max_tokens} | template)
+
     for name in ("tool_call_parser", "reasoning_parser", "max_model_len"):
         values[f"model.{name}"] = getattr(config.model, name) or getattr(model, name)
     return updated(config, values)
@@ -136,7 +139,7 @@ def _default_sampling(rollouts_per_example: int) -> Sampling:
 def with_environments(argv: list[str]) -> list[str]:
     """Number the flags of environments. Each `--env.id` names one more, and takes the flags after it.
 
-    Environments of a file are replaced where one is named.
+    Environments of a file are replaced if one is named.
 
     Example:
         with_environments(["--env.id", "a", "--env.args.split", "test", "--env.id=b"])
@@ -147,6 +150,7 @@ def with_environments(argv: list[str]) -> list[str]:
     for word in argv:
         above, _, key = word.partition(".")
         if above == "--env" and key and not key[0].isdigit():
+            # the first named environment removes those of the file
             if is_named and not any(each.startswith("--env.") for each in numbered):
                 numbered += ["--env", "[]"]
             last += key.partition("=")[0] == "id"

@@ -42,20 +42,20 @@ class Endpoint:
     name: str
     model: str | None  # None: whichever is asked for
     url: str
-    key: str | None = field(repr=False)  # which logs and tracebacks must not have
-    variable: str | None = None  # of the environment, where the key was to come from one that is not set
+    key: str | None = field(repr=False)  # secret, which logs and tracebacks must not show
+    variable: str | None = None  # variable that should hold the key and is not set
 
 
 def find_key(flag: str, variable: str | None, *, url: str | None, otherwise: str | None = None) -> str | None:
     """Return the key for a server: from the variable that the user named, else `otherwise`, else from KEY_VARIABLE.
 
     The last is only for an address that was typed, and if the connection is encrypted (https). Another address gets a
-    key only where the user names its variable.
+    key only if the user names its variable.
 
     Args:
         flag: with which a variable is named.
 
-    Raises: ConfigError where the named variable is not set.
+    Raises: ConfigError if the named variable is not set.
     """
     if not variable:
         is_encrypted = url is not None and urlsplit(url).scheme == "https"
@@ -76,14 +76,17 @@ def find_endpoint(model: str, *, base_url: str | None = None, path: Path | None 
         base_url: takes precedence over the file's address; an entry's key is for its own address only.
         path: of the file; else the first of `PLACES` that exists.
 
-    Raises: ConfigError where there is no such entry, or its key is in a variable that is not set.
+    Raises: ConfigError if there is no such entry, or its key is in a variable that is not set.
     """
     file = path or next((place for place in PLACES if place.is_file()), None)
     endpoints = read_endpoints(file) if file else {}
+    # a name of an entry, a model of an entry, or the entry for all others
     by_model = (endpoint for endpoint in endpoints.values() if endpoint.model == model)
     found = endpoints.get(model) or next(by_model, None) or endpoints.get(DEFAULT)
+    # a key goes to its own address only
     if base_url and (found is None or found.url.rstrip("/") != base_url.rstrip("/")):
         found = Endpoint(model, found.model if found else None, base_url, None)
+
     if found is None and file is None:
         raise ConfigError(
             f"no server is named for {model!r}: there is no {PLACES[1]} here - expected one, or an address. Add "
@@ -97,6 +100,7 @@ def find_endpoint(model: str, *, base_url: str | None = None, path: Path | None 
             f"{file} has no endpoint {model!r} and none called {DEFAULT!r} - "
             f"{'did you mean' if near else 'it has'} {has}{'?' if near else '.'} Add an entry, or `-b URL`."
         )
+    # servers on this machine mostly need no key, others would answer 401
     if found.variable and urlsplit(found.url).hostname not in LOCAL_HOSTS:
         raise ConfigError(
             f"{file}: the key of endpoint {found.name!r} ({found.url}) is in the variable {found.variable}, which is "
@@ -108,7 +112,7 @@ def find_endpoint(model: str, *, base_url: str | None = None, path: Path | None 
 def read_endpoints(path: Path) -> dict[str, Endpoint]:
     """Return all entries, in the file's order.
 
-    Raises: ConfigError where the file is missing, or has something else.
+    Raises: ConfigError if the file is missing, or has something else.
     """
     entries = _read_python(path) if path.suffix == ".py" else _read_toml(path)
     return {name: _to_endpoint(path, name, values) for name, values in entries}
@@ -120,6 +124,7 @@ def _to_endpoint(path: Path, name: str, values: Any) -> Endpoint:
             f"{path}: endpoint {name!r} is {values!r} - expected a table with `url`, and `model` and `key` where they "
             'are needed. Write `{"model": …, "url": …, "key": …}`.'
         )
+    # both spellings of a key are accepted
     given: dict[str, Any] = {}
     for key, value in values.items():
         if key not in _KEYS:
@@ -129,12 +134,14 @@ def _to_endpoint(path: Path, name: str, values: Any) -> Endpoint:
                 + (f"Did you mean {near[0]!r}?" if near else "Remove it.")
             )
         given[_KEYS[key]] = value
+
     url, key = _text(given.get("url")), given.get("key")
     if not url or urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
         raise ConfigError(
             f"{path}: endpoint {name!r} has the address {url!r} - expected one such as http://127.0.0.1:8000/v1. "
             "Correct its `url`."
         )
+    # a key in capitals is the name of a variable
     if isinstance(key, str) and re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", key):
         key = _variable(key)
     return Endpoint(name, _text(given.get("model")), url, _text(key), str(key) if isinstance(key, _Unset) else None)
@@ -175,6 +182,7 @@ def _read_python(path: Path) -> Iterator[tuple[str, Any]]:
         raise ConfigError(f"{path} does not exist - expected a file of endpoints. Correct the path.") from None
     except (SyntaxError, ValueError, OSError) as error:
         raise ConfigError(f"{path} cannot be read as Python: {error} - correct it.") from None
+    # the first ENDPOINTS at the top level counts
     for statement in statements:
         match statement:
             case (

@@ -61,11 +61,11 @@ class EvaluatedEngine:
         self._holds_base = False
         self._base_model = config.model.base or server.base_model
         self._base = find_model(self._base_model) if self._base_model else None  # on this machine
-        self._dtype = "float32"  # that adapters are merged into
+        self._dtype = "float32"  # type of the model that adapters are merged into
         self._folder = folder.resolve()
 
     async def take(self) -> None:
-        """Make it this evaluation's: with `take_over`, also where it serves a training run or is paused for one.
+        """Make it this evaluation's: with `take_over`, also if it serves a training run or is paused for one.
 
         Raises:
             ConfigError: another client uses it.
@@ -81,6 +81,7 @@ class EvaluatedEngine:
                 "expected an engine that no other client uses. Wait, or start another; if no client does, restart it "
                 "or add `--take-over`."
             )
+        # weights that an earlier evaluation left behind may be replaced
         if not over and name != FRESH and not name.startswith(OWN):
             raise ConfigError(
                 f"{self.url} serves version {name} of a training run - expected an engine that no run gives weights "
@@ -88,18 +89,21 @@ class EvaluatedEngine:
                 "a `--server.port` of its own) and name it with `--client.base-url`; or, if that run is over, add "
                 "`--take-over`."
             )
+        # from here on, other names mean that another client has given it weights
         self._pool.serves = name  # the name of its weights, when this evaluation last looked
         is_fresh = name == FRESH and not report.digests
         self._holds_base = is_fresh or (name.startswith(OWN) and name.endswith(f"-{BASE}"))
+
         if is_paused:
             await self.engine.post("resume")
-        with suppress(PeerDied, KeyError, TypeError):  # float32 loses nothing where it reports no type
+        # adapters are merged in the type that the engine computes in
+        with suppress(PeerDied, KeyError, TypeError):  # float32 loses nothing if it reports no type
             about = await self.engine.get("server_info?config_format=json")
             dtype = str(about["vllm_config"]["model_config"]["dtype"]).removeprefix("torch.")
             self._dtype = dtype if dtype in ("bfloat16", "float16") else self._dtype
 
     def require_same_model(self, steps: dict[int, Path]) -> None:
-        """Raises: ConfigError where a checkpoint is of another model than the engine's, as far as files show."""
+        """Raises: ConfigError if a checkpoint is of another model than the engine's, as far as files show."""
         if self._base is None:
             log.warning(
                 "the base model of %s (%s) is not on this machine: checkpoints are not compared with it before they "
@@ -108,6 +112,7 @@ class EvaluatedEngine:
                 self._base_model,
             )
             return
+        # shapes are read from headers, so this is quick for all checkpoints
         shapes = open_model(self._base).shapes
         for step, folder in steps.items():
             if difference := shape_difference(shapes, self.open_source(folder).shapes):
@@ -121,7 +126,7 @@ class EvaluatedEngine:
         return open_source(folder, base=self._config.model.base, dtype=self._dtype)
 
     async def require_ours(self) -> None:
-        """Raises: WeightsReplaced where another client has given it weights since."""
+        """Raises: WeightsReplaced if another client has given it weights since."""
         name = await self.engine.weight_version()
         if name != self._pool.serves:
             raise WeightsReplaced(
@@ -143,7 +148,8 @@ class EvaluatedEngine:
         """
         with progress.stage(f"loading {name} into the engine", limit_s=self._config.client.timeout_s):
             await self.require_ours()
-            await self.engine.post("pause?mode=wait")  # which also forgets what was computed with other weights
+            await self.engine.post("pause?mode=wait")  # the pause also forgets what was computed with other weights
+            # named as unfinished first: a crash must not leave a part of it under a good name
             self._has_loaded, self._holds_base = True, False
             await self._name(f"{self._id}{LOADING}")
             self.holds = f"a part of {name}"
@@ -156,6 +162,7 @@ class EvaluatedEngine:
 
     async def load_base(self) -> None:
         """Give it its base model, unless it has held that from the beginning. Raises: ConfigError; as `load`."""
+        # renamed only: its weights are the ones that it was started with
         if self._holds_base:
             await self.require_ours()
             await self._name(f"{self._id}-{BASE}")
@@ -172,16 +179,17 @@ class EvaluatedEngine:
     async def restore(self) -> None:
         """Give the engine its base model back, or show what it holds.
 
-        Raises: WeightsReplaced where another client has given it weights.
+        Raises: WeightsReplaced if another client has given it weights.
         """
         await self.require_ours()
+        # an evaluation leaves the engine as it found it, if the base model is on this machine
         if self._has_loaded and not self._holds_base:
             if self._base is None:
                 progress.show(f"{self.url} holds {self.holds} now, not its base model.")
                 return
             await self.load(BASE, self.open_source(self._base))
         if self._holds_base:
-            await self._name(FRESH)  # as before the first update
+            await self._name(FRESH)  # the name that it had before the first update
 
     async def _name(self, name: str) -> None:
         await self.engine.post("update_weight_version", {"new_version": name})
@@ -190,7 +198,7 @@ class EvaluatedEngine:
     async def _transfer(self, name: str, source: Source) -> dict[str, str]:
         """Have the engine read a model's files, or those of a merged one. Returns the digest of each tensor.
 
-        Raises: WeightsMismatch where it holds something else.
+        Raises: WeightsMismatch if it holds something else.
         """
         info = InitInfo(
             kind="filesystem",
@@ -210,12 +218,14 @@ class EvaluatedEngine:
                 yield tensor
 
         def write() -> dict[str, Any]:
+            # adapters exist merged in memory only, so their sum is written to files for the engine
             if source.folder is None:
                 return FilesystemSender(self._folder, bucket_bytes=BUCKET_BYTES).send(source.specs, tensors())
             for _ in tensors():  # only for their digests
                 pass
             return {"folder": str(source.folder), "bucket_bytes": None}
 
+        # digests are computed here while files are read or written, and compared with the engine's
         await join(self.engine, info)
         payload = await asyncio.to_thread(write)
         reports = await load(self.engine, UpdateInfo(source.specs, payload))

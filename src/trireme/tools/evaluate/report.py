@@ -50,6 +50,7 @@ def text_of(session: EvalSession) -> str:
     metrics, results = session.metrics, session.results
     figures = {"rollouts": f"{_extent(session)}, {metrics.get('error_rate', 1.0):.1%} failed"}
     advice: list[str] = []
+
     if "reward" in metrics:
         figures["reward"] = f"avg - {metrics['reward']:.3f}, std - {metrics['std']:.3f}"
         for rollout in range(session.extent.rollouts_per_example):
@@ -57,17 +58,21 @@ def text_of(session: EvalSession) -> str:
             rewards = [result.reward for result in shown if result is not None and result.reward is not None]
             more = " …" if len(rewards) == _MAX_REWARDS else ""
             figures[f"r{rollout + 1}"] = f"[{', '.join(f'{reward:.3g}' for reward in rewards)}]{more}"
+
         own = ("error_rate", "reward", "std", "truncated_frac", "tokens_mean", "turns_mean")
         figures |= {name: f"{value:.3f}" for name, value in metrics.items() if name not in own}
         figures["truncated"] = f"{metrics['truncated_frac']:.1%}"
         figures["tokens"] = f"{metrics['tokens_mean']:.1f} per rollout, {metrics['turns_mean']:.1f} turns"
+        # failed rollouts are no part of their groups
         groups: dict[int, list[float]] = defaultdict(list)
         for result in results.values():
             if result.reward is not None:
                 groups[result.example].append(result.reward)
         advice = [f"- {difficulty_in_words(rewards_of(list(groups.values())))}"]
+
     errors = Counter(result.error for result in results.values() if result.error is not None)
     failures = [f"{count} rollouts failed: {error}" for error, count in list(errors.items())[:5]]
+
     lines = [f"  {name:14} {figure}" for name, figure in figures.items()]
     title = f"{session.environment.name} ({session.extent.split} examples), {session.policy.name}"
     return clean("\n".join([title, *lines, *advice, *failures]))

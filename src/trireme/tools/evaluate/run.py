@@ -47,9 +47,9 @@ NUM_EXAMPLES, ROLLOUTS = 5, 3
 
 
 def eval_run(argv: list[str]) -> int:
-    """Return 0 where every rollout has a reward.
+    """Return 0 if every rollout has a reward.
 
-    Raises: ConfigError for what was typed; TriremeError where the model went away.
+    Raises: ConfigError for what was typed; TriremeError if the model went away.
     """
     arguments = _parser().parse_args(argv)
     config = EvalConfig(
@@ -61,6 +61,7 @@ def eval_run(argv: list[str]) -> int:
         output_dir=arguments.output_dir,
         model=EvaluatedModel(name=arguments.model),
     )
+
     wanted = find_policy(
         arguments.model,
         arguments.base_url,
@@ -68,6 +69,7 @@ def eval_run(argv: list[str]) -> int:
         endpoints=arguments.endpoints_path,
         trained=False,
     )
+
     return evaluate_model(
         config,
         wanted,
@@ -96,11 +98,11 @@ def evaluate_model(
     dry_run: bool = False,
     system_prompt: str | None = None,
 ) -> int:
-    """Evaluate one model, wherever it is, on all environments of `config`. Returns 0 where every rollout has a reward.
+    """Evaluate one model, wherever it is, on all environments of `config`. Returns 0 if every rollout has a reward.
 
     Args:
         saves: write results, and complete unfinished ones.
-        system_prompt: replaces the environments' own, as in a search for prompts; theirs where None.
+        system_prompt: replaces the environments' own, as in a search for prompts; theirs if None.
 
     Raises: ConfigError, TriremeError as `eval_run`.
     """
@@ -108,6 +110,7 @@ def evaluate_model(
     config = prepare(config)
     output = config.output_dir or OUTPUT
     model = config.model.name or (wanted.base_url or "").partition("//")[2]  # its name as typed, or its server's
+    # results of the same model and environment lie together, under names that can be folders
     folder_name = model.strip("/").replace("/", "--").replace(":", "-")
     homes = {str(each.name): output / f"{each.name}--{folder_name}" for each in config.env}
     home = next(iter(homes.values()))
@@ -121,10 +124,12 @@ def evaluate_model(
 
     def open_session(environment: Environment, policy: RolloutPolicy) -> EvalSession:
         settings: dict[str, Any] = {"model": model, "base_url": wanted.base_url}
+        # the prompt decides what is answered, so it is part of the settings that results are compared by
         if system_prompt is not None:
             settings["system_prompt"] = system_prompt
             environment = cast(Environment, PromptedEnvironment(environment, system_prompt))
         session = EvalSession(environment, policy, config, settings=settings)
+        # the newest unfinished evaluation with the same settings is completed
         if saves:
             home = homes[environment.name]
             now = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
@@ -139,6 +144,7 @@ def evaluate_model(
             await run_sessions(sessions)
         return sessions
 
+    # two evaluations must not write the same results
     with ExitStack() as locks:
         for folder in homes.values() if saves else ():
             locks.enter_context(hold_folder(RunPaths(folder)))
@@ -149,6 +155,7 @@ def evaluate_model(
             if saves and not isinstance(error, ConfigError):
                 progress.show("What was answered so far is kept: type the same command again for the rest.")
             raise
+
     for session in sessions:
         for result in session.results.values() if shows_rollouts else ():
             print(conversation_of(result), end="\n\n")
@@ -165,6 +172,7 @@ def _read_sampling(arguments: Namespace) -> Sampling:
 
     Raises: ConfigError.
     """
+    # flags are shortcuts for keys, and a key in `--sampling-args` wins over its flag
     typed = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
     given = dict(arguments.sampling_args or {})
     if isinstance(body := given.get("extra_body"), dict):
@@ -174,6 +182,7 @@ def _read_sampling(arguments: Namespace) -> Sampling:
                 f"--sampling-args: `{twice[0]}` is in `extra_body` and beside it - expected it once. Remove one."
             )
         given |= body
+
     given = {"temperature": 1.0} | {name: value for name, value in typed.items() if value is not None} | given
     known = {name: value for name, value in given.items() if name in Sampling.model_fields}
     more = {name: value for name, value in given.items() if name not in known}
@@ -214,6 +223,7 @@ def _parser() -> ArgumentParser:
         "was typed cannot be evaluated.",
         allow_abbrev=False,
     )
+    # what is asked, and where
     add = parser.add_argument
     add("env", metavar="ENV", help="an environment: its name, a folder, or a .py file")
     model = "an entry of configs/endpoints.py, a model at the URL, or a folder: an engine is started with it"
@@ -221,6 +231,7 @@ def _parser() -> ArgumentParser:
     add("-b", "--base-url", metavar="URL", help="the server: an engine of ours, or OpenAI's chat completions")
     key = "variable that holds the server's key; OPENAI_API_KEY with -b https://…"
     add("-k", "--api-key-var", metavar="NAME", help=key)
+    # on which examples, and with what
     add("-n", "--num-examples", metavar="N", type=_count, default=NUM_EXAMPLES, help="examples; 5, -1 for all")
     rollouts = "rollouts of each; 3"
     add("-r", "--rollouts-per-example", metavar="R", type=positive_int, default=ROLLOUTS, help=rollouts)
@@ -228,14 +239,17 @@ def _parser() -> ArgumentParser:
     add("-a", "--env-args", metavar="JSON", type=table, help="arguments of the environment's load_environment")
     prompt = "the system prompt, in place of the environment's, as `trireme gepa` tries prompts"
     add("--system-prompt-file", metavar="FILE", type=Path, help=prompt)
+    # how it is sampled
     add("-S", "--sampling-args", metavar="JSON", type=table, help='such as \'{"temperature": 0.7, "top_p": 0.9}\'')
     add("-t", "--max-tokens", metavar="N", type=positive_int, help="most tokens per model turn")
     add("-T", "--temperature", metavar="T", type=float, help="1 where not given; -S takes precedence")
     add("-c", "--max-concurrent", metavar="N", type=positive_int, default=32, help="rollouts at once; 32")
+    # what becomes of the results
     add("-s", "--save-results", action="store_true", help=f"into {OUTPUT}/ENV--MODEL/RUN_ID/{RESULTS}")
     add("-v", "--verbose", action="store_true", help="show every conversation")
     add("-e", "--endpoints-path", metavar="FILE", type=Path, help="configs/endpoints.toml or .py where not given")
     add("-o", "--output-dir", metavar="DIR", type=Path, help=f"instead of {OUTPUT}")
+
     return parser
 
 

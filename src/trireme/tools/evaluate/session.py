@@ -58,10 +58,11 @@ class EvalSession:
         """
         Args:
             settings: the description's keys besides those of `config`.
-            version: of the policy, where it has one; by which evaluations of this environment differ in one process.
+            version: of the policy, if it has one; it tells apart evaluations of this environment in one process.
 
-        Raises: ConfigError where the environment has no examples, or compares another number of rollouts.
+        Raises: ConfigError if the environment has no examples, or compares another number of rollouts.
         """
+
         self.environment = environment
         self.policy = policy
         self.config = config
@@ -72,6 +73,7 @@ class EvalSession:
             num_examples=config.num_examples,
             rollouts_per_example=config.rollouts_per_example,
         )
+        # the description: results are resumed only under the same settings
         self.settings = settings | {
             "env_id": Path(environment.config.id).name,
             "env_args": environment.config.model_dump(mode="json")["args"],  # TOML has dates, JSON has not
@@ -81,6 +83,7 @@ class EvalSession:
             "num_examples": len(self.extent.examples),
             "rollouts_per_example": self.extent.rollouts_per_example,
         }
+
         self.results: dict[RolloutKey, EvalResult] = {}
         self.seconds = 0.0
         self.file: EvalResultsFile | None = None
@@ -90,8 +93,9 @@ class EvalSession:
     def resume(self, results: Path, description: Path) -> None:
         """Write to these files from now on, and keep the results that they hold.
 
-        Raises: ConfigError where those were made with other settings, or are of the run's own evaluations.
+        Raises: ConfigError if those were made with other settings, or are of the run's own evaluations.
         """
+        # results without a description are a run's own, which an evaluation must not add to
         self.file, self._description = EvalResultsFile(results), description
         answered, before = self.file.read_all(), self._read_description()
         if not before and (answered or results.exists()):
@@ -99,6 +103,7 @@ class EvalSession:
                 f"{results} is there, and no {description.name} next to it says how it was made: it is of the run's "
                 "own evaluations - expected a folder without it. Add `--output-dir FOLDER`."
             )
+        # the same settings, and at least as many rollouts as there are
         self._check_same(before)
         if beyond := set(answered) - {spec.key for spec in self._specs}:
             example, rollout = (max(key[axis] for key in beyond) for axis in (0, 1))
@@ -107,13 +112,14 @@ class EvalSession:
                 f"{len(self.extent.examples)} x {self.extent.rollouts_per_example} are asked for - expected at least "
                 "as many as there are. Ask for more, or name another folder: `--output-dir`."
             )
+
         self.results = answered
         self.seconds = float(before.get("time_ms") or 0) / 1000
 
     def note(self, **settings: Any) -> None:
         """Add settings that were not known when the session began.
 
-        Raises: ConfigError where they differ from those of the results that are resumed.
+        Raises: ConfigError if they differ from those of the results that are resumed.
         """
         self.settings |= settings
         self._check_same(self._read_description())
@@ -156,7 +162,7 @@ class EvalSession:
     async def run(self, add_reward: Callable[[float | None], None]) -> None:
         """Make the missing rollouts. Each is on disk, and its reward is added to the progress, as soon as it ended.
 
-        Raises: TriremeError where no other rollout could go better: the engine is gone, the key is wrong.
+        Raises: TriremeError if no other rollout could go better: the engine is gone, the key is wrong.
         """
         began, before = time.monotonic(), self.seconds
 
@@ -167,6 +173,7 @@ class EvalSession:
                 self.file.append(result)
             add_reward(result.reward)
 
+        # described as unfinished before the first rollout, and as finished after the last
         self._describe(finished=False)
         await run_rollouts(
             self.missing,
@@ -183,8 +190,10 @@ class EvalSession:
     def _describe(self, *, finished: bool) -> None:
         if self._description is None:
             return
+        # a rollout that failed is made again by the same command, so it is not finished with one
         content = self.settings | {"date": time.strftime("%Y-%m-%d %H:%M:%S"), "time_ms": round(self.seconds * 1000)}
         content["finished"] = finished and not self.num_failed
+        # the figures, for tools that read descriptions
         if finished:
             metrics = self.metrics
             own = {name for result in self.results.values() for name in result.metrics}
@@ -215,7 +224,7 @@ async def run_sessions(sessions: Sequence[EvalSession]) -> None:
 def prepare(config: EvalConfig) -> EvalConfig:
     """Find the environments' folders, give each a name that can be a file's, and limit its concurrent rollouts.
 
-    Raises: ConfigError where one does not exist, two have the same name, or the settings would measure nothing.
+    Raises: ConfigError if one does not exist, two have the same name, or the settings would measure nothing.
     """
     raise_together(evaluation_problems(config.evaluation))
     found = []
@@ -226,6 +235,7 @@ def prepare(config: EvalConfig) -> EvalConfig:
             "max_concurrent": min(each.max_concurrent, config.max_concurrent),
         }
         found.append(updated(each, values))
+
     names = [str(each.name) for each in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(
