@@ -33,7 +33,7 @@ class Block(NamedTuple):
 
     kind: BlockKind
     role: str
-    name: str  # of the tool; empty in blocks of text
+    name: str  # name of the tool; empty in blocks of text
     text: str
     pictures: tuple[str, ...] = ()  # digests of those that the text names, in order
 
@@ -71,6 +71,7 @@ def tool_calls(message: Message) -> list[ToolCall]:
     """Return the calls of a message. Some files hold each call as a text of JSON."""
     calls = message.get("tool_calls")
     found = []
+    # some files hold one call instead of a list
     for given in calls if isinstance(calls, list) else [calls] if calls else []:
         call = given if isinstance(given, dict) else _parse_json(given)
         if not isinstance(call, dict):
@@ -88,17 +89,21 @@ def blocks(messages: Sequence[Message]) -> list[Block]:
         role, text, calls = str(message.get("role", "?")), content_text(message.get("content")), tool_calls(message)
         pictures = tuple(pictures_in([message]))
         names |= {call.id: call.name for call in calls}
+        # reasoning has a key of its own, or is at the beginning of the text
         thoughts = [content_text(message[key]) for key in REASONING_KEYS if message.get(key)]
         if role == "assistant" and (thought := THINK.match(text)):
             thoughts.append(thought["inside"].strip("\n"))
             text = text[thought.end() :]
+
         found += [Block("reasoning", role, "", thought) for thought in thoughts]
+        # a tool's result names its call by id only
         if role in ("tool", "function"):
             name = message.get("name") or names.get(str(message.get("tool_call_id")), "")
             found.append(Block("result", role, str(name), text, pictures))
         elif text or not (calls or thoughts):
             found.append(Block("text", role, "", text, pictures))
         found += [Block("call", role, call.name or "?", call.lines()) for call in calls]
+        # whatever else a message has is shown as it is
         rest = {key: value for key, value in message.items() if key not in KNOWN_KEYS and value not in (None, "", [])}
         if rest:
             found.append(Block("other", role, "", as_text(rest)))
@@ -107,6 +112,7 @@ def blocks(messages: Sequence[Message]) -> list[Block]:
 
 def last_message_text(completion: Sequence[Message]) -> str:
     """Return the model's last text, or the name of the tool that it called last."""
+    # a turn may end with a call and no text
     for message in reversed(completion):
         if message.get("role") == "assistant":
             return next((block.text or block.name for block in reversed(blocks([message]))), "")

@@ -13,7 +13,7 @@ LONGEST = 120  # characters of a value
 
 
 def first_difference(a: Any, b: Any, rtol: float = 0.0) -> tuple[str, Any, Any] | None:
-    """Return the first place within two values at which they differ, and what each has there; None where they are the
+    """Return the first place within two values at which they differ, and what each has there; None if they are the
     same. A missing value counts as None.
 
     Args:
@@ -40,6 +40,7 @@ def first_difference(a: Any, b: Any, rtol: float = 0.0) -> tuple[str, Any, Any] 
             return "", a, b
         case _:
             return None if a == b else ("", a, b)
+    # only the first difference counts, so parts are compared in order
     for place, one, other in parts:
         if difference := first_difference(one, other, rtol):
             return f"{place}{difference[0]}", *difference[1:]
@@ -49,6 +50,7 @@ def first_difference(a: Any, b: Any, rtol: float = 0.0) -> tuple[str, Any, Any] 
 def first_place(a: np.ndarray, b: np.ndarray) -> int | None:
     """Return the first index at which two columns differ, as far as the shorter one goes; to the bit."""
     shorter = min(a.size, b.size)
+    # compared as bits, so that NaN equals NaN and 0.0 does not equal -0.0
     bits_a, bits_b = (np.ascontiguousarray(each).ravel()[:shorter].view(f"u{each.itemsize}") for each in (a, b))
     differ = np.flatnonzero(bits_a != bits_b)
     return int(differ[0]) if len(differ) else None
@@ -61,7 +63,7 @@ def differences(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> dict[Any, tuple[s
 
 
 def shown(value: Any) -> str:
-    """Return a value as text, cut off where it is long."""
+    """Return a value as text, cut off if it is long."""
     if isinstance(value, np.ndarray):
         return counted(len(value), "value")
     text = "nothing" if value is None else str(value) if isinstance(value, np.generic) else repr(value)

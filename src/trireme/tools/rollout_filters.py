@@ -89,6 +89,7 @@ def parse_filter(line: str) -> Filter:
     terms = []
     for part in _split(line):
         match = _TERM.fullmatch(part)
+        # `http://x` has a sign too: an unknown field is text, unless the sign is a comparison
         if match and (match["field"].lower() in (*NUMBERS, *NAMES, "is") or match["op"] not in ":~"):
             terms.append(_term(match))
         else:
@@ -108,14 +109,17 @@ def _split(line: str) -> list[str]:
 
 
 def _term(match: re.Match[str]) -> Term:
+    # `:` is another way to write `=`
     field, op, value, is_negated = match["field"].lower(), match["op"], match["value"].lower(), bool(match["not"])
     op = "=" if op == ":" else op
+
     if field == "is":
         if value not in FLAGS:
             raise ConfigError(
                 f"`{match[0]}`: there is no flag {value!r}. Expected is:{', is:'.join(FLAGS)}. Type one of these."
             )
         return Term("is", "=", value, is_negated)
+
     if field in NUMBERS:
         if op == "~":
             raise ConfigError(f"`{match[0]}`: {field} is a number. Expected <, <=, =, !=, >= or >. Use one of these.")
@@ -125,12 +129,14 @@ def _term(match: re.Match[str]) -> Term:
             raise ConfigError(
                 f"`{match[0]}`: {value!r} is not a number. Expected one, as in {field}{op}0.5. Change it."
             ) from None
+
     if field in NAMES:
         if op not in ORDERINGS:
             return Term(field, op, value, is_negated)
         if field == "example" and _INTEGER.fullmatch(value):
             return Term(field, op, int(value), is_negated)
         raise ConfigError(f"`{match[0]}`: {field} is a name. Expected {field}={value or 'x'}. Use =, != or ~.")
+
     known = [*NUMBERS, *NAMES, "is"]
     near = get_close_matches(field, known, n=1)
     raise ConfigError(

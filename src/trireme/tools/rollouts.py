@@ -42,14 +42,14 @@ class Row(msgspec.Struct):
     number: int  # in its file, from 0
     example: str
     rollout: int
-    reward: float | None  # None for a failed rollout, or where the file has none
+    reward: float | None  # None for a failed rollout, or if the file has none
     env: str = ""
-    step: int | None = None  # of the batch; None for an evaluation
+    step: int | None = None  # number of the batch; None for an evaluation
     group: int | None = None
     attempt: int | None = None
-    fate: str = ""  # of a rollout of training
+    fate: str = ""  # "trained", "masked" or "dropped" for a rollout of training
     tokens: int = 0  # sampled
-    turns: int = 0  # of the model
+    turns: int = 0  # number of model turns
     advantage: float | None = None  # mean over the tokens that are trained on
     truncated: bool = False
     stop: str = ""
@@ -69,9 +69,9 @@ class Record(msgspec.Struct):
     completion: list[Message] = []
     answer: str = ""
     metrics: dict[str, float] = {}
-    info: dict[str, Any] = {}  # of the example, or how an agent program ended
+    info: dict[str, Any] = {}  # information about the example, or how an agent program ended
     more: dict[str, Any] = {}  # keys of the file that have no field here
-    rollout: Rollout | None = None  # of the journal, with its tokens, and conversations where an agent program played
+    rollout: Rollout | None = None  # the journal's record, with tokens, and an agent program's conversations
 
     @property
     def text(self) -> str:
@@ -104,15 +104,18 @@ def record_of(value: Mapping[str, Any], *, number: int, rollout: int = 0) -> Rec
         number: Index of the line among the rollouts of its file.
         rollout: Index of the rollout, for files that do not number them.
     """
+    # fields in the forms of several tools; what has no field is kept and shown as it is
     prompt, completion = messages_of(value.get("prompt"), "user"), messages_of(value.get("completion"), "assistant")
     metrics, info = _dict(value.get("metrics")), _dict(value.get("info"))
     more = {name: item for name, item in value.items() if name not in KNOWN_KEYS and item not in (None, "", [], {})}
     for name in [name for name, item in more.items() if name != "version" and _number(item) is not None]:
         metrics[name] = more.pop(name)  # other tools write metrics next to the reward
     more |= {name: value[name] for name in ("info", "metrics") if not isinstance(value.get(name), dict | None)}
+    # a row has the beginning of a long error, and the record all of it
     if len(error := str(value.get("error") or "")) > PREVIEW:
         more["error"] = error
     answer = value.get("answer")
+
     row = Row(
         number=number,
         example=str(value.get("example_id", value.get("example", number))),
@@ -126,6 +129,7 @@ def record_of(value: Mapping[str, Any], *, number: int, rollout: int = 0) -> Rec
         question=_question(prompt),
         last_message=one_line(last_message_text(completion), PREVIEW),
     )
+
     return Record(
         row=row,
         prompt=prompt,
@@ -160,6 +164,7 @@ def _dict(value: Any) -> dict[str, Any]:
 
 
 def record_of_rollout(step: int, number: int, rollout: Rollout) -> Record:
+    # only tokens in the loss have an advantage
     trained = [sample.advantages[sample.loss_mask == 1] for sample in rollout.samples]
     advantages = np.concatenate(trained) if trained else np.zeros(0)
     row = _row_of(
@@ -177,6 +182,7 @@ def record_of_rollout(step: int, number: int, rollout: Rollout) -> Record:
         question=_question(rollout.prompt),
         last_message=one_line(last_message_text(rollout.completion), PREVIEW),
     )
+
     more: dict[str, object] = {"group": rollout.group, "attempt": rollout.attempt}
     if rollout.masked:
         more["masked"] = f"{rollout.masked}: none of its tokens is trained on"
@@ -221,7 +227,7 @@ def open_rollouts(path: Path) -> BatchFile | ResultsFile:
 
 
 def identity_of(path: Path) -> tuple[int, int, int] | None:
-    """Return what changes when a file is written again; None where there is no such file."""
+    """Return what changes when a file is written again; None if there is no such file."""
     try:
         stat = path.stat()
     except OSError:
@@ -246,6 +252,7 @@ class BatchFile:
 
     def read_more(self) -> bool:
         """Read the batch if it is new. Return False: there is never a second part."""
+        # a batch is replaced as a whole, for example by a rewind and another start
         identity, self.trouble = identity_of(self.path), ""
         if identity is not None and identity == self._identity:
             return False
@@ -255,6 +262,7 @@ class BatchFile:
         except (OSError, JournalCorrupt) as error:
             self.trouble = str(error)
             return False
+
         self.batch, self._identity = batch, identity
         self._records = [record_of_rollout(step, number, rollout) for number, rollout in enumerate(batch.rollouts)]
         dropped = enumerate(batch.dropped, len(self._records))
@@ -284,12 +292,13 @@ class ResultsFile:
         self._identity: tuple[int, int] | None = None  # device and inode
         self._offset = 0
         self._num_lines = 0
-        self._num_rollouts: Counter[str] = Counter()  # by example
+        self._num_rollouts: Counter[str] = Counter()  # rollouts so far, by example
 
     def read_more(self) -> bool:
         """Read about `CHUNK` bytes of whole lines. Return whether there is more."""
         try:
             with open(self.path, "rb") as file:
+                # another file has taken its place, or this one was cut off: all rows are of the old one
                 stat = os.fstat(file.fileno())
                 identity = (stat.st_dev, stat.st_ino)
                 if self._identity not in (None, identity) or stat.st_size < self._offset:
@@ -297,6 +306,7 @@ class ResultsFile:
                 self._identity, self.trouble = identity, ""
                 file.seek(self._offset)
                 end = self._offset + CHUNK
+                # a writer may be in the middle of its last line, which is read again next time
                 while self._offset < end and (line := file.readline()):
                     value = _parse(line)
                     if value is None and not line.endswith(b"\n"):
@@ -309,6 +319,7 @@ class ResultsFile:
 
     def _add(self, line: bytes, value: dict[str, Any] | None) -> None:
         self._num_lines += 1
+        # results of other tools do not number the rollouts of an example
         if value is not None:
             example = str(value.get("example_id", value.get("example", len(self.rows))))
             row = record_of(value, number=len(self.rows), rollout=self._num_rollouts[example]).row

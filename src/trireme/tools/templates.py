@@ -14,6 +14,7 @@ def render(folder: Path, file: str, /, **values: Any) -> str:
 
     Filters: `sh` quotes a value as one word of a shell, `yaml` as one line of YAML, and `yaml_lines` as a block of it.
     """
+    # a name that a template lacks is an error, and not an empty text in a script
     environment = Environment(
         loader=FileSystemLoader(folder),
         autoescape=file.endswith(".html"),

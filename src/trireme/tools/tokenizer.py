@@ -1,6 +1,6 @@
 """The text of each token of a sample, by the run's own tokenizer.
 
-A token's text is what it adds to the text before it. Where several tokens make up one character, the last one has it.
+A token's text is what it adds to the text before it. If several tokens make up one character, the last one has it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def find_decoder(run: Path) -> Decode | None:
     Nothing is downloaded, and only `tokenizer.json` is read, which holds no code.
     """
     paths = RunPaths(run)
+    # newest export first; the model that the run was started with is the last resort
     exported = [step_folder(paths.weights, step) for step in reversed(steps_in(paths.weights))]
     files: list[Path | None] = [folder / "tokenizer.json" for folder in exported]
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -69,7 +70,9 @@ def pieces(ids: Sequence[int], decode: Decode | None) -> list[str]:
     waiting: list[int] = []
     for number in ids:
         waiting.append(int(number))
+        # a token's text depends on the one before it: spaces and characters of several tokens
         text = decode(before + waiting)[len(decode(before)) :]
+        # an incomplete character decodes to a replacement mark, and takes four tokens at most
         if text.endswith("\ufffd") and len(waiting) < 4:
             found.append(PART)
             continue

@@ -42,6 +42,7 @@ class MessageKeys:
 
     def add(self, rollout: Rollout) -> None:
         self.has_pictures |= bool(pictures_in([*rollout.prompt, *rollout.completion]))
+        # pyarrow needs one type per column: keys of any message of the run
         self.prompt |= {key for message in rollout.prompt for key in OPTIONAL if message.get(key)}
         self.completion |= {key for message in rollout.completion for key in OPTIONAL if message.get(key)}
 
@@ -62,6 +63,7 @@ def message_rows(messages: Sequence[dict[str, Any]], content: Callable[[Any], An
     for message in messages:
         row: dict[str, Any] = {"role": str(message.get("role", "")), "content": content(message.get("content"))}
         row |= {key: str(message[key]) for key in ("reasoning_content", "tool_call_id", "name") if message.get(key)}
+        # calls in other forms are brought into OpenAI's
         calls = []
         for call in tool_calls(message):
             given = call.arguments
@@ -72,14 +74,14 @@ def message_rows(messages: Sequence[dict[str, Any]], content: Callable[[Any], An
 
 
 def parts_of(content: Any) -> list[dict[str, Any]]:
-    """Return content as TRL has it beside `images`: parts, of which `{"type": "image"}` takes the next picture."""
+    """Return content in TRL's form, next to `images`: parts, of which `{"type": "image"}` takes the next picture."""
     parts = content if isinstance(content, list) else [content]
     texts = (None if picture_of(part) else content_text([part] if isinstance(part, dict) else part) for part in parts)
     return [{"type": "image" if text is None else "text", "text": text} for text in texts]
 
 
 def tagged_text(content: Any) -> str:
-    """Return content as verl has it beside `images`: text, in which `<image>` takes the next picture."""
+    """Return content in verl's form, next to `images`: text, in which `<image>` takes the next picture."""
     return "".join("<image>" if part["text"] is None else part["text"] for part in parts_of(content))
 
 
@@ -112,7 +114,7 @@ def each_sample(step: int, rollouts: list[Rollout]) -> Iterator[Item]:
 
 
 def each_pair(step: int, rollouts: list[Rollout]) -> Iterator[Item]:
-    """Yield the best and the worst rollout of each group, the first of equals; nothing where all are equal."""
+    """Yield the best and the worst rollout of each group, the first of equals; nothing if all are equal."""
     for group in by_group(rollouts).values():
         best, worst = (pick(group, key=lambda rollout: rollout.reward) for pick in (max, min))
         if best.reward > worst.reward:
@@ -125,7 +127,7 @@ Column = tuple[pa.DataType | str, Callable[[Item], Any]]
 
 @dataclass(frozen=True)
 class Table:
-    """One file of a data set. Where rollouts show pictures it has a column `images`, with those of a row in order."""
+    """One file of a data set. If rollouts show pictures it has a column `images`, with those of a row in order."""
 
     name: str
     items: Callable[[int, list[Rollout]], Iterator[Item]]
@@ -150,7 +152,7 @@ class Table:
         """Yield the rows of a batch.
 
         Args:
-            pictures: of the run, where some rollout shows one.
+            pictures: the run's pictures; None if no rollout shows one.
         """
         shown = (tagged_text if self.is_tagged else parts_of) if pictures else content_text
         for item in self.items(step, rollouts):

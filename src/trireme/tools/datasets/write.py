@@ -34,6 +34,7 @@ def write_sets(run: Path, kind: str, folder: Path, *, steps: range | None, token
         JournalCorrupt: A batch is damaged or missing.
     """
     require_new_folder(folder, "--output")
+
     journal = Journal(RunPaths(run).journal)
     present = journal.steps()
     if not present:
@@ -41,17 +42,20 @@ def write_sets(run: Path, kind: str, folder: Path, *, steps: range | None, token
             f"{journal.path(0).parent} holds no batch. Expected the folder of an `rl` run that has trained. "
             "Check the path; evaluations have files of their own, which are JSON lines already."
         )
-    # once: a run that is going on has more the second time
+    # listed once: a run that is still running has more batches the second time
     wanted = journal.require_all(steps, ways_out="Or write what comes before and after it, with `--steps`.")
     if not wanted:
         raise ConfigError(
             f"The run has steps {present[0]} to {present[-1]}, and none of them was asked for. Change `--steps`."
         )
-    keys = MessageKeys(set(), set())  # the columns must be known before the first row
+    # a first pass over all rollouts, as a file's columns must be known before its first row
+    keys = MessageKeys(set(), set())
     for step in wanted:
         for rollout in journal.read(step).rollouts:
             keys.add(rollout)
+
     pictures = PictureFiles(pictures_folder(RunPaths(run).journal)) if keys.has_pictures else None
+    # the data set appears under its own name only when it is whole
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -64,10 +68,12 @@ def write_sets(run: Path, kind: str, folder: Path, *, steps: range | None, token
                 rollouts = journal.read(step).rollouts
                 for file in files:
                     file.add(step, rollouts, pictures)
+
         sync_folder(partial)
         replace_folder(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
     return {folder / file.path.name: file.num_rows for file in files}
 
 
@@ -95,6 +101,7 @@ class Parquet:
     def add(self, step: int, rollouts: list[Rollout], pictures: PictureFiles | None) -> None:
         rows = []
         for row in self._table.rows(step, rollouts, pictures):
+            # `once` keeps the first row of each key: an example has the same prompt in every epoch
             key = json.dumps([row[name] for name in self._table.once])
             if not self._table.once or key not in self._seen:
                 self._seen.add(key)

@@ -40,7 +40,7 @@ def export_merged(
     """Write `folder` from a checkpoint of adapters and their base model.
 
     Args:
-        base_model: folder or hub name, where it differs from the one that the adapters name.
+        base_model: folder or hub name, if it differs from the one that the adapters name.
 
     Raises:
         ConfigError: the checkpoint has no adapters, or their base model cannot be loaded.
@@ -52,6 +52,7 @@ def export_merged(
         raise ConfigError(
             f"{checkpoint} holds a whole model and no adapters - expected some, to merge them. Leave `--merge` out."
         )
+    # shapes come from the base model's files and the adapters' settings; values are read one by one
     settings = read_settings(checkpoint / DESCRIPTION)
     merged = Merged(
         settings,
@@ -59,10 +60,12 @@ def export_merged(
         frozen=frozen_dtype(checkpoint / DESCRIPTION),
         trust_remote_code=trust_remote_code,
     )
+
     specs = merged.specs(dtype)
     with new_folder(folder, room=sum(map(num_bytes, specs))) as partial:
         copy_description(checkpoint, partial, without=(CONFIG, TRAINED_WITH, "README.md"))
         merged.describe(partial, getattr(torch, dtype))
+        # the checkpoint's own names of trained tensors, without the prefix that tells them from those of the reference
         with open_shards(shard_files(checkpoint)) as stored:
             prefix = f"{MODEL}."
             names = {name.removeprefix(prefix): name for name in stored.names() if name.startswith(prefix)}
@@ -81,6 +84,7 @@ class Merged:
         Args:
             frozen: precision in which the base model was held.
         """
+        # the model is built without memory: only its structure and shapes are needed
         self._frozen = frozen
         vlm = Vlm() if settings.get("auto_mapping") else None  # see `inject_adapters`
         self._model = build_model(TrainerModel(trust_remote_code=trust_remote_code, vlm=vlm), base_model)
@@ -88,6 +92,7 @@ class Merged:
         self._laid = find_layouts(ModelTensors(self._model), self._files, base_model)
         self._names = hub_names(self._model)
         self._untrained = untrained_of(self._model)
+
         lora = Lora(  # the inverse of `inject_adapters`, as far as shapes and scales depend on it
             rank=settings["r"],
             alpha=settings["lora_alpha"],
@@ -96,6 +101,7 @@ class Merged:
             use_rslora=settings["use_rslora"],
         )
         inject_adapters(self._model, lora, base_model=base_model, seed=0, frozen="float32")
+        # adapted layers have other names inside the model; these lead from the files' names to them
         self._own = {base_name(name): name for name in self._model.state_dict()}
         self._products = products(self._model)
         self._parameters = {id(parameter): name for name, parameter in self._model.named_parameters()}

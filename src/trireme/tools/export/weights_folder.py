@@ -35,7 +35,7 @@ class Source:
 
     specs: list[TensorSpec]
     tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]]
-    folder: Path | None = None  # where an engine can read the same tensors itself
+    folder: Path | None = None  # folder in which an engine can read the same tensors itself
 
     @property
     def shapes(self) -> Shapes:
@@ -46,16 +46,17 @@ def open_source(folder: Path, *, base: str | None, dtype: str) -> Source:
     """Read the headers of a model, or of adapters.
 
     Args:
-        base: folder or hub name of the adapters' base model, where it differs from the one that they name.
+        base: folder or hub name of the adapters' base model, if it differs from the one that they name.
         dtype: of the merged model.
 
-    Raises: ConfigError where files are missing or damaged, or adapters are for another model.
+    Raises: ConfigError if files are missing or damaged, or adapters are for another model.
     """
     return _open_adapted(folder, base, dtype) if (folder / ADAPTER_CONFIG).is_file() else open_model(folder)
 
 
 def open_model(folder: Path) -> Source:
     """Read the headers of a model as Hugging Face has it. Low-bit weights are those that they mean."""
+    # several files have an index, a single one has none
     index = folder / INDEX
     try:
         parts = json.loads(index.read_text())["weight_map"].values() if index.is_file() else [WHOLE]
@@ -70,13 +71,14 @@ def open_model(folder: Path) -> Source:
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, files.read(name, ()).contiguous()) for name in files.shapes)
 
+    # an engine that reads the folder itself would also read files that the index does not name
     is_all = sorted(folder.glob("*.safetensors")) == sorted(paths)
     return Source(files.specs(), tensors, folder.resolve() if is_all and not quantization else None)
 
 
 def _open_adapted(folder: Path, base: str | None, dtype: str) -> Source:
     """Read the headers of adapters of PEFT's form, and of the base model that they are added into."""
-    # with transformers behind them, whose import takes seconds and which whole models do not need
+    # these import transformers, which takes seconds and which whole models do not need
     from trireme.tools.export.merging import Merged
     from trireme.trainer.checkpoint.hf_files import frozen_dtype
     from trireme.trainer.model.lora import peft_name
@@ -84,6 +86,7 @@ def _open_adapted(folder: Path, base: str | None, dtype: str) -> Source:
     settings = read_settings(folder)
     base_model = base or settings["base_model_name_or_path"]
     merged = Merged(settings, base_model, frozen=frozen_dtype(folder), trust_remote_code=False)
+    # the adapters' file may leave out modules that are trained as a whole, but no adapter
     path = folder / ADAPTER_WEIGHTS
     files, shapes = open_files([path]), merged.trained_shapes
     names = {own: peft_name(own) for own in shapes}
@@ -102,7 +105,7 @@ def _open_adapted(folder: Path, base: str | None, dtype: str) -> Source:
 
 
 def require_readable(folder: Path) -> None:
-    """Read headers. Raises: ConfigError where files are missing or damaged."""
+    """Read headers. Raises: ConfigError if files are missing or damaged."""
     if (folder / ADAPTER_CONFIG).is_file():
         read_settings(folder)
         open_files([folder / ADAPTER_WEIGHTS])
@@ -120,6 +123,7 @@ def find_model(name: str) -> Path | None:
 def shape_difference(expected: Shapes, found: Shapes) -> str | None:
     """Return the first difference that matters. A head that is the embedding too may be in one of two files only."""
     tied = {"lm_head.weight"} if "lm_head.weight" not in expected or "lm_head.weight" not in found else set()
+    # buffers that can be computed may be in either file
     for name, shape in expected.items():
         if name not in found and name not in tied and not name.endswith(_COMPUTED):
             return f"{name} is missing"
@@ -130,7 +134,7 @@ def shape_difference(expected: Shapes, found: Shapes) -> str | None:
 
 
 def open_files(paths: list[Path], quantization: dict[str, Any] | None = None) -> PublishedFiles:
-    """Raises: ConfigError where one is no whole safetensors file."""
+    """Raises: ConfigError if one is no whole safetensors file."""
     for path in paths:
         try:
             with safe_open(path, framework="pt"):
@@ -148,7 +152,7 @@ def open_files(paths: list[Path], quantization: dict[str, Any] | None = None) ->
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Read `adapter_config.json`. Raises: ConfigError where it is damaged."""
+    """Read `adapter_config.json`. Raises: ConfigError if it is damaged."""
     path = folder / ADAPTER_CONFIG
     try:
         settings: dict[str, Any] = json.loads(path.read_text())
