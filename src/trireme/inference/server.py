@@ -191,7 +191,7 @@ def server_arguments(config: RunConfig) -> list[str]:
 
 def _cpu_arguments(config: RunConfig) -> dict[str, Any]:
     # vLLM's default blocks have 128 tokens. Only whole blocks of a prompt are shared by its group, so 32, the smallest
-    # that vLLM admits here, reads 64 prompts of 40 tokens in 0.33 instead of 1.54 s (docs/decisions.md).
+    # that vLLM admits here, reads 64 prompts of 40 tokens in 0.33 instead of 1.54 s (docs/decisions/engines.md).
     arguments: dict[str, Any] = {"enforce-eager": True, "data-parallel-size": None, "block-size": BLOCK}
     if not config.inference.arg("block-size"):
         arguments["num-gpu-blocks-override"] = _sufficient_blocks(config)
