@@ -126,7 +126,7 @@ def test_each_environment_is_tried_once_in_a_process_of_its_own_and_fails_in_its
     def judged(ended: Ended, verdict: str, words: str) -> None:
         expect([judge_environment(ended, case.config.orchestrator.env[0])], verdict, words)
 
-    judged(Ended(0, json.dumps(report | {"num_done": 4}), ""), "ok", "4 rollouts")
+    judged(Ended(0, "a {brace} of its own\n" + json.dumps(report | {"num_done": 4}), ""), "ok", "4 rollouts")
     judged(Ended(1, json.dumps(report | {"num_done": 3}), ""), "warning", "1 of 4 rollouts failed")
     judged(Ended(2, "", "trireme env: the word list is not here\n"), "problem", "the word list is not here")
 

@@ -236,7 +236,8 @@ class Ended:
     def read_json(self) -> dict[str, Any] | None:
         """Return the object of JSON with which its output ends."""
         with suppress(ValueError):
-            found: dict[str, Any] = json.loads(self.output[self.output.index("{") :])
+            # an environment may print braces of its own before
+            found: dict[str, Any] = json.loads(self.output[f"\n{self.output}".rindex("\n{") :])
             return found
         return None
 

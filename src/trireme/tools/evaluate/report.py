@@ -56,7 +56,7 @@ def text_of(session: EvalSession) -> str:
         for rollout in range(session.extent.rollouts_per_example):
             shown = [results.get((example, rollout)) for example in session.extent.examples[:_MAX_REWARDS]]
             rewards = [result.reward for result in shown if result is not None and result.reward is not None]
-            more = " …" if len(rewards) == _MAX_REWARDS else ""
+            more = " …" if len(session.extent.examples) > _MAX_REWARDS else ""
             figures[f"r{rollout + 1}"] = f"[{', '.join(f'{reward:.3g}' for reward in rewards)}]{more}"
 
         own = ("error_rate", "reward", "std", "truncated_frac", "tokens_mean", "turns_mean")
