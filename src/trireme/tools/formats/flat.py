@@ -15,7 +15,7 @@ from trireme.tools.formats.translation import Format, Refused, Settings, To, on_
 
 ADAPTER_LR, WHOLE_LR = 1e-5, 1e-6
 """Where the guide to these formats begins, with adapters and without."""
-TURNS = 4  # of `max_tokens` that fit into a sample if the file does not say how long it may be
+TURNS = 4  # answers of `max_tokens` that fit into a sample if the file does not say how long it may be
 
 
 def name_run(name: str | None, file: Common, devices: Devices) -> Settings:
@@ -23,6 +23,7 @@ def name_run(name: str | None, file: Common, devices: Devices) -> Settings:
 
 
 def limit_samples(seq_len: int | None, file: Common, devices: Devices) -> Settings:
+    # A sample holds all turns of a rollout, so it must be longer than one answer.
     usual, max_tokens = RunConfig.model_fields["seq_len"].default, file.sampling and file.sampling.max_tokens
     return {"seq_len": seq_len or max(usual, TURNS * (max_tokens or 0))}
 
@@ -36,7 +37,7 @@ def add_adapters(wanted: bool, file: Common, devices: Devices) -> Settings:
 
 
 def only_with(switch: str, ours: str) -> To:
-    """Return the destination of a key that means something only where another one is true."""
+    """Return the destination of a key that means something only if another one is true."""
 
     def rule(value: float | None, file: Common, devices: Devices) -> Settings:
         if value is not None and not getattr(file, switch):
@@ -47,10 +48,14 @@ def only_with(switch: str, ours: str) -> To:
 
 
 def split_gpus(num_gpus: int | None, file: Flat, devices: Devices) -> Settings:
+    # Without a number the run divides the GPUs of the machine itself.
     if num_gpus is None:
         return {}
+
+    # Engine and trainer share a single GPU.
     if num_gpus == 1:
         return {"inference_gpu_ids": [0], "trainer_gpu_ids": [0]}
+
     tp = file.tensor_parallel_size or 1
     engines = max(1, num_gpus // 2 // tp) * tp  # half of the GPUs, in whole engines
     return {"inference_gpus": engines, "trainer_gpus": num_gpus - engines}

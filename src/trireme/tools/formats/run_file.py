@@ -64,6 +64,8 @@ def read_run_file(argv: list[str], devices: Devices, *, program: str, kinds: tup
     if any(word in HELP for word in argv):
         print(help_text(FORMATS[kinds[0]].schema, Command, section=None, program=program))
         raise SystemExit(0)
+
+    # The file holds the whole run, so a second file, or one for a single table, has no meaning.
     arguments = parse_arguments(mark_file(["--session" if word == "-s" else word for word in argv]))
     files = [argument for argument in arguments if isinstance(argument, TypedFile)]
     if len(files) != 1 or files[0].scope:
@@ -71,13 +73,19 @@ def read_run_file(argv: list[str], devices: Devices, *, program: str, kinds: tup
             f"{len(files)} files were given ({', '.join(file.name for file in files) or 'none'}) - `{program}` takes "
             f"one, which holds the whole run. Type `{program} @ FILE`."
         )
+
+    # Flags of the command are taken out first: they are keys of no configuration.
     flags = [argument for argument in arguments if isinstance(argument, TypedFlag)]
     own = [flag for flag in flags if knows(Command, flag)]
     command = read_as(Command, {}, where=program, flags=own)
+
+    # The format is read off the file's keys. A file of another program gets an error that names that program.
     file = files[0].name
     table = read_table(Path(file))
     if (kind := kind_of(table)) not in kinds:
         raise ConfigError(belongs_elsewhere(file, kind, expected=kinds[0]))
+
+    # Each other flag is a key of the file's format or of ours. If both have it, the file's format wins.
     rest = [flag for flag in flags if flag not in own]
     if kind == "run":
         theirs, translation = [], Translation(table, (f"{file} is a file of `rl`: nothing had to be translated",))
@@ -86,9 +94,13 @@ def read_run_file(argv: list[str], devices: Devices, *, program: str, kinds: tup
         schema = FORMATS[kind].schema
         theirs = [flag for flag in rest if knows(schema, flag) or not knows(RunConfig, flag)]
         translation = translate(FORMATS[kind], table, devices, where=file, flags=theirs)
+
+    # Our flags are applied to the translated file, so they override what it set.
     ours = [flag for flag in rest if flag not in theirs]
     with their_keys_named(file, translation):
         config = read_as(RunConfig, translation.table, where=f"{file}, translated", flags=ours)
+
+    # `--print-config` shows this table with its notes, so both include what was typed.
     typed = (" ".join([flag.name, *flag.values]) + " was typed" for flag in ours)
     translation = replace(translation, table=given_values(config), notes=(*translation.notes, *typed))
     return TypedRun(file, command, config, translation)
@@ -111,6 +123,7 @@ def their_keys_named(file: str, translation: Translation) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
+        # A key must not match inside of a longer one, such as `name` in `model.name`.
         found = [
             f"\n`{ours}` is `{theirs}` in {file}."
             for ours, theirs in translation.origins.items()

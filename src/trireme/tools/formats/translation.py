@@ -42,7 +42,7 @@ class To:
             raises `Refused`; or None for a key that sets nothing here.
         otherwise: why the key sets nothing, for the comments of the translated file.
         when: a condition on the file and the devices; without it the key sets nothing.
-        like: our key that means the same, where `target` is a rule.
+        like: our key that means the same, if `target` is a rule.
     """
 
     target: str | Rule | None
@@ -100,8 +100,8 @@ class Translation:
                     origins={"max_steps": "trainer.args.max_steps"})
     """
 
-    table: dict[str, Any]  # as our TOML would be read
-    notes: tuple[str, ...] = ()  # what became of each key
+    table: dict[str, Any]  # nested tables, as our TOML is read
+    notes: tuple[str, ...] = ()  # a line for each key, with what became of it
     env_files: tuple[Path, ...] = ()  # files of environment variables that the run is to have
     origins: Mapping[str, str] = field(default_factory=dict)  # our key -> theirs, for messages
 
@@ -125,6 +125,8 @@ def translate(
     """
     file = read_as(format.schema, _lift(table, format.schema), where=where, flags=flags)
     presets = format.presets | (format.presets_on_gpus if devices.gpus else {"device": "cpu"})
+
+    # Two keys may set the same one of ours. A given key wins over a default, and two given ones must agree.
     keys, chosen, problems = list(_keys(file)), dict[str, _Key](), list[str]()
     for key in keys:
         try:
@@ -140,9 +142,15 @@ def translate(
                 )
             elif rival is None or key.is_given:
                 chosen[ours] = key
+
+    # All problems are raised at once, so that the user corrects the file once.
     raise_together(problems)
+
+    # The notes explain every key of the translated run, so that users can compare it with their file.
     notes = [f"{ours} = {toml_value(value)}: from no key of the file" for ours, value in presets.items()]
     notes += [note for key in keys for note in _notes(key, chosen)]
+
+    # Keys of the file come after the presets, and override them.
     return Translation(
         table=_nested(presets | {ours: key.settings[ours] for ours, key in chosen.items()}),
         notes=tuple(notes),
@@ -157,7 +165,7 @@ def on_gpus(target: str | Rule) -> To:
 
 
 def if_true(ours: str, value: Any) -> Rule:
-    """Return a rule that gives our key a value where theirs is true."""
+    """Return a rule that gives our key a value if theirs is true."""
     return lambda wanted, file, devices: {ours: value} if wanted else {}
 
 
@@ -188,6 +196,7 @@ def _lift(table: dict[str, Any], schema: type[Section]) -> dict[str, Any]:
     for name, below in table.items():
         section = root[name].section if name in root else None
         if section and isinstance(below, dict):
+            # A key stays in its table if the table has it, and it never overwrites one of the top level.
             strays = (below.keys() & root.keys()) - fields_of(section).keys() - table.keys()
             lifted |= {key: below[key] for key in strays}
             lifted[name] = {key: value for key, value in below.items() if key not in strays}
@@ -203,6 +212,7 @@ def _keys(section: Section, above: str = "") -> Iterator[_Key]:
             yield _Key(f"{above}{name}", value, is_given, destination)
         elif isinstance(destination, ToEach):
             for item, each in value.items():
+                # vLLM takes its flags with hyphens and with underscores.
                 plain = item.replace("-", "_")
                 to = destination.known.get(plain, To(f"{destination.rest}.{plain}"))
                 yield _Key(f"{above}{name}.{plain}", each, True, to)
@@ -211,7 +221,7 @@ def _keys(section: Section, above: str = "") -> Iterator[_Key]:
 
 
 def _notes(key: _Key, chosen: dict[str, _Key]) -> Iterator[str]:
-    """Say what became of a key. A default is mentioned only where it sets something."""
+    """Say what became of a key. A default is mentioned only if it sets something."""
     used = {ours: value for ours, value in key.settings.items() if key.is_given or chosen[ours] is key}
     for ours, value in used.items():
         default = "" if key.is_given else " (default)"
@@ -221,7 +231,8 @@ def _notes(key: _Key, chosen: dict[str, _Key]) -> Iterator[str]:
 
 
 def _nested(settings: Settings) -> dict[str, Any]:
-    """
+    """Return dotted keys as nested tables.
+
     Example:
         _nested({"trainer.optim.lr": 1e-5})  # {"trainer": {"optim": {"lr": 1e-5}}}
     """
@@ -236,7 +247,7 @@ def _nested(settings: Settings) -> dict[str, Any]:
 
 
 def given_values(value: Any) -> Any:
-    """Return the values that the user gave, as TOML has them. Defaults are left out, as some are derived where nothing
+    """Return the values that the user gave, as TOML has them. Defaults are left out, as some are derived if nothing
     was given."""
     if isinstance(value, Section):
         names = [name for name in type(value).model_fields if name in value.model_fields_set]

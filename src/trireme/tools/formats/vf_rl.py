@@ -15,7 +15,7 @@ from trireme.tools.formats.translation import Format, Refused, Settings, To, ToE
 
 TARGETS = ("q_proj", "v_proj", "k_proj", "o_proj", "gate_proj", "down_proj", "up_proj")
 CPU_ROW_TOKENS = 512
-SAMPLE_STEPS = 5  # from one look at completions to the next
+SAMPLE_STEPS = 5  # steps from one look at completions to the next
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 MODEL_FLAGS = ("dtype", "max_model_len", "enforce_eager", "enable_auto_tool_choice", "tool_call_parser")
@@ -35,6 +35,7 @@ VLLM_FLAGS = {
 
 
 def name_run(name: str | None, file: VfRl, devices: Devices) -> Settings:
+    # The run's folder is OUTPUT_DIR/NAME here, so the last part of their folder becomes the name.
     folder = file.trainer.args.output_dir
     return {"name": PurePath(folder).name if folder else name or file.env.resolved_name}
 
@@ -46,6 +47,8 @@ def place_run(folder: str | None, file: VfRl, devices: Devices) -> Settings:
 def set_resume(place: str | None, file: VfRl, devices: Devices) -> Settings:
     if not place or place.lower() == "false":
         return {}
+
+    # Only the folder's name counts: a run resumes from its own checkpoints.
     step = PurePath(place).name.removeprefix("checkpoint-")
     if not (place.lower() == "true" or step.isdigit()):
         raise Refused("expected true, or a folder `checkpoint-N` of this run. Write one of them.")
@@ -54,6 +57,7 @@ def set_resume(place: str | None, file: VfRl, devices: Devices) -> Settings:
 
 def set_environment(env: Environment, file: VfRl, devices: Devices) -> Settings:
     args = file.trainer.args
+    # Limits in the environment's own table win over those of the trainer.
     limits = {"max_concurrent": args.max_concurrent, "rollout_timeout_s": args.generation_timeout}
     return {"orchestrator.env": [limits | env.model_dump(mode="json", exclude_unset=True)]}
 
@@ -100,9 +104,11 @@ def check_mask(mask: bool, file: VfRl, devices: Devices) -> Settings:
 
 
 def set_row_tokens(rollouts: int | None, file: VfRl, devices: Devices) -> Settings:
-    """Return room for so many rollouts of full length. On a CPU, attention costs by the square of the row."""
+    """Return room for so many rollouts of full length."""
     if rollouts is None:
         return {}
+
+    # On a CPU the cost of attention grows with the square of the row, so rows stay short.
     longest = file.trainer.args.max_seq_len
     most = rollouts * longest if devices.gpus else max(longest, CPU_ROW_TOKENS)
     return {"trainer.micro_batch_tokens": min(rollouts * longest, most)}
@@ -116,6 +122,7 @@ def multiply_batch(times: int | None, file: VfRl, devices: Devices) -> Settings:
 
 def sampling(key: str) -> To:
     def rule(value: Any, file: VfRl, devices: Devices) -> Settings:
+        # A table for evaluations would switch them on, so it is set only if the run evaluates.
         tables = ("orchestrator.sampling", *(["orchestrator.eval.sampling"] if evaluates(file, devices) else []))
         return {f"{table}.{key}": value for table in tables}
 

@@ -20,7 +20,7 @@ from trireme.base.errors import ConfigError
 PythonProject = Literal["linked", "kept", "needless"]
 
 PARTS = ("configs", "environments", "models")
-IN_PACKAGE = "shipped"  # where a wheel has the parts; `hatch_build.py` puts them there
+IN_PACKAGE = "shipped"  # folder of the parts in a wheel; `hatch_build.py` puts them there
 
 PROJECT = """\
 # `uv run` uses the installation of Trireme that .venv here is a link to.
@@ -54,7 +54,7 @@ def find_shipped(package: Path | None = None) -> Path:
     Args:
         package: the folder of our modules, if it is not this one's.
 
-    Raises: ConfigError where there is neither.
+    Raises: ConfigError if there is neither.
     """
     package = package or Path(__file__).parents[2]
     places = (package.parents[1], package / IN_PACKAGE)
@@ -89,12 +89,15 @@ class Workspace:
         """
         if not (prefix / "pyvenv.cfg").is_file():
             return "needless"
+
         project, venv = self.root / "pyproject.toml", self.root / ".venv"
         if project.exists() and UNMANAGED not in project.read_bytes():
             return "kept"
         if venv.exists():
             return "linked" if venv.resolve() == prefix.resolve() else "kept"
         venv.unlink(missing_ok=True)  # a link to a folder that is gone
+
+        # uv uses the environment that `.venv` links to, and the project keeps it from installing into that.
         name = re.sub(r"[\W_]+", "-", self.root.resolve().name).strip("-").lower() or "workspace"
         project.write_text(PROJECT.replace("@NAME@", name))
         venv.symlink_to(prefix.resolve())
@@ -105,6 +108,7 @@ class Workspace:
 
         Returns: their number.
         """
+        # A checkout has a pyproject.toml at this place, an installed package has none.
         copies = not (self.shipped / "pyproject.toml").is_file()
         self.bring_file(Path("environments/AGENTS.md"))
         self._bring("environments/examples/*.py", copies=copies)
@@ -133,6 +137,8 @@ class Workspace:
             target = self.root / folder.relative_to(self.shipped)
             if target.is_symlink() and not target.exists():
                 target.unlink()  # a link to a folder that is gone
+
+            # What is there may be the user's work.
             if target.exists():
                 continue
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -169,10 +175,13 @@ def sized(text: str, size: Size) -> str:
         elif size == "cpu":
             lines += [] if found["cpu"] == NO_KEY else [line[: line.index(" #| ")]]
         else:
+            # After `#|` are the values of all sizes but the first, in the order of `SIZES`.
             values = found["others"].split(" | ")
             assert len(values) == len(SIZES) - 1, f"{line!r} has {len(values)} values after `#|`, expected 2"
             value = values[SIZES.index(size) - 1].strip()
             lines += [] if value == NO_KEY else [f"{found['key']} = {value}"]
+
+    # A table whose keys are all for other sizes is left with its heading alone, and would set something.
     paragraphs = "\n".join(lines).strip().split("\n\n")
     meant = {*text.split("\n\n")}  # a table may be empty in the file too
     return "\n\n".join(each for each in paragraphs if each in meant or not _EMPTY_TABLE.fullmatch(each)) + "\n"
