@@ -30,7 +30,7 @@ from trireme.tools.gepa.records import Example
 from trireme.tools.gepa.results import check_same, check_same_start, describe
 from trireme.tools.gepa.search import Search, iteration_cost
 
-MOST_EXAMPLES = 1 << 16  # of an environment, which may have endless ones
+MOST_EXAMPLES = 1 << 16  # limit on the examples to draw from, as an environment may have endless ones
 NUM_FIRST_QUESTIONS = 8  # examples whose first question is read for the environment's own prompt
 
 OpenModels = Callable[[], AbstractAsyncContextManager[tuple[RolloutPolicy, RolloutPolicy]]]
@@ -40,19 +40,24 @@ OpenModels = Callable[[], AbstractAsyncContextManager[tuple[RolloutPolicy, Rollo
 def run_search(config: GepaConfig) -> str:
     """Search, or resume a search, and return its summary in words.
 
-    Raises: ConfigError for what was typed; TriremeError where a model or the environment is gone.
+    Raises: ConfigError for what was typed; TriremeError if a model or the environment is gone.
     """
     source = find_environment(config.env_id, root=config.environments)
+
+    # Results lie in the environment's folder if it has one. A relative path keeps printed commands short.
     folder = config.output or Path("outputs") / "gepa" / re.sub(r"[^\w.-]+", "_", Path(config.env_id).stem)
     if config.output is None and source.folder is not None:
         folder, here = source.folder / "outputs" / "gepa", Path.cwd()
         folder = folder.relative_to(here) if folder.is_relative_to(here) else folder
+
+    # Everything that can be refused is refused before a process starts.
     paths = RunPaths(folder)
     if paths.holds_run:
         raise ConfigError(f"{folder} is a run's folder - expected one for prompts alone. Give another `--output`.")
     check_same(folder, config)
     waits = Waits("the search", paths.logs)
     open_models = build_models(config, folder, waits)
+
     environment_config = EnvironmentConfig(
         id=str(source.folder or source.id),
         name=config.env_id,
@@ -69,8 +74,12 @@ def run_search(config: GepaConfig) -> str:
             num_train = min(environment.num_train, MOST_EXAMPLES)
             train, validation = draw_examples(config, num_train=num_train, num_eval=environment.num_eval)
             _check_fits(config, environment, train, validation)
+
+            # Results of a search that began with another prompt must not be mixed with these.
             first = await _first_prompt(config, environment, [*train, *validation])
             check_same_start(folder, first)
+
+            # The models open last, as that may start an engine.
             async with open_models() as (policy, teacher):
                 return await Search(
                     config=config,
@@ -84,6 +93,7 @@ def run_search(config: GepaConfig) -> str:
                     waits=waits,
                 ).run()
 
+    # One search at a time may write to the folder.
     with hold_folder(paths):
         build_if_missing(source)
         try:
@@ -101,13 +111,15 @@ def draw_examples(config: GepaConfig, *, num_train: int, num_eval: int) -> tuple
 
     Args:
         num_train: size of the environment's training split.
-        num_eval: size of its evaluation split, 0 where it has none.
+        num_eval: size of its evaluation split, 0 if it has none.
     """
     rng = random.Random(config.seed)
     training = [Example("train", index) for index in range(num_train)]
     held_out = [Example("eval", index) for index in range(num_eval)]
     rng.shuffle(training)
     rng.shuffle(held_out)
+
+    # A single split is divided, so that no prompt is chosen by examples that it was improved on.
     if not (training and held_out):
         both = training + held_out
         num_val = min(config.num_val, len(both) // 3)
@@ -116,7 +128,7 @@ def draw_examples(config: GepaConfig, *, num_train: int, num_eval: int) -> tuple
 
 
 def _check_fits(config: GepaConfig, environment: Environment, train: list[Example], validation: list[Example]) -> None:
-    """Raises: ConfigError where the settings do not fit the environment, its data or the budget."""
+    """Raises: ConfigError if the settings do not fit the environment, its data or the budget."""
     if environment.group_rewards:
         raise ConfigError(
             f"The rewards of environment {environment.name!r} compare the rollouts of a group - expected rewards that "
@@ -138,7 +150,7 @@ def _check_fits(config: GepaConfig, environment: Environment, train: list[Exampl
 
 
 async def _first_prompt(config: GepaConfig, environment: Environment, examples: list[Example]) -> str:
-    """Raises: ConfigError where the file cannot be read, or the environment has no single prompt of its own."""
+    """Raises: ConfigError if the file cannot be read, or the environment has no single prompt of its own."""
     if config.initial_prompt is None:
         return await own_prompt(environment, examples[:NUM_FIRST_QUESTIONS])
     try:
@@ -153,19 +165,21 @@ async def _first_prompt(config: GepaConfig, environment: Environment, examples: 
 def places_of(config: GepaConfig) -> tuple[PolicyWanted, PolicyWanted]:
     """Return the places of the model and of the reflection model.
 
-    Raises: ConfigError where no place is known for one, or the variable of its key is not set.
+    Raises: ConfigError if no place is known for one, or the variable of its key is not set.
     """
     policy = find_policy(config.model, config.base_url, config.api_key_var, endpoints=config.endpoints)
     model = config.reflection_model
     if model is None:
         return policy, policy
+
+    # `--base-url` is the address of both models, unless an engine is started for the second one.
     if config.base_url is not None and not Path(model).is_dir():
         return policy, find_policy(model, config.base_url, config.api_key_var)
     return policy, find_policy(model, None, None, endpoints=config.endpoints)
 
 
 def build_models(config: GepaConfig, folder: Path, waits: Waits) -> OpenModels:
-    """Return a function that opens both models. One engine serves both where they are the same.
+    """Return a function that opens both models. One engine serves both if they are the same.
 
     Raises: ConfigError for all that can be refused before anything is started.
     """
@@ -177,7 +191,10 @@ def build_models(config: GepaConfig, folder: Path, waits: Waits) -> OpenModels:
         "orchestrator.sampling": config.sampling,
         "orchestrator.engine_timeout_s": config.request_timeout_s,
     }
+
     run = updated(RunConfig(), values | ({} if config.seq_len is None else {"seq_len": config.seq_len}))
+
+    # An engine takes the whole machine, so at most one model can be started here.
     policy, teacher = places_of(config)
     is_shared = policy == teacher and policy.base_url is None
     if policy.base_url is teacher.base_url is None and not is_shared:
@@ -186,6 +203,7 @@ def build_models(config: GepaConfig, folder: Path, waits: Waits) -> OpenModels:
             "be started, which takes the whole machine. Start the other one with `inference`, and give it an entry in "
             "configs/endpoints.py."
         )
+
     open_policy = build_opener(policy, run, waits)
     reflecting = updated(run, {"orchestrator.sampling": config.reflection_sampling})
     open_teacher = build_opener(teacher, reflecting, waits)  # checks its sampling, also if it is not opened

@@ -27,7 +27,7 @@ Messages = list[dict[str, Any]]
 
 
 def with_system(messages: Messages, prompt: str) -> Messages:
-    """Return the conversation with this system message, or without any where the prompt is empty.
+    """Return the conversation with this system message, or without any if the prompt is empty.
 
     Example:
         with_system([{"role": "user", "content": "2 + 2?"}], "Be brief.")
@@ -65,18 +65,22 @@ class PromptedEnvironment:
         async def ask_prompted(question: Ask) -> Reply:
             return await ask(msgspec.structs.replace(question, messages=with_system(question.messages, self._prompt)))
 
+        # The worker returns these fields of the environment's state, which the reflection model is shown.
         task = msgspec.structs.replace(task, columns=self._columns)
         done = await self._environment.run(task, ask_prompted, on_retry=on_retry, **more)
+
+        # The record must hold the prompt that the policy was asked with.
         return msgspec.structs.replace(done, prompt=with_system(done.prompt, self._prompt))
 
 
 async def own_prompt(environment: Environment, examples: Sequence[Example]) -> str:
     """Return the environment's system prompt, read where it asks its first question. No model is asked.
 
-    Raises: ConfigError where examples have different ones, or none of them asks a question.
+    Raises: ConfigError if examples have different ones, or none of them asks a question.
     """
     prompts: dict[str, None] = {}
 
+    # The first question holds the system message. Failing the rollout there saves asking a model.
     async def ask(question: Ask) -> Reply:
         prompts[system_of(question.messages)] = None
         raise RolloutFailed("rollout", "its first question was read")
@@ -96,6 +100,8 @@ async def own_prompt(environment: Environment, examples: Sequence[Example]) -> s
             f"with: {ends[0]} - expected to read its system prompt there. `trireme env check {environment.name}` "
             "shows more."
         )
+
+    # A search improves one prompt, so all examples must begin with the same one.
     first, *others = prompts
     if others:
         raise ConfigError(

@@ -48,13 +48,13 @@ class PromptRollout(EvalResult, kw_only=True):
     """
 
     split: Split
-    prompt_name: str  # of the prompt and all other settings
-    columns: dict[str, Any] = {}  # of the environment's state
-    state_keys: list[str] = []  # of that state, where a column that was asked for is missing
+    prompt_name: str  # digest of the prompt and all other settings
+    columns: dict[str, Any] = {}  # the fields of the environment's state that were asked for
+    state_keys: list[str] = []  # all fields of that state, if one that was asked for is missing
 
     @property
     def score(self) -> float:
-        """The reward; 0 where the rollout failed."""
+        """The reward; 0 if the rollout failed."""
         return self.reward or 0.0
 
     @property
@@ -66,7 +66,7 @@ class PromptRollout(EvalResult, kw_only=True):
 class Reflection(msgspec.Struct, kw_only=True):
     """One question to the reflection model, and its answer."""
 
-    name: str  # of the model, its sampling and the question
+    name: str  # digest of the model, its sampling and the question
     nth: int  # how often the same question was asked before
     question: str
     answer: str
@@ -90,7 +90,7 @@ class Records(Generic[Line]):
         self._times: Counter[Hashable] = Counter()
         for text in read_lines(path)[0]:
             with suppress(ValueError, RecursionError):
-                line = msgspec.convert(json.loads(text), kind)  # which reads NaN and infinity too
+                line = msgspec.convert(json.loads(text), kind)  # `json.loads` reads NaN and infinity too
                 if line.error is None:
                     self.lines[line.key] = line
 
@@ -100,6 +100,6 @@ class Records(Generic[Line]):
         return self._times[asked] - 1
 
     def add(self, line: Line) -> None:
-        """Write a line, and wait until it is on disk. Raises: OSError where the disk is full."""
+        """Write a line, and wait until it is on disk. Raises: OSError if the disk is full."""
         append_lines(self.path, deque([json.dumps(msgspec.to_builtins(line)).encode()]), sync=True)
         self.lines[line.key] = line

@@ -39,7 +39,7 @@ class OneQuestion:
     async def run(
         self, task: RunTask, ask: AskPolicy, *, on_retry: Callable[[], None] = lambda: None, **more: Any
     ) -> Done:
-        """Raises: RolloutFailed where there is no answer, with stage `TOO_LONG` where the question does not fit."""
+        """Raises: RolloutFailed if there is no answer, with stage `TOO_LONG` if the question does not fit."""
         reply = await ask(Ask(task=task.task, call="1", messages=self._messages, sampling={}))
         if reply.error is not None:
             raise RolloutFailed(TOO_LONG if reply.error_kind == "overlong_prompt" else "rollout", reply.error)
@@ -60,21 +60,25 @@ async def reflect(
 ) -> Reflection:
     """Ask what `render` makes of texts of at most so many characters, and of half as many while that does not fit.
 
-    Raises: Refused where the shortest question does not fit; TriremeError where no other question would get an answer.
+    Raises: Refused if the shortest question does not fit; TriremeError if no other question would get an answer.
     """
     chars = MAX_CHARS
     while True:
         question = render(chars)
         sampling = config.reflection_sampling.model_dump(mode="json")
         name, answer, error = name_of(config.reflection_model or config.model, sampling, question), "", None
+
+        # Repeats of a question are numbered, so that a resumed search takes the recorded answers in their order.
         nth = records.next_time(name)
         if (name, nth) in records.lines:  # an earlier process asked it
             return records.lines[name, nth]
+
         spec = RolloutSpec("train", len(records.lines), 0, name=f"reflection-{len(records.lines)}")
         try:
             rollout = await policy.rollout(cast(Environment, OneQuestion(question)), spec)
             answer = str(rollout.completion[0]["content"])
         except RolloutFailed as failure:
+            # Shorten texts instead of leaving examples out: the scores are of all of them.
             if failure.stage == TOO_LONG and chars > MIN_CHARS:
                 chars //= 2
                 continue
@@ -85,6 +89,8 @@ async def reflect(
                     "`--reflection-model` with a longer context, or lower `--minibatch-size`."
                 ) from failure
             error = failure.error
+
+        # A failure is an answer without text: the search continues with its next iteration.
         reflection = Reflection(name=name, nth=nth, question=question, answer=answer, error=error)
         records.add(reflection)
         return reflection
@@ -100,9 +106,12 @@ def feedback_on(rollout: PromptRollout, config: GepaConfig, *, chars: int) -> di
         {"Inputs": "user: 2 + 2?", "Generated Outputs": "assistant: 5",
          "Feedback": {"Reward": "0 of 1", "Components of the reward": {"exact": "0"}, "Right answer": "4"}}
     """
+    # A failed rollout has no conversation: its error is all there is to learn from.
     if rollout.error is not None:
         error = _shortened(rollout.error, chars)
         return {"Feedback": {"Reward": "0, because the rollout failed", "Error": error}}
+
+    # The reflection model reads the keys as headings, so they are words and no field names.
     perfect = config.perfect_score
     feedback: dict[str, Any] = {"Reward": f"{rollout.score:.4g}" + (f" of {perfect:g}" if perfect is not None else "")}
     if rollout.metrics:
@@ -113,8 +122,10 @@ def feedback_on(rollout: PromptRollout, config: GepaConfig, *, chars: int) -> di
         feedback["Cut off"] = "the assistant ran out of tokens, or the conversation no longer fit"
     if rollout.stop:
         feedback["Ended by"] = rollout.stop
+
     for name in config.state_columns:
         feedback[name] = _shortened(_column(rollout, name), chars)
+
     return {
         "Inputs": _shortened(_conversation(rollout.prompt), chars),
         "Generated Outputs": _shortened(_conversation(rollout.completion), chars),
@@ -123,7 +134,7 @@ def feedback_on(rollout: PromptRollout, config: GepaConfig, *, chars: int) -> di
 
 
 def _column(rollout: PromptRollout, name: str) -> str:
-    """Return a field of the environment's state as text. Calls of tools can be seen from outside, where it has none."""
+    """Return a field of the environment's state as text. `tool_calls` are read off the messages if it has none."""
     if name == "tool_calls" and name not in rollout.columns:
         value: Any = [call._asdict() for message in rollout.completion for call in tool_calls(message)]
     else:

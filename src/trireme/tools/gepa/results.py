@@ -34,7 +34,7 @@ MAY_DIFFER = {
 
 
 def check_same(folder: Path, config: GepaConfig) -> None:
-    """Raises: ConfigError where the folder has the results of a search with other settings; they would be lost."""
+    """Raises: ConfigError if the folder has the results of a search with other settings; they would be lost."""
     before = _read_metadata(folder)
     settings = config.model_dump(mode="json", exclude=MAY_DIFFER) if before else {}
     changed = [key for key, value in settings.items() if _to_line(before.get(key)) != _to_line(value)]
@@ -43,14 +43,14 @@ def check_same(folder: Path, config: GepaConfig) -> None:
 
 
 def check_same_start(folder: Path, first_prompt: str) -> None:
-    """Raises: ConfigError where the results in the folder are of a search that began with another prompt."""
+    """Raises: ConfigError if the results in the folder are of a search that began with another prompt."""
     before = _read_metadata(folder).get("summary", {}).get("first_prompt", first_prompt)
     if before != first_prompt:
         _refuse(folder, f"that began with another prompt ({_begin(before)} before, {_begin(first_prompt)} now)")
 
 
 def _read_metadata(folder: Path) -> dict[str, Any]:
-    """Return what an earlier search wrote; nothing where there was none. Raises: ConfigError where it is damaged."""
+    """Return what an earlier search wrote; nothing if there was none. Raises: ConfigError if it is damaged."""
     path = folder / METADATA
     if not path.exists():
         return {}
@@ -84,8 +84,12 @@ def write_results(
     """Write what a search has found so far. Prompts are numbered in the order in which they were found."""
     prompts = [candidate[COMPONENT] for candidate in found.candidates]
     _write(folder / BEST_PROMPT, f"{prompts[found.best_idx]}\n")
+
+    # These arguments load an environment whose `load_environment` takes a `system_prompt` with the best one.
     args = config.model_dump(mode="json")["env_args"]  # TOML has dates, JSON has not
     _write(folder / BEST_ARGS, _to_line(args | {"system_prompt": prompts[found.best_idx]}))
+
+    # Scores are in the order of the validation examples.
     rows = [
         {
             "prompt_number": number,
@@ -97,6 +101,8 @@ def write_results(
         for number, prompt in enumerate(prompts)
     ]
     _write(folder / CANDIDATES, "".join(map(_to_line, rows)))
+
+    # A prompt is on the frontier if none scores higher on at least one example.
     frontier = []
     for place, example in enumerate(validation):
         numbers = sorted(found.per_val_instance_best_candidates[place])
@@ -111,6 +117,8 @@ def write_results(
             }
         )
     _write(folder / FRONTIER, "".join(map(_to_line, frontier)))
+
+    # `check_same` compares these settings with those of a resumed search.
     versions = {"python": platform.python_version()}
     versions |= {name: importlib.metadata.version(name) for name in ("trireme", "gepa")}
     whole = config.model_dump(mode="json") | {"versions": versions, "summary": summary}
@@ -125,6 +133,8 @@ def describe(summary: dict[str, Any], folder: Path, config: GepaConfig) -> str:
         f"validation  {validation['before']:.3f} -> {validation['after']:.3f} "
         f"({validation['num_examples']} examples, by which the best prompt was chosen)",
     ]
+
+    # Prompt 0 is the one that the search began with.
     if summary["best"] == 0:
         lines.append("no prompt was better than the one to begin with, which best_prompt.txt holds")
     lines.append(f"best prompt {folder / BEST_PROMPT}")
@@ -137,16 +147,20 @@ def describe(summary: dict[str, Any], folder: Path, config: GepaConfig) -> str:
 
 
 def verify_command(folder: Path, config: GepaConfig) -> str:
-    """Return the command that evaluates the best prompt in the way in which the search did: whatever the environment's
-    `load_environment` takes, its system message is replaced on the way to the model.
+    """Return the command that evaluates the best prompt as the search did: it replaces the system message on the way to
+    the model, so that the environment's `load_environment` need not take a prompt.
     """
     env = config.env_id
+
+    # A bare name would be looked for in the default folder.
     if config.environments != GepaConfig.model_fields["environments"].default:
         env = str(find_environment(env, root=config.environments).folder or env)
+
     words = ["trireme", "eval", "run", env, "-m", config.model]
     for flag, value in (("-b", config.base_url), ("-k", config.api_key_var), ("-e", config.endpoints)):
         words += [flag, str(value)] if value is not None else []
     words += ["-n", "100", "--system-prompt-file", str(folder / BEST_PROMPT)]
+
     settings = config.model_dump(mode="json")  # TOML has dates, JSON has not
     sampling = config.sampling.model_dump(mode="json", exclude_defaults=True)
     for flag, table in (("-a", settings["env_args"]), ("-S", sampling)):

@@ -1,7 +1,7 @@
 """The adapter between the library `gepa`, which searches (genetic, reflective, Pareto), and our rollouts.
 
 Two rules are ours. The budget is never exceeded: the library checks it only between its iterations, so an iteration
-begins only where all that it may cost is left. An answer of the reflection model that is empty, unchanged or known
+begins only if all that it may cost is left. An answer of the reflection model that is empty, unchanged or known
 costs no rollout.
 """
 
@@ -70,7 +70,7 @@ class Search:
         self._pending: Future[Any] | None = None
 
     async def run(self) -> dict[str, Any]:
-        """Search until the budget is spent, and return the summary. Where this is cancelled, the library's thread ends
+        """Search until the budget is spent, and return the summary. If this is cancelled, the library's thread ends
         first.
 
         Raises: the error of a model or the environment after which no other rollout could go better.
@@ -78,11 +78,14 @@ class Search:
         self._loop = asyncio.get_running_loop()
         if known := len(self._rollouts.lines):
             progress.show(f"resuming: {known} rollouts are in {self.folder} already, and reused where they fit")
+
+        # The library blocks, so it runs in a thread, which hands its questions to this event loop.
         showing = asyncio.create_task(self._show_waits())
         working = self._loop.run_in_executor(None, self._optimize)
         try:
             await asyncio.shield(working)
         except BaseException as error:
+            # The thread may be waiting for this loop: cancel its question, so that it ends before the models close.
             self._is_stopped = True
             if self._pending is not None:
                 self._pending.cancel()
@@ -119,6 +122,8 @@ class Search:
         Raises: _Stopped.
         """
         self._pending = future = asyncio.run_coroutine_threadsafe(question, self._loop)
+
+        # The search may have been stopped before there was a question to cancel.
         if self._is_stopped:
             future.cancel()
         try:
@@ -129,15 +134,19 @@ class Search:
     async def _try_prompt(self, prompt: str, examples: Sequence[Example]) -> list[PromptRollout]:
         """Roll out a prompt once on each example, and return one line per example, in order. Recorded ones are reused.
 
-        Raises: TriremeError where no other rollout could go better: the key is wrong, the engine is gone.
+        Raises: TriremeError if no other rollout could go better: the key is wrong, the engine is gone.
         """
         name = name_of(prompt, self._settings)
+
+        # Repeats of a prompt on an example are numbered, so that a resumed search finds each result again.
         keys = [(name, example, self._rollouts.next_time((name, example))) for example in examples]
         missing = [
             RolloutSpec(example.split, example.index, nth, name=f"{example.split}-{example.index}-{nth}")
             for _, example, nth in keys
             if (name, example, nth) not in self._rollouts.lines
         ]
+
+        # Recorded rollouts count too, so that a resumed search ends where one that was never stopped does.
         self._num_calls += len(keys) - len(missing)
         prompted = PromptedEnvironment(self.environment, prompt, columns=self.config.state_columns)
 
@@ -167,6 +176,8 @@ class Search:
 
     def evaluate(self, batch: list[Example], candidate: dict[str, str], capture_traces: bool = False) -> Batch:
         lines = self._wait(self._try_prompt(candidate[COMPONENT], batch))
+
+        # If no rollout with the first prompt works, the model or the environment is at fault, not the prompt.
         if self._found is None and all(line.error is not None for line in lines):
             raise Refused(
                 f"all {len(lines)} rollouts of the first evaluation failed; the first: {lines[0].error} - expected "
@@ -187,7 +198,7 @@ class Search:
         reflective_dataset: Mapping[str, Sequence[Mapping[str, Any]]],
         components_to_update: list[str],
     ) -> dict[str, str]:
-        """Return a new prompt, or nothing where the reflection model gave none."""
+        """Return a new prompt, or nothing if the reflection model gave none."""
 
         def render(chars: int) -> str:
             shown = [feedback_on(each["rollout"], self.config, chars=chars) for each in reflective_dataset[COMPONENT]]
@@ -196,6 +207,8 @@ class Search:
 
         reflection = self._wait(reflect(self.teacher, self.config, self._reflections, render))
         prompt = InstructionProposalSignature.output_extractor(reflection.answer.strip())["new_instruction"]
+
+        # An empty or known prompt would cost rollouts and teach nothing.
         assert self._found is not None
         if prompt and {COMPONENT: prompt} not in self._found.candidates:
             return {COMPONENT: prompt}
@@ -208,12 +221,16 @@ class Search:
     def is_over(self, gepa_state: GEPAState[Any, Any]) -> bool:
         """Write what was found so far, and decide before each iteration whether it may begin."""
         self._found = found = GEPAResult.from_state(gepa_state)
+
+        # An iteration is never interrupted, so all that it may cost must be left before it begins.
         perfect, cost = self.config.perfect_score, iteration_cost(self.config, self.validation)
         left, why = self.config.max_calls - self._num_calls, None
         if perfect is not None and any(min(scores.values()) >= perfect for scores in found.val_subscores):
             why = f"every validation example has the highest score, {perfect:g}"
         elif left < cost:
             why = f"{left} calls are left, and one more prompt may take {cost}"
+
+        # The files are written before every iteration, so that a search that is killed leaves what it found.
         before, after = found.val_aggregate_scores[0], found.val_aggregate_scores[found.best_idx]
         self._summary = {
             "state": "finished" if why else "under way",
@@ -236,6 +253,8 @@ class Search:
             self._show(f"prompt {event['candidate_idx']}, from prompt {parents[0]}: validation {score:.3f}{verdict}")
             return
         self._show(f"validation {score:.3f} with the prompt to begin with")
+
+        # Only rollouts show which fields a state has, so a wrong name can be reported here at the earliest.
         lines = self._rollouts.lines.values()
         for name in set(self.config.state_columns) - {"tool_calls"}.union(*(line.columns for line in lines)):
             keys = ", ".join(next((line.state_keys for line in lines if line.state_keys), []))

@@ -47,9 +47,9 @@ def replay(config: RunConfig, span: range, *, keep_going: bool = False) -> int:
         span: steps to repeat, from the checkpoint before the first one (0: the base model). See `cli.runs.replay`.
         keep_going: continue after a difference.
 
-    Returns: 1 where something differs that must not, else 0.
+    Returns: 1 if something differs that must not, else 0.
 
-    Raises: JournalCorrupt where a batch, or the record of a version, is damaged.
+    Raises: JournalCorrupt if a batch, or the record of a version, is damaged.
     """
     versions, rows = Versions(config.paths.journal), latest_by_step(read_metrics(config.paths.metrics)[0])
     trainer, earlier = config.trainer, Settings(config).earlier
@@ -60,6 +60,7 @@ def replay(config: RunConfig, span: range, *, keep_going: bool = False) -> int:
                 f"{config.paths.root}: {counted(len(span), 'step')} from {start}, with {_surroundings(config)}",
                 flush=True,
             )
+
         compared: list[Comparison] = []  # on rank 0 only
         for retraced in retrace(config, world, span):
             if world.is_main:
@@ -67,10 +68,15 @@ def replay(config: RunConfig, span: range, *, keep_going: bool = False) -> int:
                 may_round = is_rounded(earlier, retraced.version)
                 compared.append(compare(retraced, config.paths, versions, row, may_round=may_round))
                 print(clean(str(compared[-1])), flush=True)
+
+            # Rank 0 alone compares, and all ranks must leave the loop at the same version.
             if world.agree(bool(compared and compared[-1].differences)) and not keep_going:
                 break
+
         if world.is_main:
             print(_verdict(config, compared), flush=True)
+
+        # On a GPU a difference is no failure, as kernels may add in another order each time.
         return world.agree(config.device == "cpu" and any(each.differences for each in compared))
 
 
@@ -82,9 +88,9 @@ class Retraced:
     """A version that was trained again."""
 
     version: int
-    digests: Digests  # by tensor, in the precision in which weights are served; empty but on rank 0
-    metrics: Mapping[str, float]  # of the step that made it
-    exported: Digests  # by tensor, of all that an export holds
+    digests: Digests  # keyed by tensor, in the precision in which weights are served; empty but on rank 0
+    metrics: Mapping[str, float]  # trainer's metrics of the step that made it
+    exported: Digests  # digests of all that an export holds, keyed by tensor
 
 
 def retrace(config: RunConfig, world: World, span: range) -> Iterator[Retraced]:
@@ -92,6 +98,7 @@ def retrace(config: RunConfig, world: World, span: range) -> Iterator[Retraced]:
     try:
         state = base_state(config, world)
     except ConfigError as error:
+        # A relative path holds only in the folder in which the run was started.
         name = config.trainer.model.name or config.model.name or ""
         if Path(name).is_absolute():
             raise
@@ -99,13 +106,18 @@ def retrace(config: RunConfig, world: World, span: range) -> Iterator[Retraced]:
             f"{error}\nThe run called it {name!r}: where that is a folder, start the replay in the folder in which the "
             "run was started."
         ) from error
+
     if span.start:
         load_checkpoint(state, step_folder(config.paths.checkpoints, span.start), rank=world.rank)
 
     def retraced(metrics: Mapping[str, float]) -> Retraced:
         served = served_tensors(state.model, getattr(torch, config.served_dtype))
+
+        # An export of adapters holds nothing else; any other one holds what is served and what is not trained.
         has_adapters = adapters_of(state.model) is not None
         others = exported_tensors(state.model) if has_adapters else untrained_of(state.model).tensors()
+
+        # All ranks must walk through the tensors, as gathering one is a collective.
         digests, exported = (
             {name: tensor_digest(tensor) for name, tensor in tensors if world.is_main} for tensors in (served, others)
         )
@@ -148,20 +160,27 @@ def compare(
         row: the trainer's metrics of the step that made it.
         may_round: it was made twice, with other rounding: one of its records must agree.
 
-    Raises: JournalCorrupt where its record is damaged.
+    Raises: JournalCorrupt if its record is damaged.
     """
+    # A version has several confirmations if engines or the run restarted.
     recorded: list[tuple[str, Digests, Digests]] = []  # source, our digests, recorded digests
     confirmations = versions.read(retraced.version).confirmations if versions.has(retraced.version) else []
     for number, confirmation in enumerate(confirmations, 1):
         which = f" (confirmation {number} of {len(confirmations)})" if len(confirmations) > 1 else ""
         source = f"{' and '.join(confirmation.engines)} confirmed{which}"
         recorded.append((source, retraced.digests, confirmation.digests))
+
+    # An export is compared even if no engine confirmed the version.
     export = step_folder(paths.weights, retraced.version)
     if export.is_dir():
         files = PublishedFiles(sorted(export.glob("*.safetensors")))
         recorded.append((f"{export} holds", retraced.exported, files.digests()))
+
+    # A record of the other making may round differently, so it is enough if one record agrees.
     if may_round:
         recorded, row = [each for each in recorded if not differences(each[1], each[2])] or recorded, {}
+
+    # The number of tensors shows how far a difference spread; the first one is where to look.
     differing = []
     for source, ours, theirs in recorded:
         if found := differences(ours, theirs):
@@ -170,8 +189,11 @@ def compare(
                 f"{len(found)} of {len(ours)} tensors differ from what {source}, the first is {name}: "
                 f"{then or 'nothing'} then, {now or 'nothing'} now"
             )
+
+    # Metrics that are older than the confirmation are of steps that the run abandoned when it was rewound.
     confirmed = min((one.time for one in confirmations), default=-math.inf)
-    if row.get("time_s", confirmed) >= confirmed:  # else it is of abandoned steps: the run was rewound, and stopped
+    if row.get("time_s", confirmed) >= confirmed:
+        # One metric is enough: those that cause the others come first.
         others = sorted(retraced.metrics.keys() - CAUSES_FIRST)
         for name in (*CAUSES_FIRST, *others):
             value = retraced.metrics.get(name, math.nan)
@@ -188,18 +210,22 @@ def compare(
 
 
 def _verdict(config: RunConfig, compared: list[Comparison]) -> str:
+    # The first version is the one that the replay starts from: no step made it.
     steps = f"{counted(len(compared) - 1, 'step')} trained again from the journal"
     first = next((each for each in compared if each.differences), None)
     if first is None:
         unknown = ", ".join(str(each.version) for each in compared if not each.is_confirmed)
         but = f" (no engine confirmed {unknown})" if unknown else ""
         return f"{steps}: every version has the digests that the engines confirmed{but}"
+
     text = f"{steps}: the first difference is at version {first.version}. "
     if config.device != "cpu":
         return text + (
             "On a GPU this is no contradiction: kernels may add in another order each time, and all that follows "
             "differs then. --keep-going continues."
         )
+
+    # Where to look depends on whether the replay trained anything before the difference.
     suspects = "Nothing was trained yet: look at the model that it starts from, and at what was recorded."
     if first is not compared[0]:
         suspects = (
