@@ -1,4 +1,4 @@
-"""Advise what to change where a run will not fit: each change is worked out by itself, none is a rule of thumb."""
+"""Advise what to change if a run will not fit: each change is worked out by itself, none is a rule of thumb."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trireme.config.run import RunConfig
 from trireme.tools.plan.estimate import Estimate, estimate_here, plan_here
 from trireme.tools.plan.memory import CONTEXT_BYTES, changed
 
-WORTH = 0.005  # of what is needed: smaller savings are left out
+WORTH = 0.005  # smallest saving that is listed, as a share of what is needed
 
 Change = tuple[str, dict[str, Any]]
 """A change as it stands in a configuration, and the fields of `Training` that it sets; `ranks` multiplies them."""
@@ -42,15 +42,18 @@ def savings_of(estimate: Estimate) -> list[Saving]:
 def first_that_fits(estimate: Estimate) -> tuple[list[str], Estimate] | None:
     """Add changes until the trainer fits, cheap ones first, then leave out those that it fits without.
 
-    Returns: the changes, and the plan with them; None where not even all of them are enough.
+    Returns: the changes, and the plan with them; None if not even all of them are enough.
     """
     chosen: list[Change] = []
     for change in trainer_changes(estimate):
+        # Two changes of one field exclude each other: the later one replaces the earlier one.
         chosen = [*(each for each in chosen if each[1].keys().isdisjoint(change[1])), change]
         if _apply(estimate, *(fields for _, fields in chosen)).trainer.fits:
             break
     else:
         return None
+
+    # A change that came late may have made earlier ones needless.
     for change in list(chosen):
         fewer = [each for each in chosen if each is not change]
         if _apply(estimate, *(fields for _, fields in fewer)).trainer.fits:
@@ -66,6 +69,8 @@ def _apply(estimate: Estimate, *changes: dict[str, Any]) -> Estimate:
     training = changed(training, shards=training.shards * times)
     if times == 1:
         return replace(estimate, training=training)
+
+    # The ranks that are added have GPUs of their own, so nothing is shared with engines.
     ranks = estimate.ranks * times
     return replace(estimate, training=training, ranks=ranks, trainer_gpus=ranks, is_shared=False)
 
@@ -76,17 +81,23 @@ def trainer_changes(estimate: Estimate) -> list[Change]:
     training, row, ranks = estimate.training, estimate.training.row, estimate.ranks
     prefix, on_gpu = "trainer." if estimate.serving else "", not estimate.machine.is_on_cpu
     model, longest, cut = f"{prefix}model.", estimate.longest_sample, estimate.longest_sample // 2
+
+    # Eager attention keeps scores, sdpa a mask: both grow with the square of the row. Flash and flex keep neither.
     keeps_scores = on_gpu and row.attention in ("sdpa", "eager")
     has_states = any(layer.conv_state or layer.recurrent_state for layer in training.model.layers)
     may_share = on_gpu and not (row.attention == "eager" or has_states or training.model.tower)  # a row among ranks
+    # `cp` ranks share a row and the heads, so `cp` divides both numbers.
     shared = math.gcd(ranks, training.model.heads)
     linear = {matrix.name for layer in training.model.layers for matrix in layer.matrices} - {"router"}
+
     gpus = "trainer_gpus" if estimate.serving else "num_ranks"
-    is_eager = row.attention == "eager"  # models whose scores flash attention cannot compute are
+    is_eager = row.attention == "eager"  # flash attention cannot compute these models' scores
     fused, bfloat16 = {"attention": "flex_attention" if is_eager else "flash_attention_2"}, {"value_bytes": 2}
     attention, precision = f'{model}attn = "{fused["attention"]}"', f'{model}optimization_dtype = "bfloat16"'
     selective, whole = {"ac_freq": 1, "ac_mode": "selective"}, {"ac_freq": 1, "ac_mode": "full"}
     recomputes_none, recomputes_all = training.ac_freq is None, (training.ac_freq, training.ac_mode) == (1, "full")
+
+    # Each line: whether the change is possible here, how the user writes it, and the fields that it sets.
     changes: list[tuple[bool, str, dict[str, Any]]] = [
         (keeps_scores and (is_eager or row.value_bytes == 2), attention, fused),
         (training.head_chunk > 256, f"{model}head_chunk = 256", {"head_chunk": 256}),
@@ -94,7 +105,7 @@ def trainer_changes(estimate: Estimate) -> list[Change]:
         (longest < row.tokens, f"{prefix}micro_batch_tokens = {longest}", {"tokens": longest}),
         (on_gpu and training.shards < ranks, f"{model}dp_replicate = 1", {"shards": ranks}),
         (on_gpu and row.value_bytes == 4, precision, bfloat16),
-        # the kernel of flash attention knows bfloat16 only
+        # The kernels of flash attention know bfloat16 only.
         (keeps_scores and not is_eager and row.value_bytes == 4, f"{attention}, {precision}", fused | bfloat16),
         (recomputes_none and not training.compiled, f'{model}ac = {{ mode = "selective" }}', selective),
         (not recomputes_all, f"{model}ac.freq = 1", whole),
@@ -108,18 +119,21 @@ def trainer_changes(estimate: Estimate) -> list[Change]:
         (row.targets is None, f"{model}lora.rank = 16", {"targets": tuple(linear), "rank": 16}),
         (True, f"seq_len = {cut}, {prefix}micro_batch_tokens = {cut}", {"tokens": cut}),
     ]
+
     return [(words, fields) for is_possible, words, fields in changes if is_possible]
 
 
 def engine_advice(estimate: Estimate) -> Iterator[str]:
-    """Yield settings with which an engine fits, with room for a request of `max_model_len`, where it does not."""
+    """Yield settings that make an engine fit, with room for a request of `max_model_len`; none if it fits."""
     serving = estimate.serving
     if serving is None or estimate.engine_fits:
         return
+
     changes: list[tuple[str, dict[str, Any]]] = []
     if serving.is_on_cpu:
         changes += [(f"inference.cpu.kv_cache_gib = {gib}", {"kv_cache_bytes": gib * GIB}) for gib in (2, 4, 8, 16, 32)]
     else:
+        # A cache that is too small needs a larger share; an engine that exceeds its GPU needs a smaller one.
         shares = (0.5, 0.6, 0.7) if serving.is_shared else (0.8,) if serving.fits else (0.95,)
         changes += [(f"inference.gpu_memory_utilization = {share}", {"utilization": share}) for share in shares]
         tps = [tp for tp in (2, 4, 8) if tp > serving.tp and serving.model.heads % tp == 0]
@@ -127,6 +141,8 @@ def engine_advice(estimate: Estimate) -> Iterator[str]:
         changes.append(('inference.model.dtype = "bfloat16"', {"value_bytes": 2}))
         shorter = [serving.max_model_len // part for part in (2, 4)]
         changes += [(f"inference.model.max_model_len = {length}", {"max_model_len": length}) for length in shorter]
+
+    # Each setting is tried by itself, as a user would change one.
     for words, fields in changes:
         other = replace(serving, **fields)
         if replace(estimate, serving=other).engine_fits:
@@ -136,7 +152,7 @@ def engine_advice(estimate: Estimate) -> Iterator[str]:
 def fit_warnings(config: RunConfig, devices: Devices) -> list[str]:
     """Return a warning for a resolved run on a machine that is too small. It never stops a run: the plan may be wrong.
 
-    There is none where the model's sizes, or the GPU's memory, are not known on this machine.
+    There is none if the model's sizes, or the GPU's memory, are not known on this machine.
     """
     estimate = estimate_here(config, devices)
     if estimate is None or not (problems := list(estimate.problems())):
@@ -150,15 +166,17 @@ def size_kv_cache(config: RunConfig, devices: Devices) -> RunConfig:
     """Give the engine of a resolved run the size of its KV cache, on a GPU that the trainer uses too.
 
     vLLM would compare the GPU's free memory before and after a forward pass: the trainer's share counts as the engine's
-    own where it grows meanwhile, and the engine dies where it shrinks. With a size (`--kv-cache-memory-bytes`) vLLM
+    own if it grows meanwhile, and the engine dies if it shrinks. With a size (`--kv-cache-memory-bytes`) vLLM
     measures nothing. It only requires that `--gpu-memory-utilization` is free once it has its CUDA context, which the
     share includes.
 
-    Raises: ConfigError where the share has no room for one request, or the size cannot be worked out.
+    Raises: ConfigError if the share has no room for one request, or the size cannot be worked out.
     """
     inference = config.inference
     if inference.arg("kv-cache-memory-bytes") is not None:
         return config
+
+    # The engine needs the model in any case, so its config.json may be fetched.
     try:
         serving = plan_here(config, devices, fetch=True).serving
     except ConfigError as error:
@@ -166,6 +184,7 @@ def size_kv_cache(config: RunConfig, devices: Devices) -> RunConfig:
             f"Trainer and engine share a GPU, and the engine's KV cache cannot be planned: {error} Or set its bytes: "
             "`kv-cache-memory-bytes` under `[inference.args]`."
         ) from error
+
     assert serving is not None, "a run without an engine"
     if not serving.fits:
         raise ConfigError(
@@ -175,7 +194,10 @@ def size_kv_cache(config: RunConfig, devices: Devices) -> RunConfig:
             "tokens. Raise it (the trainer has the rest), or lower `inference.model.max_model_len` or "
             "`inference.max_num_seqs`. `trireme plan` with the same arguments shows what both need."
         )
+
+    # vLLM checks for free memory once its CUDA context is there, so the share that it is given excludes that.
     free = inference.gpu_share - CONTEXT_BYTES / serving.memory
+    # The user may have written either spelling of a flag, and ours must replace it.
     args = {name.replace("_", "-"): value for name, value in inference.args.items()}
     args |= {"gpu-memory-utilization": round(free, 4), "kv-cache-memory-bytes": int(serving.room)}
     return updated(config, {"inference.args": args})

@@ -18,8 +18,8 @@ from trireme.tools.plan.memory import Parts, Serving, Training, changed
 from trireme.tools.plan.sizes import Sized, find_config, read_sizes, serving_of, training_of
 from trireme.tools.plan.step_time import Batch, Split, assumed_mfu, sampling_seconds, training_rate, update_seconds
 
-GPU_SCATTERED = 0.06  # of what comes and goes: held by the allocator in pieces that nothing fits into
-PROCESS_BYTES = 0.17 * GIB  # of a trainer's rank on CPU, besides what it needs to start at all: buffers of products
+GPU_SCATTERED = 0.06  # share of what comes and goes that the allocator holds in pieces too small to use
+PROCESS_BYTES = 0.17 * GIB  # buffers of matrix products in a rank on CPU, besides `STARTED_BYTES`
 STARTED_BYTES = 0.6 * GIB  # Python, torch, transformers
 CPU_SCATTERED = 0.1  # measured (docs/benchmarks.md): malloc does not give everything back
 CPU_MFU = 0.5
@@ -70,6 +70,8 @@ class Estimate:
         on_cpu, parts = self.machine.is_on_cpu, self.training.parts
         process = PROCESS_BYTES + STARTED_BYTES if on_cpu else CUDA_BYTES
         held = {"allocator": scattered_bytes(parts, CPU_SCATTERED if on_cpu else GPU_SCATTERED), "process": process}
+
+        # On CPU ranks, engine, orchestrator and staged checkpoints share one memory.
         room = self.machine.chip.memory
         if self.engine and on_cpu:
             room -= self.engine.total + ORCHESTRATOR_BYTES
@@ -77,6 +79,7 @@ class Estimate:
             room -= self.engine.total
         if on_cpu:
             room = room / self.ranks - sum(self.training.host.values())
+
         return Need(parts | held, room)
 
     @cached_property
@@ -154,9 +157,12 @@ class Estimate:
         """Return the shortest step with as many GPUs, in whole engines and whole teams of ranks, that fits."""
         if self.serving is None or self.is_shared or self.machine.is_on_cpu or not self.engine_fits:
             return None
+
+        # Ranks come in whole copies of the model, and in whole teams that share a row (`cp`).
         copies, total = self.ranks // self.training.shards, self.engine_gpus + self.trainer_gpus
         multiple, found = math.lcm(self.training.row.cp, copies), []
         for trainer_gpus in range(multiple, total, multiple):
+            # With fewer ranks each holds more of the model, which must still fit.
             other = replace(self, training=changed(self.training, shards=trainer_gpus // copies))
             if (total - trainer_gpus) % self.serving.tp == 0 and other.trainer.total <= self.trainer.room:
                 found.append(self.split(total - trainer_gpus, trainer_gpus))
@@ -175,13 +181,18 @@ def estimate_run(config: RunConfig | SftConfig, sized: Sized, machine: Machine, 
     """Plan a resolved configuration. A supervised run has no engines, and its conversations are all prompt."""
     run, trainer = (config, config.trainer) if isinstance(config, RunConfig) else (None, config)
     rollouts = config.orchestrator.batch_size if isinstance(config, RunConfig) else config.batch_size
+
+    # Whole samples are packed into rows, and rows are dealt out to teams of ranks that share them (`cp`).
     ranks, row_tokens = trainer.num_ranks or 1, trainer.micro_batch_tokens or config.seq_len
     teams = max(1, ranks // trainer.model.cp)
     length = min(math.ceil(lengths.total), row_tokens)  # samples longer than a row were cut
     rows = max(1, math.ceil(rollouts / (row_tokens // length) / teams))
     training = training_of(config, sized.architecture, rows=rows)
+
+    # A supervised run does not name its GPUs: each rank takes one. On CPU there are none.
     engine_ids = (run.inference_gpu_ids or ()) if run else ()
     trainer_ids = (run.trainer_gpu_ids or ()) if run else tuple(range(0 if machine.is_on_cpu else ranks))
+
     return Estimate(
         sized,
         machine,

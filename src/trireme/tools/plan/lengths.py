@@ -22,7 +22,8 @@ class Lengths:
 
 
 def lengths_of(config: RunConfig, *, prompt: float | None = None, sampled: float | None = None) -> Lengths:
-    """Return given lengths before the longest that are allowed. What is not sampled is prompt."""
+    """Return the lengths that are given, or else the longest that are allowed. What is not sampled is prompt."""
+    # Without a limit on sampled tokens, a quarter of the context is left for the prompt.
     context = min(config.seq_len, config.inference.model.max_model_len or config.seq_len)
     most = min(config.orchestrator.sampling.max_tokens or context * 3 // 4, context)
     if prompt is None and sampled is None:

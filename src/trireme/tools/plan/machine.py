@@ -13,7 +13,7 @@ from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 
 ASK_S = 5.0
-GPUS_PER_NODE, HOST_GIB_PER_GPU = 8, 128.0  # where nothing is known of the machine that GPUs are in
+GPUS_PER_NODE, HOST_GIB_PER_GPU = 8, 128.0  # a common node, assumed for GPUs that are not in this machine
 
 # One core of a server, as this trainer and vLLM's CPU build were seen to use it.
 CORE_FLOPS = 40e9
@@ -42,26 +42,34 @@ class Machine:
 def describe_machine(
     here: Devices, *, gpu: str | None = None, gpus: int | None = None, memory_gib: float | None = None
 ) -> Machine:
-    """
+    """Describe the machine that a plan is made for.
+
     Args:
         here: what was found on this machine, for what no other argument says.
         gpu: a name of `CHIPS`.
-        memory_gib: of each GPU; of the machine where there are none.
+        memory_gib: memory of each GPU, or of the machine if it has none.
 
     Raises: ConfigError if the GPU is not in the table, and nothing says how much memory it has.
     """
     count = gpus if gpus is not None else (1 if gpu else 0) or here.num_gpus
     is_here = not gpu and gpus is None
+
+    # Without GPUs all cores together are the chip, and the machine's memory is its memory.
     if count == 0:
         memory, flops = memory_gib * GIB if memory_gib else host_memory(), here.cores * CORE_FLOPS
         return Machine(Chip("CPU", memory, flops, flops, here.cores * CORE_BANDWIDTH), 0, here.cores, memory, 1)
+
+    # The driver describes GPUs that are here, the table those that the user names.
     found = CHIPS.get(gpu.lower()) if gpu else find_chip(here.gpus[0]) if is_here else None
     if found is None and memory_gib is None:
         what = f"--gpu {gpu} is not in the table" if gpu else "No GPU was named, and none was found on this machine"
         raise ConfigError(f"{what} - expected one of {', '.join(CHIPS)}. Name one of these, or add `--memory-gib`.")
+
+    # A GPU of known memory that is not in the table counts as an H100.
     known = found or CHIPS["h100"]
     memory = memory_gib * GIB if memory_gib else known.memory
     chip = replace(known, name=found.name if found else gpu or "GPU", memory=memory)
+
     per_node = min(count, GPUS_PER_NODE)
     host = host_memory() if is_here else HOST_GIB_PER_GPU * per_node * GIB
     return Machine(chip, count, here.cores, host, per_node)
@@ -78,15 +86,18 @@ def find_chip(gpu: str) -> Chip | None:
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True).stdout
         name, total, reserved = answer.splitlines()[0].rsplit(",", 2)
+        # The driver reports MiB.
         memory = (float(total) - float(reserved)) * (1 << 20)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
+
+    # The driver does not report speeds. A GPU that is not in the table counts as an H100.
     like = chip_called(name) or CHIPS["h100"]
     return replace(like, name=name.strip(), memory=memory)
 
 
 def host_memory() -> float:
-    """Return the bytes that this process may use; a container's limit counts where it is smaller."""
+    """Return the bytes that this process may use; a container's limit counts if it is smaller."""
     total = float(psutil.virtual_memory().total)
     try:
         return min(total, float(Path("/sys/fs/cgroup/memory.max").read_text()))

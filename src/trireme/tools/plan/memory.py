@@ -1,7 +1,8 @@
 """Memory of an engine and of one rank of the trainer, by part, in bytes.
 
-Of the trainer at the moments of a step at which it may need most. FSDP2 as `trainer.sharding` sets it up: parameters,
-gradients and optimizer state in parts; one layer, and what lies outside of the layers, whole while they are in use.
+The trainer's parts are those at the moments of a step at which it may need most. FSDP2, as `trainer/model/sharding.py`
+sets it up, keeps parameters, gradients and optimizer state in parts. One layer, and what lies outside of the layers, is
+whole while it is in use.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from trireme.algo.model.activations import (
 from trireme.algo.model.architecture import Architecture, Layer
 from trireme.algo.model.chips import GIB
 
-CONTEXT_BYTES = 0.9 * GIB  # of CUDA and NCCL, besides all tensors
-GRAPHS_BYTES = 0.8 * GIB  # of CUDA graphs
+CONTEXT_BYTES = 0.9 * GIB  # held by CUDA and NCCL, besides all tensors
+GRAPHS_BYTES = 0.8 * GIB  # held by CUDA graphs
 DIGEST_CHUNK = 128 << 20  # bytes of a tensor that are digested together on a GPU
 
-MASTER_BYTES = 4  # of a parameter that is trained, and of its gradient: float32
+MASTER_BYTES = 4  # bytes of a parameter that is trained, and of its gradient: float32
 MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 3 * 4 / 128, "muon": 4.0, "sgd": 4.0}
 """Bytes of the optimizer's state per parameter. In 8 bits, 3 float32 numbers for every 128 values are included."""
 
@@ -46,18 +47,18 @@ class Serving:
     """
 
     model: Architecture
-    memory: float  # of each GPU
+    memory: float  # bytes of each GPU
     utilization: float = 0.9
     value_bytes: int = 2
-    matrix_bytes: float | None = None  # of a weight in a layer's matrices, where the engine rounds them
+    matrix_bytes: float | None = None  # bytes of a weight in a layer's matrices, if the engine rounds them
     tp: int = 1
     max_model_len: int = 2048
     max_num_seqs: int = 256
-    batched_tokens: int = 8192  # that a step of the engine takes in at most
+    batched_tokens: int = 8192  # most tokens that a step of the engine takes in
     eager: bool = False
     kv_cache_bytes: float | None = None  # on CPU it is configured; elsewhere it is what is left
     bucket_bytes: int | None = 64 << 20  # None: the trainer's own memory is read (CUDA IPC)
-    is_shared: bool = False  # the GPU is the trainer's too: nothing may be taken beside the share
+    is_shared: bool = False  # the GPU is the trainer's too: nothing may be taken besides the share
 
     @property
     def is_on_cpu(self) -> bool:
@@ -67,16 +68,19 @@ class Serving:
     def parts(self) -> Parts:
         """Return everything but the KV cache. vLLM splits the embedding too."""
         model = self.model
-        # a step's tokens in the widest layer, besides the residual stream; and the logits of those that are sampled, in
-        # the model's precision, in float32, and as probabilities
+
+        # Activations are a step's tokens in the widest layer, next to the residual stream. The logits of the sampled
+        # tokens are held in the model's precision, in float32, and as probabilities.
         width = max(2 * matrix.outputs * matrix.used for layer in model.layers for matrix in layer.matrices)
         inside = self.batched_tokens * self.value_bytes * (4 * model.hidden + width / self.tp)
         logits = self.max_num_seqs * model.vocabulary * (self.value_bytes + 8.0)
+
         weights: float = self.value_bytes * model.num_parameters
         if self.matrix_bytes is not None:
             weights += (self.matrix_bytes - self.value_bytes) * sum(each.matrix_parameters for each in model.layers)
         parts = {"weights": weights / self.tp, "activations": inside + logits}
-        # an engine loads while it is paused, in the memory of activations too
+
+        # An engine loads weights while it is paused, so an update takes the memory of activations first.
         parts["transfers"] = max(0.0, self.update_bytes - parts["activations"])
         if self.is_on_cpu:
             return parts
@@ -109,9 +113,9 @@ class Serving:
 
     @property
     def room(self) -> float:
-        """Return the room for the KV cache; below 0 where not even the weights fit.
+        """Return the room for the KV cache; below 0 if not even the weights fit.
 
-        vLLM measures before the first update, which then takes memory beside the share. On a GPU that the trainer uses
+        vLLM measures before the first update, which then takes memory besides the share. On a GPU that the trainer uses
         too, the cache is given by this plan (`size_kv_cache`), and an update has its memory inside the share.
         """
         if self.kv_cache_bytes is not None:
@@ -141,6 +145,7 @@ class Serving:
         pages of one size, which is not counted.
         """
         model = self.model
+        # With more ranks than heads of keys and values, ranks hold copies of a head.
         heads = max(1.0, model.kv_heads / self.tp)
         held = sum(min(length, layer.window or length) for layer in model.layers if layer.attends)
         return (model.latent or 2.0 * heads * model.head_dim) * self.value_bytes * held + self.state_bytes
@@ -168,10 +173,10 @@ class Training:
     model: Architecture
     row: Pass
     shards: int = 1
-    rows: int = 2  # that a rank goes through before it updates; from the second on there are gradients of all before
+    rows: int = 2  # rows of a rank per update; from the second on, it holds the gradients of those before
     ep: int = 1
     reduce_bytes: int = 4
-    frozen_bytes: int = 2  # of a parameter that is not trained: as it is computed with
+    frozen_bytes: int = 2  # bytes of a parameter that is not trained, in the precision of the computation
     optimizer: Literal["adamw", "adamw_8bit", "muon", "sgd"] = "adamw"
     trained_whole: int = 0  # parameters of modules that are trained besides adapters
     trains_tower: bool = False  # the vision encoder too, whose activations are not counted
@@ -216,7 +221,7 @@ class Training:
     def optimizer_bytes(self) -> float:
         if self.optimizer != "muon":
             return MOMENT_BYTES[self.optimizer] * self.trained / self.shards
-        # the rest (embedding, head, norms) is AdamW's
+        # Muon is for matrices: AdamW takes the rest (embedding, head, norms).
         layers = sum(layer.matrix_parameters for layer in self.model.layers)
         matrices = layers if self.row.targets is None else self.trained - self.trained_whole
         return (MOMENT_BYTES["muon"] * matrices + MOMENT_BYTES["adamw"] * (self.trained - matrices)) / self.shards
@@ -226,6 +231,8 @@ class Training:
         """Return the parts on the rank's device at each moment of a step, in the order in which they are shown."""
         model, row, layer = self.model, self.row, self.model.largest_layer
         value_bytes, tokens, embedding = row.value_bytes, row.own_tokens, self.model.embedding
+
+        # These parts are there at all moments.
         settled = {"weights": self.weight_bytes, "optimizer": self.optimizer_bytes}
         if self.has_reference:  # with adapters, the base model is there already, and the copy is of these
             settled["reference"] = self.gradient_bytes
@@ -239,33 +246,38 @@ class Training:
         )
         by_layer = [_kept(self, number) for number in range(len(model.layers))]
         kept = (2 * max(by_layer) if self.offload_activations else sum(by_layer)) + mask
-        # what the last norm keeps, and the hidden states that the head sees, with their gradient
+
+        # The last norm keeps its input, and the head its hidden states with their gradient.
         final = tokens * model.hidden * (4 + 3 * value_bytes)
-        # the layer at work computes again what it did not keep
+        # The layer at work computes again what it did not keep.
         whole = kept_by_layer(model, layer, row)
         still = kept_by_matrices(model, layer, row) if self.ac_mode == "selective" else 0.0
         again = max(0.0, whole - still) if self.ac_freq is not None else 0.0
-        # gradients of a layer's activations, where they are most: in the MLP, of gate, up and what they made
+        # A layer's activations have most gradients in the MLP: those of gate, up and their product.
         down = max(layer.matrices, key=lambda matrix: (matrix.name == "down_proj", matrix.used * matrix.inputs))
         between = tokens * value_bytes * 2 * down.used * (down.inputs + model.hidden)
 
-        # head and vision encoder are gathered all through a pass; an embedding of its own only while it is at work
+        # Head and vision encoder are whole all through a pass; a separate embedding only while it is at work.
         root = value_bytes * (embedding + model.hidden + model.tower)
         gathered = root + _gathered(self, layer)
         head_gradient = reduction = 0.0
-        if row.targets is None:  # the head is trained: it waits for the embedding's, with which it is reduced
+        if row.targets is None:
+            # The head's gradient waits for the embedding's, with which it is reduced.
             head_gradient = value_bytes * embedding
-            # laid out to be reduced, and this rank's part; where head and embedding are one, two add up
+            # A gradient is laid out to be reduced, next to this rank's part. A tied embedding adds up two.
             laid_out = value_bytes + self.reduce_bytes * (1 + 1 / self.shards)
             reduction = embedding * (laid_out + value_bytes * model.tied)
             reduction += model.tower * laid_out * self.trains_tower
-        # in the first row, this layer's gradient is not there yet
+
+        # In the first row, this layer's gradient is not there yet.
         others = gradients if self.rows > 1 else gradients * (len(model.layers) - 1) / len(model.layers)
 
         update = 0.0
-        if self.optimizer == "muon":  # one matrix whole, several times; fused kernels need nothing
+        if self.optimizer == "muon":  # several copies of a whole matrix; fused kernels of the others need nothing
             update = 4.0 * MASTER_BYTES * max(matrix.weights for each in model.layers for matrix in each.matrices)
-        # the largest tensor whole, as it is held, as it is sent, and its digest; and two buckets, or all that was sent
+
+        # The largest tensor is there whole: as it is held, as it is sent, and for its digest. What was sent before it
+        # is in two buckets, or with memory handles in a copy of the model.
         sent, largest = self.served_bytes * model.num_parameters, self.served_bytes * model.largest_tensor
         transfers: float = model.largest_tensor * MASTER_BYTES + largest + digest_bytes(largest)
         transfers += sent if self.bucket_bytes is None else 2.0 * self.bucket_bytes
@@ -299,6 +311,7 @@ class Training:
         """Return what the rank needs of its machine's memory: checkpoints are staged there, and what is offloaded lives
         there."""
         values = self.gradient_bytes
+        # A checkpoint holds the trained parameters, as many bytes as their gradients, and the optimizer.
         parts = {"checkpoint": values + self.optimizer_bytes}
         if self.offload_parameters:
             parts["parameters"] = self.weight_bytes + self.optimizer_bytes + values
@@ -319,14 +332,16 @@ def _kept(training: Training, number: int) -> float:
 
 
 def _logits(training: Training) -> float:
-    """Return the bytes of a chunk's logits, their logprobs in float32, and the gradient of these; of which that of the
-    head is made.
+    """Return the bytes of a chunk's logits, of their logprobs in float32, and of the gradient of these, from which the
+    head's gradient is made.
 
-    Where there are several chunks, and the head is trained, the sum of its gradients too, in float32.
+    With several chunks and a trained head, the sum of the head's gradients is there too, in float32.
     """
     row, model = training.row, training.model
     values = min(training.head_chunk, row.own_tokens) * model.vocabulary
     chunk = values * (8.0 + row.value_bytes)
+
+    # Adapters leave the head as it is, so it has no gradient.
     if row.targets is not None:
         return chunk
     sums = 4.0 * model.embedding if row.own_tokens > training.head_chunk else 0.0
@@ -340,15 +355,16 @@ def _layer_values(training: Training, layer: Layer) -> float:
 
 
 def _gathered(training: Training, layer: Layer) -> float:
-    """Return the layer at work, and, where there are several ranks, the next one, which is fetched meanwhile."""
+    """Return the layer at work and, if there are several ranks, the next one, which is fetched meanwhile."""
+    # Without resharding a layer stays whole after its forward pass.
     if not training.reshard:
         return training.row.value_bytes * sum(_layer_values(training, each) for each in training.model.layers)
     return (2 if training.shards > 1 else 1) * training.row.value_bytes * _layer_values(training, layer)
 
 
 def _gathered_or_reduced(training: Training, layer: Layer) -> float:
-    """Return the layer, its own gradient, whole, and that of the layer before it, which is laid out and being reduced.
-    Or, when the layer has been let go of: its gradient laid out, and this rank's part of it."""
+    """Return the larger of two moments: the layer whole, with its gradient, while that of the one before is reduced.
+    Or, once the layer has been released, its gradient as it is laid out, and this rank's part of it."""
     num_layers = len(training.model.layers)
     values = training.trained / num_layers if training.frozen else _layer_values(training, layer)
     whole, laid_out = training.row.value_bytes * values, training.reduce_bytes * values

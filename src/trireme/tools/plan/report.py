@@ -32,17 +32,22 @@ def show(estimate: Estimate) -> RenderableType:
 def _facts(estimate: Estimate) -> Iterator[Text]:
     batch, model, training = estimate.batch, estimate.training.model, estimate.training
     machine, serving = estimate.machine, estimate.serving
+
+    # The active parameters tell something only of mixtures of experts, which use less than half at once.
     trained = f"{_count(training.trained)} trained" if training.trained != model.num_parameters else "all trained"
     active = (
         f", {_count(model.active_parameters)} active"
         if model.num_parameters - model.tower > 2 * model.active_parameters
         else ""
     )
+
     yield _fact("model", f"{estimate.sized.name}: {_count(model.num_parameters)} parameters{active}, {trained}")
+    # The whole plan rests on these sizes, so any doubt about them is shown.
     if not estimate.sized.is_exact:
         yield Text(f"{'':9}its family ({model.model_type or 'unnamed'}) is not known: counted as Llama's", "yellow")
     elif model.is_counted:
         yield Text(f"{'':9}parameters are exact; the memory of its activations is an estimate", "yellow")
+
     memory = f"{machine.chip.memory / GIB:,.0f} GiB"
     if machine.is_on_cpu:
         yield _fact("machine", f"{machine.cores} cores, {memory}; trainer on {estimate.ranks} rank(s)")
@@ -52,10 +57,12 @@ def _facts(estimate: Estimate) -> Iterator[Text]:
         sides = f"{estimate.engine_gpus} for engines (tp {serving.tp}), {estimate.trainer_gpus} for the trainer"
         shared = " (the same)" if estimate.is_shared else ""
         yield _fact("machine", f"{machine.num_gpus} x {machine.chip.name} of {memory}: {sides}{shared}")
+
     what = f"{batch.rollouts} rollouts in {batch.groups} groups" if batch.groups else f"{batch.rollouts} samples"
     yield _fact(
         "batch", f"{what}, {_count(batch.tokens)} tokens ({batch.lengths.total:,.0f} each: {batch.lengths.source})"
     )
+    # Ranks that share a row (`cp`) are a team.
     team = "rank" if batch.teams == estimate.ranks else f"team of {estimate.ranks // batch.teams} ranks"
     yield _fact("rows", f"{batch.rows} of {batch.row_tokens:,} tokens for each {team} per update")
 
@@ -70,11 +77,14 @@ def _memory(estimate: Estimate) -> Table:
     for name in sides:
         table.add_column(name)
         table.add_column("GiB", justify="right")
+
+    # Parts of less than about half a MiB would fill the table with zeros.
     columns = [
         [(name, _gib(part)) for name, part in need.parts.items() if part > 0.0005 * GIB] for need in sides.values()
     ]
     for row in zip_longest(*columns, fillvalue=("", "")):
         table.add_row(*(cell for cells in row for cell in cells))
+
     table.add_section()
     totals = (("of", f"{_gib(need.total)} / {_gib(need.room)}") for need in sides.values())
     table.add_row(*(cell for cells in totals for cell in cells))
@@ -107,6 +117,8 @@ def _time_notes(estimate: Estimate) -> Iterator[str]:
         )
         idle = 1 - min(split.sampling_s, split.training_s) / split.step_s
         yield f"Bottleneck: {slower}; {other} idle {idle:.0%} of the time."
+
+    # The times are estimates: less than 3 % is no reason to change anything.
     if best is not None and best.step_s < 0.97 * split.step_s:
         counts = f"inference_gpus = {best.engine_gpus}, trainer_gpus = {best.trainer_gpus}"
         yield f"Better: {counts} takes {best.step_s:,.1f} s."
@@ -118,11 +130,14 @@ def _verdict(estimate: Estimate) -> Iterator[Text]:
         yield Text(f"Will not fit: {problem}.", "bold red")
     if not problems:
         yield Text("It fits.", "green")
+
+    # Savings are of interest before memory is short, from 80 % on.
     fits = estimate.trainer.fits
     if not fits or estimate.trainer.total > 0.8 * estimate.trainer.room:
         for saving in savings_of(estimate):
             alone = "   (enough alone)" if saving.fits and not fits else ""
             yield Text(f"  {saving.words} saves {_gib(saving.saved)} GiB{alone}")
+
     if not fits and (found := first_that_fits(estimate)):
         words, then = found
         sizes = f"{_gib(then.trainer.total)} of {_gib(then.trainer.room)} GiB"

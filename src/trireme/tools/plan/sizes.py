@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import torch
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-LARGE_GPU, HUGE_GPU = 70 * GIB, 160 * GIB  # from here on vLLM takes in more tokens at once
+LARGE_GPU, HUGE_GPU = 70 * GIB, 160 * GIB  # memory sizes at which vLLM takes in more tokens at once
 ALL_LINEAR = "all-linear"
 HUB_S = 10.0
 
@@ -60,6 +60,7 @@ def find_config(name: str, *, fetch: bool = False) -> dict[str, Any]:
     """
     if file := config_file(name):
         return load_described(file)
+
     import httpx  # a plan without a model on a hub needs neither
     from huggingface_hub import constants, hf_hub_url
     from huggingface_hub.utils import build_hf_headers
@@ -67,7 +68,7 @@ def find_config(name: str, *, fetch: bool = False) -> dict[str, Any]:
     try:
         if not fetch or constants.HF_HUB_OFFLINE:
             raise FileNotFoundError(name)
-        # not by `hf_hub_download`, which retries for half a minute without a network
+        # `hf_hub_download` would retry for half a minute without a network.
         url, headers = hf_hub_url(name, "config.json"), build_hf_headers()
         answer = httpx.get(url, headers=headers, timeout=HUB_S, follow_redirects=True).raise_for_status()
         config: dict[str, Any] = answer.json()
@@ -90,8 +91,12 @@ def read_sizes(name: str, config: dict[str, Any] | None = None, *, vlm: Vlm | No
     Raises: ConfigError if there is none, or if it lacks a size.
     """
     config = find_config(name) if config is None else config
+
+    # Building the model takes seconds, so families in the table are worked out, except for a vision encoder.
     if (vlm or not is_known(config)) and (counted := count_sizes(config, vlm)):
         return Sized(counted, name, is_exact=True)
+
+    # Counted as a dense decoder, a mixture of experts would be far too small.
     if not is_known(config) and num_experts_of(config):
         raise ConfigError(
             f"The experts of {name!r} (model_type {config.get('model_type')}) cannot be counted, as the installed "
@@ -115,6 +120,7 @@ def count_sizes(config: dict[str, Any], vlm: Vlm | None = None) -> Architecture 
     from trireme.trainer.model.sharding import decoder_layers
 
     try:
+        # `build_model` reads a folder, and the weights are not on this disk.
         with TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(config))
             vlm = vlm or (Vlm() if config.get("model_type") in WITHOUT_TEXT_MODEL else None)
@@ -122,6 +128,8 @@ def count_sizes(config: dict[str, Any], vlm: Vlm | None = None) -> Architecture 
         blocks = decoder_layers(model)
     except (ConfigError, KeyError, TypeError, AttributeError):
         return None
+
+    # The sizes are those of the text model; a vision encoder is counted by itself.
     described = model.config.get_text_config()
     text = described.to_dict()
     layers = tuple(_layer(block, text, number) for number, block in enumerate(blocks))
@@ -129,10 +137,15 @@ def count_sizes(config: dict[str, Any], vlm: Vlm | None = None) -> Architecture 
     head = model.get_output_embeddings()
     tower = sum(each.numel() for each in model.get_submodule(TOWER).parameters()) if vlm else 0
     heads = getattr(described, "num_attention_heads", None) or 1
+
+    # Engines may hold recurrent states in another precision than the weights.
     dtype = text.get("mamba_ssm_dtype") or text.get("mamba_ssm_cache_dtype")
     if dtype is None and described.model_type == "nemotron_h":  # vLLM's `NemotronHForCausalLMConfig`
         dtype = "float32"
+
+    # Latent attention caches one vector per token instead of keys and values.
     latent = (text.get("kv_lora_rank") or 0) and text["kv_lora_rank"] + text["qk_rope_head_dim"]
+
     return Architecture(
         model_type=described.model_type,
         hidden=hidden,
@@ -171,6 +184,7 @@ def _layer(block: torch.nn.Module, text: dict[str, Any], number: int) -> Layer:
 def _matrices(block: torch.nn.Module, text: dict[str, Any]) -> Iterator[Matrix]:
     """Yield linear layers, routers, and the stacked matrices of experts."""
     used = experts_used(text)
+    # A convolution's weights have three dimensions, as stacked experts do.
     convolutions = {id(part.weight) for part in _convolutions(block)}
     for path, parameter in block.named_parameters():
         module, name = path.split(".")[-2:] if "." in path else ("", path)
@@ -205,9 +219,10 @@ def _recurrence(mixer: Any) -> tuple[int, int]:
 
 
 def training_of(config: RunConfig | SftConfig, model: Architecture, *, rows: int) -> Training:
-    """
+    """Return the sizes of training that a configuration sets.
+
     Args:
-        rows: that a rank goes through before it updates.
+        rows: number of rows that a rank trains on before it updates.
     """
     trainer: TrainerConfig | SftConfig
     if isinstance(config, RunConfig):
@@ -215,12 +230,15 @@ def training_of(config: RunConfig | SftConfig, model: Architecture, *, rows: int
         has_reference, served_bytes = bool(trainer.loss.beta), BYTES[config.served_dtype]
         bucket_bytes = None if broadcast.type == "ipc" else broadcast.bucket_mib << 20
     else:
+        # A supervised run sends no weights to engines.
         trainer, has_reference, served_bytes, bucket_bytes = config, False, 2, 0
+
     on_cpu, settings, lora = config.device == "cpu", trainer.model, trainer.model.lora
     value_bytes = BYTES[settings.optimization_dtype]
     targets = lora.target_modules if lora else None
     if targets and ALL_LINEAR in targets:
         targets = tuple({matrix.name for layer in model.layers for matrix in layer.matrices})
+
     return Training(
         model,
         Pass(
@@ -231,7 +249,7 @@ def training_of(config: RunConfig | SftConfig, model: Architecture, *, rows: int
             targets=targets,
             rank=lora.rank if lora else 0,
             dropout=bool(lora and lora.dropout),
-            # attention may be written out on a CPU; the length at which that takes most
+            # A CPU writes the scores of short samples out: this is the length at which they take most.
             sample=min(config.seq_len, SHORT[value_bytes]) if on_cpu else 0,
         ),
         shards=max(1, (trainer.num_ranks or 1) // settings.dp_replicate),
@@ -267,10 +285,12 @@ def _trained_whole(lora: Lora, model: Architecture) -> int:
 def serving_of(config: RunConfig, model: Architecture, machine: Machine) -> Serving:
     inference, on_cpu = config.inference, config.device == "cpu"
     max_model_len = inference.model.max_model_len or config.seq_len
-    # vLLM's own default for a server
+
+    # vLLM's own defaults for the tokens of a step.
     is_large = machine.chip.memory >= LARGE_GPU and "A100" not in machine.chip.name
     batched = 16384 if machine.chip.memory >= HUGE_GPU else 8192 if is_large else 2048
     batched = max(2048, max_model_len) if on_cpu else batched
+
     return Serving(
         model,
         memory=machine.chip.memory,

@@ -14,10 +14,10 @@ from trireme.algo.model.flops import model_flops, model_forward_flops
 from trireme.tools.plan.lengths import Lengths
 from trireme.tools.plan.memory import Serving, Training
 
-READ_SHARE = 0.6  # of a memory's bandwidth that decoding reaches
-PREFILL_SHARE = 0.4  # of a chip's peak that reading a prompt reaches
-TOKEN_OVERHEAD_S = 0.004  # of an engine, per token that it adds to all its requests
-UPDATE_BYTES_PER_S = 10e9  # of weights on their way to engines
+READ_SHARE = 0.6  # share of a memory's bandwidth that decoding reaches
+PREFILL_SHARE = 0.4  # share of a chip's peak that reading a prompt reaches
+TOKEN_OVERHEAD_S = 0.004  # an engine's overhead per step, which adds a token to each of its requests
+UPDATE_BYTES_PER_S = 10e9  # rate at which weights reach the engines
 UPDATE_OVERHEAD_S = 0.3
 SMALLEST_MFU, LARGEST_MFU = 0.03, 0.45
 
@@ -30,8 +30,8 @@ class Batch:
     groups: int | None
     lengths: Lengths
     row_tokens: int
-    rows: int  # of a rank
-    teams: int  # ranks, or teams that share a row, which have rows of their own
+    rows: int  # rows that a rank trains on per update
+    teams: int  # groups with rows of their own: single ranks, or ranks that share a row (`cp`)
     iterations: int
     oversampling: float
 
@@ -68,8 +68,12 @@ def training_rate(training: Training, chip: Chip, batch: Batch, mfu: float) -> f
     model = training.model
     forward = model_forward_flops(model, batch.lengths.total)
     flops = model_flops(model, batch.lengths.total, trained=training.trained if training.frozen else None)
+
+    # A layer that is recomputed has its forward pass twice.
     if training.ac_freq and training.ac_mode == "full":
         flops += forward * math.ceil(len(model.layers) / training.ac_freq) / len(model.layers)
+
+    # The reference model has one forward pass, however often the batch is trained on.
     flops = flops * batch.iterations + (forward if training.has_reference else 0.0)
     return chip.peak(training.row.value_bytes) * mfu / flops
 
@@ -79,12 +83,17 @@ def sampling_seconds(serving: Serving, chip: Chip, batch: Batch, *, engines: int
     rollouts, lengths = batch.rollouts / engines, batch.lengths
     model, peak = serving.model, chip.peak(serving.value_bytes)
     requests = serving.concurrency(lengths.total, rollouts * batch.oversampling)
-    # for one token of each request: all weights that are met are read, and all keys and values
+
+    # For one token of each request the engine reads all weights that the tokens use, and all keys and values.
     met = min(model.num_parameters, model.active_parameters * requests) / serving.tp
     read = met * serving.value_bytes + requests * serving.kv_bytes(lengths.prompt + lengths.sampled / 2)
     computed = 2 * model.active_parameters * requests / serving.tp
     token_s = max(read / (chip.bandwidth * READ_SHARE), computed / peak) + TOKEN_OVERHEAD_S
+
+    # A prompt's tokens are computed together, so its limit is compute and not bandwidth.
     prompt_token_s = 2 * model.active_parameters / (peak * PREFILL_SHARE * serving.tp)
+
+    # No batch is done before its longest rollout, however many engines share it.
     decoded = max(rollouts * lengths.sampled / requests, lengths.longest)
     return decoded * token_s + rollouts * lengths.prompt * prompt_token_s
 
