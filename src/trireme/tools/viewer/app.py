@@ -66,10 +66,10 @@ class EvalView(App[None]):
         self.rows: list[Row] = []  # those that pass the filter
         self.filter = Filter()
         self.sorted_by, self.backwards = "example", False
-        self.pane = "tree"  # the one that is shown where there is room for one
+        self.pane = "tree"  # the one that is shown if there is room for only one
         self._reading = threading.Lock()  # a worker that was replaced may still be reading
         self._means = MeanRewards()
-        self._wanted: tuple[str, str, int] | None = None  # where the cursor belongs: env, example, rollout
+        self._wanted: tuple[str, str, int] | None = None  # place of the cursor: env, example, rollout
         self._shown: tuple[Any, Any] = (None, None)  # file and row that the reader shows
         self._has_stepped = self._has_looked = False
 
@@ -103,6 +103,8 @@ class EvalView(App[None]):
     def _find_sources(self) -> None:
         worker = get_current_worker()
         sources = find_sources(self.folders)
+
+        # The tree shows names at once. Mean rewards follow, as files are read for them.
         self._hand_over(self._show_sources, sources)
         redraw_at = time.monotonic() + REDRAW_S
         for _ in self._means.update(sources):
@@ -122,6 +124,8 @@ class EvalView(App[None]):
         self.sources = sources
         titles = {source.run: run_title(source.run, self.folders) for source in sources}
         self.run_tree.show(sources, titles)
+
+        # A later look must not replace the line on top, which shows the open rollout by then.
         if self._has_looked:
             return
         self._has_looked = bool(sources)
@@ -143,8 +147,10 @@ class EvalView(App[None]):
             self._go_to_pane("table")
 
     def _open(self, source: Source) -> None:
+        # Only rollouts of training have an advantage, so an order by it cannot be kept.
         if self.source is None or (self.source.series == TRAINING) != (source.series == TRAINING):
             self.sorted_by, self.backwards = "example", False
+
         self.source, self.opened = source, open_rollouts(source.path)
         self._write_where()
         self._read_rollouts()
@@ -158,28 +164,36 @@ class EvalView(App[None]):
         worker, opened, chosen = get_current_worker(), self.opened, self.filter
         if opened is None:
             return
+
         rows: list[Row] | None = None
         has_more, redraw_at = True, 0.0
         while has_more:
+            # A worker that was replaced may still be reading the same file.
             with self._reading:
                 if worker.is_cancelled:
                     return
                 has_more = opened.read_more()
             if rows is not opened.rows:  # the first part, or the file was replaced
                 rows, num_seen, passed = opened.rows, 0, []
+
+            # A search for words reads each conversation from disk, so the next filter must be able to end it early.
             for row in rows[num_seen:]:
                 if worker.is_cancelled:
                     return
                 if chosen.matches(row, opened.record):
                     passed.append(row)
             num_seen = len(rows)
+
+            # A long search shows what it has found so far.
             if not has_more or time.monotonic() > redraw_at:
                 self._hand_over(self._take_rows, opened, list(passed))
                 redraw_at = time.monotonic() + REDRAW_S
 
     def _take_rows(self, opened: ResultsFile | BatchFile, rows: list[Row]) -> None:
+        # The user may have opened another file meanwhile.
         if opened is not self.opened:
             return
+
         self.rows = rows
         has_stepped, self._has_stepped = self._has_stepped, False
         examples = {(row.env, row.example) for row in rows}
@@ -194,10 +208,13 @@ class EvalView(App[None]):
         assert self.opened is not None
         wanted, rows = self._wanted, in_order(self.rows, self.sorted_by, backwards=self.backwards)
         self.table.show(rows, sorted_by=self.sorted_by, backwards=self.backwards)
+
+        # The cursor stays on its rollout, or else on its example, so that a user can follow it through the steps.
         keys = [key_of(row) for row in self.table.listed]
         same_example = (place for place, key in enumerate(keys) if wanted and key[:2] == wanted[:2])
         place = keys.index(wanted) if wanted in keys else next(same_example, 0)
         self.table.move_cursor(row=place, animate=False)
+
         self.figures.update(summary(self.opened, self.rows, self.filter))
         self.figures.set_class(bool(self.opened.trouble), "trouble")
         self._show_current()
@@ -277,6 +294,8 @@ class EvalView(App[None]):
             which = "first" if by < 0 else "last"
             self.notify(clean(f"{self.source.label} is the {which} of {self.source.series}"), markup=False)
             return
+
+        # A filter must not hide the example in the other file; `_take_rows` sees to it.
         self._has_stepped = True
         self.run_tree.go_to(series[place])
         self._open(series[place])

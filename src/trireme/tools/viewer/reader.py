@@ -67,6 +67,8 @@ class Reader(RichLog):
 def page(record: Record, *, longest: int | None) -> Iterator[tuple[Text, str]]:
     """Yield all of a rollout as texts, each with the colour of the bar on its left, or with ""."""
     row = record.row
+
+    # What users look for first: which rollout it is, its reward, and how it ended.
     first = Text.assemble(
         (f"{clean(row.env)} " if row.env else "", "bold"),
         (f"example {clean(row.example)} · rollout {row.rollout} · ", "bold"),
@@ -76,20 +78,26 @@ def page(record: Record, *, longest: int | None) -> Iterator[tuple[Text, str]]:
         first.append(f" · advantage {row.advantage:+.3f}", style="bold")
     yield first, ""
     yield Text(" · ".join(record.facts), style="bright_black"), ""
+
     if record.metrics:
         metrics = record.metrics.items()
         parts = (x for k, v in metrics for x in ((f"{clean(k)} ", "bright_black"), f"{decimal(v)}   "))
         yield Text.assemble(*parts), ""
+
     if row.error:
         yield Text.assemble(("failed: ", "bold red"), (row.error, "red")), ""
     if record.answer:
         yield Text.assemble(("answer: ", "bold"), clean(record.answer[:LONGEST])), ""
     yield Text(), ""
+
+    # The conversation is the only part with bars, in the colours of its roles.
     for title, messages in (("prompt", record.prompt), ("completion", record.completion)):
         if messages:
             yield Text(f"━━ {title} ", style="bold bright_black"), ""
         for block in blocks(messages):
             yield from _block(block, longest)
+
+    # The rest has no place above, such as keys that another tool wrote.
     rest = ({"info": record.info} if record.info else {}) | record.more
     if rest:
         yield Text("━━ also ", style="bold bright_black"), ""

@@ -34,7 +34,7 @@ class Source:
     path: Path
     run: Path  # the run's folder, or the nearest to one
     series: str  # files to compare with each other: `training`, the environment, or ENV--MODEL
-    version: int | None = None  # of the policy, or the number of a batch; None outside of runs
+    version: int | None = None  # version of the policy, or number of a batch; None outside of runs
 
     @property
     def label(self) -> str:
@@ -58,9 +58,11 @@ def find_sources(folders: Sequence[Path]) -> list[Source]:
     """Return all files of rollouts, by run, training first, then by version. Links to folders are not followed."""
     found: dict[Path, Source] = {}
     for folder in folders:
+        # A file that the user names is taken whatever it is called.
         if folder.is_file():
             found[folder] = _source(folder) or Source(folder, run=folder.parent, series=folder.stem)
         for parent, folders_in, names in os.walk(folder):
+            # `os.walk` goes into the folders that are left in its list.
             inside = [] if Path(parent).name == "journal" else folders_in
             folders_in[:] = sorted(name for name in inside if not name.startswith(".") and name not in SKIPPED)
             found |= {source.path: source for name in names if (source := _source(Path(parent, name)))}
@@ -107,6 +109,7 @@ class MeanRewards:
 
     def update(self, sources: Sequence[Source]) -> Iterator[None]:
         """Read what is new. Yield after each part of a file."""
+        # The metrics have the means of all batches, so no journal is read.
         for run in {source.run for source in sources if source.series == TRAINING}:
             metrics = RunPaths(run).metrics
             rows, self._offsets[metrics] = read_metrics(metrics, self._offsets.get(metrics, 0))
@@ -115,6 +118,8 @@ class MeanRewards:
             batches = [one for one in sources if (one.run, one.series) == (run, TRAINING) and one.version in means]
             self.known |= {source.path: float(means[source.version]) for source in batches}
             yield
+
+        # An evaluation is read in parts, of which only the sums stay in memory.
         for path in [source.path for source in sources if source.series != TRAINING]:
             identity = identity_of(path)
             if identity in (None, self._seen.get(path)):

@@ -14,7 +14,7 @@ from trireme.base.safe_text import clean, decimal
 from trireme.tools.rollout_filters import Filter
 from trireme.tools.rollouts import DROPPED, BatchFile, ResultsFile, Row
 
-MOST_LINES = 2000  # of the table; Textual measures each cell of it
+MOST_LINES = 2000  # most lines of the table, as Textual measures each cell
 MARKS = {False: "▲", True: "▼"}
 
 
@@ -100,6 +100,7 @@ class RolloutTable(DataTable[Text]):
         content = listed, columns, sorted_by, backwards
         if content == self._content:
             return  # an update would scroll the table back
+
         self._content, self.listed = content, listed
         self.clear(columns=True)
         for name, heading in columns.items():
@@ -116,15 +117,19 @@ def summary(opened: ResultsFile | BatchFile, rows: Sequence[Row], chosen: Filter
     """Return a line on what is listed: how many rollouts, their rewards, and what is wrong with their file."""
     if opened.trouble:
         return Text(clean(opened.trouble), style="red")
+
     rewards = [row.reward for row in rows if row.reward is not None]
     parts = [f"{len(rows)} of {len(opened.rows)} rollouts" if chosen.line else f"{len(rows)} rollouts"]
     if len(rows) > MOST_LINES:
         parts.append(f"the first {MOST_LINES} are listed")
     if rewards:
         parts.append(f"reward {decimal(fmean(rewards))} ±{decimal(pstdev(rewards), 2)}")
+
+    # A dropped rollout has an error too, and counts once.
     counts = {"truncated": sum(row.truncated for row in rows), "dropped": sum(row.stop == DROPPED for row in rows)}
     counts["failed"] = sum(bool(row.error) for row in rows) - counts["dropped"]
     parts += [f"{count} {name}" for name, count in counts.items() if count]
+
     text = Text(" · ".join(parts))
     if opened.damaged:
         lines = ", ".join(map(str, opened.damaged[:3])) + ("…" if len(opened.damaged) > 3 else "")

@@ -17,7 +17,7 @@ from trireme.tools.viewer.sources import TRAINING, Source
 from trireme.tools.viewer.table import reward_style
 
 TREND = 10  # cells of the sparkline
-FEW = 60  # evaluations of a series that is open from the start
+FEW = 60  # most evaluations of a series that is open from the start
 
 Key = tuple[Path | str, ...]
 """(run), (run, series) or (run, series, path)."""
@@ -47,22 +47,29 @@ class RunTree(Tree[Key]):
     def show(self, sources: Sequence[Source], titles: Mapping[Path, str]) -> None:
         if list(self._sources.values()) == list(sources):
             return
+
+        # The tree is built from scratch, so what the user opened is remembered.
         was_open = {key: node.is_expanded for key, node in self._by_key.items()}
         cursor = self.cursor_node.data if self.cursor_node else None
         self.clear()
         self._by_key.clear()
+
         self._sources = {(one.run, one.series, one.path): one for one in sources}
         for run, of_run in groupby(sources, key=lambda source: source.run):
             top = self.root.add(Text(clean(titles[run]), style="bold"), (run,), expand=was_open.get((run,), True))
             self._by_key[run,] = top
             for series, group in groupby(of_run, key=lambda source: source.series):
                 files = list(group)
+
+                # Long series start closed, so that all runs fit on a screen.
                 is_open = was_open.get((run, series), series != TRAINING and len(files) <= FEW)
                 branch = top.add("", (run, series), expand=is_open)
                 self._by_key[run, series] = branch
                 for source in files:
                     key = (run, series, source.path)
                     self._by_key[key] = branch.add_leaf("", key)
+
+        # The new nodes have their lines only after the next refresh.
         self.relabel()
         if cursor in self._by_key:
             self.call_after_refresh(self.move_cursor, self._by_key[cursor])
@@ -76,6 +83,7 @@ class RunTree(Tree[Key]):
             label = Text(f"{clean(source.label)}  ")
             if mean is not None:
                 label.append(decimal(mean), style=reward_style(mean))
+            # Each new label redraws the tree.
             if self._by_key[key].label != label:
                 self._by_key[key].set_label(label)
         for series, values in means.items():
