@@ -13,7 +13,7 @@ import httpx
 from openai import OpenAI, OpenAIError
 
 http = httpx.Client(base_url="http://127.0.0.1:8090", timeout=600, transport=httpx.HTTPTransport(retries=7))
-TOKEN = Path("outputs/own-harness/.token")  # another one after `rl --resume`
+TOKEN = Path("outputs/own-harness/.token")  # `rl --resume` writes a new one
 
 
 def play() -> None:

@@ -92,6 +92,8 @@ def train(steps: int, seed: int = 0) -> list[float]:
     draws = random.Random(seed)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=0.0)
+
+    # The engine keeps a copy of the weights; in the real system it is another process.
     engine = LLM(
         model=str(MODEL),
         dtype="float32",
@@ -100,6 +102,8 @@ def train(steps: int, seed: int = 0) -> list[float]:
         logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
         enforce_eager=True,
     )
+
+    # Sampling and training take turns, so each batch is sampled with the newest weights.
     history = []
     for version in range(steps):
         groups = sample_groups(engine, draws.sample(texts, GROUPS), version)

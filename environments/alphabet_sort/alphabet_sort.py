@@ -28,6 +28,8 @@ def load_environment(
         sort_by=sort_by,
         seed=seed,
     )
+
+    # The last tag is the answer field; the first turn has a tag of its own, which `TurnRubric` reads.
     parser = vf.XMLParser([FIRST_TAG, LATER_TAG], answer_field=LATER_TAG)
     return AlphabetSortEnv(
         dataset=_to_dataset(train),
@@ -78,6 +80,7 @@ class TurnRubric(vf.Rubric):
     async def score_rollout(self, state: vf.State) -> None:
         await super().score_rollout(state)
         similarities = self.similarities(state["completion"], state["info"])
+        # Episodes differ in their turns, so these metrics have no functions of their own.
         state["metrics"] |= {f"similarity_turn_{n}": value for n, value in enumerate(similarities, start=1)}
 
     def similarities(self, completion: vf.Messages, info: dict) -> list[float]:
@@ -87,6 +90,7 @@ class TurnRubric(vf.Rubric):
 
     def answers(self, completion: vf.Messages, info: dict) -> list[list[str] | None]:
         said = [message["content"] or "" for message in self.parser.get_assistant_messages(completion)]
+        # A turn that was not reached counts as one without an answer.
         said += [""] * (len(info["expected"]) - len(said))
         return [self._answer(text, LATER_TAG if turn else FIRST_TAG) for turn, text in enumerate(said)]
 

@@ -14,7 +14,7 @@ from alphabet_sort_names import FIRST_NAMES, LAST_NAMES
 
 FIRST_TAG, LATER_TAG = "alphabetical_sorted", "combined_alphabetical_sorted"
 MARK = "// new name!"
-EVAL_SHARE = 0.2  # of all episodes; the rest is for training
+EVAL_SHARE = 0.2  # share of all episodes; the rest is for training
 DRAWS_PER_EPISODE = 50  # short episodes repeat often; after so many draws per one that is wanted, there are no more
 ORDERS = {"first": " by first name", "last": " by last name", "letters": ""}
 
@@ -77,6 +77,8 @@ def make_episodes(
 ) -> tuple[list[Episode], list[Episode]]:
     """Different episodes, as many as asked for or as there are. Training and evaluation never share one."""
     _check(num_turns=num_turns, names_per_turn=names_per_turn, items=items, sort_by=sort_by)
+
+    # Dicts keep the order of the draws, and no episode comes twice.
     train: dict[Episode, None] = {}
     evaluation: dict[Episode, None] = {}
     draws = _draw_episodes(random.Random(seed), num_turns, names_per_turn, items, sort_by)
@@ -87,6 +89,8 @@ def make_episodes(
         wanted, limit = (evaluation, num_eval) if is_for_eval(episode) else (train, num_train)
         if len(wanted) < limit:
             wanted[episode] = None
+
+    # Bounds may allow so few episodes that all of them are for evaluation.
     if num_train and not train:
         raise ValueError(
             f"No episode of {num_turns} turns with {names_per_turn} {items} each is left for training - expected "
@@ -151,6 +155,8 @@ def _check(*, num_turns: tuple[int, int], names_per_turn: tuple[int, int], items
             raise ValueError(
                 f"min_{name}={low} and max_{name}={high} - expected 1 <= min_{name} <= max_{name} - change them."
             )
+
+    # No name comes twice in an episode, so its longest list must not need more than there are.
     most, there_are = num_turns[1] * names_per_turn[1], _num_items(items)
     if most > there_are:
         raise ValueError(

@@ -38,6 +38,7 @@ def _examples(num: int, *, seed: int, blank: bool, held_out: bool) -> list[dict]
     rng = random.Random(f"{seed} {held_out}")
     examples = []
     while len(examples) < num:
+        # Colours take turns, so that guessing one is right as often as guessing another.
         color, side = list(COLORS)[len(examples) % len(COLORS)], rng.randint(28, 52)
         left, top = rng.randint(0, SIDE - side), rng.randint(0, SIDE - side)
         if ((left + top) % 5 == 0) == held_out:

@@ -25,6 +25,8 @@ def task(rng):
     source = rng.choice(sorted(FILES.glob("*.txt")))
     lines = source.read_text().splitlines()
     a, b, count = rng.randint(10, 99), rng.randint(10, 99), rng.randint(2, 5)
+
+    # Tasks differ in whether the answer is in a file or in the last message.
     kind = rng.choice(["add", "multiply", "sort", "tail"])
     if kind == "add":
         return _task(f"Write the sum of {a} and {b} into {out}.", f"echo $(({a}+{b})) > {out}", str(a + b), out)

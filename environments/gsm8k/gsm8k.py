@@ -21,6 +21,8 @@ def load_environment(
     if dataset not in ("offline", "hub"):
         raise ValueError(f'dataset={dataset!r} - expected "offline" or "hub" - change `dataset`.')
     sets = _offline_sets(num_train, num_eval, seed) if dataset == "offline" else _hub_sets(num_train, num_eval)
+
+    # An answer without a box counts as none, so that no other number of the text is taken for it.
     parser = vf.Parser(extract_fn=partial(extract_boxed_answer, strict=True))
     rubric = vf.Rubric(funcs=[correct_answer], parser=parser)
     rubric.add_metric(has_box)

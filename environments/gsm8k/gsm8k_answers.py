@@ -13,6 +13,8 @@ def to_number(text: str) -> Fraction | None:
     """The number that a text is, or None where it is none: `$1,234.50`, `3/4`, `\\frac{3}{4}`, `12 \\text{ apples}`."""
     if len(text) > MAX_CHARS:
         return None
+
+    # Units, currency signs, spaces and the marks of LaTeX are no part of the number.
     plain = _FRACTION.sub(r"\1/\2", _TEXT.sub("", text))
     plain = re.sub(r"\\[,!; ]|\\%|[\s$€£%\\{}]", "", plain).rstrip(".")
     above, slash, below = plain.partition("/")

@@ -8,8 +8,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-EVAL_SHARE = 0.2  # of all problems; the rest is for training
-DRAWS_PER_PROBLEM = 50
+EVAL_SHARE = 0.2  # share of all problems; the rest is for training
+DRAWS_PER_PROBLEM = 50  # draws per problem that is wanted, after which there are no more: problems repeat
 
 NAMES = """
     Ada Ben Cara Dan Elif Finn Gita Hugo Ines Jonas Kemi Liam Mina Noor Omar Pia Quinn Rosa Sven Tara Umar Vera Wen
@@ -38,6 +38,8 @@ def make_problems(num_train: int, num_eval: int, *, seed: int) -> tuple[list[Pro
             f"num_train={num_train}, num_eval={num_eval} - offline problems are made, so there is no `all` of them; "
             "numbers from 0 were expected - give some."
         )
+
+    # Each problem belongs to one set, so draws continue until both are full.
     train: dict[str, Problem] = {}
     evaluation: dict[str, Problem] = {}
     rng = random.Random(seed)
@@ -95,6 +97,7 @@ def _change(rng: random.Random) -> tuple[str, int]:
     who, (one, other) = rng.choice(NAMES), rng.sample(THINGS, 2)
     a, price_a, b, price_b = rng.randint(2, 9), rng.randint(2, 9), rng.randint(2, 9), rng.randint(3, 12)
     cost = a * price_a + b * price_b
+    # Whole notes of 50, and sometimes one more than is needed.
     paid = -(-cost // 50) * 50 + rng.choice([0, 50])
     question = (
         f"A shop sells {one} for ${price_a} each and {other} for ${price_b} each. {who} buys {a} {one} and {b} "
@@ -117,6 +120,7 @@ def _reading(rng: random.Random) -> tuple[str, int]:
     who, (first, last) = rng.choice(NAMES), rng.sample(DAYS, 2)
     per_day, days, more = rng.randint(8, 40), rng.randint(3, 9), rng.randint(5, 30)
     left = rng.randint(10, 120)
+    # The book's length follows from what is left, so the answer is never negative.
     total = per_day * days + per_day + more + left
     question = (
         f"{who} reads a book of {total} pages: {per_day} pages a day for {days} days up to {first}, and on {last} "
@@ -180,6 +184,7 @@ def _recipe(rng: random.Random) -> tuple[str, int]:
 def _saving(rng: random.Random) -> tuple[str, int]:
     who = rng.choice(NAMES)
     weekly, spent, weeks, start = rng.randint(8, 30), rng.randint(1, 7), rng.randint(4, 20), rng.randint(5, 60)
+    # The goal is a whole number of weeks away.
     goal = start + (weekly - spent) * weeks
     question = (
         f"{who} has ${start}, gets ${weekly} a week and spends ${spent} of it each week. After how many weeks does "

@@ -31,7 +31,10 @@ def load_environment(
     max_output_chars: int = 4000,
 ) -> vf.Environment:
     _run_in_thread(find_confinement)  # a machine that cannot confine is refused here, not in every rollout
+
+    # Without a box there is no answer.
     parser = vf.Parser(extract_fn=partial(extract_boxed_answer, strict=True))
+    # Answers of the hub's problems are formulas, which `MathRubric` compares; offline ones are whole numbers.
     if dataset == "hub":
         train, evaluation = _hub_sets(num_train, num_eval)
         rubric: vf.Rubric = vf.MathRubric(parser=parser)
@@ -41,8 +44,10 @@ def load_environment(
         rubric = vf.Rubric(funcs=[correct_answer], parser=parser)
     else:
         raise ValueError(f'dataset={dataset!r} - expected "offline" or "hub" - change `dataset`.')
+
     rubric.add_metric(has_answer)
     rubric.add_metric(tool_errors)
+
     return vf.ToolEnv(
         dataset=train,
         eval_dataset=evaluation,
@@ -132,6 +137,7 @@ def _run_in_thread(function: Callable[[], Coroutine]) -> None:
         except Exception as error:
             errors.append(error)
 
+    # Wait for the thread: an error must end the loading of the environment.
     thread = threading.Thread(target=body)
     thread.start()
     thread.join()

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-EVAL_SHARE = 0.2  # of all problems; the rest is for training
+EVAL_SHARE = 0.2  # share of all problems; the rest is for training
 DRAWS_PER_PROBLEM = 50  # easy problems repeat; after so many draws per problem that is wanted, there are no more
 
 
@@ -35,6 +35,8 @@ def make_problems(
             f"difficulty={list(difficulties)} - expected one of 1 to {len(_MAKERS)}, or [lowest, highest] among them - "
             "change `difficulty`."
         )
+
+    # Each problem belongs to one set, so draws continue until both are full.
     train: dict[str, Problem] = {}
     evaluation: dict[str, Problem] = {}
     draws = _draw(random.Random(seed), lowest, highest)
@@ -115,6 +117,7 @@ def _is_prime(n: int) -> bool:
 
 def _divisible(rng: random.Random) -> tuple[str, int]:
     limit, a, b = rng.randint(500, 9999), rng.randint(3, 19), rng.randint(3, 19)
+    # With equal divisors the answer would always be 0.
     b += a == b
     answer = sum(n % a == 0 and n % b != 0 for n in range(1, limit + 1))
     return f"How many of the whole numbers from 1 to {limit} are divisible by {a} but not by {b}?", answer
@@ -143,6 +146,8 @@ def _recurrence(rng: random.Random) -> tuple[str, int]:
 def _coins(rng: random.Random) -> tuple[str, int]:
     coins = sorted(rng.sample([1, 2, 3, 5, 7, 10, 12, 20, 25, 50], 4))
     total = rng.randint(30, 200)
+
+    # One coin after the other, so that each set of coins counts once, whatever its order.
     ways = [1] + [0] * total
     for coin in coins:
         for amount in range(coin, total + 1):
@@ -157,6 +162,8 @@ def _coins(rng: random.Random) -> tuple[str, int]:
 def _grid(rng: random.Random) -> tuple[str, int]:
     width, height = rng.randint(4, 12), rng.randint(4, 12)
     column, row = rng.randint(1, width - 1), rng.randint(1, height - 1)
+
+    # Ways to a point are those to its left and lower neighbours; none lead through the forbidden one.
     ways = [[0] * (width + 1) for _ in range(height + 1)]
     for y in range(height + 1):
         for x in range(width + 1):

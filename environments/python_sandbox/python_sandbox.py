@@ -32,7 +32,7 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 import python_sandbox_launcher
 python_sandbox_launcher.main()
 """  # imported, not run, so that Python keeps it compiled
-PATIENCE_S = 10.0  # beyond the time limit, for a launcher on a busy machine
+PATIENCE_S = 10.0  # time beyond the limit, for a launcher on a busy machine
 CHUNK = 1 << 16
 
 
@@ -62,8 +62,8 @@ class Result:
 class Limits:
     """Of one run. A process's own limits (CPU, memory, files) hold for each of its processes."""
 
-    timeout_s: float = 10.0  # by the clock on the wall
-    cpu_s: float | None = None  # of one process; None is a second more than `timeout_s`
+    timeout_s: float = 10.0  # wall-clock time
+    cpu_s: float | None = None  # CPU time of one process; None is a second more than `timeout_s`
     memory_mib: int = 512  # addresses of one process
     num_processes: int = 16  # and threads, at once
     file_mib: int = 16  # a file, and all files together
@@ -122,6 +122,7 @@ def _order(
     if confinement == "filter":
         Path(folder, "main.py").write_bytes(code.encode("utf-8", "replace"))
         Path(folder, "stdin").write_bytes(stdin.encode("utf-8", "replace"))
+
     python = os.path.realpath(sys.executable)  # not the virtual environment's link: its target is what must be shown
     sites = [sysconfig.get_path(name) for name in ("purelib", "platlib")] if packages else []
     return asdict(limits) | {
@@ -165,6 +166,8 @@ class _Run:
             await _end(process)
             with open(status, "rb") as file:
                 reports = [ast.literal_eval(line) for line in file.read().decode().splitlines()]
+
+        # A launcher that dies writes no report; its stderr has the reason.
         if not reports:
             raise SandboxError(f"The launcher ended with code {process.returncode} and no report: {stderr[-500:]}")
         return self._result(stdout, stderr, reports)
@@ -174,6 +177,8 @@ class _Run:
         with contextlib.suppress(ConnectionError):  # a launcher that is gone already has said why
             process.stdin.write(marshal.dumps(order))
             await process.stdin.drain()
+
+        # Both streams are read at once: a full pipe would stop the code.
         streams = (process.stdout, process.stderr)
         reading = [asyncio.ensure_future(self._read(stream, process.stdin.close)) for stream in streams]
         try:
@@ -201,10 +206,15 @@ class _Run:
         return data[:limit].decode(errors="replace")
 
     def _result(self, stdout: str, stderr: str, reports: list[dict]) -> Result:
+        # The launcher and its init may both have reported: why the run was ended, and the status.
         report = {key: value for each in reports for key, value in each.items()}
         if "failed" in report:
             raise SandboxError(report["failed"])
+
+        # Without a status, init was killed before it could report one.
         code = os.waitstatus_to_exitcode(report["status"]) if "status" in report else -signal.SIGKILL
+
+        # We hung up on too much output, which the launcher calls cancelled.
         if self._is_over:
             return Result(stdout, stderr, code, "output")
         return Result(stdout, stderr, code, report.get("reason") or _reason(code, stderr))
@@ -215,6 +225,8 @@ def _reason(code: int, stderr: str) -> Reason:
         return "done"
     if code == -signal.SIGXCPU:
         return "cpu_time"
+
+    # The limit of memory shows as an ordinary exception of Python, in the last line of its traceback.
     last = stderr.rstrip().rpartition("\n")[2]
     if last.startswith("MemoryError"):
         return "memory"
@@ -291,6 +303,8 @@ async def _try_all() -> Confinement:
         except SandboxError as error:
             problems.append(f"{confinement}: {error}")
             continue
+
+        # The confinement is judged by what a run in it printed, not by the kernel's version.
         if result.stdout == "42\n":
             if confinement != "namespaces":
                 log.warning("Untrusted Python is confined by %s alone: %s. See the README.", confinement, problems[-1])
@@ -321,9 +335,11 @@ async def score_code(code: str, tests: list, **options) -> float:
 
 
 async def _passes(code: str, test: str | dict, **options) -> bool:
+    # Output is compared outside of the sandbox, where the code cannot reach it.
     if isinstance(test, dict):
         result = await run_python(code, stdin=test["input"], **options)
         return result.is_done and _same_lines(result.stdout, test["output"])
+
     reached = f"passed-{os.urandom(16).hex()}"  # else `sys.exit()` would pass all tests
     result = await run_python(f"{code}\n{test}\nprint({reached!r})\n", **options)
     return result.is_done and result.stdout.rstrip("\n").endswith(reached)

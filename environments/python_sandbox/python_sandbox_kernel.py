@@ -24,7 +24,7 @@ CLONE_THREAD = 0x10000
 PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 24, 22, 38
 LAST_CAPABILITY = 63
 SECCOMP_MODE_FILTER = 2
-WRITES = 0x1 | 0x2 | 0x40 | 0x200  # of open: O_WRONLY, O_RDWR, O_CREAT, O_TRUNC
+WRITES = 0x1 | 0x2 | 0x40 | 0x200  # flags of `open`: O_WRONLY, O_RDWR, O_CREAT, O_TRUNC
 
 # name: (x86_64, aarch64), after asm/unistd_64.h and asm-generic/unistd.h
 _NUMBERS: dict[str, tuple[int | None, int | None]] = {
@@ -87,7 +87,7 @@ FILE_CALLS = """
     file_setattr flock chroot acct swapon swapoff reboot sethostname setdomainname settimeofday adjtimex clock_settime
     clock_adjtime quotactl quotactl_fd
 """.split()  # noqa: SIM905
-FAMILIES = (1, 2, 10)  # of sockets: AF_UNIX, AF_INET, AF_INET6. Others, such as AF_VSOCK, are in no network namespace
+FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6. Other families, such as AF_VSOCK, are in no network namespace
 AF_NETLINK = 16  # the C library looks up host names with it
 SIGNAL_OWNERS = (8, 15, 10)  # fcntl: F_SETOWN, F_SETOWN_EX, F_SETSIG, which make the kernel send signals for us
 IOCTLS = (0x8901, 0x8902, 0x5412, 0x541C, 0x40086602)  # FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX, FS_IOC_SETFLAGS
@@ -203,6 +203,8 @@ def filter_calls(*, confine_all: bool, allow_network: bool) -> None:
         confine_all: the filter stands alone: no writing of files, no processes, no signals to others.
     """
     program = [*_prologue(), *_refuse_all(KERNEL_CALLS), *_refuse("clone3", errno.ENOSYS)]
+
+    # Each guard looks at one argument of a call that Python itself needs in its harmless forms.
     if confine_all:
         program += [*_refuse_all(PROCESS_CALLS + FILE_CALLS), *_refuse("openat2", errno.ENOSYS)]
         program += [] if allow_network else _refuse_all(SOCKET_CALLS)
@@ -230,6 +232,7 @@ def _families(allow_network: bool) -> list[bytes]:
 
 def _install(program: list[bytes]) -> None:
     code = ctypes.create_string_buffer(b"".join(program))
+    # `struct sock_fprog`: the number of instructions and a pointer to them.
     header = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program), ctypes.addressof(code)))
     prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.c_void_p(ctypes.addressof(header)))
 
@@ -250,6 +253,7 @@ def _deny(code: int = errno.EPERM) -> bytes:
 def _prologue() -> list[bytes]:
     """Leaves the call's number loaded."""
     kill = _instruction(_RETURN, _KILL)
+    # The x32 numbers of x86_64 would go past all tests for the usual ones.
     wrong_table = [_jump(_AT_LEAST, X32, 0, 1), kill] if os.uname().machine == "x86_64" else []
     return [
         _instruction(_LOAD, 4),
@@ -274,6 +278,8 @@ def _guard(name: str, argument: int, tests: list[bytes]) -> list[bytes]:
     wanted = number(name)
     if wanted is None:
         return []
+
+    # The last instruction loads the call's number again, which the next test expects.
     body = [_instruction(_LOAD, 16 + 8 * argument), *tests, _instruction(_LOAD, 0)]
     return [_jump(_EQUAL, wanted, 0, len(body)), *body]
 

@@ -17,13 +17,13 @@ import time
 
 import python_sandbox_kernel as kernel
 
-USER = 1000  # inside; outside it is the caller, or a user that nobody else is
+USER = 1000  # user id inside; outside it is the caller's, or one that no other user has
 HIGH_USERS = 1 << 30  # far above those of people and services
 OWN = "/sandbox"  # the folder it may write in
 CODE, INPUT = "main.py", "stdin"
 MIB = 1 << 20
 PAGE = os.sysconf("SC_PAGE_SIZE")
-LOOK_EVERY_S = 0.2  # at the memory of all processes together
+LOOK_EVERY_S = 0.2  # interval of looks at the memory of all processes together
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/pki")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
@@ -50,6 +50,7 @@ exec(compile(_code, 'main.py', 'exec'), {{'__name__': '__main__', '__builtins__'
 
 def main() -> None:
     status = int(sys.argv[1])
+    # The untrusted process must not be able to write reports.
     os.set_inheritable(status, False)
     order = marshal.load(sys.stdin.buffer)
     try:
@@ -67,10 +68,12 @@ def _report(status: int, report: dict) -> None:
 def run(order: dict, status: int) -> dict:
     """Returns what is to be reported; where there is an init, it reports the untrusted process's end."""
     has_init = order["confinement"] == "namespaces"
-    _write("/proc/self/oom_score_adj", "1000")  # where memory runs out, this ends before a trainer does
+    _write("/proc/self/oom_score_adj", "1000")  # if memory runs out, this ends before a trainer does
     os.nice(5)
     child = _start_namespaces(order, status) if has_init else _start_filtered(order, status)
     reason, ended = _watch(child, order["timeout_s"], 2 * order["memory_mib"] * MIB)
+
+    # A caller that died cannot remove its folder.
     if reason == "cancelled":
         _remove(order["folder"])
     if reason:
@@ -93,6 +96,7 @@ def _watch(child: int, timeout_s: float, memory: int) -> tuple[str, int]:
 
     Returns: why it was ended, "" where it ended by itself, and the child's status.
     """
+    # One poll waits for both: the child's end, and the caller's end of the pipe.
     handle = os.pidfd_open(child)
     events = select.poll()
     events.register(handle, select.POLLIN)
@@ -102,12 +106,15 @@ def _watch(child: int, timeout_s: float, memory: int) -> tuple[str, int]:
         left_s = max(0.0, give_up - time.monotonic())
         ready = {descriptor for descriptor, _ in events.poll(min(left_s, LOOK_EVERY_S) * 1000)}
         reason = "" if handle in ready else "cancelled" if ready else "timeout" if left_s <= LOOK_EVERY_S else None
+        # The kernel limits each process by itself; their sum is only known by looking.
         if reason is None and _memory_of(child) > memory:
             reason = "memory"
         if reason is not None:
             break
     if reason:
         os.kill(child, kernel.SIGKILL)
+
+    # With namespaces the child is init, whose end is the end of all processes in it.
     _, ended = os.waitpid(child, 0)
     return reason, ended
 
@@ -181,6 +188,8 @@ def _be_init(order: dict, status: int, mapped: int) -> int:
         return 1
     kernel.die_with_parent()
     _build_root(order)
+
+    # Init stays outside of the limits, so it can reap and report whatever the untrusted process does.
     main = os.fork()
     if main == 0:
         _as_child(status, lambda: _become_untrusted(order, folder=OWN))
@@ -197,6 +206,7 @@ def _reap_until(main: int) -> int:
 
 def _build_root(order: dict) -> None:
     """Read-only: system libraries, Python, packages. To write in: a folder in memory, of a fixed size."""
+    # Mounts of this namespace must not show outside of it.
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     root = order["folder"]
     kernel.mount("tmpfs", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
@@ -204,14 +214,20 @@ def _build_root(order: dict) -> None:
         _show_read_only(root, path)
     for path in DEVICES:
         _bind(root, path)
+
+    # The code's own folder is in memory, so nothing of it is left after the run.
     os.makedirs(root + OWN)
     options = f"size={order['file_mib']}m,nr_inodes=4096,mode=1777"
     kernel.mount("tmpfs", root + OWN, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
     for name, text in ((CODE, order["code"]), (INPUT, order["stdin"])):
         _write(f"{root}{OWN}/{name}", text)
         os.chmod(f"{root}{OWN}/{name}", 0o644)
+
+    # Many programs write to /tmp, whatever TMPDIR says.
     if not os.path.exists(f"{root}/tmp"):  # else a package lies there
         os.symlink(OWN, f"{root}/tmp")
+
+    # The root becomes read-only last, as all of the above was written to it.
     kernel.change_root(root)
     kernel.make_read_only("/", recursive=False)
 
@@ -252,16 +268,21 @@ def _become_untrusted(order: dict, *, folder: str) -> None:
     os.chdir(folder)
     os.dup2(os.open(INPUT, os.O_RDONLY), 0)
     has_init = order["confinement"] == "namespaces"
+
+    # Limits on processes do not count for root.
     if has_init and os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(USER, USER, USER)
         os.setresuid(USER, USER, USER)
+
+    # Landlock and the filter of calls need what `drop_privileges` sets, so they come after it.
     _limit(order, count_processes=has_init or os.geteuid() != 0)
     kernel.die_with_parent()
     kernel.drop_privileges()
     if not has_init:
         _confine_files(order, folder)
     kernel.filter_calls(confine_all=not has_init, allow_network=order["allow_network"])
+
     flags = ["-I", "-S", "-B", "-X", "utf8", "-c", BOOT.format(packages=order["packages"])]
     os.execve(order["python"], ["python", *flags], VARIABLES | {"HOME": folder, "TMPDIR": folder})
 
@@ -305,6 +326,7 @@ def _at_most(kind: int, soft: int, hard: int | None = None) -> None:
     """Never more than is allowed to ourselves."""
     allowed = resource.getrlimit(kind)[1]
     values = (soft, soft if hard is None else hard)
+    # Raising a hard limit would be refused.
     if allowed != resource.RLIM_INFINITY:
         values = (min(values[0], allowed), min(values[1], allowed))
     resource.setrlimit(kind, values)

@@ -8,7 +8,7 @@ from difflib import SequenceMatcher
 from reverse_text_words import WORDS
 
 SYSTEM_PROMPT = "Reverse the text character-by-character. Put your answer in <reversed_text> tags."
-EVAL_SHARE = 0.2  # of all texts; the rest is for training
+EVAL_SHARE = 0.2  # share of all texts; the rest is for training
 DRAWS_PER_TEXT = 50  # short texts repeat often; after so many draws per text that is wanted, there are no more
 
 
@@ -21,6 +21,7 @@ def make_texts(
     num_train: int, num_eval: int, *, min_length: int, max_length: int, seed: int
 ) -> tuple[list[str], list[str]]:
     """Different texts, as many as asked for or as there are. Training and evaluation never share one."""
+    # Dicts keep the order of the draws, and no text comes twice.
     train: dict[str, None] = {}
     evaluation: dict[str, None] = {}
     draws = _draw_texts(random.Random(seed), min_length=min_length, max_length=max_length)
@@ -31,6 +32,8 @@ def make_texts(
         wanted, limit = (evaluation, num_eval) if is_for_eval(text) else (train, num_train)
         if len(wanted) < limit:
             wanted[text] = None
+
+    # Bounds may allow so few texts that all of them are for evaluation.
     if num_train and not train:
         raise ValueError(
             f"No text of {min_length} to {max_length} letters is left for training - expected a wider range, such as "

@@ -15,7 +15,7 @@ SYSTEM_PROMPT = (
 )
 HUB_PAGES, HUB_QUESTIONS = "willcb/rare-wiki-pages", "willcb/wiki-trivia-questions-v4"
 MAX_ANSWER_WORDS = 25
-ERROR = "Error: "  # how a tool's answer begins where the call was wrong
+ERROR = "Error: "  # how a tool's answer begins if the call was wrong
 JUDGE_PROMPT = """A question has a reference answer. Decide whether a given response answers the question correctly: it
 must state the same fact as the reference answer, in whatever words, and nothing that contradicts it.
 
@@ -44,6 +44,8 @@ def load_environment(
 ) -> vf.Environment:
     if dataset not in ("offline", "hub"):
         raise ValueError(f'dataset={dataset!r} - expected "offline" or "hub" - change `dataset`.')
+
+    # Thoughts are no answer: only what follows them is scored.
     parser = vf.Parser(extract_fn=without_thoughts)
     rubric = (
         _judge_rubric(parser, judge_model, judge_base_url, judge_api_key_var, judge_timeout_s)
@@ -51,9 +53,11 @@ def load_environment(
         else vf.Rubric(funcs=[right_answer], parser=parser)
     )
     rubric.add_metric(tool_errors)
+
     pages, train, evaluation = (
         _offline(num_train, num_eval, seed) if dataset == "offline" else _hub(num_train, num_eval)
     )
+
     return vf.ToolEnv(
         dataset=_to_dataset(train),
         eval_dataset=_to_dataset(evaluation),
@@ -67,6 +71,7 @@ def load_environment(
 
 
 def wiki_tools(index: WikiIndex, num_results: int, max_section_chars: int) -> list:
+    # The docstrings are what the model reads about the tools.
     def search_pages(query: str) -> str:
         """Searches the encyclopedia by keywords; returns the ids and titles of the best pages.
 
@@ -100,6 +105,7 @@ def wiki_tools(index: WikiIndex, num_results: int, max_section_chars: int) -> li
 
 def right_answer(completion: vf.Messages, answer: str, parser: vf.Parser) -> float:
     """Whether the last line holds the answer as whole words, and is short enough to be one."""
+    # A long last line could hold many guesses, so it is not searched.
     lines = (parser.parse_answer(completion) or "").strip().splitlines()
     said, expected = words(lines[-1]) if lines else [], words(answer)
     if not expected or len(said) > max(MAX_ANSWER_WORDS, len(expected)):
@@ -172,6 +178,8 @@ def _hub(num_train: int, num_eval: int) -> tuple[list[Page], list[Question], lis
             f"{HUB_PAGES} and {HUB_QUESTIONS} could not be loaded: {type(error).__name__}: {error} - expected a hub "
             'that can be reached, or copies in its cache - use `dataset = "offline"`, or load them once where it can.'
         ) from error
+
+    # The hub's questions have one split, which is cut at a fixed place.
     first = int(len(questions) * (1 - EVAL_SHARE))
     train, evaluation = questions[:first], questions[first:]
     return pages, train[: num_train if num_train >= 0 else None], evaluation[: num_eval if num_eval >= 0 else None]

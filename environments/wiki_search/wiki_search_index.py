@@ -41,6 +41,8 @@ class WikiIndex:
             for page in self.pages.values()
             for section_id, heading, text in _sections_of(page)
         }
+
+        # BM25 needs each page's words and length, and for each word the pages that hold it.
         self._counts = {page.id: Counter(_terms_of(page)) for page in self.pages.values()}
         self._lengths = {id: counts.total() for id, counts in self._counts.items()}
         self._mean_length = sum(self._lengths.values()) / max(1, len(self._lengths))
@@ -55,11 +57,14 @@ class WikiIndex:
         for term in set(terms(query)):
             for id in self._holding.get(term, ()):
                 scores[id] += self._score(term, id)
+
+        # Equal scores are ordered by id, so that a search always finds the same.
         best = sorted(scores, key=lambda id: (-scores[id], id))[:num_results]
         return [self.pages[id] for id in best]
 
     def _score(self, term: str, id: str) -> float:
         holding = len(self._holding[term])
+        # The 1 keeps words that most pages hold from counting against a page.
         rarity = math.log(1 + (len(self.pages) - holding + 0.5) / (holding + 0.5))
         count = self._counts[id][term]
         length = self._lengths[id] / self._mean_length

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from wiki_search_index import Page, to_id
 
-EVAL_SHARE = 0.2  # of all questions; the rest is for training
+EVAL_SHARE = 0.2  # share of all questions; the rest is for training
 COUNTRY = "Velmora"
 TOWNS = [
     "Arlen",
@@ -169,9 +169,12 @@ def is_for_eval(text: str) -> bool:
 
 
 def _draw_world() -> _World:
+    # One seed for all: the world is the same in every process, so pages and questions agree.
     rng = random.Random(COUNTRY)
     lengths = rng.sample(range(40, 400), len(RIVERS))
     rivers = [_River(name, length, rng.choice(MOUNTAINS)) for name, length in zip(RIVERS, lengths, strict=True)]
+
+    # Samples without repetition give each river and town numbers of its own, so an answer names one fact.
     founded = rng.sample(range(900, 1500), len(TOWNS))
     people = rng.sample(range(2_000, 90_000), len(TOWNS))
     towns = [
@@ -186,6 +189,7 @@ def _draw_people(rng: random.Random, towns: list[_Town]) -> list[_Person]:
     people = []
     for place, (name, (work, purpose, profession)) in enumerate(zip(names, WORKS, strict=True)):
         born = rng.randint(1600, 1850)
+        # A person cannot be their own teacher.
         teacher = rng.choice(names[:place] + names[place + 1 :])
         year = born + rng.randint(22, 60)
         people.append(_Person(name, born, rng.choice(towns), work, purpose, profession, year, teacher))

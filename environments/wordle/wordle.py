@@ -24,6 +24,8 @@ def load_environment(
     parser = vf.XMLParser(["guess"], answer_field="guess")
     if system_prompt is None:
         system_prompt = instructions(word_length, max_turns, alphabet)
+
+    # An empty prompt means none at all.
     return WordleEnv(
         dataset=_to_dataset(train),
         eval_dataset=_to_dataset(evaluation) if evaluation else None,

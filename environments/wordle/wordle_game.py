@@ -12,8 +12,8 @@ from collections import Counter
 from wordle_words import WORDS
 
 RIGHT, ELSEWHERE, ABSENT = "G", "Y", "X"
-EVAL_SHARE = 0.2  # of all words; the rest is for training
-MOST_STRINGS = 1_000_000  # of an alphabet of one's own; they are listed in memory
+EVAL_SHARE = 0.2  # share of all words; the rest is for training
+MOST_STRINGS = 1_000_000  # most strings over an alphabet that the user gives; they are listed in memory
 FIRST_QUESTION = "Make your first guess."
 
 
@@ -26,6 +26,7 @@ def feedback(guess: str, secret: str) -> str:
     Example:
         feedback("eerie", "crepe") -> "YXYXG"
     """
+    # Letters of the secret that no right guess has used up.
     left = Counter(theirs for ours, theirs in zip(guess, secret, strict=True) if ours != theirs)
     marks = []
     for ours, theirs in zip(guess, secret, strict=True):
@@ -82,6 +83,7 @@ def choose_secrets(
     """Different words, as many as asked for or as there are. Training and evaluation never share one."""
     words = _all_words(word_length, alphabet)
     random.Random(seed).shuffle(words)
+    # Fewer words make an easier game; the seed decides which ones.
     words = words[:num_words]
     train = [word for word in words if not is_for_eval(word)][:num_train]
     evaluation = [word for word in words if is_for_eval(word)][:num_eval]
