@@ -81,7 +81,7 @@ class Engine:
     url: str
     session: aiohttp.ClientSession
     state: Literal["starting", "quarantined", "live"] = "starting"
-    version: int | None = None  # that it has confirmed
+    version: int | None = None  # the version that it has confirmed
     num_workers: int = 1  # ranks in the weight group
     num_cores: int = 1  # engine cores, one for each data-parallel replica, each with its share of the workers
     in_flight: int = 0
@@ -107,7 +107,7 @@ class Engine:
         timeout: aiohttp.ClientTimeout | None = None,
         headers: dict[str, str] | None = None,
     ) -> tuple[int, bytes]:
-        """Send a GET request, or a POST request where there is a body. Returns status and answer.
+        """Send a GET request, or a POST request if there is a body. Returns status and answer.
 
         Cancelling it closes the connection, so that the engine aborts the request.
 
@@ -118,11 +118,12 @@ class Engine:
         async with self.session.request(
             "GET" if body is None else "POST",
             f"{self.url}/{path}",
-            data=None if body is None else aiohttp.BytesPayload(body),  # else looked up by its type
+            data=None if body is None else aiohttp.BytesPayload(body),  # otherwise aiohttp looks the type up
             allow_redirects=False,
             timeout=timeout or self.session.timeout,
             headers=headers,
         ) as response:
+            # Read in pieces, so that an answer without end cannot fill the memory.
             pieces, size = [], 0
             while piece := await response.content.readany():
                 size += len(piece)
@@ -162,6 +163,8 @@ class Engine:
         """
         body = {"method": method} | ({"args": args} if args else {})
         results: list[Told] = (await self.post("collective_rpc", body, returns=Answer[returns])).results  # type: ignore[valid-type]
+
+        # A worker that is missing from the answer must not count as one that agrees.
         if len(results) != self.num_workers:
             raise PeerDied(
                 f"{self.url}: {len(results)} workers answered `{method}` - expected {self.num_workers}, as many as "
@@ -182,7 +185,7 @@ class Engine:
         return await self.ask_workers("trireme_weight_report", returns=WeightReport)
 
     async def health(self) -> Literal["good", "bad", "gone"]:
-        """Return "gone" where nothing listens at its port, or another machine does not even accept connections.
+        """Return "gone" if nothing listens at its port, or another machine does not even accept connections.
 
         vLLM answers 503 when its engine core is dead, though its HTTP server still runs.
         """
@@ -192,6 +195,7 @@ class Engine:
         except aiohttp.ClientConnectorError:
             return "gone"
         except aiohttp.ConnectionTimeoutError:
+            # A server on this machine is only busy; another machine is switched off or cut off.
             return "bad" if is_loopback(urlsplit(self.url).hostname or "") else "gone"
         except (*REQUEST_ERRORS, BadAnswer):
             return "bad"
@@ -204,6 +208,8 @@ class Engine:
                 if status == 401:
                     rate_limited.warning("%s returned 401: its %s differs from ours", self.url, TOKEN)
                 self.num_workers = read_answer(answer, WorldSize).world_size
+
+                # Without data parallelism, the answer counts the workers of one core.
                 _, answer = await self.request("get_world_size?include_dp=false")
                 self.num_cores = max(1, self.num_workers // read_answer(answer, WorldSize).world_size)
                 return True

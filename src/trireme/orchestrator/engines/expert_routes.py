@@ -30,7 +30,7 @@ class ExpertShape:
 
     layers: int  # all, with those that have no experts
     top_k: int  # experts of a token
-    num_experts: int  # of a layer
+    num_experts: int  # experts in a layer
 
     @property
     def dtype(self) -> np.dtype:
@@ -38,12 +38,14 @@ class ExpertShape:
 
 
 def experts_to_replay(config: RunConfig, model_config: dict[str, Any]) -> ExpertShape | None:
-    """Return a model's sizes, from its `config.json`, for router replay; None where the run does not use it.
+    """Return a model's sizes, from its `config.json`, for router replay; None if the run does not use it.
 
-    Raises: ConfigError where the model has no experts.
+    Raises: ConfigError if the model has no experts.
     """
     if not config.replays_routes:
         return None
+
+    # Models that also see have the sizes of their text model in a table of its own.
     text = model_config.get("text_config") or model_config
     num_experts, layers, top_k = num_experts_of(text), text.get("num_hidden_layers"), experts_used(text, 0)
     if not (num_experts and layers and top_k):
@@ -63,6 +65,8 @@ def routes_of(choice: Choice, *, num_prompt: int, shape: ExpertShape) -> np.ndar
         raise BadAnswer(
             "The engine did not say which experts it used - expected it with `enable_return_routed_experts`."
         )
+
+    # The trainer indexes its experts with these numbers, so they are checked in full.
     routes = _read_array(choice.routed_experts)
     expected = (num_prompt + len(choice.token_ids) - 1, shape.layers, shape.top_k)
     if routes.shape != expected or routes.dtype.kind != "u":
@@ -82,12 +86,12 @@ def _read_array(text: str) -> np.ndarray:
         shape, is_fortran, dtype = _HEADERS[np.lib.format.read_magic(file)](file)
         values = np.frombuffer(file.read(), dtype=dtype)
         return values.reshape(shape, order="F" if is_fortran else "C")
-    except Exception as error:  # whatever bytes can make a parser raise
+    except Exception as error:  # any bytes may arrive, and they can make a parser raise anything
         raise BadAnswer(f"The engine gave experts that cannot be read ({type(error).__name__}: {error}).") from error
 
 
 def to_routed(chunks: list[np.ndarray], length: int) -> Routed | None:
-    """Join the routes of the beginning of a sample of `length` tokens; None where there are none."""
+    """Join the routes of the beginning of a sample of `length` tokens; None if there are none."""
     if not chunks:
         return None
     routes = np.concatenate(chunks)

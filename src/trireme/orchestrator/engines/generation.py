@@ -13,7 +13,7 @@ class Unconfirmed(Exception):
 
 def largest_answer(*, num_prompt: int, max_tokens: int, num_kept: int, experts: ExpertShape | None) -> int:
     """Return more bytes than an honest answer has: about 80 per token, 100 per candidate of a token, its routes, and
-    the prompt where that is asked for.
+    the prompt if that is asked for.
     """
     routes = 0 if experts is None else 2 * experts.layers * experts.top_k * experts.dtype.itemsize
     return (4 << 20) + 16 * num_prompt + max_tokens * (1024 + 512 * num_kept) + (num_prompt + max_tokens) * routes
@@ -33,20 +33,23 @@ def read_turn(
     Args:
         newest: version that the engine has confirmed.
         is_cut: the sampler was cut, and the engine has to report what each token was chosen from.
-        experts: of the model, where the engine has to report which of them it used.
+        experts: of the model; None if the engine does not have to report which of them it used.
         num_computed: tokens of the prompt for which it has to.
 
     Raises:
         BadAnswer: what the engine reports makes no sense.
         Unconfirmed: a token was sampled by weights that were never confirmed, or it was broken off.
     """
+    # Any other name belongs to weights that were never confirmed: another process has replaced the engine.
     spans = choice.weight_versions
     for name in (span.version for span in spans):
         is_number = name.isascii() and name.isdecimal() and len(name) < 19
         if not (is_number and int(name) <= newest):
             raise Unconfirmed(f"it sampled under version {name[:40]!r}, known is {newest}")
+
     if choice.finish_reason == "abort":
         raise Unconfirmed("it was aborted in the engine")
+
     return Generation(
         ids=choice.token_ids,
         logprobs=[entry.logprob for entry in choice.logprobs.content],

@@ -25,7 +25,7 @@ Admit = Callable[[Engine], Awaitable[bool]]
 
 
 async def keep_engines(pool: InferencePool, admit: Admit, start_timeout_s: float) -> None:
-    """Follow the state of each engine until cancelled. Raises: DeadlineExceeded where one did not come up (again)."""
+    """Follow the state of each engine until cancelled. Raises: DeadlineExceeded if one did not come up (again)."""
     async with asyncio.TaskGroup() as keepers:
         for engine in pool.engines:
             keepers.create_task(_keep(pool, engine, admit, start_timeout_s))
@@ -38,6 +38,8 @@ async def _keep(pool: InferencePool, engine: Engine, admit: Admit, start_timeout
             engine.state = "quarantined"
             pool.watch(engine)
         await _until_gone(pool, engine)
+
+        # `quarantine` notes an interruption, which restarts the deadline of the requests that the engine dropped.
         pool.quarantine(engine)
         engine.state = "starting"
         pool.is_given(engine, None)
@@ -49,6 +51,7 @@ async def _until_up(pool: InferencePool, engine: Engine, admit: Admit, deadline_
     with pool.waits.waiting(f"{engine.url} to come up", peer="inference", deadline_s=deadline_s) as wait:
         while True:
             if await engine.learn_size():
+                # A new life: nothing that was sent to the process before counts for this one.
                 engine.suspected.clear()
                 engine.life += 1
                 try:
@@ -58,7 +61,7 @@ async def _until_up(pool: InferencePool, engine: Engine, admit: Admit, deadline_
                 except PeerDied as error:
                     wait.note = str(error)
                     rate_limited.warning("%s came up and went: %s", engine.url, error)
-            if pool.is_missed(engine) or not pool.reachable():  # else the others do its work: it may stay away
+            if pool.is_missed(engine) or not pool.reachable():  # an engine that the others make up for may stay away
                 wait.check()
             await asyncio.sleep(POLL_S)
 
@@ -67,10 +70,12 @@ async def _until_gone(pool: InferencePool, engine: Engine) -> None:
     """Return once it has failed its health checks for a while, or another process has taken its place."""
     misses = 0
     while misses < HEALTH_MISSES:
+        # A dropped request wakes this at once. Otherwise the engine is checked at each interval.
         with suppress(TimeoutError):
             async with asyncio.timeout(pool.health_interval_s):
                 await engine.suspected.wait()
         engine.suspected.clear()
+
         health = await engine.health()
         if health == "gone":
             break
@@ -85,6 +90,8 @@ async def _is_replaced(engine: Engine) -> bool:
     """Detect an engine that restarted between two health checks: still live here, but without our weights."""
     if engine.state != "live":
         return False
+
+    # An update may give the engine a version, or a new life may begin, while the request is under way.
     before = engine.life, engine.version
     try:
         _, answer = await engine.request("weight_info", timeout=aiohttp.ClientTimeout(HEALTH_TIMEOUT_S))

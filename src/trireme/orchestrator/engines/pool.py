@@ -72,10 +72,10 @@ class InferencePool:
     max_model_len: int
     timeout_s: float
     slots: asyncio.Semaphore  # requests for turns at once
-    request_timeout: aiohttp.ClientTimeout  # of a turn
-    vocab_size: int | None = None  # of the model: an engine that answers with tokens beyond it is not believed
+    request_timeout: aiohttp.ClientTimeout  # timeout of a request for a turn
+    vocab_size: int | None = None  # size of the model's vocabulary: an answer with a token beyond it is rejected
     adapter: str | None = None  # the policy's name in engines that hold it as adapters on the base model
-    experts: ExpertShape | None = None  # of the model, where engines report which of them they use (router replay)
+    experts: ExpertShape | None = None  # sizes of the model, if engines report which experts they use (router replay)
     shares_prefixes: bool = True  # engines may reuse a prompt's beginning from an earlier request
     # called when the state of an engine, or whether it has (few) requests, changes
     watch: Callable[[Engine], None] = lambda engine: None
@@ -103,7 +103,7 @@ class InferencePool:
             pictures: in `ids`.
             content_parts: the pictures themselves, in the same order, as vLLM's route takes them.
             routes_from: with router replay, the first token of the prompt whose experts the engine has to report;
-                it reports none where this is None.
+                it reports none if this is None.
 
         Raises:
             OverlongPrompt: `ids` fills the context.
@@ -113,16 +113,23 @@ class InferencePool:
         room = self.max_model_len - len(ids)
         if room <= 0:
             raise OverlongPrompt(f"The prompt has {len(ids)} tokens, the model takes {self.max_model_len}.")
+
+        # The limit never exceeds the context, so the engine answers `length` for both limits. `cut` below tells which.
         max_tokens = min(room, sampling.get("max_tokens") or room)
         params = {"logprobs": 0} | sampling | {"max_tokens": max_tokens}
+
+        # The routes of a prompt are long: the engine reports only those that the sample still lacks.
         if self.experts is not None:
             params["routed_experts_prompt_start"] = len(ids) if routes_from is None else routes_from
         request: dict[str, Any] = {"token_ids": ids, "sampling_params": params} | self._model()
         if pictures:
             short = with_placeholders(ids, pictures)
             request |= {"token_ids": short, "content_parts": content_parts, "return_token_ids": True}
+
+        # A salt of its own keeps the request from using cached beginnings of other prompts.
         if not self.shares_prefixes:
             request["cache_salt"] = uuid.uuid4().hex
+
         body = msgspec.json.encode(request)
         max_bytes = largest_answer(
             num_prompt=len(ids), max_tokens=max_tokens, num_kept=params["logprobs"], experts=self.experts
@@ -134,6 +141,8 @@ class InferencePool:
             if pictures:
                 check_prompt(response, ids)
             choice = choice_of(response, max_tokens=max_tokens, vocab_size=self.vocab_size)
+
+            # The turn counts only if its weights are confirmed, so a turn that an update met waits for the end of it.
             while engine.life == life and engine.state not in ("live", "starting"):
                 self.live.clear()  # an update is under way, whose weights may turn out to be wrong
                 await self.live.wait()
@@ -150,6 +159,8 @@ class InferencePool:
 
         async with self.slots:
             turn = await self._retry(ask)
+
+        # vLLM says `length` for both limits.
         if turn.finish_reason == "length" and len(turn.ids) >= max_tokens:
             turn.cut = "context_full" if max_tokens == room else "max_tokens"
         return turn
@@ -179,12 +190,15 @@ class InferencePool:
         """Return [T - 1] logprobs of a prompt by this core of an engine, at temperature 1.
 
         Raises:
-            EngineRefused: with the engine's words, where it takes the request for invalid.
+            EngineRefused: with the engine's words, if it takes the request for invalid.
             PeerDied: it did not answer.
         """
         sampling = {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": 0, "top_k": 1}
         body = msgspec.json.encode({"token_ids": ids, "sampling_params": sampling, "priority": FIRST} | self._model())
+
+        # Each core holds its own copy of the weights, so each is probed by itself.
         headers = {"X-data-parallel-rank": str(core)} if engine.num_cores > 1 else None
+
         try:
             return prompt_logprobs_of(await self.post_generate(engine, body, headers=headers), ids)
         except RequestRefused as error:
@@ -203,11 +217,14 @@ class InferencePool:
 
         Waits without a deadline while no engine may be asked. The wait for the batch has one, and says why.
         """
+        # The deadline runs from the first drop on. An engine that stopped being live explains a drop, and restarts it.
         began, interruptions, dropped_at = time.monotonic(), self.interruptions, math.inf
+
         while True:
             while not (askable := self.live_engines()):
                 self.live.clear()
                 await self.live.wait()
+
             engine = min(askable, key=lambda engine: engine.in_flight)
             try:
                 return await ask(engine)
@@ -220,8 +237,10 @@ class InferencePool:
                         f"orchestrator waited {time.monotonic() - began:.0f} s for {engine.url} to answer a request "
                         f"that it dropped again and again, last: {words}. Look at logs/inference.stdout"
                     ) from error
+
                 log.warning("%s dropped a request: %s; retrying", engine.url, words)
                 dropped_at = min(dropped_at, time.monotonic())
+                # Wakes the health check, which finds out whether the engine is still there.
                 engine.suspected.set()
                 await asyncio.sleep(self.retry_s)
 
@@ -242,6 +261,8 @@ class InferencePool:
             )
         finally:
             self.count(engine, -1)
+
+        # A refusal is not retried, because every engine would repeat it. Any other failure is.
         if 400 <= status < 500:
             raise RequestRefused(status, words_of(data))
         if status != 200:
@@ -298,7 +319,7 @@ async def open_inference_pool(
 ) -> AsyncIterator[InferencePool]:
     """
     Args:
-        request_timeout_s: for the answer to a turn, where that may take longer than other answers.
+        request_timeout_s: for the answer to a turn, if that may take longer than other answers.
         others: further fields of `InferencePool`.
     """
     async with open_engine_session(urls, timeout_s=timeout_s) as session:
@@ -314,8 +335,8 @@ async def open_inference_pool(
 def with_placeholders(ids: list[int], pictures: Sequence[Picture]) -> list[int]:
     """Return a prompt with one token for each picture, as an engine takes it.
 
-    Raises: ValueError where there is another such token, which the engine might take for a picture's. vLLM's server
-        ends where one is missing.
+    Raises: ValueError if there is another such token, which the engine might take for a picture's. vLLM's server
+        ends if one is missing.
     """
     short, token = collapse(ids, pictures), ids[pictures[0].place]
     if (found := short.count(token)) != len(pictures):

@@ -56,8 +56,8 @@ class Choice(msgspec.Struct):
     logprobs: Logprobs
     weight_versions: list[Span]
     stop_reason: int | str | None = None  # the stop token or string; None at the end of sequence too
-    sampling_mask: list[list[int]] | None = None  # of an engine with `return_sampling_mask`
-    routed_experts: str | None = None  # of an engine with `enable_return_routed_experts`; see `routes`
+    sampling_mask: list[list[int]] | None = None  # choices for each token, with `return_sampling_mask`
+    routed_experts: str | None = None  # experts of each token, base64, if they are reported; see `expert_routes`
 
 
 class Prompted(msgspec.Struct, kw_only=True):
@@ -68,7 +68,7 @@ class Prompted(msgspec.Struct, kw_only=True):
 
 class Response(Prompted, kw_only=True):
     choices: list[Choice]
-    prompt_token_ids: list[int] | None = None  # where asked for: as the engine read the prompt
+    prompt_token_ids: list[int] | None = None  # tokens of the prompt as the engine read it, if asked for
 
 
 class CalledFunction(msgspec.Struct):
@@ -117,7 +117,7 @@ class Ahead(WorkerAnswer, kw_only=True):
 class WeightReport(WorkerAnswer, kw_only=True):
     """The weights that a worker reports to hold."""
 
-    digests: dict[str, str]  # as received by the last update
+    digests: dict[str, str]  # digests of the tensors that the last update brought, by name
     incomplete: list[str]  # layers that the last update left with old weights
 
 
@@ -145,7 +145,7 @@ def read_answer(data: bytes, kind: type[Each]) -> Each:
     """Raises: BadAnswer."""
     try:
         return msgspec.json.decode(data, type=kind)
-    except Exception as error:  # whatever bytes can make a decoder raise: RecursionError, UnicodeDecodeError, ...
+    except Exception as error:  # any bytes may arrive: RecursionError, UnicodeDecodeError, ...
         shown = data[:80].decode(errors="backslashreplace")
         words = f"({type(error).__name__}: {error}): {shown!r}"
         name = getattr(kind, "__name__", kind)
@@ -167,7 +167,7 @@ def choice_of(response: Response, *, max_tokens: int, vocab_size: int | None = N
     """Return the one completion, with a logprob and a version for each token.
 
     Args:
-        vocab_size: of the model, where it is known: no token is beyond it.
+        vocab_size: of the model, if it is known: no token is beyond it.
 
     Raises: BadAnswer.
     """
@@ -176,14 +176,20 @@ def choice_of(response: Response, *, max_tokens: int, vocab_size: int | None = N
     if num_tokens > max_tokens:
         raise BadAnswer(f"The engine gave {num_tokens} tokens, {choice.token_ids[:5]} ... - {max_tokens} allowed.")
     _check_ids(choice.token_ids, vocab_size)
+
+    # A logprob that is not finite would make the loss NaN, and one above 0 is no probability.
     logprobs = [entry.logprob for entry in choice.logprobs.content]
     if len(logprobs) != num_tokens:
         raise BadAnswer(f"The engine gave {num_tokens} tokens but {len(logprobs)} logprobs.")
     if odd := [logprob for logprob in logprobs if not (math.isfinite(logprob) and logprob <= POSITIVE)]:
         raise BadAnswer(f"The engine gave {odd[0]} for a logprob - finite ones of at most 0 were expected.")
+
+    # Logprobs name their tokens, which must be those that were sampled.
     named = [entry.token_id for entry in choice.logprobs.content]
     if others := [pair for pair in zip(named, choice.token_ids, strict=True) if pair[0] not in (None, pair[1])]:
         raise BadAnswer(f"The engine gave the logprob of token {others[0][0]} where it sampled {others[0][1]}.")
+
+    # Versions cover all tokens without a gap, because staleness is judged by the oldest of them.
     at = 0
     for span in choice.weight_versions:  # contiguous, from the first token to the last
         if span.start != at or span.end < at:
@@ -214,6 +220,8 @@ def kept_of(choice: Choice, *, vocab_size: int | None = None) -> list[list[int]]
         kept = [_candidates(entry) for entry in choice.logprobs.content]
     if len(kept) != len(choice.token_ids):
         raise BadAnswer(f"The engine gave {len(choice.token_ids)} tokens, and what {len(kept)} were chosen from.")
+
+    # A token outside of its choices would have probability 0 in the trainer, so a loss that is not finite.
     for token, ids in zip(choice.token_ids, kept, strict=True):
         _check_ids(ids, vocab_size)
         if token not in ids or len(set(ids)) != len(ids):
@@ -247,6 +255,8 @@ def prompt_logprobs_of(response: Prompted, ids: list[int]) -> list[float]:
     given = response.prompt_logprobs or []
     if len(given) != len(ids):
         raise BadAnswer(f"The engine gave logprobs for {len(given)} tokens of a prompt that has {len(ids)}.")
+
+    # vLLM has nothing for the first token, which nothing precedes.
     found = [(entry or {}).get(str(token)) for token, entry in zip(ids[1:], given[1:], strict=True)]
     missing = [place + 1 for place, entry in enumerate(found) if entry is None]
     if missing:

@@ -3,7 +3,7 @@
 A run's updates (`update.py`) and evaluations of checkpoints outside a run ask engines with these functions. In order:
 
     join               the engine's workers connect to the sender
-    receives_ahead     they take tensors in while the engine serves, where there is room for both versions
+    receives_ahead     they take tensors in while the engine serves, if there is room for both versions
     pausing            requests are frozen and cached prompts forgotten; inside:
       load               the model gets the tensors, as they arrive or as they were taken in, and reports
       name_weights       vLLM's answers name these weights from here on
@@ -54,8 +54,9 @@ async def pausing(engine: Engine, *, timeout_s: float, is_on_cpu: bool) -> Async
     vLLM answers `/pause` when its device is idle and no core computes any more. On a CPU an engine of one core computes
     nothing between two iterations, so there it is enough that `/is_paused` says so, which is 20 ms earlier.
 
-    Raises: PeerDied where the engine does not pause.
+    Raises: PeerDied if the engine does not pause.
     """
+    # vLLM answers late. Polling may show earlier that requests are frozen.
     pause = asyncio.create_task(engine.post("pause?mode=keep"))
     try:
         try:
@@ -67,6 +68,7 @@ async def pausing(engine: Engine, *, timeout_s: float, is_on_cpu: bool) -> Async
                 "after its current iteration. Look at logs/inference.stdout"
             ) from None
         yield
+        # Polling may have been faster than the answer, whose failure still counts.
         await pause
     finally:
         pause.cancel()
@@ -74,7 +76,7 @@ async def pausing(engine: Engine, *, timeout_s: float, is_on_cpu: bool) -> Async
 
 
 async def _until_paused(engine: Engine, pause: asyncio.Task[Any], *, polls: bool) -> None:
-    """Return once requests are frozen. Raises PeerDied where the engine refuses: nothing may be loaded then."""
+    """Return once requests are frozen. Raises PeerDied if the engine refuses: nothing may be loaded then."""
     while polls and not pause.done() and not (await engine.get("is_paused", returns=PauseInfo)).is_paused:
         await asyncio.sleep(POLL_S)
     if not polls or pause.done():
@@ -118,7 +120,7 @@ def require_confirmed(engine: Engine, reports: list[WeightReport], digests: dict
 async def name_adapter(engine: Engine, name: str) -> None:
     """Register the adapter's name, once in an engine's life. Its workers hold it already: no file is read.
 
-    Raises: PeerDied where the engine refuses, with its words.
+    Raises: PeerDied if the engine refuses, with its words.
     """
     models = await engine.get("v1/models", returns=Models)
     if name not in {model.id for model in models.data}:

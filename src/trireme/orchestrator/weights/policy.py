@@ -38,7 +38,7 @@ class Policy:
     versions: Versions
     disk_timeout_s: float = 60.0
     version: int = -1  # nothing is live yet
-    is_moving: bool = False  # from the pause of an update of all engines to its confirmation
+    is_moving: bool = False  # True from the pause of an update of all engines to its confirmation
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     _due: set[int] = field(default_factory=set)  # versions that stay live until they are evaluated
     _num_holding: int = 0
@@ -66,6 +66,7 @@ class Policy:
     @asynccontextmanager
     async def held(self) -> AsyncIterator[int]:
         """Keep the live version while inside. A new one waits, as long as an engine still serves the old one."""
+        # While an update is moving, engines serve different versions.
         async with self._changed:
             await self._changed.wait_for(lambda: not self.is_moving)
             self._num_holding += 1
@@ -74,6 +75,7 @@ class Policy:
             yield version
         finally:
             self._num_holding -= 1
+            # Versions up to the live one can no longer be evaluated, so nothing has to be kept for them.
             self._due -= set(range(self.version + 1))
 
     @property
@@ -82,7 +84,7 @@ class Policy:
         return (self._num_holding > 0 or self.version in self._due) and bool(self.pool.live_engines())
 
     def must_be_evaluated_first(self, version: int) -> str | None:
-        """Return why the trainer, which has `version`, must not make the next one yet; None where it may."""
+        """Return why the trainer, which has `version`, must not make the next one yet; None if it may."""
         newest = self.versions.newest
         if version not in self._due or version < newest or (version == newest and self.pool.live_engines()):
             return None
@@ -95,11 +97,13 @@ class Policy:
 
         Returns: whether it is live. Otherwise the trainer has to send it weights.
 
-        Raises: PeerDied where the engine has gone again.
+        Raises: PeerDied if the engine has died since it came up.
         """
         newest = self.newest
         if newest.version < 0:
             return False
+
+        # A name alone proves nothing: the engine may have kept old weights in some layers.
         version, reports = await engine.weight_version(), await engine.weight_reports()
         is_whole = all(report.digests == newest.digests and not report.incomplete for report in reports)
         if version == str(newest.version) and is_whole:
@@ -138,6 +142,7 @@ class Policy:
                 deadline_s=self.disk_timeout_s,
             )
         )
+
         try:
             await asyncio.shield(writing)
         except asyncio.CancelledError:  # the thread would outlive this, and write after the next attempt

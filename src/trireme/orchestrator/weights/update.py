@@ -94,6 +94,7 @@ class WeightUpdates:
 
     async def ready(self, message: PolicyReady) -> Reply:
         """Answer `PolicyReady`. The same attempt gets the same answer; a new one replaces the attempt before."""
+        # Abandoning an attempt takes time, in which another request may begin an update: look again afterwards.
         while self._update is None or not self._update.is_for(message):
             before = self._update
             if before is not None:
@@ -102,8 +103,9 @@ class WeightUpdates:
                 if is_overtaken:
                     return Refusal(error=f"attempt {message.attempt} at version {message.version} has been superseded")
                 await before.abandon()
-            if self._update is before:  # else the same question, asked twice, has begun the update meanwhile
+            if self._update is before:  # the same request may have begun the update meanwhile
                 self._update = Update(self._policy, self._config, message, before, self._spent)
+
         update = self._update
         if (failure := update.failure_before_sent()) is not None:
             return _answer_failure(failure)
@@ -114,6 +116,7 @@ class WeightUpdates:
         update = self._update
         if update is None or (update.message.version, update.message.attempt) != (message.version, message.attempt):
             return Again(reason=f"version {message.version} was announced to an orchestrator that is no more")
+
         if problem := check_digests(update.message, message):
             return Refusal(error=problem)
         return await self._answer(update, update.confirm(message))
@@ -146,9 +149,11 @@ class WeightUpdates:
             self._update, self._policy.is_moving = None, False
 
     def needed(self, version: int) -> Publish | None:
-        """Return the request to publish `version` (again), which the trainer has; None where engines need nothing."""
+        """Return the request to publish `version` (again), which the trainer has; None if engines need nothing."""
         newest, update = self._policy.versions.newest, self._update
         is_confirming = update is not None and update.message.version == version and update.is_confirming
+
+        # Engines need the version if it was never confirmed, or if some came up after it was.
         if version > newest and not is_confirming:
             return Publish(reason=f"version {version} was not confirmed")
         if version < newest or self._policy.is_moving:
@@ -165,7 +170,7 @@ class WeightUpdates:
 
 
 def _answer_failure(error: BaseException) -> Reply:
-    """Have the trainer begin again, or stop it where another attempt would fail in the same way."""
+    """Have the trainer begin again, or stop it if another attempt would fail in the same way."""
     if isinstance(error, TriremeError) and not isinstance(error, PeerDied):
         return Refusal(error=str(error))
     if isinstance(error, PeerDied):
@@ -184,17 +189,17 @@ class Update:
     policy: Policy
     config: WeightBroadcast
     message: PolicyReady
-    before: Update | None  # the attempt before, whose connections are reused where it went well
-    spent: dict[str, float]  # where the time that it takes is added
+    before: Update | None  # the attempt before, whose connections are reused if it went well
+    spent: dict[str, float]  # seconds of all updates since they were taken last, to which this attempt adds its own
     note: str = "an evaluation is running"
     epoch: str = ""
     confirmed: asyncio.Task[Live] | None = None
     _targets: list[Engine] = field(default_factory=list)
-    _lives: dict[str, int] = field(default_factory=dict)  # of the engines in the transfer's group, by address
-    _joins: bool = True  # a new group; else that of the attempt before
+    _lives: dict[str, int] = field(default_factory=dict)  # lives of the engines in the transfer's group, by address
+    _joins: bool = True  # a new group is formed; otherwise that of the attempt before is used again
     _paused_since: dict[str, float] = field(default_factory=dict)
     _receiving: dict[str, asyncio.Task[list[WeightReport] | None]] = field(default_factory=dict)
-    _reports: dict[str, list[WeightReport]] = field(default_factory=dict)  # of the engines that have loaded
+    _reports: dict[str, list[WeightReport]] = field(default_factory=dict)  # from engines that have loaded, by address
     _began: float = 0.0
 
     def __post_init__(self) -> None:
@@ -237,37 +242,48 @@ class Update:
     # until the trainer may send
 
     async def _prepare(self) -> Go | Live:
-        """Have the engines wait for tensors. `Live` where no engine needs any."""
+        """Have the engines wait for tensors. `Live` if no engine needs any."""
         everywhere = self.message.everywhere
+
+        # Evaluations hold up an update of all engines. Engines that just came up serve none, so these do not wait.
         if everywhere:
             while self.policy.is_held:
                 await asyncio.sleep(0.05)
             self.policy.is_moving = True
+
         self._began = time.perf_counter()
         # at least one engine, at the start of a run all of them; `engines/health.py` has the deadline for each
         while everywhere and (not self.pool.reachable() or any(map(self.pool.is_missed, self.pool.engines))):
             self.note = f"engines come up: {self.pool.describe()}"
             await asyncio.sleep(0.1)
+
+        # An engine that comes up after this gets the version in a transfer of its own.
         reachable = self.pool.reachable()
         self._targets = [engine for engine in reachable if everywhere or engine.state == "quarantined"]
         if not self._targets:
             return Live(version=self.message.version)
+
         self.note = "engines get ready"
         self._lives = {engine.url: engine.life for engine in self._targets}
+
         before, self.before = self.before, None
-        # reuse the connections of the attempt before, where it went well between the very same processes
+        # reuse the connections of the attempt before, if it went well between the very same processes
         self._joins = before is None or not before.can_be_followed_by(self)
         if before is None or self._joins:  # unique: no peer may take another orchestrator's epoch for ours
             self.epoch = f"{self.message.incarnation}/{uuid.uuid4().hex[:12]}"
         else:
             self.epoch = before.epoch
+
         adapters = [spec for spec in self.message.specs if is_of_adapter(spec.name)]
         # engines that confirmed the base model in this epoch are sent the adapters alone
         self._specs = adapters if adapters and not self._joins else self.message.specs
+
+        # Ranks of the weight group: the trainer's sender is 0, and the workers of each engine follow.
         rank, world_size = 1, 1 + sum(engine.num_workers for engine in self._targets)
         for engine in self._targets:
             self._receiving[engine.url] = asyncio.create_task(self._receive(engine, rank, world_size))
             rank += engine.num_workers
+
         reach("update.told")
         return Go(version=self.message.version, epoch=self.epoch, world_size=world_size)
 
@@ -288,7 +304,7 @@ class Update:
             timeout_s=self.config.timeout_s,
         )
         is_pulled = self.message.kind in PULLED_KINDS
-        # cores that compute in step stand still before any of them waits for the sender
+        # cores that compute in step are paused before any of them waits for the sender
         if engine.num_cores > 1 and not is_pulled:
             return await self._fetch(engine, {}, join_first=info if self._joins else None)
 
@@ -300,6 +316,7 @@ class Update:
 
     async def _fetch(self, engine: Engine, payload: dict, *, join_first: InitInfo | None = None) -> list[WeightReport]:
         """Pause the engine and have it load, after it has joined the transfer if it is given one."""
+        # Before the pause, so that requests that arrive from here on go to other engines or wait.
         self.pool.is_given(engine, self.message.version, is_paused=True)
         self.pool.quarantine(engine)
         is_on_cpu = self.message.kind == "gloo"
@@ -308,6 +325,7 @@ class Update:
             reach("update.paused")
             if join_first is not None:
                 await join(engine, join_first)
+
             began = time.perf_counter()
             reports = await load(engine, UpdateInfo(self._specs, payload))
             self.spent["time/engines_load"] += (time.perf_counter() - began) / len(self._targets)
@@ -330,18 +348,25 @@ class Update:
         self.note = "engines load"
         await self._each(self._load, message)
         reach("update.loaded")
+
+        # Engines resume only after all of them hold exactly what was sent.
         name = f"Version {message.version}"
         for engine in self._targets:
             require_confirmed(engine, self._reports[engine.url], message.digests, name=name)
         differences = await self._each(self._resume, message)
+
+        # Nothing may use the version before this: a restarted orchestrator knows only what is on disk.
         reach("version.before_record")
         await self.policy.record(message.version, self._targets, message.digests, max(differences))
         reach("version.recorded")
         self.spent["time/update_weights"] += time.perf_counter() - self._began
+
+        # An engine that died since then has a successor without these weights, which stays in quarantine.
         confirmed = [engine for engine in self._targets if self._is_same_process(engine)]
         await self.policy.go_live(message.version, confirmed)
         receivers = sum(engine.num_workers for engine in confirmed)
         self.spent[RECEIVERS] = receivers
+
         told = message.version, receivers, len(confirmed)
         log.info("version %d is live, as %d workers of %d engines confirmed", *told)
         reach("version.live")
@@ -354,7 +379,7 @@ class Update:
             try:
                 return await do(engine, message)
             except (WeightsMismatch, EngineRefused) as mismatch:
-                # the wrong weights may be those of a process that was sent nothing, whatever they are called
+                # the wrong weights may be those of a new process that was sent nothing, under the same name
                 if any(report.digests != message.digests for report in await engine.weight_reports()):
                     raise PeerDied(f"{engine.url} was replaced meanwhile: it has other weights") from mismatch
                 raise
@@ -370,8 +395,11 @@ class Update:
     async def _resume(self, engine: Engine, message: PolicySent) -> float:
         """Resume generation, then probe the engine. Returns the largest difference of a logprob."""
         self.note = "engines are probed"
+
+        # Requests use the adapter's name as soon as they resume.
         if self.pool.adapter is not None:
             await name_adapter(engine, self.pool.adapter)
+
         await engine.post("resume")
         paused_s = time.perf_counter() - self._paused_since[engine.url]
         self.spent["time/engines_paused"] += paused_s / len(self._targets)
@@ -387,7 +415,9 @@ class Update:
         """
         theirs = await self.pool.prompt_logprobs(engine, message.probe.ids, core=core)
         differences = np.abs(np.subtract(message.probe.logprobs, theirs))
-        worst = float(differences.max())  # NaN where any is
+        worst = float(differences.max())  # NaN if any difference is
+
+        # The user's limit holds for the largest difference. Otherwise the mean is judged by the noise of the trainer.
         if allowed := self.config.probe_tolerance:
             found, measure = worst, "by up to"
         else:
@@ -400,6 +430,8 @@ class Update:
         differs = (
             f"on a fixed prompt its logprobs differ from the trainer's {measure} {found:.3g}, allowed is {allowed:.3g}"
         )
+
+        # Noise that was measured for an older version may be too small for this one. A fresh one decides.
         if message.probe.noise_age and not self.config.probe_tolerance:
             raise PeerDied(
                 f"{engine.url}{which}: {differs} by the noise of {message.probe.noise_age} versions ago. The trainer "
