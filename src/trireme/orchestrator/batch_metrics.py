@@ -36,7 +36,7 @@ def batch_metrics(
 
     Args:
         outcomes: of the groups that ended since the batch before, dropped ones too: with them `solve_none` and
-            `solve_all` are about all of those, and about the groups of the batch where they are not given.
+            `solve_all` are about all of those; without them, about the groups of the batch.
     """
     parts = metrics_in_parts(step, rollouts, dropped, config=config, outcomes=outcomes)
     return {name: value for part in parts for name, value in part.items()}
@@ -84,6 +84,7 @@ def metrics_in_parts(
         "rollouts/error_rate": _error_rate(rollouts, dropped),
     }
 
+    # Groups that were dropped for lack of signal count too. Without them the share would hide what a filter does.
     num_groups = len({rollout.group for rollout in rollouts})
     num_without_signal = len({drop.group for drop in dropped if _reason(drop) in NO_SIGNAL})
     groups = by_group(rollouts).values()
@@ -99,6 +100,7 @@ def metrics_in_parts(
         "filters/masked_frac": float(np.mean([rollout.masked is not None for rollout in rollouts])),
     }
 
+    # Environments whose rollouts were all dropped have an error rate too, and nothing else.
     for name in sorted({rollout.env for rollout in rollouts} | {drop.env for drop in dropped}):
         own = [rollout for rollout in rollouts if rollout.env == name]
         lengths = [length for rollout, length in zip(rollouts, completions, strict=True) if rollout.env == name]
@@ -108,7 +110,7 @@ def metrics_in_parts(
 
 
 def _environment(name: str, rollouts: list[Rollout], lengths: list[int], outcomes: Sequence[Outcome]) -> Metrics:
-    """Compute one environment's metrics. Its own come last, so they win where they have the name of one of ours.
+    """Compute one environment's metrics. Its own come last, so they replace ours of the same name.
 
     Args:
         lengths: sampled tokens of each rollout.
@@ -138,7 +140,7 @@ def _solved_fracs(rollouts: list[Rollout], outcomes: Sequence[Outcome]) -> tuple
 
 
 def _turns(name: str, rollouts: list[Rollout]) -> Metrics:
-    """Return the mean number of turns; nothing where they were not counted."""
+    """Return the mean number of turns; nothing if they were not counted."""
     counts = [rollout.num_turns for rollout in rollouts if rollout.num_turns]
     return {name: float(np.mean(counts))} if counts else {}
 
@@ -172,6 +174,7 @@ def state_metrics(state: State, *, config: RunConfig) -> Metrics:
         metrics["curriculum/stage"] = state.stage
         if state.stage_reward is not None:
             metrics["curriculum/reward"] = state.stage_reward
+
     pools = config.orchestrator.buffer.pools
     for name, scores in state.scores.items() if pools else ():
         assert pools is not None

@@ -46,7 +46,7 @@ class Filled:
 class Batcher:
     """Fills one batch at a time from the scheduler's groups.
 
-    Raises: ConfigError where there is no such function as `orchestrator.advantage.path`.
+    Raises: ConfigError if there is no such function as `orchestrator.advantage.path`.
     """
 
     config: RunConfig
@@ -70,7 +70,10 @@ class Batcher:
         filled = Filled()
         groups: list[Group] = []
         while len(groups) < self.config.num_groups:
+            # Filtering may leave fewer groups than were issued, so this asks for more until the batch is full.
             group = await self.scheduler.next_group()
+
+            # A group that the scheduler has dropped already keeps its reason.
             if group.reason is None and (reason := self._why_drop(group, step, filled.outcomes)) is not None:
                 group.drop(reason, self._rules.group_size)
             filled.dropped += group.dropped
@@ -79,9 +82,13 @@ class Batcher:
                 self.scheduler.num_accepted += 1
             else:
                 self.scheduler.not_accepted(group.reason)
+
+        # Groups arrive as they finish, which no replay could repeat. The batch is in their order of issue.
         groups.sort(key=lambda group: group.task.id)
         filled.outcomes.sort(key=lambda outcome: outcome.group)
         filled.rollouts = [rollout for group in groups for rollout in group.rollouts]
+
+        # In this order, as advantages need the teacher's logprobs, and masks need the flaw that advantages show.
         if self.teacher is not None:
             await self.teacher.score(filled.rollouts)
         await self._give_advantages(filled)
@@ -93,6 +100,8 @@ class Batcher:
         oldest = min(rollout.oldest_version for rollout in group.rollouts)
         if is_too_old(step, oldest, self._rules.max_lag):
             return f"stale: version {oldest} sampled a part of it"
+
+        # The group ended in time, so it counts for difficulty and the curriculum even if a filter drops it below.
         outcomes.append(outcome_of(group.rollouts))
         for rollout in group.rollouts:
             rollout.flaws = flaws_of(rollout, self._rules)
@@ -102,6 +111,7 @@ class Batcher:
 
     async def _give_advantages(self, filled: Filled) -> None:
         groups = list(by_group(filled.rollouts).values())
+        # A batch has thousands of rollouts. The pauses let the event loop answer requests in between.
         scored = [scores_of(group, self._rules) async for group in with_pauses(groups)]
         estimated, self._baselines = estimates_of(scored, self._rules, self._baselines, custom=self._custom)
         filled.baselines = self._baselines

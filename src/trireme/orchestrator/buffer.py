@@ -28,7 +28,7 @@ class Buffer:
         Args:
             sizes: number of training examples per environment.
 
-        Raises: ConfigError where the run that `state` is of had other examples.
+        Raises: ConfigError if the run that `state` is of had other examples.
         """
         _refuse_other_examples(state.sizes, sizes)
         self._rules = rules
@@ -53,6 +53,8 @@ class Buffer:
         self._order.close_batch(outcomes, self._rules, next_step=next_step)
         if self._order.place.stage != before:
             log.info("batch %d: the curriculum's stage %d begins", next_step, self._order.place.stage)
+
+        # An environment whose examples are all in pools of weight 0 would have none: its pools are ignored then.
         left_out = set(self._order.left_out(self._rules))
         for name in sorted(left_out - self._left_out):  # each environment once
             log.warning(

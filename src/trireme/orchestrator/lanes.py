@@ -35,6 +35,8 @@ class Lanes:
         self._is_closing = False
         self._is_to_look = False
         self._run: tuple[Policy, Scheduler, Evaluator] | None = None
+
+        # From here on the pool reports changes. The states up to now are recorded by hand.
         pool.watch = self.turned
         for engine in pool.engines:
             self.turned(engine)
@@ -49,11 +51,15 @@ class Lanes:
     def turned(self, engine: Engine) -> None:
         """Record a change of an engine: another state, its first request, or its last."""
         what, why = _activity(engine)
+
+        # A transfer belongs to the version that the engine is given, all other work to the batch that is being filled.
         if what == "transfer" and engine.receives is not None:
             step = engine.receives
         else:
             step = -1 if self._run is None else self._run[1].next_batch
         self._of_engine[engine.url].enter(what, step=step, why=why)
+
+        # Many changes arrive together, and one look after the last of them is enough.
         if self._run is not None and not self._is_to_look:
             self._is_to_look = True
             asyncio.get_running_loop().call_soon(self.look)
@@ -65,6 +71,8 @@ class Lanes:
             return
         policy, scheduler, evaluator = self._run
         version, batch, level = policy.version, scheduler.next_batch, self._config.max_async_level
+
+        # Why no rollout is begun: the most final of the reasons that hold.
         why_none_begun = "the orchestrator: the next rollouts are about to begin"
         if batch >= self._config.max_steps:
             why_none_begun = f"every batch is full: the trainer is at batch {version}"
@@ -74,6 +82,7 @@ class Lanes:
             held = f", and version {version} is being evaluated" if evaluator.version is not None else ""
             why_none_begun = f"max_async_level {level}: the trainer is at batch {version}{held}"
 
+        # What the orchestrator itself does, and why a live engine may be idle meanwhile.
         what: What
         if scheduler.num_under_way:
             what, step, why = "generate", batch, ""
@@ -85,9 +94,13 @@ class Lanes:
         else:
             what, step, why = "idle" if batch >= self._config.max_steps else "wait", batch, why_none_begun
             why_no_request = why_none_begun
+
+        # Only live engines: `turned` has said why the others are idle.
         for engine in self._pool.engines:
             if engine.state == "live" and not engine.in_flight:
                 self._of_engine[engine.url].explain(why_no_request)
+
+        # Until the batch is on disk, the lane shows the activity that `closing` entered.
         if not self._is_closing:
             if (self.own.now, self.own.step) != (what, step):
                 self.own.enter(what, step=step, why=why)
@@ -102,6 +115,7 @@ class Lanes:
                 yield
         finally:
             self._is_closing = False
+            # `has_few` compares with the most requests since the last batch, which is counted from here on.
             for engine in self._pool.engines:
                 engine.most_in_flight = engine.in_flight
                 self.turned(engine)

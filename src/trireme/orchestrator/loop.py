@@ -66,13 +66,14 @@ def orchestrate(config: RunConfig) -> None:
         async with open_orchestrator(config) as orchestrator:
             await drive(orchestrator)
 
-    if config.trainer.ckpt.resume_step in (None, -1) and is_over(config):  # else it goes back first
+    if config.trainer.ckpt.resume_step in (None, -1) and is_over(config):  # any other step makes the run go back first
         log.info("all %d steps are trained, confirmed, evaluated and saved: nothing is left to do", config.max_steps)
         return
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # with Python's own a rollout costs more
             runner.run(open_and_drive())
     except* TriremeError as group:
+        # Task groups nest. The user is shown the first error itself, not a tree of groups.
         error: BaseException = group
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
@@ -91,6 +92,8 @@ async def drive(o: Orchestrator) -> None:
             tasks.create_task(o.watcher.run()),
             tasks.create_task(o.lanes.keep(o.policy, o.scheduler, o.evaluator)),
         ]
+
+        # The evaluator ends by itself after the last version; the other tasks run until they are cancelled.
         evaluation = tasks.create_task(o.evaluator.run())
         o.status.state = "running"
         while o.scheduler.next_batch < o.config.max_steps:
@@ -113,16 +116,22 @@ class Orchestrator:
     async def open(self, stack: AsyncExitStack) -> None:
         """Open everything in the order in which it is needed.
 
-        Raises: ConfigError where the run, as it is configured, cannot begin or be resumed.
+        Raises: ConfigError if the run, as it is configured, cannot begin or be resumed.
         """
         config, waits, status = self.config, self.waits, self.status
+
+        # The status server comes first: it shows what the rest of the start waits for.
         stack.enter_context(serve_status(status, config.orchestrator.server))
         self.control = ControlServer(config.hosts.orchestrator, config.ports.batches or 0)
         stack.callback(self.control.close)
         reach("orchestrator.starting")
+
+        # The journal's state says where the run continues; the buffer, the scheduler and the batcher start from it.
         self.journal = journal = _open_journal(config)
         state = journal.head_state()
         self.counters = dict(state.counters)
+
+        # The pool needs the tokenizer's vocabulary and the model's sizes, to check what engines answer.
         tokenizer = open_chat_tokenizer(
             config.trainer.tokenizer.name or config.model.name, trust_remote_code=config.trainer.model.trust_remote_code
         )
@@ -142,6 +151,8 @@ class Orchestrator:
         )
         self.pool = pool
         self.lanes = Lanes(config, stack.enter_context(open_spans(config.paths.spans)), pool)
+
+        # Teacher and environments are checked as they open, so that a mistake in them ends the run before any rollout.
         teacher = await stack.enter_async_context(
             open_teacher(config.orchestrator.teacher, tokenizer, waits, max_model_len=pool.max_model_len)
         )
@@ -153,8 +164,11 @@ class Orchestrator:
         evaluated = environments if evaluation else {}  # their held-out examples, unless the run names others
         if evaluation and evaluation.env:
             evaluated = await _open_environments(config, evaluation.env, stack, waits, trained=False)
+
         self.metrics = MetricsFile(config.paths.metrics, process="orchestrator")
         stack.callback(self.metrics.close)
+
+        # No version is live yet: the trainer publishes one, or an engine shows that it still serves the newest.
         self.policy = policy = Policy(
             pool,
             waits,
@@ -162,6 +176,8 @@ class Orchestrator:
             disk_timeout_s=config.disk_timeout_s,
         )
         self.updates = WeightUpdates(policy, config.weight_broadcast)
+
+        # Rollouts go from the buffer's examples through the scheduler's groups to the batcher's batches.
         sizes = {name: environment.num_train for name, environment in environments.items()}
         self.buffer = Buffer(sizes, rules_of(config), state)
         runner = RolloutRunner(config, pool, tokenizer, journal=config.paths.journal, waits=waits)
@@ -169,10 +185,16 @@ class Orchestrator:
             config, environments, self.buffer, policy, runner, waits, next_batch=state.next_batch
         )
         self.batcher = Batcher(config, self.scheduler, state, teacher=teacher)
+
+        # The evaluator registers the versions that it needs here, before any of them can go live and be replaced.
         self.evaluator = Evaluator(config, evaluated, policy, runner, self.metrics, waits)
         self.requests = TrainerRequests(config, journal, policy, self.updates, self.scheduler, self.peers, waits)
         self.watcher = Watcher(self.metrics)
+
+        # The status server runs in a thread of its own and has answered without these parts so far.
         status.pool, status.policy, status.scheduler, status.watcher = pool, policy, self.scheduler, self.watcher
+
+        # A crash may have kept the last metrics from their file. The journal and the results still have them.
         restore_metrics(config, journal, self.evaluator, self.metrics)
         reach("orchestrator.started")
         stack.enter_context(rare_garbage_collection())
@@ -183,14 +205,17 @@ class Orchestrator:
         began = time.perf_counter()
         batch = await self.batcher.fill(step)
         filled = time.perf_counter()
+
         with self.lanes.closing(step):
             record = self._close(step, batch)
+
+            # Computing the metrics takes a while, so it is done in parts between which the event loop runs.
             parts = metrics_in_parts(step, batch.rollouts, batch.dropped, config=self.config, outcomes=batch.outcomes)
             async for part in with_pauses(parts):
                 record.metrics |= part
             record.metrics |= state_metrics(record.state, config=self.config)
             reach("journal.before_append")
-            await asyncio.to_thread(  # where the disk is full, it waits: no trainer has seen the batch
+            await asyncio.to_thread(  # a full disk makes this wait: no trainer has seen the batch
                 when_there_is_room,
                 lambda: self.journal.append(record),
                 what=f"batch {step}",
@@ -199,11 +224,16 @@ class Orchestrator:
                 deadline_s=self.config.disk_timeout_s,
             )
             reach("journal.appended")
+
+            # Only now may the trainer have the batch: what it trains on survives a crash.
             self.scheduler.batch_closed()
             self.requests.batch_closed()
+
+            # Times and failures are of this process, so they go to the metrics file and not into the journal.
             metrics = record.metrics | self._take_failures() | self.updates.take_seconds()
             metrics |= {"time/fill_batch": filled - began, "time/journal": time.perf_counter() - filled}
             metrics["perf/engine_idle_frac"] = self.lanes.idle_frac()
+
         self.metrics.append(step, metrics)
         log.info("batch %d  reward %.3f  lag %.2f", step, metrics["reward/mean"], metrics["lag/mean"])
 
@@ -211,6 +241,8 @@ class Orchestrator:
         """Build the journal's entry, but its metrics. Synchronous: groups that are taken from now on belong to the next
         batch."""
         rollouts, dropped = batch.rollouts, batch.dropped
+
+        # The state is what a restart continues from, so the counters and the buffer come first.
         self.counters["trained"] = self.counters.get("trained", 0) + len(rollouts)
         self.counters["dropped"] = self.counters.get("dropped", 0) + len(dropped)
         self.buffer.close_batch(batch.outcomes, next_step=step + 1)
@@ -251,6 +283,7 @@ class Orchestrator:
                 await asyncio.sleep(0.05)
         reach("orchestrator.finishing")
         self.peers.trainer_may_leave.set()
+
         # the trainer may exit without sending `Done`, after it saved everything
         with self.waits.waiting("its `Done`", peer="trainer", deadline_s=deadline_s, patient=True) as wait:
             while not (self.peers.has_trainer_left or (wait.waited_s > TRAINER_EXIT_S and is_over(self.config))):
@@ -290,9 +323,11 @@ async def _open_environments(
     environments = [
         await stack.enter_async_context(open_environment(entry, logs=config.paths.logs, **how)) for entry in entries
     ]
+
     for environment in environments:
         num_train = "endless" if environment.num_train == ENDLESS else environment.num_train
         log.info("%s: %s training examples, %d held out", environment.name, num_train, environment.num_eval)
+        # An evaluation takes training examples if none are held out, so it needs either kind.
         if environment.num_train == 0 and (trained or environment.num_eval == 0):
             raise ConfigError(
                 f"The environment {environment.name!r} has no {'training ' if trained else ''}examples - at least one "
@@ -321,15 +356,19 @@ def restore_metrics(config: RunConfig, journal: Journal, evaluator: Evaluator, m
     rows, _ = read_metrics(config.paths.metrics)
     newest = {step: row for (process, step), row in latest_by_step(rows).items() if process == metrics.process}
     evaluated = {step for step, row in newest.items() if any(name.startswith("eval/") for name in row)}
+
+    # Batches: the line may be missing, or be from before the run went back to an earlier step.
     steps = journal.steps()
     for step in steps:
         row = newest.get(step, {})
         is_recent = step >= steps[-1] - 1  # after a rewind, the line may be from before it
         if "reward/mean" not in row or (is_recent and not journal.read(step).metrics.items() <= row.items()):
             metrics.append(step, journal.read(step).metrics)
+
+    # Evaluations: the same, from their results on disk.
     versions = [version for version in steps_in(config.paths.evals) if evaluator.is_done(version)]
     for version in versions:
-        is_newest = version == versions[-1]  # likewise
+        is_newest = version == versions[-1]  # after a rewind, the line may be from before it
         if version not in evaluated or is_newest:
             row = evaluator.figures(version)
             if not row.items() <= newest.get(version, {}).items():

@@ -54,9 +54,13 @@ class Group:
         if self.reason is not None:
             return
         self.reason = reason
+
+        # Failed attempts are recorded already. What is dropped is the attempt that follows them in each place.
         attempts = dict.fromkeys(range(size), 0)
         for failed in self.dropped:
             attempts[failed.place] = failed.attempt + 1
+
+        # These places have no attempt left that could be dropped.
         for place in self.exhausted:
             del attempts[place]
         self.dropped += [_drop(self.task, place, attempt, reason) for place, attempt in attempts.items()]
@@ -98,6 +102,7 @@ class Scheduler:
         follower = asyncio.create_task(self._follow_policy())
         try:
             while True:
+                # Cleared before the check, so that a change during the loop below is not lost.
                 self._changed.clear()
                 while self._may_issue():
                     reach("rollout.begun")
@@ -121,12 +126,16 @@ class Scheduler:
         version = self.policy.version
         if version < 0 or self.next_batch >= self.config.max_steps:
             return False
+
+        # Near the end of the run, fewer batches are left than the policy may lag behind.
         allowed = groups_allowed(
             version=version,
             next_batch=self.next_batch,
             max_async_level=min(self.config.max_async_level, self.config.max_steps - 1 - version),
             groups_per_batch=self.config.num_groups,
         )
+
+        # Spare groups keep a few slow ones from holding up a batch, which takes groups as they finish.
         if not self.config.synchronous:
             allowed = int(allowed * self.config.orchestrator.oversampling_factor)
         return len(self._issued) + self.num_accepted < allowed
@@ -138,6 +147,7 @@ class Scheduler:
         except _GaveUp as error:
             group.drop(f"group given up: {error}", self._group_size)
         except TriremeError as error:
+            # The error is not this rollout's alone: `next_group` raises it, and the run ends.
             self._hopeless = self._hopeless or error
             group.drop(f"group given up: {error}", self._group_size)
         except Exception as error:  # our own bug: without this, the batch would wait for the group forever
@@ -147,6 +157,8 @@ class Scheduler:
                 "traceback above."
             )
             group.drop(f"group given up: {error!r}", self._group_size)
+
+        # Unless `_cancel_stale` has taken the group out meanwhile.
         if self._under_way.pop(group.task.id, None) is not None:
             self._finished[group.task.id] = group
             self._arrived.set()
@@ -156,8 +168,11 @@ class Scheduler:
         task, attempts = group.task, self.config.orchestrator.max_rollout_attempts
         environment, sampling = self.environments[task.env], self.config.orchestrator.sampling
         name, last = f"{task.id}-{place}", ""
+
+        # An orchestrator before this one may have used some of the attempts. They are not repeated.
         first = self.runner.first_attempt(environment, name, attempts)
         group.dropped += [_drop(task, place, earlier, FAILED_BEFORE) for earlier in range(first)]
+
         for attempt in range(first, attempts):
             spec = RolloutSpec("train", task.example, place, name, str(task.id), self._group_size, attempt)
             try:
@@ -167,13 +182,17 @@ class Scheduler:
                 last = str(failure)
                 if failure.is_final:  # its group is dropped for it
                     raise _GaveUp(f"rollout {place} failed for good, {last}") from failure
-                if group.reason is None:  # else it was dropped already, with its group
+                if group.reason is None:  # otherwise it was dropped with its group
                     group.dropped.append(_drop(task, place, attempt, last))
                 continue
+
+            # The journal names a rollout by its group and its place there.
             rollout.group, rollout.place = task.id, place
             reach("rollout.finished")
             self._any_success = True
             return rollout
+
+        # The group is dropped for this place, whose attempts are all recorded.
         group.exhausted.add(place)
         raise _GaveUp(f"rollout {place} failed {attempts} times, last {last}")
 
@@ -183,6 +202,8 @@ class Scheduler:
         if failure.is_overlong:
             self._overlong_examples.add((task.env, task.example))
         log.warning("rollout of %s example %d failed: %s", task.env, task.example, failure)
+
+        # If nothing at all succeeds, the environment or the model is broken, and more rollouts would not help.
         if not self._any_success and self.num_failures >= HOPELESS_FAILURES:
             self._hopeless = AllRolloutsFail(
                 f"All of the first {self.num_failures} rollouts failed - at least one was expected to succeed. "
@@ -217,13 +238,18 @@ class Scheduler:
             while True:
                 if self._hopeless:
                     raise self._hopeless
+
+                # A synchronous run is reproducible: it takes groups in the order of issue, however they finish.
                 candidates = self._issued[:1] if self.config.synchronous else list(self._finished)
                 if candidates and candidates[0] in self._finished:
                     self._issued.remove(candidates[0])
                     group = self._finished.pop(candidates[0])
+                    # The place of a dropped group is free for another one.
                     if group.reason is not None:
                         self._changed.set()
                     return group
+
+                # Nothing to hand out. Without rollouts under way, it is the trainer's next version that is missing.
                 wait.note = self.describe()
                 wait.peer = "inference" if self._under_way else "trainer"
                 self._arrived.clear()

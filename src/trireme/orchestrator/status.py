@@ -70,10 +70,14 @@ class Status:
         now = time.monotonic()
         heartbeats = list(self.peers.heartbeats.items())  # a copy: more may arrive while it is read
         engines = self.pool.engines if self.pool else []
+
+        # Ages, not times, as a reader on another machine may have another clock.
         processes = {
             name: {"state": beat.state, "version": beat.version, "heard_s_ago": round(now - heard, 1)}
             for name, (heard, beat) in heartbeats
         }
+
+        # The orchestrator's own waits have all their fields. Those of other processes arrive as text in heartbeats.
         waits = [
             {
                 "who": wait.who,
@@ -86,10 +90,13 @@ class Status:
             }
             for wait in self.waits.now()
         ]
+
+        # A silent process counts as a wait: what it last said it waits for is as old as its last heartbeat.
         for name, (heard, beat) in heartbeats:
             if now - heard > STALE_HEARTBEAT_S and beat.state != "done":
                 waits.append({"who": name, "text": f"{name} has sent no heartbeat for {now - heard:.0f} s"})
             waits += [{"who": name, "text": text} for text in beat.waits]
+
         return {
             "run": str(self.config.paths.root),
             "state": self.state,
@@ -117,6 +124,8 @@ class Status:
 def build_app(status: Status) -> FastAPI:
     app = FastAPI(title="Trireme orchestrator", docs_url=None, redoc_url=None)
     app.add_middleware(RequireToken, reader_key=status_key())
+
+    # A registry of its own leaves out the metrics of Python itself.
     registry = CollectorRegistry()
     gauges = {
         name: Gauge(f"trireme_{name}", text, registry=registry)
@@ -146,6 +155,8 @@ def build_app(status: Status) -> FastAPI:
         snapshot = status.snapshot()
         for name, gauge in gauges.items():
             gauge.set(snapshot[name])
+
+        # Labels that are not cleared would be reported forever, after their wait or warning has ended.
         waiting.clear()
         for wait in status.waits.now():
             waiting.labels(peer=wait.peer).set(wait.waited_s)
@@ -173,7 +184,7 @@ def serve_status(status: Status, config: StatusServer) -> Iterator[None]:
 
 
 def _bind(config: StatusServer) -> socket.socket:
-    """Bind the port. Retry for a while where it is taken: a connection of our predecessor may still be closing."""
+    """Bind the port. Retry for a while if it is taken: a connection of our predecessor may still be closing."""
     give_up = time.monotonic() + BIND_S
     while True:
         try:  # requests that arrive before the server's thread runs wait in the backlog

@@ -49,7 +49,7 @@ class Teacher:
     async def score(self, rollouts: list[Rollout]) -> None:
         """Fill `teacher` of each rollout: per sample [T] float32, NaN where the policy sampled nothing.
 
-        Raises: PeerDied where it does not answer, after several attempts, or refuses a sample.
+        Raises: PeerDied if it does not answer, after several attempts, or refuses a sample.
         """
         deadline_s = ATTEMPTS * (self.config.timeout_s + PAUSE_S) * max(1, len(rollouts))
         with self.waits.waiting(f"logprobs of {len(rollouts)} rollouts", peer="teacher", deadline_s=deadline_s):
@@ -61,12 +61,16 @@ class Teacher:
 
     async def _logprobs(self, sample: Tokens) -> np.ndarray:
         ids = sample.ids.tolist()
+        # vLLM samples at least one token; only the logprobs of the prompt are used.
         body = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         last = ""
+
         for attempt in range(ATTEMPTS):
             try:
                 async with self._places, self.session.post(f"{_base(self.config)}/completions", json=body) as response:
                     data = await response.read()
+
+                    # The server would refuse the same sample again, so this is not retried.
                     if 400 <= response.status < 500 and response.status not in LATER:
                         raise PeerDied(
                             f"The teacher at {self.config.base_url} refused a sample of {len(ids)} tokens (status "
@@ -76,11 +80,14 @@ class Teacher:
                     if response.status >= 400:
                         raise BadAnswer(f"status {response.status}: {words_of(data)}")
                     found = prompt_logprobs_of(read_choice(data, Prompted), ids)
+
+                # [T]: nothing precedes the first token, so it has no logprob.
                 return np.where(sample.loss_mask > 0, np.array([np.nan, *found]), np.nan).astype(np.float32)
             except (aiohttp.ClientError, TimeoutError, BadAnswer) as error:
                 last = f"{type(error).__name__}: {error}"
                 log.warning("teacher at %s, attempt %d: %s", self.config.base_url, attempt + 1, last)
                 await asyncio.sleep(PAUSE_S)
+
         raise PeerDied(
             f"The teacher at {self.config.base_url} gave no logprobs for a sample of {len(ids)} tokens in {ATTEMPTS} "
             f"attempts ({last}) - an answer within {self.config.timeout_s:.0f} s was expected. See its log; the "
@@ -92,9 +99,9 @@ class Teacher:
 async def open_teacher(
     config: TeacherConfig | None, tokenizer: ChatTokenizer, waits: Waits, *, max_model_len: int
 ) -> AsyncIterator[Teacher | None]:
-    """Connect to the run's teacher; None where it has none.
+    """Connect to the run's teacher; None if it has none.
 
-    Raises: ConfigError where it does not answer, has another tokenizer than the policy, or no longer context than
+    Raises: ConfigError if it does not answer, has another tokenizer than the policy, or no longer context than
         the policy (`max_model_len`).
     """
     if config is None:
@@ -117,6 +124,8 @@ async def open_teacher(
                 "- a running vLLM server was expected, its address with /v1 at the end. Start it, or correct "
                 "`orchestrator.teacher.base_url`."
             ) from error
+
+        # Under another tokenizer the same ids are another text, and the logprobs would be wrong without an error.
         ours = tokenizer.encode(PROBE)
         if theirs != ours:
             raise ConfigError(
@@ -125,6 +134,7 @@ async def open_teacher(
                 "asked about the policy's own tokens. Serve a teacher of the same family, or leave out "
                 "`[orchestrator.teacher]`."
             )
+
         if longest <= max_model_len:  # it refuses a prompt that fills its context
             raise ConfigError(
                 f"The teacher at {config.base_url} ({model}) has a context of {longest} tokens, the policy one of "

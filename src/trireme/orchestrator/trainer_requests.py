@@ -69,14 +69,18 @@ class TrainerRequests:
 
     async def __call__(self, request: Request) -> Reply:
         reply: Reply
+
+        # A trainer of another run may have found this port. It must not be given this run's batches.
         if request.run_id != self.config.run_id:
             return Refusal(
                 error=f"This orchestrator runs {self.config.run_id}, the trainer asks for {request.run_id}. "
                 "Expected the same output folder on both. Start them with the same configuration, or on other ports."
             )
+
         num_batches = self.scheduler.next_batch + 1  # one may be on disk before the scheduler counts it
         if problem := check_request(request, max_steps=self.config.max_steps, num_batches=num_batches):
             return Refusal(error=problem)
+
         match request:
             case GetNewest():
                 reply = await self.updates.trainer_started()
@@ -91,6 +95,8 @@ class TrainerRequests:
                 reply = Ok()
             case Done():
                 reply = await self._done(request)
+
+        # Long work on this side, such as an evaluation, must not run into the trainer's deadline.
         if isinstance(reply, NotYet) and self.waits.is_busy:
             return msgspec.structs.replace(reply, busy=True)
         return reply
@@ -102,11 +108,14 @@ class TrainerRequests:
 
     async def _batch(self, request: GetBatch) -> Reply:
         """Answer with this rank's share. Rank 0 asks first; if engines need weights, it has to publish them."""
+        # Rank 0 alone decides, before the other ranks ask: publishing needs all of them at the same time.
         if request.rank == 0 and (publish := self.updates.needed(request.step)):
             return publish
         if request.rank == 0 and (note := self.policy.must_be_evaluated_first(request.step)):
             await asyncio.sleep(PATIENCE_S / 2)
             return NotYet(note=note)
+
+        # Hold the request for a while instead of answering at once, because the trainer asks again after each `NotYet`.
         if not self.journal.has(request.step):
             with suppress(TimeoutError):
                 async with asyncio.timeout(PATIENCE_S):

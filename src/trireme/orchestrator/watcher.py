@@ -22,7 +22,7 @@ class Watcher:
         self._offset = 0
         for rows, offset in read_in_pieces(metrics.path):
             self._offset = offset
-            for row in rows:  # of before a restart: they were reported then
+            for row in rows:  # rows from before a restart, which were reported then
                 self._watch.take(row)
 
     @property

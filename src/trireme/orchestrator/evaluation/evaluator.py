@@ -54,7 +54,7 @@ class Evaluator:
     runner: RolloutRunner
     metrics: MetricsFile
     waits: Waits
-    version: int | None = None  # that is being evaluated
+    version: int | None = None  # the version that is being evaluated
     _num_begun: int = 0  # evaluations of an environment
 
     def __post_init__(self) -> None:
@@ -65,6 +65,7 @@ class Evaluator:
         """Evaluate all versions that are due; a later version in place of one that is no longer live."""
         for version in self.due():
             await self.policy.reached(version)
+            # An evaluation that the death of an engine spoiled is repeated with the version that is live then.
             is_done = False
             while not is_done:
                 async with self.policy.held() as live:
@@ -94,7 +95,7 @@ class Evaluator:
     async def evaluate(self, version: int) -> bool:
         """Evaluate `version`, write its results and report its metrics.
 
-        Returns: False where a later version sampled a part of it, because an engine of this one died: the results are
+        Returns: False if a later version sampled a part of it, because an engine of this one died: the results are
             discarded.
         """
         assert self._eval is not None
@@ -107,6 +108,8 @@ class Evaluator:
                 )
         finally:
             self.version = None
+
+        # Rollouts that a later version sampled in part say nothing certain about either version.
         others = set().union(*(versions for _, _, versions in evaluated)) - {version}
         if others:
             log.warning("evaluation of version %d: version %d sampled a part of it", version, max(others))
@@ -124,6 +127,7 @@ class Evaluator:
 
         await self._write(write_all, version)
         reach("evaluation.written")
+
         seconds = time.perf_counter() - began
         self.report(version, {"time/eval": seconds} | await asyncio.to_thread(self.figures, version))
         return True
@@ -150,12 +154,14 @@ class Evaluator:
         """Return the file of its results, these, and the policy versions that sampled any token of them."""
         assert self._eval is not None
         evaluation = self._eval
-        # by a hash of the configuration, so that an evaluation with another one never resumes from partial results
+
+        # The partial file is named by a hash of the configuration, so that no other configuration resumes from it.
         configuration = f"{evaluation.sampling!r} {environment.config!r}"
         digest = hashlib.sha256(configuration.encode()).hexdigest()[:8]
         path = results_path(self.config.paths, version, environment.name)
         file = EvalResultsFile(path, partial=f".{path.stem}.{digest}.partial")
         self._num_begun += 1
+
         extent = read_extent(
             environment,
             split="eval",
@@ -163,6 +169,8 @@ class Evaluator:
             rollouts_per_example=evaluation.rollouts_per_example,
         )
         specs = extent.specs(f"eval-{environment.name}", group_suffix=f"/{self._num_begun}")
+
+        # An evaluation that was killed left its results so far; only the others are rolled out.
         results = await asyncio.to_thread(file.read_partial)
         missing = missing_specs(specs, results, scored_together=environment.group_rewards)
         versions: set[int] = set()
@@ -178,6 +186,7 @@ class Evaluator:
             if outcome.rollout is None:
                 return
             versions.update(outcome.rollout.versions)
+            # Results of another version must not be in the file that an evaluation of this one resumes from.
             if outcome.rollout.versions <= {version}:
                 async with appending:
                     await self._write(lambda: file.append(result), version)
@@ -190,6 +199,8 @@ class Evaluator:
             max_attempts=self.config.orchestrator.max_rollout_attempts,
             max_concurrent=max_concurrent_rollouts(self.config, environment),
         )
+
+        # In the order of the data, however the rollouts finished.
         ordered = [results[spec.key] for spec in specs]
         if errors := [result.error for result in ordered if result.error is not None]:
             log.warning(
@@ -217,6 +228,7 @@ def max_concurrent_rollouts(config: RunConfig, environment: Environment) -> int:
     evaluation = config.orchestrator.eval
     assert evaluation is not None
     total = evaluation.max_concurrent or config.orchestrator.max_concurrent // SHARE
+
     own = total // len(evaluation.env or config.orchestrator.env)
     if not evaluation.env:  # those that are trained on
         own = min(own, environment.config.max_concurrent // SHARE)

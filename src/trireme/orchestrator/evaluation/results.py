@@ -30,19 +30,19 @@ class EvalResult(msgspec.Struct, kw_only=True):
     """
 
     example_id: int | str
-    reward: float | None  # None where it failed
+    reward: float | None  # None if it failed
     prompt: list[dict[str, Any]] = []
     completion: list[dict[str, Any]] = []
     answer: str | None = None
     info: dict[str, Any] = {}
     metrics: dict[str, float] = {}
     example: int = -1  # index in the split; -1 in files that did not say
-    rollout: int = 0  # of that example, from 0
-    version: int = -1  # of the policy
+    rollout: int = 0  # number among the rollouts of that example, from 0
+    version: int = -1  # version of the policy that sampled it
     tokens: int = 0  # sampled
-    turns: int = 0  # of the model
+    turns: int = 0  # turns of the model
     truncated: bool = False
-    stop: str | None = None  # what ended it
+    stop: str | None = None  # the reason why it ended
     error: str | None = None
 
     @classmethod
@@ -94,7 +94,7 @@ def move_aside(results: Path) -> None:
 class EvalResultsFile:
     """Results of one evaluation, on disk as they come, so that an evaluation that was killed resumes.
 
-    Until all exist they are in `NAME.jsonl.partial`, or in the file `partial` beside that, in the order in which they
+    Until all exist they are in `NAME.jsonl.partial`, or in the file `partial` next to that, in the order in which they
     came; then in `NAME.jsonl`, sorted.
     """
 
@@ -105,7 +105,7 @@ class EvalResultsFile:
     def read_all(self) -> dict[RolloutKey, EvalResult]:
         """Return results of earlier evaluations, the newest of each rollout; without those that failed.
 
-        Raises: ConfigError where a line is none of ours.
+        Raises: ConfigError if a line is no result of an evaluation.
         """
         return _by_key(result for file in (self.path, self.partial) for result in _read_lines(file))
 
@@ -114,7 +114,7 @@ class EvalResultsFile:
         return _by_key(_read_lines(self.partial))
 
     def append(self, result: EvalResult) -> None:
-        """Raises OSError where the disk is full. What is written of a line then is left out by `read_partial`."""
+        """Raises OSError if the disk is full. `read_partial` leaves out a line that is written in part."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         append_lines(self.partial, deque([_to_line(result)]), sync=False)
 
@@ -131,7 +131,7 @@ def _by_key(results: Iterable[EvalResult]) -> dict[RolloutKey, EvalResult]:
 
 
 def _read_lines(path: Path) -> Iterator[EvalResult]:
-    """Read a results file. Lines of a partial one may be torn, where their writer was killed, and are left out."""
+    """Read a results file. Lines of a partial one may be torn if their writer was killed, and are left out."""
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -139,6 +139,7 @@ def _read_lines(path: Path) -> Iterator[EvalResult]:
         try:
             yield msgspec.convert(json.loads(line), EvalResult)
         except (ValueError, RecursionError) as error:
+            # A torn line is no JSON. JSON of another shape was written whole, so the file is another one.
             if path.suffix == ".partial" and not isinstance(error, msgspec.ValidationError):
                 continue
             raise ConfigError(
@@ -168,10 +169,13 @@ def evaluation_metrics(name: str, results: Sequence[EvalResult], evaluation: Eva
     """
     if not results:
         return {}
+
     scored = [result for result in results if result.reward is not None]
     groups = _group(results)
     size = max(map(len, groups))  # rollouts per example
     metrics = {"error_rate": 1 - len(scored) / len(results)}
+
+    # pass@k needs the same number of rollouts of each example. One that failed counts as not passed.
     passed = [
         sum(result.reward is not None and result.reward >= evaluation.pass_threshold for result in group)
         for group in groups
@@ -179,6 +183,8 @@ def evaluation_metrics(name: str, results: Sequence[EvalResult], evaluation: Eva
     ]
     for k in [k for k in evaluation.pass_at if k <= size] or powers_of_two(size):
         metrics[f"pass@{k}"] = mean_pass_at_k(size, passed, k)
+
+    # Means are over rollouts with a reward. There is none if all have failed.
     if scored:
         metrics |= means(result.metrics for result in scored)
         rewards = np.array([result.reward for result in scored])
