@@ -44,7 +44,7 @@ OFFLOADED_BYTES = 1 << 20  # smaller tensors stay: copying them costs more than 
 def wrap_layers(layers: Sequence[torch.nn.Module], config: TrainerModel, device: torch.device) -> None:
     """Wrap blocks from the inside out: compiled ones are recomputed, and offloading sees what recomputed ones keep.
 
-    Not the other way about: nothing is compiled of a block that is recomputed inside of a compiled function, if part of
+    Not the other way round: nothing is compiled of a block that is recomputed inside of a compiled function, if part of
     it cannot be compiled, as attention over packed samples.
     """
     offload = Offload(device, smallest_bytes=OFFLOADED_BYTES) if config.activation_offload else None
@@ -62,6 +62,7 @@ def wrap_layers(layers: Sequence[torch.nn.Module], config: TrainerModel, device:
 def _recomputed(forward: Forward, layer: torch.nn.Module, config: ActivationCheckpointing) -> Forward:
     if config.mode == "full":
         return partial(checkpoint, forward, use_reentrant=False)
+
     has_biases = any(".experts." in name and name.endswith("_bias") for name, _ in layer.named_parameters())
     kept = KEPT - CHANGED_BY_EXPERTS if has_biases else KEPT
     contexts = partial(create_selective_checkpoint_contexts, partial(_policy, kept))
@@ -110,6 +111,8 @@ class Offload:
         def offloaded(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
+
+            # Blocks' own parameters stay: FSDP gathers them again for the backward pass.
             # A DTensor is still sharded: float32 routers are FSDP units of their own, gathered when they run.
             gathered = (each for each in module.parameters() if not isinstance(each, DTensor))
             stay = {parameter.untyped_storage().data_ptr() for parameter in gathered}
@@ -125,19 +128,25 @@ class Offload:
         memory = tensor.untyped_storage().data_ptr()
         if tensor.device != self._device or tensor.nbytes < self._smallest_bytes or memory in layer.parameters:
             return tensor
+
+        # The version is part of the key: a tensor that is changed in place has other values at the same address.
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         if key in layer.seen:  # the shared input of several matrices is moved once
             return layer.seen[key][1]
+
         source = tensor.detach()
         self.num_bytes += source.nbytes
+        # Page-locked memory lets the GPU copy while it computes.
         copy = torch.empty_like(source, device="cpu", pin_memory=self._stream is not None)
         if self._stream is None:
             copy.copy_(source)
         else:
+            # The copy waits for what computes the tensor, whose memory is not reused before the copy is done.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 copy.copy_(source, non_blocking=True)
             source.record_stream(self._stream)
+
         kept = _Kept(layer, copy)
         layer.kept.append(kept)
         layer.seen[key] = (tensor, kept)
@@ -146,15 +155,20 @@ class Offload:
     def _unpack(self, kept: torch.Tensor | _Kept) -> torch.Tensor:
         if isinstance(kept, torch.Tensor):
             return kept
+
+        # Fetched one block ahead, so that the copies run while this block's gradients are computed.
         self._fetch(kept)
         for layer in (kept.layer, kept.layer.before):
             if layer is not None:
                 for other in layer.kept:
                     self._fetch(other)
                 layer.kept.clear()
+        # Without this, each block would keep all blocks before it in memory.
         kept.layer.before = None
         tensor = kept.back
         assert tensor is not None, "fetched before it is taken"
+
+        # The computation waits for the copy, and the allocator knows that both streams use the memory.
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)

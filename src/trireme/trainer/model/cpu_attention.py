@@ -36,6 +36,8 @@ def attend_on_cpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *
         [S, L, H, D], D as of `value`.
     """
     samples, heads, length, size = query.shape
+
+    # Queries that share a head of keys are stacked, so that one product serves all of them.
     shared = key.shape[1]
     together = (query * scaling).reshape(samples, shared, heads // shared * length, size)
     scores = (together @ key.transpose(-1, -2)).view(samples, heads, length, length)

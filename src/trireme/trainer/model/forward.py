@@ -45,7 +45,7 @@ log = get_logger("scorer")
 
 PROMPT = 24  # tokens of the row that a model is tried on
 PLACES = np.arange(1, PROMPT)
-TOLERANCES = {"float32": 1e-3, "bfloat16": 0.3}  # of logprobs; a wrong pass is off by more
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.3}  # largest difference of a logprob; a wrong pass is off by more
 
 _ATTRIBUTE = "trireme_scorer"
 
@@ -56,6 +56,7 @@ def compute_columns(
     """Compute the columns of the K tokens of a row that count. A collective; a team's ranks all get the whole row."""
     places, has_places = places_of(micro_batch)
     found = scorer_of(model, device).score(micro_batch, places, device, entropy_gradient=entropy_gradient)
+
     tokens, samples = micro_batch.tokens, np.repeat(np.arange(len(micro_batch.lengths)), micro_batch.lengths)
 
     def column(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
@@ -110,6 +111,8 @@ class Scorer:
             places: [K] ascending.
         """
         before = np.maximum(places - 1, 0)  # the token at which the model predicts the next one
+
+        # Each rank of a team runs the head on the tokens that it holds only.
         part = self.team.part_of(row.tokens.length)
         is_ours = before // part.size == self.team.rank
         targets = targets_at(row, places[is_ours], device)
@@ -120,8 +123,11 @@ class Scorer:
             keep = torch.from_numpy(before[is_ours] - part.first).to(device)
             with row_given() if self.team.size > 1 else nullcontext():
                 found = self._run(self._inputs(row, device), keep, targets, entropy_gradient)
+
+        # Without a backward pass, nothing else frees the gathered parameters.
         if not torch.is_grad_enabled():
             reshard(self.model)
+
         logprobs, entropies = self.team.gather(torch.stack(found), self.team.counts(part, before))
         return HeadOutput(logprobs, entropies if entropy_gradient else entropies.detach())
 
@@ -135,6 +141,8 @@ class Scorer:
         ids = torch.from_numpy(part.take(row.tokens.ids).astype(np.int64)).to(device)
         position_ids = of_team.position_ids[:, part.first : part.first + part.size]
         inputs = {"input_ids": ids[None], "position_ids": position_ids, "attention_mask": None, "use_cache": False}
+
+        # Attention needs the whole row, of which this rank's inputs are a part.
         context: dict[str, Any] = {}
         if self.team.size > 1:
             context = {"shared_row": of_team, ARGUMENT: PackedRow(of_team.lengths, device)}
@@ -163,11 +171,13 @@ class Scorer:
         return inputs | routes | seen, torch.from_numpy(computed.places[before]).to(device)
 
     def _run(self, inputs: dict[str, Any], keep: torch.Tensor, targets: Targets, entropy_gradient: bool) -> HeadOutput:
+        # Without a head of its own, all logits exist at once, and only the scores are computed in chunks.
         head = self.head
         if head is None:
             logits = self.model(**inputs, logits_to_keep=keep).logits[0]
             return score_in_chunks(NoHead(), logits, targets, chunk=self.chunk, entropy_gradient=entropy_gradient)
 
+        # The head's parameters are those of the root, which FSDP gathers around this call.
         def compute() -> HeadOutput:
             hidden = self.model.base_model(**inputs)[0][0, keep]
             return score_in_chunks(head, hidden, targets, chunk=self.chunk, entropy_gradient=entropy_gradient)
@@ -188,9 +198,12 @@ def choices_at(kept: Kept | None, places: np.ndarray, device: torch.device) -> C
     """Return what the sampler could choose from at these places; None if it was never cut."""
     if kept is None:
         return None
+
     cut = np.flatnonzero(kept.counts[places] > 0)
     if len(cut) == 0:
         return None
+
+    # Choices of all tokens lie one behind the other: pick those of the cut places.
     counts = kept.counts[places[cut]].astype(np.int64)
     starts = np.concatenate([[0], np.cumsum(kept.counts)])[places[cut]]
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -230,23 +243,30 @@ def _shared(row: MicroBatch) -> SharedPrefixes:
 
 def _try_shortcuts(scorer: Scorer, device: torch.device) -> Scorer:
     """Use the head alone, packed attention and the team if they give the logprobs of the model's own forward pass."""
+    # A row of two samples that begin alike tries every shortcut: the head, packing and shared prefixes.
     model = scorer.model
     ids = probe_ids(model.config.get_text_config().vocab_size, PROMPT)
     ids[-7:-3] = ids[:4]  # the second of two samples begins like the first
     row = unsampled_row(ids, [PROMPT - 7, 7])
+
+    # Without dropout, passes that differ only by rounding can be compared.
     with dropout_off(model), torch.no_grad():
         alone = replace(scorer, team=Team())
         own = alone.score(row, PLACES, device).logprobs
         head = Head(model) if _agrees(replace(alone, head=Head(model)), row, own) else None
         scorer = replace(scorer, head=head, is_tried=True)
+
         if scorer.team.size == 1 or scorer.attention == FLASH:
             scorer = _try_packed_attention(scorer, row, own)
+
         if head is None:
             log.warning(
                 "the head of %s by itself does not give the logits of its forward pass: all logits of a row are "
                 "computed at once, whatever `head_chunk` is",
                 type(model).__name__,
             )
+
+        # Sharing a row is no shortcut but asked for by the user, so a model that cannot do it ends the run.
         if scorer.team.size > 1:
             share_attention(model, scorer.team.size)
             if not _agrees(scorer, row, own):

@@ -37,7 +37,7 @@ class Targets(NamedTuple):
 
     ids: torch.Tensor  # [K] int64
     temperatures: torch.Tensor  # [K] float32
-    choices: Choices | None  # what could be sampled, where sampling was cut
+    choices: Choices | None  # tokens that could be sampled, if sampling was cut
 
     def within(self, first: int, last: int) -> Targets:
         choices = self.choices.within(first, last) if self.choices else None
@@ -100,9 +100,11 @@ class _InChunks(torch.autograd.Function):
         hidden_KH: torch.Tensor,
         *_: nn.Parameter,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Only the hidden states are kept. The logits of all chunks together would be the largest tensor of a step.
         ctx.head, ctx.score, ctx.chunk = head, score, chunk
         ctx.save_for_backward(hidden_KH)
         parts = [score(first, hidden_KH[first : first + chunk]) for first in _starts(hidden_KH, chunk)]
+
         logprobs, entropies = (torch.cat(each) for each in zip(*parts, strict=True))
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropies)
@@ -114,6 +116,8 @@ class _InChunks(torch.autograd.Function):
         (hidden_KH,) = ctx.saved_tensors
         parameters, starts = ctx.head.parameters(), _starts(hidden_KH, ctx.chunk)
         of_hidden, sums = torch.empty_like(hidden_KH), [None] * len(parameters)
+
+        # Each chunk's logits exist once more, for their gradient only.
         with torch.enable_grad():
             for first in starts:
                 chunk = slice(first, first + ctx.chunk)
@@ -124,6 +128,8 @@ class _InChunks(torch.autograd.Function):
                 of_hidden[chunk], *found = torch.autograd.grad(outputs, inputs, upstream, allow_unused=True)
                 pairs = zip(sums, found, strict=True)
                 sums = [_added(total, gradient, is_only=len(starts) == 1) for total, gradient in pairs]
+
+        # Rounded to the parameters' precision once, after all chunks are added up.
         pairs = zip(sums, parameters, strict=True)
         of_parameters = [None if total is None else total.to(parameter.dtype) for total, parameter in pairs]
         return None, None, None, None, of_hidden, *of_parameters
@@ -160,6 +166,7 @@ def _without_decoder(model: PreTrainedModel) -> PreTrainedModel:
 
     So all that a model does to its logits is done, without a list of what models do.
     """
+    # FSDP has made a subclass of the model's class. The shadow is of the model's own class.
     plain = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     shadow: PreTrainedModel = object.__new__(plain)
     shadow.__dict__.update(model.__dict__)

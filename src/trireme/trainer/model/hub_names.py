@@ -70,20 +70,26 @@ def hub_names(model: PreTrainedModel) -> HubNames:
     """
     if model in _known:
         return _known[model]
+
     kept = model.state_dict()
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     # Persistent buffers are part of a checkpoint though not trained, such as the corrections of some routers.
     shapes |= {name: tuple(buffer.shape) for name, buffer in model.named_buffers() if name in kept}
+
+    # transformers' own conversion, run on layouts instead of values, tells where each published tensor comes from.
     own: Any = {name: identity_layout(name, shape) for name, shape in shapes.items()}
     try:
         published: dict[str, TensorLayout] = revert_weight_conversion(model, own)
     except UnsupportedLayout as error:
         raise _unknown(model, str(error)) from error
+
+    # Each published tensor must lie within one parameter, as a rank sends what one gathered parameter holds.
     by_own_name: dict[str, dict[str, TensorLayout]] = {name: {} for name in shapes}
     for name, layout in published.items():
         if len(layout.sources) != 1:
             raise _unknown(model, f"{name} would be made of {', '.join(layout.sources)}")
         by_own_name[layout.sources[0]][name] = layout
+
     _known[model] = HubNames(by_own_name)
     return _known[model]
 
@@ -92,7 +98,7 @@ def hub_names(model: PreTrainedModel) -> HubNames:
 class Sources:
     """The tensors of a checkpoint that a model is loaded from."""
 
-    layouts: dict[str, TensorLayout]  # by the model's names: where the values are in the checkpoint's tensors
+    layouts: dict[str, TensorLayout]  # places of the values in the checkpoint's tensors, by the model's names
     unexpected: list[str]  # names in the checkpoint that the model does not have
     untrained: list[str]  # those of parts that the model leaves out: heads for several next tokens, a vision tower
 
@@ -114,6 +120,8 @@ def sources_of(model: PreTrainedModel, published: Mapping[str, Shape]) -> Source
         found = _converted(model, {name: published[name] for name in published.keys() - {*untrained}}, transforms)
     except UnsupportedLayout as error:
         raise _unknown(model, str(error)) from error
+
+    # What was used is what a checkpoint of this form needs, so exports revert just that.
     model._weight_conversions = [transform for transform in transforms if transform.was_used()]
     own = model.state_dict()
     # Old checkpoints hold buffers.
@@ -152,6 +160,8 @@ def _converted(
     """Convert layouts as `transformers.core_model_loading` converts values."""
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+
+    # As with values: several tensors that become one are collected first, then converted together.
     collected: dict[str, WeightTransform] = {}
     for name, target, pattern in _renamed(model, published, transforms):
         if pattern is None:
@@ -160,6 +170,7 @@ def _converted(
             transform = collected.setdefault(target, deepcopy(by_pattern[pattern]))
         future: Any = identity_layout(name, published[name])
         transform.add_tensor(target, name, pattern or name, future)
+
     laid: dict[str, TensorLayout] = {}
     for target, transform in collected.items():
         realized = transform.convert(target, model=model, config=model.config)

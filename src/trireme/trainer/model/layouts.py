@@ -38,6 +38,8 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
         last = min(start + size, self.offsets[dim] + self.sizes[dim])
         if first >= last:
             return None
+
+        # The box begins later in its source as well, unless the dimension is new and has no axis there.
         starts, axis = self.starts, self.axes[dim]
         if axis is not None:
             starts = _with(starts, axis, starts[axis] + first - self.offsets[dim])
@@ -48,6 +50,8 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
         """Return the values in the shape that they have here; a view if `read` returns one."""
         lengths = dict(zip(self.axes, self.sizes, strict=True))
         tensor = read(self.source, tuple(slice(at, at + lengths.get(i, 1)) for i, at in enumerate(self.starts)))
+
+        # Dimensions of the source without a counterpart have size 1, so the reshape drops them.
         used = [axis for axis in self.axes if axis is not None]
         unused = [axis for axis in range(len(self.starts)) if axis not in used]
         return tensor.permute((*used, *unused)).reshape(self.sizes)
@@ -108,6 +112,7 @@ class TensorLayout:
         """Return the values. A single part is a view if `read` returns views."""
         if len(self.parts) == 1:
             return self.parts[0].read(read)
+
         pieces = [part.read(read) for part in self.parts]
         whole = pieces[0].new_empty(self.shape)
         for part, piece in zip(self.parts, pieces, strict=True):
@@ -151,6 +156,7 @@ def _cat(tensors: Sequence[TensorLayout], dim: int = 0) -> TensorLayout:
     shapes = {tuple(_with(tensor.shape, dim, 0)) for tensor in tensors}
     if len(shapes) > 1:
         raise UnsupportedLayout(f"joined along dimension {dim}: {sorted(tuple(tensor.shape) for tensor in tensors)}")
+
     parts: list[Part] = []
     begin = 0
     for tensor in tensors:

@@ -39,10 +39,13 @@ def find_files(name: str) -> PublishedFiles:
     Raises:
         ConfigError: there are none, several sets could be meant, they are damaged, or the hub cannot be reached.
     """
+    # A folder is checked here, as its errors can say more than those of transformers.
     if Path(name).is_dir():
         find_weights(Path(name))
+
     options, low_bit = {"_raise_exceptions_for_missing_entries": False}, quantization_of(read_config(name))
     try:
+        # A large model has an index of several files, a small one a single file.
         if index := cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **options):
             return PublishedFiles([Path(file) for file in get_checkpoint_shard_files(name, index)[0]], low_bit)
         if single := cached_file(name, SAFE_WEIGHTS_NAME, **options):
@@ -119,13 +122,16 @@ class ModelTensors:
                 the model.
         """
         for name in self.names:
+            # A part at a time, so that loading needs little memory besides the model.
             if name in layouts and name not in self.tied:
                 tensor = self.tensor(name)
                 for region, part in _rows(shard_of(tensor)):
                     layouts[name].at(region).read_into(part, files.read)
                     if isinstance(tensor, torch.nn.Parameter) and not _is_finite(part):
                         raise ConfigError(not_finite(name, f"the model's files, read as {part.dtype},"))
-                tensor._is_hf_initialized = True  # as transformers marks it
+                tensor._is_hf_initialized = True  # the mark by which transformers knows loaded tensors
+
+        # Tied tensors are one in the model. A file with two different ones would lose one of them.
         for name, other in self.tied.items():
             rows = _rows(shard_of(self.tensor(name))) if name in layouts else ()
             if not all(torch.equal(layouts[name].at(at).tensor(files.read).to(part), part) for at, part in rows):
@@ -133,6 +139,7 @@ class ModelTensors:
                     f"The weights hold {name} and {other}, which differ, and `tie_word_embeddings` in config.json says "
                     "that they are one - expected them to agree. Set it to false there if both are meant."
                 )
+
         # All tensors from files are marked as initialized, so this computes the other buffers only. Modules that have
         # all of theirs are left out: some rules write into a part of a tensor, which its mark does not prevent (Zaya)
         # and which is not possible for a sharded one (Hy 4).
@@ -145,7 +152,7 @@ class ModelTensors:
     def draw(self) -> None:
         """Initialize at random from torch's global generator, module by module, each one whole for a moment.
 
-        The values are those of `AutoModelForCausalLM.from_config`, on any number of ranks. Exception: where the rules
+        The values are those of `AutoModelForCausalLM.from_config`, on any number of ranks. Exception: if the rules
         of a module change modules within it, as GPT-2's scale some weights down, the inner modules' own rules win.
         Inner modules without rules, such as the routers of Qwen3-Next, are drawn with the module around them.
         """
@@ -158,6 +165,8 @@ class ModelTensors:
             for step in self._steps:
                 parameters = [name for name, tensor in step.module._parameters.items() if tensor is not None]
                 drawn = [name for name in parameters if step.owner is not None and (step.module, name) not in tied]
+
+                # The step gets whole parameters: its module's, and those of inner modules that no rule has drawn yet.
                 around = set(step.module.modules())
                 lent = {step.module: drawn} | {each: undrawn.pop(each) for each in [*undrawn] if each in around}
                 with ExitStack() as stack:
@@ -165,6 +174,7 @@ class ModelTensors:
                         held = parameters if module is step.module else names
                         stack.enter_context(_whole_parameters(module, held, kept=names))
                     step.take()
+                    # NaN shows what the rules left out: a module around this one may draw it.
                     for module, names in lent.items():
                         if left := [name for name in names if module._parameters[name].isnan().any()]:
                             undrawn[module] = left
@@ -222,17 +232,23 @@ def find_layouts(places: ModelTensors, files: PublishedFiles, name: str) -> dict
     sources = sources_of(model, files.shapes)
     model.trireme_untrained = Untrained(files, sources.untrained, processor_files(name))
     layouts = dict(sources.layouts)
+    # Checkpoints may hold a tied pair under either of its names.
     for tied, other in places.tied.items():
         if other not in layouts and tied in layouts:
             layouts[other] = layouts.pop(tied)
+
+    # Some models say which tensors their checkpoints may lack.
     optional = model._keys_to_ignore_on_load_missing or ()
     missing = [key for key in places.names if key not in layouts and key not in places.tied]
     missing = [key for key in missing if not any(re.search(pattern, key) for pattern in optional)]
+
     misshaped = [
         f"{key} ({list(laid.shape)} for {list(places.tensor(key).shape)})"
         for key, laid in layouts.items()
         if laid.shape != places.tensor(key).shape
     ]
+
+    # All faults are listed at once, as they have one cause: files of another model.
     faults = {"missing": missing, "without a place in the model": sources.unexpected, "of another shape": misshaped}
     if any(faults.values()):
         listed = "; ".join(f"{len(names)} {fault}: {_some(names)}" for fault, names in faults.items() if names)
@@ -269,6 +285,8 @@ def _in_order(module: torch.nn.Module, owner: PreTrainedModel) -> Iterator[tuple
 def _whole_parameters(module: torch.nn.Module, names: list[str], *, kept: list[str]) -> Iterator[None]:
     """Lend the module whole parameters on CPU, all NaN. Afterwards copy this rank's part of those in `kept`."""
     held = {name: module._parameters[name] for name in names}
+
+    # Values that a rule does not draw stay NaN and are noticed.
     for name, tensor in held.items():
         whole = torch.full(tensor.shape, torch.nan, dtype=tensor.dtype)  # until it is drawn
         module._parameters[name] = torch.nn.Parameter(whole, requires_grad=False)

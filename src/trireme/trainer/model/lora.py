@@ -62,13 +62,17 @@ def inject_adapters(model: PreTrainedModel, config: Lora, *, base_model: str, se
     from peft import LoraConfig
     from peft.tuners.lora import Linear, LoraLayer, ParamWrapper
 
+    # Names are collected before any layer is wrapped, which changes them.
     linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     adaptable = [name for name in linear if not _is_in_tower(name)]
     head = [name for name in linear if model.get_submodule(name) is model.get_output_embeddings()]
     fused = [name for name, tensor in model.named_parameters() if ".experts." in name and tensor.ndim == 3]
+
     modules, parameters = _find_targets(config, [name for name in adaptable if name not in head], head, fused)
     whole = _find_whole(model, config.modules_to_save)
     _require_adaptable(model, config, modules, parameters, whole, head)
+
+    # Files in PEFT's format are read by other programs, so they have the names and fields that PEFT gives them.
     whole_class = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
     settings = LoraConfig(
         r=config.rank,
@@ -79,17 +83,21 @@ def inject_adapters(model: PreTrainedModel, config: Lora, *, base_model: str, se
         modules_to_save=list(config.modules_to_save) or None,
         use_rslora=config.use_rslora,
         task_type="CAUSAL_LM",
-        auto_mapping=whole_class if adaptable != linear else None,  # as PEFT records it, if pictures are given to it
+        auto_mapping=whole_class if adaptable != linear else None,  # PEFT records it for models that see
         base_model_name_or_path=base_model,
     )
+
     for name in modules:
         _wrap(model, name, Linear, settings)
     for name in parameters:  # a module with several is wrapped several times, as in PEFT
         module, _, parameter = name.rpartition(".")
         _wrap(model, module, ParamWrapper, settings, parameter_name=parameter)
+
     for mixer in model.modules():
         if class_name(mixer).endswith(MAMBA) and isinstance(getattr(mixer, "out_proj", None), LoraLayer):
-            mixer.training = False  # or else its fused kernel takes the weight of `out_proj`, past the adapter
+            mixer.training = False  # otherwise its fused kernel takes the weight of `out_proj`, past the adapter
+
+    # Gradients and optimizer state exist only for what is trained, in float32; the rest is held in the lower precision.
     model.requires_grad_(False)
     for name, parameter in model.named_parameters():
         is_whole = any(name.startswith(f"{module}.") for module in whole) and not _is_in_tower(name)
@@ -114,6 +122,7 @@ def _require_adaptable(
     model: PreTrainedModel, config: Lora, modules: list[str], parameters: list[str], whole: list[str], head: list[str]
 ) -> None:
     """Check that the model can be trained with adapters on these layers and parameters, and these modules whole."""
+    # A tied tensor cannot be trained at one of its two places only.
     embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
     head_layer = model.get_output_embeddings()
     is_tied = head_layer is not None and head_layer.weight is model.get_input_embeddings().weight
@@ -123,12 +132,15 @@ def _require_adaptable(
             "(`tie_word_embeddings`) - expected neither of them: one cannot change without the other. Leave "
             f"{', '.join(_last(name) for name in tied)} out of `target_modules` and `modules_to_save`."
         )
+
+    # Dropout in the head would differ between the two computations of a chunk.
     if config.dropout and (fixed := [*(name for name in modules if name in head), *map(_in_layer, parameters[:1])]):
         raise ConfigError(
             f"`lora.dropout = {config.dropout:g}` with adapters on {', '.join(fixed)} - expected 0: the head is "
             "computed in chunks, twice each, and fused experts are one tensor, with no input of its own to drop from. "
             "Set `lora.dropout = 0`, or leave these out of `lora.target_modules`."
         )
+
     if parameters and config.sync == "adapter":
         raise ConfigError(
             f'`lora.sync = "adapter"` with adapters on fused experts ({_in_layer(parameters[0])}) - expected linear '
@@ -149,6 +161,8 @@ def _find_targets(config: Lora, linear: list[str], head: list[str], fused: list[
     if ALL_LINEAR in config.target_modules:
         return linear, fused
     targets = set(config.target_modules)
+
+    # Users name fused experts like the layers that other models hold (`FUSED`).
     ends_of_fused = {end for name in fused for end in _ends(name)}
     ends_of_fused |= {layer for layer, parameter in FUSED.items() if parameter in ends_of_fused}
     unknown = targets - {end for name in (*linear, *head) for end in _ends(name)} - ends_of_fused
@@ -167,6 +181,7 @@ def _find_targets(config: Lora, linear: list[str], head: list[str], fused: list[
 
 def _find_whole(model: PreTrainedModel, names: tuple[str, ...]) -> list[str]:
     modules = [full for full, _ in model.named_modules() if not _is_in_tower(full)]
+
     found = {name: [full for full in modules if name in _ends(full)] for name in names}
     unknown = [name for name, full in found.items() if not full]
     if unknown:
@@ -240,6 +255,8 @@ def fill_adapters(model: PreTrainedModel) -> None:
                 generator = torch.Generator().manual_seed(_mix(adapters.seed, name))
                 whole.uniform_(-bound, bound, generator=generator)
             shard.tensor.copy_(whole[shard.region])
+
+    # `dropout` switches it on for the rows that are trained on.
     for layer in _dropouts(model):
         layer.eval()
 
@@ -255,7 +272,7 @@ class Product:
     left: torch.nn.Parameter
     right: torch.nn.Parameter
     scale: float
-    num_experts: int = 1  # of fused experts, whose products are stacked
+    num_experts: int = 1  # number of fused experts, whose products are stacked
     is_transposed: bool = False  # fused experts that are held as [experts, in, out]
 
 
@@ -307,6 +324,7 @@ def dropout(model: PreTrainedModel, *, step: int, rank: int, row: int) -> Iterat
     if layers:
         assert adapters is not None
         torch.manual_seed(_mix(adapters.seed, step, rank, row))
+
     for layer in layers:
         layer.train()
     try:

@@ -47,20 +47,28 @@ def load_model(config: TrainerModel, name: str, world: World) -> PreTrainedModel
     Raises:
         ConfigError: the model cannot be loaded, its files do not fit it, or it cannot be trained on packed rows.
     """
+    # Names and places are recorded before adapters and sharding change the model.
     model = build_model(config, name)
     layers = decoder_layers(model)
     tensors = ModelTensors(model)
+
     prepare_experts(model, config, layers)
     if config.vlm:
         attach_vision(model, name, config.trust_remote_code, frozen=config.vlm.freeze_vision_encoder)
+
+    # Files are matched with the whole model, under the names that it was published with.
     files = None if config.from_scratch else find_files(name)
     layouts = find_layouts(tensors, files, name) if files else {}
     hub_names(model)  # cached before adapters change the model's own names
+
+    # Sharding comes after adapters, as they are sharded with their layer, and memory only after sharding.
     if config.lora:
         seed = torch.initial_seed()
         inject_adapters(model, config.lora, base_model=name, seed=seed, frozen=config.optimization_dtype)
     shard_model(model, config, world)
     _allocate(model, config, world)
+
+    # Values go straight into this rank's shards.
     if files:
         tensors.read(layouts, files)
         log.info("%s: this rank read %.1f MiB", name, files.num_bytes_read / 2**20)
@@ -68,11 +76,14 @@ def load_model(config: TrainerModel, name: str, world: World) -> PreTrainedModel
         tensors.draw()
     fill_adapters(model)
     tensors.require_values()
+
+    # The check runs the model as it is, before blocks are compiled or recomputed.
     check_packing(model, world.device, getattr(torch, config.optimization_dtype))
     wrap_layers(layers, config, world.device)
     if config.trains_vision_encoder:  # not compiled: each number of patches would be compiled again
         blocks = list(model.get_submodule(f"{TOWER}.blocks").children())
         wrap_layers(blocks, config.model_copy(update={"compile": False}), world.device)
+
     attach_scorer(model, config, world)
     log.info("%s: %s parameters on %d ranks", name, f"{model.num_parameters():,}", world.size)
     return model
@@ -87,6 +98,8 @@ def build_model(config: TrainerModel, name: str) -> PreTrainedModel:
     architecture = _architecture(config, name)
     if problems := list(vision_problems("model", config, architecture.to_dict())):
         raise ConfigError("\n".join(problems))
+
+    # Randomness is switched off in the configuration, for modules that read it as they are built.
     probabilities = disable_randomness(architecture)
     try:
         with torch.device("meta"):
@@ -102,18 +115,23 @@ def build_model(config: TrainerModel, name: str) -> PreTrainedModel:
             "Expected an architecture that transformers knows, and an attention that it has for it. "
             "Set `model.attn`, or `model.name` to another model."
         ) from error
+
+    # Settings for exports only: the trainer never generates.
     if not config.from_scratch:
         with suppress(OSError):  # many models have none
             model.generation_config = GenerationConfig.from_pretrained(name)
+
     for part in (model.config, model.config.get_text_config()):
         if hasattr(part, "use_cache"):
             part.use_cache = False
     for layer in model.modules():
         if isinstance(layer, nn.modules.dropout._DropoutNd):
             layer.p = 0.0  # a probability that is written in the model's code
+
+    # Exports restore what was published.
     model.trireme_probabilities = probabilities
     if type(architecture) is not type(model.config) and not config.from_scratch:
-        model.trireme_published = architecture  # of a model that also sees, of which this is the text model
+        model.trireme_published = architecture  # this is the text model of one that also sees
     return model.train()
 
 
@@ -158,6 +176,7 @@ def _architecture(config: TrainerModel, name: str) -> PretrainedConfig:
         architecture = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise cannot_be_loaded(name, error) from error
+
     if not config.from_scratch and (problem := low_bit_problem(read_config(name))):
         raise ConfigError(f"The weights of {name!r} {problem} Set `model.name` to such a copy of the model.")
     for part in _parts(architecture):  # weights are bfloat16 once they are read (`PublishedFiles`)

@@ -46,7 +46,9 @@ class Routes:
     """
 
     def __init__(self, routed: Routed, device: torch.device, take: Take) -> None:
-        places = take(np.cumsum(routed.known, dtype=np.int64) * routed.known)  # from 1; 0 where nothing is known
+        places = take(np.cumsum(routed.known, dtype=np.int64) * routed.known)  # rows of the table; 0 if not known
+
+        # Row 0 of the table is for tokens without a route.
         table = routed.experts.reshape(-1, routed.layers, routed.top_k).astype(np.int16)
         table = np.concatenate([np.zeros((1, routed.layers, routed.top_k), np.int16), table])
         self.known = torch.from_numpy(places > 0).to(device)[:, None]  # [N, 1]
@@ -68,6 +70,8 @@ def prepare_experts(model: PreTrainedModel, config: TrainerModel, layers: list[n
         ConfigError: the experts or routers do not support the configuration.
     """
     blocks = [(index, layer, block) for index, layer in enumerate(layers) for block in blocks_of(layer)]
+
+    # Without experts, settings that need them are a mistake of the user.
     if not blocks:
         asked = {"router_replay = true": config.moe.router_replay, 'router = "frozen"': config.moe.router == "frozen"}
         for line in (line for line, is_asked in asked.items() if is_asked):
@@ -76,8 +80,10 @@ def prepare_experts(model: PreTrainedModel, config: TrainerModel, layers: list[n
                 "expected, whose routers transformers calls `gate` or `router`. Remove the line."
             )
         return
+
     for _, _, block in blocks:
         router_of(block).requires_grad_(config.moe.router == "trained")
+
     try:
         model.set_experts_implementation(config.moe.implementation)
     except ValueError as error:  # Llama 4 and LongCat have code of their own, and routers with other outputs
@@ -92,9 +98,12 @@ def prepare_experts(model: PreTrainedModel, config: TrainerModel, layers: list[n
             type(model).__name__,
         )
         return
+
     text = model.config.get_text_config()
     if getattr(text, "output_router_logits", False):  # transformers would compute a load-balancing loss
         text.output_router_logits = False
+
+    # All layers have routers of one kind, so one of them shows how weights are computed.
     weighing = find_weighing(blocks[0][2], text) if config.moe.router_replay else None
     model._mixtures = [Mixture(index, layer, block, weighing) for index, layer, block in blocks]
 
@@ -150,6 +159,7 @@ def find_weighing(block: nn.Module, config: PretrainedConfig) -> Weighing:
 
 def _run_random_router(block: nn.Module, config: PretrainedConfig) -> tuple[torch.Tensor, ...]:
     """Return what a router of the block's class returns for 32 random tokens; nothing if it cannot run by itself."""
+    # The model itself has no values yet, so a router of its class is drawn at random.
     router = router_of(block)
     of_block = list(inspect.signature(type(router).forward).parameters)[2:]  # MiniMax M2's takes a bias of its block
     try:
@@ -182,11 +192,12 @@ class Mixture:
     """The experts of one layer: replays the engine's routes, and counts the tokens of each expert."""
 
     def __init__(self, index: int, layer: nn.Module, block: nn.Module, weighing: Weighing | None) -> None:
-        self.weighing = weighing  # if the engine's routes are replayed
+        self.weighing = weighing  # set if the engine's routes are replayed
         self._index = index
-        self._routes: Routes | None = None  # of the row in the current pass
+        self._routes: Routes | None = None  # the routes of the row in the current pass
         self._returned: tuple[torch.Tensor, ...] = ()  # the router's output in the current pass
         self._counts: torch.Tensor | None = None
+
         self._forward = layer.forward
         layer.forward = self._run
         if weighing:
@@ -240,6 +251,7 @@ def expert_metrics(model: PreTrainedModel) -> dict[str, float]:
     mixtures = mixtures_of(model)
     if not mixtures:
         return {}
+
     counts = torch.stack([mixture.take_counts() for mixture in mixtures])  # [layers, experts + 2]
     dist.all_reduce(counts)
     load, replayed, moved = counts[:, :-2], counts[:, -2].sum(), counts[:, -1].sum()

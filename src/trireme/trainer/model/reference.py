@@ -60,6 +60,8 @@ def load_reference(config: RunConfig, policy: PreTrainedModel, world: World) -> 
     trainer = config.trainer
     if adapters_of(policy) is not None:
         return Reference(policy, trainer.loss.reference_update_every, adapters=copy_trained(policy))
+
+    # A reference has no backward pass, so nothing of it is recomputed.
     settings = trainer.model.model_copy(update={"ac": None})
     model = load_model(settings, trainer.model.name or config.model.name, world)
     model.requires_grad_(False).eval()

@@ -49,7 +49,7 @@ def shard_model(model: PreTrainedModel, config: TrainerModel, world: World) -> N
 
     FSDP gathers one block at a time, the embedding unless it is also the head, and the rest for the whole forward and
     backward pass. With `[model.vlm]` the vision encoder belongs to the rest: ranks whose rows have no picture do not
-    run it, so it must not have collectives of its own. Where it is trained, these ranks reduce zeros for it: FSDP would
+    run it, so it must not have collectives of its own. If it is trained, these ranks reduce zeros for it: FSDP would
     leave parameters without a gradient out. Routers with `router_dtype = "float32"` are gathered in float32.
     """
     reduce_dtype, dtype = getattr(torch, config.reduce_dtype), getattr(torch, config.optimization_dtype)
@@ -60,6 +60,7 @@ def shard_model(model: PreTrainedModel, config: TrainerModel, world: World) -> N
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype),
         "offload_policy": in_cpu_memory if config.fsdp_cpu_offload else OffloadPolicy(),
     }
+
     tower = set(model.get_submodule(TOWER).modules()) if config.vlm else set()
     # Blocks of towers for images or sound that no row runs are sharded too.
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and module not in tower]
@@ -70,10 +71,13 @@ def shard_model(model: PreTrainedModel, config: TrainerModel, world: World) -> N
                 in_float32 = MixedPrecisionPolicy(param_dtype=torch.float32)
                 fully_shard(router_of(mixture), **options | {"mp_policy": in_float32})
         fully_shard(block, **options)
+
+    # A tied embedding is the head too, which the root keeps gathered.
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding is not None and head is not None and embedding.weight is not head.weight:
         fully_shard(embedding, **options)
     fully_shard(model, **options)
+
     if config.trains_vision_encoder:
         model.set_reduce_scatter_unused_params(True, recurse=False)
 

@@ -2,7 +2,7 @@
 those into features that take the place of the image tokens' embeddings.
 
 The encoder runs once for each picture of a row. It is part of the root's FSDP unit (`sharding`), which is whole while a
-row is computed: a rank whose row has no picture skips the encoder, and all ranks still run the same collectives. Where
+row is computed: a rank whose row has no picture skips the encoder, and all ranks still run the same collectives. If
 it is trained (`freeze_vision_encoder = false`), that rank adds gradients of zero to the others'.
 
 Letters: T tokens of a row, P tokens of it that are computed (`share_prefixes`), N image tokens among these, M patches.
@@ -29,7 +29,7 @@ from trireme.messages import MicroBatch, Picture
 from trireme.trainer.model.loading import Untrained, processor_files
 from trireme.transport.weights.published_files import PublishedFiles
 
-CACHE_BYTES = 1 << 30  # of patches that are kept for the next rows with the same pictures
+CACHE_BYTES = 1 << 30  # bytes of patches that are kept for the next rows with the same pictures
 
 ARGUMENT = "row_of_pictures"  # the argument under which a row's pictures reach the model
 
@@ -58,7 +58,7 @@ class Vision:
                 f"The image processor of {name!r} cannot be loaded: {error}\nExpected a preprocessor_config.json "
                 "beside its config.json. Copy the one of the published model there, or remove `[model.vlm]`."
             ) from error
-        self.files: Mapping[str, bytes] = {}  # of the current batch
+        self.files: Mapping[str, bytes] = {}  # PNG files of the current batch, by digest
         self._cache: OrderedDict[str, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
 
     def place(self, row: MicroBatch, kept: np.ndarray, device: torch.device) -> PlacedPictures:
@@ -70,15 +70,19 @@ class Vision:
         Raises:
             ConfigError: the processor reads a picture as another number of tokens than the row has for it.
         """
+        # A picture that several samples show goes through the encoder once.
         distinct = {picture.digest: picture for picture in row.tokens.pictures}
         sizes = [picture.num_tokens for picture in distinct.values()]
         first = dict(zip(distinct, np.cumsum([0, *sizes]), strict=False))
         features = np.full(row.tokens.length, -1)
+
+        # Each image token takes the feature at its place in the picture.
         for picture in row.tokens.pictures:
             features[picture.place : picture.place + picture.num_tokens] = first[picture.digest] + np.arange(
                 picture.num_tokens
             )
         features = features[kept]
+
         places = np.flatnonzero(features >= 0)
         patches, grids = zip(*map(self._read, distinct.values()), strict=True)
         return PlacedPictures(
@@ -90,6 +94,7 @@ class Vision:
 
     def _read(self, picture: Picture) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a picture's patches and its grid, [1, 3]."""
+        # Rows of a batch share pictures, most of all those of one group. The least recently used go first.
         if picture.digest not in self._cache:
             assert picture.digest in self.files, f"a row has picture {picture.digest}, which its batch lacks"
             with Image.open(io.BytesIO(self.files[picture.digest]), formats=("PNG",)) as image:
@@ -98,7 +103,9 @@ class Vision:
         self._cache.move_to_end(picture.digest)
         while len(self._cache) > 1 and sum(each.nbytes for each, _ in self._cache.values()) > CACHE_BYTES:
             self._cache.popitem(last=False)
+
         patches, grid = self._cache[picture.digest]
+        # Another number of tokens than in the rollout would shift all positions behind the picture.
         merged = self._processor.merge_size
         if grid.tolist() != [[1, picture.rows * merged, picture.columns * merged]]:
             rows, columns = (side / merged for side in grid[0, 1:].tolist())
@@ -167,6 +174,7 @@ def _embed(decoder: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> tuple
         kwargs["position_ids"] = position_ids.expand(4, -1, -1)
     if placed is None:
         return args, kwargs
+
     embedded = decoder.get_input_embeddings()(kwargs.pop("input_ids"))
     found = decoder.get_image_features(placed.patches, placed.grids, return_dict=True).pooler_output
     features = torch.cat(tuple(found)).to(embedded.dtype)[placed.features]

@@ -57,6 +57,8 @@ class AdamW8bit(torch.optim.Optimizer):
 
     def _step(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
+
+        # The state exists from the first step on, as with torch's own optimizers.
         if not state:
             block = block_of(parameter)
             dtype = None if block is None else torch.uint8
@@ -68,6 +70,7 @@ class AdamW8bit(torch.optim.Optimizer):
         if not local_part(parameter).numel():  # not every rank holds a part of a small parameter
             return
         assert parameter.grad is not None
+
         held = [state.get(key) for key in (*MOMENTS, RANGE)]
         (_compiled() if parameter.is_cuda else _take_step)(
             local_part(parameter),
@@ -140,12 +143,13 @@ def _take_step(
 
     Args:
         first: the moment's codes, whose ranges are given; without these the moment itself.
-        second: likewise, of the squares.
+        second: the same of the squares.
         rounding: of the codes of squares, different at each step. A step changes a square by a small part of the
             distance between two codes. Rounding to the nearest code would lose that every time; so the mean is kept.
     """
     mean, square = (first, second) if ranges is None else decode(first, second, ranges)
     mean, square = mean.lerp(gradient, 1 - betas[0]), square.lerp(gradient.square(), 1 - betas[1])
+
     if ranges is None:
         first.copy_(mean)
         second.copy_(square)
@@ -154,6 +158,8 @@ def _take_step(
             (first, second, ranges), encode(mean, square, ranges.shape[-1] // RANGES, rounding), strict=True
         ):
             held.copy_(new)
+
+    # As in the paper: bias corrections, and weight decay apart from the gradient.
     size = (square.sqrt() / (1 - betas[1] ** step).sqrt()).add_(eps)
     weight.mul_(1 - lr * weight_decay).sub_(lr * (mean / (1 - betas[0] ** step)) / size)
 
@@ -204,16 +210,20 @@ def encode(
         square: [..., L] s^2.
         rounding: added to the codes of s before what is behind the point is cut off, 0 to 1; 0.5 gives the nearest one.
     """
+    # s by its logarithm, evenly over the block's own range; code 0 is kept for 0.
     root = square.sqrt().unflatten(-1, (blocks, -1))
     logs = root.log()
-    highest = logs.amax(-1, keepdim=True).clamp(min=-100.0)  # where all are 0
+    highest = logs.amax(-1, keepdim=True).clamp(min=-100.0)  # limited for blocks of zeros
     lowest = torch.where(root > 0, logs, highest).amin(-1, keepdim=True).maximum(highest - SPAN)
     width = ((highest - lowest) / 254).clamp(min=1e-6)
     codes = torch.where(root > 0, (1 + (logs - lowest) / width + rounding).floor().clamp(1, 255), 0.0)
+
+    # m is relative to the s that will be decoded, so that decoding restores m in spite of the error of s.
     held = _roots(codes, lowest, width)
     steps = torch.where(held > 0, mean.unflatten(-1, (blocks, -1)) / held, 0.0)
     largest = steps.abs().amax(-1, keepdim=True)
     signed = 128 + (steps / largest.clamp(min=1e-12) * 127).round()
+
     ranges = torch.cat([largest, lowest, width], dim=-1).flatten(-2)
     return signed.flatten(-2).to(torch.uint8), codes.flatten(-2).to(torch.uint8), ranges
 

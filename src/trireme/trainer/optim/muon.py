@@ -50,12 +50,16 @@ class Muon(torch.optim.AdamW):
             state = self.state[parameter]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
+
             momentum = state["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM)
             ahead = gradient.lerp(momentum, MOMENTUM)  # Nesterov
+            # Singular values are those of the whole matrix, and each rank keeps its own part of the update.
             update = orthogonal(whole_tensor(ahead))[shard_of(parameter).region]
             local = local_part(parameter)
             local.mul_(1 - group["lr"] * group["weight_decay"])
             local.add_(update, alpha=-group["lr"] * rate_of(parameter.shape))
+
+        # AdamW sees only its own groups, and the learning rate schedule all of them.
         self.param_groups = [group for group in groups if not group["is_hidden"]]
         try:
             return super().step(closure)  # AdamW for the other groups
@@ -71,7 +75,11 @@ def rate_of(shape: torch.Size) -> float:
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
     """Return [..., A, B] the nearest matrices with all singular values about 1, by Newton-Schulz iteration."""
     x = matrices.to(torch.bfloat16 if matrices.is_cuda else torch.float32)
+
+    # The norm bounds the singular values by 1, which the iteration needs to converge.
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=EPS)
+
+    # The smaller of the two Gram matrices costs less.
     is_tall = x.size(-2) > x.size(-1)
     x = x.mT if is_tall else x
     a, b, c = COEFFICIENTS

@@ -47,10 +47,11 @@ def _groups(
 ) -> list[dict[str, Any]]:
     """
     Args:
-        outside: parameters that Muon leaves to AdamW though they are matrices; where given, groups say whose they are.
+        outside: parameters that Muon leaves to AdamW though they are matrices; if given, groups say which are Muon's.
     """
     groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in trained:
+        # Weight decay is for matrices, Muon for those that are linear maps.
         is_matrix = parameter.ndim >= 2 and not name.endswith("bias")  # biases of experts have two dimensions
         is_stack = parameter.ndim == 2 or (parameter.ndim == 3 and ".experts." in name)  # a matrix per expert
         is_hidden = outside is not None and parameter not in outside and is_matrix and is_stack
@@ -90,8 +91,10 @@ def lr_factor(step: int, optim: Optimizer, scheduler: Scheduler, *, max_steps: i
         return (step + 1) / first
     if scheduler.type == "constant":
         return 1.0
+
     if scheduler.type == "wsd":
         first = max(first, max_steps - scheduler.decay_of(max_steps))
+
     done = min(1.0, max(0, step - first) / max(1, max_steps - first))
     shape = 0.5 * (1.0 + math.cos(math.pi * done)) if scheduler.type == "cosine" else 1.0 - done
     return floor + (1.0 - floor) * shape

@@ -44,6 +44,8 @@ def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, sto
     saved = _read(dict(model.named_parameters()), stored)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     optimizer.state.clear()
+
+    # Learning rate and betas are not restored: they follow from the configuration.
     for group in optimizer.param_groups:
         has_momentum = isinstance(optimizer, torch.optim.SGD) or group.get("is_hidden")
         for parameter in group["params"]:
@@ -67,6 +69,8 @@ def _read(parameters: dict[str, torch.nn.Parameter], stored: StoredShards) -> di
         key, _, name = rest.partition(".")
         if kind != OPTIMIZER or name not in parameters:
             continue
+
+        # A moment is sharded like its parameter. Ranges and step counters are read whole.
         parameter, shape, dtype = parameters[name], stored.shape(full_name), stored.dtype(full_name)
         if isinstance(parameter, DTensor) and shape == tuple(parameter.shape):
             tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
@@ -89,7 +93,7 @@ def _as_held(remembered: Remembered, parameter: torch.Tensor, optimizer: torch.o
     if isinstance(optimizer, AdamW8bit):
         return in_eight_bits(remembered, parameter)
     held = in_float32(remembered, parameter)
-    return held | {"step": held["step"].to(parameter.device)}  # where the fused kernel counts
+    return held | {"step": held["step"].to(parameter.device)}  # the fused kernel counts steps on this device
 
 
 def _another_kind(optimizer: torch.optim.Optimizer, saved: dict[str, Remembered]) -> ConfigError:

@@ -40,7 +40,7 @@ NAMES = {
 class Part:
     """A rank's tokens of a row; each rank of a team has the same number."""
 
-    first: int  # of this rank's tokens, counted in the row
+    first: int  # the first of this rank's tokens, counted in the row
     size: int  # t; the last ones may be beyond the row's end
 
     def take(self, column: np.ndarray) -> np.ndarray:
@@ -108,6 +108,8 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, columns: torch.Tensor, counts: list[int], team: Team) -> torch.Tensor:
         ctx.counts, ctx.team = counts, team
         widest = max(counts)
+
+        # Collectives need equal sizes, so all ranks send as many columns as the longest part has.
         ours = nn.functional.pad(columns, (0, widest - columns.shape[1]))
         received = ours.new_empty(team.size, *ours.shape)
         dist.all_gather_single(received, ours.contiguous()[None], group=team.group)
@@ -135,6 +137,8 @@ class SharedRow:
         """
         self.team = team
         total = sum(lengths)
+
+        # Every rank of a team has as many tokens, which `all_to_all` needs.
         padding = team.part_of(total).size * team.size - total
         self.lengths = [*lengths, padding] if padding else lengths
         self.positions = positions(self.lengths)  # [T]
@@ -168,11 +172,14 @@ def share_attention(model: PreTrainedModel, team_size: int) -> None:
             f'trainer.model.attn = "{name}" with trainer.model.cp = {team_size} - expected sdpa, flex_attention or '
             "flash_attention_2, which can be given all tokens of some heads. Set one of these, or `cp = 1`."
         )
+
+    # A rank computes whole heads.
     if text.num_attention_heads % team_size:
         raise ConfigError(
             f"trainer.model.cp = {team_size}, and the model has {text.num_attention_heads} attention heads - expected "
             "a divisor of them, as ranks that share a row share its heads. Set `cp` to one."
         )
+
     AttentionInterface.register(name_of_team, _team_attention(name))
     AttentionMaskInterface.register(name_of_team, lambda *_, **__: None)  # `SharedRow` builds that of the whole row
     model.set_attn_implementation(name_of_team)
@@ -197,13 +204,18 @@ def _team_attention(name: str) -> Callable[..., tuple[torch.Tensor, Any]]:
         heads = key.shape[1]  # repeated, so that all ranks get the same number of them
         key, value = (each.repeat_interleave(math.lcm(heads, team.size) // heads, dim=1) for each in (key, value))
         query, key, value = (team.exchange(each) for each in (query, key, value))
+
+        # This rank now has all tokens of some heads: the positions of the whole row, and its part of the sinks.
         options |= {"position_ids": shared_row.position_ids, "sliding_window": sliding_window}
         if (sinks := options.get("s_aux")) is not None:
             options["s_aux"] = sinks.chunk(team.size)[team.rank]
+
+        # The module is copied, because its number of groups holds for other passes.
         groups = query.shape[1] // key.shape[1]
         module = copy.copy(module)
         if hasattr(module, "num_key_value_groups"):
             module.num_key_value_groups = groups
+
         found, weights = plain(module, query, key, value, shared_row.mask(name, sliding_window, query), **options)
         return team.exchange(found), weights
 

@@ -24,7 +24,7 @@ log = get_logger("trainer")
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 DATA, CONTEXT = "dp", "cp"
-ONE_COPY = TrainerModel()  # of the model, and one rank to a row
+ONE_COPY = TrainerModel()  # one copy of the model, and one rank to a row
 BROKEN_S = 30.0  # far longer than a rank takes to leave after its last collective
 KEEP_ALIVE = -(2**62)  # a number that ranks never agree on
 
@@ -73,6 +73,7 @@ class World:
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
         """Sum values over all ranks with different rows, in float64. Of a team, the first rank counts."""
+        # Names are sorted, as ranks may have collected them in different orders.
         names = sorted(values)
         tensor = torch.tensor([values[name] for name in names], dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor if self.cp_rank == 0 else tensor.zero_())
@@ -87,6 +88,7 @@ class World:
         Raises:
             PeerDied: it did, on the other ranks.
         """
+        # Raised on rank 0, this must still reach the collective, or the other ranks would wait for it.
         number = -1
         try:
             if self.is_main:
@@ -147,6 +149,7 @@ def open_world(
         # made no step slower. Operations without such a form only warn.
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False
+
     others = set(watch_connections())  # such as those to a model hub, which may be closed at any time
     _join(device, rank, size, timeout_s)
     try:
@@ -169,6 +172,8 @@ def _end_when_cut(connections: Collection[Connection]) -> Iterator[None]:
     def watch() -> None:
         while not has_left.wait(1.0):
             broken = ", ".join(connection.peer for connection in connections if not connection.is_open())
+
+            # Ranks that are done close their connections too, and this rank may be about to leave as well.
             if broken and not has_left.wait(BROKEN_S):
                 log.error(
                     "the connection to %s broke %.0f s ago: the rank there ended, or its machine is cut off. This rank "
@@ -191,10 +196,12 @@ def build_world(rank: int, size: int, device: torch.device, *, replicas: int, cp
 
     Args:
         replicas: copies of the model, a divisor of the number of ranks.
-        cp: ranks that share a row, likewise.
+        cp: ranks that share a row, also a divisor.
     """
     assert size % replicas == 0, f"{size} ranks in {replicas} copies of a model"
     assert size % cp == 0, f"{size} ranks in teams of {cp}"
+
+    # Neighbouring ranks, which mostly share a machine, hold one copy of the model, and form one team.
     model_mesh = init_device_mesh(device.type, (replicas, size // replicas), mesh_dim_names=(REPLICATE, SHARD))
     data_mesh = init_device_mesh(device.type, (size // cp, cp), mesh_dim_names=(DATA, CONTEXT))
     return World(rank, size, device, model_mesh, data_mesh)
@@ -204,6 +211,8 @@ def _join(device: str, rank: int, size: int, timeout_s: float) -> None:
     # On GPUs, gloo serves CPU tensors: those of checkpoints and barriers.
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
+
+    # A single rank needs no address, and leaves no port open.
     if size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return

@@ -30,8 +30,8 @@ class Shard:
     """One rank's part of a tensor."""
 
     tensor: torch.Tensor  # local; shares its memory with the model
-    shape: Index  # of the whole tensor
-    offset: Index  # of this shard's first element in the whole tensor
+    shape: Index  # shape of the whole tensor
+    offset: Index  # place of this shard's first element in the whole tensor
 
     @property
     def region(self) -> tuple[slice, ...]:
@@ -82,12 +82,12 @@ class _StoredShard:
 
     file: Any  # safetensors' open file, of which it exports no type
     name: str
-    shape: Index  # of the whole
+    shape: Index  # shape of the whole tensor
     offset: Index
     size: Index
 
     def read(self, start: Index, size: Index) -> torch.Tensor:
-        """The part of that begins at `start` of the whole."""
+        """Return the part that begins at `start` of the whole."""
         if not size:
             return self.file.get_tensor(self.name)
         begins = [at - offset for at, offset in zip(start, self.offset, strict=True)]
@@ -122,6 +122,7 @@ class StoredShards:
             ConfigError: the checkpoint has it with another shape or not at all, so it is another model's.
             JournalCorrupt: no file holds some part of it.
         """
+        # A missing tensor or another shape tells that the checkpoint belongs to another model.
         ours = shard_of(tensor)
         if name not in self._pieces or self.shape(name) != ours.shape:
             found = f"with shape {list(self.shape(name))}" if name in self._pieces else "not at all"
@@ -147,6 +148,7 @@ class StoredShards:
         return self.read(name, tuple(slice(0, size) for size in self.shape(name)))
 
     def _fill(self, name: str, ours: Shard) -> None:
+        # Shards never overlap, so the count shows whether every element was found.
         num_read = sum(_copy_overlap(stored, ours) for stored in self._pieces[name])
         self.num_bytes_read += num_read * ours.tensor.element_size()
         if num_read != ours.tensor.numel():
@@ -158,12 +160,14 @@ class StoredShards:
 
 def _copy_overlap(stored: _StoredShard, ours: Shard) -> int:
     """Copy the elements that both have; return their number."""
+    # Shards of any two layouts are boxes, and so is what they have in common.
     start = tuple(map(max, stored.offset, ours.offset))
     ends = zip(stored.offset, stored.size, ours.offset, ours.tensor.shape, strict=True)
     end = [min(theirs + their_size, mine + my_size) for theirs, their_size, mine, my_size in ends]
     size = tuple(last - first for first, last in zip(start, end, strict=True))
     if any(length <= 0 for length in size):
         return 0
+
     target = tuple(
         slice(first - mine, first - mine + length) for first, mine, length in zip(start, ours.offset, size, strict=True)
     )
@@ -193,6 +197,7 @@ def open_shards(paths: Iterable[Path]) -> Iterator[StoredShards]:
                     size = tuple(file.get_slice(name).get_shape())
                     pieces.append(_StoredShard(file, name, tuple(place["shape"]), tuple(place["offset"]), size))
             except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+                # A file that is damaged, or none of a checkpoint, may fail in any of these ways.
                 raise JournalCorrupt(
                     f"{path} holds no pieces of a checkpoint: {error!r}. Resume from another step."
                 ) from error

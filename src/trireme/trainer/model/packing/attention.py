@@ -96,6 +96,7 @@ class PackedRow:
         starts = np.cumsum(lengths) - lengths
         shapes, arrays, targets = [], [], []
         for samples in buckets(self._lengths):
+            # The places of a bucket's tokens, with the last token of a sample repeated up to the longest.
             within = np.arange(lengths[samples].max())[None]
             real = within < lengths[samples, None]
             at = places[starts[samples, None] + np.minimum(within, lengths[samples, None] - 1)]
@@ -195,6 +196,7 @@ def _attention(attend_packed: Attend) -> Callable[..., tuple[torch.Tensor, Any]]
 def _bucket_by_bucket(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRow, **options: Any
 ) -> torch.Tensor:
+    # In buckets of similar length, little of the computation is padding.
     plain, found = AttentionInterface()["sdpa"], []
     for bucket in row.buckets:
         theirs = tuple(map(bucket.gather, (query, key, value)))
@@ -222,6 +224,7 @@ def _flash(
     Raises:
         ValueError: the kernel does not compute this layer's attention. `forward.py` then keeps masks.
     """
+    # The kernel would compute something else without an error, so what it does not know is refused here.
     size = value.shape[-1]
     width = -(-max(query.shape[-1], size) // 8) * 8
     if width > LARGEST_HEAD:

@@ -15,8 +15,8 @@ from trireme.trainer.model.packing.states import keep_states_apart, state_mixers
 from trireme.trainer.model.sharding import class_name, decoder_of, reshard
 
 LENGTH = 8  # tokens of each of the two samples
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}  # of the largest logit
-# Rounding differs between places of a row. Where it does not send a token to other experts, it changes far less.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}  # share of the largest logit
+# Rounding differs between places of a row. If it does not send a token to other experts, it changes far less.
 MOVED_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.3, torch.float16: 0.3}
 
 
@@ -33,11 +33,14 @@ def check_packing(model: PreTrainedModel, device: torch.device, dtype: torch.dty
         ConfigError: a token sees others, or the model does not run on tokens and positions alone.
     """
     name = class_name(model)
+
+    # Layers that cannot be tried on the short rows below are refused by their kind.
     if model._is_stateful and not state_mixers(model):
         raise _cannot(name, "it carries a state from each token to the next, in layers that we do not know")
-    if "chunked_attention" in _kinds_of_layers(model):  # of thousands of tokens, which the probe's rows do not have
+    if "chunked_attention" in _kinds_of_layers(model):  # chunks have thousands of tokens, which these rows do not have
         raise _cannot(name, "it attends within chunks that transformers counts from the beginning of the row")
     keep_states_apart(model)
+
     vocabulary, token = model.config.get_text_config().vocab_size, torch.arange(LENGTH, device=device)
     first, second, other = (token * 7 + 3) % vocabulary, (token * 5 + 1) % vocabulary, (token * 7 + 14) % vocabulary
     try:
@@ -54,6 +57,7 @@ def check_packing(model: PreTrainedModel, device: torch.device, dtype: torch.dty
             moved = _difference(_logits(model, first, second)[LENGTH:], _logits(model, second, first)[:LENGTH])
     except (TypeError, ValueError) as error:
         raise _cannot(name, f"it does not run on tokens and positions alone: {error}") from error
+
     if not later <= TOLERANCE[dtype]:
         raise _cannot(name, f"later tokens changed a token's logits by {later:.1e} of the largest")
     if not difference <= TOLERANCE[dtype]:

@@ -46,6 +46,7 @@ def keep_states_apart(model: PreTrainedModel) -> None:
     mixers = state_mixers(model)
     if not mixers:
         return
+
     for mixer in mixers:
         mixer.forward = _sample_by_sample(mixer.forward)
     for layer in decoder_layers(model):
@@ -62,6 +63,8 @@ def _row_of(kwargs: dict[str, Any]) -> PackedRow | None:
     positions, row = kwargs.get("position_ids"), kwargs.get(STATES) or kwargs.get(ARGUMENT)
     if row is not None or positions is None:
         return row
+
+    # Positions begin again with each sample, which shows the borders.
     ids = positions.reshape(-1, positions.shape[-1])[0]
     begins = (ids == 0).nonzero()[:, 0].tolist()
     lengths = [end - begin for begin, end in zip(begins, [*begins[1:], len(ids)], strict=True)]
@@ -88,6 +91,8 @@ def _sample_by_sample(forward: Forward) -> Forward:
         row = _row.get()
         if row is None or row.is_one_sample:
             return forward(hidden_states, *args, **kwargs)
+
+        # Each sample is a row of the batch, so its state begins empty.
         found = []
         for bucket in row.buckets:
             theirs = hidden_states[0].index_select(0, bucket.places).view(*bucket.shape, -1)  # [S, L, D]
