@@ -69,6 +69,7 @@ def to_conversation(entry: Any, where: str) -> Conversation | Completion:
         ConfigError: it has none of the forms.
     """
     try:
+        # The order matters: an entry with messages may also have a prompt column.
         if "messages" in entry:
             return _from_messages(entry["messages"], entry, where)
         if "conversations" in entry:
@@ -92,6 +93,7 @@ def _from_pair(entry: Mapping[str, Any], where: str) -> Conversation | Completio
         if not completion:
             raise _refused(where, "has an empty completion, so nothing to learn")
         return Completion(prompt, completion, where)
+
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     completion = [{"role": ASSISTANT, "content": completion}] if isinstance(completion, str) else completion
     return _from_messages([*prompt, *completion], entry, where, num_given=len(prompt))
@@ -100,7 +102,10 @@ def _from_pair(entry: Mapping[str, Any], where: str) -> Conversation | Completio
 def _sharegpt_message(message: Mapping[str, Any]) -> dict[str, Any]:
     if "role" in message:
         return dict(message)
+
     rest = {key: value for key, value in message.items() if key not in ("from", "value")}
+
+    # In this form a call is a message of its own; templates expect it as a field of the assistant's.
     if message["from"] == "function_call":
         called = json.loads(message["value"])
         calls = [
@@ -119,19 +124,25 @@ def _from_messages(messages: Any, entry: Mapping[str, Any], where: str, *, num_g
     Args:
         num_given: how many of the first messages are not learned, unless they are marked.
     """
+    # Marks of the data come first, then roles.
     marks = [_mark(message) for message in messages]
     roles = [message["role"] for message in messages]
     for message in messages:
         if message.get("content") is None and not message.get("tool_calls") and message["role"] != "tool":
             raise _refused(where, f"has a message without content ({dict(message)})")
+
+    # An entry that teaches nothing is more likely a mistake in the data than meant.
     if ASSISTANT not in roles[num_given:] and True not in marks:
         raise _refused(where, "has no assistant message, so nothing to learn")
     given = [False if mark is None and index < num_given else mark for index, mark in enumerate(marks)]
+
     tools = entry.get("tools")
     if isinstance(tools, str):  # some data sets hold tools as text, as their columns allow one type only
         tools = json.loads(tools) if tools.strip() else None
     if not isinstance(tools or (), list | tuple):
         raise ValueError(f"its tools are {tools!r:.80}, a list was expected")
+
+    # Templates might render keys that they do not know.
     unmarked = tuple({key: value for key, value in each.items() if key not in MARKS} for each in messages)
     return Conversation(unmarked, tuple(tools) if tools else None, tuple(given), where)
 
@@ -167,6 +178,7 @@ def read_conversations(
         ConfigError: an entry is no conversation (names its file and line), or shows a picture that cannot be read, or
             there is no entry.
     """
+    # Pictures are read from the data's own folder only, or from inside the entry.
     folder = None
     if is_on_a_hub(source.data):
         entries = _from_hub(source)
@@ -177,10 +189,13 @@ def read_conversations(
             raise ConfigError(f"{path} does not exist, or holds no data - conversations were expected. Set `data`.")
         folder = path if path.is_dir() else path.parent
         entries = (entry for file in files for entry in _READERS.get(file.suffix, _from_lines)(file))
+
     is_empty = True
     for where, entry in entries:
+        # Reading may take hours, in which other ranks wait.
         meanwhile()
         is_empty = False
+
         conversation, images = to_conversation(entry, where), entry.get("images") or ()
         if isinstance(conversation, Conversation) and pictures:
             read = pictures.read(conversation.messages, images, folder, where)
@@ -188,6 +203,7 @@ def read_conversations(
         else:
             refuse_pictures(conversation.messages if isinstance(conversation, Conversation) else (), images, where)
         yield conversation
+
     if is_empty:
         raise ConfigError(f"{source.data} holds no conversation - at least one was expected. Set `data` to another.")
 
@@ -246,7 +262,7 @@ def _from_hub(source: Source) -> Iterator[Entry]:
 
     try:
         found = load_dataset(source.data, source.subset, split=source.split)
-    except Exception as error:  # of the library, the network or the hub
+    except Exception as error:  # the library, the network or the hub may raise anything
         raise ConfigError(
             f"The data set {source.data!r} (subset {source.subset or 'none'}, split {source.split}) cannot be loaded: "
             f"{error}\nExpected one that this machine can reach, or a file or folder here (looked in {Path.cwd()}). "

@@ -73,23 +73,31 @@ class SampleWriter:
         """Add the samples of one conversation."""
         self.counts.conversations += 1
         self.counts.split += len(samples) > 1
+
+        # Every sample that is left out is counted, so that the user sees what `seq_len` costs.
         for sample in samples:
             if len(sample.ids) > self._seq_len and self._drop:
                 self.counts.dropped += 1
                 continue
+
             ids, mask = sample.ids[: self._seq_len], sample.mask[: self._seq_len]
+            # A cut must not go through a picture: the encoder needs all of its tokens.
             pictures = [picture for picture in sample.pictures if picture.place < self._seq_len]
             if pictures and pictures[-1].place + pictures[-1].num_tokens > self._seq_len:
                 self.counts.parted += 1
                 continue
+
             mask[:1] = [0]  # no token before the first one predicts it
             if not any(mask):
                 self.counts.empty += 1
                 continue
+
             self.counts.cut += len(ids) < len(sample.ids)
             self.counts.samples += 1
             self.counts.tokens += len(ids)
             self.counts.learned += sum(mask)
+
+            # Places of pictures count the tokens of all samples, as the array of ids does.
             self._pictures += [(len(self._ids) + p.place, p.rows, p.columns, p.digest) for p in pictures]
             self._ids.extend(ids)
             self._mask.extend(mask)
@@ -106,6 +114,8 @@ class SampleWriter:
                 f"{folder} holds no samples of an earlier start (it has no starts.npy) - expected that, or no such "
                 "folder, because the samples of this run go there. Choose another `output_dir`."
             )
+
+        # Written under another name first: a killed process leaves no half of the data to resume from.
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -122,14 +132,16 @@ class SampleWriter:
         }
 
     def first_difference(self, folder: Path) -> int | None:
-        """Return the first sample that differs from those that an earlier start wrote; None where all are the same.
+        """Return the first sample that differs from those that an earlier start wrote; None if all are the same.
 
-        The number of samples is returned where all of the shorter of both are the same.
+        The number of samples is returned if all of the shorter of both are the same.
         """
         if not folder.exists():  # a source that was not there before
             return 0
         before = {name: np.load(folder / f"{name}.npy") for name in _ARRAYS}
         now = self.arrays()
+
+        # Most resumed runs end here, without a look at single samples.
         if all(np.array_equal(before[name], now[name]) for name in _ARRAYS):
             return None
         for sample in range(min(len(before["starts"]), len(now["starts"])) - 1):
@@ -154,9 +166,12 @@ class SampleFiles:
 
     def __getitem__(self, index: int) -> Sample:
         part = slice(int(self._starts[index]), int(self._starts[index + 1]))
+
         first, last = np.searchsorted(self._places, [part.start, part.stop])
         pictures = self._pictures[first:last].tolist()
         zeros = np.zeros(part.stop - part.start)
+
+        # Behaviour logprobs, advantages and versions mean nothing here, but rows have these columns.
         tokens = build_tokens(
             ids=self._ids[part],
             loss_mask=self._mask[part],
@@ -198,6 +213,8 @@ class Portion:
         part = round(rest * len(self.samples))
         if not part:
             return np.tile(np.arange(len(self.samples)), int(whole))
+
+        # Passes over the samples follow each other in slices of `part`, so each sample comes equally often.
         passes, begin = divmod(epoch * part, len(self.samples))
         order = np.concatenate([_permutation([seed, passes + i, 1], len(self.samples)) for i in range(2)])
         return np.concatenate([np.tile(np.arange(len(self.samples)), int(whole)), order[begin : begin + part]])
@@ -233,6 +250,7 @@ class Epochs:
 
     def batch(self, step: int) -> list[Sample]:
         samples = []
+
         for place in range(self.taken(step), self.taken(step + 1)):
             epoch, index = divmod(place, self.length)
             portion, sample = self._order(epoch)[index]
@@ -254,6 +272,7 @@ class Epochs:
     def _order(self, epoch: int) -> np.ndarray:
         """Return [length, 2] the portion of each sample and its index there."""
         if self._known is None or self._known[0] != epoch:
+            # The order is a function of seed and epoch, so resuming needs no state.
             shares = [portion.of_epoch(epoch, self._seed) for portion in self._portions]
             numbers = np.repeat(np.arange(len(shares)), [len(share) for share in shares])
             listed = np.stack([numbers, np.concatenate(shares)], axis=1)

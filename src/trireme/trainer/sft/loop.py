@@ -36,7 +36,7 @@ from trireme.trainer.step import forward_backward, optimizer_step
 
 log = get_logger("sft")
 
-TIMEOUT_S = 3600.0  # of one collective; rank 0 restarts it while it reads the data
+TIMEOUT_S = 3600.0  # timeout of one collective, in seconds; rank 0 restarts it while it reads the data
 MOST_NATS = 700.0  # the largest loss whose perplexity is finite
 
 
@@ -61,18 +61,24 @@ class Sft:
         Raises:
             ConfigError: the data, the tokenizer or the model cannot be loaded.
         """
+        # Random weights, adapters and their dropout follow from the seed.
         torch.manual_seed(config.seed)
         self.config = config
         world = self.world = stack.enter_context(
             open_world(config.device, config.model, threads=config.threads, timeout_s=TIMEOUT_S)
         )
+
         self._waits = waits = Waits("sft" if world.is_main else f"sft.{world.rank}", config.paths.logs)
         spans = stack.enter_context(open_spans(config.paths.spans if world.is_main else None))
         self.lane = spans.lane(TRAINER, what="start", ago_s=age_s())
+
+        # Data come first, so that a mistake in them shows before a large model is loaded.
         self.train, self.held_out = prepare_data(config, world, waits, keep_alive(world, timeout_s=TIMEOUT_S))
         assert config.model.name is not None, "`resolve_sft` fills it in"
         model = load_model(config.model, config.model.name, world)
         self.state = TrainerState(model=model, optimizer=build_optimizer(model, config.optim))
+
+        # Only rank 0 exports.
         exporter = None
         if world.is_main:
             dtype = torch.float32 if config.device == "cpu" else torch.bfloat16
@@ -87,18 +93,24 @@ class Sft:
         )
         stack.callback(self.checkpoints.close)
         self.checkpoints.resume(self.state, resume=config.resume)
+
         if world.is_main:
             stack.enter_context(open_wandb_mirror(config))
         self.metrics = MetricsFile(config.paths.metrics, process="sft")
         stack.callback(self.metrics.close)
+
         # each of the settings that followed one another, with its first step and the length of the run by it
         self._eras = [(begin, each, steps_of(each, self.train, begin)) for begin, each in Settings(config).eras()]
         self.last_step = self._eras[-1][2]
+
         self._base: dict[str, float] = {}  # measured before the first step and recorded with it
         self._pictures = picture_files(config)
         self._cost = cost_of_model(config.model.name, attention=config.model.attn, cp=config.model.cp)
+
         epochs = self.train.passed(self.last_step)
         log.info("%d steps of %d samples, %.2f epochs", self.last_step, config.batch_size, epochs)
+
+        # A resumed run may have no step left to take.
         if (version := self.state.version) >= self.last_step:
             done = self.train.passed(version)
             log.info("all %d steps are trained (%.2f epochs): nothing is left to do", version, done)
@@ -121,6 +133,7 @@ class Sft:
             samples = self.train.batch(self.state.version)
         with self.lane.doing("train", step=self.state.version):
             state, loss_tokens = self.state, sum(num_learned(samples))
+            # A step is taken by the settings that held at it, also when it is repeated after a resume.
             _, config, last = next(era for era in reversed(self._eras) if era[0] <= state.version)
             rows = self._pack(samples, config)
             lr = set_lr(state.optimizer, config.optim, config.scheduler, step=state.version, max_steps=last)
@@ -132,8 +145,11 @@ class Sft:
                 loss_function=cross_entropy,
                 world=self.world,
             )
+
             metrics |= optimizer_step(state, config.optim) | {"lr": lr, "loss_tokens": loss_tokens}
             state.version += 1
+
+        # Figures of the step, whose time includes reading the data.
         metrics |= {"epoch": self.train.passed(self.state.version), "perplexity": _perplexity(metrics["loss"])}
         tokens = sum(sample.tokens.length for sample in samples)
         flops = flops_per_token(self.state.model, tokens / len(samples))
@@ -161,6 +177,7 @@ class Sft:
     @torch.no_grad()
     def _validation_loss(self, held_out: SampleFiles) -> float:
         """Return the mean loss over all learned tokens, a batch at a time."""
+        # Sums, not means of means: batches have different numbers of learned tokens.
         sums = {"loss": 0.0, "tokens": 0.0}
         size = self.config.batch_size
         for first in range(0, len(held_out), size):
@@ -175,8 +192,10 @@ class Sft:
     def save_if_due(self) -> None:
         """Save a checkpoint if due, in the background; after the last step, wait until it is written."""
         version, last = self.state.version, self.last_step
+
         if self.checkpoints.is_due(version, last=last):
             with self.lane.doing("save", step=version):
+                # Metrics first: a run that resumes from the checkpoint does not compute them again.
                 self.metrics.flush_all(self._waits, self.config.disk_timeout_s)
                 self.checkpoints.save(self.state)
                 if version == last:

@@ -17,7 +17,7 @@ from trireme.journal.pictures import LARGEST_FILE, from_data_uri, size_of, to_pn
 Message = Mapping[str, Any]
 Grid = tuple[str, int, int]  # digest of a picture, and rows and columns of its tokens
 
-KINDS = ("image_url", "image")  # of parts that show a picture
+KINDS = ("image_url", "image")  # types of parts that show a picture
 TAG = "<image>"  # in texts
 
 
@@ -36,12 +36,13 @@ class PictureReader:
         Args:
             images: the column of a data set. Each part `{"type": "image"}` without a picture takes the next one, and
                 each `<image>` in a text.
-            folder: the only one whose files are read; None where the data are no files.
+            folder: the only one whose files are read; None if the data are no files.
             where: the place of the conversation, for error messages.
 
         Raises:
             ConfigError: a picture cannot be read, or `images` has another number than the messages show.
         """
+        # Pictures are taken from the column in the order in which messages mention them.
         rest = iter(images)
         read, pictures = [], []
         try:
@@ -60,6 +61,8 @@ class PictureReader:
     ) -> tuple[list[Any], list[Grid]]:
         grids: list[Grid] = []
         parts: list[Any] = []
+
+        # A text is split at its tags only if there are pictures for them: it may be a text about HTML.
         if isinstance(content, str):
             content = _split(content) if has_images else []
         for part in content or []:
@@ -121,9 +124,12 @@ def _read(given: Any, folder: Path | None) -> bytes:
         raise ValueError(f"{given!r} in place of a picture - expected a data URI or the path of a file")
     if given.lower().startswith("data:") or "://" in given:
         return from_data_uri(given)
+
+    # Only files within the data's folder: an entry must not read others of this machine.
     path = (folder / given).resolve() if folder else None
     if not (folder and path and path.is_relative_to(folder.resolve()) and path.is_file()):
         raise ValueError(f"the picture {given[:200]!r} is no file - expected one in {folder or 'the data set itself'}")
+
     try:
         with open(path, "rb") as opened:
             return opened.read(LARGEST_FILE + 1)

@@ -62,6 +62,8 @@ def prepare_data(
         PeerDied: on the other ranks.
     """
     world.first(lambda: _write_all(config, waits, meanwhile), "the data")
+
+    # All ranks map the same files, so no rank holds the data of a run in memory of its own.
     folder = config.paths.data
     portions = [
         Portion(SampleFiles(folder / f"train_{number}"), source.repeat) for number, source in enumerate(config.sources)
@@ -72,13 +74,17 @@ def prepare_data(
                 f"repeat = {source.repeat:g} of {source.data}, which has {len(portion.samples)} samples, is none in an "
                 "epoch - at least one was expected. Raise `repeat`, or leave the source out."
             )
+
     has_validation = config.validation or config.validation_fraction  # the folder may be of an earlier start
     held_out = SampleFiles(folder / "validation") if has_validation else None
+
+    # Steps before a change of the batch size took other numbers of samples.
     sizes = [(end, each.batch_size) for (_, each), (end, _) in pairwise(Settings(config).eras())]
     return Epochs(portions, config.batch_size, config.seed, sizes), held_out
 
 
 def _write_all(config: SftConfig, waits: Waits, meanwhile: Callable[[], None]) -> None:
+    # One renderer for all sources, so all samples follow one template.
     pictures = _picture_reader(config, waits, meanwhile)
     renderer = Renderer(
         open_tokenizer_of(config),
@@ -87,6 +93,7 @@ def _write_all(config: SftConfig, waits: Waits, meanwhile: Callable[[], None]) -
         image_token=pictures.rules.token if pictures else None,
         rows=_rows_of(config.model),
     )
+
     new_writer = partial(SampleWriter, seq_len=config.seq_len, drop=config.overlong == "drop")
     writers, validation = {f"train_{number}": new_writer() for number in range(len(config.sources))}, new_writer()
     for writer, source in zip(writers.values(), config.sources, strict=True):
@@ -94,9 +101,12 @@ def _write_all(config: SftConfig, waits: Waits, meanwhile: Callable[[], None]) -
         write_samples(conversations, renderer, writer, validation, held_out_fraction=config.validation_fraction)
         log.info("%s: %s", source.data, writer.counts)
         require_samples(writer, source.data)
+
+    # A validation source of its own is read whole; otherwise the sources have held some conversations out.
     if config.validation:
         source = Source(data=config.validation, split=config.validation_split)
         write_samples(read_conversations(source, pictures, meanwhile), renderer, validation)
+
     if config.validation or config.validation_fraction:
         log.info("validation: %s", validation.counts)
         if not validation.counts.conversations:
@@ -107,6 +117,8 @@ def _write_all(config: SftConfig, waits: Waits, meanwhile: Callable[[], None]) -
             )
         require_samples(validation, "validation")
         writers["validation"] = validation
+
+    # A resumed run continues by the place in the samples, so these must be what they were.
     folder = config.paths.data
     if (config.resume or config.ckpt.resume_step) and complete_steps(config.paths.checkpoints):
         for name, writer in writers.items() if (folder / "train_0").exists() else ():
@@ -170,6 +182,7 @@ def steps_of(config: SftConfig, data: Epochs, trained: int = 0) -> int:
     """
     if config.num_epochs is None:
         return config.max_steps
+
     left = config.num_epochs * data.length - data.taken(trained)
     steps = trained + max(0, round(left / config.batch_size))
     if not steps:

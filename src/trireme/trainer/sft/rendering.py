@@ -37,7 +37,7 @@ class Rendered:
     """A text and the spans of it that are learned."""
 
     text: str
-    spans: tuple[tuple[int, int], ...]  # of characters, ascending
+    spans: tuple[tuple[int, int], ...]  # pairs of characters of the text, first and last + 1, ascending
     is_plain: bool = False  # rendered without a template, so without begin and end tokens
     pictures: tuple[Grid, ...] = ()
     where: str = ""
@@ -68,25 +68,32 @@ class Renderer:
         Raises:
             ConfigError: the template cannot render it, or its generation prompt is not how it renders an answer.
         """
+        # A completion has no template: the text is what the model is given.
         if isinstance(conversation, Completion):
             prompt = encodable(conversation.prompt)
             text = prompt + encodable(conversation.completion)
             return [Rendered(text, ((len(prompt), len(text)),), is_plain=True, where=conversation.where)]
+
         samples: list[Rendered] = []
         text, seen = "", 0
         spans: tuple[tuple[int, int], ...] = ()
+
+        # Each learned message is rendered with all before it, as an engine would have been given them.
         for index, message in enumerate(conversation.messages):
             if not conversation.is_learned(index, self.roles):
                 continue
             is_answer = message["role"] == ASSISTANT
+            # What the template writes up to the message is given, and what it adds after that is learned.
             before = self._apply(conversation, index, generate=is_answer) if index or is_answer else ""
             after = self._apply(conversation, index + 1)
             if not after.startswith(before):
                 raise _contradiction(conversation, before, after)
             _check_calls(conversation, message, after[len(before) :])
+
             if spans and not before.startswith(text):  # the template rewrote earlier turns
                 samples.append(_rendered(conversation, text, spans, seen))
                 spans = ()
+
             text, spans, seen = after, (*spans, (len(before), len(after))), index + 1
         return [*samples, _rendered(conversation, text, spans, seen)] if spans else samples
 
@@ -116,6 +123,7 @@ class Renderer:
 
     def tokenize(self, texts: Sequence[Rendered]) -> list[Tokenized]:
         """Tokenize all texts in one call, which is faster than one by one."""
+        # A slow tokenizer gives no offsets.
         if not self.tokenizer.is_fast or not texts:  # tokenizers refuse an empty list
             return [self._in_parts(rendered) for rendered in texts]
         encoded = self.tokenizer(
@@ -125,10 +133,13 @@ class Renderer:
         return [self._masked(rendered, ids, offsets) for rendered, ids, offsets in pairs]
 
     def _masked(self, rendered: Rendered, ids: list[int], offsets: list[tuple[int, int]]) -> Tokenized:
+        # A token across a border would belong to both sides.
         if any(begin < border < end for border in _borders(rendered) for begin, end in offsets):
             return self._in_parts(rendered)
         mask, stop = [0] * len(ids), 0
         begins, ends = [begin for begin, _ in offsets], [end for _, end in offsets]
+
+        # Offsets ascend, so a search finds a span's tokens without a pass over all of them.
         for first, last in rendered.spans:
             start = bisect_left(begins, first, stop)
             stop = bisect_right(ends, last, start)
@@ -147,13 +158,19 @@ class Renderer:
         return self._whole(rendered, ids, mask)
 
     def _whole(self, rendered: Rendered, ids: list[int], mask: list[int]) -> Tokenized:
+        # An engine adds the begin token to a plain text; its end is learned, as nothing else ends it.
         if rendered.is_plain:
             end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
             ids, mask = [*self._begin, *ids, *end], [*[0] * len(self._begin), *mask, *[1] * len(end)]
+
+        # A token without a row in the embedding would fail in the middle of a step.
         if problem := rowless_token(ids, self.rows, self.tokenizer.convert_ids_to_tokens):
             raise ConfigError(f"{rendered.where}: {problem}")
+
         if self.image_token is None:
             return Tokenized(ids, mask)
+
+        # The placeholder of a picture becomes all of its image tokens, none of which is learned.
         try:
             whole, pictures = expand(ids, self.image_token, rendered.pictures)
         except ValueError as error:
@@ -181,6 +198,7 @@ class Renderer:
         if end in ids:
             stop = ids.index(end) + 1
         else:
+            # A template may end turns with a token of its own instead of the end of the text.
             special = [place + 1 for place, token in enumerate(ids) if token in self._special]
             if special and not self.tokenizer.decode(ids[special[-1] :]).strip():  # none that text follows ends a turn
                 stop = special[-1]
@@ -192,7 +210,7 @@ class Renderer:
 
 
 def tokenized(renderer: Renderer, conversations: Iterator[Conversation | Completion]) -> Iterator[list[Tokenized]]:
-    """The samples of each."""
+    """Yield the samples of each conversation."""
     while batch := [renderer.render(one) for one in islice(conversations, _BATCH)]:
         samples = iter(renderer.tokenize([rendered for texts in batch for rendered in texts]))
         for texts in batch:
