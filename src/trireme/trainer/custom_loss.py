@@ -33,6 +33,7 @@ def load_custom_loss(recipe: Loss) -> CustomLoss | None:
 
 
 def _checked(found: Any, columns: Columns, recipe: Loss) -> torch.Tensor:
+    # Each of these would otherwise fail later, in the middle of a step and without the name of the function.
     count = len(columns.logprobs)
     if not isinstance(found, torch.Tensor):
         raise _nonsense(recipe, f"a {type(found).__name__}")
@@ -66,6 +67,8 @@ def _try_out(loss: CustomLoss, recipe: Loss) -> None:
             f"with {dict(recipe.args)}. Expected `def loss(columns, ...)` of `trireme.algo.columns.Columns`, with a "
             "keyword for each of `trainer.loss.args`. Correct it."
         ) from error
+
+    # A loss or gradient that is not finite on ordinary values would end the run at its first step.
     gradient = columns.logprobs.grad
     if not bool(found.isfinite().all()) or gradient is None or not bool(gradient.isfinite().all()):
         raise _nonsense(recipe, f"{found.tolist()} with the gradient {None if gradient is None else gradient.tolist()}")

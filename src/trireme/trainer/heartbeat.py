@@ -28,6 +28,7 @@ def heartbeat(address: str, run_id: str, waits: Waits, activity: Activity) -> It
     stop = threading.Event()
 
     def beat() -> None:
+        # ZeroMQ sockets belong to one thread, so this one has a client of its own.
         client = ControlClient(address, Waits("heartbeat"))
         while not stop.wait(INTERVAL_S):
             client.tell(

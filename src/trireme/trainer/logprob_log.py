@@ -39,10 +39,12 @@ class LogprobLog:
 
     def write(self) -> None:
         """Write the logprobs of the batch that began last. A second call writes nothing."""
+        # Forgotten first: a failed write must not be repeated with the next batch.
         batch, rows = self._batch, self._rows
         self._batch, self._rows = None, []
         if batch is None or not self._writes:
             return
+
         parts = [logprobs[mask].float().cpu().numpy() for logprobs, mask in rows]
         logprobs = np.concatenate(parts) if parts else np.zeros(0, np.float32)
         try:

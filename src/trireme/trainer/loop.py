@@ -70,6 +70,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig, stack: ExitStack) -> None:
         """Join the mesh, load the model and, on resume, the checkpoint. The stack closes everything."""
+        # Resources are opened in this order because each needs those before it; the stack closes them in reverse.
         self.config = config
         trainer = config.trainer
         world = self.world = stack.enter_context(
@@ -77,21 +78,32 @@ class Trainer:
         )
         if config.shares_gpus:
             leave_to_engine(config.inference.gpu_share, world.device)
+
+        # Each rank has a lane and waits of its own; the timeline shows those of rank 0.
         self.waits = Waits("trainer" if world.is_main else f"trainer.{world.rank}", config.paths.logs)
         spans = stack.enter_context(open_spans(config.paths.spans if world.is_main else None))
         self.lane = spans.lane(TRAINER, what="start", ago_s=age_s(), words=lambda: _missing(self.waits))
+
+        # While rank 0 waits for the orchestrator, the other ranks wait in a collective, whose timeout it restarts.
         address = f"tcp://{config.hosts.orchestrator}:{config.ports.batches}"
         self.control = ControlClient(
             address, self.waits, meanwhile=keep_alive(world, timeout_s=trainer.batch_timeout_s)
         )
         stack.callback(self.control.close)
+
+        # The orchestrator must know that the trainer is alive while a large model loads.
         self.activity = Activity()
         if world.is_main:
             stack.enter_context(heartbeat(address, config.run_id, self.waits, self.activity))
         reach("trainer.starting", rank=world.rank)
+
+        # Ranks on several machines write one checkpoint together, so they must see one folder.
         if len(config.hosts.trainer) > 1:
             check_shared(config.paths.root, world)
+
         self.state = base_state(config, world)
+
+        # Only rank 0 exports: it writes the weights of all ranks from the files of the checkpoint.
         exporter = None
         if world.is_main:
             tokenizer = open_tokenizer(trainer.tokenizer.name or config.model.name, trainer.model.trust_remote_code)
@@ -107,16 +119,21 @@ class Trainer:
         stack.callback(self.checkpoints.close)
         self.checkpoints.resume(self.state, resume=config.resume)
         reach("trainer.resumed", rank=world.rank)
+
+        # Only rank 0 talks to the orchestrator; the other ranks take part in gathering weights.
         control = self.control if world.is_main else None
         self.publisher = Publisher(config, self.state.model, world, control, self.waits, self.lane)
         stack.callback(self.publisher.close)
         self.metrics = MetricsFile(config.paths.metrics, process="trainer")
         stack.callback(self.metrics.close)
+
+        # The stepper calls `settle` before it changes weights that engines may still have to be sent.
         self._timer = Timer(also=self._show_activity)
         self._logprob_log = LogprobLog(config.paths, world) if trainer.save_logprobs else None
         self._stepper = Stepper(
             config, self.state, world, self._timer, self._logprob_log, before_weights_change=self.settle
         )
+
         self._settled = self.state.version  # the newest version that was confirmed and, if due, saved
         self._settling_s = 0.0
         self.activity.state = "running"
@@ -150,6 +167,7 @@ class Trainer:
         The orchestrator may answer rank 0 that an engine needs weights first: all ranks then publish them together.
         """
         with self._timer.span("wait_for_batch"):
+            # Rank 0 asks first. Once it has its share, no engine needs weights, and the batch exists for others too.
             reply = self._ask_until_served(self._ask_for_batch)
             if not self.world.is_main and self.world.cp_rank == 0:
                 reply = self._ask_for_batch()
@@ -170,12 +188,16 @@ class Trainer:
             metrics = self._stepper.step(batch)
             reach("trainer.stepped", rank=self.world.rank)
             self.activity.version = self.state.version
+
+            # The wait for engines is not work of this step, so it does not count as training time.
             seconds = time.perf_counter() - began - (self._settling_s - settling_s)
             rows = batch.micro_batches
             tokens = sum(row.tokens.length for row in rows) * self.world.dp_size
             samples = sum(len(row.lengths) for row in rows) * self.world.dp_size
             shared = shared_frac(self.state.model, rows)
             flops = flops_per_token(self.state.model, tokens / max(1, samples))
+
+            # Tokens of shared prefixes are computed once, and each iteration computes all others again.
             flops *= self.config.trainer.num_iterations * (1 - shared)
             metrics |= throughput(tokens=tokens, seconds=seconds, flops=flops, world_size=self.world.size)
             return metrics | {"perf/shared_frac": shared} | peak_memory(self.world.device)
@@ -192,6 +214,7 @@ class Trainer:
         All ranks together send the weights to engines that have none, or to all if their last transfer was lost.
         """
         while True:
+            # All ranks must agree on publishing, as gathering the weights is a collective.
             reply = ask() if self.world.is_main else None
             if isinstance(reply, Publish):
                 log.info("%s: sending it version %d", reply.reason, self.state.version)
@@ -209,6 +232,8 @@ class Trainer:
         if self.publisher.is_confirming:
             with self._timer.span("confirm"):
                 self.publisher.confirm()
+
+        # A version is saved only once engines confirmed it, so no checkpoint is ahead of what they serve.
         if self._settled < self.state.version:
             self._settled = self.state.version
             reach("trainer.confirmed", rank=self.world.rank)
@@ -230,12 +255,15 @@ class Trainer:
 
     def record(self, metrics: dict[str, float]) -> None:
         """Write the step's metrics on rank 0, and on every rank the logprobs of the weights before the step."""
+        # The step is over, so the copies of logprobs to the CPU hold nothing up.
         if self._logprob_log:
             self._logprob_log.write()
+
         now = time.perf_counter()
         metrics |= self._timer.take() | self.publisher.take_metrics()
         metrics |= {"time/step": now - self._step_began, "time/idle": idle(self.lane.take())}
         self._step_began = now
+
         if self.world.is_main:
             self.metrics.append(self.state.version - 1, metrics)
             reach("trainer.recorded")
@@ -279,6 +307,7 @@ def share_with_team(reply: Reply | None, world: World) -> BatchReply:
     assert reply is None or isinstance(reply, BatchReply), reply
     if world.cp_size > 1:
         group = world.data_mesh[CONTEXT].get_group()
+        # The other ranks learn the size before they can allocate memory for the content.
         content = bytearray(encode(reply)) if reply is not None else bytearray()
         size = torch.tensor([len(content)])
         dist.broadcast(size, group=group, group_src=0)

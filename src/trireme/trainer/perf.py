@@ -18,8 +18,11 @@ def flops_per_token(model: PreTrainedModel, mean_length: float) -> float:
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", 0)  # Mamba-2 has none
     width = heads * (getattr(config, "head_dim", None) or 0) or config.hidden_size
+
+    # Attention counts in layers that attend, not in those that carry a state.
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     attending = sum(kind in ATTENDING for kind in kinds) if kinds else config.num_hidden_layers
+
     matrices, trained = matrix_parameters(model)
     layers = attending if heads else 0
     return flops.flops_per_token(matrices, trained, layers=layers, width=width, mean_length=mean_length)

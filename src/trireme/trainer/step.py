@@ -50,8 +50,11 @@ def base_state(config: RunConfig, world: World) -> TrainerState:
     trainer, settings = config.trainer, [each for _, each in Settings(config).eras()]
     for each in settings:
         policy_gradient(each.trainer.loss, length=each.loss_length)  # raises before anything expensive
+
     torch.manual_seed(config.seed)  # for weights `from_scratch` and for dropout
     model = load_model(trainer.model, trainer.model.name or config.model.name, world)
+
+    # Eras may differ in whether they need a reference. It is loaded if any does.
     needs_reference = any(each.trainer.loss.beta for each in settings)
     reference = load_reference(config, model, world) if needs_reference else None
     return TrainerState(model=model, optimizer=build_optimizer(model, trainer.optim), reference=reference)
@@ -97,22 +100,30 @@ class Stepper:
         """Train on a batch in as many optimizer steps as configured; return metrics. A collective."""
         state, config = self.state, self._settings.at(batch.step)
         assert batch.step == state.version, f"batch {batch.step} for version {state.version}"
+        # A repeated step is trained by the settings of its time.
         if config is not self._used:
             self._use(config)
         trainer = config.trainer
+
         lr = set_lr(state.optimizer, trainer.optim, trainer.scheduler, step=state.version, max_steps=config.max_steps)
+
+        # All iterations of the batch are compared with the same logprobs.
         fixed = self.fixed_logprobs()
         for model in (state.model, *([state.reference.model] if state.reference else [])):
             give_pictures(model, batch.pictures)
+
         if self.logprob_log:
             self.logprob_log.begin(batch)
+
         iterations = []
         for _ in range(trainer.num_iterations):
             with self.timer.span("forward_backward"):
                 metrics = self.compute_gradients(batch, fixed)
+            # Engines may still have to be sent these weights, so they change only once that is settled.
             self.before_weights_change()
             with self.timer.span("optimizer"):
                 iterations.append(metrics | optimizer_step(state, trainer.optim))
+
         state.version += 1
         if state.reference:
             state.reference.update_if_due(state.model, state.version)
@@ -179,9 +190,11 @@ def forward_backward(
         logprob_log: records the logprobs of each row of a batch that has begun.
     """
     fixed, totals = fixed or FixedLogprobs(), Totals(loss_tokens, loss_samples)
+
     sums: dict[str, torch.Tensor] = {}
     for row, micro_batch in enumerate(micro_batches):
         fixed.compute_reference(row, micro_batch, world.device)
+        # Dropout stays on through the backward pass, in which blocks are recomputed.
         with dropout(model, step=step, rank=world.rank, row=row):
             columns = compute_columns(model, micro_batch, world.device, entropy_gradient=entropy_gradient)
             columns = fixed.add_to(row, columns)
@@ -189,8 +202,11 @@ def forward_backward(
             (terms.loss * world.dp_size).backward()
         if logprob_log:
             logprob_log.take(columns)
+
+        # Summed in float64 on the device, so that no row waits for a copy.
         for name, value in (terms.sums | {"loss": terms.value} | _mismatch(columns, step)).items():
             sums[name] = sums.get(name, 0.0) + value.double()
+
     return _means(world.sum({name: float(total) for name, total in sums.items()}), loss_tokens)
 
 
@@ -206,10 +222,12 @@ def _mismatch(columns: Columns, step: int) -> dict[str, torch.Tensor]:
 
 
 def _means(sums: dict[str, float], loss_tokens: int) -> dict[str, float]:
+    # These sums have divisors of their own, or none; all others are divided by the batch's loss tokens.
     fresh, mismatch, loss = sums.pop("fresh_tokens"), sums.pop("mismatch_sum"), sums.pop("loss")
     weights, squared_weights = sums.pop("weights", 0.0), sums.pop("squared_weights", 0.0)
     means = {name: total / max(1, loss_tokens) for name, total in sums.items()}
     means |= {"loss": loss, "policy/entropy": means.pop("entropy_sum")}
+
     if squared_weights:
         means["ess"] = effective_share(weights, squared_weights, loss_tokens)
     if fresh:
@@ -224,6 +242,7 @@ def optimizer_step(state: TrainerState, config: Optimizer) -> dict[str, float]:
         NotFinite: there were as many of these as the configuration allows, or the update made weights that are not
             finite. All ranks raise it together.
     """
+    # Broken weights are found before the version counts, so neither engines nor checkpoints get them.
     metrics = update(state.model, state.optimizer, config.max_norm)
     if not metrics["skipped_update"] and (broken := find_broken_weight(state.model)):
         raise NotFinite(
@@ -276,6 +295,7 @@ def update(model: PreTrainedModel, optimizer: torch.optim.Optimizer, max_norm: f
     """
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
     is_finite = math.isfinite(grad_norm)
     if is_finite:
         optimizer.step()

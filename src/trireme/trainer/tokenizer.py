@@ -44,6 +44,8 @@ def open_tokenizer(name: str, trust_remote_code: bool, *, chat_template: Path | 
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, mistral_format=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"Could not load the tokenizer {name!r}: {error}. Set `tokenizer.name`.") from error
+
+    # The template may be the user's, the tokenizer's, or in a file of its own.
     if chat_template:
         tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
     elif not tokenizer.chat_template:
@@ -54,22 +56,31 @@ def open_tokenizer(name: str, trust_remote_code: bool, *, chat_template: Path | 
 
 
 def describe(tokenizer: PreTrainedTokenizerBase) -> OpenedTokenizer:
-    """Raises: ValueError where it is written in Python."""
+    """Raises: ValueError if it is written in Python."""
     if not tokenizer.is_fast:
         raise ValueError(f"{type(tokenizer).__name__} is written in Python")
+
     backend, templates = tokenizer.backend_tokenizer, tokenizer.chat_template or {}
     ids = backend.get_vocab(with_added_tokens=True)
     is_bpe = type(backend.model).__name__ == "BPE"
     corrupts = tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
+
+    # A rendered answer shows which token ends a turn.
     text, refusal = _render(tokenizer)
     _, _, after = text.rpartition(ANSWER)
     ends = tokenizer.encode(after, add_special_tokens=False) if after != text else []
+
     added = tokenizer.added_tokens_decoder
+
+    # Models may list tokens that they have no embedding for. Those that files or the template mention are real.
     rendered = {*tokenizer.encode(text, add_special_tokens=False)} if text else set()
     highest = heapq.nlargest(NUM_HIGHEST, ids.items(), key=lambda each: each[1])
     files = [file.read_bytes() for file in _files_of(tokenizer.name_or_path)]
+
+    # A name that the tokenizer lacks is undefined in templates. Rendering with a mark in its place shows its use.
     missing = {name: f"{ANSWER} {name}" for name in NAMED if name not in tokenizer.special_tokens_map}
     with_them, _ = _render(tokenizer, **missing)
+
     return OpenedTokenizer(
         tokenizer=backend.to_str(),
         special_tokens=tokenizer.special_tokens_map,

@@ -35,9 +35,11 @@ def try_step(stepper: Stepper) -> None:
     """
     config, state, ranks = stepper.config, stepper.state, stepper.world.dp_size
     with _temporary_optimizer_state(state, config.trainer.optim.max_norm):
+        # In a real step, gradients of earlier rows take memory while a later row is computed.
         _zero_gradients(state.model)
         row = longest_row(config, vocabulary=state.model.config.get_text_config().vocab_size, version=state.version)
         num_samples = len(row.lengths) * ranks
+
         batch = BatchReply(
             step=state.version,
             micro_batches=[row],
@@ -45,6 +47,7 @@ def try_step(stepper: Stepper) -> None:
             num_rollouts=num_samples,
             loss_samples=num_samples,
         )
+
         stepper.compute_gradients(batch, stepper.fixed_logprobs())  # also takes the counts of experts for these tokens
         state.optimizer.zero_grad(set_to_none=True)
 
@@ -59,6 +62,8 @@ def _temporary_optimizer_state(state: TrainerState, max_norm: float) -> Iterator
     if optimizer.state:
         yield
         return
+
+    # The rate of 0 changes no weight, but allocates what the optimizer needs.
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -66,6 +71,7 @@ def _temporary_optimizer_state(state: TrainerState, max_norm: float) -> Iterator
     update(state.model, optimizer, max_norm)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+
     yield
     optimizer.state.clear()
 
@@ -87,6 +93,8 @@ def longest_row(config: RunConfig, *, vocabulary: int, version: int) -> MicroBat
     lengths = [min(length, capacity - first) for first in range(0, capacity, length)]
     if len(lengths) == 1:
         lengths = [length - SHORT, SHORT]
+
+    # Each sample's ids differ from those of the others in the first token already.
     number = np.repeat(np.arange(len(lengths)), lengths)
     place = positions(lengths)
     tokens = build_tokens(

@@ -199,7 +199,7 @@ class Update:
     _joins: bool = True  # a new group is formed; otherwise that of the attempt before is used again
     _paused_since: dict[str, float] = field(default_factory=dict)
     _receiving: dict[str, asyncio.Task[list[WeightReport] | None]] = field(default_factory=dict)
-    _reports: dict[str, list[WeightReport]] = field(default_factory=dict)  # from engines that have loaded, by address
+    _reports: dict[str, list[WeightReport]] = field(default_factory=dict)  # reports after loading, by address
     _began: float = 0.0
 
     def __post_init__(self) -> None:

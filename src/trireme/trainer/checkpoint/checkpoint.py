@@ -85,7 +85,7 @@ class CheckpointStore:
         self._waits = waits
         self._disk_timeout_s = disk_timeout_s
         self._exporter = exporter
-        self._host_buffers: dict[str, torch.Tensor] = {}  # of copies, by name
+        self._host_buffers: dict[str, torch.Tensor] = {}  # CPU memory of the copies, by name of the tensor
         self._on_gpu = world.device.type == "cuda"
         self._writing: Future[None] | None = None  # the last checkpoint
         self._what = ""  # the last checkpoint, for those who wait for it
@@ -106,16 +106,21 @@ class CheckpointStore:
         partial = self._folder / f".step_{state.version}.partial"
         if self._world.is_main:
             shutil.rmtree(partial, ignore_errors=True)
-        self._world.barrier()  # from here on, the folder exists only while this checkpoint is written
+        self._world.barrier()  # the folder now exists only while this checkpoint is written
+
+        # Each shard is copied once: of ranks that hold the same one, the first writes it.
         shards = {}
         for name, tensor in tensors_of(state).items():
             shard = shard_of(tensor)
             if is_written_by(tensor, self._world.rank) and shard.tensor.nbytes:
                 shards[name] = replace(shard, tensor=self._copy_to_host(name, shard.tensor))
+
+        # Each rank has random numbers of its own, which it continues after a resume.
         random = {"cpu": torch.get_rng_state()}
         if self._on_gpu:
             torch.cuda.synchronize()  # until here copies are under way
             random["cuda"] = torch.cuda.get_rng_state()
+
         copy = _Copy(state.version, partial, shards, random)
         self._what = f"checkpoint {copy.name} to be written"
         self._writing = in_background(lambda: self._write(copy), name=self._what)
@@ -136,7 +141,7 @@ class CheckpointStore:
         if self._writing is None:
             return
         self._wait_for(self._writing.done, self._what, peer=DISK, times=4)  # the deadlines of the job come first
-        written, self._writing = self._writing, None  # what it raised is raised once
+        written, self._writing = self._writing, None  # an error of the writing is raised once
         written.result()
 
     def close(self) -> None:
@@ -160,11 +165,14 @@ class CheckpointStore:
             load_checkpoint(state, step_folder(self._folder, version), rank=self._world.rank)
 
     def _choose(self, resume: bool) -> int:
+        # What a killed process left is removed before any folder is chosen.
         tidy(self._folder)
         if self._exporter:
             tidy(self._exporter.folder)
         version = version_to_resume(self._folder, self._config, resume=resume)
         going_back = self._config.resume_step not in (None, -1)
+
+        # Later checkpoints belong to steps that are taken again. They are kept under another name.
         if resume or self._config.resume_step is not None:
             set_aside_after(self._folder, version)
         if going_back and self._exporter:
@@ -178,9 +186,12 @@ class CheckpointStore:
             self._when_there_is_room(lambda: copy.folder.mkdir(parents=True), f"checkpoint {copy.name}")
         else:
             self._wait_for(copy.folder.exists, f"a folder for checkpoint {copy.name}", peer="trainer", times=3)
+
         reach("checkpoint.begun", rank=rank)
         self._when_there_is_room(lambda: self._write_rank(copy), f"checkpoint {copy.name}")
         reach("checkpoint.written", rank=rank)
+
+        # A checkpoint counts from its rename on, which rank 0 does once the lists of all ranks are there.
         if self._world.is_main:
             self._complete(copy)
         else:
@@ -191,10 +202,14 @@ class CheckpointStore:
         """Write what this rank holds, and the list of its files. After an error, remove them."""
         rank = self._world.rank
         shards, random = copy.folder / f"rank_{rank}.safetensors", copy.folder / f"random_{rank}.safetensors"
+
+        # A disk without room is noticed before gigabytes are written to it.
         try:
             require_room(copy.folder, sum(shard.tensor.nbytes for shard in copy.shards.values()))
             write_shards(shards, copy.shards)
             save_file(copy.random, random)
+
+            # Rank 0 copies this list into the manifest, so it names only files that are on disk for certain.
             files: Files = {}
             for path in [shards, random, *(self._exporter.describe(copy.folder) if self._exporter else ())]:
                 with open(path, "rb") as opened:
@@ -203,6 +218,7 @@ class CheckpointStore:
             with atomic_write(_list_of_rank(copy.folder, rank)) as file:
                 file.write(msgspec.json.encode(files))
         except BaseException:
+            # What is left would take the room that the next attempt waits for.
             with suppress(OSError):
                 shards.unlink(missing_ok=True)
                 random.unlink(missing_ok=True)
@@ -211,12 +227,14 @@ class CheckpointStore:
             raise
 
     def _complete(self, copy: _Copy) -> None:
+        # A rank writes its list last, so all of its files are complete once the list is there.
         files: Files = {}
         for rank in range(self._world.size):
             path = _list_of_rank(copy.folder, rank)
             self._wait_for(path.exists, f"its part of checkpoint {copy.name}", peer=f"trainer.{rank}")
             files |= msgspec.json.decode(path.read_bytes(), type=Files)
             path.unlink()
+
         if exporter := self._exporter:
             self._when_there_is_room(lambda: exporter.write(copy.folder, copy.version), f"weights {copy.name}")
 
@@ -230,6 +248,8 @@ class CheckpointStore:
         replace_folder(copy.folder, final)
         log.info("checkpoint %s", final)
         reach("checkpoint.complete")
+
+        # Old checkpoints go only now that a newer one is complete.
         keep_last, keep_interval = self._config.keep_last, self._config.keep_interval
         for step in complete_steps(self._folder)[:-keep_last] if keep_last is not None else []:
             if step != copy.version and not (keep_interval and step % keep_interval == 0):
@@ -260,12 +280,15 @@ def load_checkpoint(state: TrainerState, folder: Path, *, rank: int) -> None:
     require_same_scale(folder / DESCRIPTION, adapters_of(state.model))
     with open_shards(shard_files(folder)) as stored:
         load_tensors(state, stored)
+
+    # Random states exist only for the ranks that the saving run had.
     random = folder / f"random_{rank}.safetensors"
     if random.name in manifest.files:
         states = load_file(random)
         torch.set_rng_state(states["cpu"])
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])
+
     state.version = manifest.version
     log.info("resumed from %s, of which this rank read %.1f MiB", folder, stored.num_bytes_read / 2**20)
 

@@ -77,14 +77,18 @@ class Exporter:
         folder.mkdir(exist_ok=True)
         layout.write_bytes(msgspec.json.encode(self._layout))
         self._tokenizer.save_pretrained(folder)
+
         if self._adapters is not None:
             describe_adapters(folder, self._adapters)
         else:
             describe_model(folder, self._model, self._dtype)
+
+            # Parts that the model does not train are in no rank's shards.
             self._untrained.describe(folder)
             if self._untrained.names:
                 tensors = self._untrained.tensors()
                 write_shards(untrained, {f"{MODEL}.{name}": shard_of(tensor) for name, tensor in tensors})
+
         return [layout, *checkpoint.glob(UNTRAINED), *sorted(path for path in folder.rglob("*") if path.is_file())]
 
     def take_back(self, checkpoint: Path) -> None:
@@ -163,6 +167,7 @@ def write_export(
     """
     with new_folder(folder, room=sum(map(num_bytes, layout))) as partial:
         describe(partial)
+        # An export with `adapter_config.json` holds adapters: PEFT reads them from one file only, under its own name.
         is_adapter = (partial / CONFIG).is_file()
         with open_shards(pieces) as stored:
             most = sys.maxsize if is_adapter else MAX_FILE_BYTES
@@ -184,6 +189,8 @@ def new_folder(folder: Path, *, room: int) -> Iterator[Path]:
     try:
         require_room(folder.parent, room)
         yield partial
+
+        # The rename must not reach the disk before what it names.
         for path in partial.rglob("*"):
             if path.is_file():
                 with open(path, "rb") as file:

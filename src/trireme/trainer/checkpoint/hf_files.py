@@ -163,9 +163,11 @@ def write_model(
         tensors: exactly those of `specs`, in their order; each is released before the next is asked for.
         max_file_bytes: most bytes of a file's tensors; a larger tensor gets a file of its own.
     """
+    # A model of one file has the plain name, and no index.
     parts = split_into_buckets(specs, max_file_bytes)
     names = [f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
     files = dict(zip(names, parts, strict=True)) if len(parts) > 1 else {WHOLE: specs}
+
     stream = iter(tensors)
     for name, part in files.items():
         with open(folder / name, "wb") as file:
@@ -176,6 +178,8 @@ def write_model(
                 assert found == (spec.name, dtype_of(spec), [*spec.shape]), f"{found} came instead of {spec}"
                 file.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
     assert next(stream, None) is None, "more tensors than specs"
+
+    # Readers find a tensor's file by the index.
     if len(files) > 1:
         total = sum(map(num_bytes, specs))
         places = {spec.name: name for name, part in files.items() for spec in part}

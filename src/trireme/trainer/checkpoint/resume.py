@@ -29,12 +29,15 @@ def version_to_resume(folder: Path, config: Checkpoints, *, resume: bool) -> int
     step = config.resume_step
     if step == 0 or (step is None and not resume):
         return 0
+
+    # The newest checkpoint may be damaged: then the one before it is taken. One that the user names must be whole.
     if step in (None, -1):
         for newest in reversed(steps_in(folder)):
             if (damage := find_damage(step_folder(folder, newest))) is None:
                 return newest
             log.error("The checkpoint of step %d cannot be used: %s. Trying the one before it.", newest, damage)
         return 0
+
     if damage := find_damage(step_folder(folder, step)):
         raise ConfigError(
             f"The checkpoint of step {step} cannot be used: {damage} (complete: {complete_steps(folder) or 'none'}). "
@@ -65,14 +68,19 @@ def check_shared(folder: Path, world: World) -> None:
     Raises:
         ConfigError: some rank does not see what rank 0 writes. All ranks raise it.
     """
+    # The number is agreed on, so that a mark that an earlier start left behind deceives no rank.
     mark = folder / f".seen-by-all-{world.agree(uuid.uuid4().int >> 66):016x}"
     if world.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         mark.touch()
     world.barrier()
+
+    # A network file system may show a new file late.
     give_up = time.monotonic() + APPEARS_WITHIN_S
     while not mark.exists() and time.monotonic() < give_up:
         time.sleep(0.1)
+
+    # All ranks learn of it, so that none of them waits in the next collective.
     blind = torch.tensor([int(not mark.exists())], device=world.device)
     dist.all_reduce(blind)
     if world.is_main:

@@ -53,6 +53,7 @@ def load_tensors(state: TrainerState, stored: StoredShards) -> None:
         JournalCorrupt: tensors are missing.
     """
     _require_same_parts(state, stored)
+
     for name, tensor in model_tensors(state.model).items():
         stored.read_into(name, tensor)
     load_optimizer(state.model, state.optimizer, stored)
@@ -61,11 +62,13 @@ def load_tensors(state: TrainerState, stored: StoredShards) -> None:
         for name, tensor in _reference_tensors(state.reference).items():
             stored.read_into(name, tensor)
         state.reference.is_base = False
+
     state.skipped_in_a_row = int(stored.read(SKIPPED, ())) if SKIPPED in stored.names() else 0
 
 
 def _require_same_parts(state: TrainerState, stored: StoredShards) -> None:
     """Check that the checkpoint holds what this run trains, and nothing else."""
+    # A run with adapters cannot resume from a whole model, nor the other way round.
     trained = model_tensors(state.model)
     has_adapters = any(is_adapter(name) for name in stored.names() if name.startswith(f"{MODEL}."))
     trains_adapters = any(map(is_adapter, trained))
@@ -76,6 +79,8 @@ def _require_same_parts(state: TrainerState, stored: StoredShards) -> None:
             else ("holds the whole model, and adapters are trained", "Remove the table `lora`")
         )
         raise ConfigError(f"The checkpoint {found} - expected the same of both. {advice}, or start a new run.")
+
+    # A tensor without a place would be dropped silently. It shows that the checkpoint is another model's.
     places = {SKIPPED, *trained, *(f"{MODEL}.{name}" for name in untrained_of(state.model).names)}
     places |= set(_reference_tensors(state.reference)) if state.reference else set()
     parameters = {name for name, parameter in state.model.named_parameters() if parameter.requires_grad}

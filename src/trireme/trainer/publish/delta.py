@@ -36,8 +36,11 @@ class SentWeights:
             whole: engines hold nothing, or something else than what was sent last.
         """
         for name, tensor in tensors:
+            # A slice of the values as they are served, in order, whichever rank holds which shard.
             size = _slice_size(tensor.numel(), self._world.size)
             own = to_integers(tensor)[size * self._world.rank : size * (self._world.rank + 1)]
+
+            # Compared first, as the copy below makes the new values the sent ones.
             is_changed = None if whole else self._where_changed(name, own, tensor.numel())
             if name not in self._sent_weights:
                 self._sent_weights[name] = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
@@ -49,6 +52,8 @@ class SentWeights:
         is_changed = changed(own, self._sent_weights[name].to(own.device, non_blocking=True))
         if self._world.size == 1:
             return is_changed
+
+        # One bit per value crosses the network, not the values.
         bits = torch.zeros(_slice_size(count, self._world.size) // 8, dtype=torch.uint8, device=own.device)
         packed = pack_bits(is_changed)
         bits[: len(packed)] = packed

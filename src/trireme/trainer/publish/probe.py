@@ -20,7 +20,7 @@ from trireme.trainer.model.forward import scorer_of
 from trireme.trainer.model.sharding import decoder_layers
 
 PROBE_TOKENS = 32
-COPIES = 8  # of the prompt, each with other noise
+COPIES = 8  # copies of the prompt, each with other noise
 PLACES = 8192
 """Number of places in the pool at which a layer's random errors may begin: few layers get the same ones."""
 
@@ -34,6 +34,7 @@ def compute_probe(model: PreTrainedModel, device: torch.device, *, context: int 
     Args:
         context: tokens that an engine takes, one of which it samples after the prompt.
     """
+    # The engine samples one token after the prompt, so it must fit the context too.
     length = PROBE_TOKENS if context is None else max(2, min(PROBE_TOKENS, context - 1))
     ids = probe_ids(model.config.get_text_config().vocab_size, length)
     row, places = unsampled_row(ids, [length]), np.arange(1, length)
@@ -77,12 +78,16 @@ def compute_noise(
     layers = [*(module for module in model.modules() if not list(module.children())), *blocks]
     errors = {layer: math.hypot(error, low_bit if layer in matrices else 0.0) for layer in layers}
     hooks = [layer.register_forward_hook(_add_noise(each, pool)) for layer, each in errors.items()]
+
     try:
+        # Compiled blocks would run without the hooks.
         with torch.compiler.set_stance("force_eager"):
             noisy = scorer.score(row, places, device).logprobs
     finally:
         for hook in hooks:
             hook.remove()
+
+    # The worst copy counts: an engine with ordinary rounding must not fail the probe.
     exact = torch.tensor(probe.logprobs, dtype=noisy.dtype, device=noisy.device)
     return float((noisy.view(COPIES, -1) - exact).abs().mean(dim=1).max())
 
@@ -97,6 +102,7 @@ class _Pool:
         self._numbers = torch.empty(0, device=device)
 
     def errors(self, rows: int, columns: int) -> torch.Tensor:
+        # Numbers are drawn when the largest layer so far needs them, and reused by all others.
         needed = PLACES + (rows - 1) * SHIFT + columns
         if len(self._numbers) < needed:
             self._numbers = self._numbers.new_empty(needed).uniform_(-1, 1, generator=self._generator)

@@ -79,14 +79,21 @@ class Publisher:
         self._control = control
         self._waits = waits
         self._dtype = getattr(torch, config.served_dtype)
+
+        # The orchestrator tells a restarted trainer from this one by its incarnation.
         self._incarnation = uuid.uuid4().hex
         self._num_attempts = 0
         self._failures_in_a_row = 0
+
         self._noise, self._noise_version = 0.0, -NOISE_EVERY  # noise of the probe, and the version of its measurement
         self._lacks_room = False  # on rank 0: for the version that it tried to send last
+
+        # What engines hold, as far as this trainer knows.
         self._unconfirmed: Unconfirmed | None = None
         self._newest = Newest(version=-1, digests={})
         self._specs = served_specs(model, self._dtype)
+
+        # Only rank 0 sends; the other ranks gather.
         self._sender: Sender | None = None
         if world.is_main:
             broadcast = config.weight_broadcast
@@ -99,8 +106,9 @@ class Publisher:
                 timeout_s=broadcast.timeout_s,
                 delta=broadcast.delta,
             )
+
         self._sent_weights = SentWeights(world) if config.weight_broadcast.delta else None
-        self._base_digests: dict[str, str] = {}  # of the base model, which does not change under adapters
+        self._base_digests: dict[str, str] = {}  # digests of the base model, which does not change under adapters
         self._confirmed_epoch: str | None = None  # the epoch whose engines hold what was sent last
         self._transfer_size: TransferSize | None = None
 
@@ -133,6 +141,7 @@ class Publisher:
 
     def _difference_from_newest(self) -> str | None:
         """Return which tensor differs from the newest confirmed version; None if none does. A collective."""
+        # All ranks iterate, as each tensor is gathered from all of them; only rank 0 compares.
         digests: dict[str, str] = {}
         for _ in self._digested(digests):
             pass
@@ -161,6 +170,7 @@ class Publisher:
             NotFinite: the version's logprobs are not finite.
         """
         self._send_until_sent(version, everywhere=True)
+
         # With ipc, what was sent stays in GPU memory until engines confirm.
         if self._config.weight_broadcast.type == "ipc":
             self.confirm()
@@ -181,6 +191,7 @@ class Publisher:
             PeerDied: the transfer broke in each of `ATTEMPTS` attempts.
             DeadlineExceeded: the engines did not confirm.
         """
+        # A version that engines lost is sent again until one attempt is confirmed, or too many have failed.
         while (unconfirmed := self._unconfirmed) is not None:
             is_live = False
             if (sent := unconfirmed.sent) is not None and self._control is not None:
@@ -193,9 +204,13 @@ class Publisher:
                         "version %d: attempt %d was not confirmed: %s", sent.version, sent.attempt, reply.reason
                     )
                 is_live = isinstance(reply, Live)
+
+            # Buffers, files or shared memory of the transfer are free again, however it ended.
             if self._sender is not None:
                 self._sender.release()
             self._unconfirmed = None
+
+            # A delta may build on this transfer only if all engines confirmed it.
             if self._world.agree(is_live):
                 self._confirmed_epoch = unconfirmed.epoch
             else:
@@ -205,6 +220,8 @@ class Publisher:
 
     def _send_until_sent(self, version: int, *, everywhere: bool) -> None:
         probe = self._probe(version)  # before the announcement, which may pause engines
+
+        # Weights that are not finite would spoil every rollout, so they never reach an engine.
         if not self._world.agree(all(map(math.isfinite, (*probe.logprobs, probe.noise)))):
             made = f"the step on batch {version - 1} made them" if version else f"{self._config.model.name} has them"
             raise NotFinite(
@@ -212,6 +229,7 @@ class Publisher:
                 "no engine is sent such weights. See `loss` and `grad_norm` in metrics.jsonl. "
                 + ("Lower `trainer.optim.lr`." if version else "Use a model whose weights are whole.")
             )
+
         while not self._world.agree(self._attempt(version, probe, everywhere=everywhere)):
             self._back_off(version)
 
@@ -241,10 +259,12 @@ class Publisher:
                 "failed before it was confirmed, or the disk was full - expected them to stay alive, and room for the "
                 f"files. The warnings above name the failures; see also the logs in {self._config.paths.logs}."
             )
+
         time.sleep(min(LONGEST_BACKOFF_S, BACKOFF_S * 2 ** (self._failures_in_a_row - 1)))
 
     def _attempt(self, version: int, probe: Probe, *, everywhere: bool) -> bool:
         """Announce and send a version; return whether it is sent, or live already. A collective."""
+        # Attempts are numbered, so that the orchestrator knows which of two announcements is the newer one.
         self._num_attempts += 1
         ready = PolicyReady(
             run_id=self._config.run_id,
@@ -257,19 +277,26 @@ class Publisher:
             host=self._config.hosts.trainer[0],
             port=self._config.ports.weights or 0,
         )
+
+        # All ranks follow rank 0's answer, because gathering the weights needs all of them.
         answer = self._announce(ready) if self._control is not None else None
         kind = _ANSWERS[self._world.agree(_ANSWERS.index(type(answer)) if answer is not None else 0)]
         if kind is not Go:
             return kind is Live
+
         epoch = self._meet(ready, answer)
         if not self._world.agree(epoch is not None):
             return False
+
+        # From here on, engines may hold a part of a version: nothing is confirmed until they say so.
         digests: dict[str, str] = {}
         is_first = bool(self._world.agree(epoch is None or epoch != self._confirmed_epoch))
         self._confirmed_epoch = None
         # An engine's first transfer has all tensors, later ones only the adapters if there are any.
         adapters = [spec for spec in self._specs if is_of_adapter(spec.name)]
         specs = adapters if adapters and not is_first else self._specs
+
+        # The sender stops early if no engine takes what it sends any more.
         if self._sender is not None:
             self._sender.is_wanted = lambda: self._is_wanted(ready, epoch)
         payload = self._send(version, specs, self._parts(digests, is_first))
@@ -277,6 +304,8 @@ class Publisher:
             self._failures_in_a_row -= self._world.agree(self._wait_for_room(version))  # it had to wait: no failure
             return False
         reach("trainer.sent", rank=self._world.rank)
+
+        # `send` and `confirm` pass this request to the orchestrator.
         sent = None
         if self._control is not None:
             sent = PolicySent(
@@ -349,6 +378,8 @@ class Publisher:
                 self._give_up(version, error)
                 self._lacks_room = self._config.weight_broadcast.type == "filesystem" and is_full(error)
                 payload = None
+
+        # A broken transfer on rank 0 must not leave the other ranks in a collective.
         for _ in parts:
             pass
         return payload
@@ -366,6 +397,7 @@ class Publisher:
         if lacked_room:
             folder, size = self._config.paths.broadcast, sum(map(num_bytes, self._specs))
             size += size // 100 + (1 << 20)  # for headers, folders, and the last block of each file
+            # The other ranks wait in a collective, whose timeout this restarts.
             meanwhile = keep_alive(self._world, timeout_s=self._config.trainer.batch_timeout_s)
 
             def reserve() -> None:
@@ -413,6 +445,8 @@ class Publisher:
             yield name, tensor
             if number == 0:
                 reach("trainer.sending", rank=self._world.rank)
+
+        # The digests are complete only after the last tensor.
         self._base_digests = {name: digest for name, digest in digests.items() if not is_of_adapter(name)}
 
     def close(self) -> None:

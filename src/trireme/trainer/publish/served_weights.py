@@ -51,6 +51,7 @@ def served_tensors(
         return
     if not only_adapters:
         yield from _published(model, dtype, {})
+
     # under PEFT's names, with the scale multiplied into B before rounding
     factors = {id(product.left): product.scale for product in products(model).values()}
     for name, parameter in _adapters(model):
@@ -74,6 +75,8 @@ def _published(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the model with these products added: in float32, then rounded. A collective."""
     names = hub_names(model)
+
+    # Names without the adapters' wrappers, as published checkpoints have them.
     held = {base_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     for name in names.layouts:
         whole = whole_tensor(held[name])
