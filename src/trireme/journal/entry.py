@@ -39,11 +39,13 @@ def write_entry(path: Path, number: int, content: Any, *, replace: bool = True) 
     payload = encode(content)
     header = Header(FORMAT, number, len(payload), hashlib.sha256(payload).hexdigest())
     whole = msgspec.json.encode(header) + b"\n" + payload
+
+    # With `replace=False`, a second orchestrator in the folder is noticed here, before it overwrites a batch.
     try:
         with atomic_write(path, replace=replace) as file:
             file.write(whole)
     except FileExistsError as error:
-        if path.read_bytes() != whole:  # else it was written before, and only its folder could not be synced
+        if path.read_bytes() != whole:  # equal bytes: an earlier try wrote it, and only failed to sync its folder
             raise JournalCorrupt(
                 f"{path} was written by another process - expected one orchestrator for each run folder. End the "
                 "other one, and start again with --resume."
@@ -51,24 +53,30 @@ def write_entry(path: Path, number: int, content: Any, *, replace: bool = True) 
 
 
 def read_entry(path: Path, number: int, kind: type[T], *, ways_out: str) -> T:
-    """Read an entry. Raises JournalCorrupt where it is not what was written; `ways_out` says what to do then."""
+    """Read an entry. Raises JournalCorrupt if it is not what was written; `ways_out` is the advice in the message."""
     head, _, payload = path.read_bytes().partition(b"\n")
     try:
         header = msgspec.json.decode(head, type=Header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise JournalCorrupt(f"{path} does not begin with an entry's header: {error}. {ways_out}") from error
+
+    # Checked before the checksum, which another format may compute differently.
     if header.format != FORMAT:
         raise JournalCorrupt(
             f"{path} has format {header.format}, this version of Trireme reads {FORMAT}. "
             "Go on with the version that wrote it, or start a new run."
         )
+
     if len(payload) != header.length or hashlib.sha256(payload).hexdigest() != header.sha256:
         raise JournalCorrupt(
             f"{path} holds {len(payload)} bytes that do not match its checksum (of {header.length} bytes). {ways_out}"
         )
+
+    # A whole entry under a wrong name was copied or renamed by hand.
     if header.step != number:
         raise JournalCorrupt(f"{path} holds entry {header.step}, by its name entry {number}. {ways_out}")
+
     try:
         return decode_as(kind, payload)
-    except Exception as error:  # whatever a decoder can raise. The checksum is right: it was written so
+    except Exception as error:  # any error of a decoder. The checksum is right, so these bytes were written
         raise JournalCorrupt(f"{path} is no {kind.__name__}: {error}. {ways_out}") from error

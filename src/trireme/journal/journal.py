@@ -32,14 +32,17 @@ class Journal:
             OSError: it could not be written (a full disk); nothing was.
             JournalCorrupt: another orchestrator has written that entry.
         """
-        # encoded in pieces, with the same bytes: all rollouts at once would block other threads for as long
+        # Encode rollout by rollout, which gives the same bytes: one call for all would block other threads for as long.
         rollouts = [msgspec.Raw(_encoded(rollout)) for rollout in record.rollouts]
         pieces = msgspec.structs.replace(record, rollouts=rollouts)
         write_entry(self.path(record.step), record.step, pieces, replace=False)
+
+        # Only now, when it is on disk: `read` must never return a batch that a crash could lose.
         self._last = record
 
     def read(self, step: int) -> BatchRecord:
-        """Read a batch. Raises JournalCorrupt where it is not what was written."""
+        """Read a batch. Raises JournalCorrupt if it is not what was written."""
+        # The batch that was just committed is asked for by the trainer next: it need not be read back.
         if self._last is not None and self._last.step == step:
             return self._last
         ways_out = f"Restore it, or go on from before it with --trainer.ckpt.resume-step {step} or less."
@@ -58,7 +61,7 @@ class Journal:
         Args:
             ways_out: a sentence with alternatives to restoring a missing entry.
 
-        Raises: JournalCorrupt where an entry before the newest is missing.
+        Raises: JournalCorrupt if an entry before the newest is missing.
         """
         there = self.steps()
         wanted = [step for step in range(there[-1] + 1 if there else 0) if steps is None or step in steps]
@@ -70,13 +73,15 @@ class Journal:
         return wanted
 
     def head_state(self) -> State:
-        """Return the state after the newest entry; a fresh one where there is none. Raises JournalCorrupt."""
+        """Return the state after the newest entry; a fresh one if there is none. Raises JournalCorrupt."""
         steps = self.require_all()
         return self.read(steps[-1]).state if steps else State()
 
     def rewind(self, step: int) -> None:
         """Move aside the entries from `step` on. Nothing is deleted."""
         later = [self.path(number) for number in self.steps() if number >= step]
+
+        # Turns of rollouts in progress continue from the batches that are moved, so they go with them.
         under_way = turns_folder(self._folder)
         move_aside(self._folder, [*later, under_way] if under_way.exists() else later)
         self._last = None
@@ -97,5 +102,7 @@ def _in_64_bits(value: Any) -> Any:
         return msgspec.structs.replace(value, **_in_64_bits(msgspec.structs.asdict(value)))
     if isinstance(value, list):
         return [_in_64_bits(item) for item in value]
+
+    # msgpack holds -2^63 to 2^64 - 1.
     is_too_large = isinstance(value, int) and not -(2**63) <= value < 2**64
     return str(value) if is_too_large else value

@@ -26,8 +26,8 @@ class Scored(msgspec.Struct, frozen=True):
     """
 
     step: int
-    samples: list[bytes]  # what identifies each of S samples
-    counts: np.ndarray  # [S] int32: its tokens that count
+    samples: list[bytes]  # the `identity` of each of S samples
+    counts: np.ndarray  # [S] int32: number of trained tokens of each sample
     logprobs: np.ndarray  # [sum of counts] float32, at the sampling temperature, before the step
 
 
@@ -39,10 +39,11 @@ def write_logprobs(folder: Path, step: int, rank: int, rows: Sequence[MicroBatch
     """Write a rank's logprobs without syncing: readers skip a file that a crash has truncated.
 
     Args:
-        logprobs: of the trained tokens of all rows, one row after the other.
+        logprobs: those of the trained tokens of all rows, one row after the other.
 
-    Raises: OSError where it cannot be written.
+    Raises: OSError if it cannot be written.
     """
+    # Take packed rows apart again: readers look samples up by content, whatever row they were packed into.
     samples = []
     for row in rows:
         begin = 0
@@ -52,8 +53,11 @@ def write_logprobs(folder: Path, step: int, rank: int, rows: Sequence[MicroBatch
             pictures = [picture for picture in row.tokens.pictures if part.start <= picture.place < part.stop]
             samples.append(Tokens(**columns, pictures=pictures))
             begin += length
+
     counts = np.array([int(counting(sample).sum()) for sample in samples], np.int32)
     assert len(logprobs) == counts.sum(), f"{len(logprobs)} logprobs for {counts.sum()} tokens that count"
+
+    # Renamed when complete, so that a reader never sees half a file of a running trainer.
     path = path_of(folder, step, rank)
     partial = path.with_name(f".{path.name}.partial")
     folder.mkdir(exist_ok=True)
@@ -68,6 +72,7 @@ def read_logprobs(folder: Path, step: int) -> dict[bytes, np.ndarray]:
     """Return logprobs by sample. Files that are missing or cannot be read are skipped."""
     found: dict[bytes, np.ndarray] = {}
     for path in folder.glob(f"batch_{step:06d}.rank_*.msgpack"):
+        # A file of another version, or one that a crash has cut short, costs only the display of its samples.
         with suppress(OSError, msgspec.DecodeError, ValueError, TypeError):
             scored: Scored = decode_as(Scored, path.read_bytes())
             parts = np.split(scored.logprobs, np.cumsum(scored.counts)[:-1])
@@ -76,10 +81,11 @@ def read_logprobs(folder: Path, step: int) -> dict[bytes, np.ndarray]:
 
 
 def logprobs_of(sample: Tokens, known: dict[bytes, np.ndarray]) -> np.ndarray | None:
-    """Return [T] float32, NaN for tokens that are not trained on; None where the logprobs are unknown."""
+    """Return [T] float32, NaN for tokens that are not trained on; None if the logprobs are unknown."""
     counts, said = counting(sample), known.get(identity(sample))
     if said is None or len(said) != counts.sum():
         return None
+
     logprobs = np.full(sample.length, np.nan, np.float32)
     logprobs[counts] = said
     return logprobs
@@ -93,7 +99,7 @@ def counting(sample: Tokens) -> np.ndarray:
 
 
 def identity(sample: Tokens) -> bytes:
-    """Return a key of a sample made of its tokens, pictures and temperature: equal keys have equal logprobs."""
+    """Return a key of a sample: a digest of its token ids, the engine's logprobs, the versions and the pictures."""
     digest = hashlib.blake2b(digest_size=8)
     for column in (sample.ids, sample.logprobs, sample.versions):
         digest.update(np.ascontiguousarray(column).data)

@@ -36,7 +36,7 @@ def describe_file(path: Path) -> FileEntry:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read a manifest. Raises JournalCorrupt where it is missing or malformed."""
+    """Read a manifest. Raises JournalCorrupt if it is missing or malformed."""
     try:
         return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
     except FileNotFoundError:
@@ -56,17 +56,21 @@ def is_complete(folder: Path) -> bool:
 
 
 def find_damage(folder: Path, *, reads_all: bool = True) -> str | None:
-    """Return what is wrong with a checkpoint; None where it is intact.
+    """Return what is wrong with a checkpoint; None if it is intact.
 
     Args:
-        reads_all: compare digests, and not only sizes.
+        reads_all: compare digests as well as sizes, which reads every file.
     """
     try:
         manifest = read_manifest(folder)
     except JournalCorrupt as error:
         return str(error)
+
+    # A checkpoint that was copied under the name of another step would resume as that step.
     if step_of(folder) not in (None, manifest.version):
         return f"{folder / MANIFEST} is of version {manifest.version}"
+
+    # Without `reads_all` the digest is taken as given, so that a listing of checkpoints reads no weights.
     for name, entry in manifest.files.items():
         path = folder / name
         if not path.is_file():

@@ -15,7 +15,7 @@ PREFIX = "picture:"
 """The beginning of a URL that stands for a picture in the journal's messages; its digest follows."""
 
 _URL = re.compile(rf"{PREFIX}([0-9a-f]{{64}})")
-_LETTERS = 8  # of a digest that are shown
+_LETTERS = 8  # letters of a digest that are shown
 _PROBE = "probe0001"  # name and id of a call: some templates write the id only, some want nine letters and digits
 _ARGUMENT = "probe0002"
 _CALL = {"id": _PROBE, "function": {"name": _PROBE, "arguments": {_ARGUMENT: 1}}}
@@ -35,6 +35,7 @@ def form_for(render: Callable[[list[dict[str, Any]]], str]) -> Callable[[Mapping
                 return len(text)
         return math.inf
 
+    # Most templates take the usual form; the others are tried only if it shows no call.
     if length(for_template) < math.inf:
         return for_template
     forms = [partial(for_template, empty=empty, as_objects=parsed) for empty in ("", None) for parsed in (True, False)]
@@ -51,13 +52,15 @@ def for_template(message: Mapping[str, Any], *, empty: str | None = "", as_objec
     out = dict(message)
     if out.get("content") in (None, ""):
         out["content"] = empty if out.get("tool_calls") else ""
+
+    # Copied, never changed in place: the journal keeps the message as the environment gave it.
     if calls := out.get("tool_calls"):
         out["tool_calls"] = []
         for call in calls:
             function = dict(call.get("function", call))
             arguments = function.get("arguments")
             if as_objects and isinstance(arguments, str):
-                with suppress(ValueError, RecursionError):  # a model wrote it
+                with suppress(ValueError, RecursionError):  # the model wrote no JSON: text stays
                     function["arguments"] = json.loads(arguments)
             elif not as_objects:
                 function["arguments"] = as_text(arguments or {})
@@ -76,6 +79,7 @@ def content_text(content: Any) -> str:
         return ""
     if not isinstance(content, list):
         return as_text(content)
+
     texts = []
     for part in content:
         text = part.get("text") if isinstance(part, dict) else as_text(part)

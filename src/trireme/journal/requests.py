@@ -20,11 +20,11 @@ from trireme.journal.turns import framed, payloads_of, whole_length
 class AgentRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One request that was answered with a turn. In the file it lacks what it shares with the one before."""
 
-    session: str  # which a new run of the program does not have
-    number: int  # of all requests of the session, from 1
+    session: str  # id of one run of the program; a new run has another
+    number: int  # its place among all requests of the session, from 1
     shared: int = 0  # messages at the beginning that the request before has too
     messages: list[dict[str, Any]]
-    has_same_tools: bool = False  # as the request before
+    has_same_tools: bool = False  # the tools are those of the request before, and left out here
     tools: list[dict[str, Any]] | None = None
     calls_tools: bool = True
     trace: str = ""
@@ -54,6 +54,8 @@ class RequestLog:
         """Add a request. The first one of another session begins the file again."""
         last, self._last = self._last, request
         is_first = last is None or last.session != request.session
+
+        # Each request carries its whole conversation: store only what is new, or the file would grow with its square.
         if last is not None and not is_first:
             most = min(len(request.messages), len(last.messages))
             shared = next((n for n in range(most) if request.messages[n] != last.messages[n]), most)
@@ -65,6 +67,8 @@ class RequestLog:
                 has_same_tools=has_same_tools,
                 tools=None if has_same_tools else request.tools,
             )
+
+        # Truncate at a new session: requests of an earlier run of the program must not be replayed to this one.
         if is_first:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         how = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if is_first else os.O_APPEND)
@@ -75,6 +79,8 @@ class RequestLog:
         """Return the requests of a session, whole, and continue its file."""
         data = self.path.read_bytes() if self.path.exists() else b""
         found: list[AgentRequest] = []
+
+        # Put back what each request shares with the one before.
         for payload in payloads_of(data):
             request = msgspec.json.decode(payload, type=AgentRequest)
             if found:
@@ -82,9 +88,12 @@ class RequestLog:
                 request.messages = [*before.messages[: request.shared], *request.messages]
                 request.tools = before.tools if request.has_same_tools else request.tools
             found.append(request)
+
         if not found or found[0].session != session:
             return []
-        os.truncate(self.path, whole_length(data))  # a crash may have cut off the last one
+
+        # A crash may have cut the last request short: the next one must not follow half a record.
+        os.truncate(self.path, whole_length(data))
         self._last = found[-1]
         return found
 

@@ -1,7 +1,8 @@
 """The settings of each step: a run that was resumed with others trained its earlier steps by those of their time.
 
 `configs/run.json` holds the newest settings and `configs/run.earlier-N.json` those before a resume.
-`configs/run.steps.json` says until when these held. Steps that are repeated, a replay and the audit read them there.
+`configs/run.steps.json` records until which step each of these held. Steps that are repeated, a replay and
+the audit read them there.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ def steps_file(run_file: Path) -> Path:
 
 
 def read_past(run_file: Path) -> Past:
-    """Return earlier settings; none where the run was never resumed with others.
+    """Return earlier settings; none if the run was never resumed with others.
 
-    Raises: JournalCorrupt where the file is damaged.
+    Raises: JournalCorrupt if the file is damaged.
     """
     try:
         return msgspec.json.decode(steps_file(run_file).read_bytes(), type=Past)
@@ -71,6 +72,8 @@ def until(earlier: list[Earlier], steps: int, batches: int) -> list[Earlier]:
     left: list[Earlier] = []
     for each in earlier:
         cut = msgspec.structs.replace(each, steps=min(each.steps, steps), batches=min(each.batches, batches))
+
+        # An entry that no longer covers any step or batch is dropped; its rounding still counts for the one before.
         if (cut.steps, cut.batches) != ((left[-1].steps, left[-1].batches) if left else (0, 0)):
             left.append(cut)
         elif left and each.repeated_from is not None:
@@ -91,9 +94,9 @@ class Settings(Generic[AnySection]):
     """
 
     def __init__(self, config: AnySection, process: ProcessName = "trainer") -> None:
-        """Read which settings held when. There are no earlier ones where the folder holds no run yet.
+        """Read which settings held when. There are no earlier ones if the folder holds no run yet.
 
-        Raises: JournalCorrupt, ConfigError where a file is damaged.
+        Raises: JournalCorrupt, ConfigError if a file is damaged.
         """
         assert isinstance(config, AnyRun)
         self.now: AnySection = config
@@ -124,6 +127,8 @@ class Settings(Generic[AnySection]):
 
     def _merge(self, trained: str | None, filled: str | None, whens: tuple[When, ...]) -> AnySection:
         found = self.now
+
+        # A step can train on a batch that was filled before the settings of training changed, so both are looked up.
         for file, kinds in ((filled, ("batch",)), (trained, whens)):
             if file is not None:
                 found = with_settings_of(found, read_table(self._folder / file), kinds, is_sft=self._is_sft)

@@ -43,11 +43,13 @@ def advantages_of(
     batch.
 
     Args:
-        rollouts: of the whole batch.
-        custom: the user's estimator, where the rules ask for one.
+        rollouts: all rollouts of the batch.
+        custom: the user's estimator, if the rules ask for one.
     """
     groups = list(by_group(rollouts).values())
     estimated, after = estimates_of([scores_of(group, rules) for group in groups], rules, baselines, custom=custom)
+
+    # Estimates come by group, and callers expect the order of `rollouts`.
     found = {}
     for group, of_agent in zip(groups, estimated, strict=True):
         for rollout, advantages in zip(group, token_advantages(group, of_agent, rules), strict=True):
@@ -65,6 +67,8 @@ def estimates_of(
     """
     flat = [scores for of_group in scored for scores in of_group]
     estimated, after = estimate(rules.advantage, flat, baselines, decay=rules.decay, custom=custom)
+
+    # The estimator gets all agents of all groups in one list; hand its results back in the same order.
     left = iter(estimated)
     return [{scores.agent: next(left) for scores in of_group} for of_group in scored], after
 
@@ -79,7 +83,7 @@ def token_advantages(group: list[Rollout], of_agent: dict[str, np.ndarray], rule
     per_sample = []
     for rollout in group:
         per_sample.append(advantages_S := np.zeros(len(rollout.samples)))
-        for run in agent_runs(rollout):  # each has the next advantage of its agent
+        for run in agent_runs(rollout):  # its estimate is the next one of its agent
             advantages_S[run.samples] = next(left[run.agent])
     return per_token(group, per_sample, rules)
 
@@ -99,7 +103,7 @@ def rewards_by_agent(group: list[Rollout]) -> dict[str, np.ndarray]:
 
 
 def estimator_of(rules: Rules) -> Estimator | None:
-    """Import the user's estimator, where the rules ask for one. Raises ConfigError where it cannot be imported."""
+    """Import the user's estimator, if the rules ask for one. Raises ConfigError if it cannot be imported."""
     if rules.advantage != "custom":
         return None
     function = load_function(rules.advantage_path or "", key="orchestrator.advantage.path")
@@ -107,7 +111,7 @@ def estimator_of(rules: Rules) -> Estimator | None:
     def ask(groups: list[GroupScores]) -> Any:
         try:
             return check_custom(function(groups, **rules.advantage_args), groups)
-        except Exception as error:  # whatever the user's code raises
+        except Exception as error:  # the user's code can raise anything
             raise ConfigError(
                 f'orchestrator.advantage.path = "{rules.advantage_path}": the function failed on {len(groups)} groups: '
                 f"{type(error).__name__}: {error} - expected a list of one array per group, one finite number per "
@@ -130,6 +134,8 @@ def scores_of(group: list[Rollout], rules: Rules) -> list[GroupScores]:
     for agent, rewards in rewards_by_agent(group).items():
         runs = [(rollout, run) for rollout in group for run in agent_runs(rollout) if run.agent == agent]
         lengths = np.array([num_sampled([rollout.samples[place] for place in run.samples]) for rollout, run in runs])
+
+        # Clip before the length penalty, so that the penalty is not clipped away.
         if rules.reward_clip is not None:
             rewards = np.clip(rewards, *rules.reward_clip)
         rewards = with_length_penalty(rewards, lengths, rules.length_penalty)
@@ -148,17 +154,23 @@ def per_token(group: list[Rollout], advantages: list[np.ndarray], rules: Rules) 
     Args:
         advantages: [S] per rollout, one for each of its samples.
     """
+    # Step rewards are normalised over the whole group, so all its rollouts are handed over together.
     steps: Sequence[np.ndarray | float] = [0.0] * len(group)
     if any(rollout.token_rewards for rollout in group):
         steps = process_advantages([_joined(rollout, rollout.token_rewards) for rollout in group])
     for rollout, advantages_S, worth in zip(group, advantages, steps, strict=True):
         lengths = [sample.length for sample in rollout.samples]
         values = rules.reward_weight * (np.repeat(advantages_S, lengths) + worth)
+
+        # The teacher's signal is no reward: `reward_weight` does not scale it.
         if rules.teacher_weight is not None and rollout.teacher:
             logprobs = _joined(rollout, [sample.logprobs for sample in rollout.samples])
             values = values + distillation_term(_joined(rollout, rollout.teacher), logprobs, rules.teacher_weight)
+
+        # Last: the limit holds for the sum of all signals of a token.
         if rules.clip is not None:
             values = np.clip(values, -rules.clip, rules.clip)
+
         yield [
             np.where(sample.loss_mask == 1, values[end - sample.length : end], 0.0).astype(np.float32)
             for sample, end in zip(rollout.samples, accumulate(lengths), strict=True)
@@ -166,7 +178,7 @@ def per_token(group: list[Rollout], advantages: list[np.ndarray], rules: Rules) 
 
 
 def _joined(rollout: Rollout, columns: list[np.ndarray]) -> np.ndarray:
-    """Return [T] float64 over all samples in order; all NaN where there is none."""
+    """Return [T] float64 over all samples in order; all NaN if there is none."""
     if not columns or not rollout.samples:
         return np.full(sum(sample.length for sample in rollout.samples), np.nan)
     return np.concatenate(columns).astype(np.float64)
@@ -200,11 +212,13 @@ def outcome_of(group: list[Rollout]) -> Outcome:
 
 
 def why_not_worth_it(group: list[Rollout], rules: Rules) -> str | None:
-    """Return why a complete, fresh group is left out of batches; None where it is used."""
+    """Return why a complete, fresh group is left out of batches; None if it is used."""
     rewards = list(rewards_by_agent(group).values())
     steps = np.concatenate([np.zeros(0), *(part for rollout in group for part in rollout.token_rewards)])
     if rules.needs_signal and not any(has_signal(each, steps[~np.isnan(steps)]) for each in rewards):
         return "no signal: all rewards of the group are equal"
+
+    # The agent whose rewards vary most decides: one agent with a signal is worth training on.
     variance = max(each.var() for each in rewards)
     if rules.least_variance > 0 and variance < rules.least_variance:
         return f"little signal: the rewards of the group vary by {variance:.3g}"

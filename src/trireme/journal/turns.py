@@ -44,9 +44,9 @@ class Generation(msgspec.Struct, omit_defaults=True):
     versions: list[int]  # [C] policy version of each token
     finish_reason: str  # "stop", "length", "repetition"
     stop_reason: int | str | None = None  # the stop token or string that ended it; None at the end of sequence
-    kept: list[list[int]] | None = None  # [C] what each token was chosen from; None where from the whole vocabulary
-    routes: np.ndarray | None = None  # [N, layers, experts] see `routes_of`; None where not asked for
-    cut: Literal["max_tokens", "context_full"] | None = None  # what it ran out of
+    kept: list[list[int]] | None = None  # [C] what each token was chosen from; None if from the whole vocabulary
+    routes: np.ndarray | None = None  # [N, layers, experts] see `routes_of`; None if not asked for
+    cut: Literal["max_tokens", "context_full"] | None = None  # the limit that ended it, if one did
 
     @property
     def spoken(self) -> list[int]:
@@ -64,8 +64,8 @@ class TurnRecord(Generation, kw_only=True, omit_defaults=True):
     """
 
     prompt: str  # `prompt_digest`
-    routes_shape: tuple[int, ...] = ()  # of `routes`, which are flat once they are read
-    message: dict[str, Any]  # as the environment is shown it
+    routes_shape: tuple[int, ...] = ()  # shape of `routes`, which are flat once they are read
+    message: dict[str, Any]  # the message that the environment is shown
 
 
 class ComparedTurn(NamedTuple):
@@ -73,8 +73,8 @@ class ComparedTurn(NamedTuple):
 
     sample: int
     begin: int  # its first token
-    is_first: bool  # of its sample: it continues no turn there
-    difference: str = ""  # the column that differs, MISSING where there is no such turn, or nothing
+    is_first: bool  # it is the first of its sample, and continues no turn there
+    difference: str = ""  # the column that differs, MISSING if there is no such turn, or nothing
 
 
 class TurnLog:
@@ -90,12 +90,12 @@ class TurnLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._records = read_turns(path)
-        self.prompts = [record.prompt for record in self._records]  # of all turns on disk
+        self.prompts = [record.prompt for record in self._records]  # digests of the prompts of all turns on disk
         self.call_ids = {call["id"] for record in self._records for call in record.message.get("tool_calls", ())}
         self._file: int | None = None
         self._is_closed = False
-        self._lock = threading.Lock()  # of the file
-        self.life = 0  # how often the rollout was begun again
+        self._lock = threading.Lock()  # guards `_file` and `_is_closed`
+        self.life = 0  # how often the rollout was begun, counting the first time
         self.rewind()
 
     def rewind(self) -> None:
@@ -113,7 +113,8 @@ class TurnLog:
         """Add a turn that was written.
 
         Args:
-            life: in which the turn was asked for. If the rollout has begun again since, the turn may be replayed.
+            life: the `life` in which the turn was asked for. If the rollout has begun again since, the turn may be
+                replayed.
         """
         self._records.append(record)
         self.call_ids |= {call["id"] for call in record.message.get("tool_calls", ())}
@@ -125,16 +126,19 @@ class TurnLog:
 
         Nothing is written once the rollout is over, as nothing will see the turn.
 
-        Raises: OSError where it could not be written; nothing was.
+        Raises: OSError if it could not be written; nothing was.
         """
         with self._lock:
             if self._is_closed:
                 return
+
+            # Cut off what a crash left of a record: the next one would follow it, and could not be read.
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
                 os.ftruncate(self._file, whole_length(self.path.read_bytes()))
                 sync_folder(self.path.parent)
+
             end, data = os.fstat(self._file).st_size, framed(encode(record))
             try:
                 while data:
@@ -142,6 +146,7 @@ class TurnLog:
                 os.fsync(self._file)
                 self.prompts.append(record.prompt)
             except OSError:
+                # A full disk may have taken a part of the record. Without it, the turn can be written again later.
                 os.ftruncate(self._file, end)
                 raise
 
@@ -196,7 +201,7 @@ class PromptDigests:
 
 
 def read_turns(path: Path) -> list[TurnRecord]:
-    """Read the whole records of a file; none where it does not exist."""
+    """Read the whole records of a file; none if it does not exist."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -215,11 +220,15 @@ def compare_turns(
 
     Returns: The turns in the samples, and the answered ones that are in none.
     """
+    # A prompt may have been answered several times, so each digest has a list.
     answered: dict[str, list[TurnRecord]] = defaultdict(list)
     for record in records:
         if record.ids:
             answered[record.prompt].append(record)
+
     compared = []
+
+    # A turn is a run of sampled tokens; given ones (prompts, tool results) separate it from the next.
     for number, sample in enumerate(samples):
         sampled = np.flatnonzero(sample.loss_mask == 1)
         given = np.append(np.flatnonzero(sample.loss_mask != 1), sample.length)
@@ -227,7 +236,9 @@ def compare_turns(
         while (place := int(np.searchsorted(sampled, end))) < len(sampled):
             is_first, begin = end == 0, int(sampled[place])
             prompt = prompts.before(begin)
-            end = int(given[np.searchsorted(given, begin)])  # of the turn, or of several without a token between them
+            end = int(given[np.searchsorted(given, begin)])  # end of one turn, or of several without a gap
+
+            # Compare with all answers to this prompt: an equal one ("") sorts before those that differ.
             differences: dict[str, TurnRecord] = {}
             for record in answered[prompt]:
                 part = slice(begin, begin + len(record.ids))
@@ -238,7 +249,10 @@ def compare_turns(
                     if not np.array_equal(np.array(getattr(record, name), dtype=column.dtype), column)
                 ]
                 differences.setdefault(wrong[0] if wrong else "", record)
+
             difference = min(differences, default=MISSING)
+
+            # An answer explains one turn only. Its length shows where the turn ends if another follows without a gap.
             if difference != MISSING:
                 answered[prompt].remove(record := differences[difference])
                 end = min(end, begin + len(record.ids))
@@ -264,5 +278,5 @@ def payloads_of(data: bytes) -> Iterator[bytes]:
 
 
 def whole_length(data: bytes) -> int:
-    """Return where the last whole record ends."""
+    """Return the byte at which the last whole record ends."""
     return sum(HEAD.size + len(payload) for payload in payloads_of(data))

@@ -23,8 +23,8 @@ class Confirmation(msgspec.Struct, frozen=True):
     """
 
     engines: list[str]
-    digests: dict[str, str]  # by tensor, of the weights in the precision in which they are served
-    difference: float  # largest, between the trainer's and an engine's logprobs on the probe
+    digests: dict[str, str]  # digest of each tensor, in the precision in which it is served
+    difference: float  # the largest between the trainer's and an engine's logprobs on the probe
     time: float  # unix
 
 
@@ -52,6 +52,7 @@ class Versions:
 
     def record(self, version: int, engines: list[str], digests: dict[str, str], difference: float) -> None:
         """Write a confirmation and return when it is on disk."""
+        # A version is confirmed again after a restart of an engine or a replay: keep the earlier confirmations.
         entry = self.read(version) if self.has(version) else Version(version)
         entry.confirmations.append(Confirmation(engines, digests, difference, round(time.time(), 3)))
         write_entry(self.path(version), version, entry)
@@ -61,7 +62,7 @@ class Versions:
         return self.path(version).exists()
 
     def read(self, version: int) -> Version:
-        """Read a version. Raises JournalCorrupt where it is not what was written."""
+        """Read a version. Raises JournalCorrupt if it is not what was written."""
         return read_entry(self.path(version), version, Version, ways_out="Restore it from a copy.")
 
     def known(self) -> list[int]:
