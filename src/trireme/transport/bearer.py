@@ -29,7 +29,7 @@ FOREIGN = (
     f"Origin, and of /collective_rpc methods of Trireme. Set {TOKEN} for the server and its clients."
 )
 RPC, OURS = "/collective_rpc", "trireme_"
-MOST_BYTES = 64 << 20  # of a call of a worker's method; the names and shapes of all tensors are some MB
+MOST_BYTES = 64 << 20  # limit for a call of a worker's method; the names and shapes of all tensors are some MB
 
 log = get_logger("http")
 rate_limited = RateLimitedLog(log)
@@ -55,7 +55,7 @@ def is_from_here(scope: Message) -> bool:
 
 
 def header(scope: Message, name: bytes) -> str:
-    """Return the value of a header; "" where it is missing or given more than once."""
+    """Return the value of a header; "" if it is missing or given more than once."""
     values = [value for found, value in scope["headers"] if found.lower() == name]
     return values[0].decode("latin-1") if len(values) == 1 else ""
 
@@ -79,6 +79,8 @@ class RequireToken:
             if may_enter(scope["path"], header(scope, b"authorization"), *self._keys):
                 await self._app(scope, receive, send)
                 return
+
+            # Rate-limited: a scanner or an engine of another run may ask many times a second.
             client = scope.get("client")
             name = client[0] if client else "an unknown client"
             rate_limited.warning("%s asked for %s without the run's token", name, scope["path"])
@@ -96,7 +98,9 @@ class RequireToken:
             body = await read_body(receive, MOST_BYTES)
             is_ours = str(json.loads(body)["method"]).startswith(OURS)
         except (ValueError, KeyError, TypeError, RecursionError, ClientDisconnected):
+            # A body that cannot be read is refused like a foreign method; vLLM must not see it.
             is_ours = False
+
         if is_ours:
             await self._app(scope, replay(body, receive), send)
         else:
@@ -141,6 +145,7 @@ def replay(body: bytes, receive: Receive) -> Receive:
 async def answer(scope: Message, receive: Receive, send: Send, code: int, body: bytes, *headers: Header) -> None:
     """Answer an HTTP request with a status, a body and these headers; close a websocket."""
     if scope["type"] == "websocket":
+        # A websocket must be accepted or closed after its `connect` message; it has no status and no body.
         await receive()
         await send({"type": "websocket.close", "code": 1008})
         return

@@ -63,8 +63,8 @@ ASK_AGAIN_S = 5.0  # a request without a reply for this long is sent again
 PATIENCE_S = 1.0  # a server answers `NotYet` after this long
 LARGEST_REQUEST = 64 << 20  # bytes; specs and digests of 100,000 tensors take a tenth of it
 LARGEST_PLAIN_REQUEST = 1 << 20  # bytes of a request that does not list the tensors of a model
-REQUESTS_AT_ONCE = 64  # of one client; ours has one under way, and a heartbeat a second
-BYTES_AT_ONCE = 4 * LARGEST_REQUEST  # of all clients; requests beyond are dropped and will be sent again
+REQUESTS_AT_ONCE = 64  # limit for one client; ours has one under way, and a heartbeat a second
+BYTES_AT_ONCE = 4 * LARGEST_REQUEST  # limit for all clients; requests beyond are dropped and will be sent again
 QUEUE_LENGTH = 2  # messages of one client that ZeroMQ reads ahead; a client waits for each reply
 
 ANSWERS: dict[type, tuple[type, ...]] = {
@@ -106,13 +106,18 @@ class ControlClient:
         self._socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._has_connected = False
+
+        # Keys and heartbeats must be set before the socket connects.
         if self._token is not None:
             set_client_keys(self._socket, self._token)
         if not is_loopback(self._address.removeprefix("tcp://").partition(":")[0]):
             enable_heartbeats(self._socket)
+
+        # A restarted peer never gets what was sent to the old one, so `_once` listens for disconnects.
         self._events: zmq.Socket = self._socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILED
         )
+
         self._socket.connect(self._address)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -122,7 +127,8 @@ class ControlClient:
         """Send a request until there is a reply other than `NotYet`.
 
         Args:
-            keeps_alive: call `meanwhile`, where that may be a collective.
+            keeps_alive: call `meanwhile` between requests. It may be a collective, so this is False while the other
+                ranks are in another one.
 
         Raises:
             Refused: the orchestrator refuses the request for good, or its reply does not belong to it.
@@ -136,13 +142,17 @@ class ControlClient:
                         wait.note = "no answer"
                         if self._is_rejected:
                             wait.note = f"it rejects the connection: {TOKEN} must be the same on both machines"
+
+                    # A busy peer (an evaluation, a full disk) has its own deadlines: ours counts from the end.
                     case NotYet(note, busy):
                         wait.note = note
                         if busy:
                             wait.restart_deadline()
+
                     case Refusal(error):
                         raise Refused(error)
                     case _:
+                        # Another version of Trireme sent this reply, and would send it again.
                         expected = ANSWERS[type(request)]
                         if not isinstance(reply, expected):
                             names = " or ".join(kind.__name__ for kind in expected)
@@ -151,21 +161,25 @@ class ControlClient:
                                 f"{names} was expected - install the same version of Trireme on both sides."
                             )
                         return reply
+
                 wait.check()
                 if keeps_alive:
                     self._meanwhile()
 
     def tell(self, request: Request) -> None:
         """Send a request without waiting for a reply."""
+        # Discard the replies to earlier calls, which no code reads, or they would fill the queue.
         for _ in range(REQUESTS_AT_ONCE):
             if not self._socket.poll(0):
                 break
             self._socket.recv_multipart()
+
         self._send(_first_frame(0), request)
 
     def _once(self, request: Request) -> Reply | None:
         first = _first_frame(next(self._numbers))
         self._send(first, request)
+
         ask_again_at = time.monotonic() + self._ask_again_s
         while (left_s := ask_again_at - time.monotonic()) > 0:
             ready = dict(self._poller.poll(int(left_s * 1000)))
@@ -174,6 +188,8 @@ class ControlClient:
             if self._events in ready and self._peer_is_gone():  # its successor never got the request
                 self._drop_unsent()
                 self._send(first, request)
+
+        # Close the socket: the request may still wait in its queue, and would be sent together with the next one.
         self._drop_unsent()
         return None
 
@@ -213,7 +229,7 @@ def _first_frame(number: int) -> bytes:
 
 
 def _read_reply(frames: list[bytes], first: bytes) -> Reply | None:
-    """Return the reply; None where it belongs to an earlier request, or is malformed."""
+    """Return the reply; None if it belongs to an earlier request, or is malformed."""
     if len(frames) != 2:
         rate_limited.warning("ignored a reply of %d frames; two were expected", len(frames))
         return None
@@ -221,7 +237,7 @@ def _read_reply(frames: list[bytes], first: bytes) -> Reply | None:
         return None
     try:
         return decode_reply(frames[1])
-    except Exception as error:  # whatever bytes can make a decoder raise: RecursionError, UnicodeDecodeError, ...
+    except Exception as error:  # broken bytes make decoders raise RecursionError, UnicodeDecodeError, ...
         rate_limited.warning("ignored a reply that cannot be decoded: %s: %s", type(error).__name__, error)
         return None
 
@@ -249,6 +265,7 @@ class ControlServer:
         if not is_loopback(host):
             enable_heartbeats(self._socket)
         self._socket.bind(f"tcp://{numeric(listening_address(host))}:{port}")
+
         self._answering: set[asyncio.Task] = set()
         self._under_way: Counter[bytes] = Counter()  # requests by client
         self._bytes_under_way = 0
@@ -259,6 +276,7 @@ class ControlServer:
             self._keep(asyncio.create_task(self._log_rejections()))
         while True:
             peer, *frames = await self._socket.recv_multipart()
+
             try:
                 request = read_request(frames)
             except MalformedRequest as error:
@@ -278,6 +296,8 @@ class ControlServer:
                 self._bytes_under_way >> 20,
             )
             return
+
+        # Answered in a task of its own: a request that waits for a batch must not hold up heartbeats.
         self._under_way[peer] += 1
         self._bytes_under_way += num_bytes
         self._keep(asyncio.create_task(self._answer(handle, peer, first, request, num_bytes)))
@@ -317,28 +337,34 @@ LONGEST_FIRST_FRAME = 64
 
 
 def read_request(frames: list[bytes]) -> Request:
-    """Parse a request. Raises MalformedRequest, which says what was expected."""
+    """Parse a request. Raises MalformedRequest with what was expected."""
     if len(frames) != 2:
         raise MalformedRequest(
             f"A message of {len(frames)} frames - two were expected, `VERSION:NUMBER` and a request."
         )
+
     theirs = re.fullmatch(rb"(?:(\d{1,9}):)?\d{1,20}", frames[0])
     if theirs is None:
         raise MalformedRequest(f"A message that begins with {frames[0][:40]!r} - `VERSION:NUMBER` was expected.")
+
+    # The version comes before the request, which another version may encode differently.
     if theirs[1] is None or int(theirs[1]) != WIRE_VERSION:
         version = int(theirs[1]) if theirs[1] else "an earlier one"
         raise MalformedRequest(
             f"This orchestrator speaks wire version {WIRE_VERSION}, the trainer {version} - the same was expected - "
             "install the same version of Trireme on both."
         )
+
     try:
         request = decode_request(frames[1])
-    except Exception as error:  # whatever bytes can make a decoder raise: RecursionError, UnicodeDecodeError, ...
+    except Exception as error:  # broken bytes make decoders raise RecursionError, UnicodeDecodeError, ...
         names = ", ".join(kind.__name__ for kind in ANSWERS)
         raise MalformedRequest(
             f"A request of {len(frames[1])} bytes cannot be read ({type(error).__name__}: {error}) - one of {names} "
             f"was expected, in wire version {WIRE_VERSION}."
         ) from error
+
+    # Only requests that list the tensors of a model are large; others would fill the memory of the server.
     if len(frames[1]) > LARGEST_PLAIN_REQUEST and not isinstance(request, (PolicyReady, PolicySent)):
         raise MalformedRequest(
             f"{type(request).__name__} has {len(frames[1])} bytes - at most {LARGEST_PLAIN_REQUEST} were expected."

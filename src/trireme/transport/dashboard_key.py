@@ -44,7 +44,7 @@ class RequireKey:
     def __init__(self, app: App, key: str | None) -> None:
         """
         Args:
-            key: None where the dashboard listens on loopback only, and answers to loopback's names only.
+            key: None if the dashboard listens on loopback only, and answers to loopback's names only.
         """
         self._app = app
         self._key = key
@@ -56,9 +56,10 @@ class RequireKey:
             await answer(scope, receive, send, 401, REFUSAL, (b"content-type", b"text/plain"))
 
     def _with_headers(self, scope: Message, send: Send) -> Send:
-        """Add `HEADERS` to answers, and a cookie where the key was in the address."""
+        """Add `HEADERS` to answers, and a cookie if the key was in the address."""
         if scope["type"] != "http":
             return send
+
         headers = list(HEADERS)
         if self._key is not None and _key_in_address(scope):
             cookie = f"{COOKIE}={self._key}; Path=/; HttpOnly; SameSite=Strict"
@@ -75,10 +76,16 @@ class RequireKey:
 def may_enter(scope: Message, key: str | None) -> bool:
     """Return whether no other site sent a request, and it has the key if there is one."""
     host, origin = header(scope, b"host"), header(scope, b"origin")
+
+    # A page of another site names that site as Origin, which this server is not.
     if origin and origin.partition("://")[2] != host:
         return False
+
+    # Without a key, names other than loopback mean that a foreign DNS name points here (DNS rebinding).
     if key is None:
         return is_loopback(host_of(host))
+
+    # The first visit has the key in its address; later requests have the cookie that it was given.
     given = _key_in_address(scope)
     if not given:
         try:

@@ -15,7 +15,7 @@ from trireme.messages import InitInfo, TensorSpec
 
 
 class Sender(ABC):
-    """The trainer's end of a backend. Where there is nothing to join, hold or close, the methods here do nothing."""
+    """The trainer's end of a backend. The methods here do nothing, for backends without connections."""
 
     is_wanted: Callable[[], bool] = staticmethod(lambda: True)
     """Whether what is waited for may still come. Asked once a second while receivers are waited for; may block."""
@@ -25,7 +25,7 @@ class Sender(ABC):
 
     @abstractmethod
     def send(self, specs: list[TensorSpec], parts: Iterable[torch.Tensor | Patch]) -> dict:
-        """Send all tensors; return the payload that tells receivers where they are."""
+        """Send all tensors; return the payload with which receivers find them."""
 
     def release(self) -> None:
         """Free what is held for receivers, which have all of it or will never take it."""

@@ -31,6 +31,8 @@ def split_into_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[l
     room = 0
     for spec in specs:
         size = _aligned(num_bytes(spec))
+
+        # A tensor larger than a bucket leaves negative room, so the next one begins a bucket again.
         if not buckets or size > room:
             buckets.append([])
             room = bucket_bytes
@@ -54,6 +56,8 @@ class BucketBuffers:
         """Return [size] uint8. The buffer taken two calls before may be overwritten."""
         if self.device.type != "cpu":
             return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+        # The older of the two: the other one may still be read, or be on its way.
         flat = self._kept.pop(0)
         if len(flat) < size:
             flat = torch.empty(size, dtype=torch.uint8)
@@ -66,6 +70,7 @@ def pack_bucket(specs: list[TensorSpec], tensors: Iterable[torch.Tensor], buffer
     if len(specs) == 1:
         (tensor,) = tensors
         return pack_bytes([to_bytes(tensor)], buffers.device)
+
     flat = buffers.take(bucket_size(specs))
     for place, tensor in zip(unpack_bytes(map(num_bytes, specs), flat), tensors, strict=True):
         place.copy_(to_bytes(tensor))

@@ -96,10 +96,12 @@ class WeightGroup:
         self._timeout_s = timeout_s
         self.is_wanted = is_wanted
         self.buffers = BucketBuffers(self.device)
+
         open_group = partial(_process_group, kind, prefixed, rank, world_size, timedelta(seconds=timeout_s))
         if kind == "gloo":
             self._group = open_group()
         else:
+            # torch reads `WITHOUT_WATCHDOG` when it makes the group, NCCL reads `settings` for the communicator.
             with environment(WITHOUT_WATCHDOG | dict(settings or {})):
                 self._group = open_group()
                 self._make_communicator(world_size)
@@ -134,6 +136,7 @@ class WeightGroup:
 
     def _await(self, work: dist.Work, _: torch.Tensor) -> None:
         """Wait for a broadcast; keeps its tensor alive until then."""
+        # gloo waits in short pieces, between which this end can give up. A wait that times out breaks nothing.
         while self._kind == "gloo":
             try:
                 work.wait(timedelta(seconds=CHECK_WANTED_S))
@@ -143,6 +146,7 @@ class WeightGroup:
                     work.wait()
                     return
             self._require_wanted()
+
         self._poll(work.is_completed, "a peer of the weight group took no part in a broadcast")
         work.wait()  # raises what broke it; else the current stream may read the tensor from here on
 
@@ -150,10 +154,12 @@ class WeightGroup:
         """Wait for NCCL, whose own waits would block until a timeout that ends more than this transfer."""
         began = looked = time.monotonic()
         while not is_over():
+            # `is_wanted` may ask a store over the network, so not in every poll.
             now = time.monotonic()
             if now - looked > CHECK_WANTED_S:
                 looked = now
                 self._require_wanted()
+
             if now - began > self._timeout_s:
                 raise RuntimeError(
                     f"{what} within {self._timeout_s:g} s (`weight_broadcast.timeout_s`) - all ranks were expected to. "
@@ -177,7 +183,7 @@ class WeightGroup:
 
         # gloo cannot abort: the end of a group waits for its broadcasts, which end at the timeout
         ending = in_background(end, name="a closed weight group")
-        if self._kind == "nccl":  # its kernels keep the GPU until then
+        if self._kind == "nccl":  # its kernels occupy the GPU until they are aborted
             wait([ending], self._timeout_s)
 
 
@@ -278,15 +284,17 @@ class CollectiveSender(Sender):
         self._timeout_s = timeout_s
         self._group: WeightGroup | None = None
         self._epoch: str | None = None
-        self._num_transfers = 0  # of this epoch
+        self._num_transfers = 0  # transfers in this epoch so far
 
     def join(self, epoch: str, world_size: int) -> None:
         """Wait until all receivers are in the group and listen.
 
         Raises:
-            RuntimeError: receivers do not come in time, or `is_wanted` says that they never will.
+            RuntimeError: receivers do not come in time, or `is_wanted` returns False.
         """
         receivers = range(1, world_size)
+
+        # Receivers announce themselves before they enter the group: forming it would block while one is missing.
         if self._group is None or epoch != self._epoch:
             self.close()
             self._await([_here(epoch, rank) for rank in receivers], _here(epoch, 0))
@@ -301,6 +309,8 @@ class CollectiveSender(Sender):
                 timeout_s=self._timeout_s,
                 is_wanted=self.is_wanted,
             )
+
+        # A broadcast to a rank that does not listen would block too, so each transfer waits for all of them.
         listen = [_listens(epoch, self._num_transfers, rank) for rank in range(world_size)]
         self._await(listen[1:], listen[0])
         for key in listen:  # each transfer has its own, and the store lives as long as the run
@@ -324,18 +334,22 @@ class CollectiveSender(Sender):
         """Send all tensors, in the order of `specs`.
 
         Raises:
-            RuntimeError: a receiver died, or `is_wanted` says so.
+            RuntimeError: a receiver died, or `is_wanted` returns False.
         """
         assert self._group is not None, "send before join"
         self._group.is_wanted = self.is_wanted
+
+        # Wait for a broadcast only after the next has begun, so that one bucket travels while another is packed.
         stream = iter(parts)
         await_last: Callable[[], None] | None = None
+
         for bucket in split_into_buckets(specs, self._bucket_bytes):
             for flat in self._flats(bucket, (next(stream) for _ in bucket)):
                 await_this = self._group.begin_broadcast(flat)
                 if await_last is not None:
                     await_last()
                 await_last = await_this
+
         if await_last is not None:
             await_last()
         for _ in stream:  # a generator of tensors may finish its own bookkeeping after the last one
@@ -366,7 +380,7 @@ class CollectiveReceiver(Receiver):
         self._info = info
         self._store = open_store(info.host, info.port, is_sender=False, timeout_s=info.timeout_s)
         self._group: WeightGroup | None = None
-        self._copy: HostCopy | None = None  # of the weights of this epoch, if tensors travel as patches
+        self._copy: HostCopy | None = None  # the weights of this epoch, if tensors travel as patches
 
     def join(self, epoch: str, rank: int, world_size: int) -> None:
         """Join the group of an epoch.
@@ -375,8 +389,12 @@ class CollectiveReceiver(Receiver):
             RuntimeError: the sender gives no sign of life.
         """
         self.close()
+
+        # Announce this rank, then wait: the sender forms the group once all ranks of the epoch are there.
         self._store.set(_here(epoch, rank), "1")
         self._await_sender(epoch)
+
+        # NCCL hangs if ranks read different settings, so the sender's are taken.
         found = msgspec.json.decode(self._store.get(SETTINGS), type=dict[str, str | None])
         self._group = WeightGroup(
             self._info.kind,
@@ -388,6 +406,8 @@ class CollectiveReceiver(Receiver):
             is_wanted=lambda: not self._store.check([_over(epoch)]),
             settings={name: found.get(name) for name in AGREED},
         )
+
+        # A new epoch may begin with a new engine, which has no values to patch: the copy starts empty.
         self._epoch, self._rank, self._num_transfers = epoch, rank, 0
         self._copy = HostCopy() if self._store.get(_begun(epoch)) == AS_PATCHES else None
 
@@ -395,6 +415,7 @@ class CollectiveReceiver(Receiver):
         began = heard = time.monotonic()
         signs, patience_s = 0, min(SILENCE_S, self._info.timeout_s)
         while not self._store.check([_begun(epoch)]):
+            # The sender counts up while it waits for others. A trainer that died leaves the count as it is.
             if (now_signs := self._store.add(_here(epoch, 0), 0)) != signs:
                 signs, heard = now_signs, time.monotonic()
             if time.monotonic() - heard > patience_s:
@@ -423,6 +444,8 @@ class CollectiveReceiver(Receiver):
         for specs in buckets:
             flat = self._group.buffers.take(bucket_size(specs))
             await_this = self._group.begin_broadcast(flat)
+
+            # Read the bucket before while this one travels.
             yield from before
             await_this()
             before = unpack_bucket(specs, flat)

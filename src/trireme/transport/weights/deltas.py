@@ -50,6 +50,8 @@ class HostCopy:
                         "expected to bring all values. The transfer is broken and will be retried"
                     )
                 tensor = self._tensors[spec.name] = torch.empty(spec.shape, dtype=dtype_of(spec))
+
+            # The head came over a socket: a wrong count would make the body overrun the tensor.
             if not (0 <= form < len(Form) and 0 <= count <= tensor.numel()):
                 raise RuntimeError(
                     f"a patch of {spec.name} changes {count} of {tensor.numel()} values in form {form} - at most all "

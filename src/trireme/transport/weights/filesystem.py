@@ -23,7 +23,7 @@ _CPU = torch.device("cpu")
 class FilesystemSender(Sender):
     """Writes each version to files of at most a bucket each; keeps the last two versions.
 
-    A version is whole or absent: it is written under another name, which is removed where writing fails. A file holds
+    A version is whole or absent: it is written under another name, which is removed if writing fails. A file holds
     tensors under their names or, of a delta, the head and the body of a bucket of patches.
     """
 
@@ -33,9 +33,9 @@ class FilesystemSender(Sender):
         self._delta = delta
 
     def send(self, specs: list[TensorSpec], parts: Iterable[torch.Tensor | Patch]) -> dict:
-        """Returns the payload that tells a receiver where to read."""
+        """Write a version; return the payload with the folder that a receiver reads."""
         target, partial = self._next_folder(), self._folder / ".partial"
-        shutil.rmtree(partial, ignore_errors=True)  # of a trainer that was killed
+        shutil.rmtree(partial, ignore_errors=True)  # left by a trainer that was killed
         try:
             partial.mkdir()
             self._write(partial, specs, parts)
@@ -57,12 +57,15 @@ class FilesystemSender(Sender):
                 for spec, part in zip(bucket, parts_of_bucket, strict=True):
                     assert isinstance(part, torch.Tensor), "patches are sent as a delta"
                     content[spec.name] = part.detach().cpu().contiguous()
+
             save_file(content, folder / f"{index:05d}.safetensors")
         sync_folder(folder)
 
     def _next_folder(self) -> Path:
         self._folder.mkdir(parents=True, exist_ok=True)
         numbers = sorted(int(path.name) for path in self._folder.iterdir() if path.name.isdigit())
+
+        # Keep the newest version: an engine may still read it while the next is written.
         for number in numbers[:-1]:
             shutil.rmtree(self._folder / str(number))
         return self._folder / str(numbers[-1] + 1 if numbers else 0)
@@ -73,10 +76,12 @@ class FilesystemReceiver(Receiver):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._copy = HostCopy()  # of one epoch: an engine opens another receiver for the next
+        self._copy = HostCopy()  # belongs to one epoch: an engine opens another receiver for the next
 
     def tensors(self, specs: list[TensorSpec], payload: dict) -> Iterator[tuple[str, torch.Tensor]]:
         paths = sorted(Path(payload["folder"]).glob("*.safetensors"))
+
+        # A delta has one file per bucket, and both ends split tensors in the same way.
         if bucket_bytes := payload.get("bucket_bytes"):
             for path, bucket in zip(paths, split_into_buckets(specs, bucket_bytes), strict=True):
                 with safe_open(path, framework="pt") as file:

@@ -2,7 +2,7 @@
 
 The sender holds every gathered tensor until the engine has confirmed, so this takes one more copy of the model in GPU
 memory while an update runs. A handle is memory of the GPU on which the trainer's rank 0 runs: an engine on other GPUs
-cannot take it, and says so.
+cannot open it, and raises.
 """
 
 from __future__ import annotations
@@ -35,9 +35,13 @@ class IpcSender(Sender):
         handles = {}
         for spec, part in zip(specs, parts, strict=True):
             assert isinstance(part, torch.Tensor), "memory handles carry whole tensors"
+
+            # The engine reads this memory until it confirms, and a gathered tensor is freed before that.
             copy = part.detach().clone()
             self._held.append(copy)
             handles[spec.name] = to_handle(reduce_tensor(copy)[1])
+
+        # The engine reads from another process, whose streams do not wait for these copies.
         torch.cuda.synchronize()
         return {"gpu": gpu_uuid(torch.cuda.current_device()), "handles": handles}
 
@@ -74,7 +78,7 @@ class IpcReceiver(Receiver):
 
 
 def gpu_uuid(number: int) -> str:
-    """Return the name of a GPU that is the same in every process, whatever CUDA_VISIBLE_DEVICES shows of the others."""
+    """Return the name of a GPU that is the same in every process, however CUDA_VISIBLE_DEVICES numbers the GPUs."""
     return str(torch.cuda.get_device_properties(number).uuid)
 
 

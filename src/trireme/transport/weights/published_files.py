@@ -62,6 +62,8 @@ class PublishedFiles:
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
                 part = file.get_slice(name)
                 self._file_of[name], self.shapes[name], types[name] = file, tuple(part.get_shape()), part.get_dtype()
+
+        # Names of stored values and scales give way to the names of the tensors that they mean.
         self._low_bit = _find_low_bit(self.shapes, types, quantization or {})
         for name, low_bit in self._low_bit.items():
             del self.shapes[low_bit.scales], self.shapes[low_bit.values]
@@ -103,6 +105,8 @@ class _Fp8:
     def read(self, read: Read, region: Region) -> torch.Tensor:
         grid = tuple(_blocks(part, size) for part, size in zip(region[-2:], self.block, strict=True))
         scales = read(self.scales, (*region[:-2], *grid))
+
+        # Scales are powers of two in one byte (E8M0), or floats.
         scales = (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
         for dim, part, size in zip((-2, -1), region[-2:], self.block, strict=True):
             repeated = scales.repeat_interleave(size, dim)
@@ -121,6 +125,8 @@ class _Mxfp4:
     def read(self, read: Read, region: Region) -> torch.Tensor:
         experts, inputs, outputs = region
         groups = _blocks(inputs, MXFP4_GROUP)
+
+        # Look up both values of each byte, then scale 32 values at a time.
         pairs = _PAIRS[read(self.values, (experts, outputs, groups, slice(0, MXFP4_GROUP // 2))).int()]
         scales = read(self.scales, (experts, outputs, groups)).view(torch.float8_e8m0fnu).bfloat16()
         values = pairs.mul_(scales[..., None, None]).flatten(2)
@@ -138,15 +144,20 @@ def _find_low_bit(
     """Find values and their scales, by the name of the tensor that they mean."""
     found: dict[str, _Fp8 | _Mxfp4] = {}
     method = quantization.get("quant_method")
+
+    # Pair values and scales by the names that each format gives them.
     for scales, shape in shapes.items():
         if method == MXFP4 and scales.endswith("_scales") and (values := f"{scales[:-7]}_blocks") in shapes:
             _require(values, shapes[values], scales, shape, (*shape, MXFP4_GROUP // 2), len(shape) == 3)
             found[scales[:-7]] = _Mxfp4(values, scales, (shape[0], shape[2] * MXFP4_GROUP, shape[1]))
+
         elif method == FP8 and scales.endswith("_scale_inv") and (values := scales[:-10]) in shapes:
             block, whole = quantization["weight_block_size"], shapes[values]
             grid = tuple(-(-size // length) for size, length in zip(whole[-2:], block, strict=False))
             _require(scales, shape, values, whole, (*whole[:-2], *grid), len(whole) >= 2)
             found[values] = _Fp8(values, scales, whole, tuple(block))
+
+    # Without its scale a low-bit value means nothing: refuse the model instead of training on wrong weights.
     stored = {name for each in found.values() for name in (each.values, each.scales)}
     for name in types.keys() - stored:
         if types[name].startswith(_UNREADABLE):
