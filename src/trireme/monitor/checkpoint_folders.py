@@ -40,13 +40,17 @@ class CheckpointFolders:
         try:
             self._link_logs()
             steps = [step for step in complete_steps(self._paths.checkpoints) if self._weights(step).is_dir()]
+
+            # Remove what `keep_last` has expired. A folder of that name without our file is the user's.
             if not self._keeps_all:
                 kept = {self.folder(step).name for step in steps}
                 for folder in self._paths.root.glob("checkpoint-*"):
                     if folder.name not in kept and (folder / STATE).is_file():
                         remove_folder(folder)
-                for folder in self._paths.root.glob(".checkpoint-*.removed"):  # of a launcher that was killed meanwhile
+                for folder in self._paths.root.glob(".checkpoint-*.removed"):  # left by a killed launcher
                     shutil.rmtree(folder)
+
+            # Retried every second, so the work must be idempotent: only folders that lack current weights are written.
             due = [step for step in steps if not self._is_current(step)]
             for step in due:
                 self._write(step)
@@ -86,11 +90,14 @@ class CheckpointFolders:
         shutil.rmtree(partial, ignore_errors=True)
         pretend_full()
         partial.mkdir()
+
+        # Links take no room, and stay valid when the run removes its own weights.
         for file in _files(self._weights(step)):
             try:
                 (partial / file.name).hardlink_to(file)
             except OSError:  # a file system without hard links
                 shutil.copyfile(file, partial / file.name)
+
         (partial / STATE).write_text(json.dumps(trainer_state(self._paths.metrics, step, self._max_steps), indent=2))
         replace_folder(partial, self.folder(step))
 
@@ -118,6 +125,8 @@ def trainer_state(metrics: Path, step: int, max_steps: int) -> dict[str, Any]:
     for (process, number), row in latest_by_step(read_metrics(metrics)[0]).items():
         if process in ("trainer", "orchestrator") and number <= step:
             by_number.setdefault(number, []).append(row)
+
+    # Users plot `log_history`: rows of evaluations come before the step that follows them.
     history = []
     for number, rows in sorted(by_number.items()):
         row = merge_processes(rows)

@@ -5,7 +5,7 @@ logs the warning and shows it in `/status`, and the launcher's view. A warning i
 only after the sign has been absent for `CALM` rows.
 
 Thresholds are far from what healthy runs show, because frequent false alarms are not read. Most must be exceeded in
-each of `STEADY` rows, and are relative to the start of the run where no number fits every model and task.
+each of `STEADY` rows, and are relative to the start of the run if no number fits every model and task.
 
     row -> Watch.take -> [Warned(name="entropy_collapse", step=41, text="policy/entropy is ...")]
 """
@@ -23,7 +23,7 @@ from trireme.base.log import get_logger
 CALM = 5
 """Rows of the sign's own metrics without it, after which it would be news again."""
 LONGEST = 21  # values kept of a metric
-START = 3  # values that say where it began
+START = 3  # first values, whose mean is the start of a metric
 STEADY = 3
 """Rows in a row that most signs must hold for: one odd batch is no collapse."""
 
@@ -34,8 +34,8 @@ class Sign(NamedTuple):
     """One detector and its warning text."""
 
     name: str
-    watched: tuple[str, ...]  # metrics: a row without any of them says nothing about it
-    look: Look  # what is seen, with values; None where it is not
+    watched: tuple[str, ...]  # metrics that it looks at; rows with none of them are skipped
+    look: Look  # returns what is seen, with values; None if the sign is absent
     meaning: str
     advice: str
 
@@ -60,7 +60,7 @@ class History:
     """Values by name, in the order in which they came. What was not finite is NaN."""
 
     def __init__(self) -> None:
-        self.names: set[str] = set()  # of the newest row
+        self.names: set[str] = set()  # names in the newest row
         self._values: dict[str, deque[float]] = {}
         self._starts: dict[str, list[float]] = {}
 
@@ -68,14 +68,16 @@ class History:
         numbers = {name: value for name, value in row.items() if value is None or isinstance(value, int | float)}
         self.names = set(numbers)
         for name, number in numbers.items():
+            # Huge values would overflow in sums and deviations, so they count as not finite.
             value = math.nan if number is None or abs(number) > 1e300 else float(number)
             self._values.setdefault(name, deque(maxlen=LONGEST)).append(value)
+
             start = self._starts.setdefault(name, [])
             if len(start) < START and math.isfinite(value):
                 start.append(value)
 
     def last(self, name: str, count: int = 1) -> list[float]:
-        """The newest values, oldest first; empty where there are not yet so many."""
+        """Return the newest values, oldest first; empty if there are not yet so many."""
         values = self._values.get(name, ())
         return list(values)[-count:] if len(values) >= count else []
 
@@ -85,7 +87,7 @@ class History:
         return [value for value in older if math.isfinite(value)][-count:]
 
     def start(self, name: str) -> float | None:
-        """Mean of the first values; None before they are all in."""
+        """Return the mean of the first values; None before they are all in."""
         start = self._starts.get(name, [])
         return sum(start) / len(start) if len(start) == START else None
 
@@ -102,7 +104,7 @@ def stays(metric: str, sentence: str, *, below: Limit = -math.inf, above: Limit 
     """Return the condition that the newest `STEADY` values are all below a limit, or all above one. NaN is neither.
 
     Args:
-        sentence: with `{mean}` of these values, and `{start}`, where the metric began.
+        sentence: a format with `{mean}` of these values, and `{start}`, the mean of the first ones.
     """
 
     def look(history: History) -> str | None:
@@ -110,6 +112,7 @@ def stays(metric: str, sentence: str, *, below: Limit = -math.inf, above: Limit 
         if not values or (start is None and (callable(below) or callable(above))):
             return None
         low, high = (limit(start or 0.0) if callable(limit) else limit for limit in (below, above))
+
         if not (all(value < low for value in values) or all(value > high for value in values)):
             return None
         return f"{metric} is {sentence.format(mean=fmean(values), start=start)}"
@@ -144,6 +147,8 @@ def reward_drops(history: History) -> str | None:
     recent, before = history.last("reward/mean", STEADY), history.before("reward/mean", skip=STEADY, count=10)
     if not recent or len(before) < 10:
         return None
+
+    # Compare with the best recent batch, so that a noisy one among them does not look like a fall.
     fall = fmean(before) - max(recent)
     if not (fall > max(0.2 * abs(fmean(before)), 1e-6) and fall > 4 * pstdev(before)):  # the slow `pstdev` comes last
         return None
@@ -304,7 +309,7 @@ class Watch:
     def __init__(self, signs: Sequence[Sign] = SIGNS) -> None:
         self.warnings: list[Warned] = []
         self._signs = list(signs)
-        self._histories: dict[str, History] = {}  # by process: a name may be used by both
+        self._histories: dict[str, History] = {}  # process -> its history: two processes may use one name
         self._calm: dict[str, int] = {}  # name of a sign that was seen -> rows since
 
     @property
@@ -317,6 +322,8 @@ class Watch:
         """Return the warnings that this row triggers first."""
         history = self._histories.setdefault(str(row.get("process")), History())
         history.add(row)
+
+        # A sign without any of its metrics in this row is neither seen nor absent: the row is not about it.
         fresh = []
         for sign in [sign for sign in self._signs if not history.names.isdisjoint(sign.watched)]:
             try:
@@ -327,6 +334,8 @@ class Watch:
                 )
                 self._signs.remove(sign)
                 continue
+
+            # Warn when a sign appears. It can warn again once it was absent for `CALM` rows.
             if seen is not None:
                 if sign.name not in self._calm:
                     fresh.append(Warned(sign, row["step"], seen))
@@ -335,5 +344,6 @@ class Watch:
                 self._calm[sign.name] += 1
                 if self._calm[sign.name] >= CALM:
                     del self._calm[sign.name]
+
         self.warnings += fresh
         return fresh

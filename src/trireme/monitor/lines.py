@@ -51,9 +51,11 @@ class LinesFile:
         try:
             append_lines(self.path, self._waiting, sync=self._sync)
         except OSError as error:
+            # Bound the memory of a long outage: the newest lines matter most.
             while len(self._waiting) > MOST_WAITING:
                 self._waiting.popleft()
                 self.lost += 1
+
             now = time.monotonic()
             if self._warned_at is None or now - self._warned_at >= WARN_EVERY_S:
                 self._warned_at = now
@@ -83,7 +85,7 @@ class LinesFile:
 def append_lines(path: Path, lines: deque[bytes], *, sync: bool) -> None:
     """Write lines and remove them from `lines`. A line that was cut short stays, to be written again.
 
-    Raises: OSError where not all could be written.
+    Raises: OSError if not all could be written.
     """
     pretend_full()
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -95,6 +97,8 @@ def append_lines(path: Path, lines: deque[bytes], *, sync: bool) -> None:
             repair = b"\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else b""
             data = repair + b"".join(line + b"\n" for line in lines)
             written = os.write(descriptor, data)
+
+            # Count off the lines that were written whole. One that was cut is written again, after a newline.
             left = written - len(repair)
             while lines and left > len(lines[0]):
                 left -= len(lines.popleft()) + 1
@@ -112,7 +116,7 @@ def read_lines(path: Path, offset: int = 0, most_bytes: int = -1) -> tuple[list[
     A file that is shorter than `offset` is another one, and is read from its start.
 
     Args:
-        most_bytes: to read at once, or one line where that is longer; -1 reads to the end of the file.
+        most_bytes: bytes to read at once, or one line if that is longer; -1 reads to the end of the file.
     """
     try:
         with open(path, "rb") as file:
@@ -120,8 +124,12 @@ def read_lines(path: Path, offset: int = 0, most_bytes: int = -1) -> tuple[list[
                 offset = 0  # another file has taken its place
             file.seek(offset)
             data = file.read(most_bytes)
+
+            # A line longer than `most_bytes` would otherwise never be read, and the reader never get past it.
             if b"\n" not in data:
                 data += file.readline()
+
+            # The last line may still be in the middle of being written: leave it for the next call.
             whole, newline, _ = data.rpartition(b"\n")
     except OSError:  # not there yet, or not readable now
         return [], offset

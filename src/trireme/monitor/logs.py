@@ -35,7 +35,7 @@ _HEADER = re.compile(r"(?P<prefix>.*?)(?P<margin>\s*[+|] )?(Exception Group )?Tr
 _STREAM = re.compile(r"(\[\w*\d+\]: ?)+")  # "[rank0]: " of torch, "[default0]:" of torchrun
 _COUNTING = re.compile(r"(?<![A-Za-z=\[\d])(?!^\d+: )\d+")  # digits of times and lines, not of a rank or process id
 _MARGIN = re.compile(r"^\s*[|+] ?")  # drawn before the lines of an exception group
-_BORDER = re.compile(r"^\s*\+[-+ ]*-{4}")  # between the exceptions of a group
+_BORDER = re.compile(r"^\s*\+[-+ ]*-{4}")  # line between the exceptions of a group
 _GROUP = re.compile(r"\(\d+ sub-exceptions?\)$")
 _CHAIN = re.compile(r"^(During handling of the above exception, another|The above exception was the direct cause of)")
 _FRAME = re.compile(r'^\s*File "[^"]+", line \d+')
@@ -45,9 +45,9 @@ _LAST_WORD = re.compile(
 )
 _LOG_LINE = re.compile(r"(\[?\d{2,4}[-:]\d\d[-:]\d\d|(\([^)]*\) )?(DEBUG|INFO|WARNING|ERROR)\b|\[?[EWI]\d{4} )")
 
-# vLLM's server says the first of its engine core, whose traceback comes before; torchrun raises the second.
+# vLLM's server prints the first about its engine core, whose traceback comes before; torchrun raises the second.
 _SYMPTOM = re.compile(r"root cause above|ChildFailedError")
-# What a rank says that lost another one: the other's exception is the cause.
+# Errors of a rank that lost another one: the other's exception is the cause.
 _LOST_PEER = re.compile(
     r"[Cc]onnection (closed|reset)|[Bb]roken pipe|Dist(Backend|Network|Store)Error|PeerDied|remote process exited"
     r"|[Ss]ocket closed|NCCL|[Gg]loo|ProcessGroup"
@@ -75,6 +75,8 @@ def failure_lines(log: Path, start: int = 0) -> list[str]:
     lines = _lines(log, start)
     if failure := _cause(lines):
         return failure.shown(lines)
+
+    # Without a traceback: the lines around the last error, and the end of the log.
     errors = [index for index, line in enumerate(lines) if _ERROR.search(line)]
     tail = max(0, len(lines) - STACK_LINES)
     if errors and errors[-1] < tail:
@@ -102,6 +104,8 @@ def repeating_failure(log: Path, start: int = 0) -> str | None:
     failure = _cause(_lines(log, start))
     if failure is None or _MAY_HEAL.search(failure.own) or _LOST_PEER.search(failure.own):
         return None
+
+    # The line number is part of the key: the same error at another place is another failure.
     frames = [found[0].strip() for line in failure.frames if (found := _FRAME.match(line))]
     return f"{failure.own.partition(':')[0]} at {frames[-1]}" if frames else None
 
@@ -142,12 +146,13 @@ class _Failure:
 
 def _cause(lines: list[str]) -> _Failure | None:
     """Return the failure that ended the process: the last one, or the first rank's that failed by itself."""
+    # Sort by place in the log, and drop errors that only report the end of another process.
     found = [failure for stream, texts in _streams(lines).items() for failure in _failures(stream, texts)]
     found.sort(key=lambda failure: failure.begins_at)
     found = [failure for failure in found if not _SYMPTOM.search(failure.own)] or found
     by_itself = [failure for failure in found if not _LOST_PEER.search(failure.own)]
 
-    # Ranks that lost a rank which left no word, as it was killed: the line with their exit codes says more.
+    # All ranks lost a rank that was killed and wrote no error: the line with the exit codes explains more.
     if found and not by_itself:
         killed = [at for at, line in enumerate(lines) if line.startswith(_RANKS_FAILED) and ": -" in line]
         by_itself = [_Failure("", lines[at], at, at) for at in killed[-1:]] or found
@@ -162,6 +167,7 @@ def _cause(lines: list[str]) -> _Failure | None:
 
 def _streams(lines: list[str]) -> dict[str, list[tuple[int, str]]]:
     """Return the lines of each stream by its prefix, as their places in the log and their texts after the prefix."""
+    # Learn the prefix of each stream from the first line of its tracebacks; digits in it may vary.
     patterns: dict[str, re.Pattern[str]] = {}
     for index, line in enumerate(lines):
         if (header := _HEADER.match(line)) and (prefix := header["prefix"].rstrip()):
@@ -175,13 +181,15 @@ def _streams(lines: list[str]) -> dict[str, list[tuple[int, str]]]:
                 patterns[""] = pattern
 
     streams: dict[str, list[tuple[int, str]]] = defaultdict(list)
+
+    # Longest prefix first, because a short one may be the beginning of another.
     ordered = sorted(patterns.items(), key=lambda item: -len(item[0]))
     for index, line in enumerate(lines):
         matches = ((prefix, found) for prefix, pattern in ordered if (found := pattern.match(line)))
         prefix, found = next(matches, (None, _STREAM.match(line)))
         stream = prefix if prefix is not None else found[0].rstrip() if found else ""
         text = line[found.end() :] if found else line
-        if text.strip(" |"):  # an empty line of a message, or of a group's margin, says nothing
+        if text.strip(" |"):  # skip empty lines of a message, or of a group's margin
             streams[stream].append((index, text))
     return streams
 
@@ -211,12 +219,15 @@ def _read_traceback(
         text = texts[place][1] if place < len(texts) else ""
         return _MARGIN.sub("", text, count=1) if is_in_group else text
 
+    # Frames and source lines are indented; the first line that is not is the exception itself.
     begins, frames_from = texts[at][0], at + 1
     at += 1
     while text_at(at).startswith((" ", "\t")):
         at += 1
+
     if at >= len(texts) or _HEADER.match(texts[at][1]):  # it was cut off
         return None, at
+
     frames = range(frames_from, at)
     failure = _Failure(
         stream,
@@ -226,10 +237,11 @@ def _read_traceback(
         tuple(map(text_at, frames)),
         tuple(texts[place][0] for place in frames),
     )
+
     message, at = _read_message(texts, at + 1)
     failure = replace(failure, message_at=message)
 
-    # The first exception of a group stands for it; the others are passed over.
+    # The first exception of a group represents it; the others are skipped.
     while is_in_group and _GROUP.search(failure.own) and at < len(texts) and _BORDER.match(texts[at][1]):
         at += 1
         causes = (*failure.causes_at, failure.own_at)
@@ -259,6 +271,8 @@ def _read_message(texts: list[tuple[int, str]], at: int) -> tuple[tuple[int, ...
     first = at
     while at < len(texts):
         text = texts[at][1]
+
+        # A message may have many lines. It ends at the next traceback, log line or command error.
         inside = _MARGIN.sub("", text, count=1)
         ends = _HEADER.match(text) or _BORDER.match(text) or _CHAIN.match(inside) or _LAST_WORD.match(text)
         if ends or _LOG_LINE.match(text) or text.startswith(_RANKS_FAILED):

@@ -40,6 +40,8 @@ class MetricsFile(LinesFile):
         # Scalars of numpy and torch become Python's; JSON has neither NaN nor infinity.
         numbers = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
         finite = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
+
+        # `head` is given twice: to come first, and to win over metrics of the same names.
         self.put(json.dumps(head | finite | head, allow_nan=False).encode())
         self.flush()
 
@@ -73,11 +75,13 @@ def read_in_pieces(path: Path, offset: int = 0) -> Iterator[tuple[list[Row], int
 
 
 def parse_row(line: bytes) -> Row | None:
-    """Return the row of a line; None where the line is none."""
+    """Return the row of a line; None if the line is none."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
+
+    # The file may hold lines of other versions, or a JSON value that is no row.
     is_row = isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("process"), str)
     return row if is_row else None
 
@@ -88,7 +92,7 @@ def is_of_step(row: Row) -> bool:
 
 
 def latest_by_step(rows: Iterable[Row]) -> dict[tuple[str, int], Row]:
-    """Return rows by (process, step). Where a resumed run trained a step again, its later values win.
+    """Return rows by (process, step). If a resumed run trained a step again, its later values win.
 
     Values are merged by name, because a batch and an evaluation may report under one step.
     """

@@ -114,7 +114,7 @@ def ends_of(values: Sequence[float]) -> Ends | None:
 class Progress:
     """Steps, rewards, evaluations, pace and warnings of a run.
 
-    Where a process went back (a resume from an older step, a rewind), its later steps are forgotten.
+    If a process went back (a resume from an older step, a rewind), its later steps are forgotten.
 
     Rewards and evaluations of the whole run are kept. Whole rows are kept of the `MOST_STEPS` that were reported last,
     and of those that `take_completed` has not returned yet.
@@ -143,23 +143,33 @@ class Progress:
     def add(self, rows: Iterable[Row]) -> None:
         for row in rows:
             step, process = row["step"], row["process"]
+
+            # An earlier step than the newest means that the process went back, and will report later steps again.
             if is_of_step(row):
                 if step < self._newest.get(process, -1):
                     self._forget_after(step, process)
                 self._newest[process] = step
+
+            # Put back at the end, so that the dictionary is in order of the latest report.
             processes = self.steps[step] = self.steps.pop(step, {})
             processes[process] = processes.get(process, {}) | row
+
             if "reward/mean" in row:
                 self._rewards[step] = row["reward/mean"]
             if process == "orchestrator":
                 self._evaluations |= {(step, name): row[name] for name in row if EVAL_REWARD.fullmatch(name)}
+
             self._watch.take(row)
+
+            # A batch counts as done when the trainer reports it, since it is the last to work on it.
             if process == "trainer":
                 self.num_done = step + 1
                 if self._session is not None:
                     self.num_session_steps += 1
                     self._session.append((step, row.get("time_s") or 0.0))
                     self._unreported.append(step)
+
+        # Bound the memory of a long run. Rows that the view has not printed yet stay.
         for step in set(list(self.steps)[:-MOST_STEPS]).difference(self._unreported):
             del self.steps[step]
         del (self._session or [])[:-MOST_STEPS]
@@ -169,15 +179,18 @@ class Progress:
             self.steps[later].pop(process, None)
             if not self.steps[later]:
                 del self.steps[later]
+
         if process == "orchestrator":
             self._rewards = {each: value for each, value in self._rewards.items() if each <= step}
             self._evaluations = {key: value for key, value in self._evaluations.items() if key[0] <= step}
+
         if process == "trainer":
             self._unreported = [each for each in self._unreported if each <= step]
             self._session = self._session and [each for each in self._session if each[0] <= step]
 
     def take_completed(self, *, final: bool = False) -> list[int]:
         """Return the batches trained since the last call; the newest only if the orchestrator has reported it too."""
+        # The orchestrator's row of the newest batch may come a moment later, and the line would lack its reward.
         count = len(self._unreported)
         if count and not final and "orchestrator" not in self.steps[self._unreported[-1]]:
             count -= 1

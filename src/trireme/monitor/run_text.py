@@ -17,6 +17,8 @@ def step_line(progress: Progress, step: int, status: Status | None) -> str:
     """Return a completed step as a line, without the numbers that no process reported."""
     row = progress.merged(step)
     width = len(str(progress.max_steps))
+
+    # Which metrics there are depends on the loss and on the process that reported so far.
     parts = [f"step {step + 1:>{width + 2}}/{progress.max_steps}"]
     for label, name, form in (
         ("reward", "reward/mean", ".3f"),
@@ -30,9 +32,12 @@ def step_line(progress: Progress, step: int, status: Status | None) -> str:
             parts.append(f"{label} {row[name]:{form}}")
     if row.get("perf/tokens_per_s") is not None:
         parts.append(f"{short_number(row['perf/tokens_per_s'])} tok/s")
+
+    # A long wait explains a slow step; short ones belong to every step.
     wait = status.root_wait() if status else None
     if wait is not None and wait.waited_s >= LONG_WAIT_S:
         parts.append(f"waits: {wait.text}")
+
     eta_s = progress.eta_s()
     return "  ".join(parts) + (f"  ETA {short_time(eta_s)}" if eta_s is not None else "")
 
@@ -69,16 +74,19 @@ def short_time(seconds: float) -> str:
 
 
 def summary(progress: Progress, config: RunConfig, wall_s: float, restarts: Mapping[str, int] | None = None) -> str:
-    """Return what a run has reached and where it lies, in a few lines."""
+    """Return the result of a run and the paths of its files, in a few lines."""
     paths = config.paths
     here = progress.num_session_steps
     session = f" ({here} in this session)" if here < progress.num_done else ""
     lines = [f"{progress.num_done} of {config.max_steps} steps{session} in {short_time(wall_s)}"]
+
+    # Rewards and evaluations are those of the whole run, including earlier sessions.
     if ends := progress.reward_ends():
         lines.append(f"reward {ends.first:.3f} -> {ends.last:.3f} (mean of {ends})")
     lines += held_out_lines(progress.evaluations())
     lines += warning_lines(progress.warnings)
     lines += restarts_lines(restarts or {})
+
     for name, folder in (("weights", paths.weights), ("checkpoints", paths.checkpoints)):
         steps = steps_in(folder)
         lines.append(f"{name:13}" + (str(step_folder(folder, steps[-1])) if steps else f"none in {folder}"))

@@ -14,13 +14,13 @@ from trireme.journal.message_text import as_text, content_text
 if TYPE_CHECKING:
     from trireme.journal.records import BatchRecord, Rollout
 
-MOST_CHARACTERS = 2000  # of a prompt, and of a completion
+MOST_CHARACTERS = 2000  # limit for a prompt, and for a completion
 
 Message = dict[str, Any]
 
 
 def samples_if_due(config: RunConfig, step: int) -> list[str]:
-    """Return the texts of a batch's samples; none where its step is not due, or it cannot be read."""
+    """Return the texts of a batch's samples; none if its step is not due, or it cannot be read."""
     every = config.console.samples_every
     if every is None or (step + 1) % every:
         return []

@@ -53,8 +53,8 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
     what: str  # a `What`, or one that a later version has
     begin_s: float  # unix time, by the clock of the lane's machine
     seconds: float
-    step: int = -1  # the batch that it was for; of `transfer`, `evaluate` and `save` the version; -1: none
-    why: str = ""  # of a wait: its reason; details of a single case follow a colon
+    step: int = -1  # the batch that it was for, or the version of `transfer`, `evaluate` and `save`; -1: none
+    why: str = ""  # the reason of a wait; details of a single case follow a colon
 
     @property
     def end_s(self) -> float:
@@ -77,7 +77,7 @@ class Piece(NamedTuple):
 
 
 def steady_clock(not_before_us: int = 0) -> Callable[[], int]:
-    """Return a clock in microseconds of unix time that is monotonic, whatever happens to the machine's clock.
+    """Return a clock in microseconds of unix time that is monotonic, even if the machine's clock is set.
 
     Args:
         not_before_us: the end of the previous process's spans, whose clock may have been ahead.
@@ -132,8 +132,10 @@ class Lane:
     def explain(self, why: str) -> None:
         """Set what the current wait is for. Other details of the same reason change nothing."""
         with self._lock:
+            # A count in the details ("3 of 8 groups") changes every moment, and must not begin a span each time.
             if not why or self.now is None or (":" in self._why and reason_of(why) == reason_of(self._why)):
                 return
+
             if self._why not in ("", reason_of(why)):
                 self._close(self._clock())
             self._why = why
@@ -188,11 +190,13 @@ class SpansFile:
 
         Args:
             what: the activity so far, and for how long already.
-            words: as of `Lane`.
+            words: see `Lane`.
         """
+        # A process that was restarted continues its lane. Its spans must not overlap those of the one before.
         end_us = self._ends_us.get(name, 0)
         clock = steady_clock(end_us)
         since_us = max(end_us, clock() - int(ago_s * 1e6))
+
         lane = Lane(name, clock=clock, what=what, since_us=since_us, words=words)
         self._lanes.append(lane)
         return lane
@@ -201,8 +205,10 @@ class SpansFile:
         """Write the spans of all lanes up to now, in one write."""
         with self._flushing:
             for lane in self._lanes:
+                # The reason is asked for here and not by the observed thread, which is blocked in its wait.
                 if lane.now == "wait":
                     lane.explain(lane.words())
+
                 for piece in settled(lane.drain()):
                     seconds = (piece.end_us - piece.begin_us) / 1e6
                     span = Span(lane.name, piece.what, piece.begin_us / 1e6, seconds, piece.step, piece.why)
@@ -246,9 +252,11 @@ def settled(pieces: list[Piece]) -> Iterator[Piece]:
 
 def _summed(pieces: list[Piece]) -> Iterator[Piece]:
     """Sum pieces by activity, in order of first appearance. Unaccounted time comes last."""
+    # Lay the sums end to end from the first piece on: totals stay exact, and spans do not overlap.
     sums_us: dict[tuple[str, int, str], int] = defaultdict(int)
     for piece in pieces:
         sums_us[piece[:3]] += piece.end_us - piece.begin_us
+
     begin_us = pieces[0].begin_us
     for (what, step, why), sum_us in sums_us.items():
         yield Piece(what, step, why, begin_us, begin_us + sum_us)
@@ -278,6 +286,8 @@ def _last_ends(path: Path) -> dict[str, int]:
         size = os.stat(path).st_size
     except OSError:
         return {}
+
+    # The newest spans are at the end; reading all of a long run's file would delay its start.
     ends: dict[str, int] = {}
     for span in read_spans(path, max(0, size - TAIL_BYTES))[0]:
         ends[span.lane] = max(ends.get(span.lane, 0), round(span.end_s * 1e6))

@@ -50,16 +50,19 @@ def joined(spans: Iterable[Span]) -> list[Span]:
 def steady(spans: Iterable[Span]) -> tuple[float, float]:
     """Return the typical part of a run: from the trainer's first step after its last start to the end of its work.
 
-    Where no step has begun, return everything there is; (0, 0) where there is nothing.
+    If no step has begun, return everything there is; (0, 0) for no spans.
     """
     known = list(spans)
     if not known:
         return 0.0, 0.0
+
+    # Start-up and the end of the run are not typical. A restarted trainer begins again with "start".
     trainer = [span for span in known if span.lane == TRAINER]
     up_s = max((span.end_s for span in trainer if span.what == "start"), default=0.0)
     since_up = [span for span in trainer if span.begin_s >= up_s - TOUCH_S]
     steps = [span.begin_s for span in since_up if span.what == "train"]
     ends = [span.begin_s for span in since_up if span.what == "idle"]
+
     last_s = max(span.end_s for span in known)
     return min(steps or [span.begin_s for span in known]), min(ends, default=last_s)
 
@@ -83,7 +86,7 @@ def reasons(
     """Return the reasons of a lane's waiting, or of other activities, with their shares of all time, longest first.
 
     Args:
-        lane: as of `shares`.
+        lane: see `shares`.
     """
     sums: dict[str, float] = defaultdict(float)
     for (what, why), share in _spent(spans, lane, begin_s, end_s).items():
@@ -93,13 +96,17 @@ def reasons(
 
 
 def _spent(spans: Iterable[Span], lane: str, begin_s: float, end_s: float) -> dict[tuple[str, str], float]:
-    """Return shares of the time by activity and reason. Where spans of a lane overlap, the time counts once."""
+    """Return shares of the time by activity and reason. If spans of a lane overlap, the time counts once."""
     lanes: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         if span.lane == lane or (lane == ENGINE and is_engine(span.lane)):
             lanes[span.lane].append(span)
+
+    # Integer microseconds, as the spans were measured: shares then add up to 1.
     first_us, last_us = round(begin_s * 1e6), round(end_s * 1e6)
     sums_us: dict[tuple[str, str], int] = defaultdict(int)
+
+    # `reached_us` is the end of what was counted, so that time of two spans is not counted twice.
     for of_lane in lanes.values():
         reached_us = first_us
         for span in sorted(of_lane, key=lambda span: span.begin_s):
@@ -107,6 +114,7 @@ def _spent(spans: Iterable[Span], lane: str, begin_s: float, end_s: float) -> di
             if stop_us > begin_us:
                 sums_us[span.what, reason_of(span.why)] += stop_us - begin_us
                 reached_us = stop_us
+
     return {spent: sum_us / (last_us - first_us) / len(lanes) for spent, sum_us in sums_us.items()}
 
 
@@ -161,27 +169,38 @@ def advice(
     """
     waits, rests = idle(trainer), idle(engines)
     busy = 1.0 - rests - engines.get(OTHER, 0.0)
+
+    # Shares mean little if more than half of a side's time is unaccounted for.
     if trainer.get(OTHER, 0.0) > 0.5 or engines.get(OTHER, 0.0) > 0.5:
         return "too little is known of what trainer and engines did to say which side should get more GPUs"
+
+    # Neither side can use more GPUs while weights move, so this comes before their waits.
     if (moved := max(trainer.get("transfer", 0.0), engines.get("transfer", 0.0))) > max(waits, rests, 0.2):
         return (
             f"{moved:.0%} of the time goes into moving weights: more GPUs on either side would not change that - look "
             "at `[weight_broadcast]` (its type, deltas), or train on larger batches"
         )
+
     if max(waits, rests) < NOTICEABLE:
         return f"balanced: the trainer waits {waits:.0%} of the time, the engines {rests:.0%}"
+
+    # The trainer waits for engines that themselves wait for environments: look behind the engines.
     if waits >= NOTICEABLE and environments > max(rests, waits) / 2:
         return (
             f"the trainer waits {waits:.0%} of the time and the engines {rests:.0%}, most of it for environments: more "
             "GPUs would not help - faster environments, more of their workers (`num_workers`), more rollouts at a time "
             "(`max_concurrent`) or a higher `max_async_level` would"
         )
+
+    # Engines with few requests count as busy, but more of them would have even fewer.
     if rests < waits / 2 and few > waits / 2:
         return (
             f"the trainer waits {waits:.0%} of the time for batches, and for {few:.0%} the engines have few requests, "
             "the last ones of each batch: more GPUs would not help - a higher `max_async_level`, an "
             "`oversampling_factor` above 1, or answers of more even length would"
         )
+
+    # Only one side waits: the other one is the bottleneck.
     if rests < waits / 2:
         return (
             f"the trainer waits {waits:.0%} of the time for batches while the engines are busy {busy:.0%}: give more "
@@ -192,6 +211,7 @@ def advice(
             f"the engines wait {rests:.0%} of the time while the trainer waits {waits:.0%}: give more GPUs to the "
             "trainer"
         )
+
     return (
         f"the trainer waits {waits:.0%} of the time and the engines {rests:.0%}: they wait for each other, or both for "
         "environments - more GPUs on one side would not help; a higher `max_async_level`, more rollouts at a time "
@@ -207,9 +227,13 @@ def thin(spans: Iterable[Span], begin_s: float, end_s: float, most: int) -> list
     shown = [span for span in joined(spans) if span.begin_s < end_s and span.end_s > begin_s]
     if len(shown) <= most:
         return shown
+
+    # Each slot holds at most one span per activity and lane, so their number follows from `most`.
     lanes = lanes_of(shown)
     num_slots = max(1, most // (len(lanes) * (len(WHATS) + 1)))
     slot_s = (end_s - begin_s) / num_slots
+
+    # Cut spans at the borders of slots, so that each slot keeps its exact sums.
     by_slot: dict[tuple[str, int], dict[str, list[Span]]] = defaultdict(dict)
     for span in shown:
         first = max(0, int((span.begin_s - begin_s) / slot_s))
@@ -220,8 +244,10 @@ def thin(spans: Iterable[Span], begin_s: float, end_s: float, most: int) -> list
             if upper > lower:
                 piece = Span(span.lane, span.what, lower, upper - lower, span.step, span.why)
                 by_slot[span.lane, slot].setdefault(span.what, []).append(piece)
+
+    # Within a slot, draw one span per activity, in order of first appearance.
     drawn = []
-    for by_what in by_slot.values():  # one span of each activity, in order of first appearance
+    for by_what in by_slot.values():
         at_s = next(iter(by_what.values()))[0].begin_s
         for what, same in by_what.items():
             longest, seconds = max(same, key=lambda piece: piece.seconds), sum(piece.seconds for piece in same)

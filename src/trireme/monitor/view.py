@@ -36,7 +36,7 @@ from trireme.monitor.samples import read_batch, samples_if_due
 POLL_S = 1.0  # between two looks at the files and `/status`
 STATUS_TIMEOUT_S = 0.8
 UPDATING = {"live", "quarantined"}  # an engine changes between these states at every new version
-SILENCE_STARTING_S = 10.0  # without a line, until a line tells what the start waits for, if it is something new
+SILENCE_STARTING_S = 10.0  # silence after which a line shows what the start waits for, if it is something new
 SILENCE_RUNNING_S = 60.0
 
 Clock = Callable[[], float]
@@ -91,15 +91,18 @@ class View:
         self._looked: float | None = None
         self._is_broken = False
         self._offset = 0
+
+        # Read the history of a resumed run first, so that its steps and evaluations are not printed again.
         self._read_metrics()
         self.progress.begin_session()
+
         self._states: dict[str, str] = {}
         self._shown_evaluations = set(self.progress.evaluations())
         self._num_warnings = 0
-        self._start_part = 0  # number of the part of the start that was told last
+        self._start_part = 0  # number of the part of the start that was printed last
         self._start_task: str | None = None  # current part of the start, until the first step
         self._start_task_began = self._started
-        self._told_wait = ""  # the wait of the last line that told one, without its seconds
+        self._told_wait = ""  # the wait in the last line that showed one, without its seconds
 
     @property
     def status(self) -> Status | None:
@@ -122,6 +125,7 @@ class View:
         now = self._clock()
         if self._is_broken or (self._looked is not None and now - self._looked < POLL_S and not final):
             return
+
         self._looked, self.processes = now, processes
         try:
             self._read_metrics()
@@ -142,19 +146,25 @@ class View:
     def show(self, *, final: bool) -> None:
         self.say_states()
         self.say_start()
+
+        # Changes of state come first: they usually explain the steps after them.
         for step in self.progress.take_completed(final=final):
             if (step + 1) % self.config.console.every == 0 or step + 1 == self.config.max_steps:
                 self.say(self.step_text(step))
             for sample in samples_if_due(self.config, step):
                 self.say(sample)
+
         for evaluation in self.progress.evaluations():
             if evaluation not in self._shown_evaluations:
                 self._shown_evaluations.add(evaluation)
                 self.say(self.evaluation_text(evaluation))
+
         warnings = self.progress.warnings
         for warned in warnings[self._num_warnings :]:
             self.say(warning_text(warned))
         self._num_warnings = len(warnings)
+
+        # After a silence, one line shows that the run is alive. During the start it comes sooner if the wait is new.
         waiting = self.waiting_for()
         wait = waiting.rpartition(",")[0] if self._is_starting or self._start_task else self._told_wait
         silence_s = SILENCE_RUNNING_S if wait == self._told_wait else SILENCE_STARTING_S
@@ -187,11 +197,13 @@ class View:
 
     def _find_start_task(self) -> tuple[int, str | None]:
         """Return the number of the part of the start that takes the time, and its name; None after the first step, or
-        where nothing is known.
+        if nothing is known.
         """
         status = self.status
         if self.progress.num_session_steps or (status and not status.engines and status.state != "starting"):
             return 5, None
+
+        # An engine is quarantined until it has confirmed our weights, and live from then on.
         states = {engine.state for engine in status.engines} if status else set()
         if status is None or not states & UPDATING:
             return 1, "loading the engine"
@@ -222,11 +234,14 @@ class View:
             waits = [wait.text for wait in self.status.waits] if self.status else ["orchestrator does not answer"]
             done = f"step {self.progress.num_done}/{self.config.max_steps} done"
             return f"{done}, waits: {'; '.join(waits) or 'none'}"
+
+        # While it starts, logs show more than the status: the orchestrator only waits for the engine.
         phases = {process.name: startup_phase(process.log, process.log_start) for process in self.processes}
         if self.status and (wait := self.status.root_wait()) is not None:
             phase = phases.get(wait.peer, "ready")
             what = wait.note or (phase if phase not in ("ready", "starting") else wait.what)
             return f"{wait.peer}: {what}, {wait.waited_s:.0f} s …"
+
         known = "; ".join(f"{name}: {phase}" for name, phase in phases.items() if phase not in ("ready", "starting"))
         task = self._start_task or "starting"
         return f"{task}{f' ({known})' if known else ''}, {self._clock() - self._start_task_began:.0f} s …"
@@ -291,10 +306,13 @@ class VfRlView(View):
         row = self.progress.merged(step)
         names = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
         of_trainer = {name: _rounded(row[ours]) for name, ours in names.items() if row.get(ours) is not None}
+
+        # Sizes of the data sets are in the journal only; an epoch is one pass through all of them.
         if self._num_examples is None and (record := read_batch(self.config.paths.journal, step)):
             self._num_examples = sum(record.state.sizes.values())
         if self._num_examples:
             of_trainer["epoch"] = round((step + 1) * self.config.num_groups / self._num_examples, 2)
+
         names = {"reward": "reward/mean", "entropy": "policy/entropy", "importance_ratio": "importance_ratio"}
         numbers = ", ".join(f"{name}={row[ours]:.2f}" for name, ours in names.items() if row.get(ours) is not None)
         return f"{of_trainer}\nStep {step + 1}/{self.config.max_steps}: {numbers}"
@@ -343,7 +361,7 @@ class LiveView(View):
         self._live.start()
 
     def show(self, *, final: bool) -> None:
-        self._last_line = self._clock()  # the picture says what the run waits for
+        self._last_line = self._clock()  # the picture shows what the run waits for, so no line has to
         super().show(final=final)
         self._live.update(self._picture(), refresh=True)
 
@@ -370,15 +388,18 @@ class LiveView(View):
         status = self.status
         rows = []
         for process in self.processes:
+            # While it starts, the phase in its log is more precise than "running".
             is_coming_up = process.state == "running" and (status is None or status.state == "starting")
             waits = "; ".join(wait.text for wait in (status.waits if status else ()) if wait.who == process.name)
             if status and process.name == "orchestrator":
                 waits = f"{status.in_flight} in flight  {waits}"
             state = startup_phase(process.log, process.log_start) if is_coming_up else process.story
             rows.append((process.name, state, waits))
+
         for engine in status.engines if status else ():
             version = "" if engine.version is None else f"version {engine.version}  "
             rows.append(("engine", engine.state, f"{version}{engine.url}"))
+
         table = Table.grid(padding=(0, 2))
         for name, state, what in rows:
             table.add_row(Text(clean(name), style="cyan"), Text(clean(state)), Text(clean(what)))

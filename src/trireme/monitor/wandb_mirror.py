@@ -26,11 +26,13 @@ logger = get_logger("wandb")
 def open_wandb_mirror(config: RunConfig | SftConfig) -> Iterator[None]:
     """Mirror metrics for the duration of the context; do nothing without a `[wandb]` table.
 
-    Raises: ConfigError where wandb cannot start. Later failures are logged once and end only the mirror.
+    Raises: ConfigError if wandb cannot start. Later failures are logged once and end only the mirror.
     """
     if config.wandb is None:
         yield
         return
+
+    # A thread, because uploads may hang: the run must neither wait for them nor fail with them.
     mirror, closing = _Mirror(config), threading.Event()
     thread = threading.Thread(target=mirror.follow, args=(closing,), name="wandb-mirror", daemon=True)
     thread.start()
@@ -78,8 +80,11 @@ class _Mirror:
         """Log the rows that came since the last time. A mirror that is killed may log some of them twice."""
         rows, offset = read_metrics(self._metrics, self._offset)
         for row in rows:
+            # W&B has its own clock, and cannot draw None, which marks a number that was not finite.
             named = {name: value for name, value in row.items() if name not in ("process", "time_s")}
             self._run.log({name: value for name, value in named.items() if value is not None})
+
+        # Written after the rows were handed over: after a crash some are sent twice, and none is lost.
         if offset != self._offset or not self.bookmark.exists():
             with atomic_write(self.bookmark) as file:
                 file.write(json.dumps({"run_id": self._run.id, "offset": offset}).encode())
@@ -108,6 +113,8 @@ def _init(config: RunConfig | SftConfig, run_id: str | None) -> Any:
             f"wandb could not start for project {config.wandb.project!r} (mode {config.wandb.mode}): {reason}. "
             "Log in with `wandb login`, write to disk only with `--wandb.mode offline`, or leave `[wandb]` out."
         ) from error
+
+    # Use our step as the x axis of all charts.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     return run
