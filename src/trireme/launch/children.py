@@ -39,9 +39,9 @@ SCAN_S = 1.0  # between two scans for descendants
 class Exit(NamedTuple):
     """The end of one process."""
 
-    code: int  # minus the signal's number where a signal ended it
+    code: int  # minus the signal's number if a signal ended it
     at: float  # unix time at which the launcher noticed it
-    why: str = ""  # the reason, where the launcher killed it
+    why: str = ""  # the reason, if the launcher killed it
 
     @property
     def short(self) -> str:
@@ -62,10 +62,10 @@ class Child:
         self.spec = spec
         self._temporary = temporary  # a folder that is removed when all children have ended
         self.family = Descendants()
-        self.log_start = 0  # where this run of the process begins in its log
+        self.log_start = 0  # byte of the log at which this run of the process begins
         self.started_at = 0.0  # unix time
         self.num_starts = 0
-        self.exit: Exit | None = None  # None while it runs, and where we ended it ourselves
+        self.exit: Exit | None = None  # None while it runs, and if we ended it ourselves
         self.stopped = False
         self.restarts_in_s: float | None = None  # set when it died and is going to be restarted
         self._killed_why = ""
@@ -83,13 +83,16 @@ class Child:
     def start(self) -> None:
         """Start the process, from the main thread: PR_SET_PDEATHSIG ends a child with the *thread* that started it.
 
-        Raises: TriremeError where the program cannot be executed.
+        Raises: TriremeError if the program cannot be executed.
         """
         self.spec.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.spec.log, "ab") as log:
+            # The log is appended to across restarts, and reasons for a death are read from here on only.
             self.log_start = log.tell()
             self.started_at, self.exit, self.stopped = time.time(), None, False
             self.restarts_in_s, self._killed_why = None, ""
+
+            # The child gets its own session: Ctrl-C in the terminal reaches only the launcher, which ends all in order.
             try:
                 self._popen = subprocess.Popen(
                     list(self.spec.argv),
@@ -104,7 +107,10 @@ class Child:
                     f"{self.name} could not be started: {error}. Its command is {list(self.spec.argv)}; the "
                     "program named first must exist and be executable."
                 ) from error
+
         self.num_starts += 1
+
+        # The guard must know the process at once: the launcher may be killed at any time.
         root = self.family.add_root(self._popen.pid)
         self._guard.watch([root] if root else [])
 
@@ -112,6 +118,7 @@ class Child:
         """Record an exit without reaping the zombie, so that its pid cannot be reused before our last signal."""
         if self._popen is None or self.exit is not None:
             return
+
         result = os.waitid(os.P_PID, self._popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if result is not None:
             code = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
@@ -166,6 +173,8 @@ def _environment(spec: ProcessSpec, temporary: Path) -> dict[str, str]:
     cache stays where it was: later runs use it too.
     """
     environment = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"} | dict(os.environ)
+
+    # A folder that the launcher removes: killed engines leave their sockets behind.
     if spec.name.startswith("inference"):
         try:
             user = getpass.getuser()
@@ -173,8 +182,11 @@ def _environment(spec: ProcessSpec, temporary: Path) -> dict[str, str]:
             user = str(os.getuid())
         compiled = environment.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{user}"
         environment |= {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": compiled}
+
     if spec.name == "orchestrator":
         environment |= {TEMPORARY: str(temporary)}
+
+    # The marks come last: the guard finds processes by them, so no setting may change them.
     return environment | dict(spec.env) | {MARKER: str(os.getpid()), MEMBER: spec.name}
 
 
@@ -190,9 +202,12 @@ class Children:
         """Record exits; once a second also descendants. Return the machine's process table in that case."""
         for child in self.children:
             child.poll()
+
+        # Reading the whole process table takes milliseconds, so not in every poll.
         if time.monotonic() - self._scanned < SCAN_S:
             return None
         self._scanned = time.monotonic()
+
         table = read_processes()
         for child in self.children:
             self._guard.watch(child.family.scan(table))
@@ -210,11 +225,13 @@ def open_children(
 
     Args:
         hurry: whether the wait of at most `grace_s` between SIGTERM and SIGKILL ends now.
-        keep_open: file descriptors that stay open until no process is left, even where the launcher is killed.
+        keep_open: file descriptors that stay open until no process is left, even if the launcher is killed.
     """
+    # The guard starts before the first child, so that no child is ever without one.
     temporary = make_socket_folder("trireme-")
     guard = Guard(grace_s, temporary, keep_open)
     children = [Child(spec, guard, temporary=temporary) for spec in specs]
+
     try:
         for child in children:
             child.start()

@@ -39,15 +39,18 @@ def _start(config: RunConfig) -> subprocess.Popen[bytes] | None:
     if wanted and not port_is_free(wanted):
         print(f"warning: port {wanted} is taken; the dashboard uses another one", flush=True)
         wanted = None
+
     port = wanted or free_port()
     command = [sys.executable, "-m", "trireme.cli.trireme", "dashboard", str(config.paths.root), "--port", str(port)]
+
+    # A dashboard is a convenience: without it, the run starts all the same.
     log = config.paths.log(LOG)
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as out:
             process = subprocess.Popen(
                 command,
-                env=os.environ | {MARKER: str(os.getpid())},  # it ends with this process, however this one ends
+                env=os.environ | {MARKER: str(os.getpid())},  # it ends with this process, even if this one is killed
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -56,6 +59,8 @@ def _start(config: RunConfig) -> subprocess.Popen[bytes] | None:
     except OSError as error:
         print(f"warning: the dashboard could not be started ({error}); the run continues without it", flush=True)
         return None
+
+    # The key is printed here, and not by the dashboard: its output is a log in the run's folder.
     secret = token()
     address = address_of("127.0.0.1", port, key_of(secret) if secret else None)
     print(f"dashboard    {address}  (its log: {log})", flush=True)

@@ -47,9 +47,10 @@ def hold_folder(paths: RunPaths, *, leave_s: float = LEAVE_S) -> Iterator[int]:
     Yields: the lock's file descriptor. Child processes inherit it, so that a new launcher waits until those of a killed
     one have ended.
 
-    Raises: ConfigError where a launcher, an orchestrator or a trainer is running in the folder.
+    Raises: ConfigError if a launcher, an orchestrator or a trainer is running in the folder.
     """
     with hold(paths, "launcher", leave_s=leave_s) as descriptor:
+        # Only checked, and released at once: the processes of this run take these locks themselves.
         with ExitStack() as others:
             for process in ("orchestrator", "trainer"):
                 others.enter_context(hold(paths, process, leave_s=leave_s))
@@ -62,13 +63,14 @@ def hold(paths: RunPaths, process: str, *, leave_s: float = LEAVE_S) -> Iterator
 
     Yields: the lock's file descriptor.
 
-    Raises: ConfigError where another one is running there, or its children still are after `leave_s` seconds.
+    Raises: ConfigError if another one is running there, or its children still are after `leave_s` seconds.
     """
     paths.root.mkdir(parents=True, exist_ok=True)
     with open(paths.root / LOCKS[process], "a+") as lock:
         give_up = time.monotonic() + leave_s
         while not try_lock(lock.fileno(), paths.root):
-            holder = _holder(lock)  # "" where the lock was taken a moment ago
+            # A dead holder means that children of a killed launcher still have the lock open. They end soon.
+            holder = _holder(lock)  # "" if the lock was taken a moment ago
             is_alive = not holder.isdigit() or Path(f"/proc/{holder}").exists()
             if is_alive or time.monotonic() >= give_up:
                 raise ConfigError(
@@ -77,6 +79,8 @@ def hold(paths: RunPaths, process: str, *, leave_s: float = LEAVE_S) -> Iterator
                     "command that has that."
                 )
             time.sleep(0.1)
+
+        # The pid is for messages and for `launcher_of`; the lock itself is that of the kernel.
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()
@@ -84,7 +88,7 @@ def hold(paths: RunPaths, process: str, *, leave_s: float = LEAVE_S) -> Iterator
 
 
 def launcher_of(paths: RunPaths) -> int | None:
-    """Return the pid of the launcher that has locked the folder; None where the folder is not locked."""
+    """Return the pid of the launcher that has locked the folder; None if the folder is not locked."""
     file = paths.root / LOCKS["launcher"]
     if not file.exists():
         return None
@@ -114,16 +118,19 @@ def _holder(lock: IO[str]) -> str:
 def prepare_folder(config: RunConfig | SftConfig) -> Path | None:
     """Prepare the folder for a new run, or go back to the step from which a run is resumed.
 
-    Returns: the folder to which an earlier run's files were moved; None where there was none. Nothing is deleted.
+    Returns: the folder to which an earlier run's files were moved; None if there was none. Nothing is deleted.
 
     Raises: ConfigError as `check_folder`.
     """
     paths, step = config.paths, _resume_step(config)
     check_folder(config)
+
+    # Going back moves the later steps aside, and keeps the rest of the run in its place.
     if step is not None and step >= 0:
         from trireme.launch.resume import rewind  # `rl --help` does not wait for its imports
 
         rewind(paths, step)
+
     is_in_the_way = paths.holds_run and not config.resume and step is None
     return move_aside(paths) if is_in_the_way else None
 
@@ -131,7 +138,7 @@ def prepare_folder(config: RunConfig | SftConfig) -> Path | None:
 def check_folder(config: RunConfig | SftConfig) -> None:
     """Check the folder without changing it.
 
-    Raises: ConfigError where there is no run, or no such step, to resume; or where a new run would write among files
+    Raises: ConfigError if there is no run, or no such step, to resume; or if a new run would write among files
         that are not a run's.
     """
     step = _resume_step(config)
@@ -146,9 +153,11 @@ def _resume_step(config: RunConfig | SftConfig) -> int | None:
 
 
 def check_is_ours(paths: RunPaths) -> None:
-    """Raise ConfigError where the folder holds files but no run: the user keeps other things there."""
+    """Raise ConfigError if the folder holds files but no run: the user keeps other things there."""
     if paths.holds_run or not paths.root.is_dir():
         return
+
+    # Folders of other runs, and of their submissions, may lie inside.
     others = [entry for entry in paths.root.iterdir() if not _is_of_a_run(entry) and entry.name not in NO_OBSTACLES]
     foreign = sorted(entry.name for entry in others if not (entry.suffix == SUBMISSIONS or _holds_runs(entry)))
     if foreign:
@@ -163,6 +172,8 @@ def _check_resumable(paths: RunPaths, step: int | None) -> None:
     asked = "`--resume`" if step is None else f"ckpt.resume_step = {step}"
     if step in (None, -1) and paths.run_config.exists():
         return  # a launcher was killed here before anything else was written
+
+    # A misspelt name is the usual cause, so name the runs next to it.
     if not paths.holds_run:
         found = sorted(str(folder) for folder in paths.root.parent.glob("*") if RunPaths(folder).holds_run)[:5]
         nearby = f" Runs nearby: {', '.join(found)}." if found else ""
@@ -170,6 +181,7 @@ def _check_resumable(paths: RunPaths, step: int | None) -> None:
             f"{asked} was given, and there is no run in {paths.root} - expected `metrics.jsonl` or `journal/` there. "
             f"Leave it out to start a new run, or check `output_dir` and `name`.{nearby}"
         )
+
     have = complete_steps(paths.checkpoints)
     if step is not None and step > 0 and step not in have:
         raise ConfigError(
@@ -179,16 +191,20 @@ def _check_resumable(paths: RunPaths, step: int | None) -> None:
 
 
 def move_aside(paths: RunPaths) -> Path:
-    """Move the files of a run to a new folder next to its own; inside it where that is a mount point.
+    """Move the files of a run to a new folder next to its own; inside it if that is a mount point.
 
     Other runs inside it, and files of the user, stay.
     """
     root = paths.root.resolve()
     base = root / "run" if os.path.ismount(root) else root  # a move must not copy
+
     names = (base.with_name(f"{base.name}.earlier-{number}") for number in count(1))
     aside = next(name for name in names if not name.exists())
+
+    # The lock files stay: this process holds them by their open files.
     locks = LOCKS.values()
     mine = [entry for entry in paths.root.iterdir() if _is_of_a_run(entry) and entry.name not in locks]
+
     aside.mkdir()
     for entry in sorted(mine, key=lambda entry: entry in (paths.metrics, paths.journal)):  # `holds_run` until the end
         entry.rename(aside / entry.name)

@@ -27,8 +27,8 @@ class HealthCheck:
 
     def __init__(self, child: Child, every_s: float = ASK_EVERY_S) -> None:
         self.child = child
-        self.silent_s: float | None = None  # without a good answer; None where it never answered since its start
-        self.refused_s = 0.0  # for which its port has refused connections without a break, up to now
+        self.silent_s: float | None = None  # seconds without a good answer; None if it never answered since its start
+        self.refused_s = 0.0  # seconds for which its port has refused connections without a break, up to now
         self._every_s = every_s
         self._num_starts = child.num_starts  # an answer to an earlier request is not about a new server
         self._lock = threading.Lock()
@@ -58,9 +58,13 @@ class HealthCheck:
                 # At most what one check can take counts: the launcher itself may have slept.
                 passed_s = min(time.monotonic() - asked, self._every_s + ANSWER_WITHIN_S)
                 asked = time.monotonic()
+
                 with self._lock:
+                    # The server was restarted meanwhile: this answer is about the one before.
                     if num_starts != self._num_starts:
                         continue
+
+                    # Silence counts only after the first good answer: a start has a timeout of its own.
                     if is_healthy:
                         self.silent_s, self.refused_s = 0.0, 0.0
                     elif self.silent_s is not None:
@@ -95,6 +99,8 @@ class HealthWatch:
             child, silent_s, is_closed = check.child, check.silent_s, check.refused_s >= self._refused_for_s
             if child.exit is not None or silent_s is None or (silent_s < self._after_s and not is_closed):
                 continue
+
+            # Killed once: it counts again after the first good answer of the next server.
             check.silent_s = None
             listens = ", and its port is closed" if is_closed else ""
             why = f"{child.spec.health} did not answer for {silent_s:.0f} s{listens}"
@@ -110,21 +116,24 @@ class FrozenWatch:
         self._after_s = after_s
         self._clock = clock
         self._looked: float | None = None
-        self._stopped_s: dict[tuple[int, int], float] = {}  # by pid and start
+        self._stopped_s: dict[tuple[int, int], float] = {}  # seconds stopped so far, by pid and start
 
     def kill_frozen(self, children: Sequence[Child], table: dict[int, Process] | None) -> list[str]:
         """Kill processes that were stopped for too long. Return a line for each.
 
         Time in which the launcher itself was stopped does not count, so that a whole run may be stopped and continued.
-        Nothing is done where the machine's processes were not read this time (`table` is None).
+        Nothing is done if the machine's processes were not read this time (`table` is None).
         """
         if table is None:
             return []
         now = self._clock()
         passed_s = min(LONGEST_LOOK_S, now - self._looked) if self._looked is not None else 0.0
         self._looked = now
+
+        # A process that runs again loses its time. One that was found now for the first time begins at 0.
         stopped = {(p.pid, p.start): (child, p) for child in children for p in child.family.members(table) if p.stopped}
         self._stopped_s = {key: self._stopped_s[key] + passed_s if key in self._stopped_s else 0.0 for key in stopped}
+
         lines = []
         for key, for_s in self._stopped_s.items():
             if for_s >= self._after_s:

@@ -30,7 +30,7 @@ class ProcessSpec:
     argv: tuple[str, ...]
     env: Mapping[str, str]  # added to the launcher's own
     log: Path
-    gpus: tuple[int, ...]  # as the configuration counts them; CUDA_VISIBLE_DEVICES has the machine's names
+    gpus: tuple[int, ...]  # numbers in the configuration; CUDA_VISIBLE_DEVICES has the machine's names
     ports: Mapping[str, int]  # purpose -> port that it binds
     num_ranks: int = 1
     health: str | None = None  # URL that answers with 200 while the server is healthy
@@ -85,10 +85,14 @@ def plan(config: RunConfig, run_file: Path, devices: Devices | None = None) -> P
     cpu, engine, server = config.inference.cpu, config.inference.server, config.orchestrator.server
     if config.device == "cpu":
         vllm |= {"VLLM_CPU_KVCACHE_SPACE": str(cpu.kv_cache_gib), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
     gpus = config.inference_gpu_ids or ()
     inference = spec("inference", gpus, cpu.threads, {"http": engine.port}, more=vllm, server=engine)
+
+    # No GPU and a single OpenMP thread for the orchestrator: the cores belong to training and inference.
     ports = {"status": server.port, "batches": config.ports.batches}
     orchestrator = spec("orchestrator", (), 1, ports, server=server)
+
     gpus, ports = config.trainer_gpu_ids or (), {"weights": config.ports.weights}
     trainer = spec("trainer", gpus, config.trainer.threads, ports)
     return {each.name: each for each in (inference, orchestrator, trainer)}
@@ -121,21 +125,27 @@ def _facts(config: RunConfig) -> Iterator[str]:
             f"hosts    inference {', '.join(hosts.inference)}; orchestrator {hosts.orchestrator}; "
             f"trainer {', '.join(hosts.trainer)}"
         )
+
+    # Engines must start from the same weights; another name is legal, as the same model may lie in two places.
     other = config.inference.model.name
     served = "" if other == config.trainer.model.name else f" (trainer), {other} (inference: must be the same weights)"
     yield f"model    {config.trainer.model.name}{served}"
     if orchestrator.env:
         yield f"env      {', '.join(environment.resolved_name for environment in orchestrator.env)}"
+
     group = orchestrator.rollouts_per_example
     yield (
         f"batch    {orchestrator.batch_size} rollouts = {config.num_groups} groups x {group}; "
         f"{config.max_steps * orchestrator.batch_size:,} rollouts in all"
     )
+
     turn = orchestrator.sampling.max_tokens
     yield (
         f"lengths  samples of up to {config.seq_len:,} tokens, context {config.inference.model.max_model_len:,}, "
         f"turns of up to {f'{turn:,} tokens' if turn else 'the context'}"
     )
+
+    # The two limits on stale data: how far generation runs ahead, and the oldest token that is trained on.
     lag = (
         "none: fully synchronous"
         if config.synchronous
@@ -145,6 +155,8 @@ def _facts(config: RunConfig) -> Iterator[str]:
         )
     )
     yield f"lag      {lag}"
+
+    # Precisions belong to the tolerance: it bounds the difference that they cause.
     broadcast = config.weight_broadcast
     tolerance = "as by rounding" if broadcast.probe_tolerance is None else f"by {broadcast.probe_tolerance:g}"
     yield (

@@ -27,7 +27,7 @@ MEMBER = "TRIREME_PROCESS"
 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 
-SCAN_LINES = 1000  # of the launcher, between two scans of the guard
+SCAN_LINES = 1000  # lines of the launcher between two scans of the guard
 
 _PROC = Path("/proc")
 
@@ -68,7 +68,7 @@ def read_processes() -> dict[int, Process]:
 
 
 def _read_environment(process: Process) -> list[bytes]:
-    """Return the entries of its environment; none where it is another user's, or has ended."""
+    """Return the entries of its environment; none if it is another user's, or has ended."""
     try:
         return (_PROC / str(process.pid) / "environ").read_bytes().split(b"\0")
     except OSError:
@@ -108,9 +108,12 @@ class Descendants:
         below: dict[int, list[Process]] = defaultdict(list)
         for process in table.values():
             below[process.parent].append(process)
+
+        # A descendant whose parent has ended belongs to pid 1; its session still shows that it is ours.
         queue = [p for p in table.values() if self._starts.get(p.pid) == p.start or p.session in self._roots]
         found = []
         seen = set()
+
         while queue:
             process = queue.pop()
             if process.pid in seen:
@@ -120,6 +123,8 @@ class Descendants:
             if self._starts.get(process.pid) != process.start:
                 self._starts[process.pid] = process.start
                 found.append(process)
+
+        # Forget those that have ended: a pid may be reused by a process that is not ours.
         self._starts = {process.pid: process.start for process in self.members(table)}
         return found
 
@@ -133,11 +138,14 @@ class Descendants:
     def release(self, name: str) -> None:
         """Forget descendants that bear the name of another process of the run, with what descends from them."""
         table = read_processes()
+
+        # The environment names the child that a process belongs to, even if it descends from another one.
         queue = []
         for process in self.alive():
             names = [entry for entry in _read_environment(process) if entry.startswith(f"{MEMBER}=".encode())]
             if names and f"{MEMBER}={name}".encode() not in names:
                 queue.append(process.pid)
+
         for pid in queue:  # grows as it is walked
             self._starts.pop(pid, None)
             queue += [process.pid for process in table.values() if process.parent == pid]
@@ -176,12 +184,16 @@ def end_all(
     Args:
         marks: processes whose environment has all of these end too.
     """
+    # Scan right before the signal, so that the newest descendants get it too.
     descendants.scan()
     descendants.scan_marked(marks)
     descendants.send(signal.SIGTERM)
+
+    # Give them time to end in order: a rank may be writing a checkpoint.
     deadline = time.monotonic() + grace_s
     while descendants.alive() and time.monotonic() < deadline and not hurry():
         time.sleep(0.05)
+
     kill_all(descendants, marks)
 
 
@@ -232,7 +244,9 @@ class Guard:
 
 def guard(launcher: int, grace_s: float, temporary: Path) -> None:
     """Read "PID START" lines from the launcher. An end of file without "done" means that the launcher was killed."""
+    # Ctrl-C must not end the guard before the launcher has ended the run.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
     descendants = Descendants()
     for number, line in enumerate(sys.stdin, 1):
         if line.strip() == "done":
@@ -241,6 +255,8 @@ def guard(launcher: int, grace_s: float, temporary: Path) -> None:
         descendants.add(int(pid), int(start))
         if number % SCAN_LINES == 0:
             descendants.scan()  # forgets those that have ended
+
+    # The launcher was killed. Processes that it started last may not have been reported: find them by marks.
     end_all(descendants, marks=mark_of(launcher), grace_s=grace_s)
     shutil.rmtree(temporary, ignore_errors=True)
 

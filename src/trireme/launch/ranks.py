@@ -23,9 +23,10 @@ GRACE_S = 30.0  # between SIGTERM and SIGKILL: a rank may be writing a checkpoin
 def run_ranks(num_ranks: int, command: Sequence[str]) -> int:
     """Run one process per rank until all have ended. Each must tie itself to this process (`end_with_parent`).
 
-    Returns: 0; a final exit code (2, 3) where a rank ended with it; 128 + N after signal N; 1 after any other failure.
+    Returns: 0; a final exit code (2, 3) if a rank ended with it; 128 + N after signal N; 1 after any other failure.
     """
     with catch_signals() as received:
+        # A file in memory without a name: only processes that inherit the descriptor can open it.
         store = os.memfd_create("trireme-ranks")
         ranks = []
         for rank in range(num_ranks):
@@ -33,10 +34,14 @@ def run_ranks(num_ranks: int, command: Sequence[str]) -> int:
             environment = os.environ | {name: str(number) for name, number in numbers.items()}
             environment[RANK_STORE] = f"/proc/self/fd/{store}"
             ranks.append(subprocess.Popen(list(command), env=environment, pass_fds=(store,)))
+
+        # One rank cannot train without the others: if one fails, or at a signal, end all of them.
         while None in (codes := [rank.poll() for rank in ranks]):
             if received or any(codes):
                 for each in ranks:
                     each.terminate()
+
+                # One deadline for all ranks, which save their shares of a checkpoint at the same time.
                 give_up = time.monotonic() + GRACE_S
                 for each in ranks:
                     try:
@@ -44,6 +49,7 @@ def run_ranks(num_ranks: int, command: Sequence[str]) -> int:
                     except subprocess.TimeoutExpired:
                         each.kill()
                         each.wait()
+
             time.sleep(POLL_S)
     if received:
         return 128 + received[0]
@@ -52,7 +58,7 @@ def run_ranks(num_ranks: int, command: Sequence[str]) -> int:
 
 def report_failed(codes: Mapping[int, int | None]) -> int:
     """Print the exit codes of ranks, without those that were stopped because of others. Return the one to end with: a
-    final one (2, 3) where a rank ended with it, else 1."""
+    final one (2, 3) if a rank ended with it, else 1."""
     failed = {rank: code for rank, code in codes.items() if code not in (0, -signal.SIGTERM)} or codes
     named = ", ".join(f"rank {rank}: {code}" for rank, code in failed.items())
     print(f"ranks failed, the others were stopped. Exit codes: {named}", file=sys.stderr)

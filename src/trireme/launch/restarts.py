@@ -20,7 +20,7 @@ from trireme.monitor.run_text import short_time
 LEAVE_BY_THEMSELVES = ("orchestrator", "trainer")
 LEAVE_S = 60.0  # for the trainer to leave after the orchestrator has
 CLEAR_S = 2.0  # between SIGTERM and SIGKILL for what a dead process left behind
-LAST_BYTES = 1 << 20  # of the metrics, which hold the newest line
+LAST_BYTES = 1 << 20  # bytes at the end of the metrics, which hold the newest line
 REASON_LENGTH = 160  # characters of the reason that is quoted
 
 
@@ -28,7 +28,7 @@ REASON_LENGTH = 160  # characters of the reason that is quoted
 class Ending:
     """The end of a run: by default, the orchestrator has left with exit code 0 and nothing is left to do."""
 
-    signal_number: int = 0  # of the signal that asked the launcher to stop
+    signal_number: int = 0  # number of the signal that asked the launcher to stop
     dead: tuple[Child, ...] = ()  # processes that died and are not restarted; the first is the likely cause
     why_final: str = ""  # why it is not restarted, in a sentence
 
@@ -70,7 +70,7 @@ def clock_time(unix_s: float) -> str:
 
 def by_suspicion(child: Child) -> tuple[bool, bool, float]:
     """Sort processes that died between two looks by how likely each is the cause: a killed one first, then one with a
-    final exit code, then the one whose log ended first. The others died of its death."""
+    final exit code, then the one whose log ended first. The others died because of it."""
     assert child.exit is not None
     logged_at = child.spec.log.stat().st_mtime if child.spec.log.exists() else 0.0
     return child.exit.code >= 0, child.exit.code not in FINAL_EXIT_CODES, logged_at
@@ -112,7 +112,7 @@ class Restarts:
 
     Not restarted are: exit codes 2 and 3 (a refused configuration, wrong weights), an exception that comes twice in a
     row at the same place, or more than `max_restarts` in a row, without a newly trained step in between, and every
-    process where `supervisor.restart` is false.
+    process if `supervisor.restart` is false.
     """
 
     def __init__(
@@ -138,12 +138,17 @@ class Restarts:
         """
         if self._is_over(children):
             return Ending()
+
+        # An exit with code 0 is an end only of processes that leave by themselves; an engine must not end.
         dead = [child for child in children if child.exit is not None and not _may_have_left(child)]
         final = [(child, why) for child in dead if (why := self._why_final(child)) is not None]
+
         if final:
             first, why = min(final, key=lambda found: by_suspicion(found[0]))
             others = sorted((child for child in dead if child is not first), key=by_suspicion)
             return Ending(dead=(first, *others), why_final=why)
+
+        # Once the orchestrator has finished, no process is needed any more, so none is restarted.
         if self._finished_at is None:
             for child in dead:
                 self._look_after(child, children)
@@ -154,16 +159,21 @@ class Restarts:
         awaited = [child for child in children if child.name in LEAVE_BY_THEMSELVES]
         if not any(child.name == "orchestrator" and _may_have_left(child) for child in awaited):
             return False
+
+        # The trainer may still write its last checkpoint.
         now = self._clock()
         self._finished_at = now if self._finished_at is None else self._finished_at
         late = [child for child in awaited if child.exit is None]
         if late and now - self._finished_at < LEAVE_S:
             return False
+
         for child in late:
             self._say(
                 f"{child.name} was stopped: it did not leave within {LEAVE_S:.0f} s of the run's end. "
                 f"Its log: {child.spec.log}"
             )
+
+        # A trainer that fails now is an ending of its own if restarts are off; otherwise it is only reported.
         failed = [child for child in awaited if child.exit is not None and not _may_have_left(child)]
         if failed and not self._config.restart:
             return False
@@ -172,7 +182,7 @@ class Restarts:
         return True
 
     def _why_final(self, child: Child) -> str | None:
-        """Return why the process is not restarted (empty where its exit says it all); None where it is."""
+        """Return why the process is not restarted (empty if its exit code explains it); None if it is."""
         assert child.exit is not None
         if self._finished_at is not None and self._config.restart:
             return None
@@ -181,6 +191,8 @@ class Restarts:
         backoff = self._backoffs[child.name]
         if backoff.due is not None:
             return None
+
+        # A newly trained step shows that the restart helped: count from zero again.
         newest = self._trained.newest()
         if newest > backoff.trained:
             backoff.in_a_row = 0
@@ -191,6 +203,7 @@ class Restarts:
         before, backoff.failure = backoff.failure, failure
         if backoff.in_a_row and failure is not None and failure == before:
             return f"The same exception came twice in a row, without a newly trained step in between: {failure}."
+
         if backoff.in_a_row < self._config.max_restarts:
             return None
         if not self._config.max_restarts:
@@ -204,6 +217,8 @@ class Restarts:
         """Take the next step of a restart: SIGTERM to its remaining descendants, SIGKILL, then the start."""
         backoff = self._backoffs[child.name]
         now = self._clock()
+
+        # A first death is restarted at once, later ones after a growing delay.
         if backoff.due is None:
             child.restarts_in_s = self._config.delay_s(backoff.in_a_row) if backoff.in_a_row else 0.0
             backoff.due, backoff.clear_by = now + child.restarts_in_s, now + CLEAR_S
@@ -212,10 +227,13 @@ class Restarts:
             backoff.due = None
             backoff.in_a_row += 1
             line = f"{_death(child)}: restarted, number {backoff.in_a_row} of {self._config.max_restarts} in a row"
+
+            # Remaining descendants hold ports and GPU memory that the new process needs.
             child.end()
             reach("launcher.restarting")
             child.start()
             self._say(line)
+
             total = sum(each.num_restarts for each in children)
             counts = {f"restarts/{child.name}": child.num_restarts, "restarts/total": total}
             self._metrics.append(max(0, self._trained.last), counts)
@@ -226,6 +244,6 @@ def _may_have_left(child: Child) -> bool:
 
 
 def _death(child: Child) -> str:
-    """ "trainer died at 12:01:03 (exit code 1; ValueError: boom)"."""
+    """Return "trainer died at 12:01:03 (exit code 1; ValueError: boom)"."""
     assert child.exit is not None
     return f"{child.name} died at {clock_time(child.exit.at)} ({child.exit.short}{_reason(child)})"

@@ -34,21 +34,24 @@ def check_resume(config: RunConfig | SftConfig, process: ProcessName | None = No
     """Check that the run in the folder can be resumed with this configuration. A run that starts fresh always passes.
 
     Args:
-        process: one that starts alone, whose configuration says nothing of the others' tables.
+        process: one that starts alone, whose configuration lacks the tables of the others.
 
-    Raises: ConfigError where a key has changed that may not, the base model is another one, or the run has gone beyond
+    Raises: ConfigError if a key has changed that may not, the base model is another one, or the run has gone beyond
         `max_steps`.
     """
     paths, prefix = config.paths, table_prefix(config)
     step = training(config).ckpt.resume_step  # checkpoint to resume from, if one was asked for
     if not (config.resume or step is not None) or not paths.holds_run:
         return
+
     progress, last = progress_of(config), _last_step(config)
     file = previous_file(paths.configs, process) or previous_file(paths.configs, "orchestrator")
     if file is not None and not progress.is_empty:
         before = read_table(file)
         _check_model(config, before)
         _check_settings(config, before, progress, process)
+
+    # A smaller `max_steps` would leave steps that are trained already beyond the end of the run.
     if step in (None, -1) and last is not None and progress.steps > last:
         why = "engines serve what they confirmed" if prefix else "these are trained"
         raise ConfigError(
@@ -63,12 +66,18 @@ def _check_model(config: RunConfig | SftConfig, before: dict[str, Any]) -> None:
     (old, tokenizer), new = model_names(before, prefix), model_names(config.model_dump(mode="json"), prefix)
     if not old or not new[0]:
         return
+
+    # Compare digests of the files, not names: the same folder may hold another model by now.
     now, then = content_of_run(config), content_at_first(config.paths)
     if not then and Path(old).exists():  # a run of an earlier version
         then = content_of(old, tokenizer, from_scratch=training(config).model.from_scratch)
+
+    # Compare what both sides know: a digest is missing if its file was not on the disk.
     in_both = then.keys() & now.keys()
     others = [part for part in ("weights", "config.json") if part in in_both and then[part] != now[part]]
     is_compared = ("config.json" if training(config).model.from_scratch else "weights") in in_both
+
+    # Without a common digest the last part of the name must do.
     if others or not (is_compared or Path(old).name == Path(new[0]).name):
         what = f"whose {' and '.join(others)} are others" if others else "which cannot be compared with it"
         raise ConfigError(
@@ -76,6 +85,7 @@ def _check_model(config: RunConfig | SftConfig, before: dict[str, Any]) -> None:
             f"was trained so far belongs to that model. Set `{key}` to it, wherever it is now, or start a new run from "
             "the other model: `--name another`, without `--resume`."
         )
+
     if "tokenizer" in in_both and then["tokenizer"] != now["tokenizer"]:
         raise ConfigError(
             f"the run in {root} began with another tokenizer than {new[1]!r} has now - expected the same, as its "
@@ -87,10 +97,15 @@ def _check_model(config: RunConfig | SftConfig, before: dict[str, Any]) -> None:
 def _check_settings(
     config: RunConfig | SftConfig, before: dict[str, Any], progress: Progress, process: ProcessName | None
 ) -> None:
-    """Raises: ConfigError where keys have changed that may not; it names all of them with both values."""
+    """Check each changed key.
+
+    Raises: ConfigError if keys have changed that may not; it names all of them with both values.
+    """
     root, prefix = config.paths.root, table_prefix(config)
     if process in (None, "trainer"):
         _check_adapters(config, before)
+
+    # Ask for each changed key from when on its new value may hold.
     found = changes_since(before, config, process)
     known = [each for each in found if each.before is not ABSENT]  # an earlier version may lack the key
     repeats = progress.steps > progress.saved
@@ -100,6 +115,7 @@ def _check_settings(
             f"the run in {root} cannot be resumed with {_listed(fixed)} - expected {_kept(fixed)}: what it has trained "
             f"so far would become something else. Leave it as it was, or {new_start}."
         )
+
     optim = next((each for each in known if each.key == f"{prefix}optim.type"), None)
     # AdamW and its 8-bit form read each other's moments. The base model has no optimizer state.
     if optim and progress.steps and str(optim.before)[:5] != str(optim.now)[:5]:
@@ -109,6 +125,8 @@ def _check_settings(
             "optimizer's state. Leave it as it was, or start a new run from the weights of this one: `model.name`, "
             "without `--resume`."
         )
+
+    # Steps after the checkpoint are repeated and must give the same bits, so the model is built as it was.
     if repeats and (late := [each for each in known if each.when == "checkpoint"]):
         raise ConfigError(
             f"the run in {root} cannot be resumed with {_listed(late)} now: its newest checkpoint is of step "
@@ -116,12 +134,13 @@ def _check_settings(
             f"expected {_kept(late)} up to a checkpoint. Resume it as it was (`--max-steps {progress.steps}` ends with "
             f"a checkpoint), or go back: `--{prefix}ckpt.resume-step {progress.saved}`."
         )
+
     if isinstance(config, RunConfig) and progress.batches and process in (None, "orchestrator"):
         _check_environments(config, before)
 
 
 def _check_adapters(config: RunConfig | SftConfig, before: dict[str, Any]) -> None:
-    """Refuse adapters where the whole model was trained, and the other way round."""
+    """Refuse adapters if the whole model was trained, and the other way round."""
     table = f"{table_prefix(config)}model.lora"
     model = (before.get("trainer", {}) if isinstance(config, RunConfig) else before).get("model") or {}
     old, new = model.get("lora"), training(config).model.lora
@@ -132,6 +151,8 @@ def _check_adapters(config: RunConfig | SftConfig, before: dict[str, Any]) -> No
             f"hold these only, and there is no `[{table}]` now - expected the table as it was. Add it ({given}, ...), "
             "or train the whole model in a new run, from an export: `trireme export --merge`."
         )
+
+    # A checkpoint holds either adapters or the whole model, and neither can be loaded as the other.
     if not old and new is not None and "lora" in model:
         raise ConfigError(
             f"the run in {config.paths.root} trains the whole model, which its checkpoints hold, and there is a table "
@@ -168,7 +189,7 @@ def _kept(found: list[Change]) -> str:
 def check_fresh(config: RunConfig, process: Literal["orchestrator", "trainer"]) -> None:
     """Check a process that starts alone: only a launcher moves the files of an earlier run aside.
 
-    Raises: ConfigError where the folder holds such files of this process, and the user did not ask to resume.
+    Raises: ConfigError if the folder holds such files of this process, and the user did not ask to resume.
     """
     from trireme.journal.journal import Journal  # it imports numpy, which `rl --help` does not wait for
 
@@ -196,7 +217,7 @@ def is_trained(config: RunConfig | SftConfig) -> bool:
 
 
 def _last_step(config: RunConfig | SftConfig) -> int | None:
-    """Return `max_steps`; None where the number of steps follows from the data."""
+    """Return `max_steps`; None if the number of steps follows from the data."""
     return None if isinstance(config, SftConfig) and config.num_epochs is not None else config.max_steps
 
 
@@ -209,6 +230,7 @@ def rewind(paths: RunPaths, version: int) -> None:
     from trireme.journal.journal import Journal  # they import numpy, which `rl --help` does not wait for
     from trireme.journal.versions import Versions
 
+    # This order lets an interrupted rewind be repeated: batches come last, as all else follows from them.
     set_aside_after(paths.checkpoints, version)
     Versions(paths.journal).rewind(version)
     set_aside_after(paths.weights, version)

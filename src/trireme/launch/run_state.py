@@ -32,11 +32,11 @@ class RunState:
     """The state of a run at one moment."""
 
     config: RunConfig
-    paths: RunPaths  # where the folder is now; it may have been moved
+    paths: RunPaths  # the folder's present place; it may have been moved
     progress: Progress
-    status: Status | None  # None where the orchestrator does not answer
+    status: Status | None  # None if the orchestrator does not answer
     checkpoints: list[int]
-    launcher: int | None  # pid, where it runs on this machine
+    launcher: int | None  # pid, if it runs on this machine
 
     def lines(self) -> Iterator[str]:
         yield f"run          {self.paths.root}"
@@ -68,13 +68,14 @@ class RunState:
 def look_at(run: Path) -> RunState:
     """Return the state of the run in a folder.
 
-    Raises: ConfigError where the folder holds no run.
+    Raises: ConfigError if the folder holds no run.
     """
     config = read_run(RunConfig, find_run_file(run, "orchestrator"))
     paths = RunPaths(run)
     progress = Progress(config.max_steps)
     for rows, _ in read_in_pieces(paths.metrics):
         progress.add(rows)
+
     server = config.orchestrator.server
     where = url_of(server.host, server.port or 8001, known=config.hosts.orchestrator)
     return RunState(
@@ -88,7 +89,7 @@ def look_at(run: Path) -> RunState:
 
 
 def ask_status(url: str, folder: Path, key: str | None, *, timeout_s: float) -> Status | None:
-    """Return the answer, or None where there is none, or where it is about another run than the one in `folder`.
+    """Return the answer, or None if there is none, or if it is about another run than the one in `folder`.
 
     The port may be another run's by now. A run that was started with a relative path is compared by its name alone.
     """
@@ -97,6 +98,8 @@ def ask_status(url: str, folder: Path, key: str | None, *, timeout_s: float) -> 
         status = msgspec.json.decode(answer.content, type=Status)
     except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, ValueError, RecursionError):
         return None
+
+    # The answer names its run, because another run may have taken the port since.
     run = Path(status.run)
     if run.is_absolute():
         return status if os.path.realpath(run) == os.path.realpath(folder) else None

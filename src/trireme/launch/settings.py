@@ -1,4 +1,4 @@
-"""How far a run has come, and the settings that it is started or resumed with: written down, compared, and told."""
+"""The progress of a run, and the settings that it is started or resumed with: written down, compared and printed."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ def progress_of(config: RunConfig | SftConfig) -> Progress:
     paths, step = config.paths, training(config).ckpt.resume_step
     if step is not None and step >= 0:
         return Progress(step, step, step, is_empty=isinstance(config, SftConfig) and step == 0)
+
     saved = max(complete_steps(paths.checkpoints), default=0)
     if isinstance(config, SftConfig):
         from trireme.journal.settings import read_past
 
+        # Rows before the last return to an earlier step are of steps that will be trained again.
         since = read_past(paths.run_config).went_back_s
         rows = [row for row in read_metrics(paths.metrics)[0] if row["process"] == "sft" and is_of_step(row)]
         steps = max([saved, *(row["step"] + 1 for row in rows if row.get("time_s", since) >= since)])
@@ -47,6 +49,7 @@ def progress_of(config: RunConfig | SftConfig) -> Progress:
     from trireme.journal.journal import Journal  # they import numpy, which `rl --help` does not wait for
     from trireme.journal.versions import Versions
 
+    # A step counts as trained once engines have confirmed its version, as tokens of it may be in the journal.
     confirmed = Versions(paths.journal).newest  # it may be later than the newest checkpoint
     steps = max(confirmed, saved, 0)
     batches = max([steps, *(batch + 1 for batch in Journal(paths.journal).steps())])
@@ -81,10 +84,12 @@ def write_settings(config: RunConfig | SftConfig, run_file: Path, process: Proce
         rounds = progress.steps > progress.saved and any(each.when == "rounding" for each in changed)
         entries = until(entries, progress.steps, progress.batches)
         entries.append(Earlier(earlier.name, progress.steps, progress.batches, progress.saved if rounds else None))
+
     step = training(config).ckpt.resume_step
     went_back = time.time() if step is not None and step >= 0 else past.went_back_s
     write_past(run_file, Past(until(entries, progress.steps, progress.batches), went_back))
 
+    # Last, so that a crash before it leaves the previous configuration in place.
     write_run(config, run_file)
     if earlier.read_bytes() == run_file.read_bytes():
         earlier.unlink()
@@ -126,22 +131,31 @@ def print_changes(
         "rounding": ", at once",
         "content": ", with the same content",
     }
+
+    # Keys that may change at any time (ports, log level) are not worth a line.
     shown = [each for each in changes_since(read_table(where), config, process) if each.when != "at once"]
     if shown:
         print(f"other settings than before (those are in {where}):")
     for each in shown:
+        # A changed secret is reported, and its values are not.
         one, other = (without_secrets({each.key.rpartition(".")[2]: value}) for value in (each.before, each.now))
         values = " -> ".join(in_words(next(iter(value.values()))) for value in (one, other))
+
+        # A schedule that ends with the run depends on its length.
         scheduler = training(config).scheduler.type if each.key == "max_steps" else "constant"
         rate = "" if scheduler == "constant" else f", and with it the learning rate of `{scheduler}`"
         print(f"  {each.key}: {values}{froms.get(str(each.when), '')}{rate}")
+
     if shown and progress.steps > progress.saved:
         print(
             f"steps {progress.saved} to {progress.steps - 1} are repeated with the settings of their time; to have the "
             f"new ones there too, go back: --{table_prefix(config)}ckpt.resume-step {progress.saved}"
         )
+
     if any(each.when == "rounding" for each in shown) and progress.steps > progress.saved:
         print("these steps may be rounded differently, and engines are then sent the last of their versions again")
+
+    # The template is a file of the model and no key, so no changed key would show it.
     then, now = content_at_first(config.paths), content_of_run(config)
     if then.get("chat template", "") != now.get("chat template", "") and then:
         print(

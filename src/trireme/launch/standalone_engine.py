@@ -44,8 +44,11 @@ async def open_server(
         DeadlineExceeded: it was not healthy in time.
     """
     assert spec.health is not None, spec
+
+    # Without a loopback interface the health check would fail until the deadline, and not show why.
     if problem := loopback_problem():
         raise ConfigError(problem)
+
     with open_children([spec], lambda: False, grace_s) as processes:
         child = processes.children[0]
         with waits.waiting("it to become healthy", peer=child.name, deadline_s=deadline_s) as wait:
@@ -54,13 +57,18 @@ async def open_server(
                     with suppress(httpx.HTTPError):
                         if (await client.get(spec.health)).status_code == 200:
                             break
+
+                    # `look` records an exit of the child, and notices its descendants.
                     processes.look()
                     wait.check()
+
+                    # No restart here: an engine that dies while it starts would do so again.
                     if child.exit is not None:
                         end = "\n".join(f"  {line}" for line in last_lines(spec.log, 12))
                         raise PeerDied(
                             f"{child.name} ended while starting ({child.exit}). The end of its log:\n{end}\nExpected "
                             f"it to serve the model. See the whole log for the cause: {spec.log}"
                         )
+
                     await asyncio.sleep(POLL_S)
         yield spec.health.removesuffix("/health")

@@ -34,15 +34,16 @@ def supervise(plan: Plan, config: RunConfig, *, grace_s: float = GRACE_S, keep_o
 
     Args:
         grace_s: between SIGTERM and SIGKILL at the end.
-        keep_open: file descriptors that stay open until no process is left, even where this one is killed.
+        keep_open: file descriptors that stay open until no process is left, even if this one is killed.
 
     Returns: the exit code: 0 done, 1 a process died for good, 2 it refused the configuration, 3 weights were wrong or
         the journal damaged, 128 + N after signal N.
 
-    Raises: ConfigError where W&B cannot start; no process is started then.
+    Raises: ConfigError if W&B cannot start; no process is started then.
     """
     started = time.monotonic()
     with open_wandb_mirror(config):
+        # The view outlives the processes, so that their last rows of metrics are shown.
         with catch_signals() as signals, open_view(config, config.paths.root) as view:
             with open_children(plan.values(), lambda: len(signals) > 1, grace_s, keep_open) as children:
                 reach("launcher.started")
@@ -50,11 +51,13 @@ def supervise(plan: Plan, config: RunConfig, *, grace_s: float = GRACE_S, keep_o
                 if ending.signal_number:
                     view.say("stopping (again to kill)")
             view.tick(children.states(), final=True)
+
         restarts = {child.name: child.num_restarts for child in children.children}
         if ending == Ending():
             view.say(summary(view.progress, config, time.monotonic() - started, restarts))
         else:
             words = [*ending.lines(), *warning_lines(view.progress.warnings), *restarts_lines(restarts)]
+
             if config.paths.holds_run:  # it resumes from the newest checkpoint and every batch since
                 steps = complete_steps(config.paths.checkpoints)
                 where = f" from step {steps[-1]}" if steps else ""
@@ -77,7 +80,10 @@ def _watch(children: Children, config: RunConfig, view: View, signals: Sequence[
                 return Ending(signal_number=signals[0])
             if (ending := policy.judge(children.children)) is not None:
                 return ending
+
+            # Killed processes are seen as dead in the next turn, and then restarted by the policy.
             for line in [*frozen.kill_frozen(watched, table), *health.kill_silent()]:
                 view.say(line)
+
             view.tick(children.states())
             time.sleep(POLL_S)
