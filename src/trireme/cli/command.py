@@ -58,9 +58,11 @@ def run_command(program: str, main: Callable[[list[str]], int | None], *, abrupt
     """
     correct_wheel_tag()
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error: an encoding may lack what a log holds
+        sys.stdout.reconfigure(errors="backslashreplace")  # like standard error, for encodings that lack a letter
     if any(word in HELP for word in sys.argv):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `rl --help | head` ends quietly
+
+    # Errors that the user can correct end with one line; all others keep their traceback, for a report.
     try:
         _check_names()
         code = main(sys.argv[1:]) or 0
@@ -82,6 +84,8 @@ def run_command(program: str, main: Callable[[list[str]], int | None], *, abrupt
         code = _refused(program, error)
     except KeyboardInterrupt:
         code = 130
+
+    # Flush before the exit: what Python flushes later fails without a useful exit code.
     code = _flush_output(program, code)
     sys.stderr.flush()
     if abruptly:
@@ -147,7 +151,7 @@ def choose_verb(program: str, lines: Mapping[str, str], argv: list[str], advice:
         lines: what each verb does.
         advice: for a word that is like none of them.
 
-    Raises: ConfigError where there is no such verb.
+    Raises: ConfigError if there is no such verb.
     """
     if not argv or argv[0] in HELP:
         width = max(map(len, lines))
@@ -156,6 +160,7 @@ def choose_verb(program: str, lines: Mapping[str, str], argv: list[str], advice:
         raise SystemExit(0 if argv else ConfigError.exit_code)
     if argv[0] in lines:
         return argv[0]
+
     near = get_close_matches(argv[0], lines, n=1)
     hint = f"Did you mean `{program} {near[0]}`?" if near else advice or f"See `{program} --help`."
     raise ConfigError(f"there is no `{program} {argv[0]}` - expected one of {', '.join(lines)}. {hint}")
@@ -168,17 +173,24 @@ def open_process(name: ProcessName, argv: list[str]) -> tuple[RunConfig, Path]:
     Everything that must happen before heavy imports happens here: environment variables, and the tie to the parent.
     """
     config, invocation = load_run_config(argv, section=name, program=name)
+
+    # Started by `rl`, or as a rank: the file is resolved and checked already.
     if invocation.run:
         end_with_parent()
         join_network(config, name, int(os.environ.get(NODE, 0)))
         is_rank_of_a_lone_trainer = RANKS_PARENT in os.environ and MARKER not in os.environ
         return config if is_rank_of_a_lone_trainer else resuming(config), invocation.run
+
+    # Started alone: do what `rl` does for all its processes, for this one.
     devices = detect_devices()
     node = node_of(config, name, invocation)
     config = resolve(config, devices, section=name, node=node)
     check(config, devices, section=name)
+
     if invocation.dry_run:
         sys.exit(_flush_output(name, ConfigError.exit_code if show(config, devices, name) else 0))
+
+    # Checks come before anything is written, so that a refusal leaves the folder as it was.
     check_launch(config, devices, section=name)
     print_warnings(config, name)
     if name != "inference":
@@ -186,7 +198,10 @@ def open_process(name: ProcessName, argv: list[str]) -> tuple[RunConfig, Path]:
         if not node:
             with hold(config.paths, name):  # or else the configuration of a running process would be replaced
                 check_fresh(config, name)
+
     join_network(config, name, node)
+
+    # The first machine keeps the history of settings; further machines and engines only need theirs.
     run_file = config.paths.configs / (f"{name}-{node}.json" if node else f"{name}.json")
     if node or name == "inference":
         write_run(config, run_file)
@@ -196,6 +211,8 @@ def open_process(name: ProcessName, argv: list[str]) -> tuple[RunConfig, Path]:
         note_provenance(config, devices)
     if not node:
         write_process_files(config, config.paths.configs, (name,))
+
+    # Last: torch and vLLM read these variables when they are imported, which the caller does next.
     set_environment(plan(config, run_file, devices)[name].env)
     return config, run_file
 
@@ -234,6 +251,8 @@ def note_provenance(config: RunConfig, devices: Devices) -> None:
             folder = source.folder or (file if file.suffix == ".py" else None)
             described = describe_environment(folder, venv / "bin" / "python" if venv else None)
             environments[each.resolved_name] = described
+
+    # A run without provenance is worth more than no run: it is left out if the disk refuses it.
     command = [Path(sys.argv[0]).name, *command_without_secrets(sys.argv[1:])]
     with suppress(OSError):
         write_provenance(config.paths, collect_provenance(devices, environments, command))
@@ -273,6 +292,8 @@ def become_ranks(num_ranks: int, module: str, run_file: Path, *, torchrun: Seque
     if num_ranks == 1:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         return
+
+    # From here on only the parent of the ranks runs; each rank calls this again, and returns above.
     os.environ[RANKS_PARENT] = str(os.getpid())
     sys.stdout.flush()
     rank_arguments = [module, "--run", str(run_file)]
@@ -283,7 +304,7 @@ def become_ranks(num_ranks: int, module: str, run_file: Path, *, torchrun: Seque
 
 
 def _torchrun(arguments: list[str]) -> int:
-    """Run torchrun and return its exit code; that of `report_failed` where ranks failed."""
+    """Run torchrun and return its exit code; that of `report_failed` if ranks failed."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run

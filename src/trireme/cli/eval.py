@@ -30,18 +30,22 @@ def main() -> None:
 
 
 def eval(argv: list[str]) -> int:
-    """Return the verb's exit code; of `weights`, 0 where every rollout has a reward.
+    """Return the verb's exit code; of `weights`, 0 if every rollout has a reward.
 
-    Raises: ConfigError where there is no such verb, or for what was typed; TriremeError where the engine went away.
+    Raises: ConfigError if there is no such verb, or for what was typed; TriremeError if the engine went away.
     """
     if not argv or argv[0] in HELP:
         print(MANUAL)
     if not argv:
         return 2
+
+    # The verb `weights` is implied by flags or a file as the first word.
     name, rest = "weights", argv
     if not argv[0].startswith(("-", "@")):
         advice = f"For an environment: `trireme eval run {argv[0]} -m MODEL`."
         name, rest = choose_verb("eval", VERBS, argv, advice), argv[1:]
+
+    # Imports are made per verb: those of checkpoints load torch, which takes seconds.
     if name == "run":
         from trireme.tools.evaluate.run import eval_run
 
@@ -50,6 +54,7 @@ def eval(argv: list[str]) -> int:
         from trireme.cli.runs.eval_view import eval_view
 
         return eval_view(rest)
+
     from trireme.config.load import load_config
     from trireme.tools.evaluate.config import EvalConfig, with_environments
 

@@ -14,6 +14,8 @@ def main() -> None:
 def inference(argv: list[str]) -> None:
     config, _ = open_process("inference", argv)
     start_logging("inference", config.log_level)
+
+    # vLLM would measure free memory while the trainer allocates on the same GPU, so it is given a size.
     if config.shares_gpus:
         from trireme.tools.plan.advice import size_kv_cache
 

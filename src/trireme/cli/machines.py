@@ -44,10 +44,13 @@ def join_network(config: RunConfig, name: ProcessName, node: int) -> None:
     if config.hosts.are_loopback:
         stay_on_loopback()
         return
+
+    # Find the interface by the route to another machine of the run.
     addresses = config.hosts.by_process[name]
     here = addresses[min(node, len(addresses) - 1)].partition(":")[0]
     peer = next((host for host in config.hosts.all if host != here), here)
     address = own_address(here, peer=peer)
+
     os.environ[NODE] = str(node)
     os.environ.setdefault("VLLM_HOST_IP", address)
     if (interface := interface_of(address)) is not None:
@@ -67,7 +70,7 @@ def torchrun_arguments(config: RunConfig) -> list[str]:
     arguments = {
         "--nnodes": len(hosts),
         "--node-rank": number,
-        "--master-addr": hosts[0],  # where they meet
+        "--master-addr": hosts[0],  # address at which the ranks rendezvous
         "--master-port": config.ports.ranks or 0,
         "--local-addr": own_address(hosts[number], peer=hosts[0] if number else hosts[1]),
         "--rdzv-id": hashlib.sha256(sealed(f"ranks of {config.run_id}").encode()).hexdigest()[:32],
@@ -84,13 +87,15 @@ def keep_ranks(config: RunConfig, run_file: Path) -> int:
     A rank that dies, or is cut off, ends all others within seconds. Each machine then starts its own again, and they
     wait for each other; they resume from the newest checkpoint. `[supervisor]` has the limits, as for `rl`.
     """
-    from trireme.launch.restarts import Trained  # which no other command needs
+    from trireme.launch.restarts import Trained  # no other command needs it
 
     trained, newest, in_a_row = Trained(config.paths.metrics), -1, 0
     while True:
         code = _run_ranks(run_file)
         if code in (0, *FINAL_EXIT_CODES) or code >= 128 or not config.supervisor.restart:
             return code
+
+        # Only failures without progress count towards the limit.
         if (now := trained.newest()) > newest:
             newest, in_a_row = now, 0
         if in_a_row >= config.supervisor.max_restarts:
@@ -114,10 +119,11 @@ def _run_ranks(run_file: Path) -> int:
         asked.append(number)
         process.send_signal(number)
 
+    # A scheduler sends SIGTERM to this process: pass it on, and stay until the ranks have ended.
     before = signal.signal(signal.SIGTERM, pass_on)
     try:
         code = process.wait()
-    except KeyboardInterrupt:  # they were interrupted as well
+    except KeyboardInterrupt:  # the ranks were interrupted as well
         process.wait()
         raise
     finally:

@@ -24,9 +24,10 @@ def orchestrator(argv: list[str]) -> None:
     with quick_imports():
         from trireme.orchestrator.loop import orchestrate
 
+    # Two orchestrators in one folder would both fill the journal.
     with hold(config.paths, "orchestrator"):
         remove_partial_files(config.paths.journal)
-        if MARKER not in os.environ:  # else the launcher has written it
+        if MARKER not in os.environ:  # started alone; the launcher writes it for its children
             write_key(config.paths.root, status_key())
         orchestrate(config)
 

@@ -51,9 +51,12 @@ def run_translated(program: str, argv: list[str]) -> int:
     if command.print_config:
         print(as_toml(typed.translation), end="")
         return 0
+
     set_variables(typed.translation.env_files)
     if command.dry_run:
         return dry_run(config, devices)
+
+    # Errors from here on name the keys of the file that the user wrote, not of its translation.
     with their_keys_named(typed.file, typed.translation):
         if program in PANES and not command.one_terminal and wants_panes(command.session):
             check_launch(config, devices)  # while it can be seen in this terminal
@@ -83,12 +86,14 @@ def open_panes(session: str, paths: RunPaths, processes: Sequence[str], command:
     """Open a session of tmux and attach to it.
 
     Args:
-        processes: whose logs are followed, from the top.
+        processes: those whose logs are followed, from the top.
         command: the run.
 
     Raises: ConfigError if a session of that name has a run that is not over.
     """
-    session = re.sub("[.:]", "_", session)  # as tmux does
+    session = re.sub("[.:]", "_", session)  # tmux replaces these letters too
+
+    # A session in which a run is alive must not be replaced; one whose run is over may.
     listed = _tmux("list-panes", "-s", "-t", f"={session}", "-F", "#{pane_title} #{pane_dead}", check=False)
     if listed and f"{RUN} 1" not in listed.splitlines():
         raise ConfigError(
@@ -101,9 +106,13 @@ def open_panes(session: str, paths: RunPaths, processes: Sequence[str], command:
     shown = {
         process: f"exec tail -n 200 -F {shlex.quote(str(paths.log(process)))} 2>/dev/null" for process in processes
     }
+
+    # tmux starts panes with the environment of its server, and keys must not be in a command line.
     script = _write_environment()
     file = shlex.quote(str(script))
     shown[RUN] = f"exec sh -c {shlex.quote(f'. {file}; rm -f {file}; exec {shlex.join(command)}')}"
+
+    # Build one long command: panes above, the run below, each titled and kept after its end.
     window = ["-t", f"={session}:"]
     words: list[str] = []
     for title, text in shown.items():
@@ -112,12 +121,15 @@ def open_panes(session: str, paths: RunPaths, processes: Sequence[str], command:
         words += ["select-pane", *window, "-T", title, ";"]
     words += ["select-layout", *window, "even-vertical", ";", "set-option", *window, "pane-border-status", "top", ";"]
     words += ["set-option", *window, "pane-border-format", " #{pane_title} "]
+
     try:
         _tmux(*words)  # one call, because the pane of a short run would be gone before it is kept
     except ConfigError:
         script.unlink(missing_ok=True)
         _tmux("kill-session", "-t", f"={session}", check=False)
         raise
+
+    # Without a terminal (a script, CI) there is nothing to attach.
     sys.stdout.flush()
     if not sys.stdout.isatty():
         print(f"session {session} is open: tmux attach -t {session}")

@@ -33,20 +33,24 @@ def rl(argv: list[str]) -> int:
 
 
 def dry_run(config: RunConfig, devices: Devices) -> int:
-    """Write the resolved configuration without replacing a run's own. Return 2 where the run would not start."""
+    """Write the resolved configuration without replacing a run's own. Return 2 if the run would not start."""
     problems = show(config, devices)
     if not problems:
         _print_fit_warnings(config, devices)
+
+    # Collect all problems: a dry run shows everything that prevents a start, not only the first.
     for look in (check_folder, check_resume, find_environments):
         try:
             look(config)
         except ConfigError as error:
             problems.append(str(error))
             print(f"\nnot ready: {error}")
+
     folder = config.paths.configs / "dry-run"
     run_file = folder / config.paths.run_config.name
-    run_file.unlink(missing_ok=True)  # of another dry run
+    run_file.unlink(missing_ok=True)  # left by an earlier dry run
     write_configs(config, folder)
+
     is_resumed = config.resume or config.trainer.ckpt.resume_step is not None
     if is_resumed and config.paths.run_config.exists():
         print_changes(config, progress_of(config), where=config.paths.run_config)
@@ -58,17 +62,19 @@ def launch(config: RunConfig, devices: Devices, processes: tuple[ProcessName, ..
     """Start a resolved run and supervise it to its end. Return its exit code.
 
     Args:
-        processes: those to start, beside an engine that the user starts; all where empty.
+        processes: those to start, next to an engine that the user starts; all if empty.
 
-    Raises: ConfigError where the run cannot start. Nothing is changed then.
+    Raises: ConfigError if the run cannot start. Nothing is changed then.
     """
     from trireme.launch.dashboard import run_dashboard
     from trireme.launch.supervise import supervise
 
     check_folder(config)  # a refusal leaves nothing in the user's folder
     if config.paths.root.exists():
-        with hold_folder(config.paths):  # what a killed launcher left behind is gone then, and its ports are free
+        with hold_folder(config.paths):  # afterwards processes of a killed launcher are gone, and their ports free
             pass
+
+    # A run that cannot start is refused before anything is written.
     check_resume(config)
     if config.resume and is_trained(config):
         from trireme.orchestrator.loop import is_over
@@ -76,19 +82,25 @@ def launch(config: RunConfig, devices: Devices, processes: tuple[ProcessName, ..
         if is_over(config):
             print(f"all {config.max_steps} steps are trained, confirmed, evaluated and saved: nothing is left to do")
             return 0
+
     for section in processes or (None,):
         check_launch(config, devices, section=section)
     print_warnings(config)
     adopt_token(config.hosts.token_file)
+
+    # An engine that the user starts cannot know a token that is made here.
     is_of_this_run = not processes and make_token()
     find_environments(config)
     if config.device == "cuda":  # on CPUs nothing is planned, and nothing is loaded for it
         _print_fit_warnings(config, devices)
+
+    # From here on the folder is ours, and is changed.
     with hold_folder(config.paths) as lock:
         move_old_run_aside(config)
         write_configs(config, config.paths.configs)
         write_key(config.paths.root, token() if is_of_this_run else status_key())
         note_provenance(config, devices)
+
         whole = plan(config, config.paths.run_config, devices)
         with run_dashboard(config):
             return supervise({name: whole[name] for name in processes or whole}, config, keep_open=(lock,))
@@ -102,7 +114,10 @@ def _print_fit_warnings(config: RunConfig, devices: Devices) -> None:
 
 
 def find_environments(config: RunConfig) -> None:
-    """Raises: ConfigError where one does not exist, before engines are started for it."""
+    """Look for all environments before engines are started for them.
+
+    Raises: ConfigError if one does not exist.
+    """
     from trireme.orchestrator.environments.venv import find_environment
 
     for environment in config.orchestrator.all_environments:

@@ -30,12 +30,15 @@ def sft(argv: list[str]) -> None:
         end_with_parent()
         _train(config, invocation.run)
         return
+
+    # Started by the user. The ranks take the branch above.
     devices = detect_devices()
     config = resolve_sft(config, devices)
     check_sft(config, devices)
     if invocation.dry_run:
         print(to_toml(to_table(config)))
         return
+
     check_folder(config)  # a refusal leaves nothing in the user's folder
     with hold_folder(config.paths):
         check_resume(config)

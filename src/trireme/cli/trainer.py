@@ -19,8 +19,11 @@ def main() -> None:
 def trainer(argv: list[str]) -> int | None:
     config, run_file = open_process("trainer", argv)
     torchrun = torchrun_arguments(config)
+
+    # On several machines a keeper on each restarts its ranks, as no launcher sees them all.
     if torchrun and not (KEEPER in os.environ or RANKS_PARENT in os.environ):
         return keep_ranks(config, run_file)
+
     become_ranks(config.trainer.num_ranks or 1, "trireme.cli.trainer", run_file, torchrun=torchrun)
     start_logging("trainer" if rank() == 0 else f"trainer.{rank()}", config.log_level)
 
@@ -29,6 +32,7 @@ def trainer(argv: list[str]) -> int | None:
         from trireme.trainer.out_of_memory import explain_out_of_memory
 
     with ExitStack() as stack:
+        # One lock for all ranks: a second trainer in the folder would write the same checkpoints.
         if rank() == 0:
             stack.enter_context(hold(config.paths, "trainer"))
         stack.enter_context(explain_out_of_memory("trainer."))

@@ -17,7 +17,7 @@ class Verb:
     """One of the commands. Its module is imported when it is called, and holds a function of its name."""
 
     module: str  # below `trireme.cli`
-    line: str  # what it does, for the list
+    line: str  # description in the list of verbs
     abruptly: bool = False  # see `run_command`
 
 
@@ -54,7 +54,10 @@ def main() -> None:
 
 
 def trireme(argv: list[str]) -> int:
-    """Raises: ConfigError if the verb is not one of ours."""
+    """Call a verb, and return its exit code.
+
+    Raises: ConfigError if the verb is not one of ours.
+    """
     if argv == ["--version"]:
         print(f"trireme {version('trireme')}")
         return 0
@@ -64,7 +67,7 @@ def trireme(argv: list[str]) -> int:
 def train(argv: list[str]) -> int:
     """Call `trireme train VERB ...`, the same as `trireme VERB ...`, for those who are used to it.
 
-    Raises: ConfigError where the verb is not one of these.
+    Raises: ConfigError if the verb is not one of these.
     """
     verbs = {name: VERBS[name] for name in ("submit", "status", "logs", "cancel")}
     return _call("trireme train", verbs, argv, "To train on this machine, type `rl @ FILE`.")

@@ -59,9 +59,10 @@ def install(argv: list[str]) -> int:
 
 
 def known_name(word: str, root: Path = ENVIRONMENTS) -> str:
-    """
+    """Return the name of an environment without `vf-`, if only that one is here.
+
     Example:
-        known_name("vf-math-python")  # "math-python", where environments/ has that and no vf_math_python
+        known_name("vf-math-python")  # "math-python" if environments/ has that and no vf_math_python
     """
     plain = word.removeprefix("vf-")
     is_here = [(root / name.replace("-", "_") / "pyproject.toml").is_file() for name in (word, plain)]
@@ -75,6 +76,8 @@ def serve(argv: list[str]) -> None:
     if not any(word.startswith("@") for word in argv):
         inference(argv if any(word in HELP for word in argv) else list(engine_flags(argv)))
         return
+
+    # `inference` reads our own format, so the translation is written to a file.
     typed = read_run_file(argv, detect_devices(), program="vf-vllm", kinds=("vf-rl",))
     file = typed.config.paths.configs / "translated.toml"  # next to the other processes' configuration
     with atomic_write(file) as out:
@@ -83,7 +86,7 @@ def serve(argv: list[str]) -> None:
 
 
 def engine_flags(argv: list[str]) -> Iterator[str]:
-    """Yield vLLM's flags as those of `inference`. Flags of `inference` itself may stand among them.
+    """Yield vLLM's flags as those of `inference`. Flags of `inference` itself may be among them.
 
     Example:
         engine_flags(["--model", "m", "--enforce-eager"])  # "--model.name", "m", "--inference.model.enforce-eager"
@@ -91,10 +94,13 @@ def engine_flags(argv: list[str]) -> Iterator[str]:
     for flag in parse_arguments(argv):
         if not isinstance(flag, TypedFlag):
             raise ConfigError(f"`{flag.name}` - expected flags of vLLM. Write `--model NAME` and the like.")
+
+        # Flags that vLLM and we both have are taken as vLLM's, which users of this command mean.
         name = ".".join(flag.path)
         is_ours = name not in VLLM_FLAGS and (knows(RunConfig, flag) or knows(Invocation, flag))
         target = name if is_ours else VLLM_FLAGS.get(name, To(f"inference.args.{name}")).target
         if isinstance(target, str):
             yield from (as_flag(tuple(target.split("."))), *flag.values)
+
         if name == "max_model_len":
             yield from ("--seq-len", *flag.values)

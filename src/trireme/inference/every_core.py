@@ -33,6 +33,8 @@ class CallEveryCore:
             return
         with suppress(ClientDisconnected):
             call = msgspec.json.decode(await read_body(receive, MOST_BYTES), type=_Call)
+
+            # Answers come per core, and within it per worker: the client expects one flat list.
             cores = scope["app"].state.engine_client.engine_core
             answers = await cores.call_utility_all_async("collective_rpc", call.method, None, tuple(call.args), {})
             results = [result for workers in answers for result in workers]

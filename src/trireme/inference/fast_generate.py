@@ -85,8 +85,11 @@ class FastGenerate:
             adapter = None if asked.model is None else state.openai_serving_models.lora_requests[asked.model]
         except (msgspec.DecodeError, KeyError, TypeError, ValueError):
             return None
+
         if not asked.token_ids or params is None:
             return None
+
+        # The client may leave at any time. Its request must not keep a slot of the engine.
         request_id = f"generate-tokens-{uuid.uuid4().hex}"
         prompt = tokens_input(asked.token_ids, cache_salt=asked.cache_salt)
         outputs = state.engine_client.generate(prompt, params, request_id, lora_request=adapter)
@@ -97,6 +100,7 @@ class FastGenerate:
                         final = output
             except Exception:
                 return None
+
         (choice,) = final.outputs
         return None if choice.finish_reason == "error" else _encode(_response(request_id, choice))
 
@@ -128,6 +132,8 @@ class Gathering:
 
     async def _hold(self) -> None:
         loop = asyncio.get_running_loop()
+
+        # The first request opens a gate for all that follow; each of these delays it, up to `_latest`.
         if self._gate is None or self._timer is None:
             self._gate, self._latest = asyncio.Event(), loop.time() + MOST_GATHERED_S
         else:
@@ -164,9 +170,13 @@ def _response(request_id: str, choice: CompletionOutput) -> dict[str, Any]:
     ids = list(choice.token_ids)
     assert choice.logprobs is not None
     logprobs: list[float] = choice.logprobs.logprobs  # flat: one per token
+
+    # JSON has neither NaN nor infinity: write them as vLLM does.
     finite = [LOWEST if math.isnan(logprob) else max(logprob, LOWEST) for logprob in logprobs]
     content = [{"token_id": token, "logprob": logprob} for token, logprob in zip(ids, finite, strict=True)]
+
     spans = choice.weight_versions
+
     return {
         "request_id": request_id,
         "choices": [
@@ -198,6 +208,7 @@ def _cancel_on_disconnect(receive: Receive) -> Iterator[None]:
     try:
         yield
     except asyncio.CancelledError:
+        # Cancelled by `listen`, and not by the end of the server.
         if listening.done():
             raise ClientDisconnected from None
         raise

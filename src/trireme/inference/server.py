@@ -43,7 +43,7 @@ FORKED = "trireme.inference.cpu.forked_engine.ForkedExecutor"
 def serve(config: RunConfig) -> None:
     """Serve until a signal stops the server. Imports vLLM only here, after its environment is set.
 
-    Raises: ConfigError where vLLM refuses its arguments.
+    Raises: ConfigError if vLLM refuses its arguments.
     """
     os.environ.update(environment(config))
     with quick_imports():
@@ -66,6 +66,8 @@ def serve(config: RunConfig) -> None:
     parser = make_arg_parser(Parser())
     arguments = without_negated_switches(server_arguments(config), parser._option_string_actions)
     log.info("vllm serve %s", " ".join(command_without_secrets(arguments)))
+
+    # Arguments are parsed here and not by vLLM's command, so that a wrong one is a `ConfigError`.
     try:
         args = parser.parse_args(arguments)
         validate_parsed_serve_args(args)
@@ -78,7 +80,7 @@ def serve(config: RunConfig) -> None:
         with quick_imports():
             from trireme.inference.cpu.forked_engine import serve_forked
         serve_forked(args)
-    except ValidationError as error:  # of vLLM's own configuration, before the engine starts
+    except ValidationError as error:  # raised by vLLM's own configuration, before the engine starts
         raise _refusal("; ".join(each["msg"] for each in error.errors())) from None
 
 
@@ -97,10 +99,13 @@ def environment(config: RunConfig) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING" if config.log_level in ("warning", "error") else "INFO",
     }
+
     if config.serves_adapters:
         settings["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # the route that gives the adapter its name
     if config.device == "cuda" and config.synchronous:
         settings["VLLM_BATCH_INVARIANT"] = "1"  # a request's bits must not depend on which others it is batched with
+
+    # Threads are not bound to cores, which trainer and engine share; `OMP_NUM_THREADS` limits them instead.
     if config.device == "cpu":
         threads = config.inference.cpu.threads or os.cpu_count() or 1
         settings |= {
@@ -133,7 +138,7 @@ def server_arguments(config: RunConfig) -> list[str]:
         "tensor-parallel-size": inference.parallel.tp,
         "weight-transfer-config": '{"backend": "trireme"}',
         "worker-extension-cls": "trireme.inference.weight_engine.WorkerExtension",
-        "logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from, temperature included
+        "logprobs-mode": "processed_logprobs",  # logprobs under the distribution that was sampled from
         "enable-scale-out": True,  # /inference/v1/generate
         "disable-uvicorn-access-log": True,
         "trust-remote-code": model.trust_remote_code,
@@ -144,11 +149,14 @@ def server_arguments(config: RunConfig) -> list[str]:
         "enforce-eager": model.enforce_eager,
         "data-parallel-size": inference.parallel.dp,
     }
+
+    # Low-bit weights are loaded in the precision of the engine, or they could not take the trainer's.
     described = read_config(config.inference.model.name)
     if has_low_bit_weights(described):
         plain: dict[str, Any] = {"quantization_config": None}
         plain |= {part: dict(plain) for part in ("text_config",) if "quantization_config" in described.get(part, {})}
         arguments |= {"load-format": "trireme", "hf-overrides": json.dumps(plain)}  # see `published_loader.py`
+
     if config.trainer.model.vlm is not None:
         # vLLM forgets pictures at each weight update in the engine, but not in its server, which would then leave out
         # what the engine no longer has. Without that cache each request carries its pictures.
@@ -159,10 +167,12 @@ def server_arguments(config: RunConfig) -> list[str]:
         arguments["allowed-media-domains"] = NOWHERE
     elif leaves_out_vision(described):
         arguments["language-model-only"] = True
+
     if config.device == "cpu":
         arguments |= _cpu_arguments(config)
     else:
         arguments["gpu-memory-utilization"] = inference.gpu_memory_utilization
+
     if config.serves_adapters:
         lora = config.trainer.model.lora
         assert lora is not None
@@ -170,6 +180,7 @@ def server_arguments(config: RunConfig) -> list[str]:
         targets = tuple(dict.fromkeys(name.rpartition(".")[2] for name in lora.target_modules))
         arguments |= {"enable-lora": True, "max-lora-rank": lora.engine_rank, "lora-target-modules": targets}
         arguments |= {"max-loras": 1, "max-cpu-loras": 1}
+
     if config.replays_routes:  # the engine needs its prefix cache to return its routes
         arguments["enable-prefix-caching"] = True
         if config.device == "cpu":
@@ -177,11 +188,16 @@ def server_arguments(config: RunConfig) -> list[str]:
             arguments |= {"scheduler-cls": f"{ours}.RoutingScheduler", "worker-cls": f"{ours}.RoutingWorker"}
         else:
             arguments["enable-return-routed-experts"] = True
+
+    # The user's arguments come last and win; what follows depends on the result.
     arguments |= {name.replace("_", "-"): value for name, value in inference.args.items()}
     has_one_worker = all(arguments.get(f"{kind}-parallel-size") in (None, 1) for kind in ("tensor", "pipeline", "data"))
     if config.device == "cpu" and has_one_worker:
         arguments.setdefault("distributed-executor-backend", FORKED)
+
     flags = [part for name, value in arguments.items() for part in _flag(name, value)]
+
+    # `/collective_rpc` must reach all cores. The fast path is left out if an option needs vLLM's own route.
     if arguments.get("data-parallel-size") not in (None, 1):
         flags += ["--middleware", "trireme.inference.every_core.CallEveryCore"]
     if not any(arguments.get(name) for name in OWN_ROUTE_ONLY) and not os.environ.get("VLLM_API_KEY"):
@@ -195,10 +211,11 @@ def _cpu_arguments(config: RunConfig) -> dict[str, Any]:
     arguments: dict[str, Any] = {"enforce-eager": True, "data-parallel-size": None, "block-size": BLOCK}
     if not config.inference.arg("block-size"):
         arguments["num-gpu-blocks-override"] = _sufficient_blocks(config)
+
     described = read_config(config.inference.model.name)
     if rotates_in_three_dimensions(described):
         arguments["compilation-config"] = '{"custom_ops": ["-rotary_embedding"]}'
-    if latent_width(described):  # else vLLM attends in bfloat16 on processors with AMX, and refuses small heads there
+    if latent_width(described):  # the default computes attention in bfloat16 with AMX, and refuses small heads
         arguments["attention-backend"] = "CPU_MLA"
     if not caches_prefixes_on_cpu(described):
         log.info("The prefix cache is off: vLLM's CPU engine dies when it stores the state of a Mamba-2 layer.")
@@ -212,8 +229,8 @@ def _cpu_arguments(config: RunConfig) -> dict[str, Any]:
 
 
 def _sufficient_blocks(config: RunConfig) -> int | None:
-    """Return how many blocks of the cache hold all sequences of a run at full length; None where these may not fit into
-    `kv_cache_gib`, or where layers share blocks in ways of their own. Filling a GiB that is never used takes vLLM half
+    """Return how many blocks of the cache hold all sequences of a run at full length; None if these may not fit into
+    `kv_cache_gib`, or if layers share blocks in ways of their own. Filling a GiB that is never used takes vLLM half
     a second of its start."""
     described = read_config(config.inference.model.name)
     try:
@@ -241,7 +258,7 @@ def _flag(name: str, value: Any) -> list[str]:
 
 
 def without_negated_switches(arguments: list[str], known: Container[str]) -> list[str]:
-    """Leave out `--no-NAME` where vLLM knows `--NAME` alone: leaving such a switch out is its negative form."""
+    """Leave out `--no-NAME` if vLLM knows `--NAME` alone: leaving such a switch out is its negative form."""
     return [
         each
         for each in arguments

@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
-ADAPTER_ID = 1  # of the only adapter; vLLM's server counts from 1 as well
+ADAPTER_ID = 1  # id of the only adapter; vLLM's server counts from 1 as well
 
 
 def begin_reload(model: torch.nn.Module) -> None:
@@ -44,7 +44,7 @@ def finish_reload(model: torch.nn.Module, model_config: object) -> None:
 
 
 def _renew_convolutions(model: torch.nn.Module) -> None:
-    """Copy new convolutions to where `MambaMixer2` reads them.
+    """Copy new convolutions into the buffer that `MambaMixer2` reads.
 
     Its buffer `conv_weights` is a view of `conv1d.weight` that is made at build. In bfloat16 on a CPU, vLLM then gives
     the weight another storage, in which it is packed, so that the view keeps the old convolution.
@@ -126,6 +126,7 @@ def incomplete_layers(model: torch.nn.Module) -> list[str]:
         owns_parameters = any(True for _ in layer.parameters(recurse=False))
         if not info.can_load() or not owns_parameters or is_deferred_attention_layer(layer):
             continue
+
         padded = isinstance(layer, VocabParallelEmbedding)
         expected = info.load_numel_total - (_expert_padding(layer) if isinstance(layer, RoutedExperts) else 0)
         if info.load_numel <= 0 or (info.load_numel < expected and not padded):
@@ -136,7 +137,7 @@ def incomplete_layers(model: torch.nn.Module) -> list[str]:
 def _expert_padding(experts: RoutedExperts) -> int:
     """Return the number of values that vLLM counts as expected, and that no checkpoint has.
 
-    vLLM builds experts larger than they are where their kernel works in blocks: to multiples of 128 where they are
+    vLLM builds experts larger than they are if their kernel works in blocks: to multiples of 128 if they are
     rounded to 8 bits per block, and for some ways to exchange tokens. Plain experts say so (`weight_loader_numel`),
     those that are rounded do not.
     """
@@ -158,6 +159,8 @@ def load_adapter(manager: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         tensors: under PEFT's names, with the scale of the adapter already in them.
     """
     inner = manager._adapter_manager
+
+    # vLLM caches an adapter by its id, and would keep the old tensors.
     inner.remove_adapter(ADAPTER_ID)
     loras = {
         module: LoRALayerWeights(module, rank=len(a), lora_alpha=len(a), lora_a=a, lora_b=b, scaling=1.0)
@@ -175,8 +178,11 @@ def adapter_gaps(manager: Any, tensors: Mapping[str, torch.Tensor | None]) -> li
     found = _by_module(manager, tensors)
     if ADAPTER_ID not in inner.lora_index_to_id:
         return [f"{module} (no adapter)" for module in found]
+
+    # vLLM stacks projections that it computes together (q, k and v): map each part to its place in the stack.
     slot = inner.lora_index_to_id.index(ADAPTER_ID)
     places = {part: (whole, place) for whole, parts in inner.packed_modules.items() for place, part in enumerate(parts)}
+
     gaps = []
     for module, (a, b) in found.items():
         layer_name, place = places.get(module, (module, 0))

@@ -1,6 +1,6 @@
 """Our end of the weight path inside vLLM: receives tensors, fingerprints and loads them, and reports what it did.
 
-One engine for all kinds (gloo, nccl, ipc, filesystem): a kind only decides where the tensors come from. vLLM's own
+One engine for all kinds (gloo, nccl, ipc, filesystem): a kind only decides the source of the tensors. vLLM's own
 `nccl` and `ipc` engines would do for the transport, but confirm nothing and need vLLM inside the trainer.
 """
 
@@ -43,7 +43,7 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
-    _info: InitInfo  # of the receiver
+    _info: InitInfo  # settings with which the receiver was opened
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -77,7 +77,7 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_ahead(self, specs: list[TensorSpec]) -> bool:
         """Receive the next transfer in the background while requests are served; `receive_weights` then only loads it.
 
-        Returns False and starts nothing if that takes more memory than a bucket, or on a GPU, where a broadcast that
+        Returns False and starts nothing if that takes more memory than a bucket, or on a GPU, as a broadcast that
         waits for its sender would block the device.
         """
         assert self._receiver is not None, "receive_ahead before init_weight_transfer_engine"
@@ -94,25 +94,35 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         assert self._receiver is not None, "update_weights before init_weight_transfer_engine"
         specs = update_info.specs
+
+        # A transfer that was received ahead is only loaded. Otherwise tensors are loaded as they arrive.
         background, self._background = self._background, None
         arrived: Iterable[Arrived]
         if background is not None:
             arrived = take_transfer(background, self._info.timeout_s)  # raises before the model is changed
         else:
             arrived = _arriving(self._receiver.tensors(specs, update_info.payload))
+
+        # Forget the digests of what is replaced: a report must only name weights of this transfer.
         self.adapter = {}
         self.digests = {name: digest for name, digest in self.digests.items() if not is_of_adapter(name)}
         if not all(is_of_adapter(spec.name) for spec in specs):  # adapters alone leave the base model as it is
             self.digests = {}
             self._is_reloading = True
             begin_reload(self.model)
+
+        # Load in portions: one call per tensor is slow, and all at once would double the memory.
         waiting: list[tuple[str, torch.Tensor]] = []
         described, num_bytes = (self.model_config.hf_config, self.model_config.hf_text_config), 0
         tied = any(getattr(config, "tie_word_embeddings", False) for config in described)
+
         for name, own, digest in arrived:
             self.digests[name] = digest
+
+            # Faults let tests show that a wrong or a missing tensor is noticed.
             if name == fault(f"corrupt_tensor.rank{self._place}"):
                 own.mul_(2)
+
             if is_of_adapter(name):
                 self.adapter[name] = own
             elif name not in (fault("skip_tensor"), fault(f"skip_tensor.rank{self._place}")):
@@ -121,6 +131,7 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 if num_bytes >= LOADED_BYTES:
                     load_tensors(self.model, waiting, tied=tied)
                     waiting, num_bytes = [], 0
+
         load_tensors(self.model, waiting, tied=tied)
         reach("engine.received")
 

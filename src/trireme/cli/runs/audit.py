@@ -10,7 +10,7 @@ from trireme.tools.audit.audit import audit_run
 
 
 def audit(argv: list[str]) -> int:
-    """Audit a run, and return the exit code. Raises: ConfigError where the folder is not a run's."""
+    """Audit a run, and return the exit code. Raises: ConfigError if the folder is not a run's."""
     parser = ArgumentParser(
         prog="trireme audit",
         description="Reads a run's journal, confirmed versions, checkpoints and metrics, and proves that every rollout "

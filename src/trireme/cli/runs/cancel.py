@@ -19,13 +19,17 @@ POLL_S = 0.1
 
 
 def cancel(argv: list[str]) -> int:
-    """Raises: ConfigError if no process of the run is alive."""
+    """End a run, and return the exit code.
+
+    Raises: ConfigError if no process of the run is alive.
+    """
     parser = ArgumentParser(
         prog="trireme cancel",
         description="Ends a run. What it has trained stays, and the same command with --resume continues it.",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
     run: Path = parser.parse_args(argv).run
+
     submission, paths = find_submission(run), RunPaths(run)
     job = f"{submission.scheduler} job {submission.job}" if submission else ""
     launcher = launcher_of(paths)
@@ -37,6 +41,7 @@ def cancel(argv: list[str]) -> int:
         slurm.cancel(submission)
     else:
         kubernetes.cancel(submission)
+
     more = f" {job} was not cancelled: if it is not over, type the same command again." if job and is_here else ""
     print(f"cancelled {run if is_here else job}. To resume later: the same command with --resume.{more}")
     return 0
@@ -46,8 +51,8 @@ def end_launcher(paths: RunPaths, *, wait_s: float = END_S) -> None:
     """Ask the launcher to end, and wait until it is gone. It ends its processes first.
 
     Raises:
-        ConfigError: There is no launcher, or not on this machine.
-        DeadlineExceeded: It did not end in time.
+        ConfigError: there is no launcher, or not on this machine.
+        DeadlineExceeded: it did not end in time.
     """
     launcher = launcher_of(paths)
     if launcher is None:
@@ -55,12 +60,16 @@ def end_launcher(paths: RunPaths, *, wait_s: float = END_S) -> None:
             f"No launcher is running in {paths.root}. Expected a run that `rl` started on this machine, or that was "
             f"submitted from here. `trireme status {paths.root}` shows its state."
         )
+
+    # A pid in the lock file may belong to another machine or container: never signal a foreign process.
     if not holds_launcher_lock(paths, launcher):
         raise ConfigError(
             f"{paths.root} is locked by a launcher with the process number {launcher}, but process {launcher} of this "
             "machine does not hold that lock - expected a launcher outside of containers, on this machine. Cancel the "
             "run in its container or on its machine; if its launcher was killed, its processes are about to end."
         )
+
+    # The launcher ends its processes and then itself; the lock is free only when all are gone.
     os.kill(launcher, signal.SIGTERM)
     give_up = time.monotonic() + wait_s
     while launcher_of(paths) == launcher:

@@ -17,13 +17,13 @@ from trireme.transport.dashboard_key import address_of, key_of
 
 USUAL = "outputs"
 PORT = 8050
-NICE = 10  # where a run uses the same machine, training comes first
+NICE = 10  # niceness next to a run on the same machine: training comes first
 
 
 def dashboard(argv: list[str]) -> int:
     """Serve until the process is asked to end.
 
-    Raises: ConfigError where there is no such folder, where it cannot listen, or where it needs a token.
+    Raises: ConfigError if there is no such folder, if it cannot listen, or if it needs a token.
     """
     parser = ArgumentParser(
         prog="trireme dashboard",
@@ -40,6 +40,8 @@ def dashboard(argv: list[str]) -> int:
     add("--host", default="127.0.0.1", help="address to listen at; 127.0.0.1 by default")
     add("--port", type=_port, help=f"{PORT} by default, or any that is free")
     options = parser.parse_args(argv)
+
+    # A run may be about to start in a folder that does not exist yet, if its parent does.
     for run in (run for run in options.runs if not run.is_dir()):
         if run.exists() or not run.parent.is_dir():
             raise ConfigError(
@@ -47,6 +49,7 @@ def dashboard(argv: list[str]) -> int:
                 f"default folder is `{USUAL}`. Check the path."
             )
         print(f"{run} does not exist yet: the run is shown as soon as it does.", flush=True)
+
     key = require_key(options.host)
     with listen(options.host, options.port) as listener:
         if is_beside_run := MARKER in os.environ:
@@ -65,9 +68,9 @@ def dashboard(argv: list[str]) -> int:
 
 
 def require_key(host: str) -> str | None:
-    """Return the key that a browser must send; None where only this machine can connect, and there is no token.
+    """Return the key that a browser must send; None if only this machine can connect, and there is no token.
 
-    Raises: ConfigError where other machines can connect, and there is no token.
+    Raises: ConfigError if other machines can connect, and there is no token.
     """
     secret = token()
     if secret is None and not is_loopback(host):
@@ -79,9 +82,9 @@ def require_key(host: str) -> str | None:
 
 
 def listen(host: str, port: int | None) -> socket.socket:
-    """Listen at a port; without one, at the default port or, where that is taken, at any.
+    """Listen at a port; without one, at the default port or, if that is taken, at any.
 
-    Raises: ConfigError where the port is taken, or the address is not this machine's.
+    Raises: ConfigError if the port is taken, or the address is not this machine's.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

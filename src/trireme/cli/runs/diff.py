@@ -13,7 +13,7 @@ from trireme.tools.diff.report import as_json, as_text
 def diff(argv: list[str]) -> int:
     """Compare two runs, and return the exit code.
 
-    Raises: ConfigError where a folder is not a run's; JournalCorrupt where an entry is not what was written.
+    Raises: ConfigError if a folder is not a run's; JournalCorrupt if an entry is not what was written.
     """
     parser = ArgumentParser(
         prog="trireme diff",

@@ -31,6 +31,8 @@ def eval_view(argv: list[str]) -> int:
     from trireme.tools.viewer.sources import require_folders
 
     require_folders(folders)
+
+    # Checked after the folders, so that a wrong path is reported in a script too.
     if not (sys.stdout.isatty() and sys.stdin.isatty()):
         raise ConfigError(
             "The viewer needs a terminal, and standard input or output is none. Expected both to be one. Run it in a "

@@ -17,7 +17,7 @@ MERGED_DTYPE = "bfloat16"
 def export(argv: list[str]) -> int:
     """Export a checkpoint, and return 0 when all is on disk.
 
-    Raises: ConfigError where there is none, or no place for it; OSError without room; JournalCorrupt if damaged.
+    Raises: ConfigError if there is none, or no place for it; OSError without room; JournalCorrupt if damaged.
     """
     parser = ArgumentParser(
         prog="trireme export",
@@ -34,7 +34,10 @@ def export(argv: list[str]) -> int:
     add("--base", metavar="MODEL", help="with --merge: where the base model is now, if not where the run had it")
     add("--trust-remote-code", action="store_true", help="with --merge: run Python code that comes with the base model")
     arguments = parser.parse_args(argv)
+
     checkpoint = find_checkpoint(arguments.source, arguments.step)
+
+    # By default the export lies where the run writes its own weights of that step.
     folder = arguments.to
     if folder is None and (place := checkpoint.resolve()).parent.name == "checkpoints":
         folder = RunPaths(place.parent.parent).weights / place.name
@@ -64,12 +67,13 @@ def export(argv: list[str]) -> int:
 def find_checkpoint(source: Path, step: int | None) -> Path:
     """Return the checkpoint that is meant: a folder with a manifest, or a step of a run.
 
-    Raises: ConfigError where there is none.
+    Raises: ConfigError if there is none.
     """
     if (source / MANIFEST).is_file():
         if step not in (None, step_of(source)):
             raise ConfigError(f"{source} is a checkpoint, and `--step {step}` is another - expected one of the two.")
         return source
+
     folder = RunPaths(source).checkpoints
     steps = complete_steps(folder)
     if not steps:

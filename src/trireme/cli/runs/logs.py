@@ -39,10 +39,13 @@ def logs(argv: list[str]) -> int:
 def _command(options: Namespace, submission: Submission | None) -> list[str]:
     if submission and submission.scheduler == "kubernetes":
         return kubernetes.log_command(submission, process=options.process, lines=options.lines, follow=options.follow)
+
     folder = RunPaths(Path(submission.run) if submission else options.run).logs
     files = {file.name.removesuffix(ENDING): file for file in sorted(folder.glob(f"*{ENDING}"))}
+
+    # Without a name, show the job's own log if there is one: it reports which process failed.
     if (process := options.process) is None:
-        of_job = sorted(submission.folder.glob("slurm-*.log")) if submission else []  # what became of processes
+        of_job = sorted(submission.folder.glob("slurm-*.log")) if submission else []  # they report all exits
         shown = of_job or list(files.values())
     elif process in files:
         shown = [files[process]]
@@ -52,10 +55,13 @@ def _command(options: Namespace, submission: Submission | None) -> list[str]:
             f"There is no log of `{process}`: {folder} has {', '.join(files) or 'none'}. "
             + (f"Did you mean `{near[0]}`?" if near else "Leave the name out to see all.")
         )
+
     if not shown:
         advice = "Check the folder."
         if submission:
             advice = f"`trireme status {submission.run}` says whether job {submission.job} runs."
         raise ConfigError(f"There are no logs in {folder}. Expected those of a run that was started. {advice}")
+
+    # By name and with retries: a log may not exist yet, or be replaced.
     follow = ["--follow=name", "--retry"] if options.follow else []
     return ["tail", f"--lines={options.lines}", *follow, *map(str, shown)]

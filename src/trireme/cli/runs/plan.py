@@ -45,6 +45,7 @@ def plan(argv: list[str]) -> int:
         epilog="Ends with 0 where it fits, 1 where it does not, 2 where the configuration is wrong.",
         allow_abbrev=False,
     )
+
     add = parser.add_argument_group("the machine, where it is not this one").add_argument
     add("--gpu", metavar="NAME", help=f"one of {', '.join(CHIPS)}")
     add("--gpus", metavar="N", type=count, help="how many in all; 0 plans for the CPU")
@@ -53,6 +54,8 @@ def plan(argv: list[str]) -> int:
     add("--prompt-tokens", metavar="N", type=positive, help="of a rollout, on average")
     add("--completion-tokens", metavar="N", type=positive, help="sampled in a rollout, on average")
     parser.add_argument("--sft", action="store_true", help="the files are those of `sft`, as their keys may show")
+
+    # Unknown words are the run's own keys, which are loaded as `rl` or `sft` would.
     options, typed = parser.parse_known_args(argv)
     machine = describe_machine(detect_devices(), gpu=options.gpu, gpus=options.gpus, memory_gib=options.memory_gib)
     estimate = (_plan_sft if options.sft or _is_sft(typed) else _plan_run)(typed, options, machine)
@@ -81,6 +84,7 @@ def _plan_sft(typed: list[str], options: Namespace, machine: Machine) -> Estimat
     check_sft(config, machine.devices)
     name = str(config.model.name)
     sized = read_sizes(name, _described("model", config.model, name, config.device), vlm=config.model.vlm)
+
     length = sum(number for number in (options.prompt_tokens, options.completion_tokens) if number)
     source = "as given" if length else "the longest that the configuration allows"
     return estimate_run(config, sized, machine, Lengths(length or float(config.seq_len), 0.0, 0.0, source))
@@ -104,6 +108,6 @@ def _is_sft(typed: list[str]) -> bool:
         if isinstance(argument, TypedFile):
             try:
                 keys |= read_table(Path(argument.name)).keys()
-            except ConfigError:  # reported with its place where the file is loaded
+            except ConfigError:  # reported with its place when the file is loaded
                 return False
     return bool(keys & (SftConfig.model_fields.keys() - RunConfig.model_fields.keys()))

@@ -33,7 +33,7 @@ def main() -> None:
 def replay(argv: list[str]) -> int:
     """Replay a run, and return the exit code. Several ranks are started by this process, and each calls this again.
 
-    Raises: ConfigError where there is no such run, or not these steps of it; JournalCorrupt where a batch, or the
+    Raises: ConfigError if there is no such run, or not these steps of it; JournalCorrupt if a batch, or the
         record of a version, is missing or not what was written.
     """
     parser = ArgumentParser(
@@ -49,8 +49,11 @@ def replay(argv: list[str]) -> int:
     add("--from", metavar="K", dest="first", type=int, default=0, help="start from the checkpoint of step K")
     add("--run-code", action="store_true", help="run a custom loss, or a model's own code, of this run")
     add("--keep-going", action="store_true", help="also after the first difference")
+
+    # Ranks are started with a run file as their only argument, so the command line reaches them in a variable.
     is_rank = RANKS_PARENT in os.environ
     arguments = parser.parse_args(json.loads(os.environ[ARGUMENTS]) if is_rank else argv)
+
     run_file = find_run_file(arguments.run, "trainer")
     config = read_config(arguments.run, run_file, detect_devices())
     code = {"trainer.loss.path": config.trainer.loss.path, "trust_remote_code": config.trainer.model.trust_remote_code}
@@ -60,6 +63,7 @@ def replay(argv: list[str]) -> int:
             f"{arguments.run} names code that a replay runs ({', '.join(named)}) - expected a run of code that you "
             "trust. Add `--run-code` where you trust it."
         )
+
     span = find_span(config.paths, arguments.first, arguments.last)
     config = as_built(config, span)
     if is_rank:
@@ -67,6 +71,7 @@ def replay(argv: list[str]) -> int:
     else:
         os.environ[ARGUMENTS] = json.dumps(argv)
         set_environment(plan(config, run_file, detect_devices())["trainer"].env)
+
     stay_on_loopback()
     become_ranks(config.trainer.num_ranks or 1, "trireme.cli.runs.replay", run_file)
     start_logging("replay", "warning")
@@ -77,9 +82,9 @@ def replay(argv: list[str]) -> int:
 
 
 def read_config(run: Path, run_file: Path, devices: Devices) -> RunConfig:
-    """Read the run's configuration, with its paths where it lies now and its GPUs as they are here.
+    """Read the run's configuration, with the paths of its present folder and GPUs of this machine.
 
-    Raises: ConfigError where there are too few GPUs.
+    Raises: ConfigError if there are too few GPUs.
     """
     config = updated(read_run(RunConfig, run_file), {"name": None, "output_dir": run})
     if config.device != "cuda":
@@ -90,6 +95,8 @@ def read_config(run: Path, run_file: Path, devices: Devices) -> RunConfig:
             f"{run} was trained on {ranks} GPUs - there are {devices.num_gpus} here. Replay it where there are enough: "
             "other devices round differently."
         )
+
+    # The number of GPUs decides the order of sums, their ids do not: take those that are here.
     ids = config.trainer_gpu_ids or ()
     fits = len(ids) == ranks and max(ids) < devices.num_gpus
     return config if fits else updated(config, {"trainer_gpu_ids": tuple(range(ranks))})
@@ -98,10 +105,11 @@ def read_config(run: Path, run_file: Path, devices: Devices) -> RunConfig:
 def as_built(config: RunConfig, span: range) -> RunConfig:
     """Return the configuration with the model and the ranks that the steps were trained with.
 
-    Raises: ConfigError where these were others within the span, as the run was resumed in between.
+    Raises: ConfigError if these were others within the span, as the run was resumed in between.
     """
     settings = Settings(config)
     for begin, _ in settings.eras():
+        # The model and its ranks are built once, so nothing that shapes them may change within the span.
         before, now = (settings.built(max(0, step)).model_dump(mode="json") for step in (begin - 1, begin))
         found = [each for each in changes(before, now, is_sft=False) if each.when in ("rounding", "checkpoint")]
         if found and begin in span[1:]:
@@ -124,23 +132,29 @@ def find_span(paths: RunPaths, first: int, last: int | None) -> range:
     """
     journal, versions = Journal(paths.journal), Versions(paths.journal)
     newest = max(0, versions.newest, *(step + 1 for step in journal.steps()))
+
     span = range(first, newest if last is None else last)
     if not 0 <= span.start <= span.stop <= newest:
         raise ConfigError(
             f"Versions {span.start} to {span.stop} were asked for, the run in {paths.root} has 0 to {newest}. "
             "Give `--from` and `--until` within these."
         )
+
+    # Version 0 is the base model; any other start needs its optimizer state.
     if first and first not in (have := complete_steps(paths.checkpoints)):
         raise ConfigError(
             f"There is no whole checkpoint of step {first} in {paths.checkpoints} - it has {have or 'none'}. "
             "Give `--from` one of these, or leave it out to start from the base model."
         )
+
     missing = next((step for step in span if not journal.has(step)), None)
     if missing is not None:
         raise JournalCorrupt(
             f"{journal.path(missing)} is not there: without batch {missing}, version {span.stop} cannot be trained "
             f"again. Restore it, or stop before it with `--until {missing}`, or start after it with `--from`."
         )
+
+    # With no recorded version there is nothing to compare with, and a replay would prove nothing.
     recorded = (versions.has(version) or step_folder(paths.weights, version).is_dir() for version in (*span, span.stop))
     if not any(recorded):
         raise ConfigError(

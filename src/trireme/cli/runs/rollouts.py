@@ -13,7 +13,7 @@ KINDS = ("trl", "verl", "jsonl", "parquet")
 def rollouts(argv: list[str]) -> int:
     """Return 0 when all files are complete and on disk.
 
-    Raises: ConfigError where there is nothing to write; OSError without room; JournalCorrupt where a batch is damaged.
+    Raises: ConfigError if there is nothing to write; OSError without room; JournalCorrupt if a batch is damaged.
     """
     parser = ArgumentParser(
         prog="trireme rollouts",

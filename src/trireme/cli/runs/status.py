@@ -30,7 +30,10 @@ DESERTED_S = 30.0
 
 
 def status(argv: list[str]) -> int:
-    """Raises: ConfigError if the folder is not a run's and was never submitted."""
+    """Show the state of a run, and return the exit code.
+
+    Raises: ConfigError if the folder is not a run's and was never submitted.
+    """
     parser = ArgumentParser(
         prog="trireme status",
         description="Shows the state of a run: its job on the cluster, steps, rewards, evaluations and checkpoints, "
@@ -43,6 +46,7 @@ def status(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.follow:
         return _follow(options)
+
     submission = find_submission(options.run)
     if submission:
         scheduler = slurm if submission.scheduler == "slurm" else kubernetes
@@ -68,11 +72,15 @@ def _follow(options: Namespace) -> int:
     config = _wait_for_config(options.run, is_mirror=options.mirror)
     submission = find_submission(options.run)
     is_remote = options.mirror or submission is not None
+
+    # A run that is over is shown once; there is nothing to follow.
     state = look_at(options.run)
     is_over = state.progress.num_done >= config.max_steps and state.status is None and state.launcher is None
     if is_over and not is_remote:
         print(clean("\n".join(state.lines())))
         return 0
+
+    # Leave when the run is over, or when nothing has been heard of it for `DESERTED_S`.
     has_answered, num_done, seen_at, is_deserted = False, -1, time.monotonic(), False
     mirror = open_wandb_mirror(config) if options.mirror else nullcontext()
     with catch_signals() as signals, mirror, open_view(config, options.run) as view:
@@ -90,6 +98,7 @@ def _follow(options: Namespace) -> int:
                 break
             if is_deserted:
                 seen_at = time.monotonic()  # the job is asked about again only after as long
+
             view.tick(())
             time.sleep(POLL_S)
         view.tick((), final=True)
@@ -111,12 +120,13 @@ def _wait_for_config(run: Path, *, is_mirror: bool) -> RunConfig:
     Args:
         is_mirror: the run's own script asks, which ends this process itself.
 
-    Raises: ConfigError where the folder is not a run's, and none is about to be started in it.
+    Raises: ConfigError if the folder is not a run's, and none is about to be started in it.
     """
     began, ask_at, awaited = time.monotonic(), 0.0, ""
     since, configs = time.strftime("%H:%M:%S"), RunPaths(run).configs
     while not any((configs / f"{name}.json").exists() for name in ("run", "orchestrator")):
         if time.monotonic() >= ask_at:
+            # Asked every `ASK_S` only, to spare Slurm. A line is printed only if the answer has changed.
             before, awaited = awaited, _awaited(run, time.monotonic() - began, is_mirror=is_mirror)
             ask_at = time.monotonic() + ASK_S
             if not awaited:
@@ -128,12 +138,13 @@ def _wait_for_config(run: Path, *, is_mirror: bool) -> RunConfig:
 
 
 def _awaited(run: Path, waited_s: float, *, is_mirror: bool) -> str:
-    """Return what is about to write the run's configuration, and where its log is; "" where nothing is.
+    """Return what is about to write the run's configuration, and the path of its log; "" if nothing is.
 
-    Raises: ConfigError where the run's job is over, or writes to another machine's disk.
+    Raises: ConfigError if the run's job is over, or writes to another machine's disk.
     """
     if is_mirror or launcher_of(RunPaths(run)) is not None:
         return f"the run's processes; their logs: {RunPaths(run).logs}"
+
     submission = find_submission(run)
     if submission is None:
         return ""
@@ -143,6 +154,8 @@ def _awaited(run: Path, waited_s: float, *, is_mirror: bool) -> str:
             f"{submission.run} - expected a run's folder on this machine. `trireme logs {run} -f` follows the run, and "
             f"`trireme status {run}` asks it once."
         )
+
+    # Without its commands Slurm cannot be asked: then a limit of time decides.
     job, log = f"Slurm's job {submission.job}", submission.folder / f"slurm-{submission.job}.log"
     state = slurm.state_of(submission)
     if not slurm.may_run(state) if slurm.is_here() else waited_s > CONFIGURED_S:

@@ -15,7 +15,10 @@ from trireme.tools.cluster.submit import PROGRAM, submit_run
 
 
 def submit(argv: list[str]) -> int:
-    """Raises: ConfigError where the run is wrong, or the cluster rejects it."""
+    """Submit a run, and return the exit code.
+
+    Raises: ConfigError if the run is wrong, or the cluster rejects it.
+    """
     parser = ArgumentParser(
         prog=PROGRAM,
         usage=f"{PROGRAM} FILE [--on slurm|kubernetes] [options] [--key value …]",
@@ -25,6 +28,8 @@ def submit(argv: list[str]) -> int:
         epilog="Then: `trireme status RUN`, `trireme logs RUN -f`, `trireme cancel RUN`.",
         allow_abbrev=False,
     )
+
+    # One flag per field, so that a new option of `submit` is one line in its class.
     for name, field in SubmitOptions.model_fields.items():
         settings: dict[str, Any] = {"help": field.description, "default": field.default}
         if name == "on":
@@ -40,6 +45,8 @@ def submit(argv: list[str]) -> int:
     if not argv or any(word in HELP for word in argv):
         parser.print_help()
         raise SystemExit(0 if argv else 2)
+
+    # What is left are keys of the run. A misspelt option of `submit` would pass as one, so look for near names.
     options, words = parser.parse_known_args(argv)
     flags = [f"--{name.replace('_', '-')}" for name in SubmitOptions.model_fields]
     for word in words:
@@ -47,5 +54,6 @@ def submit(argv: list[str]) -> int:
         near = get_close_matches(flag, flags, n=1, cutoff=0.8) if flag.startswith("--") else []
         if near and find(RunConfig, tuple(flag.removeprefix("--").replace("-", "_").split("."))) is None:
             raise ConfigError(f"unknown flag `{flag}` - it is no key of a run either. Did you mean `{near[0]}`?")
+
     submit_run(words, SubmitOptions(**vars(options)))
     return 0

@@ -65,6 +65,8 @@ def doctor(argv: list[str]) -> int:
     parser.add_argument("--only", metavar="NAME", nargs="+", default=[], help="these checks alone")
     parser.add_argument("--json", action="store_true", help="for machines")
     options, words = parser.parse_known_args(argv)
+
+    # `--only a b @ file` gives argparse the file as a name too: the names end at the first `@`.
     end = next((at for at, word in enumerate(options.only) if word.startswith("@")), len(options.only))
     only = [name for word in options.only[:end] for name in word.split(",") if name]
     checks = [check for check in CHECKS if not only or check.name in only]
@@ -73,7 +75,10 @@ def doctor(argv: list[str]) -> int:
         near = get_close_matches(min(unknown), known, n=1)
         hint = f"Did you mean `{near[0]}`?" if near else "Leave `--only` out to run them all."
         raise ConfigError(f"--only {min(unknown)}: no such check - expected some of {', '.join(known)}. {hint}")
+
     case = read_case([*options.only[end:], *words])
+
+    # A signal must end the programs that checks have started, and remove their folder: raise instead of dying.
     received: list[int] = []
 
     def end_as_after_ctrl_c(number: int, _: object) -> None:  # programs are ended, and the folder is removed
@@ -82,6 +87,7 @@ def doctor(argv: list[str]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, end_as_after_ctrl_c)
+
     console = Console(highlight=False, soft_wrap=True, quiet=options.json)
     width = max(LEAST_WIDTH, min(console.width, MOST_WIDTH)) if console.is_terminal else MOST_WIDTH
     began, findings = time.monotonic(), list[Finding]()
@@ -89,7 +95,7 @@ def doctor(argv: list[str]) -> int:
     try:
         with console.status("") as status:
             for found in run_checks(checks, case, quick=options.quick, on_check=lambda each: status.update(each.name)):
-                if received:  # where a process is just being forked, Python ignores what the handler raises
+                if received:  # Python ignores what a handler raises during a fork
                     sys.exit(128 + received[0])
                 findings.append(found)
                 style = STYLES[found.verdict]
@@ -98,11 +104,13 @@ def doctor(argv: list[str]) -> int:
                 console.print(text[8:], markup=False)
                 sys.stdout.flush()
     finally:
+        # Keep the folder of a failed rehearsal: its logs show why it failed.
         if not any(found.name == "run" and found.verdict == "problem" for found in findings):
             shutil.rmtree(case.folder, ignore_errors=True)
             with suppress(OSError):  # it holds something else by now
                 if is_new:
                     case.config.output_dir.rmdir()
+
     holds = all(found.verdict != "problem" for found in findings)
     seconds = time.monotonic() - began
     if options.json:
@@ -114,7 +122,7 @@ def doctor(argv: list[str]) -> int:
 
 
 def read_case(words: list[str]) -> Case:
-    """Read the configuration that `rl` would read from these words; that of the quickstart where no file is named.
+    """Read the configuration that `rl` would read from these words; that of the quickstart if no file is named.
 
     Raises: ConfigError for what was typed.
     """
@@ -128,6 +136,6 @@ def read_case(words: list[str]) -> Case:
     typed, invocation = load_run_config(words, program="trireme doctor")
     devices = detect_devices()
     config = typed if invocation.run else resolve(typed, devices)
-    if token_problem(config.hosts.token_file) is None:  # else the configuration's rules say what is wrong with it
+    if token_problem(config.hosts.token_file) is None:  # a bad token is reported by the rules of the configuration
         adopt_token(config.hosts.token_file)
     return Case(typed, config, devices, is_given, folder=config.output_dir / f"doctor-{os.getpid()}")

@@ -18,7 +18,10 @@ LONGEST = 1000  # characters of a description
 
 
 def env(argv: list[str]) -> int:
-    """Raises: ConfigError for an unknown verb, and for what the verb refuses."""
+    """Call a verb, and return its exit code.
+
+    Raises: ConfigError for an unknown verb, and for what the verb refuses.
+    """
     name = choose_verb("trireme env", {name: line for name, (line, _) in VERBS.items()}, argv)
     return VERBS[name][1](argv[1:])
 
@@ -31,7 +34,7 @@ def init(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     folder = write_environment(options.name, kind=options.kind, root=options.path)
     print(f"{folder} is written: {', '.join(sorted(file.name for file in folder.iterdir()))}")
-    name = folder.name.replace("_", "-") if options.path == ROOT else folder  # as a run's configuration calls it
+    name = folder.name.replace("_", "-") if options.path == ROOT else folder  # the name in a run's configuration
     print(f"Next: trireme env check {name}")
     return 0
 
@@ -43,6 +46,7 @@ def install(argv: list[str]) -> int:
     again = "build it again, also where it is installed; not while a run uses it"
     parser.add_argument("--again", action="store_true", help=again)
     options = parser.parse_args(argv)
+
     source = find_environment(options.name, root=options.path)
     installed = installed_venv(source) if source.folder is not None else None
     if source.folder is None:
@@ -61,9 +65,11 @@ def list_all(argv: list[str]) -> int:
     if not entries:
         print(f"There are no environments in {options.path}. `trireme env init my-env` writes one.")
         return 0
+
     rows = [("id", "installed", "where", "description")]
     for entry in entries:
         rows.append((entry.id, entry.state, entry.where, one_line(entry.description, LONGEST)))
+
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -71,9 +77,9 @@ def list_all(argv: list[str]) -> int:
 
 
 def check(argv: list[str]) -> int:
-    """Return 0 where every rollout was scored, 1 where the environment could not be loaded or some of them failed.
+    """Return 0 if every rollout was scored, 1 if the environment could not be loaded or some of them failed.
 
-    Raises: ConfigError for what was typed; TriremeError where the policy is gone.
+    Raises: ConfigError for what was typed; TriremeError if the policy is gone.
     """
     from trireme.config.load import load_run_config
     from trireme.tools.environments.check import CheckOptions, LoadFailed, run_check
@@ -90,6 +96,7 @@ def check(argv: list[str]) -> int:
         "lengths and the model are taken from it. Ends with 0 where every rollout was scored, 1 where the environment "
         "could not be loaded or rollouts failed, 2 where the check could not be made."
     )
+
     add = parser.add_argument
     add("name", metavar="NAME", help="an environment: its name, a folder, a .py file, or its name in config.toml")
     table = json_table('{"max_length": 8}')
@@ -105,12 +112,16 @@ def check(argv: list[str]) -> int:
     add("--max-tokens", metavar="N", help="most tokens per model turn")
     add("--output", metavar="DIR", type=Path, help="for rollouts and logs; outputs/env-check/NAME")
     add("--json", action="store_true", help="for machines")
+
     options, words = parser.parse_known_args(argv)
+
+    # These two are flags for convenience, and keys of the configuration: pass them on as such.
     for name in ("temperature", "max_tokens"):
         if value := options.__dict__.pop(name):
             words += [f"--orchestrator.sampling.{name}", value]
     config, _ = load_run_config(words, program="trireme env check")
     as_json = options.__dict__.pop("json")
+
     try:
         report = run_check(CheckOptions(**vars(options)), config)
     except LoadFailed as error:

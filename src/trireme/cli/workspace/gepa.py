@@ -35,9 +35,9 @@ After Ctrl-C the same command resumes the search."""
 
 
 def gepa(argv: list[str]) -> int:
-    """Return 0 where the search came to its end, whether or not it found a better prompt.
+    """Return 0 if the search came to its end, whether or not it found a better prompt.
 
-    Raises: ConfigError for what was typed; TriremeError where a model or the environment is gone. What was found until
+    Raises: ConfigError for what was typed; TriremeError if a model or the environment is gone. What was found until
     then is in the folder, and the same command resumes the search.
     """
     short = ", ".join(f"{short} {long}" for short, long in SHORT.items() if not short.startswith("--"))
@@ -47,6 +47,7 @@ def gepa(argv: list[str]) -> int:
         return 2
     if any(word in HELP for word in argv):
         print(usage, end="\n\n")
+
     config, invocation = load_config(to_flags(argv), GepaConfig, program="trireme gepa")
     from trireme.tools.gepa.optimize import places_of, run_search
 
@@ -59,7 +60,7 @@ def gepa(argv: list[str]) -> int:
 
 
 def to_flags(argv: list[str]) -> list[str]:
-    """Translate the words of this command to flags. The environment or the file may stand anywhere among them.
+    """Translate the words of this command to flags. The environment or the file may be anywhere among them.
 
     Example:
         to_flags(["run", "-m", "my-model", "wordle"])  # ["--env-id", "wordle", "--model", "my-model"]
@@ -73,6 +74,8 @@ def to_flags(argv: list[str]) -> list[str]:
         if not word.startswith(("-", "@")):
             bare.append(word)
             continue
+
+        # Take as many words as the flag's field accepts, so that the bare word is not mistaken for a value.
         name, equals, value = word.partition("=")
         name = SHORT.get(name, name)
         flags.append(f"{name}{equals}{value}")
@@ -80,6 +83,8 @@ def to_flags(argv: list[str]) -> list[str]:
         while count and left and not left[0].startswith(("--", "@")) and left[0] not in (*SHORT, *HELP):
             flags.append(left.pop(0))
             count -= 1
+
+    # The first bare word is the file or the environment; others are left for the parser to refuse.
     named = ["@" if word.endswith((".toml", ".json")) else "--env-id" for word in bare[:1]]
     return [*named, *bare[:1], *flags, *bare[1:]]
 

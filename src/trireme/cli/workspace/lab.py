@@ -31,7 +31,7 @@ EXAMPLES = {
 
 
 def lab(argv: list[str]) -> int:
-    """Run `trireme lab setup`. Raises: ConfigError where the verb is unknown, or the folder cannot be written."""
+    """Run `trireme lab setup`. Raises: ConfigError if the verb is unknown, or the folder cannot be written."""
     choose_verb("trireme lab", {"setup": "makes a folder to work in"}, argv)
     parser = ArgumentParser(
         prog="trireme lab setup",
@@ -46,10 +46,13 @@ def lab(argv: list[str]) -> int:
     add = parser.add_argument
     add("--size", choices=SIZES, help="the machine that the examples are for; default: this one")
     add("--path", metavar="DIR", type=Path, default=Path(), help="the folder; default: this one")
+
     typed = parser.parse_args(argv[1:])
     patterns, first_command = EXAMPLES["vf-rl" if typed.vf_rl else "prime-rl" if typed.prime_rl else "hosted"]
     workspace = Workspace(typed.path, find_shipped())
     size = typed.size or size_of(detect_devices())
+
+    # Never write examples into the checkout that they are copied from.
     if workspace.root.resolve() == workspace.shipped.resolve():
         _print_done("Nothing to do", "this is the checkout itself; configs, environments and models are here")
         if size != "cpu":
@@ -58,6 +61,8 @@ def lab(argv: list[str]) -> int:
                 f"folder of its own: trireme lab setup --path ../lab --size {size}"
             )
         return 0
+
+    # Each step keeps files that are there, so that the same command again adds only what is missing.
     try:
         workspace.root.mkdir(parents=True, exist_ok=True)
         _print_done(*PYTHON_WORDS[workspace.link_python()])
@@ -71,6 +76,7 @@ def lab(argv: list[str]) -> int:
         raise ConfigError(
             f"{typed.path} cannot be set up: {error}. Expected a folder that can be written. Name another by `--path`."
         ) from error
+
     files = ", ".join(f"configs/{pattern} ({count})" for pattern, count in written.items() if count)
     _print_done(f"Wrote example configs for {SIZE_WORDS[size]}", files)
     for file in workspace.kept:

@@ -43,6 +43,8 @@ class RoutingWorker(CPUWorker):
     def sample_tokens(self, grammar_output: Any) -> Any:
         if self.model_runner.execute_model_state is None:  # nothing was computed
             return super().sample_tokens(grammar_output)
+
+        # Collected before sampling, which updates the runner's arrays.
         runner = self.model_runner
         count = len(runner.input_batch.req_ids)
         batch: Any = SimpleNamespace(  # the requests of this step, in the form that the connector needs
@@ -52,6 +54,7 @@ class RoutingWorker(CPUWorker):
         )
         pending = self._routing.prepare_output(batch)
         output = super().sample_tokens(grammar_output)
+
         if pending is not None:
             num_sampled = np.array([len(ids) for ids in output.sampled_token_ids])
             pending.enqueue_cpu_copy(num_sampled, np.zeros_like(num_sampled))

@@ -43,7 +43,7 @@ class ForkedExecutor(UniProcExecutor):
 def serve_forked(args: Namespace) -> None:
     """Serve until a signal stops the server."""
     decorate_logs("APIServer", skip_if_decorated=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the server installs its own
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # holds until the server installs its own
     address, server_socket = setup_server(args, reuse_port=False)
     with closing(server_socket):
         os.register_at_fork(after_in_child=server_socket.close)  # or an engine would hold a dead server's port
@@ -56,6 +56,7 @@ def _start_engine(args: Namespace) -> AsyncLLM:
     context = UsageContext.OPENAI_API_SERVER
     config = engine_args.create_engine_config(usage_context=context)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # creating the configuration set it to "spawn"
+
     return AsyncLLM.from_vllm_config(
         config,
         usage_context=context,
