@@ -118,7 +118,9 @@ def _term(match: re.Match[str]) -> Term:
             raise ConfigError(
                 f"`{match[0]}`: there is no flag {value!r}. Expected is:{', is:'.join(FLAGS)}. Type one of these."
             )
-        return Term("is", "=", value, is_negated)
+        if op not in ("=", "!="):
+            raise ConfigError(f"`{match[0]}`: a rollout is {value} or not. Expected is:{value} or -is:{value}.")
+        return Term("is", "=", value, is_negated != (op == "!="))
 
     if field in NUMBERS:
         if op == "~":
