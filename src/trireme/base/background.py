@@ -1,4 +1,4 @@
-"""Long work beside other work: jobs in daemon threads, and items of work between which an event loop goes on."""
+"""Long work that must not block other work: jobs in daemon threads, and loops that yield to the event loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def in_background(job: Callable[[], T], *, name: str) -> Future[T]:
 
 
 async def with_pauses(items: Iterable[T]) -> AsyncIterator[T]:
-    """Yield the items; let the event loop go on after every few milliseconds of work on them."""
+    """Yield the items; give the event loop a turn after every few milliseconds of work on them."""
     began = time.perf_counter()
     for item in items:
         yield item

@@ -18,7 +18,7 @@ LEAST_DRIVER = "580.65.06"
 LEAST_CAPABILITY = (7, 5)
 BFLOAT16_CAPABILITY = (8, 0)
 
-CUDA = "libcuda.so.1"  # the driver's library: that of a package cuda-compat, where there is one
+CUDA = "libcuda.so.1"  # the driver's library, or that of the package cuda-compat if it is installed
 ASK_S = 60.0  # eight GPUs without persistence mode take the driver ten seconds
 
 Capability = tuple[int, int]
@@ -26,19 +26,19 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True)
 class Devices:
-    """The GPUs and cores that a run may use. Nothing is claimed of what is unknown.
+    """The GPUs and cores that a run may use. Unknown values keep their defaults, and no rule refuses a run for them.
 
     Example:
         Devices(gpus=("4", "5"), cores=64)  # CUDA_VISIBLE_DEVICES=4,5: GPU 0 of a configuration is the machine's 4
     """
 
-    gpus: tuple[str, ...] = ()  # what CUDA_VISIBLE_DEVICES calls each: a number or a "GPU-…" name
+    gpus: tuple[str, ...] = ()  # the name of each in CUDA_VISIBLE_DEVICES: a number or "GPU-…"
     cores: int = 1
     hides_some: bool = False  # this machine has more GPUs than CUDA_VISIBLE_DEVICES names
-    driver: str | None = None  # version of the kernel module; None where /proc does not tell, as in WSL2
+    driver: str | None = None  # version of the kernel module; None if /proc does not say, as in WSL2
     cuda: int | None = None  # newest CUDA that the driver's library offers: 13000 is 13.0
     cuda_error: int = 0  # the driver's reason not to start CUDA
-    capabilities: tuple[Capability, ...] = ()  # compute capability of each of `gpus`; empty where unknown
+    capabilities: tuple[Capability, ...] = ()  # compute capability of each of `gpus`; empty if unknown
 
     @property
     def num_gpus(self) -> int:
@@ -61,8 +61,11 @@ def detect_devices(
 ) -> Devices:
     count = _count_gpus(dev)
     gpus = _visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), count)
+
+    # Without GPUs there is no driver to ask, and no process to start for it.
     if not gpus:
         return Devices(cores=_count_cores())
+
     cuda, error, capabilities = _ask_cuda(environ, library)
     return Devices(
         gpus=gpus,
@@ -71,6 +74,7 @@ def detect_devices(
         driver=_driver_version(version),
         cuda=cuda,
         cuda_error=error,
+        # CUDA may list other GPUs than were counted here, so that its answers cannot be assigned to ours.
         capabilities=capabilities if len(capabilities) == len(gpus) else (),
     )
 
@@ -125,7 +129,9 @@ def ask_cuda(library: str) -> tuple[int, int, list[Capability]]:
             raise OSError(f"{function} returned {code}")
         return number.value
 
-    offers, error = get("cuDriverGetVersion"), cuda.cuInit(0)  # the version is known even if CUDA does not start
+    # The version is known even if CUDA does not start.
+    offers, error = get("cuDriverGetVersion"), cuda.cuInit(0)
+
     gpus = [] if error else [get("cuDeviceGet", at) for at in range(get("cuDeviceGetCount"))]
     major, minor = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
     attribute = "cuDeviceGetAttribute"

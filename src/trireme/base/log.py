@@ -34,8 +34,8 @@ class RateLimitedLog:
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
-        self._said_at: dict[str, float] = {}  # by the line's text before anything is filled in
-        self._unsaid: dict[str, int] = {}
+        self._said_at: dict[str, float] = {}  # `time.monotonic()` of the last line, keyed by its text without values
+        self._unsaid: dict[str, int] = {}  # lines left out since then, by the same key
 
     def warning(self, text: str, *values: object, exc_info: BaseException | None = None) -> None:
         now = time.monotonic()

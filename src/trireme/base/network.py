@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 
 from trireme.base.processes import port_is_free
 
-ASK_AFTER_S = 5  # of silence
+ASK_AFTER_S = 5  # seconds of silence before the first probe
 ASK_EVERY_S = 2
-QUESTIONS = 5
+QUESTIONS = 5  # probes without an answer before the connection breaks
 SILENCE_S = ASK_AFTER_S + ASK_EVERY_S * QUESTIONS
 EVERYWHERE = "0.0.0.0"
 
@@ -27,7 +27,7 @@ _OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ASK_AFTER_S),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ASK_EVERY_S),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, QUESTIONS),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000),  # of what was sent and not acknowledged
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000),  # ms without an acknowledgement
 )
 
 
@@ -48,7 +48,7 @@ def is_loopback(host: str) -> bool:
 
 
 def host_of(address: str) -> str:
-    """Return the host of `HOST:PORT`, as a request's header names it; "" where it is none."""
+    """Return the host of `HOST:PORT`, as a request's header names it; "" if it has none."""
     with suppress(ValueError):
         return urlsplit(f"//{address}").hostname or ""
     return ""
@@ -60,7 +60,7 @@ def is_here(host: str) -> bool:
 
 
 def numeric(host: str) -> str:
-    """Return the IP address of a name; the name itself where it cannot be resolved."""
+    """Return the IP address of a name; the name itself if it cannot be resolved."""
     try:
         return socket.gethostbyname(host)
     except OSError:
@@ -68,7 +68,7 @@ def numeric(host: str) -> str:
 
 
 def listening_address(host: str) -> str:
-    """Return the address to listen on as `host`: that address, or all interfaces where it is not this machine's own (a
+    """Return the address to listen on as `host`: that address, or all interfaces if it is not this machine's own (a
     container's service, a router's).
     """
     return host if is_loopback(host) or is_here(host) else EVERYWHERE
@@ -78,7 +78,7 @@ def url_of(host: str, port: int, *, known: str = "") -> str:
     """Return the URL of a server that listens on `host`, as it is reached from here.
 
     Args:
-        known: the name of its machine, which counts where it listens on all interfaces; by default this machine.
+        known: the name of its machine, used if the server listens on all interfaces; by default this machine.
 
     Example:
         url_of("0.0.0.0", 8001), url_of("::1", 8000)  # "http://127.0.0.1:8001", "http://[::1]:8000"
@@ -92,7 +92,9 @@ def own_address(host: str, *, peer: str) -> str:
     """Return the address under which this machine, known as `host`, connects to `peer`."""
     if is_here(host):
         return numeric(host)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
+
+    # Connecting a UDP socket sends nothing: the kernel only chooses the route, and with it the address.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((peer, 9))
         except OSError:
@@ -145,9 +147,11 @@ def watch_connections() -> list[Connection]:
         with suppress(OSError):  # gone meanwhile, or not connected
             found_at = os.fstat(descriptor)
             if stat.S_ISSOCK(found_at.st_mode):
+                # A duplicate, as leaving the block closes it, and not the connection of its owner.
                 with socket.socket(fileno=os.dup(descriptor)) as found:
                     if found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6):
                         peer = ipaddress.ip_address(found.getpeername()[0])
+                        # On a socket for IPv6, an IPv4 peer appears as ::ffff:a.b.c.d.
                         mapped = peer.ipv4_mapped if isinstance(peer, ipaddress.IPv6Address) else None
                         if not (mapped or peer).is_loopback:
                             _watch(found)

@@ -58,7 +58,7 @@ def step_of(folder: Path) -> int | None:
 
 
 def require_new_folder(folder: Path, option: str) -> None:
-    """Raises: ConfigError where a folder that is written whole and then renamed cannot take this one's place."""
+    """Raises: ConfigError if a folder that is written whole and then renamed cannot take this one's place."""
     if folder.resolve() == Path.cwd():
         raise ConfigError(
             f"{folder} is the folder that this command runs in - expected another: one that is complete takes its "
@@ -69,7 +69,7 @@ def require_new_folder(folder: Path, option: str) -> None:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Return the N of all `step_N` in a folder, complete or not, in order; none where there is no folder."""
+    """Return the N of all `step_N` in a folder, complete or not, in order; none if there is no folder."""
     steps = [step_of(path) for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(step for step in steps if step is not None)
 
@@ -100,7 +100,7 @@ def set_aside_after(folder: Path, version: int) -> None:
 def atomic_write(path: Path, *, replace: bool = True) -> Iterator[IO[bytes]]:
     """Open a file that appears under its name only when whole and on disk; after an error there is nothing.
 
-    Raises: FileExistsError where `replace` is false and another process has written a file of that name.
+    Raises: FileExistsError if `replace` is false and another process has written a file of that name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
@@ -113,6 +113,7 @@ def atomic_write(path: Path, *, replace: bool = True) -> Iterator[IO[bytes]]:
             os.replace(partial, path)
         else:
             _rename_if_new(partial, path)
+        # The file's content is on disk already; syncing the folder makes its name durable too.
         sync_folder(path.parent)
     finally:
         partial.unlink(missing_ok=True)
@@ -125,6 +126,7 @@ def _rename_if_new(partial: Path, path: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
             raise
+        # No hard links here: another writer may still come between this check and the rename.
         if path.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
         os.rename(partial, path)
@@ -138,6 +140,7 @@ def remove_partial_files(folder: Path) -> None:
 
 def replace_folder(partial: Path, folder: Path) -> None:
     """Rename `partial`, which is complete and synced, to `folder`, and remove what had that name."""
+    # Two renames, as a folder cannot be renamed onto one that holds files. The old one is removed last.
     hidden = _hide(folder) if folder.exists() else None
     partial.rename(folder)
     sync_folder(folder.parent)
@@ -157,6 +160,7 @@ def is_left_over(folder: Path) -> bool:
 
 def _hide(folder: Path) -> Path:
     hidden = folder.with_name(f".{folder.name}.removed")
+    # A process that died while it removed a folder has left one of this name.
     shutil.rmtree(hidden, ignore_errors=True)
     folder.rename(hidden)
     return hidden

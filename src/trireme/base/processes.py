@@ -37,7 +37,7 @@ _PR_SET_PDEATHSIG = 1
 LOWEST_PORT = 12_000  # above those that servers listen at by custom, our own defaults among them
 TRIES = 100
 LOOPBACK_S = 5.0  # timeout of a connection of a process with itself
-_random = random.SystemRandom()  # no seed makes two runs choose the same
+_random = random.SystemRandom()  # unseeded, so that two runs do not choose the same ports
 _held: deque[socket.socket] = deque(maxlen=64)  # the last ports that were chosen
 
 NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP})
@@ -47,7 +47,7 @@ OPEN_FILES = 1 << 16
 """Most files that a process with many connections may open. Its children inherit the limit, and some of them close all
 descriptors up to it."""
 
-READ_BYTES = 128_000  # of a log's end that are looked at
+READ_BYTES = 128_000  # bytes of a log's end that are looked at
 
 MANY = 1_000_000
 """More objects than there were, before the collector looks: some hundred MiB, if all of them were cycles."""
@@ -60,12 +60,14 @@ def die_with_parent(expected_parent: int | None = None) -> None:
         expected_parent: the parent's pid. If the parent has ended already, this process ends at once.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+    # The kernel reports only what happens from now on; the parent may have ended before.
     if expected_parent is not None and os.getppid() != expected_parent:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def raise_open_files() -> None:
-    """Raise this process's limit of open files, often 1,024 where far more are allowed, as far as it may be."""
+    """Raise this process's limit of open files, often 1,024 by default, as far as the system permits."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_open_files(), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
@@ -126,7 +128,7 @@ def catch_signals() -> Iterator[list[int]]:
 def try_lock(descriptor: int, folder: Path, kind: int = fcntl.LOCK_EX) -> bool:
     """Return whether the lock of a file could be taken at once. The kernel releases it when its holder ends.
 
-    Raises: ConfigError where the file system of `folder` cannot lock files.
+    Raises: ConfigError if the file system of `folder` cannot lock files.
     """
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
@@ -152,11 +154,13 @@ def free_port(host: str = "127.0.0.1") -> int:
     """
     holder = socket.socket()
     beyond = _first_port_of_the_kernel()
+
     for _ in range(TRIES if beyond > LOWEST_PORT else 0):
         with suppress(OSError):
             holder.bind((host, _random.randrange(LOWEST_PORT, beyond)))
             break
-    else:  # a system that gives almost all ports to connections, or a crowded one
+    else:
+        # The system gives almost all ports to connections, or is crowded: take any port.
         try:
             holder.bind((host, 0))
         except OSError:
@@ -164,7 +168,9 @@ def free_port(host: str = "127.0.0.1") -> int:
                 raise ConfigError(problem) from None
             raise
     port: int = holder.getsockname()[1]
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after `bind`, which fails where a port is held
+
+    # Only after `bind`, which would otherwise succeed on a port that another call holds.
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     _held.append(holder)
     return port
 
@@ -202,7 +208,7 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def last_lines(log: Path, count: int | None = None, *, start: int = 0) -> list[str]:
-    """Return the last lines of a log without reading all of it; none where it cannot be read.
+    """Return the last lines of a log without reading all of it; none if it cannot be read.
 
     Args:
         count: as many as `READ_BYTES` hold if not given.
@@ -219,6 +225,6 @@ def last_lines(log: Path, count: int | None = None, *, start: int = 0) -> list[s
 
 
 def make_socket_folder(prefix: str) -> Path:
-    """Make a private folder for sockets, in /tmp where TMPDIR is too long for the path of one."""
+    """Make a private folder for sockets, in /tmp if TMPDIR is too long for the path of one."""
     parent = tempfile.gettempdir()
     return Path(tempfile.mkdtemp(prefix=prefix, dir=parent if len(parent) <= LONGEST_PARENT else "/tmp"))

@@ -13,7 +13,9 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 """Control characters, line ends among them: in no name of a folder, nor in a line of a script."""
 
 _PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {0x7F: "␡"}
+# C1 controls, which some terminals obey like escape sequences.
 _PICTURES |= dict.fromkeys(range(0x80, 0xA0), "�")
+# Marks of direction, and separators that some viewers show as line ends.
 _PICTURES |= dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0x2028, 0x2029), "�")
 _PICTURES |= dict.fromkeys(range(0xD800, 0xE000), "�")  # lone surrogates cannot be encoded
 
@@ -35,6 +37,7 @@ def encodable(text: str) -> str:
 def one_line(value: object, longest: int) -> str:
     """Return the beginning of a text, cleaned and on one line."""
     text = value if isinstance(value, str) else str(value)
+    # Only the beginning is split and cleaned: a text may be megabytes long.
     return clean(" ".join(text[: 2 * longest].split())[:longest])
 
 

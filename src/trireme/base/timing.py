@@ -39,5 +39,6 @@ class Timer:
 
 def age_s() -> float:
     """Return the age of this process in seconds, including the time before its first line of Python."""
+    # Field 22 of the file, in clock ticks since boot. The name in field 2 may hold blanks and parentheses.
     began_ticks = int(Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - began_ticks / os.sysconf("SC_CLK_TCK")

@@ -15,14 +15,14 @@ from pathlib import Path
 from trireme.base.errors import ConfigError
 
 TOKEN = "TRIREME_TOKEN"
-SHORTEST = 16  # characters; it is hard to guess only where it was made at random
+SHORTEST = 16  # characters; it is hard to guess only if it was made at random
 KEY_FILE = ".token"  # in the folder of a run
 
 
 def adopt_token(file: Path | None) -> None:
     """Read the token from `file`, unless the environment has one already.
 
-    Raises: ConfigError where the file cannot be read, or its token is unsuitable.
+    Raises: ConfigError if the file cannot be read, or its token is unsuitable.
     """
     if problem := token_problem(file):
         raise ConfigError(problem)
@@ -31,7 +31,7 @@ def adopt_token(file: Path | None) -> None:
 
 
 def make_token() -> bool:
-    """Give this process and its children a random token. Return False where there is one already."""
+    """Give this process and its children a random token. Return False if there is one already."""
     if token():
         return False
     os.environ[TOKEN] = secrets.token_hex(32)
@@ -39,17 +39,19 @@ def make_token() -> bool:
 
 
 def write_key(folder: Path, key: str | None) -> None:
-    """Write a key into a run's folder for `trireme status`, the dashboard and curl; remove an old one where it is None.
+    """Write a key into a run's folder for `trireme status`, the dashboard and curl; remove an old one if it is None.
 
     Args:
-        key: the token where it was made for this run alone; else `status_key`, which opens only the status.
+        key: the token if it was made for this run alone; else `status_key`, which opens only the status.
     """
     file = folder / KEY_FILE
     if key is None:
         file.unlink(missing_ok=True)
         return
     folder.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f"{KEY_FILE}.{os.getpid()}")  # a client may read the key at any time
+
+    # The file appears whole, as a client may read it at any time, and with its mode, as other users must never.
+    partial = file.with_name(f"{KEY_FILE}.{os.getpid()}")
     partial.unlink(missing_ok=True)
     try:
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as opened:
@@ -60,12 +62,13 @@ def write_key(folder: Path, key: str | None) -> None:
 
 
 def read_key(folder: Path) -> str | None:
-    """Return the key in a run's folder; None where there is none that this user may read.
+    """Return the key in a run's folder; None if there is none that this user may read.
 
     Only this key, never a token of the environment, is sent to an address that the folder names: a folder from another
     person could name any address. A link is not followed, as it could lead to any secret of the user.
     """
     with suppress(OSError, UnicodeDecodeError):
+        # A link is refused, and a named pipe of that name does not block.
         with open(
             folder / KEY_FILE, opener=lambda *how: os.open(how[0], how[1] | os.O_NOFOLLOW | os.O_NONBLOCK)
         ) as file:
@@ -81,7 +84,7 @@ def status_key() -> str | None:
 
 
 def token_problem(file: Path | None) -> str | None:
-    """Return why the given token is unsuitable; None where it is suitable or absent."""
+    """Return why the given token is unsuitable; None if it is suitable or absent."""
     given = os.environ.get(TOKEN, "")
     where = TOKEN
     if not given and file is not None:
@@ -106,7 +109,7 @@ HOW = f"Make one with `openssl rand -hex 32`, and give every machine the same: `
 
 
 def token() -> str | None:
-    """Return the token of this process; None where everything is on one machine and none was given."""
+    """Return the token of this process; None if none was given, which a run on one machine allows."""
     return os.environ.get(TOKEN) or None
 
 

@@ -36,8 +36,8 @@ class Wait:
     log: Path | None = None
     note: str = ""  # the peer's own words about what is missing; may change while waiting
     since: float = field(default_factory=time.monotonic)
-    is_excused: Callable[[], bool] = lambda: False  # whether what it waits for is known to go on
-    _counts_from: float = 0.0
+    is_excused: Callable[[], bool] = lambda: False  # whether work with a deadline of its own holds it up
+    _counts_from: float = 0.0  # `time.monotonic()` at which the deadline was restarted
 
     @property
     def waited_s(self) -> float:
@@ -52,7 +52,7 @@ class Wait:
         self._counts_from = time.monotonic()
 
     def check(self) -> None:
-        """Raise DeadlineExceeded where the deadline has passed."""
+        """Raise DeadlineExceeded if the deadline has passed."""
         if self.is_excused():
             self.restart_deadline()
         if self.left_s <= 0:
