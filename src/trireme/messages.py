@@ -2,7 +2,7 @@
 
     environment worker <-> orchestrator    see `orchestrator/environments/wire.py`: workers lack this package
     orchestrator -> trainer                GetNewest asks, Newest answers; GetBatch asks, BatchReply or Publish answers
-    trainer -> orchestrator -> engines     PolicyReady, Go, PolicySent, Live; Again where an attempt came to nothing
+    trainer -> orchestrator -> engines     PolicyReady, Go, PolicySent, Live; Again if an attempt failed
     orchestrator or `eval` -> engine       InitInfo, UpdateInfo: bodies of vLLM's weight-transfer routes, as JSON
     trainer -> orchestrator                Heartbeat, Done
 
@@ -39,7 +39,7 @@ class Kept(msgspec.Struct, frozen=True):
         Kept(counts=[0, 3, 1], ids=[5, 7, 9, 7])  # the second token was one of 5, 7, 9; the third had to be 7
     """
 
-    counts: np.ndarray  # [T] int32: 0 where the token was not sampled, or from the whole vocabulary
+    counts: np.ndarray  # [T] int32: 0 if the token was not sampled, or from the whole vocabulary
     ids: np.ndarray  # [sum of counts] int32, ascending within each token
 
 
@@ -50,9 +50,9 @@ class Routed(msgspec.Struct, frozen=True):
         Routed(known=[1, 0], experts=[5, 2, 0, 7], layers=2, top_k=2)  # the first token: 5 and 2, then 0 and 7
     """
 
-    known: np.ndarray  # [T] uint8: 1 where the engine has said it; it never computes the last token of a sample
-    experts: np.ndarray  # [sum of known * layers * top_k] uint8, or uint16 where there are more than 256 experts
-    layers: int  # of the model, with those that have no experts: there, what is said means nothing
+    known: np.ndarray  # [T] uint8: 1 if the engine reported it; it never computes the last token of a sample
+    experts: np.ndarray  # [sum of known * layers * top_k] uint8, or uint16 if there are more than 256 experts
+    layers: int  # layers of the model; the entries of those without experts mean nothing
     top_k: int
 
 
@@ -64,7 +64,7 @@ class Picture(msgspec.Struct, frozen=True):
     """
 
     digest: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]  # SHA-256 of the file, see `journal/pictures.py`
-    place: Count  # of its first token in the sample or row
+    place: Count  # place of its first token in the sample or row
     rows: Annotated[int, Meta(ge=1, le=1 << 16)]
     columns: Annotated[int, Meta(ge=1, le=1 << 16)]
 
@@ -81,13 +81,13 @@ class Tokens(msgspec.Struct, frozen=True):
     """
 
     ids: np.ndarray  # [T] int32
-    loss_mask: np.ndarray  # [T] uint8: 1 where the policy sampled the token and it is trained on
-    logprobs: np.ndarray  # [T] float32: of the token under the policy that sampled it, 0 where the mask is 0
+    loss_mask: np.ndarray  # [T] uint8: 1 if the policy sampled the token and it is trained on
+    logprobs: np.ndarray  # [T] float32: logprob under the policy that sampled the token, 0 if the mask is 0
     advantages: np.ndarray  # [T] float32
-    versions: np.ndarray  # [T] int32: the policy version that sampled it, -1 where the mask is 0
-    kept: Kept | None = None  # where sampling was cut: the logprobs are those among what was kept
-    routed: Routed | None = None  # where the trainer is to send tokens to the experts that the engine sent them to
-    pictures: list[Picture] = []  # by their places, ascending
+    versions: np.ndarray  # [T] int32: the policy version that sampled it, -1 if the mask is 0
+    kept: Kept | None = None  # given if sampling was cut; logprobs are those among the kept tokens
+    routed: Routed | None = None  # given if the trainer must send tokens to the engine's experts
+    pictures: list[Picture] = []  # pictures, ascending by their places
 
     @property
     def length(self) -> int:
@@ -107,7 +107,7 @@ COLUMNS: dict[str, tuple[np.dtype, float]] = {
 def build_tokens(
     *, kept: Kept | None = None, routed: Routed | None = None, pictures: list[Picture] | None = None, **columns: Any
 ) -> Tokens:
-    """Tokens from sequences of numbers, each column cast to its type."""
+    """Build tokens from sequences of numbers, each column cast to its type."""
     arrays = {name: np.asarray(columns[name], dtype=dtype) for name, (dtype, _) in COLUMNS.items()}
     lengths = {name: len(array) for name, array in arrays.items()}
     assert len(set(lengths.values())) == 1, f"columns of different lengths: {lengths}"
@@ -133,6 +133,7 @@ def concat_tokens(parts: list[Tokens]) -> Tokens:
 def _concat_kept(parts: list[Tokens]) -> Kept | None:
     if all(part.kept is None for part in parts):
         return None
+    # A sample without lists was sampled from the whole vocabulary: no kept token at any place.
     kept = [part.kept or Kept(np.zeros(part.length, np.int32), np.zeros(0, np.int32)) for part in parts]
     return Kept(np.concatenate([each.counts for each in kept]), np.concatenate([each.ids for each in kept]))
 
@@ -180,7 +181,7 @@ class InitInfo(msgspec.Struct, frozen=True):
     """
 
     kind: str  # gloo | nccl | ipc | filesystem
-    host: str  # where the sender's rendezvous listens
+    host: str  # address at which the sender's rendezvous listens
     port: int
     epoch: str  # names a set of peers: a receiver of the same address and epoch keeps its connections
     rank_offset: int  # rank of the engine's first worker; the sender is rank 0
@@ -197,11 +198,11 @@ class UpdateInfo(msgspec.Struct, frozen=True):
     """
 
     specs: list[TensorSpec]  # in the order in which they are sent
-    payload: dict[str, Any] = {}  # what a kind of `PULLED_KINDS` needs: a folder, or memory handles
+    payload: dict[str, Any] = {}  # data for transfers of `PULLED_KINDS`: a folder, or memory handles
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """A fixed prompt and what the trainer's weights say about it: an engine must say the same."""
+    """A fixed prompt and the trainer's logprobs for it, with which those of an engine must agree."""
 
     ids: Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 31)]], Meta(min_length=2)]  # [T]
     logprobs: list[float]  # [T - 1]: of ids[t + 1] after ids[:t + 1], at temperature 1
@@ -209,7 +210,7 @@ class Probe(msgspec.Struct, frozen=True):
     noise_age: Annotated[int, Meta(ge=0)] = 0  # versions since the noise was measured
 
 
-# trainer -> orchestrator, and the answers
+# Requests of the trainer to the orchestrator, and the answers.
 
 
 class GetNewest(msgspec.Struct, frozen=True, tag=True):
@@ -249,14 +250,17 @@ class BatchReply(msgspec.Struct, frozen=True, tag=True):
 
     step: int
     micro_batches: list[MicroBatch]
-    loss_tokens: int  # that count, in the whole batch; 1 where none does
+    loss_tokens: int  # tokens that count, in the whole batch; 1 if none does
     num_rollouts: int
-    loss_samples: int = 0  # with at least one such token, in the whole batch; 1 where there is none
+    loss_samples: int = 0  # samples with at least one such token, in the whole batch; 1 if there is none
     pictures: dict[str, bytes] = {}  # PNG files of this rank's rows, by their digests
 
 
 class Publish(msgspec.Struct, frozen=True, tag=True):
-    """Before the batch (or the good-bye): an engine came up without weights. Publish the version that you have."""
+    """The trainer must publish the version that it has before it gets the batch, or exits.
+
+    An engine started without weights, or the version was never confirmed.
+    """
 
     reason: str
 
@@ -266,12 +270,12 @@ class PolicyReady(msgspec.Struct, frozen=True, tag=True):
 
     run_id: str
     version: Count
-    incarnation: Name  # of the trainer process: another one means that the old connections are gone
+    incarnation: Name  # id of the trainer process; a new one means that the old connections are gone
     attempt: Count  # counts up with every transfer; the same number asks about the same one
     everywhere: bool  # also to engines that serve this version already
     specs: Annotated[list[TensorSpec], Meta(min_length=1)]
     kind: Annotated[str, Meta(pattern=r"^(gloo|nccl|ipc|filesystem)\Z")]
-    host: Name  # where the trainer's rendezvous listens
+    host: Name  # address at which the trainer's rendezvous listens
     port: Annotated[int, Meta(ge=0, lt=1 << 16)]
 
 
@@ -291,11 +295,11 @@ class PolicySent(msgspec.Struct, frozen=True, tag=True):
     attempt: Count
     digests: Annotated[dict[str, Annotated[str, Meta(pattern=r"^[!-~]{1,256}\Z")]], Meta(min_length=1)]
     probe: Probe
-    payload: dict[str, Any] = {}  # what a `pull` kind of transfer needs: a folder, or memory handles
+    payload: dict[str, Any] = {}  # data for transfers of `PULLED_KINDS`, as in `UpdateInfo`
 
 
 class Again(msgspec.Struct, frozen=True, tag=True):
-    """This attempt has come to nothing (an engine died in it, the orchestrator is a new one): begin another."""
+    """This attempt failed (an engine died in it, or the orchestrator restarted): the trainer begins another."""
 
     reason: str
 
@@ -318,20 +322,21 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """The trainer has finished `version` = max_steps and leaves."""
+    """The trainer has finished `version` = max_steps and exits."""
 
     run_id: str
     version: Count
 
 
 class Ok(msgspec.Struct, frozen=True, tag=True):
-    """Noted."""
+    """The request was received, and asks for nothing more."""
 
 
 class NotYet(msgspec.Struct, frozen=True, tag=True):
     """Ask again; `note` says what is missing ("3 of 8 groups missing").
 
-    Who is busy (with an evaluation, a full disk) has deadlines for that: the asker's counts from the end of it.
+    An orchestrator that is busy (with an evaluation, a full disk) has deadlines for that: the asker's deadline counts
+    from the end of it.
     """
 
     note: str
@@ -348,7 +353,7 @@ Request = GetNewest | GetBatch | PolicyReady | PolicySent | Heartbeat | Done
 Reply = Newest | BatchReply | Publish | Go | Again | Live | Ok | NotYet | Refusal
 
 
-# bytes
+# Encoding.
 
 
 def _encode(value: Any) -> Any:
@@ -356,6 +361,7 @@ def _encode(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return value.model_dump()
     if isinstance(value, np.ndarray):
+        # A view, so that msgspec copies the bytes only once, into the message.
         return [value.dtype.str, np.ascontiguousarray(value).reshape(-1).data.cast("B")]
     raise TypeError(f"cannot send a {type(value)}")
 
@@ -365,6 +371,7 @@ def _decode(kind: type, value: Any) -> Any:
         return kind.model_validate(value)
     if kind is np.ndarray:
         dtype, data = value
+        # A view into the bytes that were received, so arrays are read-only.
         return np.frombuffer(data, dtype=np.dtype(dtype))
     raise TypeError(f"cannot receive a {kind}")
 

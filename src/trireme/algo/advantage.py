@@ -29,7 +29,7 @@ Baselines = dict[str, float]
 
 @dataclass(frozen=True)
 class GroupScores:
-    """A group as estimators see it: rollouts of an example, or runs of one agent in them where agents have rewards of
+    """A group as estimators see it: rollouts of an example, or runs of one agent in them if agents have rewards of
     their own. A `custom` function is called with a list of these.
 
     Example:
@@ -52,11 +52,11 @@ def are_same(values: np.ndarray) -> bool:
     return not len(values) or bool(np.ptp(values) < SAME)
 
 
-# of one group
+# Advantages within one group.
 
 
 def group_mean(rewards_G: np.ndarray) -> np.ndarray:
-    """A_i = r_i - mean(r); exactly 0 where all are the same.
+    """A_i = r_i - mean(r); exactly 0 if all are the same.
 
     The group-relative advantage of GRPO (Shao et al. 2024, arXiv 2402.03300) without the division by the standard
     deviation, which favours examples that are nearly solved or nearly hopeless (Liu et al. 2025, "Dr. GRPO",
@@ -83,13 +83,13 @@ def leave_one_out(rewards_G: np.ndarray) -> np.ndarray:
 
 
 def max_rl(rewards_G: np.ndarray) -> np.ndarray:
-    """A_i = (r_i - mean(r)) / mean(r); 0 where the mean is not above `EPS`.
+    """A_i = (r_i - mean(r)) / mean(r); 0 if the mean is not above `EPS`.
 
     Maximum Likelihood Reinforcement Learning (Tajwar et al. 2026, arXiv 2602.02710, Algorithm 1): the gradient of the
     likelihood of a right answer, log p rather than p, to the order that G rollouts can tell.
 
-    Deviation: the paper has rewards of 0 and 1. Rewards below 0 could make the mean 0 or negative and turn the
-    gradient around; where the mean is not above `EPS`, the group teaches nothing.
+    Deviation: the paper has rewards of 0 and 1. Rewards below 0 could make the mean 0 or negative and reverse
+    the gradient. If the mean is not above `EPS`, the group teaches nothing.
     """
     mean = rewards_G.mean()
     return group_mean(rewards_G) / mean if mean > EPS else np.zeros_like(rewards_G)
@@ -104,7 +104,7 @@ OF_GROUP: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-# of a batch
+# Advantages over a whole batch.
 
 
 def batch(groups_BG: list[np.ndarray]) -> list[np.ndarray]:
@@ -143,6 +143,8 @@ def ema(
         env: float(np.concatenate([group for group, own in zip(groups_BG, envs_B, strict=True) if own == env]).mean())
         for env in envs_B
     }
+
+    # The baseline from before the batch; a new environment has only the batch's own mean.
     before = means | baselines
     advantages = [group - before[env] for group, env in zip(groups_BG, envs_B, strict=True)]
     after = {env: decay * before[env] + (1 - decay) * mean for env, mean in means.items()}
@@ -155,7 +157,7 @@ def estimate(
     """Return [G] advantages of each group, and the baselines after the batch.
 
     Args:
-        custom: the user's function, where the kind is `custom`; what it gives has been through `check_custom`.
+        custom: the user's function if the kind is `custom`, wrapped so that its result has passed `check_custom`.
     """
     rewards = [group.rewards for group in groups]
     match kind:
@@ -173,7 +175,7 @@ def estimate(
 
 
 def check_custom(found: Sequence[np.ndarray], groups: list[GroupScores]) -> list[np.ndarray]:
-    """Raises: ValueError where a function of the user's gave anything but one finite number per rollout."""
+    """Return the result of a user's function. Raises: ValueError unless it is one finite number per rollout."""
     try:
         advantages = [np.asarray(values, dtype=np.float64) for values in found]
     except (TypeError, ValueError) as error:
@@ -188,7 +190,7 @@ def check_custom(found: Sequence[np.ndarray], groups: list[GroupScores]) -> list
     return advantages
 
 
-# per token
+# Terms per token, which are added to these.
 
 
 def process_advantages(rewards_of_rollouts: list[np.ndarray]) -> list[np.ndarray]:
@@ -205,7 +207,10 @@ def process_advantages(rewards_of_rollouts: list[np.ndarray]) -> list[np.ndarray
     if are_same(steps):
         return [np.zeros(len(rewards)) for rewards in rewards_of_rollouts]
     mean, deviation = steps.mean(), steps.std()
+
+    # Tokens that end no step are NaN, and add nothing to the sum.
     worths = [np.nan_to_num((rewards - mean) / (deviation + EPS)) for rewards in rewards_of_rollouts]
+    # A token is worth the steps at and after it: a cumulative sum from the end.
     return [np.cumsum(worth[::-1])[::-1] for worth in worths]
 
 
@@ -219,6 +224,7 @@ def distillation_term(teacher_T: np.ndarray, logprobs_T: np.ndarray, weight: flo
     Deviation: the bound. A token that the teacher rules out has a logprob of -inf, or of -9999 from vLLM, and would
     outweigh all others of its batch.
     """
-    with np.errstate(invalid="ignore"):  # both may rule it out
+    # Both may rule the token out: -inf minus -inf is NaN, which counts as no difference.
+    with np.errstate(invalid="ignore"):
         difference = teacher_T.astype(np.float64) - logprobs_T
     return weight * np.nan_to_num(difference.clip(-MOST_NATS, MOST_NATS))

@@ -15,7 +15,7 @@ MOST_EXCHANGES = 8
 """Most exchanges per row. Each halves the difference of two rows, as nearly as samples allow."""
 
 ENOUGH = 1e-3  # relative difference of costs below which the rows of a round stay as they are
-NONE = -1  # stands for a missing sample
+NONE = -1  # the index of no sample: one is given and none taken
 
 Rows = list[list[int]]
 
@@ -50,11 +50,13 @@ class Table:
         filled = [0] * num_rows
         cheapest = [(0.0, row) for row in range(num_rows)]  # a heap
         for index in sorted(range(len(self._lengths)), key=lambda i: (-self._weights[i], i)):
-            full = []  # for this sample; a shorter one may have room there
+            full = []
             while cheapest and filled[cheapest[0][1]] + self._lengths[index] > self._capacity:
                 full.append(heappop(cheapest))
             if not cheapest:
                 return None
+
+            # Rows too full for this sample return to the heap afterwards: a shorter one may fit.
             weighed, row = cheapest[0]
             rows[row].append(index)
             filled[row] += self._lengths[index]
@@ -71,12 +73,16 @@ class Table:
         rows = [list(row) for row in rows]
         costs = [self.cost(row) for row in rows]
         order = sorted(range(len(rows)), key=lambda row: (-costs[row], row))
+
+        # The rows of one round: `ranks` neighbours in the order of cost.
         for together in (order[first : first + ranks] for first in range(0, len(order), ranks)):
             for _ in range(MOST_EXCHANGES * len(together)):
                 high = max(together, key=lambda row: (costs[row], -row))
                 low = min(together, key=lambda row: (costs[row], row))
                 if costs[high] - costs[low] <= ENOUGH * costs[high]:
                     break
+
+                # The round takes as long as its most expensive row, so only that one is worth changing.
                 changed = self._exchanged(rows[high], rows[low])
                 after = [self.cost(row) for row in changed]
                 if max(after) >= costs[high]:
@@ -86,12 +92,16 @@ class Table:
         return rows
 
     def _exchanged(self, high: list[int], low: list[int]) -> tuple[list[int], list[int]]:
-        """The two rows after the exchange (one sample of `high` for one of `low`, or for none) that leaves them nearest
-        to each other; as they are where there is no room for any."""
+        """Return the two rows after the exchange (one sample of `high` for one of `low`, or for none) that leaves them
+        nearest to each other; unchanged if there is no room for any."""
         half = (sum(self._weights[i] for i in high) - sum(self._weights[i] for i in low)) / 2
         room = self._capacity - self.tokens(low), self._capacity - self.tokens(high)
+
+        # The rows are even if the sample given outweighs the one taken by `half`. So of `low` sorted by weight, only
+        # the two neighbours of that weight are tried.
         others = sorted((self._weights[i], i) for i in low)
         best: tuple[float, int, int] | None = None  # how far from even, given, taken
+
         for given in high:
             place = bisect_left(others, (self._weights[given] - half, NONE))
             nearest = [index for _, index in others[max(0, place - 1) : place + 1]]
@@ -100,6 +110,7 @@ class Table:
                 off = abs(self._weights[given] - (0.0 if taken == NONE else self._weights[taken]) - half)
                 if -room[1] <= more <= room[0]:
                     best = min(best or (off, given, taken), (off, given, taken))
+
         if best is None:
             return high, low
         _, given, taken = best
@@ -107,7 +118,10 @@ class Table:
         return [i for i in high if i != given] + back, [i for i in low if i != taken] + [given]
 
     def to_ranks(self, rows: Rows, ranks: int) -> list[Rows]:
-        """`[rank][round]`, the slowest round first. Who has had least is given the most expensive row of a round."""
+        """Deal rows to ranks: return `[rank][round]`, the slowest round first.
+
+        In each round, the rank with the lowest total so far gets the most expensive row.
+        """
         costs = [self.cost(row) for row in rows]
         order = sorted(range(len(rows)), key=lambda row: (-costs[row], row))
         dealt: list[Rows] = [[] for _ in range(ranks)]

@@ -23,7 +23,7 @@ class Columns:
     """
 
     logprobs: torch.Tensor  # [K] float32, log pi at the sampling temperature, with gradient
-    entropies: torch.Tensor  # [K] float32, nats, of the distribution each token was drawn from; gradient where needed
+    entropies: torch.Tensor  # [K] float32, nats, of the distribution each token was drawn from; gradient if needed
     behaviour: torch.Tensor  # [K] float32, log mu
     proximal: torch.Tensor  # [K] float32, log prox: `behaviour`, or log pi at the start of the batch
     advantages: torch.Tensor  # [K] float32
@@ -31,7 +31,7 @@ class Columns:
     samples: torch.Tensor  # [K] int64, counted from 0 within the row, ascending
     num_samples: int  # in the row
     mask: torch.Tensor  # [K] bool; all True but in a row that has no token that counts
-    reference: torch.Tensor | None = None  # [K] float32, log ref, where `beta` is above 0
+    reference: torch.Tensor | None = None  # [K] float32, log ref, if `beta` is above 0
 
     def sample_sums(self, values: torch.Tensor) -> torch.Tensor:
         """[K] float64: for each token the sum over its sample. A sample is never split over rows."""
@@ -74,7 +74,7 @@ class LossTerms:
 
 
 def times(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Multiply, where 0 times anything (also infinity or NaN) is 0."""
+    """Multiply; 0 times anything, also infinity or NaN, is 0."""
     return torch.where((one == 0) | (other == 0), 0.0, one * other)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 ROW = 1 << 16  # words that share a table of weights: 512 KiB, which fits a CPU's cache
-_ROWS_AT_ONCE = {"cpu": 1, "cuda": 256}
+_ROWS_AT_ONCE = {"cpu": 1, "cuda": 256}  # a row stays in a CPU's cache; a GPU needs many to be busy
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
@@ -25,7 +25,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
         sum_i  (x_i xor (x_i >> 29)) * weight_k * (2 row + 1)   mod 2^64
 
     The weights are odd, so any flipped bit shows; the shift, which keeps the sign, lets high bits reach low ones, so
-    exchanged words show even where they differ in their highest bit alone.
+    exchanged words show even if they differ in their highest bit alone.
     """
     words = _to_words(tensor)
     total = 0
@@ -40,6 +40,7 @@ def _weighted_sum(words: torch.Tensor, first_row: int) -> int:
     """Return the sum of whole rows and of a last, shorter one."""
     rows, rest = divmod(words.numel(), ROW)
     weights = _weights(words.device)
+    # int64 wraps at 2^64, which is the modulus, so nothing is lost on the device.
     mixed = (words >> 29).bitwise_xor_(words)
     sums = (mixed[: rows * ROW].view(rows, ROW) * weights).sum(1).tolist() if rows else []
     if rest:
@@ -51,6 +52,7 @@ def _to_words(tensor: torch.Tensor) -> torch.Tensor:
     """Return [W] int64 words; a view if size and alignment of the tensor allow it."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.numel() % 8 or data.storage_offset() % 8:
+        # A view as 64-bit words needs whole words at an aligned offset.
         padded = torch.zeros(-(-data.numel() // 8) * 8, dtype=torch.uint8, device=data.device)
         padded[: data.numel()] = data
         data = padded

@@ -34,7 +34,7 @@ def relative(lengths_G: np.ndarray, rewards_G: np.ndarray) -> np.ndarray:
     """Return l = 0.5 - (length - shortest) / (longest - shortest) for right answers and min(0, l) for wrong ones.
 
     The length reward of Kimi k1.5 (2025, arXiv 2501.12599, section on the length penalty): shortest and longest are of
-    the group, and where they are equal it is 0. Deviation: the paper has rewards of 0 and 1; here an answer is right
+    the group, and if they are equal, it is 0. Deviation: the paper has rewards of 0 and 1; here an answer is right
     whose reward is at least 0.5.
     """
     shortest, longest = lengths_G.min(), lengths_G.max()

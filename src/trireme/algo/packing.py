@@ -44,6 +44,7 @@ def pack(lengths: list[int], capacity: int) -> list[list[int]]:
     rooms: list[tuple[int, int]] = []  # (free tokens, row) of every row, in order
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         assert lengths[index] <= capacity, f"a sample of {lengths[index]} tokens in rows of {capacity}"
+        # The first row in the order of room is the fullest that fits; if there is none, a new row begins.
         place = bisect_left(rooms, (lengths[index], 0))
         free, row = rooms.pop(place) if place < len(rooms) else (capacity, len(rows))
         if row == len(rows):
@@ -79,6 +80,8 @@ def deal(lengths: list[int], *, capacity: int, ranks: int, cost: Cost = LINEAR) 
     packed = pack(lengths, capacity)
     num_rows = ranks * max(1, -(-len(packed) // ranks))
     table = Table(lengths, capacity, cost)
+
+    # Best-fit fills rows unevenly. Even rows may not exist within the capacity, so the faster of both is taken.
     candidates = [packed + [[] for _ in range(num_rows - len(packed))]]
     if (evened := table.even_rows(num_rows)) is not None:
         candidates.append(evened)
@@ -89,7 +92,7 @@ def deal(lengths: list[int], *, capacity: int, ranks: int, cost: Cost = LINEAR) 
 def micro_batches_of_rank(
     samples: list[Sample], *, capacity: int, rank: int, world: int, cost: Cost = LINEAR
 ) -> list[MicroBatch]:
-    """This rank's rows; where samples run out, empty ones fill up."""
+    """Return this rank's rows, with empty ones if samples run out."""
     dealt = deal([sample.tokens.length for sample in samples], capacity=capacity, ranks=world, cost=cost)
     return rows_of(samples, dealt[rank])
 
@@ -142,11 +145,14 @@ def share_prefixes(ids: np.ndarray, lengths: list[int]) -> SharedPrefixes:
     starts = np.cumsum([0, *lengths[:-1]])
     samples = [ids[start : start + length] for start, length in zip(starts, lengths, strict=True)]
     owners = np.arange(len(ids))
+
+    # Big-endian bytes sort as the ids do, so that samples which begin alike become neighbours.
     in_order = sorted(range(len(samples)), key=lambda number: samples[number].astype(">i8").tobytes())
     for before, number in pairwise(in_order):
         shortest = min(lengths[before], lengths[number])
         different = np.flatnonzero(samples[before][:shortest] != samples[number][:shortest])
         alike = int(different[0]) if len(different) else shortest
+        # Owners are passed on: the neighbour's prefix may belong to a sample before it already.
         owners[starts[number] : starts[number] + alike] = owners[starts[before] : starts[before] + alike]
     kept = np.unique(owners)
     return SharedPrefixes(kept, np.searchsorted(kept, owners))

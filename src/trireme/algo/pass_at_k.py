@@ -16,7 +16,7 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     """Return pass@k of one example.
 
     The quotient of the binomials is the product of (1 - k/i) for i = n-c+1 .. n: factors between 0 and 1, so nothing
-    overflows, whatever n is.
+    overflows for any n.
     """
     n, c = num_samples, num_passed
     assert 0 <= c <= n, f"{c} of {n} passed"

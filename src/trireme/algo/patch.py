@@ -5,7 +5,7 @@ new values, not differences, so applying it is idempotent. The places of the val
 
     whole    nowhere: all values follow
     bits     a bit per value of the tensor, set where it changed
-    gaps     per changed value, two bytes: how far it is from the one before, where no such distance is larger
+    gaps     per changed value, two bytes: the distance from the one before, if all of them fit
     places   per changed value, four bytes: its flat index
 
 Flat indices in the published shape and final values: so vLLM's `sparse_nccl` has them as well. That one marks what is
@@ -21,7 +21,7 @@ from enum import IntEnum
 import torch
 from torch.nn.functional import pad
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per value
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer types by their size
 _LONGEST_GAP = (1 << 16) - 1
 _LAST_PLACE = (1 << 31) - 1
 
@@ -77,7 +77,9 @@ def build_patch(tensor: torch.Tensor, is_changed: torch.Tensor) -> Patch:
     """Build the smallest patch with the changed values."""
     count = int(is_changed.count_nonzero())
     bits = -(-tensor.numel() // 8)
-    if 2 * count < bits:  # bytes: only then can a list of indices be shorter than the bits
+
+    # In bytes: at two for each change, a list of places is shorter than a bit for each value only below this.
+    if 2 * count < bits:
         places = is_changed.nonzero().view(-1)
         gaps = places.diff(prepend=places.new_zeros(1))
         fits = not len(gaps) or int(gaps.max()) <= _LONGEST_GAP
@@ -86,13 +88,15 @@ def build_patch(tensor: torch.Tensor, is_changed: torch.Tensor) -> Patch:
         if where.numel() <= bits:
             form = Form.GAPS if fits else Form.PLACES
             return Patch(form, count, where, to_bytes(to_integers(tensor)[places]))
+
+    # Otherwise a bit for each value, or the whole tensor if even that is smaller.
     if bits + count * tensor.element_size() < tensor.nbytes:
         return Patch(Form.BITS, count, pack_bits(is_changed), to_bytes(to_integers(tensor)[is_changed]))
     return Patch(Form.WHOLE, count, to_bytes(tensor)[:0], to_bytes(tensor))
 
 
 def sizes_of(form: Form, num_changed: int, tensor: torch.Tensor) -> tuple[int, int]:
-    """Bytes of `where` and `values` of a patch for `tensor`."""
+    """Return the bytes of `where` and `values` of a patch for `tensor`."""
     if form is Form.WHOLE:
         return 0, tensor.nbytes
     where = {Form.BITS: -(-tensor.numel() // 8), Form.GAPS: 2 * num_changed, Form.PLACES: 4 * num_changed}[form]
@@ -114,6 +118,7 @@ def apply_patch(patch: Patch, tensor: torch.Tensor) -> None:
 
 
 def _aligned(data: torch.Tensor) -> torch.Tensor:
+    # Patches are slices of a received buffer, and a view as wider values needs an aligned offset.
     return data if data.storage_offset() % 8 == 0 else data.clone()
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from trireme.messages import Picture
 
-LONGEST_RATIO = 200  # of the sides of a picture, which the image processor admits
+LONGEST_RATIO = 200  # largest ratio of a picture's sides that the image processor admits
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class PictureRules:
     """How a model reads pictures, from its `config.json` and `preprocessor_config.json`."""
 
     token: int  # the placeholder, `image_token_id`
-    block: int  # pixels of a side: of one token
+    block: int  # pixels of a side of the square that becomes one token
     min_pixels: int
     max_pixels: int
 
@@ -54,8 +54,10 @@ class PictureRules:
         """
         if max(width, height) > LONGEST_RATIO * min(width, height):
             raise ValueError(f"a picture of {width} x {height} pixels - expected sides of at most 1 to {LONGEST_RATIO}")
+
         rows, columns = round(height / self.block), round(width / self.block)
         if rows * columns * self.block**2 > self.max_pixels:
+            # Rounded down, and up below: the rounded size must stay within the bound.
             shrink = math.sqrt(height * width / self.max_pixels)
             rows = max(1, math.floor(height / shrink / self.block))
             columns = max(1, math.floor(width / shrink / self.block))
@@ -109,13 +111,18 @@ def rotary_positions(lengths: Sequence[int], pictures: Sequence[Picture]) -> np.
     A picture's tokens have the time at which it begins, and their row and column from there on. What follows continues
     after the larger of its sides.
     """
-    steps = np.ones(sum(lengths), np.int64)  # by which the position of the next token is larger
+    # How much larger the position of the next token is. Within a picture time does not advance.
+    steps = np.ones(sum(lengths), np.int64)
     for picture in pictures:
         steps[picture.place : picture.place + picture.num_tokens] = 0
         steps[picture.place + picture.num_tokens - 1] = max(picture.rows, picture.columns)
+
+    # Positions along the whole row, and then from the beginning of each sample.
     before = np.cumsum(steps) - steps
     starts = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
     found = np.tile(before - before[starts], (3, 1))
+
+    # Height and width count a picture's rows and columns from where it begins.
     for picture in pictures:
         rows, columns = np.divmod(np.arange(picture.num_tokens), picture.columns)
         found[1, picture.place : picture.place + picture.num_tokens] += rows
@@ -130,6 +137,7 @@ def distinct_ids(ids: np.ndarray, pictures: Sequence[Picture]) -> np.ndarray:
     """
     distinct = ids.astype(np.int64)
     for picture in pictures:
-        name = int(picture.digest[:8], 16) << 24  # of the digest, 32 bits; a token's place takes the lower ones
+        # 32 bits of the digest, above 24 for the place of a token within its picture.
+        name = int(picture.digest[:8], 16) << 24
         distinct[picture.place : picture.place + picture.num_tokens] = -1 - name - np.arange(picture.num_tokens)
     return distinct

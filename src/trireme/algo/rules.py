@@ -27,22 +27,22 @@ class Rules(msgspec.Struct, frozen=True):
     max_off_policy_steps: int
     advantage: str
     temperature: float
-    # which example comes next
+    # Keys that decide which example comes next.
     pools: DifficultyPools | None = None
     curriculum: tuple[Stage, ...] = ()
-    # which groups are put into a batch
-    needs_signal: bool = False  # rewards that are not all the same
-    least_variance: float = 0.0  # of the rewards
+    # Keys that decide which groups are put into a batch.
+    needs_signal: bool = False  # groups must have rewards that are not all the same
+    least_variance: float = 0.0  # least variance of the rewards
     filters: Filters | None = None  # None in journals that hold neither flaws nor outcomes
-    # advantages
-    decay: float = 0.9  # of the running mean of `ema`
-    advantage_path: str | None = None  # of `custom`
+    # Keys of advantages.
+    decay: float = 0.9  # decay of the running mean of `ema`
+    advantage_path: str | None = None  # path of the function of `custom`
     advantage_args: dict[str, Any] = {}
     clip: float | None = None
     reward_clip: tuple[float, float] | None = None
     length_penalty: LengthPenalty | None = None
-    teacher_weight: float | None = None  # None where there is no teacher
-    reward_weight: float = 1.0  # of the advantage from rewards, next to a teacher's
+    teacher_weight: float | None = None  # None if there is no teacher
+    reward_weight: float = 1.0  # weight of the advantage from rewards, next to a teacher's
 
     @property
     def max_lag(self) -> int:
@@ -53,11 +53,14 @@ class Rules(msgspec.Struct, frozen=True):
 def rules_of(config: RunConfig) -> Rules:
     orchestrator = config.orchestrator
     buffer, advantage, teacher = orchestrator.buffer, orchestrator.advantage, orchestrator.teacher
+
+    # Lengths that follow from other keys are filled in, as the audit has the rules alone.
     penalty = orchestrator.length_penalty
-    if penalty is not None:  # with all lengths filled in
+    if penalty is not None:
         longest = penalty.max_length or orchestrator.sampling.max_tokens or config.seq_len
         filled = {"max_length": longest, "buffer": penalty.buffer or max(1, longest // 5)}
         penalty = penalty.model_copy(update=filled)
+
     return Rules(
         seed=config.seed,
         shuffle=buffer.shuffle,

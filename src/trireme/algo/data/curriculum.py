@@ -43,10 +43,15 @@ def after_batch(place: Place, curriculum: Sequence[Stage], outcomes: Sequence[Ou
         return Place()
     number, reward = min(place.stage, len(curriculum) - 1), place.reward
     stage = curriculum[number]
+
+    # Groups of environments that the stage does not draw from are left over from another stage.
     if means := [outcome.mean for outcome in outcomes if stage.weights.get(outcome.env, 0.0) > 0]:
         mean = sum(means) / len(means)
         before = mean if reward is None else reward
         reward = before + (mean - before) / stage.smoothing
+
+    # Several stages may begin at once by their steps. One that waits for a reward cannot follow another at once, as the
+    # new stage has no reward yet.
     for following in curriculum[number + 1 :]:
         if following.from_step is not None:
             begins = next_step >= following.from_step

@@ -19,7 +19,7 @@ class Outcome(msgspec.Struct, frozen=True):
     group: int
     env: str
     example: int
-    mean: float  # of its rewards
+    mean: float  # mean reward of its rollouts
 
 
 class Scores(msgspec.Struct):
@@ -35,7 +35,7 @@ def updated(means_N: np.ndarray, outcomes: Iterable[Outcome], memory: float) -> 
     The first group of an example sets its mean.
 
     Args:
-        means_N: NaN where an example was never seen.
+        means_N: NaN for examples that were never seen.
     """
     means = means_N.copy()
     for outcome in outcomes:

@@ -71,9 +71,10 @@ class DataOrder:
         self.sizes = dict(sizes)
         self.cursors = {name: Cursor() for name in sorted(sizes)}
         self.place = Place()
-        self._means: dict[str, np.ndarray] = {}  # [N] per environment, where pools are in use
-        self._chances: dict[str, tuple[DifficultyPools, np.ndarray]] = {}  # of these means
-        self._epochs: dict[str, tuple[tuple[int, ...], np.ndarray, np.ndarray]] = {}  # of each environment's epoch
+        self._means: dict[str, np.ndarray] = {}  # [N] per environment, if pools are in use
+        self._chances: dict[str, tuple[DifficultyPools, np.ndarray]] = {}  # [N] from these means
+        # For each environment: what its epoch depends on, and the order and the draws of that epoch.
+        self._epochs: dict[str, tuple[tuple[int, ...], np.ndarray, np.ndarray]] = {}
 
     def resume_from(self, cursors: dict[str, Cursor], scores: dict[str, Scores], place: Place) -> None:
         """Continue from the position after some batch."""
@@ -94,11 +95,15 @@ class DataOrder:
         names, shares = names_and_shares(stages.weights_in(self.place, rules.curriculum, rules.weights))
         place = environment_of(group, rules.seed, shares)
         name = names[place]
+
         cursor, size = self.cursors[name], self.sizes[name]
+        # An endless environment has no order of ours: its tasks are numbered as they are taken.
         if size == ENDLESS:
             cursor.position += 1
             return name, cursor.position - 1
-        while True:  # ends within two epochs, as some example has probability 1
+
+        # Examples are passed over by their probability. This ends within two epochs, as some have probability 1.
+        while True:
             if cursor.position >= size:
                 cursor.epoch, cursor.position = cursor.epoch + 1, 0
             order, draws = self._epoch(name, place, cursor.epoch, rules)
@@ -127,6 +132,8 @@ class DataOrder:
         """Update difficulties and stage by the groups that ended with the batch."""
         self.place = stages.after_batch(self.place, rules.curriculum, outcomes, next_step=next_step)
         self._chances.clear()
+
+        # Without pools nothing is remembered: pools that a resumed run adds start with unseen examples.
         if rules.pools is None:
             self._means = {}
             return

@@ -9,7 +9,7 @@ The penalty of a reference model has a value and a slope per token, with d = log
 - `k2`: value d^2 / 2, slope d. On tokens of pi the gradient of KL(pi || ref), as k1's (arXiv 2510.01555).
 - `k3`: value exp(-d) - 1 + d, slope 1 - exp(-d), as in GRPO (Shao et al. 2024, arXiv 2402.03300, equation 4). The value
   estimates KL(pi || ref); the slope, on tokens of pi, is the gradient of the other one, KL(ref || pi) (arXiv
-  2506.09477): where pi comes to rule a token out that ref likes, it pulls without bound.
+  2506.09477): if pi comes to rule a token out that ref likes, it pulls without bound.
 """
 
 from __future__ import annotations

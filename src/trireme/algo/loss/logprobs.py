@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-_IMPOSSIBLE = -1e4  # as a logprob: its exponential is 0 in any precision
+_IMPOSSIBLE = -1e4  # a logprob whose exponential is 0 in any precision
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ def token_logprobs(
     Args:
         logits_KV: [K, V] the model's output at the position before each target.
         targets_K: [K] int64 tokens.
-        temperature_K: [K] of the sample that each target belongs to; 0 (greedy) counts as 1.
-        choices: where sampling was cut, probabilities are those among what was kept, as the engine's are ("keep
-            sampling mask", DeepSeek-V3.2, arXiv 2512.02556): else the ratio would blame the policy for the cut.
+        temperature_K: [K] temperature of the sample that each target belongs to; 0 (greedy) counts as 1.
+        choices: if sampling was cut, probabilities are those among the kept tokens, as the engine's are ("keep
+            sampling mask", DeepSeek-V3.2, arXiv 2512.02556). Otherwise the ratio would blame the policy for the cut.
         entropy_gradient: the entropies get a gradient too.
 
     Returns:
@@ -60,11 +60,15 @@ def token_logprobs(
     scale = torch.where(temperature_K > 0, temperature_K, torch.ones_like(temperature_K))
     if choices is None:
         return _AmongAll.apply(logits_KV, targets_K, scale, entropy_gradient)
+
+    # Positions with a list of kept tokens are computed separately: they need only these few of their logits.
     cut = torch.zeros(len(targets_K), dtype=torch.bool, device=targets_K.device)
     cut[choices.positions] = True
     uncut = (~cut).nonzero().squeeze(-1)
     among_all = _AmongAll.apply(logits_KV[uncut], targets_K[uncut], scale[uncut], entropy_gradient)
     among_kept = _among_kept(logits_KV, targets_K, scale, choices)
+
+    # Put both parts back into the order of the positions.
     order = torch.cat([uncut, choices.positions]).argsort()
     logprobs, entropies = (torch.cat(parts)[order] for parts in zip(among_all, among_kept, strict=True))
     return logprobs, entropies if entropy_gradient else entropies.detach()
@@ -83,6 +87,7 @@ class _AmongAll(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normalised = torch.log_softmax(logits_KV / scale_K[:, None], dim=-1)  # promoted to the temperatures' float32
         shares = normalised.exp()
+        # In place, as another [K, V] tensor would cost as much memory as the logits.
         entropies = torch.special.entr(shares, out=shares).sum(-1)
         ctx.dtype, ctx.entropy_gradient = logits_KV.dtype, entropy_gradient
         ctx.save_for_backward(normalised, targets_K, scale_K, entropies)
@@ -98,7 +103,7 @@ class _AmongAll(torch.autograd.Function):
         normalised, targets, scale, entropies = ctx.saved_tensors
         of_target = (of_logprobs_K / scale)[:, None]
         if ctx.entropy_gradient:
-            # log p = -inf of a token that is ruled out would be 0 * inf here
+            # A token that is ruled out has log p = -inf, and would give 0 * inf here.
             slope = normalised.clamp(min=_IMPOSSIBLE).add_(entropies[:, None])
             slope.mul_((of_entropies_K / scale)[:, None]).add_(of_target)
             gradient = slope.mul_(normalised.exp()).neg_()
@@ -114,15 +119,21 @@ def _among_kept(
     """Return [C] logprobs and entropies, from the few kept logits per position, without a mask of the vocabulary."""
     count = len(choices.positions)
     every = torch.arange(count, device=choices.ids.device)
-    segment = torch.repeat_interleave(every, choices.counts, output_size=len(choices.ids))  # without asking the GPU
+    # The size is given so that the CPU does not wait for the GPU to count.
+    segment = torch.repeat_interleave(every, choices.counts, output_size=len(choices.ids))
+
+    # The kept tokens and the target of each position: only these logits are read and get a gradient.
     rows = choices.positions
     places = torch.cat([rows[segment], rows])
     chosen = logits_KV[places, torch.cat([choices.ids, targets_K[rows]])] / scale_K[places]
     kept, target = chosen[: len(segment)], chosen[len(segment) :]
+
+    # Log-sum-exp over each position's kept tokens, less the largest one so that `exp` cannot overflow.
     lowest = torch.full((count,), -torch.inf, device=kept.device, dtype=kept.dtype)
     highest = lowest.scatter_reduce(0, segment, kept.detach(), reduce="amax")
     zero = torch.zeros(count, device=kept.device, dtype=kept.dtype)
     total = zero.index_add(0, segment, (kept - highest[segment]).exp()).log() + highest
+
     normalised = kept - total[segment]
     surprise = zero.index_add(0, segment, -normalised.exp() * normalised)
     return target - total, surprise

@@ -5,7 +5,7 @@
     surrogate_t    minus what is to grow, from the ratio r_t = pi(t) / prox(t) and the advantage   `surrogates.py`
     prox           what the ratio is against: the behaviour policy mu, or the trainer's own weights at the start of the
                    batch (`recomputed`); the latter come from the first pass over the batch, which costs nothing extra
-    w_t            correction prox(t) / mu(t) for staleness and mismatch; 1 where prox is mu      `corrections.py`
+    w_t            correction prox(t) / mu(t) for staleness and mismatch; 1 if prox is mu         `corrections.py`
     n_t            normalisation: token 1/N, sequence 1/(S |s|), constant 1/(S C)                  here
     penalty_t      KL divergence to a reference model                                             `divergence.py`
     H_t            entropy of the distribution that the token was drawn from
@@ -45,21 +45,29 @@ def policy_loss(columns: Columns, totals: Totals, recipe: Loss, custom: CustomLo
         custom: the function of the surrogate `custom`.
     """
     assert recipe.surrogate is not None, f"not resolved: {recipe}"
+
     own = custom(columns) if custom else None
+    # A custom loss has a gradient of its own, so its slope is 0 here and `_differentiable` adds it as it is.
     if own is not None:
         given = torch.where(columns.mask, own.detach(), 0.0)
         token = TokenLoss(given, slope=torch.zeros_like(given))
     else:
         token = SURROGATES[recipe.surrogate](columns, recipe)
+
     token = corrected(token, columns, recipe)
+
+    # After the correction, which weighs the surrogate alone.
     if recipe.beta:
         assert recipe.kl_estimator is not None, f"not resolved: {recipe}"
         penalty, slope = (recipe.beta * each for each in reference_penalty(columns, recipe.kl_estimator))
         dtype = token.slope.dtype
         token = replace(token, value=token.value + penalty.to(dtype), slope=token.slope + slope.to(dtype))
+
+    # The bonus adds only its value here. Its gradient goes through the entropies, not through log pi.
     value = token.value
     if recipe.entropy_bonus:
         value = value - recipe.entropy_bonus * torch.where(columns.mask, columns.entropies.detach(), 0.0)
+
     return LossTerms(
         loss=normalized(_differentiable(token, own, columns, recipe), columns, totals, recipe),
         value=normalized(value.double(), columns, totals, recipe),
@@ -69,6 +77,7 @@ def policy_loss(columns: Columns, totals: Totals, recipe: Loss, custom: CustomLo
 
 def _differentiable(token: TokenLoss, own: torch.Tensor | None, columns: Columns, recipe: Loss) -> torch.Tensor:
     """Return [K] a loss per token whose gradient is right; its value is not (see `LossTerms`)."""
+    # A slope of 0 must not meet a logprob of -inf.
     pulled = columns.mask & (token.slope != 0)
     per_token = token.slope * torch.where(pulled, columns.logprobs, 0.0)
     if own is not None:
@@ -100,15 +109,18 @@ def _sums(token: TokenLoss, columns: Columns) -> dict[str, torch.Tensor]:
         "clip_frac/low": _count(token.clipped_low, columns),
         "clip_frac/high": _count(token.clipped_high, columns),
     }
+
+    # For `effective_share`: bounded and in float64, as the squares of large ratios would overflow.
     weight = torch.where(columns.mask, log_ratio.double().clamp(-_MOST_LOG_RATIO, _MOST_LOG_RATIO).exp(), 0.0)
     sums |= {"weights": weight.sum(), "squared_weights": weight.square().sum()}
+
     if columns.reference is not None:
         sums["reference_kl"] = kl_estimate(-reference_difference(columns)).sum()
     return sums
 
 
 def effective_share(weights: float, squared_weights: float, tokens: int) -> float:
-    """`ess`: (sum r)^2 / (N sum r^2), r = pi / mu per token. 1 where all weigh the same, 1/N where one weighs all (Kong
+    """`ess`: (sum r)^2 / (N sum r^2), r = pi / mu per token. 1 if all weigh the same, 1/N if one weighs all (Kong
     1992). A ratio counts as at most e^20 here, so that a single token does not turn the number into NaN."""
     return weights**2 / (tokens * squared_weights)
 

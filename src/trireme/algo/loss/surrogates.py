@@ -33,7 +33,8 @@ def importance(columns: Columns, recipe: Loss) -> TokenLoss:
     ratio = log_ratio.exp()
     kept = columns.mask & (ratio >= recipe.ratio_low) & (ratio <= recipe.ratio_high)
     drift = recipe.kl_tau * log_ratio if recipe.kl_tau else torch.zeros_like(log_ratio)
-    pull = torch.where(kept, times(ratio, columns.advantages - drift), 0.0)  # a ratio of 0 pulls nowhere: r log r is 0
+    # `times`: a ratio of 0 pulls nowhere, as r log r is then 0.
+    pull = torch.where(kept, times(ratio, columns.advantages - drift), 0.0)
     value = -torch.where(kept, ratio * columns.advantages, 0.0)
     return TokenLoss(value, -pull, masked=columns.mask & ~kept)
 
@@ -41,7 +42,7 @@ def importance(columns: Columns, recipe: Loss) -> TokenLoss:
 def clip(columns: Columns, recipe: Loss) -> TokenLoss:
     """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): PPO (Schulman et al. 2017, arXiv 1707.06347, equation 7).
 
-    Two bounds as in DAPO (Yu et al. 2025, arXiv 2503.14476, "clip-higher"). `dual_clip` c bounds it by c A where A < 0
+    Two bounds as in DAPO (Yu et al. 2025, arXiv 2503.14476, "clip-higher"). `dual_clip` c bounds it by c A if A < 0
     (Ye et al. 2020, arXiv 1912.09729); without it a token with A < 0 pulls without bound as its ratio grows.
     """
     return _clipped(token_log_ratio(columns).exp(), columns, recipe, dual=recipe.dual_clip)
@@ -117,8 +118,10 @@ def token_log_ratio(columns: Columns) -> torch.Tensor:
 
 
 def _clipped(ratio: torch.Tensor, columns: Columns, recipe: Loss, *, dual: float | None) -> TokenLoss:
+    """Clip r A to the recipe's bounds, and to `dual` times A from below; clipped tokens have a slope of exactly 0."""
     advantages = torch.where(columns.mask, columns.advantages, 0.0)
     low, high = _bounds(recipe)
+    # A ratio is clipped only on the side towards which its advantage pushes it.
     too_low = (advantages < 0) & (ratio < low)
     too_high = (advantages > 0) & (ratio > high)
     gain = times(advantages, ratio)

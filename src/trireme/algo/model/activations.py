@@ -27,13 +27,13 @@ class Pass:
         Pass(tokens=16384, value_bytes=2, attention="flash_attention_2", packed=True)
     """
 
-    tokens: int  # of the row
+    tokens: int  # tokens of the row, on all ranks that share it
     value_bytes: int  # 2 in bfloat16, 4 in float32
     attention: Attention = "sdpa"
     packed: bool = True  # several samples in the row
     cp: int = 1  # ranks that share the row
-    targets: tuple[str, ...] | None = None  # matrices with an adapter; None where the whole model is trained
-    rank: int = 0  # of the adapters
+    targets: tuple[str, ...] | None = None  # matrices with an adapter; None if the whole model is trained
+    rank: int = 0  # rank of the adapters
     dropout: bool = False  # in front of the adapters
     sample: int = 0  # on a CPU: tokens of each sample of a packed row
 
@@ -53,6 +53,7 @@ def kept_by_layer(model: Architecture, layer: Layer, row: Pass) -> float:
     what a recurrence keeps.
     """
     if model.is_counted:
+        # What a layer does inside is unknown, so each matrix counts by its own inputs and results.
         kept = sum(each.used * (each.inputs * _is_trained(each, row) + each.outputs) for each in layer.matrices)
         kept += (2 * model.query + model.key) * layer.attends + model.hidden
         scores = scores_bytes(model, layer, row) if layer.attends else 0.0
@@ -63,15 +64,21 @@ def kept_by_layer(model: Architecture, layer: Layer, row: Pass) -> float:
 
 
 def kept_by_attention(model: Architecture, layer: Layer, row: Pass) -> float:
-    """Without the MLP, whose backward pass is done first; of a counted model, whose MLP has any names, with it."""
+    """Return the same without the MLP, whose backward pass is done first.
+
+    The MLP of a counted model may have any names, so it is included.
+    """
     if model.is_counted:
         return kept_by_layer(model, layer, row)
     return kept_by_layer(model, layer, row) - row.own_tokens * _inside(model, layer, row)
 
 
 def kept_by_matrices(model: Architecture, layer: Layer, row: Pass) -> float:
-    """The results of matrix products and attention alone: what selective checkpointing keeps. Of experts' products,
-    which are of another kind, nothing. Attention that is written out is two products, of which one is its scores."""
+    """Return the bytes of the results of matrix products and attention, which selective checkpointing keeps.
+
+    It keeps none of the experts' products, which are another operation. Attention that is written out is two products,
+    of which one is its scores.
+    """
     outputs = sum(matrix.outputs for matrix in layer.matrices if not matrix.is_expert)
     scores = row.value_bytes * row.sample if _is_written_out(model, row) else 4
     per_token = row.value_bytes * (outputs + model.query) + scores * model.heads
@@ -85,7 +92,7 @@ def layer_input(model: Architecture, row: Pass) -> float:
 
 def scores_bytes(model: Architecture, layer: Layer, row: Pass) -> float:
     """Return what grows with the square of a row: `eager` keeps all scores; `sdpa` its mask, as numbers, once per
-    layer; where attention is written out, each token's weights on its sample.
+    layer; attention that is written out keeps each token's weights on its sample.
     """
     pairs = row.tokens * row.tokens
     if row.attention == "eager":
@@ -104,20 +111,20 @@ def needs_mask(model: Architecture, layer: Layer, row: Pass) -> bool:
 
 
 def _is_masked(model: Architecture, row: Pass) -> bool:
-    """Samples share the row, and only a mask keeps them from looking at one another."""
+    """Return whether samples share the row and only a mask keeps them from attending to one another."""
     return row.attention == "sdpa" and row.packed and not model.attends_apart(row.attention, row.cp)
 
 
 def _is_written_out(model: Architecture, row: Pass) -> bool:
-    """Samples are short, and attend by themselves."""
+    """Return whether samples attend one by one, and are so short that a CPU writes their attention out."""
     is_short = 0 < row.sample <= SHORT.get(row.value_bytes, 0)
     return is_short and row.packed and model.attends_apart(row.attention, row.cp)
 
 
 def _norms(model: Architecture, row: Pass) -> float:
-    """Each keeps its input, its result before scaling (where the scale is trained), and a number per token.
+    """Return what norms keep: their input, their result before scaling (if it is trained), and a number per token.
 
-    The input of those before attention and MLP is the residual stream.
+    The input of the norms before attention and MLP is the residual stream.
     """
     norms = [(model.hidden, 1)] * model.family.layer_norms
     if model.family.qk_norm:
@@ -127,7 +134,7 @@ def _norms(model: Architecture, row: Pass) -> float:
 
 
 def _attention(model: Architecture, layer: Layer, row: Pass) -> float:
-    """Queries, keys and values after the rotation, the result, and a number per head.
+    """Return what attention keeps: queries, keys and values after the rotation, the result, and a number per head.
 
     Ranks that share a row have all its tokens of some heads in attention, which are as many numbers; a rank has one
     head of keys at least.
@@ -135,10 +142,12 @@ def _attention(model: Architecture, layer: Layer, row: Pass) -> float:
     repeated = row.attention == "eager" or _is_masked(model, row)
     keys = model.query if repeated else model.key * max(1.0, row.cp / model.kv_heads)
     output = next(matrix for matrix in layer.matrices if matrix.name == "o_proj")
-    fused = row.attention != "eager" and not _is_written_out(model, row)  # whose backward pass needs the result
+
+    # Fused kernels need the result in their backward pass, and so does the matrix after them if it is trained.
+    fused = row.attention != "eager" and not _is_written_out(model, row)
     results = 2 if fused or _is_trained(output, row) else 1
     if fused and row.packed and model.attends_apart(row.attention, row.cp) and _is_trained(output, row):
-        results += 1  # in the order of the samples, and in that of the row
+        results += 1  # one copy in the order of the samples, one in that of the row
     return row.value_bytes * (results * model.query + 2 * keys) + (4 * model.heads if fused else 0)
 
 
@@ -151,6 +160,7 @@ def _inputs(layer: Layer, row: Pass) -> float:
     groups = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "router"), ("down_proj",))
     total = 0.0
     for group in groups:
+        # Matrices of a group read the same tensor, which is kept once if any of them needs it.
         trained = [named[name] for name in group if name in named and _is_trained(named[name], row)]
         if trained:
             total += row.value_bytes * trained[0].inputs
@@ -176,8 +186,9 @@ def _inside(model: Architecture, layer: Layer, row: Pass) -> float:
     width, used = down.inputs, down.used
     if layer.experts is None:
         return row.value_bytes * width * 3
+
     # Of each expert that a token is sent to: its input, gate and up, their product, and the result.
     inner = width * (2 + model.family.gate_tensors - (1 if row.frozen else 0))
     outside = model.hidden * (1 if row.frozen else 2)
-    routing = 8 * down.copies + 24 * used  # scores in float32, twice; where each token goes
+    routing = 8 * down.copies + 24 * used  # float32 scores twice, and the places of each token
     return row.value_bytes * used * (inner + outside) + routing

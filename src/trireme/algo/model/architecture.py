@@ -28,17 +28,17 @@ class Family:
     o_bias: bool = False
     qk_norm: bool = False
     layer_norms: int = 2
-    tied: bool = False  # where config.json is silent, as transformers has it
-    head_dim: int | None = None  # likewise; hidden / heads where None
+    tied: bool = False  # transformers' default if config.json is silent
+    head_dim: int | None = None  # likewise; hidden / heads if None
     experts: str | None = None  # the key that says how many there are
-    experts_used: int = 2  # by each token, where config.json is silent
+    experts_used: int = 2  # experts of each token if config.json is silent
     expert_width: str = "intermediate_size"  # the key that says how wide each is
     expert_bias: bool = False
     sinks: bool = False  # one number per head
-    capped: bool = False  # attention scores, where config.json is silent
-    window_pattern: int = 0  # every how many layers one attends to all; 0 where config.json lists or forbids windows
-    wide_norms: bool = False  # their result is float32 until it has been scaled
-    gate_tensors: int = 2  # of the MLP's width that its gate keeps for the backward pass, besides gate and up
+    capped: bool = False  # caps attention scores if config.json is silent
+    window_pattern: int = 0  # one layer in this many attends to all; 0 if config.json lists or forbids windows
+    wide_norms: bool = False  # the result of norms is float32 until it has been scaled
+    gate_tensors: int = 2  # tensors as wide as the MLP that its gate keeps, besides gate and up
 
 
 FAMILIES = {
@@ -76,7 +76,7 @@ class Matrix:
     outputs: int
     bias: bool = False
     copies: int = 1  # one per expert
-    used: int = 1  # of these, by each token
+    used: int = 1  # copies that each token goes to
 
     @property
     def weights(self) -> int:
@@ -100,7 +100,7 @@ class Matrix:
 class Layer:
     matrices: tuple[Matrix, ...]
     vectors: int  # parameters of norms and the like
-    window: int | None  # tokens that attention looks back; all where None
+    window: int | None  # tokens that attention looks back; all if None
     attends: bool = True
     conv_state: int = 0  # values that each request carries from token to token: inputs of a convolution
     recurrent_state: int = 0  # likewise, of a state space or a delta net
@@ -135,12 +135,12 @@ class Architecture:
     family: Family
     capped: bool = False  # attention scores go through a tanh, which `sdpa` leaves out
     latent: int = 0  # values per token and layer that stand for all keys and values (multi-head latent attention)
-    outside: int | None = None  # parameters outside of the layers, where they were counted
+    outside: int | None = None  # parameters outside of the layers; None if not counted
     tower: int = 0  # parameters of the vision encoder; 0 without `[model.vlm]`
-    recurrent_bytes: int | None = None  # of a value of `recurrent_state`; as the engine computes where None
+    recurrent_bytes: int | None = None  # bytes of a value of `recurrent_state`; the engine's if None
 
     def attends_apart(self, attention: str, cp: int = 1) -> bool:
-        """Return whether samples that share a row attend one by one: with `sdpa`, where no layer has a window and no
+        """Return whether samples that share a row attend one by one: with `sdpa`, if no layer has a window and no
         ranks share the row. Flash and flex attention know of samples by themselves."""
         return attention == "sdpa" and cp == 1 and all(layer.window is None for layer in self.layers)
 
@@ -175,7 +175,7 @@ class Architecture:
 
     @property
     def largest_tensor(self) -> int:
-        """Values of it; all experts of a layer are one."""
+        """The number of values of the largest tensor; all experts of a layer are one tensor."""
         return max(self.embedding, *(matrix.weights for layer in self.layers for matrix in layer.matrices))
 
     @property
@@ -189,7 +189,7 @@ class Architecture:
 
 
 def is_target(matrix: Matrix, targets: tuple[str, ...]) -> bool:
-    """Experts hold gate and up in one tensor, which is named by either."""
+    """Return whether a matrix gets an adapter. Experts hold gate and up in one tensor, which either name selects."""
     return bool({matrix.name, *_FUSED.get(matrix.name, ())} & {target.rpartition(".")[2] for target in targets})
 
 
@@ -199,7 +199,7 @@ _FUSED = {"gate_up_proj": ("gate_proj", "up_proj")}
 def architecture_of(config: Config) -> Architecture:
     """Read the architecture of a `config.json`. Families that are not in the table count as Llama (see `is_known`).
 
-    Raises: KeyError where it lacks a size.
+    Raises: KeyError if it lacks a size.
     """
     text = text_config(config)
     family = FAMILIES.get(text.get("model_type", ""), Family())
@@ -219,7 +219,7 @@ def architecture_of(config: Config) -> Architecture:
 
 
 def text_config(config: Config) -> Config:
-    """Models that also see have the language model's in a table of its own."""
+    """Return the language model's part, which models that also see have in a table of its own."""
     inner = config.get("text_config")
     return config if inner is None else {"model_type": f"{config.get('model_type', '')}_text", **inner}
 
@@ -240,8 +240,10 @@ def _layers(text: Config, family: Family) -> Iterator[Layer]:
     head_dim = text.get("head_dim") or family.head_dim or hidden // heads
     norms = family.layer_norms * hidden + (2 * head_dim if family.qk_norm else 0) + (heads if family.sinks else 0)
     kinds = text.get("layer_types") or text.get("layers_block_type")
+
     for number in range(text["num_hidden_layers"]):
         attends = not kinds or kinds[number] in ATTENDING
+        # A mixture of experts may have dense layers too: those that are listed, and those between sparse steps.
         is_dense = family.experts is None or number in (text.get("mlp_only_layers") or ())
         is_dense |= (number + 1) % text.get("decoder_sparse_step", 1) != 0
         inside = _dense(text) if is_dense else _experts(text, family)
@@ -268,7 +270,7 @@ def _dense(text: Config) -> Iterator[Matrix]:
 
 def _experts(text: Config, family: Family) -> Iterator[Matrix]:
     hidden, used = text["hidden_size"], experts_used(text, family.experts_used)
-    count = text.get(str(family.experts)) or text["num_local_experts"]  # transformers 5 writes all models' so
+    count = text.get(str(family.experts)) or text["num_local_experts"]  # the name that transformers 5 writes
     width, bias = text[family.expert_width], family.expert_bias
     yield Matrix("router", hidden, count, bias)
     yield Matrix("gate_up_proj", hidden, 2 * width, bias, copies=count, used=used)
@@ -277,9 +279,12 @@ def _experts(text: Config, family: Family) -> Iterator[Matrix]:
 
 def window_of(text: Config, family: Family, number: int) -> int | None:
     window, types = text.get("sliding_window"), text.get("layer_types")
+    # Configurations of Qwen have a window that is off unless a switch says otherwise.
     may = text.get("use_sliding_window", not text.get("model_type", "").startswith("qwen"))
     if not window or not may or number < text.get("max_window_layers", 0):
         return None
+
+    # A list of layers in config.json takes precedence over the pattern of the family.
     if types:
         return window if types[number] == "sliding_attention" else None
     if family.window_pattern:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 GIB = 1 << 30
 
-CUDA_BYTES = 1.2 * GIB  # of a trainer's rank, besides all tensors: CUDA, its libraries' workspaces, NCCL
+CUDA_BYTES = 1.2 * GIB  # taken by each rank besides tensors: CUDA, its libraries' workspaces, NCCL
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def chip_called(name: str) -> Chip | None:
     Example:
         chip_called("NVIDIA A100-SXM4-40GB").name  # "A100 40GB"
     """
-    words = set(re.split(r"[\s-]+", name.lower().replace("gb200", "b200")))  # which has the same chips
+    words = set(re.split(r"[\s-]+", name.lower().replace("gb200", "b200")))  # a GB200 has the same chips
     if "a100" in words and "40gb" in words:
         return CHIPS["a100-40"]
     if "h100" in words and "pcie" in words:

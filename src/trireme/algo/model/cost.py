@@ -42,6 +42,7 @@ LINEAR = Cost()  # the cost of an unknown model: the number of tokens
 
 def _pairs(length: int, window: int | None) -> float:
     """Return the pairs of a token and one that it attends to: itself and those before it, within a window."""
+    # The first `full` tokens attend to 1, 2, 3 … tokens, and each later one to `full`.
     full = min(length, window or length)
     return full * (full + 1) / 2 + (length - full) * full
 
@@ -50,7 +51,7 @@ def cost_of(config: Config, *, attention: str, cp: int = 1) -> Cost:
     """Return the cost of a model by its `config.json`, or by tokens alone if that lacks the sizes.
 
     Args:
-        attention: `trainer.model.attn`. With `eager`, and with `sdpa` where samples cannot attend apart, all pairs of
+        attention: `trainer.model.attn`. With `eager`, and with `sdpa` if samples cannot attend apart, all pairs of
             a row are computed, and most of them masked.
         cp: ranks that share a row.
     """
