@@ -48,7 +48,7 @@ def architecture_refusals(key: str, name: str | None, config: Config) -> Iterato
 def offers(source: str, switch: str) -> bool:
     """Return whether the code of an architecture says that it has an attention, by the name of its attribute.
 
-    Classes without the attribute have none but `eager`: transformers' base class says so.
+    Classes without the attribute have none but `eager`: transformers' base class sets it to False.
     """
     return not source or f"{switch} = True" in source
 
@@ -59,6 +59,7 @@ WITHIN = ("fuyu", "got_ocr2")
 
 def _attends_to_later_tokens(kind: str, source: str, config: Config) -> bool:
     text = text_of(config)
+    # A class that warns of this serves as an encoder unless its config.json makes it a decoder.
     is_encoder = ENCODER.search(source) is not None and not text.get("is_decoder")
     return is_encoder or text.get("is_causal") is False or text.get("use_bidirectional_attention") in (True, "all")
 

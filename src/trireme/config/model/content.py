@@ -1,4 +1,4 @@
-"""Digests of what a model's folder holds: a run that is resumed must find the same, wherever it lies by then.
+"""Digests of what a model's folder holds: a resumed run must find the same content, in whatever folder.
 
 Nothing is imported for this but the standard library. The weights of a model of up to `READ_WHOLE` bytes are read
 whole; of a larger one the beginning, the middle and the end of each tensor, in which training leaves its traces.
@@ -31,7 +31,7 @@ def content_of(model: str, tokenizer: str, *, from_scratch: bool = False) -> Con
     """Return the digests of a model and its tokenizer. A file that cannot be read is left to those who load it.
 
     Args:
-        from_scratch: weights that lie there are not read.
+        from_scratch: the run starts from random weights, so those in the folder are not read.
     """
     parts = {
         "weights": None if from_scratch else _digest_of_weights(model),
@@ -67,9 +67,11 @@ def _lines(path: Path, size: int, changed_ns: int, reads_all: bool) -> tuple[str
         for name, tensor in read_header(path).items():
             begin, end = tensor.begin, tensor.end
             digest = hashlib.sha256()
+            # Training leaves traces all over a tensor, so three places tell two large models apart.
             places = (begin, (begin + end) // 2, max(begin, end - PART))
             for start, stop in ((begin, end),) if reads_all else ((at, min(end, at + PART)) for at in places):
                 file.seek(start)
+                # In parts of 16 MiB, as a whole tensor may not fit into memory.
                 while start < stop and (part := file.read(min(1 << 24, stop - start))):
                     digest.update(part)
                     start += len(part)
@@ -78,6 +80,7 @@ def _lines(path: Path, size: int, changed_ns: int, reads_all: bool) -> tuple[str
 
 
 def _digest_of_tokenizer(tokenizer: str) -> str | None:
+    # How rows are padded or cut is a setting of the last program that used the tokenizer.
     if digest := _digest_of_json(tokenizer, TOKENIZERS[0], without=("padding", "truncation")):
         return digest
     found = [path for name in TOKENIZERS[1:] if (path := config_file(tokenizer, name))]

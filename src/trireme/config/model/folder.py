@@ -69,7 +69,9 @@ def config_file(name: str, file: str = "config.json") -> Path | None:
     local = Path(name) / file
     if local.exists():
         return local
-    if local.parent.is_dir():  # it is no name of a hub then, whose package takes 0.1 s to import
+
+    # A folder is no name on a hub, whose package takes 0.1 s to import.
+    if local.parent.is_dir():
         return None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -82,7 +84,7 @@ def config_file(name: str, file: str = "config.json") -> Path | None:
 
 
 def read_config(name: str | None, file: str = "config.json") -> dict[str, Any]:
-    """Return a model's `config.json`; empty where there is none on this disk, or none that can be read."""
+    """Return a model's `config.json`; empty if there is none on this disk, or none that can be read."""
     found = config_file(name, file) if name else None
     try:
         return load_described(found) if found else {}
@@ -106,7 +108,7 @@ def load_described(file: Path) -> dict[str, Any]:
 
 def read_image_processor(name: str) -> dict[str, Any]:
     """Return how a model's pictures are prepared: its `preprocessor_config.json`, or that part of its
-    `processor_config.json`, which newer models have instead; empty where there is neither."""
+    `processor_config.json`, which newer models have instead; empty if there is neither."""
     older = read_config(name, "preprocessor_config.json")
     return older or read_config(name, "processor_config.json").get("image_processor", {})
 
@@ -119,6 +121,7 @@ def caps_scores(config: Mapping[str, Any]) -> bool:
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return how a model with this config.json has its weights in few bits; empty if it has not."""
+    # Models that also see may have it in the part of the language model.
     parts = (config, config.get("text_config") or {})
     found = (part.get(key) for part in parts for key in ("quantization_config", "compression_config"))
     return next((each for each in found if each), {})
@@ -143,10 +146,11 @@ def has_low_bit_weights(config: Mapping[str, Any]) -> bool:
 
 
 def longest_context(config: Mapping[str, Any]) -> int | None:
-    """Return the tokens that a model with this config.json has positions for; None where positions are scaled, or it
+    """Return the tokens that a model with this config.json has positions for; None if positions are scaled, or it
     does not say."""
     text = text_of(config)
     longest = next((text[key] for key in POSITIONS if key in text), None)
+    # A scaled context has positions beyond the number that is given.
     is_scaled = any('"factor"' in json.dumps(text.get(key)) for key in ("rope_scaling", "rope_parameters"))
     return longest if isinstance(longest, int) and longest > 0 and not is_scaled else None
 
@@ -177,6 +181,7 @@ def check_model(key: str, name: str | None, *, holds: str = "config.json") -> It
             "Merge them into their base model (`trireme export RUN --merge --to FOLDER`), and start from that."
         )
         return
+
     what = f"has no {holds}" if Path(name).is_dir() else "does not exist"
     around = next((parent for parent in Path(name).parents if parent.is_dir()), Path("."))
     nearby = files_near(Path(name), [file.parent for file in sorted(around.glob("*/config.json"))])
@@ -191,6 +196,7 @@ def model_launch_problems(table: str, model: TrainerModel, device: str) -> Itera
     """Yield why the trainer cannot train this model on this machine."""
     if device == "cpu" and model.attn.startswith("fl"):
         yield f'{table}.attn = "{model.attn}" on a CPU: it runs on GPUs only - expected sdpa or eager. Write one.'
+
     if model.name is None or (file := config_file(model.name)) is None:
         return
     try:
@@ -198,6 +204,8 @@ def model_launch_problems(table: str, model: TrainerModel, device: str) -> Itera
     except ConfigError as error:
         yield str(error)
         return
+
+    # Weights in a folder of the user's; those of a hub are checked when they are loaded.
     folder = file.parent
     if not model.from_scratch and looks_local(model.name):
         if found := list(weights_problems(folder)):
@@ -207,6 +215,8 @@ def model_launch_problems(table: str, model: TrainerModel, device: str) -> Itera
                 f'{table}.name = "{folder}": this folder has neither {" nor ".join(WEIGHTS)} - expected weights as '
                 f"safetensors. Copy them there, or start from random ones with `{table}.from_scratch = true`."
             )
+
+    # The architecture, and how ranks divide it.
     yield from architecture_problems(table, model, config, device)
     heads = text_of(config).get("num_attention_heads")
     if heads and heads % model.cp:
@@ -234,6 +244,8 @@ def tokenizer_problems(key: str, name: str | None, model: TrainerModel, *, rende
         return
     if renders and (problem := template_problem(opened, folder)):
         yield problem
+
+    # Each token needs a row in the model's embedding.
     of_model = Path(model.name or name)
     if (of_model / "config.json").exists():
         rows = rows_of(of_model, read_config(str(of_model)), reads=not model.from_scratch)
@@ -245,6 +257,8 @@ def architecture_problems(table: str, model: TrainerModel, config: dict[str, Any
     """Yield why the trainer cannot train a model of this architecture, as its config.json describes it."""
     if not model.from_scratch and (problem := low_bit_problem(config)):
         yield f'{table}.name = "{model.name}": its weights {problem} Take such a copy of the model.'
+
+    # Only the first reason is reported, from what rules a model out to what another attention would solve.
     kind = config.get("model_type")
     source = source_of(str(kind)) if kind else ""
     if source is None and config.get("auto_map"):
@@ -258,6 +272,7 @@ def architecture_problems(table: str, model: TrainerModel, config: dict[str, Any
             f'{table}.name = "{model.name}": the installed transformers has no architecture "{kind}" (model_type in its'
             " config.json) - expected one that it has. Check config.json, or choose another model."
         )
+    # Layers that the trainer would compute wrongly.
     elif problems := [*vision_problems(table, model, config), *state_layer_problems(table, model, config)]:
         yield from problems
     elif model.vlm is None and source and not is_causal(str(kind)):
@@ -267,6 +282,7 @@ def architecture_problems(table: str, model: TrainerModel, config: dict[str, Any
         )
     elif model.vlm is None and (refused := list(architecture_refusals(table, model.name, config))):
         yield from refused
+    # The implementation of attention, which the user can choose.
     elif not _offers(source, model.attn):
         here = ("sdpa", "eager") if device == "cpu" else ("sdpa", "flex_attention", "eager")
         has = [name for name in here if _offers(source, name)]
@@ -301,6 +317,7 @@ def is_causal(model_type: str) -> bool:
     """Return whether `AutoModelForCausalLM` has a class for an architecture that transformers has."""
     transformers = find_spec("transformers")
     assert transformers is not None, "asked of an architecture whose code was found in transformers"
+    # The mapping is read as text, as importing transformers takes seconds.
     auto = (Path(str(transformers.origin)).parent / "models/auto/modeling_auto.py").read_text(encoding="utf-8")
     listed = auto.partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")[2].partition("\n)")[0]
     return f'("{model_type}", ' in listed

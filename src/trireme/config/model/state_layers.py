@@ -41,6 +41,8 @@ Config = Mapping[str, Any]  # a config.json
 def state_layer_problems(table: str, model: TrainerModel, config: Config) -> Iterator[str]:
     """Yield why the trainer cannot train a model because of its layers with a state."""
     kind, mixers = config.get("model_type"), mixers_of(config)
+
+    # Packed samples share a row: without a way to reset a state at their borders, they would see one another.
     if not mixers:
         source = source_of(str(kind)) or ""
         if "create_chunked_causal_mask" in source:
@@ -56,6 +58,8 @@ def state_layer_problems(table: str, model: TrainerModel, config: Config) -> Ite
                 "attention, gated delta nets, Mamba-2 or short convolutions. Choose another model."
             )
         return
+
+    # Layers that are known, with settings that they do not allow.
     if model.cp > 1:
         yield f"{table}.cp = {model.cp} with {kind}, whose layers carry a state - expected 1. Set `{table}.cp = 1`."
     if model.moe.router_replay:
@@ -72,6 +76,8 @@ def serving_problems(
         dtype: the precision of the engine.
     """
     kind, text, mixers = str(config.get("model_type")), text_of(config), mixers_of(config)
+
+    # Latent attention and experts, which vLLM computes by kernels that not every device has.
     if device == "cpu" and latent_width(config) not in (0, LATENT_ON_CPU):
         yield (
             f"{table}: kv_lora_rank + qk_rope_head_dim = {latent_width(config)} in its config.json - expected "
@@ -82,9 +88,12 @@ def serving_problems(
             f'inference.model.dtype = "float32" with {kind} - expected bfloat16 or float16, as vLLM has no kernel for '
             "latent attention in float32 on a GPU. Leave it out."
         )
+
     of_nemotron = "moe" in (text.get("layers_block_type") or ()) or "E" in (text.get("hybrid_override_pattern") or "")
     if device == "cpu" and (of_nemotron or kind in EXPERTS_WITHOUT_CPU_KERNEL):
         yield f"{table}: vLLM has no kernel on a CPU for the experts of {kind} - expected one without experts, or GPUs."
+
+    # Layers with a state, on any device.
     if not mixers:
         return
     if leaves_out_vision(config) and not arguments.get("language_model_only", True):
@@ -96,6 +105,8 @@ def serving_problems(
             f"{table}: its config.json has mamba_norm_before_gate = true, which vLLM ignores, so that its logprobs are "
             "wrong by nats - expected false, as in the published models. Choose another model."
         )
+
+    # Layers with a state on a CPU, of which only some were tried.
     if device != "cpu":
         return
     if kind not in SERVED_ON_CPU:
@@ -110,6 +121,7 @@ def mixers_of(config: Config) -> set[str]:
     """Return which of `MIXERS` a model with this config.json has."""
     source = source_of(str(config.get("model_type"))) or ""
     layers = text_of(config).get("layer_types")
+    # An architecture may offer such layers, and a model of it have none of them.
     if layers and all(layer.endswith("attention") and layer != "linear_attention" for layer in layers):
         return set()
     return set(re.findall(rf"^class \w*?({'|'.join(MIXERS)})\b", source, re.MULTILINE))
@@ -161,6 +173,8 @@ def source_of(model_type: str) -> str | None:
         return ""
     models = Path(transformers.origin).parent / "models"
     wanted = re.compile(rf"""model_type(: [\w\[\]]+)? = ["']{re.escape(model_type)}["']""")
+
+    # Most architectures are in a folder of their own name. Parts of others, such as text models, are searched for.
     likely = models / model_type.replace("-", "_")
     for folder in (likely, *sorted(models.iterdir())):
         for file in folder.glob("configuration_*.py"):

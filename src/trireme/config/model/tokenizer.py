@@ -59,7 +59,7 @@ class OpenedTokenizer(msgspec.Struct, frozen=True):
     eos_token_id: int | None
     turn_end: tuple[str, int] | None  # the token with which the template ends a turn of the assistant, if there is one
     undefined: list[str]  # special tokens that the template uses and nothing defines
-    refusal: str | None  # the template's words where one of them keeps it from rendering anything
+    refusal: str | None  # the error of a template that one of them keeps from rendering anything
 
 
 def read_tokenizer(name: str, folder: Path, *, trust_remote_code: bool = False) -> OpenedTokenizer:
@@ -67,15 +67,18 @@ def read_tokenizer(name: str, folder: Path, *, trust_remote_code: bool = False) 
 
     Args:
         name: as a user gives it: transformers makes exceptions for some names on a hub.
-        folder: where its files are on this disk.
+        folder: the folder of its files on this disk.
 
-    Raises: ConfigError with transformers' words where it does not open it.
+    Raises: ConfigError with transformers' words if it does not open it.
     """
     if not has_vocabulary(folder):
         raise ConfigError(
             f"{folder / 'tokenizer.json'} does not exist - the tokenizer's fast form was expected there. Save it with "
             "`AutoTokenizer.from_pretrained(...).save_pretrained(folder)`."
         )
+
+    # The digest covers all that the result depends on: versions, consent to foreign code, and the files. A name counts
+    # only if it is one on a hub.
     is_here = Path(name).is_dir()
     kept = [FORMAT, *(version(package) for package in ("transformers", "tokenizers"))]
     kept += [str(trust_remote_code), "" if is_here else name]
@@ -100,11 +103,12 @@ def _read_kept(name: str, trust_remote_code: bool, is_here: bool, digest: str) -
     except (OSError, msgspec.MsgspecError):
         found = _ask_transformers(name, trust_remote_code, is_here)
     try:
+        # Renamed into place, as several processes may ask for one tokenizer at a time.
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=cache, delete=False) as partial:
             partial.write(found)
         os.replace(partial.name, file)
-    except OSError:  # it is asked again next time
+    except OSError:  # the cache is not writable: transformers is asked again next time
         pass
     return msgspec.json.decode(found, type=OpenedTokenizer)
 
@@ -114,7 +118,9 @@ def _ask_transformers(name: str, trust_remote_code: bool, is_here: bool) -> byte
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "opened.json"
         options = ["--trust"] if trust_remote_code else []
-        command = [sys.executable, "-P", "-m", DESCRIBER, name, str(file), *options]  # -P: no module of this folder
+
+        # -P keeps modules of the current folder from being imported. A folder on this disk needs no network.
+        command = [sys.executable, "-P", "-m", DESCRIBER, name, str(file), *options]
         environment = os.environ | ({"HF_HUB_OFFLINE": "1"} if is_here else {})
         try:
             ended = subprocess.run(
@@ -122,9 +128,11 @@ def _ask_transformers(name: str, trust_remote_code: bool, is_here: bool) -> byte
             )
             if ended.returncode == 0:
                 return file.read_bytes()
+            # The last line of a traceback is the error itself.
             words = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
         except (OSError, subprocess.TimeoutExpired) as error:
             words = str(error)
+
     consent = "" if trust_remote_code else ", or, where it runs code of its own, set `model.trust_remote_code = true`"
     raise ConfigError(
         f"Could not load the tokenizer {name!r}: {words} - expected a folder that AutoTokenizer of transformers opens, "
@@ -165,7 +173,7 @@ def room_problem(opened: OpenedTokenizer, rows: int, name: str) -> str | None:
 
 
 def rowless_token(ids: Sequence[int], rows: int | None, text_of: Callable[[int], str | None]) -> str | None:
-    """Return which of a text's tokens the model has no row for; None where it has one for each."""
+    """Return which of a text's tokens the model has no row for; None if it has one for each."""
     if rows is None or max(ids, default=0) < rows:
         return None
     place = next(place for place, id in enumerate(ids) if id >= rows)
@@ -182,7 +190,7 @@ def stop_ids(
     """Return the tokens at which an engine ends a turn.
 
     Args:
-        generation, model: generation_config.json, and config.json, which counts where the former is missing.
+        generation, model: generation_config.json, and config.json, which counts if the former is missing.
         more: `stop_token_ids` of a request.
     """
     described = generation or model | (model.get("text_config") or {})

@@ -15,7 +15,7 @@ KINDS = ("qwen2_5_vl", "qwen3_5", "qwen3_5_moe")
 WITHOUT_TEXT_MODEL = ("qwen2_5_vl",)
 """Those of `KINDS` that transformers cannot hold as a text model."""
 
-MOST_PICTURES = 64  # of one conversation
+MOST_PICTURES = 64  # pictures of one conversation
 
 OF_PICTURES = (
     *("language_model_only", "limit_mm_per_prompt", "mm_processor_kwargs", "mm_processor_cache_gb", "media_io_kwargs"),
@@ -28,11 +28,13 @@ def vision_problems(table: str, model: TrainerModel, config: Mapping[str, Any]) 
     """Yield why the trainer cannot give pictures to a model with this config.json, or must be able to."""
     kind, named = config.get("model_type"), f'{table}.name = "{model.name}"'
     ropes = [part.get(key) or {} for part in (config, text_of(config)) for key in ("rope_parameters", "rope_scaling")]
+
     if model.vlm is not None and (kind not in KINDS or "vision_config" not in config):
         yield (
             f"`[model.vlm]` with {named} ({kind}), to which Trireme cannot give pictures - expected a model_type of "
             f"{', '.join(KINDS)}, and a vision_config, in its config.json. Remove the table, or choose another model."
         )
+    # Engine and trainer must give image tokens the same positions.
     elif model.vlm is not None and not any("mrope_section" in rope for rope in ropes):
         yield (
             f"{named}: its config.json has no mrope_section in rope_parameters or rope_scaling - expected one, as "
@@ -44,7 +46,8 @@ def vision_problems(table: str, model: TrainerModel, config: Mapping[str, Any]) 
             f"{named}: transformers has no text model of {kind} by itself - expected `[model.vlm]`, with which the "
             "model that also sees is trained. Add the table, which may be empty."
         )
-    elif model.vlm is not None and model.cp > 1 and not mixers_of(config):  # with such layers, cp is refused anyway
+    # With layers that carry a state, `cp` is refused anyway.
+    elif model.vlm is not None and model.cp > 1 and not mixers_of(config):
         yield f"{table}.cp = {model.cp} with `[model.vlm]` - expected 1: ranks cannot share its pictures. Set it to 1."
 
 

@@ -1,5 +1,5 @@
 """Look at a model's safetensors files by their headers: which of them are meant, whether they are whole, and how many
-tokens they have room for. A look at the values finds those that are not finite."""
+tokens they have room for. The values are read to find those that are not finite."""
 
 from __future__ import annotations
 
@@ -36,19 +36,24 @@ class Tensor(NamedTuple):
 
 
 def read_header(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file. Raises: ConfigError where the file is no safetensors file, or cut off."""
+    """Return the tensors of a file. Raises: ConfigError if the file is no safetensors file, or cut off."""
     try:
+        # Eight bytes with the header's length, the header as JSON, then the values. Offsets count from the header's
+        # end.
         size = file.stat().st_size
         with open(file, "rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             if not 2 <= length <= size - 8:
                 raise ValueError("it does not begin with the length of its header")
             header = json.loads(opened.read(length))
+
         header.pop("__metadata__", None)
         tensors = {
             name: Tensor(file, each["dtype"], tuple(each["shape"]), *(8 + length + at for at in each["data_offsets"]))
             for name, each in header.items()
         }
+
+        # A download that was cut off has a whole header, and too few bytes after it.
         if (end := max((tensor.end for tensor in tensors.values()), default=8 + length)) > size:
             raise ValueError(f"it has {size} bytes of {end}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -60,14 +65,16 @@ def read_header(file: Path) -> dict[str, Tensor]:
 
 
 def find_weights(folder: Path) -> list[Path]:
-    """Return the files of the weights that are meant, which are all there; none where there are none.
+    """Return the files of the weights that are meant, which are all there; none if there are none.
 
     Files in other formats (`consolidated.safetensors`, `*.bin`) are left alone: neither trainer nor transformers reads
-    them beside these.
+    them if these are there.
 
-    Raises: ConfigError where several sets could be meant, or a part of one is missing.
+    Raises: ConfigError if several sets could be meant, or a part of one is missing.
     """
     single, index = folder / SINGLE, folder / INDEX
+
+    # An index names the files of its set. A single file next to it would be another set.
     named = _files_of_index(index) if index.exists() else []
     if single.exists() and named and named != [SINGLE]:
         raise _ambiguous(folder, INDEX, f"{named[0]} and others" if len(named) > 1 else named[0])
@@ -78,6 +85,7 @@ def find_weights(folder: Path) -> list[Path]:
         )
     if named:
         return [folder / name for name in named]
+
     others = sorted(file for file in folder.glob("*.safetensors") if file != single)
     if not single.exists():
         if shards := [file for file in others if re.fullmatch(r"model-\d+-of-\d+\.safetensors", file.name)]:
@@ -86,7 +94,9 @@ def find_weights(folder: Path) -> list[Path]:
                 f"them. {AGAIN}"
             )
         return []
-    tensors = read_header(single).keys()  # engines read every file where there is no index
+
+    # Engines read every file if there is no index, so another one must not hold the same tensors.
+    tensors = read_header(single).keys()
     for file in others:
         if not tensors.isdisjoint(_names_in(file)):
             raise _ambiguous(folder, file.name, "other values for the same tensors")
@@ -120,7 +130,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def embedding_rows(tensors: Mapping[str, Tensor]) -> int | None:
-    """Return the number of tokens that a model has room for; None where no tensor looks like its embedding."""
+    """Return the number of tokens that a model has room for; None if no tensor looks like its embedding."""
     rows = [
         tensor.shape[0]
         for name, tensor in tensors.items()
@@ -147,7 +157,7 @@ def weights_problems(folder: Path, *, most_bytes: int | None = QUICK_BYTES) -> I
     """Yield what is wrong with a model's weights.
 
     Args:
-        most_bytes: values are looked at where there are no more of them than this.
+        most_bytes: values are looked at only if they take no more than this.
     """
     try:
         tensors = read_tensors(folder)
@@ -157,6 +167,8 @@ def weights_problems(folder: Path, *, most_bytes: int | None = QUICK_BYTES) -> I
     size = sum(tensor.end - tensor.begin for tensor in tensors.values())
     if most_bytes is not None and size > most_bytes:
         return
+
+    # Masks may hold infinities by design.
     if odd := next((name for name, tensor in tensors.items() if "mask" not in name and not _is_finite(tensor)), None):
         yield not_finite(odd, tensors[odd].file)
 
@@ -175,6 +187,9 @@ def _is_finite(tensor: Tensor) -> bool:
     bits = _INFINITE.get(tensor.dtype)
     if bits is None or tensor.begin == tensor.end:
         return True
+
+    # Infinities and NaN have all bits of the exponent set. The file is mapped and read in chunks, as it may not fit
+    # into memory.
     width = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E5M2": 1}[tensor.dtype]
     kind = np.dtype(f"<u{width}")
     values = np.memmap(tensor.file, np.uint8, "r")[tensor.begin : tensor.end].view(kind)
