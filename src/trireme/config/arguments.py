@@ -24,21 +24,21 @@ HELP = ("--help", "-h")
 @dataclass(frozen=True)
 class TypedFile:
     name: str
-    scope: tuple[str, ...] = ()  # the table that the file fills; the whole run where empty
+    scope: tuple[str, ...] = ()  # the table that the file fills; the whole run if empty
 
 
 @dataclass(frozen=True)
 class TypedFlag:
     path: tuple[str, ...]
     values: tuple[str, ...]  # the words after it, up to the next flag or file
-    name: str  # as typed, for messages
+    name: str  # the flag as the user typed it, for messages
 
 
 FILE_ENDINGS = (".toml", ".json", ".yaml", ".yml")
 
 
 def mark_file(words: list[str]) -> list[str]:
-    """Put `@` before the one file of a command that takes it without, wherever it stands among flags.
+    """Put `@` before the one file of a command that takes it without, at any place among the flags.
 
     Example:
         mark_file(["--resume", "run.toml", "--max-steps", "20"])  # ["--resume", "@", "run.toml", "--max-steps", "20"]
@@ -49,6 +49,7 @@ def mark_file(words: list[str]) -> list[str]:
     named = [place for place in bare if words[place].endswith(FILE_ENDINGS)]
     # A word right after a flag may be its value.
     alone = [place for place in named if place == 0 or not words[place - 1].startswith("--") or "=" in words[place - 1]]
+    # Take what can only be the file, else the first word, else a value that looks like a file.
     found = [*alone, *(place for place in bare if place == 0), *named][:1]
     return [*words[: found[0]], "@", *words[found[0] :]] if found else words
 
@@ -59,7 +60,10 @@ def parse_arguments(argv: list[str]) -> list[TypedFile | TypedFlag]:
     Raises: ConfigError if a word is neither.
     """
     left, found = list(argv), list[TypedFile | TypedFlag]()
+
+    # The table named before `@`, as in `--trainer @ t.toml`: it holds for the files that follow, up to the next flag.
     scope: tuple[str, ...] = ()
+
     while left:
         word = left.pop(0)
         if word.startswith("@"):
@@ -73,8 +77,9 @@ def parse_arguments(argv: list[str]) -> list[TypedFile | TypedFlag]:
                 f"`{word}` stands alone - expected `@ file` or `--key value`. If it is a file, write `@ {word}`."
             )
         elif left and left[0].startswith("@") and "=" not in word:
-            scope = _to_path(word)  # also of the files right after this one
+            scope = _to_path(word)
         else:
+            # `--key=value` has one value. Otherwise all words up to the next flag or file are its values.
             name, equals, value = word.partition("=")
             values = [value] if equals else []
             while left and not equals and not left[0].startswith(("--", "@")) and left[0] not in HELP:
@@ -88,7 +93,7 @@ def _to_path(name: str) -> tuple[str, ...]:
     return tuple(name.removeprefix("--").replace("-", "_").split("."))
 
 
-# types for `argparse`
+# Types for `argparse`.
 
 
 Number = TypeVar("Number", int, float)

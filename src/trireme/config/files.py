@@ -36,12 +36,15 @@ def read_table(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} does not exist - expected a TOML file. {advice}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read ({error}) - expected a TOML file. Check its permissions.") from None
+
     kind, read = ("JSON", json.loads) if path.suffix == ".json" else ("TOML", tomllib.loads)
     try:
         table = read(text)
         if kind == "JSON":
-            json.dumps(table, ensure_ascii=False).encode()  # it can name half a character: "\ud800"
+            # JSON can write half a character ("\ud800"), which no file or message could hold later.
+            json.dumps(table, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
+        # Show the line itself. An error at the end of the file names none: show the last one.
         place = re.search(r"line (\d+)", str(error))
         number = int(place[1]) if place else text.count("\n") + 1
         lines = text.splitlines() or [""]
@@ -50,6 +53,8 @@ def read_table(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path}, line {number}: not valid {kind} ({error}) - the line reads `{line}`. Correct it.{hint}"
         ) from None
+
+    # A JSON file may hold anything.
     if not isinstance(table, dict):
         raise ConfigError(f"{path} holds {type(table).__name__} - expected an object with keys. Correct it.")
     return table
@@ -81,6 +86,7 @@ def without_secrets(value: Any) -> Any:
 
 def command_without_secrets(words: Sequence[str]) -> list[str]:
     """Return a command line without the values of secrets, given as `--a.judge-api-key VALUE` or in a table."""
+    # Each word with the one before it, which may be the flag that calls it a secret.
     before = ["", *words]
     return [
         HIDDEN
@@ -93,6 +99,7 @@ def command_without_secrets(words: Sequence[str]) -> list[str]:
 def _write_table(table: Any, text: str, file: Path) -> None:
     """Write a file, which only its owner may read if there are secrets in it."""
     with atomic_write(file) as out:
+        # Before the content is written, so that no other user can read it meanwhile.
         if without_secrets(table) != table:
             os.fchmod(out.fileno(), 0o600)
         out.write(text.encode())
@@ -153,6 +160,7 @@ def to_toml(table: dict[str, Any], above: str = "") -> str:
     Example:
         to_toml({"a": 1, "b": {"c": "x"}})  # 'a = 1\n\n[b]\nc = "x"\n'
     """
+    # Plain keys come first: after a table's header they would belong to that table.
     lines = tables = ""
     for key, value in table.items():
         name = f"{above}{toml_key(key)}"

@@ -96,7 +96,7 @@ the largest relative error of a value that is rounded so. The inputs of these la
 
 
 def low_bit_error(inference: InferenceConfig) -> float:
-    """Return the largest relative error of a layer's output where the engine holds its weights in few bits, else 0."""
+    """Return the largest relative error of a layer's output if the engine holds its weights in few bits, else 0."""
     return math.sqrt(2) * LOW_BIT.get(str(inference.args.get("quantization")), 0.0)
 
 
@@ -116,12 +116,13 @@ def parser_names(kind: str) -> tuple[str, ...]:
 
 @cache
 def sampling_names() -> tuple[str, ...]:
-    """Fields of vLLM's SamplingParams. Empty where vLLM is not installed."""
+    """Return the fields of vLLM's SamplingParams; none if vLLM is not installed."""
     fields = _source_of_vllm("sampling_params.py").partition("\nclass SamplingParams(")[2].partition("\n    def ")[0]
     return tuple(re.findall(r"^    ([a-z]\w*): ", fields, re.MULTILINE))
 
 
 def _source_of_vllm(file: str) -> str:
+    # Read, not imported: importing vLLM takes seconds.
     spec = find_spec("vllm")
     path = Path(spec.origin).parent / file if spec and spec.origin else None
     return path.read_text(encoding="utf-8") if path and path.exists() else ""
@@ -145,6 +146,8 @@ def inference_problems(config: InferenceConfig) -> Iterator[str]:
     """Yield what vLLM would refuse when it starts, and arguments that would open its server to others."""
     model = config.model
     arguments = {name.replace("_", "-"): value for name, value in config.args.items()}
+
+    # Parsers must be known by name, unless the installed vLLM lists none, or a plugin of the user's may add some.
     for key, plugin in (("tool_call_parser", "tool-parser-plugin"), ("reasoning_parser", "reasoning-parser-plugin")):
         name, known = getattr(model, key), parser_names(key)
         if name is None or name in known or not known or plugin in arguments:
@@ -155,12 +158,14 @@ def inference_problems(config: InferenceConfig) -> Iterator[str]:
             f'inference.model.{key} = "{name}" - vLLM knows no parser of that name; expected one of '
             f"{', '.join(sorted(known))}. {advice} A parser of your own: `[inference.args]` `{plugin}`."
         )
+
     if model.enable_auto_tool_choice and not model.tool_call_parser:
         yield (
             "inference.model.enable_auto_tool_choice = true without a `tool_call_parser` - expected both. Name the "
             'form in which this model writes tool calls, for example `tool_call_parser = "hermes"`, or leave both out: '
             "the orchestrator then reads the hermes form."
         )
+
     for name, value in arguments.items():
         # vLLM's arguments come last and win, so these would bypass the token and the rules about addresses. vLLM also
         # accepts the first letters of a name, and a value after `=`.

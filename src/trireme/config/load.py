@@ -28,7 +28,7 @@ from trireme.config.reference import help_text
 from trireme.config.run import RunConfig
 from trireme.config.section import NONE, AnySection, Section, as_flag, as_key, fields_of, find, read_structure, walk
 
-MOST_LEVELS = 64  # of tables and arrays inside one value
+MOST_LEVELS = 64  # levels of tables and arrays inside one value
 NEARLY = 0.9  # share of a variable's letters that a key has in the same order, from which on it is a slip
 
 _OF_A_SERVICE = re.compile(
@@ -70,10 +70,14 @@ def load_config(
     if any(word in HELP for word in argv):
         print(help_text(root, Invocation, section=section, program=program))
         raise SystemExit(0)
+
+    # The command's own flags, such as `--dry-run`, are no part of the configuration.
     arguments = parse_arguments(argv)
     own = [flag for flag in arguments if isinstance(flag, TypedFlag) and knows(Invocation, flag, exactly=False)]
     invocation = read_as(Invocation, {}, where=program, flags=own)
     others = [argument for argument in arguments if argument not in own]
+
+    # A resolved run is loaded exactly as it was written, so nothing may be merged into it.
     if invocation.run:
         if others:
             names = ", ".join(f"`{other.name}`" for other in others)
@@ -82,6 +86,7 @@ def load_config(
                 f"Leave them out, or type `@ {invocation.run}` instead to change values of it."
             )
         return read_run(root, invocation.run), invocation
+
     reading = _Reading(root, section)
     reading.take_environment()
     reading.take_all(others)
@@ -143,15 +148,18 @@ class _Reading:
 
         settings = type("Settings", (self.root, BaseSettings), {"model_config": {"enable_decoding": False}})
         found = EnvSettingsSource(settings, env_prefix="TRIREME_", env_nested_delimiter="__", env_ignore_empty=True)
-        for path, value in _leaves(found()):  # texts, which `Section` reads like those of flags
+
+        # The values are texts, which `Section` reads like those of flags.
+        for path, value in _leaves(found()):
             self._set(path, value, Source(_variable(path)))
+
+        # Warn of variables that look like a misspelt key. The others are ours, or another command's.
         keys = {key.replace(".", "_"): tuple(key.split(".")) for key, _ in walk(self.root)}
         for name, value in os.environ.items():
             typed = name.removeprefix("TRIREME_").lower()
             if "__" not in name and _OF_A_SERVICE.match(f"{name}={value}"):
                 continue
             if name.startswith("TRIREME_") and value and typed.split("__")[0] not in fields_of(self.root):
-                # Others are ours, or another command's.
                 for near in get_close_matches(typed.replace("__", "_"), keys, n=1, cutoff=NEARLY):
                     self.problems.append(
                         f"{name}: no key has that name - expected one, with `__` after each table. Did you mean "
@@ -166,8 +174,11 @@ class _Reading:
 
     def _take_file(self, typed: TypedFile) -> None:
         table = read_table(Path(typed.name))
+        # Files of other systems are told apart only if the command takes a whole run.
         if self.root is RunConfig and not self.section and not typed.scope and (kind := kind_of(table)) != "run":
             raise ConfigError(belongs_elsewhere(typed.name, kind))
+
+        # The table that the file fills: the one typed before it, else that of the process's own command.
         scope = self._place(typed.scope) if typed.scope else (self.section,) if self.section else ()
         found, flag = find(self.root, scope), as_flag(typed.scope)
         if scope and found is None:
@@ -176,6 +187,8 @@ class _Reading:
             raise ConfigError(
                 f"`{flag} @ {typed.name}`: a file can fill a table, this takes {found.words}. Write `{flag} value`."
             )
+
+        # The file of a process may be a table of that process, a whole run, or keys of both together.
         source = Source(typed.name, hidden=scope)
         if scope not in [(name,) for name in PROCESSES]:
             self.take_table(table, source, scope)
@@ -192,6 +205,7 @@ class _Reading:
         given: dict[KeyPath, KeyPath] = {}
         for typed, value in _leaves(table, above, self.root):
             path = _without_alias(typed)
+            # Two names of one key would silently replace each other's value.
             if typed != given.setdefault(path, typed):
                 self.problems.append(
                     f"{source.label}: `{as_key(source.shown(given[path]))}` and `{as_key(source.shown(typed))}` are "
@@ -203,9 +217,13 @@ class _Reading:
         path, is_negated = self._flag_path(flag)
         found = find(self.root, path)
         around = (find(self.root, path[:depth]) for depth in range(1, len(path)))
+
+        # A key that no field has is allowed only inside a table that takes any key.
         if found is None and not any(above and above.kind == "table" for above in around):
             hidden: KeyPath = (self.section,) if self.section and path[0] == self.section else ()
             raise ConfigError(unknown_key(self.root, path, Source(flag.name, hidden, typed="")))
+
+        # The kind of the field decides what the words stand for. Pydantic converts and checks the value.
         words = " ".join(flag.values)
         if found is None:
             lower = words.lower() or "true"  # a table that takes any key (`args` of an environment): JSON, TOML or text
@@ -227,6 +245,7 @@ class _Reading:
             value = list(flag.values)  # a word of the shell stays whole: `sh -c "echo one, two"`
         else:
             value = ",".join(flag.values) if found.kind == "list" else words
+
         self._set(path, value, Source(flag.name, typed=words))
 
     def _flag_path(self, flag: TypedFlag) -> tuple[KeyPath, bool]:
@@ -234,6 +253,7 @@ class _Reading:
         path = self._place(flag.path)
         if find(self.root, path) is not None:
             return path, False
+        # The `no-` may be at the first part or at the last one.
         for index in {0, len(flag.path) - 1}:
             if flag.path[index].startswith("no_"):
                 positive = (*flag.path[:index], flag.path[index].removeprefix("no_"), *flag.path[index + 1 :])
@@ -277,14 +297,19 @@ class _Reading:
         Raises: ConfigError if an array has no such table, or a value is in the place of a free table.
         """
         here: Any = self.tree
+
         for depth, part in enumerate(path[:-1]):
             inside, above, step = find(self.root, path[:depth]), find(self.root, path[: depth + 1]), _item(here, part)
+
+            # Missing tables are made on the way. An array grows by one item at most, so that none is left empty.
             if step is None and isinstance(here, dict):
                 step = here[part] = [] if above is not None and above.kind == "sections" else {}
             elif step is None and inside is not None and inside.kind == "sections":
                 if part != str(len(here)):
                     raise ConfigError(_no_such_item(label, path[: depth + 1], len(here)))
-                here.append(step := {})  # the next one, whatever its first key is
+                here.append(step := {})  # the next item of the array
+
+            # A value is in the place of a table. Pydantic reports it unless the table takes any key.
             if not isinstance(step, dict | list):
                 if above is None:  # in a table that takes any key
                     raise ConfigError(
@@ -293,6 +318,7 @@ class _Reading:
                     )
                 return None
             here = step
+
         if isinstance(here, list):
             raise ConfigError(_no_such_item(label, path, len(here)))
         return here
@@ -308,13 +334,18 @@ class _Reading:
         return config
 
     def _explain(self, error: dict[str, Any]) -> str:
+        # Pydantic points into lists and free tables. The nearest known field says what was expected.
         path = whole = tuple(map(str, error["loc"]))
         while path and find(self.root, path) is None:
             path = path[:-1]
+
+        # The source is that of the value, or of the nearest table around it.
         around: Iterator[KeyPath] = (whole[:depth] for depth in range(len(whole), -1, -1))
-        if error["type"] == "extra_forbidden":  # a table that came with one of its keys
+        if error["type"] == "extra_forbidden":
+            # An unknown table has no source itself: take that of one of its keys.
             around = chain([whole], (place for place in self.origins if place[: len(whole)] == whole), around)
         source = next((self.origins[place] for place in around if place in self.origins), Source("the defaults"))
+
         if error["type"] == "extra_forbidden" or not path:
             return explain(self.root, error, whole, None, source)
         if len(path) < len(whole):  # within a list or a free table: the whole of it is shown
@@ -333,7 +364,7 @@ def _leaves(
     table: dict[str, Any], above: KeyPath = (), root: type[Section] | None = None
 ) -> Iterator[tuple[KeyPath, Any]]:
     """Yield the values of nested tables with their paths; with `root`, only of tables that are tables there, or that
-    other systems have where we have a key: `[data] path` is `data`."""
+    other systems have in the place of a key of ours: `[data] path` is `data`."""
     for key, value in table.items():
         path = (*above, key)
         found = find(root, _without_alias(path)) if root else None

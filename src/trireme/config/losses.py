@@ -133,13 +133,14 @@ def resolve_loss(loss: Loss, *, length: int) -> Loss:
     """Return the loss with every key filled in that it reads. To resolve it again changes nothing.
 
     Args:
-        length: the constant C of `normalize = "constant"` where the user gives none.
+        length: the constant C of `normalize = "constant"` if the user gives none.
     """
     recipe, given = RECIPES[loss.type], given_keys(loss)
     defaults: dict[str, Any] = {"correction": "none", "proximal": "behaviour", "normalize": "token"}
     choices = defaults | recipe | given
     surrogate, correction = choices["surrogate"], choices["correction"]
     values = choices | SURROGATE_KEYS[surrogate] | CORRECTION_KEYS[correction]
+
     # The recipe's bounds hold for the recipe's own choices only: DAPO's clip_high is not that of another surrogate.
     values |= {
         key: value
@@ -147,9 +148,13 @@ def resolve_loss(loss: Loss, *, length: int) -> Loss:
         if (key not in _ALL_SURROGATE_KEYS or surrogate == recipe["surrogate"])
         and (key not in _ALL_CORRECTION_KEYS or correction == recipe.get("correction"))
     }
-    if correction != "none":  # a correction is that of the proximal over the behaviour policy
+
+    # A correction compares the proximal policy with the behaviour policy, so they must not be the same.
+    if correction != "none":
         values["proximal"] = "recomputed"
     values |= {"normalize_length": length, "kl_estimator": "k3"} | given
+
+    # Keys that nothing reads are not filled in, so that `run.json` shows only what has an effect.
     used = used_keys(loss.model_copy(update=values))
     return loss.model_copy(update={key: value for key, value in values.items() if key in used})
 
@@ -191,6 +196,8 @@ def loss_problems(loss: Loss) -> Iterator[str]:
     """Yield keys that the recipe would ignore, and bounds that would mask every token."""
     recipe = resolve_loss(loss, length=1)
     used = used_keys(recipe)
+
+    # Keys that nothing reads. `correction = "none"` is let through, as it asks for nothing.
     for key, value in given_keys(loss).items():
         if key not in used and (key, value) != ("correction", "none"):
             shown = f'"{value}"' if isinstance(value, str) else value
@@ -199,12 +206,15 @@ def loss_problems(loss: Loss) -> Iterator[str]:
                 f'correction = "{recipe.correction or "none"}") - expected only keys that it reads: '
                 f"{', '.join(sorted(used))}. {_way_out(key)}"
             )
+
+    # Contradictions between keys that are read.
     if recipe.correction != "none" and recipe.proximal == "behaviour" and recipe.surrogate != "custom":
         yield (
             f'`trainer.loss.proximal = "behaviour"` with correction = "{recipe.correction}" - expected a proximal '
             "policy of its own, as the correction is that over the behaviour policy. Set "
             '`proximal = "recomputed"`, or `trainer.loss.correction = "none"`.'
         )
+
     for low_key, high_key in (("ratio_low", "ratio_high"), ("correction_low", "correction_high")):
         low, high = getattr(recipe, low_key), getattr(recipe, high_key)
         if {low_key, high_key} <= used and low >= high:
@@ -212,6 +222,7 @@ def loss_problems(loss: Loss) -> Iterator[str]:
                 f"`trainer.loss.{low_key} = {low:g}`, `{high_key} = {high:g}` - expected the first to be smaller; "
                 f"every token would be masked. Lower `{low_key}` below 1 and raise `{high_key}` above 1."
             )
+
     if recipe.surrogate == "custom" and not recipe.path:
         yield '`trainer.loss.type = "custom"` without a path - expected one. Write `trainer.loss.path = "my.py:loss"`.'
 
@@ -223,6 +234,7 @@ def _way_out(key: str) -> str:
         "normalize_length": 'normalize = "constant"',
         "proximal": 'surrogate = "clip"',
     }
+    # In reverse, so that the first kind that reads a key is the one that is suggested.
     settings |= {name: f'correction = "{kind}"' for kind, keys in reversed(CORRECTION_KEYS.items()) for name in keys}
     settings |= {name: f'surrogate = "{kind}"' for kind, keys in reversed(SURROGATE_KEYS.items()) for name in keys}
     return f"Remove it, or set `trainer.loss.{settings[key]}`." if key in settings else "Remove it."

@@ -73,9 +73,9 @@ OF_TEMPLATE = ("chat_template_kwargs", "reasoning_effort")
 def template_kwargs_of(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the variables that a request gives the chat template, as vLLM reads it.
 
-    `reasoning_effort` is one of them, and decides `enable_thinking` where the request does not.
+    `reasoning_effort` is one of them, and decides `enable_thinking` if the request does not.
 
-    Raises: ValueError where they are no table.
+    Raises: ValueError if they are no table, or name what is rendered.
     """
     given, effort = request.get("chat_template_kwargs") or {}, request.get("reasoning_effort")
     if not given and effort is None:
@@ -89,6 +89,7 @@ def template_kwargs_of(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def template_fallback(own: Sampling, trained: Sampling) -> dict[str, Any]:
     """Return the keys of a sampling table by which evaluation renders as training, unless the table says how."""
+    # A table that says anything about rendering decides all of it.
     if {*own.extra_body, *own.model_fields_set} & {*OF_TEMPLATE}:
         return {}
     more = {name: trained.extra_body[name] for name in OF_TEMPLATE if name in trained.extra_body}
@@ -428,6 +429,8 @@ def orchestrator_problems(config: OrchestratorConfig, *, longest: int) -> Iterat
             "no environment is configured, so there is nothing to learn - expected at least one. "
             'Add to the file:\n    [[orchestrator.env]]\n    id = "reverse-text"'
         )
+
+    # Each environment writes files under its name, so no two names may give the same file.
     evaluated = config.eval.env if config.eval else ()
     by_file: dict[str, list[str]] = defaultdict(list)
     for table, environments, prefix in (("env", config.env, ""), ("eval.env", evaluated, "eval-")):
@@ -441,6 +444,8 @@ def orchestrator_problems(config: OrchestratorConfig, *, longest: int) -> Iterat
                 "of `id`) - expected names that differ, also where blanks and signs become `_` and files of "
                 "evaluations begin with `eval-`. Give each table a `name` of its own."
             )
+
+    # A batch holds whole groups.
     batch, group = config.batch_size, config.rollouts_per_example
     if batch % group:
         below, above = batch // group * group, (batch // group + 1) * group
@@ -450,6 +455,8 @@ def orchestrator_problems(config: OrchestratorConfig, *, longest: int) -> Iterat
             f"Set `orchestrator.batch_size` to {choices}, or `orchestrator.rollouts_per_example` to one of "
             f"{', '.join(map(str, nearest_divisors(batch, group)))}."
         )
+
+    # The tables below this one.
     yield from _curriculum_problems(config)
     yield from _buffer_problems(config.buffer)
     yield from _advantage_problems(config)
@@ -459,12 +466,15 @@ def orchestrator_problems(config: OrchestratorConfig, *, longest: int) -> Iterat
         yield from template_problems(table, {"chat_template_kwargs": kwargs})
     if config.eval:
         yield from evaluation_problems(config.eval, "orchestrator.eval.")
+        # Evaluation and training share the engines' slots.
         if config.eval.max_concurrent is not None and config.eval.max_concurrent >= config.max_concurrent:
             yield (
                 f"orchestrator.eval.max_concurrent = {config.eval.max_concurrent}, orchestrator.max_concurrent = "
                 f"{config.max_concurrent} - expected fewer, or training would get no slot while an evaluation runs. "
                 f"Set `eval.max_concurrent` below {config.max_concurrent}, or leave it out for a quarter of that."
             )
+
+    # The penalty begins `buffer` tokens before the limit, which must not be below 0.
     penalty = config.length_penalty
     if penalty and penalty.buffer and penalty.buffer > (longest := penalty.max_length or longest):
         yield (
@@ -482,6 +492,8 @@ def _agent_problems(environment: Environment, table: str) -> Iterator[str]:
     of = f"of environment {environment.resolved_name!r}"
     if agent is None:
         return
+
+    # A program that the orchestrator starts must be named, and must end before its rollout is dropped.
     if not agent.external and not agent.command:
         yield (
             f"{table} {of} has no `command` - expected a program that plays the rollouts. Add `command`, or "
@@ -492,6 +504,8 @@ def _agent_problems(environment: Environment, table: str) -> Iterator[str]:
             f"{table}.timeout_s = {agent.timeout_s:g} with `rollout_timeout_s = {limit_s:g}` {of} - expected less: the "
             "rollout would be dropped before the program is ended and scored. Lower the first, or raise the second."
         )
+
+    # The user's own clients play the rollouts, so no program is started and keys about one have no effect.
     given = [name for name in OF_PROGRAMS if getattr(agent, name) != Agent.model_fields[name].default]
     if agent.external and given:
         yield (
@@ -523,12 +537,15 @@ def _curriculum_problems(config: OrchestratorConfig) -> Iterator[str]:
         what = f"stage {number} of {table} (counted from 0)"
         conditions = {"from_step": stage.from_step, "from_reward": stage.from_reward}
         given = [f"`{key} = {value}`" for key, value in conditions.items() if value is not None]
+
+        # The first stage begins with the run; each later one has exactly one condition.
         if len(given) != min(number, 1):
             expected = "one of the two" if number else "none of the two, as the first stage begins with the run"
             yield (
                 f"{what} has {' and '.join(given) or 'neither `from_step` nor `from_reward`'} - expected {expected}. "
                 f"{'Remove' if given else 'Add'} one."
             )
+
         if unknown := sorted(stage.weights.keys() - names):
             yield (
                 f"{what} gives a weight to {', '.join(unknown)} - expected names of `[[orchestrator.env]]`: "
@@ -536,6 +553,8 @@ def _curriculum_problems(config: OrchestratorConfig) -> Iterator[str]:
             )
         if not any(weight > 0 for name, weight in stage.weights.items() if name in names):
             yield f"{what} gives no environment any weight ({stage.weights}) - expected one above 0. Give one."
+
+    # Stages follow one another, so a later one with an earlier step would never begin in time.
     steps = [stage.from_step for stage in config.curriculum if stage.from_step is not None]
     for one, other in pairwise(steps):
         if other <= one:
@@ -594,10 +613,12 @@ def sampling_problems(table: str, sampling: Sampling) -> Iterator[str]:
     known, own = sampling_names(), set(Sampling.model_fields) - {"extra_body"}
     is_given_once = not (sampling.chat_template_kwargs and "chat_template_kwargs" in sampling.extra_body)
     yield from template_problems(table, sampling.template_request)
+
     for key in sorted(sampling.extra_body):
         if key in OF_TEMPLATE and is_given_once:
             continue
-        if key in own:  # vLLM would take one of the two without a word
+        if key in own:
+            # vLLM would silently take one of the two.
             yield (
                 f"Duplicate sampling parameters: `{key}` is a key of `{table}` ({getattr(sampling, key)}) and stands "
                 f"in its `extra_body` too ({sampling.extra_body[key]}) - expected it once. "
@@ -609,11 +630,12 @@ def sampling_problems(table: str, sampling: Sampling) -> Iterator[str]:
                 "form of the engine's answer, in which the orchestrator reads tokens, logprobs and versions. Remove it."
             )
         elif known and key not in known:
-            # names of the answer's form are never the remedy
+            # A key of the answer's form would be refused in turn, so it is never suggested.
             names = {name: name for name in {*known, *own, *OF_TEMPLATE} - _ANSWER_FORMAT} | OTHER_NAMES
             near = get_close_matches(key, names, n=1, cutoff=0.6)
             advice = f"Did you mean `{names[near[0]]}`?" if near else _AS_TEMPLATE.format(key=key)
             yield f"{table}.extra_body.{key} - expected a parameter of vLLM's SamplingParams. {advice}"
+
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
         least, most = sampling.min_tokens, sampling.max_tokens
         yield f"{table}.min_tokens = {least}, max_tokens = {most} - expected at most as many. Lower `min_tokens`."
@@ -645,6 +667,7 @@ def evaluation_problems(evaluation: Evaluation, above: str = "") -> Iterator[str
         )
     if len(set(ks)) < len(ks):
         yield f"{above}pass_at = {list(ks)} names a k twice - expected each once. Remove the second."
+
     if rollouts > 1 and evaluation.sampling.temperature == 0:
         yield (
             f"{above}rollouts_per_example = {rollouts} with {above}sampling.temperature = 0 - expected a temperature "

@@ -13,7 +13,7 @@ from trireme.config.compatibility import ELSEWHERE, NOT_A_KEY, NOT_A_VALUE, Answ
 from trireme.config.files import PROCESSES, toml_key, toml_value
 from trireme.config.section import Field, Section, as_flag, as_key, fields_of, find, walk
 
-KeyPath = tuple[str, ...]  # of a key, from the root
+KeyPath = tuple[str, ...]  # the parts of a key's path, from the root
 
 _LONGEST = 200  # characters of a value in a message
 _MOST = 30  # problems that are shown together
@@ -60,8 +60,10 @@ def explain(root: type[Section], error: dict[str, Any], path: KeyPath, found: Fi
         return unknown_key(root, path, source, value=error["input"])
     if error["type"] == "missing":
         return f"{source.label}: `{as_key(source.shown(path))}` is missing - expected {found.words}. {found.doc}"
+
     shown = source.shown(path)
     value = error["input"]
+    # A flag is shown as the user typed it; a value in a file as TOML, cut to a readable length.
     if source.is_flag:
         given = f"`{source.label} {textwrap.shorten(source.typed or '', _LONGEST)}`"
     else:
@@ -84,12 +86,14 @@ def unknown_key(
         names = (".".join(key).removeprefix(prefix) for key in keys)
         return between.join(f"`{as_flag((name,)) if source.is_flag else name}`" for name in names)
 
+    # One answer about the key itself, or one for each key of an unknown table.
     if answers.keys() == {whole}:
         found = answers[whole]
         advice = found if isinstance(found, str) else f"Did you mean {typed(found, ' or ')}?"
     else:
         said = {where: f if isinstance(f, str) else f"write {typed(f, ' or ')}." for where, f in answers.items()}
         advice = " ".join(f"`{as_key(source.shown(where))}`: {words}" for where, words in said.items())
+
     if source.is_flag:
         return f"unknown flag `{source.label}` - {why}. {advice}"
     return f"{source.label}: unknown key `{as_key(source.shown(path))}` - {why}. {advice}"
@@ -104,6 +108,8 @@ def _answers(root: type[Section], path: KeyPath, value: Any) -> Iterator[tuple[K
     ours = find(root, found[0]) if isinstance(found, list) and found else None
     if ours is not None and ours.section is None:
         return  # a table that takes any key, or no table
+
+    # Of a table that is known under another name, only keys that do not move along need an answer.
     for table in tables:
         for name, inside in table.items():
             below = (*path, str(name))
@@ -120,10 +126,12 @@ def _advice(field: Field, path: KeyPath, value: Any, is_flag: bool) -> str:
         near = get_close_matches(str(value), field.words.split(" | "), n=1, cutoff=0.7)
         return f"Did you mean `{near[0]}`?" if near else field.doc
     if field.section:
+        # Show a table with one key in it, as an example that can be copied.
         key = next(key for key in fields_of(field.section).values() if key.section is None)  # often its name
         if is_flag and field.kind == "section":
             return f"Write its keys one by one: `{as_flag((*path, key.name))} …`."
-        header = ".".join(toml_key(part) for part in path if not part.isdigit())  # of an item: its array's
+        # An item of an array is written under the header of its array, without a number.
+        header = ".".join(toml_key(part) for part in path if not part.isdigit())
         is_one = field.kind == "section"
         header, what = (f"[{header}]", "a table") if is_one else (f"[[{header}]]", "an array of tables")
         example = value if key.kind == "text" and isinstance(value, str) else "…" if key.required else key.default
@@ -147,7 +155,8 @@ def counterpart(root: type[Section], path: KeyPath, value: Any = None) -> list[K
     A wrong key is worse than none: a user who follows the advice trains something else. So a key of another table is
     suggested only if a table of `config/compatibility.py` says so, or if nothing else has its name.
     """
-    for _ in range(3):  # a table that was moved has keys that were renamed
+    # A table that was moved may hold keys that were renamed, so the answer is looked up again.
+    for _ in range(3):
         moved = _elsewhere(root, path, value)
         if moved is None:
             break
@@ -156,9 +165,13 @@ def counterpart(root: type[Section], path: KeyPath, value: Any = None) -> list[K
         if find(root, moved) or _is_free(root, moved):
             return [moved]
         path = moved
+
+    # Then keys of the same name, what is known of the name itself, and slips of the keyboard.
     fits = [key for key in _named_alike(root, path) if not (isinstance(value, dict) and _is_leaf(root, key))]
     if found := fits or _by_value(NOT_A_KEY.get(path[-1], ""), value) or _slips(root, path):
         return found
+
+    # Nothing fits: an unknown table above it may be known to do nothing here.
     tables = [part for depth, part in enumerate(path) if find(root, path[: depth + 1]) is None and part in NOT_A_KEY]
     if tables:
         return _by_value(NOT_A_KEY[tables[-1]], None)
@@ -207,7 +220,7 @@ def _named_alike(root: type[Section], path: KeyPath) -> list[KeyPath]:
     known = [tuple(key.split(".")) for key, _ in walk(root)]
     table, name = path[:-1], path[-1]
 
-    # An evaluation's keys stand beside training's.
+    # The names of other systems. Under `eval`, a key for training means the evaluation's key of that name.
     ours = [tuple(key.split(".")) for key in keys_for(name)]
     ours = [each for key in ours for each in (key, key[1:] if key[0] == "trainer" else key)]
     if "eval" in path:
@@ -216,7 +229,7 @@ def _named_alike(root: type[Section], path: KeyPath) -> list[KeyPath]:
     if elsewhere := [key for key in of_process if key in known][:1]:
         return elsewhere
 
-    # `tokenizer.name` is `trainer.tokenizer.name`; `orchestrator.seq_len` is `seq_len`.
+    # Our own names in another table: `tokenizer.name` is `trainer.tokenizer.name`, `orchestrator.seq_len` is `seq_len`.
     known = [key for key in known if all(table in path or table not in key[:-1] for table in ("eval", "agent"))]
     whole = [key for key in known if key[-len(path) :] == path]
     tables = [key for key in whole if (found := find(root, key)) and found.section and len(key) == len(path) + 1]
@@ -231,7 +244,7 @@ def _named_alike(root: type[Section], path: KeyPath) -> list[KeyPath]:
 
 def _slips(root: type[Section], path: KeyPath) -> list[KeyPath]:
     """Return the key of the same table whose name differs by a slip of the keyboard in one part of the path; on a
-    process's own command, where the run's keys are typed beside its own, also one of the run."""
+    process's own command, where the run's keys are typed together with its own, also one of the run."""
     at = next(depth for depth in range(len(path)) if depth + 1 == len(path) or find(root, path[: depth + 1]) is None)
     above = find(root, path[:at]) if at else None
     inside = above.section if above else root

@@ -31,6 +31,8 @@ def help_text(root: type[Section], invocation: type[Section], *, section: str | 
         In a file, `--a.b-c value` is `b_c = value` under `[a]`. `--no-x` switches off.
         Lists: `--x 1 2`, `--x 1,2` or `--x "[1, 2]"`. Tables: `--x '{{"a": 1}}'` or `--x.a 1`.""")
     blocks = [usage, _block("the command itself", "", "", list(fields_of(invocation).values()))]
+
+    # A process's own keys come first, without their table's name; the run's follow, without other processes' tables.
     own = find(root, (section,)) if section else None
     leave_out: tuple[str, ...] = ()
     if own and own.section:
@@ -98,6 +100,7 @@ def json_schema(root: type[Section]) -> str:
     """Return the JSON schema of a file, by which editors complete and check it, with a line for each table."""
     schema = root.model_json_schema()
     tables = schema.pop("$defs")
+    # One line for each table, so that a changed key is a small change of the generated file.
     lines = [f"{json.dumps(name)}: {json.dumps(table, ensure_ascii=False)}" for name, table in tables.items()]
     whole = json.dumps(schema, ensure_ascii=False)[:-1] + ', "$defs": {\n' + ",\n".join(lines) + "\n}}\n"
     return whole.replace('{"type": "null"}', f'{{"const": "{NONE}"}}')  # TOML has no null

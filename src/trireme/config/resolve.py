@@ -48,6 +48,8 @@ def resolve(config: RunConfig, devices: Devices, *, section: ProcessName | None 
         section: for a process started by its own command: its ports are then the documented ones, not free ones.
         node: the number of this machine among those of its table in `[hosts]`.
     """
+    # The order matters, as each step reads what those before it have filled in: addresses, the device, its GPUs, then
+    # all that depends on them.
     config = updated(config, _hosts(config))
     config = updated(config, _listening(config, section, node))
     config = updated(config, {"device": _device(config, devices)})
@@ -90,8 +92,8 @@ def updated(section: AnySection, values: Values) -> AnySection:
 
 
 def resuming(config: RunConfig) -> RunConfig:
-    """Return the run as processes see it whose folder is prepared: they resume from whatever is in it, on their first
-    start and on restarts."""
+    """Return the run as its processes see it once its folder is prepared: they resume from whatever is in it, on their
+    first start and on restarts."""
     return updated(config, {"resume": True, "trainer.ckpt.resume_step": None})
 
 
@@ -142,6 +144,7 @@ def _splits_gpus(config: RunConfig, devices: Devices, section: ProcessName) -> b
         return False
     sides = {"inference": config.inference_gpu_ids, "trainer": config.trainer_gpu_ids}
     are_given, addresses = None not in sides.values(), config.hosts.by_process[section]
+
     if devices.hides_some and not are_given:
         return False
     if len(addresses) > 1 and sides.get(section) is None:
@@ -160,16 +163,21 @@ def _gpu_ids(config: RunConfig, devices: Devices, section: ProcessName | None) -
     if config.device == "cpu":
         return {"inference_gpu_ids": (), "trainer_gpu_ids": (), "inference_gpus": None, "trainer_gpus": None}
     engines, trainer, visible = config.inference_gpu_ids, config.trainer_gpu_ids, devices.num_gpus
+
+    # A process that knows itself alone takes all GPUs that it sees, or as many as it was given.
     if section is not None:
         if section == "inference":
             engines = engines or _take(config.inference_gpus or visible, devices)
         if section == "trainer":
             trainer = trainer or _take(config.trainer_gpus or visible, devices)
         return {"inference_gpu_ids": engines or (), "trainer_gpu_ids": trainer or ()}
+
+    # A side without a number takes what the other leaves; if neither has one, half each, the odd one for engines.
     if engines is None:
         asked = len(trainer) if trainer is not None else config.trainer_gpus
         share = max(1, (visible + 1) // 2 if asked is None else visible - asked)
         engines = _take(config.inference_gpus or share, devices, taken=trainer or ())
+
     if trainer is None:
         left = max(0, visible - len(engines)) if visible > 1 else 1
         trainer = _take(config.trainer_gpus or left, devices, taken=engines)
@@ -216,19 +224,25 @@ def _precision_and_lengths(config: RunConfig, devices: Devices | None) -> Values
     """Choose precisions, which all processes must choose alike.
 
     Args:
-        devices: None where a process knows its own GPUs alone. They are taken to have bfloat16, and the rules refuse
+        devices: None if a process knows its own GPUs alone. They are taken to have bfloat16, and the rules refuse
             those that have none.
     """
     rounds = bool(low_bit_error(config.inference))
     ids = {*(config.inference_gpu_ids or ()), *(config.trainer_gpu_ids or ())}
     has_bfloat16 = devices is None or devices.have_bfloat16(ids)
+
     dtype: str = config.inference.model.dtype
-    if dtype == "auto" and config.device == "cpu":  # vLLM rounds weights to 8 bits in half precision alone
+    if dtype == "auto" and config.device == "cpu":
+        # vLLM rounds weights to 8 bits only in half precision.
         dtype = "bfloat16" if rounds else dtype_on_cpu(read_config(config.inference.model.name))
-    elif dtype == "auto":  # vLLM's own choice would follow the model's config.json, and not be what the trainer sends
+    elif dtype == "auto":
+        # vLLM's own choice would follow the model's config.json, and differ from what the trainer sends.
         dtype = "bfloat16" if has_bfloat16 else "float16"
+
+    # The probe can demand nearly equal logprobs only if nothing is rounded; otherwise it measures the rounding.
     passes = _dtype_of_passes(config.trainer.model, config.device, has_bfloat16=has_bfloat16)
     exact = dtype == passes == "float32" and not rounds
+
     return {
         "inference.model.dtype": dtype,
         "trainer.model.optimization_dtype": passes,
@@ -256,6 +270,7 @@ def _environments(config: RunConfig) -> Values:
         values["orchestrator.eval.sampling.max_tokens"] = longest
         for name, value in template_fallback(evaluation.sampling, config.orchestrator.sampling).items():
             values[f"orchestrator.eval.sampling.{name}"] = value
+        # A table that sets other keys would have the default of `Sampling`, 1.0; evaluations are greedy by default.
         if "temperature" not in evaluation.sampling.model_fields_set:
             values["orchestrator.eval.sampling.temperature"] = Evaluation().sampling.temperature
     return values
@@ -266,6 +281,7 @@ def _broadcast(config: RunConfig, *, knows_all: bool) -> Values:
     if config.device == "cpu":
         return {"weight_broadcast.type": "gloo"} if config.weight_broadcast.type == "auto" else {}
     kind, engines, trainer = config.weight_broadcast.type, config.inference_gpu_ids or (), config.trainer_gpu_ids or ()
+    # On a GPU that both use, memory handles replace copies, and the engine must leave room for the trainer.
     shared = kind == "ipc" or (knows_all and bool(engines) and set(engines) == set(trainer))
     values: Values = {}
     if kind == "auto":
@@ -285,7 +301,9 @@ def _processes(config: RunConfig, devices: Devices) -> Values:
     ranks = config.trainer.num_ranks or nodes * max(1, len(config.trainer_gpu_ids or ()))
     per_side = devices.cores // 2 if on_cpu and not config.synchronous else devices.cores
     cores = max(1, per_side) * nodes  # the machines are assumed to be alike
-    tries_step = not on_cpu  # no trial step while an engine starts on the same cores, which it would delay
+
+    # On CPU, a trial step would delay the engine that starts on the same cores.
+    tries_step = not on_cpu
     parallel = config.inference.parallel
     engines = max(1, len(config.inference_gpu_ids or ()) // parallel.tp)
     return {
@@ -306,6 +324,7 @@ def _ports(config: RunConfig, section: ProcessName | None) -> Values:
         if section:
             given[key] = KNOWN_PORTS[key] if port is None else port
         else:
+            # A free port may be one that the user gave to another key.
             while not port:
                 port = free if (free := free_port(EVERYWHERE)) not in given.values() else None
             given[key] = port

@@ -1,6 +1,6 @@
 """The table of what a resumed run may change: one entry for each key of the configuration, for `rl` and `sft` alike.
 
-The tables are data. `docs/reliability.md` shows them, and a test fails where a key of the configuration has no entry.
+The tables are data. `docs/reliability.md` shows them, and a test fails if a key of the configuration has no entry.
 """
 
 from __future__ import annotations
@@ -98,21 +98,24 @@ class Change:
     """A key with another value than before."""
 
     key: str
-    before: Any  # ABSENT where there was no such key
+    before: Any  # ABSENT if there was no such key
     now: Any
     when: When | None  # None for a key that this version does not have
 
 
 def when_of(key: str, *, is_sft: bool = False) -> When | None:
-    """Return from when on a change of a key holds; None where it has no entry.
+    """Return from when on a change of a key holds; None if it has no entry.
 
     Example:
         when_of("orchestrator.env.0.args.length"), when_of("optim.lr", is_sft=True)  # "batch", "step"
     """
     parts = [part for part in key.split(".") if not part.isdigit()]
     tables = (_entries("sft"), _entries("rl")) if is_sft else (_entries("rl"),)
+    # `sft` has the trainer's tables at the top.
     if is_sft and parts[0] in fields_of(Training):
         parts = ["trainer", *parts]
+
+    # The key itself, then the tables around it from the inside out: the nearest entry decides.
     for table in tables:
         ends = [".".join(parts), *(f"{'.'.join(parts[:length])}.*" for length in range(len(parts), 0, -1))]
         if found := next((table[end] for end in ends if end in table), None):
@@ -152,7 +155,7 @@ def with_settings_of(now: AnySection, then: Table, whens: Collection[When], *, i
 
     Keys that the other one has not, since an earlier version wrote it, keep their values.
 
-    Raises: ConfigError where a value of the other one is refused by this version.
+    Raises: ConfigError if this version refuses a value of the other one.
     """
     table = now.model_dump(mode="json")
     _take_over(table, then, "", whens, is_sft)

@@ -72,6 +72,8 @@ def check_launch(config: RunConfig, devices: Devices, *, section: ProcessName | 
 def problems(config: RunConfig, devices: Devices, *, section: ProcessName | None = None) -> list[str]:
     found = [*_run_problems(config), *_host_problems(config), *picture_run_problems(config)]
     trainer, orchestrates, trains = config.trainer, section in (None, "orchestrator"), section in (None, "trainer")
+
+    # A process that starts alone checks only the tables that it reads.
     if orchestrates:
         found += orchestrator_problems(config.orchestrator, longest=config.loss_length)
         found += _rollout_problems(config)
@@ -81,6 +83,7 @@ def problems(config: RunConfig, devices: Devices, *, section: ProcessName | None
         found += optim_problems("trainer.", trainer.optim, trainer.scheduler, trainer.model, max_steps=config.max_steps)
         found += loss_problems(trainer.loss)
         found += _micro_batch_problems("trainer.micro_batch_tokens", trainer.micro_batch_tokens, config.seq_len)
+
     if orchestrates or trains:
         found += _timeout_problems(config)
     if section in (None, "inference"):
@@ -93,8 +96,11 @@ def problems(config: RunConfig, devices: Devices, *, section: ProcessName | None
 
 def launch_problems(config: RunConfig, devices: Devices, *, section: ProcessName | None = None) -> list[str]:
     found = [*_loopback_problems(), *_token_problems(config)]
+
     if section is None:
         found += _processes_elsewhere(config)
+
+    # Precisions, on the GPUs of the sides that start here.
     precisions: Computing = {
         "inference.model.dtype": (config.inference.model.dtype, config.inference_gpu_ids or ()),
         "trainer.model.optimization_dtype": (config.trainer.model.optimization_dtype, config.trainer_gpu_ids or ()),
@@ -102,6 +108,8 @@ def launch_problems(config: RunConfig, devices: Devices, *, section: ProcessName
     computing = {key: each for key, each in precisions.items() if section in (None, key.partition(".")[0])}
     found += gpu_launch_problems(config.device, devices, computing) if computing else []
     found += _installed_engine_problems(config.device, devices) if section in (None, "inference") else []
+
+    # Models, tokenizers and the user's functions, as far as they are on this disk.
     found += file_problems(config, section=section)
     found += _template_problems(config) if section in (None, "orchestrator") else []
     functions = {"trainer.loss.path": config.trainer.loss.path} if section in (None, "trainer") else {}
@@ -115,9 +123,13 @@ def launch_problems(config: RunConfig, devices: Devices, *, section: ProcessName
     if section in (None, "orchestrator") and config.orchestrator.advantage.type == "custom":
         functions["orchestrator.advantage.path"] = config.orchestrator.advantage.path
     found += filter(None, (function_problem(path, key=key) for key, path in functions.items() if path))
+
+    # Routes can be replayed only by a model that has experts.
     name = config.trainer.model.name or config.model.name
     if config.replays_routes and (described := read_config(name)) and not num_experts_of(described):
         found.append(f"`{REPLAY}` with {name} - expected a model with a mixture of experts. Remove the line.")
+
+    # Ports that this command is about to bind.
     for key, (process, _) in PORTS.items():
         if (section is None and key != "ports.ranks") or section == process:
             found += port_problems(config, key)
@@ -147,11 +159,14 @@ def launch_warnings(config: RunConfig) -> Iterator[str]:
         eos = read_tokenizer(served, Path(served), trust_remote_code=engines).eos_token_id
     except ConfigError:  # the rules report it
         return
+
+    # The engine's own sources of stop tokens, as vLLM reads them.
     args = {key.replace("-", "_"): value for key, value in config.inference.args.items()}
     described = read_config(served)
     generation = read_config(served, "generation_config.json")
     if args.get("generation_config", "auto") != "auto":  # "vllm", or another folder
         generation, described = read_config(str(args["generation_config"]), "generation_config.json"), {}
+
     for table, sampling in samplings(config.orchestrator):
         stops = stop_ids(eos, generation, described, sampling.extra_body.get("stop_token_ids", ()))
         if warning := turn_end_warning(opened, stops, table):
@@ -164,10 +179,13 @@ def served_model_problems(config: RunConfig, described: dict[str, Any] | None = 
     disk)."""
     arguments = {name.replace("-", "_"): value for name, value in config.inference.args.items()}
     sees = config.trainer.model.vlm is not None
-    if sees:  # `picture_run_problems` refuses those of pictures
+    if sees:
+        # `picture_run_problems` refuses arguments about pictures.
         arguments = {name: value for name, value in arguments.items() if name not in OF_PICTURES}
     served, dtype = config.inference.model.name, config.inference.model.dtype
     described = read_config(served) if described is None else described
+
+    # The engine must round weights by itself at each update, in a precision that it can round from.
     if (method := arguments.get("quantization")) is not None and method not in LOW_BIT:
         yield (
             f'inference.args.quantization = "{method}" - expected one of {", ".join(LOW_BIT)}, for which the engine '
@@ -178,18 +196,24 @@ def served_model_problems(config: RunConfig, described: dict[str, Any] | None = 
             f'inference.args.quantization = "{method}" with inference.model.dtype = "float32" - expected half '
             'precision, in which vLLM computes with 8-bit weights. Set `inference.model.dtype = "bfloat16"`.'
         )
+
+    # Prompts and completions must end where the model's positions end, unless the user gives vLLM other ones.
     longest, room = longest_context(described), config.inference.model.max_model_len or config.seq_len
     if longest and room > longest and not {"hf_overrides", "hf_config_path"} & arguments.keys():
         yield (
             f"seq_len = {config.seq_len} lets {served} read {room} tokens, and its positions end at {longest} (in its "
             f"config.json) - expected at most as many. Set `seq_len = {longest}`, or take a model for longer texts."
         )
+
+    # A model with quantized weights is given to vLLM by overrides and a load format of ours.
     taken = {"hf_overrides", "load_format"} if has_low_bit_weights(described) else set()
     for name in sorted(taken & arguments.keys()):
         yield (
             f"inference.args.{name} with {served}, whose weights are quantized - expected none, as the engine must "
             "hold plain weights. Remove the line; keys of the model belong in a copy of its config.json."
         )
+
+    # Layers for which vLLM lacks a kernel, or has a wrong one.
     yield from serving_problems(f'inference.model.name = "{served}"', described, arguments, config.device, dtype)
     replicas = arguments.get("data_parallel_size") or 1
     if config.device == "cpu" and replicas != 1 and num_experts_of(described):
@@ -197,11 +221,14 @@ def served_model_problems(config: RunConfig, described: dict[str, Any] | None = 
             f"inference.args.data_parallel_size = {replicas} with {served} on a CPU - expected 1, as vLLM's CPU engine "
             "cannot exchange what experts compute between replicas. Leave it out."
         )
+
     if config.trainer.model.from_scratch and leaves_out_vision(described) and not sees:
         yield (
             f"`trainer.model.from_scratch = true` with {served}, which also sees - expected a text model: engines know "
             "its weights by names in a checkpoint that is not read. Remove the line, or choose another model."
         )
+
+    # Adapters that vLLM cannot hold apart from the base model.
     if config.serves_adapters and mixers_of(described):
         yield (
             f'`trainer.model.lora.sync = "adapter"` with {served} - expected "merged", as adapters of layers that '
@@ -214,7 +241,7 @@ def served_model_problems(config: RunConfig, described: dict[str, Any] | None = 
         )
 
 
-# a whole run
+# Rules of a whole run.
 
 REPLAY = "trainer.model.moe.router_replay = true"
 
@@ -227,11 +254,15 @@ def _run_problems(config: RunConfig) -> Iterator[str]:
             f"seq_len must match or exceed max_model_len: seq_len = {config.seq_len}, inference.model.max_model_len = "
             f"{longest} - longer rollouts cannot be trained on. Set one of them to the other."
         )
+
+    # Two servers of one run must not have the same port.
     used: dict[int, str] = {}
     for key, _host, port in ports(config):
         if port and port in used:
             yield f"{used[port]} = {port} and {key} = {port} - expected a port each. Remove one of them."
         used.setdefault(port, key)
+
+    # Transports that cannot work on this device, or for which `delta` saves nothing.
     broadcast, lora = config.weight_broadcast, config.trainer.model.lora
     if config.device == "cpu" and broadcast.type in ("nccl", "ipc"):
         yield (
@@ -243,6 +274,7 @@ def _run_problems(config: RunConfig) -> Iterator[str]:
             '`weight_broadcast.delta = true` with `weight_broadcast.type = "ipc"` - expected false, as nothing is sent '
             "that could be less: engines read the trainer's own memory. Remove `delta`."
         )
+
     if lora is None or lora.sync == "merged":
         return
     # The engine must know the layers before, and has no place for adapters of fused experts, or (with probes) the head.
@@ -281,6 +313,7 @@ def _rollout_problems(config: RunConfig) -> Iterator[str]:
                 f'{table}.seed = {sampling.seed} with device = "cpu" in an asynchronous run - expected none: vLLM\'s '
                 "CPU engine dies of a seeded prompt taken in two parts. Remove it, or set `max_async_level = 0`."
             )
+
     allowed, ahead = config.orchestrator.max_off_policy_steps, config.max_async_level
     if allowed < ahead:
         yield (
@@ -293,7 +326,8 @@ def _template_problems(config: RunConfig) -> Iterator[str]:
     """Yield variables that the chat template of a model on this disk does not have."""
     tables: dict[str, dict[str, Any]] = {}
     for table, sampling in samplings(config.orchestrator):
-        if sampling.template_request not in tables.values():  # name what evaluation has from training once
+        # Evaluation may have taken its variables from training: report them once.
+        if sampling.template_request not in tables.values():
             tables[table] = sampling.template_request
     for key, kwargs in environment_template_kwargs(config.orchestrator):
         tables[key] = {"chat_template_kwargs": kwargs}
@@ -302,6 +336,8 @@ def _template_problems(config: RunConfig) -> Iterator[str]:
     name = config.trainer.tokenizer.name or config.model.name
     if not has_vocabulary(Path(name)):
         return
+
+    # Imported late: most runs set no variables, and need no jinja2 here.
     import jinja2
 
     from trireme.config.model.chat_template import template_variables, unread_problems
@@ -345,11 +381,14 @@ def _engine_argument_problems(config: RunConfig) -> Iterator[str]:
             "inference.args.default_chat_template_kwargs - expected none, as the orchestrator renders prompts and the "
             "engine gets tokens. Move it to `[orchestrator.sampling]` `chat_template_kwargs`."
         )
+
     if config.replays_routes and arguments.get("enable_prefix_caching") is False:
         yield (
             f"inference.args.enable_prefix_caching = false with `{REPLAY}` - expected true, or vLLM does not say which "
             "experts it used. Remove one of the two."
         )
+
+    # The rest is about the kept tokens of a cut sampler, if vLLM is to report them itself.
     if not arguments.get("return_sampling_mask"):
         return
     if config.device == "cpu":
@@ -357,6 +396,7 @@ def _engine_argument_problems(config: RunConfig) -> Iterator[str]:
             "inference.args.return_sampling_mask on a CPU - expected none, as vLLM supports it on GPUs only. Remove "
             "it: the kept tokens are then read from logprobs, with the same result."
         )
+
     for table, sampling in samplings(config.orchestrator):
         if sampling.temperature == 0 or (sampling.top_k or 0) <= 0:
             yield (
@@ -365,25 +405,33 @@ def _engine_argument_problems(config: RunConfig) -> Iterator[str]:
             )
 
 
-# GPUs
+# Rules about GPUs.
 
 
 def _gpu_problems(config: RunConfig, devices: Devices, section: ProcessName | None) -> Iterator[str]:
     sides = {"inference": config.inference_gpu_ids or (), "trainer": config.trainer_gpu_ids or ()}
     starting = sides if section is None else {side: ids for side, ids in sides.items() if side == section}
+
+    # What was typed must agree with itself, also on a machine without GPUs.
     for side, ids in starting.items():
         count = config.inference_gpus if side == "inference" else config.trainer_gpus
         if count is not None and count != len(ids):
             yield f"{side}_gpus = {count} and {side}_gpu_ids = {list(ids)} - expected one. Remove `{side}_gpus`."
         if len(set(ids)) < len(ids):
             yield f"{side}_gpu_ids = {list(ids)} names a GPU twice - expected each once. Remove the second."
+
     if config.device == "cpu":
         return
+
+    # The GPUs must be there, and must not be shared in a way that the transport cannot serve.
     for side in starting:
-        if devices.gpus or side == "inference" or not config.inference_gpu_ids:  # without GPUs, one message is enough
+        # On a machine without GPUs, one message is enough for both sides.
+        if devices.gpus or side == "inference" or not config.inference_gpu_ids:
             yield from _missing_gpus(config, devices, side, sides[side])
     if config.hosts.are_one_machine and all(sides.values()):
         yield from _shared_gpus(config)
+
+    # Each GPU of a side has exactly one worker or rank.
     tp, dp, engines = config.inference.parallel.tp, config.inference.parallel.dp or 1, len(sides["inference"])
     if section in (None, "inference") and engines and tp * dp != engines:
         fits = f"dp = {engines // tp}" if engines % tp == 0 else f"tp = {nearest_divisors(engines, tp)[-1]}"
@@ -391,6 +439,7 @@ def _gpu_problems(config: RunConfig, devices: Devices, section: ProcessName | No
             f"inference.parallel.tp = {tp} x dp = {dp} takes {tp * dp} GPUs, and inference has {engines} - expected as "
             f"many. Set `{fits}` under `[inference.parallel]`, or give inference {tp * dp} GPUs."
         )
+
     ranks, nodes = config.trainer.num_ranks or 1, len(config.hosts.trainer)
     gpus = nodes * len(sides["trainer"])
     if section in (None, "trainer") and gpus and ranks != gpus:
@@ -422,6 +471,7 @@ def _missing_gpus(config: RunConfig, devices: Devices, side: str, ids: tuple[int
 def _shared_gpus(config: RunConfig) -> Iterator[str]:
     engines, trainer = config.inference_gpu_ids or (), config.trainer_gpu_ids or ()
     kind, all_of_them = config.weight_broadcast.type, sorted({*engines, *trainer})
+    # ipc needs one GPU for both, nccl none in common; files do not care.
     is_one = engines == trainer and len(all_of_them) == 1
     if is_one if kind == "ipc" else kind == "filesystem" or not {*engines} & {*trainer}:
         return
@@ -493,18 +543,21 @@ def _installed_engine_problems(device: str, devices: Devices) -> Iterator[str]:
         )
 
 
-# machines
+# Rules about machines.
 
 
 def _host_problems(config: RunConfig) -> Iterator[str]:
     hosts = config.hosts
     tables = {f"hosts.{process}": addresses for process, addresses in hosts.by_process.items()}
+
+    # Each address by itself, then the servers by their whole URLs, of which no two may be equal.
     for key, addresses in tables.items():
         if not addresses:
             yield f"`{key}` is empty - expected at least one address. Remove the line, or name a machine."
         for address in addresses:
             if problem := _address_problem(address, with_port=key == "hosts.inference"):
                 yield f'`{key}` names "{address}": {problem}'
+
     readable = [address for address in hosts.inference if not _address_problem(address, with_port=True)]
     for url, count in Counter(map(config.engine_url, readable)).items():
         if count > 1:
@@ -512,6 +565,8 @@ def _host_problems(config: RunConfig) -> Iterator[str]:
                 f"`hosts.inference` names {url.removeprefix('http://')} {count} times - expected an address each. Give "
                 'servers on one machine ports of their own: ["10.0.0.2:8000", "10.0.0.2:8010"].'
             )
+
+    # A loopback address means another machine on each machine.
     inside = [host for host in hosts.all if is_loopback(host)]
     others = [host for host in hosts.all if not is_loopback(host)]
     if inside and others:
@@ -520,11 +575,14 @@ def _host_problems(config: RunConfig) -> Iterator[str]:
             f"`[hosts]` names {', '.join(others)}, and {', '.join(inside)} in {', '.join(keys)} - expected addresses "
             f"by which all machines reach each other. Give {' and '.join(keys)} the address of its machine."
         )
+
     if config.weight_broadcast.type == "ipc" and len(hosts.all) > 1:
         yield (
             f'weight_broadcast.type = "ipc", and `[hosts]` names {", ".join(hosts.all)} - expected one machine: ipc '
             'works between processes of one machine. Set `weight_broadcast.type = "nccl"`.'
         )
+
+    # Every machine of the trainer starts as many ranks as the others.
     ranks, nodes = config.trainer.num_ranks or 1, len(hosts.trainer)
     if nodes and ranks % nodes:
         yield (
@@ -577,7 +635,7 @@ def _processes_elsewhere(config: RunConfig) -> Iterator[str]:
     )
 
 
-# files and ports on this machine
+# Rules about files and ports on this machine.
 
 
 def file_problems(config: RunConfig, *, section: ProcessName | None = None) -> Iterator[str]:
@@ -600,6 +658,8 @@ def file_problems(config: RunConfig, *, section: ProcessName | None = None) -> I
             )
         if section is None and (problem := low_bit_problem(described)):
             yield f'inference.model.name = "{served}": its weights {problem} Take such a copy of the model.'
+
+    # Environments that are files; the orchestrator itself finds packages when it starts.
     ids = {each.id for each in config.orchestrator.all_environments} if section in (None, "orchestrator") else set()
     for file in sorted(id for id in ids if id.endswith(".py")):
         if not Path(file).is_file():
@@ -650,7 +710,7 @@ def port_problems(config: RunConfig, key: str) -> Iterator[str]:
             )
 
 
-# supervised training
+# Rules of supervised training.
 
 
 def check_sft(config: SftConfig, devices: Devices) -> None:
@@ -662,9 +722,12 @@ def check_sft(config: SftConfig, devices: Devices) -> None:
         *_loopback_problems(),
         *check_model("model.name", model.name),
     ]
+
     found += _micro_batch_problems("micro_batch_tokens", config.micro_batch_tokens, config.seq_len)
     found += model_problems("model", model, ranks)
     found += model_launch_problems("model", model, config.device)
+
+    # Rotary positions continue beyond the model's own context, but a table of positions has an end.
     described = read_config(model.name)
     longest = longest_context(described)
     if longest and config.seq_len > longest and learns_positions(described):
@@ -672,12 +735,17 @@ def check_sft(config: SftConfig, devices: Devices) -> None:
             f"seq_len = {config.seq_len}, and {model.name} has a table of {longest} positions (in its config.json) - "
             f"expected at most as many. Set `seq_len = {longest}`, or take a model for longer texts."
         )
+
     tokenizer = config.tokenizer.name or model.name
     found += tokenizer_problems("tokenizer.name", tokenizer, model, renders=False)
     found += lora_problems("model.lora", model.lora)
+
+    # With `num_epochs` the number of steps is known only once the data are read.
     max_steps = config.max_steps if config.num_epochs is None else None
     found += optim_problems("", config.optim, config.scheduler, model, max_steps=max_steps)
     found += optim_launch_problems("", config.optim, config.device)
+
+    # Every rank takes one of the visible GPUs, from the first on.
     computing = {"model.optimization_dtype": (model.optimization_dtype, range(ranks))}
     found += gpu_launch_problems(config.device, devices, computing)
     if config.device == "cuda" and ranks > devices.num_gpus:
@@ -685,8 +753,11 @@ def check_sft(config: SftConfig, devices: Devices) -> None:
             f"num_ranks = {ranks}, and {devices.num_gpus} GPUs are visible - expected one GPU per rank. Lower "
             "`num_ranks`, or run on CPU with `--device cpu`."
         )
+
+    # Keys of `[trainer]` that mean nothing without engines.
     replays, sends_adapters = model.moe.router_replay, model.lora is not None and model.lora.sync == "adapter"
     for key, is_given in (("model.moe.router_replay", replays), ("model.lora.sync", sends_adapters)):
         if is_given:
             found.append(f"`{key}` without engines - expected no such key in supervised training. Remove it.")
+
     raise_together(found)

@@ -201,7 +201,7 @@ class RunConfig(AnyRun):
 
     @property
     def run_id(self) -> str:
-        """Trainer and orchestrator refuse to work together unless it is the same.
+        """The identity of the run: trainer and orchestrator refuse to work together unless theirs is the same.
 
         On one machine the folder itself; on several its name as it was given, which may be another folder on each.
         """
@@ -239,8 +239,8 @@ class RunConfig(AnyRun):
 
     @property
     def shares_gpus(self) -> bool:
-        """Return whether trainer and engine take memory of the same GPU. Of a process that starts alone, only the
-        transport tells."""
+        """Return whether trainer and engine take memory of the same GPU. A process that starts alone
+        knows it by the transport only."""
         both = {*(self.trainer_gpu_ids or ())} & {*(self.inference_gpu_ids or ())}
         return self.weight_broadcast.type == "ipc" or bool(both)
 
@@ -300,6 +300,8 @@ def find_node(table: str, addresses: tuple[str, ...], flag: int | None) -> int:
         return int(given)
     if len(addresses) == 1:
         return 0
+
+    # The machine's own addresses decide, unless it has several of these, or others reach it by an address not its own.
     ours = [number for number, address in enumerate(addresses) if is_here(address.partition(":")[0])]
     if len(ours) != 1:
         found = f"{len(ours)} of them are this machine" if ours else "none of them is this machine"

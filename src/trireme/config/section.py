@@ -19,7 +19,7 @@ from annotated_types import Ge, Gt, Interval, Le, Lt
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
-NONE = "none"  # what files and flags say for nothing, as TOML has no word for it; "null" is read too
+NONE = "none"  # the word for nothing in files and flags, as TOML has none; "null" is read too
 
 
 AnySection = TypeVar("AnySection", bound="Section")
@@ -61,7 +61,7 @@ class Field:
 
     name: str
     kind: Kind
-    words: str  # what it accepts, in words
+    words: str  # description of the values that it accepts
     optional: bool  # None is allowed
     section: type[Section] | None  # the model of its table, or of each of its tables
     required: bool
@@ -82,7 +82,8 @@ class Field:
             trainer_gpu_ids.read("0,1")  # ["0", "1"]; from "[0, 1]" it is [0, 1]
         """
         if isinstance(value, bool) and self.kind in ("integer", "number"):
-            return str(value).lower()  # which pydantic refuses; it would take the value itself as 1 or 0
+            # Pydantic would take true and false as 1 and 0. It refuses them as text.
+            return str(value).lower()
         if isinstance(value, str) and self.kind != "text":
             if self.optional and value.lower() in (NONE, "null") and NONE not in self.words.split(" | "):
                 return None
@@ -117,7 +118,7 @@ def fields_of(section: type[Section]) -> dict[str, Field]:
         annotation = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
         kind, words, optional, below = _read_type(annotation)
         doc = info.description or (below.__doc__ if below else "")
-        doc = doc or next((item.doc for item in info.metadata if hasattr(item, "doc")), "")  # of another format
+        doc = doc or next((item.doc for item in info.metadata if hasattr(item, "doc")), "")  # tables of other formats
         found[name] = Field(
             name, kind, words, optional, below, info.is_required(), info.get_default(), (doc or "").strip()
         )
@@ -127,6 +128,8 @@ def fields_of(section: type[Section]) -> dict[str, Field]:
 def _read_type(annotation: Any) -> tuple[Kind, str, bool, type[Section] | None]:
     """Return the kind of a type, its words, whether None is allowed, and the section below."""
     origin, arguments = get_origin(annotation), get_args(annotation)
+
+    # Unions and annotations wrap a type: describe the inner one, and add that None is allowed, or the bounds.
     if origin in (Union, types.UnionType):
         (inner,) = [argument for argument in arguments if argument is not type(None)]
         kind, words, _, section = _read_type(inner)
@@ -134,6 +137,8 @@ def _read_type(annotation: Any) -> tuple[Kind, str, bool, type[Section] | None]:
     if origin is Annotated:
         kind, words, optional, section = _read_type(arguments[0])
         return kind, " ".join([words, *_bounds(arguments[1:])]), optional, section
+
+    # One of several values, or a list of them. A list of sections is an array of tables.
     if origin is Literal:
         return "choice", " | ".join(map(str, arguments)), False, None
     if origin is tuple:
@@ -142,6 +147,8 @@ def _read_type(annotation: Any) -> tuple[Kind, str, bool, type[Section] | None]:
             return "sections", _WORDS["sections"], False, section
         length = "" if arguments[-1] is Ellipsis else f"{len(arguments)} x "
         return "list", f"list of {length}{words}", False, None
+
+    # A single value.
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return "section", _WORDS["section"], False, annotation
     kind = "table" if origin is dict else _SCALARS[annotation]

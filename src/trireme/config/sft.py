@@ -101,15 +101,20 @@ def sft_problems(config: SftConfig) -> Iterator[str]:
     """Yield what is wrong with the data, as far as it can be seen without reading them, and with how long to train."""
     if not config.sources:
         yield "no data is given - expected conversations: files, or a data set on a hub. Write `--data FILE`."
+
+    # Names on a hub are checked when they are read, files now.
     named = [("data", config.data), *((f"source[{i}].data", source.data) for i, source in enumerate(config.source))]
     for key, data in (*named, ("validation", config.validation)):
         if data is not None and not is_on_a_hub(data):
             yield from _check_files(key, Path(data))
+
     if config.chat_template and not config.chat_template.is_file():
         yield (
             f'chat_template = "{config.chat_template}" is no file (looked in {Path.cwd()}) - expected a Jinja '
             "template. Check the path, or leave it out for the tokenizer's own."
         )
+
+    # Validation has one source, and an interval only if there is one.
     if config.validation and config.validation_fraction:
         yield f"`validation` and validation_fraction = {config.validation_fraction:g} - expected one of the two. Set 0."
     if config.validation_interval and not config.validation and not config.validation_fraction:
@@ -117,8 +122,11 @@ def sft_problems(config: SftConfig) -> Iterator[str]:
             f"validation_interval = {config.validation_interval}, and there is nothing to measure on - expected "
             "`validation` or `validation_fraction`. Write `validation_fraction = 0.01`, or leave the interval out."
         )
+
+    # The length of the run is given once. A `max_steps` that equals the default cannot be told from none.
     if config.num_epochs is not None and config.max_steps != SftConfig.model_fields["max_steps"].default:
         yield f"max_steps = {config.max_steps} and num_epochs = {config.num_epochs:g} - expected one. Remove the other."
+
     if not config.loss_on:
         yield 'loss_on = [] - expected the roles whose messages are trained on. Write `loss_on = ["assistant"]`.'
 

@@ -233,12 +233,15 @@ class TrainerConfig(Training):
 
 def model_problems(table: str, model: TrainerModel, ranks: int) -> Iterator[str]:
     """Yield what is wrong with `[trainer.model]` for any model."""
+    # Ranks are divided into groups of equal size.
     for key, number in (("dp_replicate", model.dp_replicate), ("cp", model.cp)):
         if ranks % number:
             yield (
                 f"{table}.{key} = {number} with {ranks} ranks - expected a divisor of their number: "
                 f"{divisors_of(ranks)}. Set `{table}.{key}` to one of these, or change the number of ranks."
             )
+
+    # Combinations that no kernel or compiler supports.
     if model.uses_flash and model.optimization_dtype == "float32":
         yield (
             f'{table}.attn = "{model.attn}" with optimization_dtype = "float32" - expected bfloat16, the only precision'
@@ -255,6 +258,7 @@ def model_problems(table: str, model: TrainerModel, ranks: int) -> Iterator[str]
             " hides the operations of which selective recomputation keeps some. The compiler recomputes what is cheap"
             f' by itself: remove `[{table}.ac]`, or set `mode = "full"`.'
         )
+
     if model.trains_vision_encoder and model.lora is not None:
         yield (
             f"`model.vlm.freeze_vision_encoder = false` with `[{table}.lora]` - expected true, as adapters leave all "
@@ -293,19 +297,23 @@ def optim_problems(
     """Yield what is wrong with the optimizer and its schedule.
 
     Args:
-        max_steps: None where it is not known before the data are read.
+        max_steps: None if it is not known before the data are read.
     """
     if scheduler.min_lr > optim.lr:
         yield (
             f"{prefix}scheduler.min_lr = {scheduler.min_lr:g}, {prefix}optim.lr = {optim.lr:g} - expected the rate to "
             f"fall to `min_lr`. Set it to {optim.lr / 10:g} or leave it out."
         )
+
+    # Warm-up and decay of `wsd` must not overlap.
     table, warmup = f"{prefix}scheduler", scheduler.warmup_steps
     if scheduler.type == "wsd" and max_steps and warmup + (decay := scheduler.decay_of(max_steps)) > max_steps:
         yield (
             f"{table}.warmup_steps = {warmup} and decay_steps = {decay} of max_steps = {max_steps} - expected at most "
             f"{max_steps} steps, and they take {warmup + decay}. Lower one of them, or raise `max_steps`."
         )
+
+    # Keys that the chosen schedule does not read.
     falls = ("linear", "cosine", "wsd")
     for key, value, types in (("min_lr", scheduler.min_lr, falls), ("decay_steps", scheduler.decay_steps, falls[-1:])):
         if value and scheduler.type not in types:
@@ -313,6 +321,7 @@ def optim_problems(
                 f'{table}.{key} = {value:g} with type = "{scheduler.type}" - expected no such key: it belongs to '
                 f'{", ".join(types)}. Remove it, or set `{table}.type = "{types[-1]}"`.'
             )
+
     if optim.type == "muon" and model.lora is not None:
         yield (
             f'{prefix}optim.type = "muon" with `[{prefix}model.lora]` - expected another optimizer, as Muon '
@@ -335,8 +344,8 @@ def allocator_problems(broadcast: str) -> Iterator[str]:
     """Yield the setting of torch's allocator with which memory handles do not open.
 
     The receiver of an expandable segment takes the sender's file descriptors (`pidfd_getfd`, c10's
-    `ExpandableSegment::fromShared`). Linux lets it where it may trace the sender: not in most containers, nor between
-    siblings where `kernel.yama.ptrace_scope` is 1.
+    `ExpandableSegment::fromShared`). Linux allows that only to a process that may trace the sender: not in most
+    containers, nor between siblings if `kernel.yama.ptrace_scope` is 1.
     """
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if broadcast == "ipc" else ():
         if re.search(r"expandable_segments\s*:\s*True", value := os.environ.get(name, "")):
