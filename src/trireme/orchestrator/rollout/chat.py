@@ -22,7 +22,7 @@ from trireme.config.model.weights import rows_of
 from trireme.journal.message_text import form_for
 from trireme.orchestrator.engines.pool import OverlongPrompt
 
-FILES = [*TOKENIZER_FILES, "preprocessor_config.json", "processor_config.json"]  # the latter of models that see
+FILES = [*TOKENIZER_FILES, "preprocessor_config.json", "processor_config.json"]  # the last two: models that see
 
 LONG_TOKEN = 16  # number of characters, four times that of a token in usual text
 KEPT_PROMPTS = 64  # first prompts that are kept tokenised: the rollouts of a group begin alike, one after the other
@@ -41,21 +41,28 @@ class ChatTokenizer:
         self._tokenizer.no_truncation()  # some files ask for it, and a prompt must never be cut silently
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = opened.splits_special
+
         if problem := template_problem(opened, folder):
             raise ConfigError(problem)
+
         texts = opened.templates
         self._templates = {name: template_environment().from_string(text) for name, text in texts.items()}
         for template in self._templates.values():
             # a plain dict: the ChainMap is slow, and is read for every conversation
             template.globals = dict(template.globals)
+
         self.template_variables = template_variables(*texts.values())
         # a template that prints the time is rendered each time
         prints_time = any("strftime_now" in text for text in texts.values())
         self._first_ids = lru_cache(0 if prints_time else KEPT_PROMPTS)(self._tokenize_first)
+
         self._names = opened.special_tokens
         self._form = form_for(self._render)
+
+        # tokens that end turns are among these, and are not part of a turn's text
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token for token, entry in added.items() if entry.special)
+
         self.num_tokens: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.model_config = _read_json(folder / "config.json")
         self.vocab_size = rows_of(folder, self.model_config)
@@ -85,6 +92,7 @@ class ChatTokenizer:
         generate: bool = False,
         template_kwargs: dict[str, Any] | None = None,
     ) -> str:
+        # what follows from the request itself replaces all other variables of the same name
         given = {"messages": messages, "tools": tools or None, "add_generation_prompt": generate}
         template = self._templates["tool_use" if tools and "tool_use" in self._templates else "default"]
         return template.render({"documents": None} | self._names | (template_kwargs or {}) | given)
@@ -93,7 +101,7 @@ class ChatTokenizer:
         """Return the ids of a text.
 
         Args:
-            most_tokens: that the model takes. Texts that are far longer are not tokenised: 8 MB take 10 s and 2 GB.
+            most_tokens: the model's limit. Texts that are far longer are not tokenised: 8 MB take 10 s and 2 GB.
 
         Raises:
             OverlongPrompt: the beginning of the text alone has twice as many.
@@ -124,6 +132,7 @@ class ChatTokenizer:
         Raises: OverlongPrompt, see `encode`.
         """
         try:
+            # a copy, as the cached list is shared by all rollouts of the group
             return list(self._first_ids(json.dumps((messages, tools, template_kwargs)), most_tokens))
         except (TypeError, ValueError, RecursionError):  # a template may still render it
             text = self.render(messages, tools=tools, generate=True, template_kwargs=template_kwargs)
@@ -139,14 +148,14 @@ class ChatTokenizer:
         return _clean_up(text) if self.opened.cleans_up else text
 
     def is_special(self, token: int) -> bool:
-        """Return whether the token is no text, but marks where turns begin and end."""
+        """Return whether the token is no text, but a mark such as the end of a turn."""
         return token in self._special
 
 
 def open_chat_tokenizer(name: str, *, trust_remote_code: bool = False) -> ChatTokenizer:
     """Load a tokenizer from a folder, or download its small files from the hub.
 
-    Raises: ConfigError where it could not be loaded.
+    Raises: ConfigError if it could not be loaded.
     """
     if Path(name).is_dir():
         return ChatTokenizer(Path(name), trust_remote_code=trust_remote_code)
@@ -178,7 +187,7 @@ def _with_image_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _clean_up(text: str) -> str:
-    """Remove spaces as transformers does where a tokenizer asks for it (`clean_up_tokenization_spaces`)."""
+    """Remove spaces as transformers does if a tokenizer asks for it (`clean_up_tokenization_spaces`)."""
     for mark in (".", "?", "!", ","):
         text = text.replace(f" {mark}", mark)
     text = text.replace(" ' ", "'")

@@ -19,7 +19,10 @@ _MARK = "\u2402mark\u2403"  # occurs in no template and no conversation
 
 
 class Rewritten(Exception):
-    """The chat template renders the turn, or what came before, differently in a longer conversation. Says how."""
+    """The chat template renders the turn, or what came before, differently in a longer conversation.
+
+    Its message shows the difference.
+    """
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,14 @@ class Continuation:
 
         Raises: Rewritten.
         """
+        # the usual case: the template repeats what was sampled, character by character
         raw = self.tokenizer.decode(self.sampled, keep_special=True)
         before = self._render(self.messages[: self.num_past], generate=True)
         now = self._render(self.messages, generate=True)
         if now.startswith(before + raw):
             return now[len(before + raw) :]
+
+        # otherwise the template may have its own form of the turn, as long as nothing of the turn is lost
         with_turn = self._render(self.messages[: self.num_past + 1], generate=False)
         _check_grows(before, with_turn)
         # whitespace and the form of tool calls are up to the template
@@ -53,36 +59,41 @@ class Continuation:
         for part in (reply.reasoning or "", reply.content, *(call.name for call in reply.tool_calls)):
             if "".join(part.split()) not in rendered:
                 raise Rewritten(f"{part[:60]!r} is no longer there")
+
+        # a later prompt must begin with this same text, as the sampled tokens stay in its place
         _check_grows(with_turn, now)
         return self._end_of_turn(with_turn[len(before) :]) + now[len(with_turn) :]
 
     def text_after_any_turn(self) -> str:
-        """Return the text that follows the turn, where the template writes it in another way than the model did.
+        """Return the text that follows the turn, if the template writes it in another way than the model did.
 
         The turn is replaced by one of plain text, so nothing depends on its thinking and its calls.
 
-        Raises: Rewritten where the template does not render a plain turn there.
+        Raises: Rewritten if the template does not render a plain turn there.
         """
         after, last = self._after_plain_turn(self.messages[self.num_past + 1 :], generate=True), self._ending_token()
+        # the sample ends in this token already, so it must not be given a second time
         if last and after.lstrip().startswith(last):
             return after.lstrip()[len(last) :]
         return after
 
     def _end_of_turn(self, rendered: str) -> str:
-        """Return what the template writes after the turn, without the token that ended it, where that was sampled.
+        """Return what the template writes after the turn, without the token that ended it, if that was sampled.
 
         Args:
             rendered: the turn, as the template writes it.
         """
+        # after the sampled token only the template's own rest is missing, a line break for example
         if (last := self._ending_token()) and last in rendered:
             return rendered[rendered.rfind(last) + len(last) :]
+        # no token ended the turn (it was cut off, for example): a plain turn shows what comes after its text
         end = self._after_plain_turn([], generate=False)
         if not rendered.endswith(end):
             raise Rewritten(f"a turn ends in {rendered[-40:]!r}, a plain one in {end[-40:]!r}")
         return end
 
     def _ending_token(self) -> str:
-        """Return the special token that ended the turn, as text; an empty text where none did."""
+        """Return the special token that ended the turn, as text; an empty text if none did."""
         is_ended = bool(self.sampled) and self.tokenizer.is_special(self.sampled[-1])
         return self.tokenizer.decode(self.sampled[-1:], keep_special=True) if is_ended else ""
 
@@ -112,6 +123,7 @@ def rewrites_always(tokenizer: ChatTokenizer, template_kwargs: dict[str, Any]) -
 
     try:
         before, with_turn, now = render(1, generate=True), render(2, generate=False), render(3, generate=True)
+    # a template that refuses this talk has shown nothing about others
     except jinja2.TemplateError:
         return False
     is_kept = with_turn.startswith(before) and _MARK in with_turn[len(before) :]

@@ -5,7 +5,7 @@ Evaluation inside and outside a run, the environment check and GEPA all make the
 - A rollout that fails (`RolloutFailed`, or an exception that nothing expected) is retried, unless its prompt can never
   be answered, then costs one outcome.
 - Any other `TriremeError` ends everything: the engine is gone, the key is wrong, no other rollout could go better.
-- Where rewards compare the rollouts of an example, its group is scored, fails and is resumed together.
+- If rewards compare the rollouts of an example, its group is scored, fails and is resumed together.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def build_rollout(
     num_sampled: int | None = None,
     num_tokens: int | None = None,
 ) -> Rollout:
-    """Build a rollout from what its environment says alone: the model was not an engine of ours."""
+    """Build a rollout from its environment's result alone, as no engine of ours sampled its turns."""
     return Rollout.of(
         done,
         env=environment.name,
@@ -57,7 +57,7 @@ class RolloutOutcome:
     """A rollout that ended: it was scored (`rollout`), or failed as often as it may (`failure`)."""
 
     spec: RolloutSpec
-    seconds: float  # from its first attempt
+    seconds: float  # time since its first attempt began
     rollout: Rollout | None = None
     failure: RolloutFailed | None = None
 
@@ -111,14 +111,17 @@ def read_extent(
     """Return which rollouts of a loaded environment are to be made. A split without examples is replaced by the other.
 
     Args:
-        num_examples: all of the split where None, or more than it has.
+        num_examples: all of the split if None, or if it is more than the split has.
         is_spread: take examples from all over the split, which may be sorted; else its first ones.
 
-    Raises: ConfigError where it has no examples, or its rewards compare another number of rollouts.
+    Raises: ConfigError if it has no examples, or its rewards compare another number of rollouts.
     """
     environment.check_group_size(rollouts_per_example)
+
+    # many environments have examples in one split alone, so that one is read in place of an empty one
     sizes: dict[Split, int] = {"train": environment.num_train, "eval": environment.num_eval}
     split = split if sizes[split] else "eval" if split == "train" else "train"
+
     size = sizes[split]
     if not size:
         raise ConfigError(
@@ -130,6 +133,8 @@ def read_extent(
             f"environment {environment.name!r} has endless tasks - expected a number of them to roll out - set "
             "`num_examples`, or add `select = { limit = 100 }` to its `args`."
         )
+
+    # evenly spaced, as a split may be sorted by topic or difficulty; endless tasks have no end to spread over
     count = min(size, num_examples or size)
     examples = [i * size // count for i in range(count)] if is_spread and size != ENDLESS else range(count)
     return Extent(split, examples, rollouts_per_example)
@@ -143,6 +148,8 @@ def missing_specs(
     missing = [spec for spec in specs if spec.key not in answered]
     if not scored_together:
         return missing
+
+    # a reward that compares needs the whole group, so finished members of an incomplete one are made again
     examples = {spec.example for spec in missing}
     return [spec for spec in specs if spec.example in examples]
 
@@ -163,10 +170,10 @@ async def run_rollouts(
         roll_out: makes one attempt.
         on_outcome: is awaited once per rollout, as soon as its outcome is final.
         scored_together: rewards compare the rollouts of an example (`Environment.group_rewards`).
-        max_concurrent: rollouts at once; at least one group where it is scored together. None leaves the limit to
+        max_concurrent: rollouts at once; at least one group if it is scored together. None leaves the limit to
             the environment.
 
-    Raises: TriremeError where no other rollout could go better; the rollouts under way are cancelled first.
+    Raises: TriremeError if no other rollout could go better; the rollouts under way are cancelled first.
     """
     slots = asyncio.Semaphore(max_concurrent or max(1, len(specs)))
 
@@ -178,10 +185,13 @@ async def run_rollouts(
                 return RolloutOutcome(spec, time.monotonic() - began, rollout)
             except RolloutFailed as error:
                 failure = error
+                # another attempt would get the same first prompt, which cannot be answered
                 if error.is_final:
                     break
+            # the engine is gone or the key is wrong: no other rollout could go better
             except TriremeError:
                 raise
+            # a bug in an environment costs one rollout, not the whole evaluation
             except Exception as error:
                 log.exception("rollout %s broke", spec.name)
                 failure = RolloutFailed("rollout", f"{type(error).__name__}: {error}")
@@ -198,31 +208,37 @@ async def run_rollouts(
             if (failure := ended[spec].failure) is not None:
                 raise failure
 
+        # one failure ends the whole group: without all of its rollouts, none can be compared
         try:
             await gather_or_cancel(run_member(spec) for spec in group)
         except RolloutFailed:
             words = "not scored, because another rollout of its group failed and rewards compare the whole group"
             for spec in group:
+                # a member that failed by itself keeps its own reason
                 if spec not in ended or ended[spec].failure is None:
                     ended[spec] = RolloutOutcome(spec, 0.0, failure=RolloutFailed("score", words))
+
+        # reported only now, so that an interrupted evaluation has results of whole groups
         for spec in group:
             await on_outcome(ended[spec])
         return [ended[spec] for spec in group]
 
     async def run_alone(spec: RolloutSpec) -> RolloutOutcome:
-        async with slots:  # until it is kept: while results cannot be written, no more are made
+        # the slot is held until the outcome is written: while results cannot be written, no new rollout starts
+        async with slots:
             outcome = await run_one(spec)
             await on_outcome(outcome)
         return outcome
 
     if not scored_together:
         return await gather_or_cancel(map(run_alone, specs))
+    # `groupby` joins neighbours only, which `specs` promises for the rollouts of an example
     groups = [list(group) for _, group in groupby(specs, lambda spec: spec.example)]
     return [outcome for group in await gather_or_cancel(map(run_group, groups)) for outcome in group]
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, Value]]) -> list[Value]:
-    """Run all at once and return their results in order. Where one raises, cancel the others, then raise its error."""
+    """Run all at once and return their results in order. If one raises, cancel the others, then raise its error."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))

@@ -1,4 +1,4 @@
-"""Pictures of conversations where they enter a run: a data URI becomes a file, and the message names its digest.
+"""Pictures of conversations as they enter a run: a data URI becomes a file, and the message names its digest.
 
 {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,…"}}    as a worker or an agent program asks
 {"type": "image_url", "image_url": {"url": "picture:9f…"}}                 in trajectories and in the journal
@@ -47,7 +47,7 @@ class ConversationPictures:
         """Return messages that name the digests of these of their pictures, which are on disk by then.
 
         Raises:
-            ValueError: one is no picture, or stands not in its URL, or there are too many or too large ones.
+            ValueError: one is no picture or has no data URI, or there are too many or too large ones.
             DeadlineExceeded: the disk was full for too long.
         """
         if len(urls) > MOST_PICTURES:
@@ -63,20 +63,25 @@ class ConversationPictures:
 
     async def _digest_of(self, url: str) -> str:
         """Decode a picture and write it to disk, once for all rollouts that show it."""
+        # a conversation sends its pictures again with each turn, and the rollouts of a group show the same ones
         key = hashlib.sha256(url.encode()).digest()
         if key not in self._known:
+            # the URI that came first makes room; its picture stays on disk
             if len(self._known) >= KEPT_URIS:
                 del self._known[next(iter(self._known))]
             self._known[key] = asyncio.get_running_loop().run_in_executor(self._threads, self._keep, url)
         try:
+            # shielded: other rollouts wait for the same picture, though this one may be cancelled
             return await asyncio.shield(self._known[key])
         except Exception as error:
-            if not isinstance(error, ValueError):  # which it would be the next time too
+            # a ValueError is kept: the same bytes would be no usable picture the next time either
+            if not isinstance(error, ValueError):
                 self._known.pop(key, None)
             raise
 
     def _keep(self, url: str) -> str:
         png = to_png(from_data_uri(url))
+        # raises ValueError for a shape that the model cannot take, before anything is written
         self.rules.grid(*size_of(png))
         return self.write(lambda: self.files.add(png))
 
@@ -94,10 +99,11 @@ class ConversationPictures:
 async def read_messages(messages: list[Message], pictures: ConversationPictures | None) -> list[Message]:
     """Return messages with text for a content that has only text parts, and with digests for pictures.
 
-    Raises: ValueError as `ConversationPictures.read`, or where the run has no pictures.
+    Raises: ValueError as `ConversationPictures.read`, or if the run has no pictures.
     """
     if not any(isinstance(message.get("content"), list) for message in messages):
         return messages
+    # text parts alone become one text, the form that every chat template can render
     messages = [
         message | {"content": content_text(message["content"])}
         if isinstance(message.get("content"), list) and not picture_urls([message])
@@ -115,7 +121,7 @@ async def read_messages(messages: list[Message], pictures: ConversationPictures 
 
 
 async def read_transcript(messages: list[Message], pictures: ConversationPictures | None) -> list[Message]:
-    """Return what an environment reports of a conversation, with digests for the pictures that stand in it.
+    """Return what an environment reports of a conversation, with digests for the pictures in its data URIs.
 
     Raises: ValueError as `ConversationPictures.read`.
     """

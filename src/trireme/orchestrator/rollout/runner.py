@@ -71,8 +71,8 @@ class RolloutSpec:
     split: Split
     example: int  # index in the split
     rollout: int  # among those of its example, from 0
-    name: str  # the same name and attempt have the same seed, where there is one
-    group: str = ""  # rollouts that are scored together, where the environment's rewards compare them
+    name: str  # the same name and attempt have the same seed, if the run has one
+    group: str = ""  # rollouts that are scored together, if the environment's rewards compare them
     group_size: int = 1
     attempt: int = 0
 
@@ -101,28 +101,33 @@ class RolloutRunner:
     pool: InferencePool
     tokenizer: ChatTokenizer
     waits: Waits  # for a full disk
-    journal: Path | None = None  # where turns of agent programs are kept, to be played again; nowhere if not given
-    pictures_folder: Path | None = None  # of conversations; in the journal, or a temporary folder, if not given
+    journal: Path | None = None  # folder of the turns of agent programs, to be played again; none are kept without
+    pictures_folder: Path | None = None  # pictures of conversations; by default in the journal, or a temporary folder
 
     def __post_init__(self) -> None:
         config = self.config
-        # of an earlier orchestrator
+        # attempts of an earlier orchestrator, whose turns are on disk
         self._newest_attempts = {} if self.journal is None else newest_attempts(self.journal)
         self.writers = ThreadPoolExecutor(WRITERS, "turns")  # makes a thread when it needs one
         self.max_model_len = config.inference.model.max_model_len or config.seq_len
+
         self.reader = TurnReader(config.inference.model, self.tokenizer, self.pool)
         self.model = config.trainer.tokenizer.name or config.model.name
         self.pictures = self._open_pictures() if config.trainer.model.vlm is not None else None
+
+        # warnings come once per run, as most rollouts of an environment would repeat them
         self._warned: set[tuple[str, ...]] = set()
         self._notes = ArgumentNotes()
         self._has_continued = False  # the template has continued a conversation that is trained on
         self._rewritten: set[tuple[str, int]] = set()  # environments and examples with a conversation that it rewrote
+
+        # only a synchronous run samples each rollout with the same weights every time, so only there a seed repeats it
         self._run_seed = config.seed if config.synchronous else None
         for note in sampling_notes(config.orchestrator.sampling):
             log.warning("%s", note)
 
     def _open_pictures(self) -> ConversationPictures:
-        """Raises: ConfigError where the model is of no kind that sees."""
+        """Raises: ConfigError if the model is of no kind that sees."""
         rules, folder = rules_of_model(self.config.model.name), self.pictures_folder
         if folder is None and self.journal is not None:
             folder = pictures_folder(self.journal)
@@ -144,6 +149,7 @@ class RolloutRunner:
         newest = min(self._newest_attempts.get(name, 0), num_attempts - 1)
         if not environment.uses_gateway:  # it has no programs
             return newest
+        # an attempt whose program still runs is continued, even if none of its turns reached the disk
         found = [attempt for attempt in range(num_attempts) if environment.has_program(f"{name}.{attempt}")]
         return max(newest, *found, 0)
 
@@ -168,13 +174,18 @@ class RolloutRunner:
             trained=trained,
             vocab_size=self.tokenizer.vocab_size or self.tokenizer.num_tokens,
         )
+
+        # a program may outlive this process: its turns and requests are on disk before it gets an answer
         kept, requests = None, None
         if self.journal is not None and trained and environment.uses_gateway:
             file = turns_file(self.journal, spec.name, spec.attempt)
             kept, requests = await asyncio.to_thread(TurnLog, file), RequestLog(file.with_suffix(".requests"))
+
+        # variables of the chat template: the environment's table replaces the run's, and each turn's request both
         table = {"chat_template_kwargs": environment.config.chat_template_kwargs}
         template = self.read_by_template(sampling.template_request, table)
         conversation = _Conversation(self, turns, environment, spec.example, trained, kept, template)
+
         task = spec.task(environment, turns.own)
         try:
             answer, restart = conversation.answer, conversation.restart
@@ -184,12 +195,15 @@ class RolloutRunner:
         finally:
             conversation.close()
         try:
+            # the journal names pictures by their digests, so the transcript must not hold their data
             prompt, completion = [await read_transcript(each, self.pictures) for each in (done.prompt, done.completion)]
         except ValueError as error:
             raise RolloutFailed("rollout", f"the conversation that the environment reports has {error}") from error
+
         done = msgspec.structs.replace(done, prompt=prompt, completion=completion)
         distorting = (environment.name, *sorted(turns.distorted))
-        if turns.distorted and distorting not in self._warned:  # `sampling_notes` covers the run's own
+        # once per set of arguments, as an environment sends them with each turn; `sampling_notes` covers the run's own
+        if turns.distorted and distorting not in self._warned:
             self._warned.add(distorting)
             log.warning(
                 "environment %s: its sampling arguments %s make the engine sample from another distribution than the "
@@ -198,6 +212,7 @@ class RolloutRunner:
                 environment.name,
                 ", ".join(distorting[1:]),
             )
+
         issued = {"env": environment.name, "example": spec.example, "attempt": spec.attempt}
         try:
             return conversation.finish(done, issued | {"temperature": sampling.temperature})
@@ -213,6 +228,7 @@ class RolloutRunner:
 
     def note_arguments(self, environment: str, theirs: dict[str, Any], own: dict[str, Any]) -> None:
         """Log once what an environment or its programs ask for and do not get, as the run or the engine has it so."""
+        # the usual case: an environment sends back the arguments that it was given
         if theirs == own:
             return
         theirs = self._notes.unnamed(environment, theirs)
@@ -225,13 +241,16 @@ class RolloutRunner:
         """Count whether the chat template continued a conversation that is trained on, or rewrote it.
 
         Args:
-            template_kwargs: of the run and the environment's table.
+            template_kwargs: those of the run and the environment's table.
 
-        Raises: ConfigError where it rewrites always.
+        Raises: ConfigError if it rewrites always.
         """
         self._has_continued |= asked.turn is not None
         if not asked.rewritten:
             return
+
+        # after a few examples without any continuation, or if even plain text is rewritten, each turn would be a sample
+        # of its own: end the run before it trains on that
         self._rewritten.add((environment, example))
         is_refused = not self._has_continued and (
             len(self._rewritten) >= MOST_REWRITTEN or rewrites_always(self.tokenizer, template_kwargs)
@@ -246,6 +265,8 @@ class RolloutRunner:
                 '"branching"` (one sample per turn), or give the model a template that keeps them. Single-turn '
                 "environments work with either."
             )
+
+        # a template that rewrites now and then is no error, and costs some rollouts their single sample
         if ("rewritten", environment) not in self._warned:
             self._warned.add(("rewritten", environment))
             log.warning(
@@ -266,9 +287,10 @@ class _Conversation:
     environment: Environment
     example: int
     trained: bool
-    log: TurnLog | None  # turns of an earlier, interrupted run of this attempt, and where new ones are written
+    log: TurnLog | None  # turns of an earlier, interrupted run of this attempt; new ones are added
     template: dict[str, Any]  # variables of the chat template: the run's, and those of the environment's table
-    _lost: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # whose player has died, by the prompt's digest
+    # turns still being sampled for a player that has died, keyed by their prompt's digest
+    _lost: dict[str, asyncio.Task[Any]] = field(default_factory=dict)
     _is_over: bool = False
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -280,41 +302,50 @@ class _Conversation:
         """Forget everything: the environment begins the rollout again."""
         runner = self.runner
         strategy: Strategy = runner.config.orchestrator.trajectory_strategy
+        # programs change what they send back, so their conversations are never compared to the letter
         if self._has_programs:
             strategy = "tolerant"
         self.trajectory = Trajectory(runner.tokenizer, strategy, runner.pictures, runner.max_model_len)
+
         self._refused: str | None = None  # why the last turn was refused as too long, if it was
         self._invalid: str | None = None  # why the first turn can never be sampled, if it cannot
-        self._cut: str | None = None  # what the last turn ran out of
+        self._cut: str | None = None  # limit that cut the last turn off (tokens or context), if one did
         self._num_asked = 0
         self._recorded: dict[str, int] = {}  # turns of the trajectory, by the calls that asked for them
         if self.log is not None:
             self.log.rewind()
 
     async def answer(self, question: Ask) -> Reply:
-        """Answer a request of the environment. Whatever is wrong with the request is an error of this rollout alone.
+        """Answer a request of the environment. A request that cannot be answered is an error of this rollout alone.
 
-        Raises: ConfigError where the chat template rewrites all earlier turns.
+        Raises: ConfigError if the chat template rewrites all earlier turns.
         """
         runner = self.runner
-        number = self._num_asked + 1 if self._agent is None else int(question.call)  # a program may be resumed
+        # a program's session numbers its requests, and continues to if it is resumed; all others are counted here
+        number = self._num_asked + 1 if self._agent is None else int(question.call)
         try:
+            # counting a prompt asks no engine and leaves the trajectory as it is
             if question.only_counts:
                 given = self._template_kwargs(question)
                 messages = await read_messages(question.messages, runner.pictures)
                 ids = self.trajectory.prompt_ids(messages, question.tools, question.trace, given)
                 return Reply(prompt_ids=ids)
+
             self._num_asked += 1
             runner.note_arguments(self.environment.name, question.sampling, self.sampling.own)
             arguments = self.sampling.of_turn(number, question.sampling)
+
+            # shielded while pictures are read, as a request must take its number even if it is cancelled
             asking = self._count_and_ask(self.trajectory, question)
             asked = await (asking if runner.pictures is None else asyncio.shield(asking))
             if self.trained and self.trajectory.strategy == "interleaved":
                 runner.note_continuation(asked, self.environment.name, self.example, self.template)
+
+            # with a log, a turn that an earlier player asked for is read from disk instead of being sampled again
             tools = question.tools if question.calls_tools else None
             sample = partial(self._sample, asked, arguments, tools, number)
             turn, message = await (sample() if self.log is None else self._sample_once(self.log, asked, sample))
-        except ConfigError:  # it is a ValueError too
+        except ConfigError:  # the run cannot go on; caught first, as it is a ValueError too
             raise
         except OverlongPrompt as error:
             if not question.only_counts:
@@ -330,9 +361,12 @@ class _Conversation:
             return Reply(error=str(error), error_kind="engine")
         except (TriremeError, AssertionError):
             raise
-        except Exception as error:  # of a template or an engine that was given what it does not expect
+        except Exception as error:
+            # a template, or an engine, failed on a request that it does not expect
             words = f"This request cannot be answered: {type(error).__name__}: {error}"
             return Reply(error=words, error_kind="engine")
+
+        # only an answered turn becomes part of the trajectory
         self._refused, self._cut = None, turn.cut
         finish_reason: FinishReason = "length" if turn.finish_reason == "length" else "stop"
         self.trajectory.record(asked, turn, message)
@@ -353,7 +387,7 @@ class _Conversation:
             self._invalid = str(error)
 
     def explain(self, failure: RolloutFailed) -> RolloutFailed:
-        """Say that a rollout cannot be retried where its first prompt was the reason."""
+        """Mark the failure as final if the first prompt was the reason, as a retry would have the same one."""
         if self._invalid is not None and not self._recorded:
             failure.is_final, failure.is_overlong = True, self._refused == self._invalid
             if self._invalid not in failure.error:
@@ -375,18 +409,20 @@ class _Conversation:
     def _template_kwargs(self, question: Ask) -> dict[str, Any]:
         """Return the variables of the chat template of a turn.
 
-        Raises: ValueError where the turn's request gives it what it cannot take.
+        Raises: ValueError if the turn's request gives it what it cannot take.
         """
         return self.template | self.runner.read_by_template(question.sampling)
 
     async def _sample(
         self, asked: Question, arguments: dict[str, Any], tools: list[dict] | None, number: int
     ) -> tuple[Generation, ModelMessage]:
+        # expert routes are replayed in training only, and the engine reports those that are not known yet
         routes_from = asked.routes_from if self.trained else None
         shown: dict[str, Any] = {}
         if asked.pictures and (pictures := self.runner.pictures):
             shown = {"pictures": asked.pictures, "content_parts": await pictures.content_parts(asked.pictures)}
         turn = await self.runner.pool.generate(asked.ids, arguments, routes_from=routes_from, **shown)
+
         keeps_stop = bool(arguments.get("include_stop_str_in_output"))
         # a program that is played again may ask in another order, and get turns with the ids of other numbers from disk
         while self.log is not None and call_id(number, 0) in self.log.call_ids:
@@ -406,23 +442,27 @@ class _Conversation:
             reach("turn.sampled")
             if asked.number > 0:
                 reach("turn.continued")
+            # in a thread, as the disk may be slow or full; the answer waits until the turn is safe
             write = partial(self.runner.wait_for_room, "a model turn", kept.path.parent, partial(kept.write, record))
             await asyncio.get_running_loop().run_in_executor(self.runner.writers, write)
             kept.add(record, life)
             reach("turn.written")
             return turn, message
 
+        # a player that died was waiting for this very turn: let it be written, then read it from disk
         if prompt in self._lost:
             await asyncio.wait({self._lost.pop(prompt)})
         if (record := kept.replay(prompt)) is not None:
             return _read_record(record)
+
+        # shielded: a turn is sampled to its end and written although its player dies, so that none is sampled twice
         sampling = asyncio.create_task(sample_and_keep(kept.life))
         try:
             return await asyncio.shield(sampling)
         except asyncio.CancelledError:
             if self._is_over:
                 sampling.cancel()
-            else:  # what plays the rollout has died: it will ask for this turn again
+            else:  # the worker or program that plays the rollout has died; its successor asks for this turn again
                 self._lost[prompt] = sampling
             raise
 
@@ -434,17 +474,24 @@ class _Conversation:
             self.log.close()
 
     def finish(self, done: Done, issued: dict[str, Any]) -> Rollout:
+        """Build the rollout from the recorded turns and the environment's result.
+
+        Raises: RolloutFailed if there is nothing to train on, or rewards are for tokens that do not exist.
         """
-        Raises: RolloutFailed where there is nothing to train on, or rewards are for tokens that do not exist.
-        """
+        # if the last turn never reached the program, what cut that turn off did not end the rollout
         given_up = [call for call in self._recorded if call in done.given_up]
         if given_up and given_up[-1] == next(reversed(self._recorded)) and self._refused is None:
             self._cut = None
+
+        # the newest first, as a turn can be removed only from the end of its sample
         for call in reversed(given_up):
             self.trajectory.take_back(self._recorded[call])
+
         if self._agent is not None:
             self.trajectory.keep(self._agent.train, only_with_tools=self._agent.only_with_tools)
         runs = self.trajectory.keep_runs(done.runs) if done.runs else []
+
+        # an evaluation has a reward even without a model turn; training has nothing to learn from
         samples = self.trajectory.samples()
         if self.trained and not samples:
             asked = "gave up each model turn that it asked for" if self._num_asked else "never asked for a model turn"
@@ -454,6 +501,8 @@ class _Conversation:
             token_rewards = self.trajectory.token_rewards(done.turn_rewards)
         except ValueError as error:
             raise RolloutFailed("score", str(error)) from error
+
+        # programs branch: record each conversation, and why turns on disk are in no sample
         played: dict[str, Any] = {}
         if self._has_programs:
             branches = self.trajectory.branches(has_transcript=self._agent is not None)
@@ -479,6 +528,7 @@ class _Conversation:
         if self.log is None:
             return {}
         prompts = self.trajectory.prompts()
+        # counted, as the same prompt may have been answered more than once
         unused = Counter(self.log.prompts) - Counter(prompts[True])
         unread = unused & Counter(self.trajectory.taken_back)
         unchosen = (unused - unread) & Counter(prompts[False])
@@ -488,6 +538,7 @@ class _Conversation:
 
 
 def _to_record(prompt: str, turn: Generation, message: ModelMessage) -> TurnRecord:
+    # bytes on disk have no shape, so that of the routes is stored next to them
     shape = () if turn.routes is None else turn.routes.shape
     return TurnRecord(**msgspec.structs.asdict(turn), prompt=prompt, message=message.to_message(), routes_shape=shape)
 

@@ -63,20 +63,28 @@ class TurnSampling:
 
     def of_turn(self, number: int, theirs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of the `number`th turn (from 1); `theirs` are the environment's."""
+        # the run's own arguments come last, so they replace the environment's
         named = _named(theirs)
         arguments = {name: value for name, value in named.items() if name in ENVIRONMENTS} | self.own
+
+        # a seed per turn, or all turns would draw the same numbers; at temperature 0 nothing is drawn
         seed = self.sampling.seed if self.sampling.seed is not None else self.run_seed
         if seed is not None and arguments["temperature"] > 0:
             arguments["seed"] = seed_of(seed, self.key, self.attempt, number)
+
         if self.trained:
             # whether the sampler chooses among a part of the vocabulary only; at temperature 0 it does not choose
             top_k = arguments.get("top_k", 0)
             cuts = arguments.get("top_p", 1.0) < 1 or arguments.get("min_p", 0.0) > 0 or top_k > 0
             is_cut = cuts and arguments["temperature"] > 0
+            # `sampling_notes` warns of the run's own arguments at its start
             self.distorted |= {*distorting(arguments, cut=is_cut)} - self.own.keys()
             if is_cut:
+                # the trainer has to know which tokens were kept, and engines tell that by the likeliest tokens'
+                # logprobs: so a limit on how many are kept, and enough logprobs to show them
                 top_k = min(top_k, self.sampling.most_kept) if top_k > 0 else MOST_KEPT
                 arguments |= {"top_k": top_k, "logprobs": min(slots_for(top_k), self.vocab_size)}
+
         return arguments
 
 
@@ -101,7 +109,7 @@ def ignored_arguments(theirs: Mapping[str, Any], variables: frozenset[str]) -> d
     """Return, by name, in words what an environment or a program asks for and an engine of ours cannot do.
 
     Args:
-        variables: that the chat template reads.
+        variables: the variables that the chat template reads.
     """
     found, known = {}, ENVIRONMENTS | {*OF_TEMPLATE}
     for name, value in _named(theirs).items():
@@ -128,11 +136,13 @@ class ArgumentNotes:
         return {name: value for name, value in theirs.items() if name not in known}
 
     def log(self, environment: str, found: Mapping[str, str]) -> None:
-        """
+        """Log each of these once.
+
         Args:
             found: words by the names of arguments.
         """
         known = self.known.setdefault(environment, set())
+        # an environment that makes up a new name in each request must not flood the log
         for name in [name for name in found if name not in known][: MOST_NOTES - len(known)]:
             known.add(name)
             log.warning("environment %s, of the sampling arguments that it asks for: %s", environment, found[name])
@@ -148,6 +158,7 @@ def merge_template_kwargs(*requests: Mapping[str, Any]) -> dict[str, Any]:
 
 def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
     """Return the run's arguments under vLLM's names, without those that have their default or are the template's."""
+    # `of_turn` sets the seed of each turn; the fields of `extra_body` are added at the top level below
     left_out = {"extra_body", "stop", "seed", *OF_TEMPLATE}
     given = sampling.model_dump(exclude=left_out, exclude_defaults=True, exclude_none=True)
     given["temperature"] = sampling.temperature

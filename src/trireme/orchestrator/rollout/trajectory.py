@@ -8,7 +8,7 @@ The sample that a turn's tokens belong to:
 - With either, a conversation that continues no earlier one begins a sample: the first one, one that the environment
   changed or asked in parallel to another, one with other tools or other variables of the chat template.
 - `tolerant`, for agent programs: as `interleaved`, but a turn is recognised although the program changed what it sends
-  back (`ModelMessage.is_like`), the sampled tokens stay where a template rewrites earlier turns, and a conversation
+  back (`ModelMessage.is_like`), the sampled tokens stay even if a template rewrites earlier turns, and a conversation
   that leaves an earlier one after any of its turns begins a sample with that one's tokens.
 - Agent runs of one rollout (`trace`) never continue each other's conversations.
 """
@@ -49,9 +49,9 @@ class _Sample:
     mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    kept: list[Sequence[int]] = field(default_factory=list)  # of each token what it was chosen from; empty: everything
-    routes: list[np.ndarray] = field(default_factory=list)  # of its beginning, turn by turn: [N, layers, experts]
-    pictures: list[Picture] = field(default_factory=list)  # by their places
+    kept: list[Sequence[int]] = field(default_factory=list)  # tokens that each was chosen from; empty: all
+    routes: list[np.ndarray] = field(default_factory=list)  # expert routes per turn: [N, layers, experts]
+    pictures: list[Picture] = field(default_factory=list)  # in the order of their places
     last: _Turn | None = None
     is_kept: bool = True  # trained on
 
@@ -93,12 +93,12 @@ class _Sample:
 
 @dataclass(frozen=True)
 class _Turn:
-    """One turn of the model: where its tokens are, and the conversation that it ends."""
+    """One turn of the model: the place of its tokens, and the conversation that it ends."""
 
     sample: _Sample
     begin: int
     end: int
-    messages: list[dict[str, Any]]  # before it
+    messages: list[dict[str, Any]]  # the conversation before it
     reply: ModelMessage
     replies: dict[int, ModelMessage]  # earlier turns, by their place in `messages`
 
@@ -116,10 +116,12 @@ class _Turn:
             return None
         if template_kwargs != self.sample.template_kwargs:  # they may change how the prompt begins
             return None
+        # an environment returns turns as it got them; an agent program may have changed them a little
         if not tolerant:
             return messages if messages[:past] == self.messages and self.reply.is_in(messages[past]) else None
         if not self.reply.is_like(messages[past]) or self.num_shared(messages) <= past:
             return None
+        # the model's own form of its turns: the program's would be rendered to other tokens than were sampled
         return [*self.messages, self.reply.to_message(), *messages[past + 1 :]]
 
     def num_shared(self, messages: list[dict[str, Any]]) -> int:
@@ -138,14 +140,14 @@ class _Turn:
 class Question:
     """A turn that the engine is asked for. It becomes part of a sample only when there is an answer."""
 
-    number: int  # of all turns that were asked for, from 0
+    number: int  # place among all turns that were asked for, from 0
     ids: list[int]  # the whole prompt, with one token for each block of a picture
     messages: list[dict[str, Any]]
     tools: list[dict] | None
     trace: str
-    turn: _Turn | None  # that it continues
-    pictures: tuple[Picture, ...] = ()  # of the whole prompt
-    routes: tuple[np.ndarray, ...] = ()  # of the beginning of `ids`: reported by the engine in earlier turns
+    turn: _Turn | None  # the turn that it continues
+    pictures: tuple[Picture, ...] = ()  # all pictures of the prompt
+    routes: tuple[np.ndarray, ...] = ()  # routes of the first of `ids`, which the engine reported in earlier turns
     rewritten: str = ""  # how the chat template changes the turn that the conversation continues; empty: it does not
     template_kwargs: dict[str, Any] = field(default_factory=dict)
 
@@ -161,10 +163,10 @@ class Trajectory:
 
     tokenizer: ChatTokenizer
     strategy: Strategy
-    pictures: ConversationPictures | None = None  # of the run; if not given, pictures are no tokens
+    pictures: ConversationPictures | None = None  # pictures of the run; if not given, pictures are no tokens
     max_model_len: int | None = None  # prompts that are far longer are refused
     _samples: list[_Sample] = field(default_factory=list)
-    _turns: dict[int, _Turn] = field(default_factory=dict)  # by the number of their question
+    _turns: dict[int, _Turn] = field(default_factory=dict)  # keyed by the number of their question
     _num_asked: int = 0
     num_rewritten: int = 0  # turns that begin a sample because the chat template rewrites earlier ones
     taken_back: list[str] = field(default_factory=list)  # digests of the prompts of turns that were taken back
@@ -189,6 +191,8 @@ class Trajectory:
         """
         number, self._num_asked = self._num_asked, self._num_asked + 1
         given, rewritten = template_kwargs or {}, ""
+
+        # sampled tokens are never tokenised again: only the text after the earlier turn is new
         turn, conversation = self._find_turn(messages, tools, trace, given)
         if turn is not None:
             try:
@@ -197,6 +201,7 @@ class Trajectory:
                 ids = self.tokenizer.encode(text, self.max_model_len)
                 more, new = self._expand(ids, conversation[len(turn.messages) + 1 :], turn.end)
                 known = [picture for picture in turn.sample.pictures if picture.place < turn.end]
+                # routes are kept up to a sample's newest turn, so a branch from an earlier turn asks for all of its own
                 routes = tuple(turn.sample.routes) if turn is turn.sample.last else ()
                 pictures = (*known, *new)
                 return Question(
@@ -219,11 +224,11 @@ class Trajectory:
         )
 
     def _expand(self, ids: list[int], messages: list[dict[str, Any]], begin: int) -> tuple[list[int], list[Picture]]:
-        """Return a part of a prompt with all tokens of its pictures, and where in the prompt these are.
+        """Return a part of a prompt with all tokens of its pictures, and their places in the prompt.
 
         Args:
-            messages: whose pictures have a placeholder in `ids`.
-            begin: of the part in the prompt.
+            messages: those whose pictures have a placeholder in `ids`.
+            begin: place of the part in the prompt.
         """
         if self.pictures is None or not (digests := pictures_in(messages)):
             return ids, []
@@ -244,6 +249,8 @@ class Trajectory:
         self, messages: list[dict[str, Any]], tools: list[dict] | None, trace: str, template_kwargs: dict[str, Any]
     ) -> tuple[_Turn | None, list[dict[str, Any]]]:
         """Return the turn that a conversation continues, and the conversation as the model knows it."""
+        # a program may go back to any turn, so the one with the longest conversation counts; otherwise a conversation
+        # only grows at the end of a sample
         tolerant = self.strategy == "tolerant"
         if tolerant:
             turns = sorted(self._turns.values(), key=lambda turn: len(turn.messages))
@@ -263,6 +270,7 @@ class Trajectory:
         try:
             return continuation.text_after(turn.reply)
         except Rewritten:
+            # `tolerant` keeps the sampled tokens even under a template that would rewrite them
             if self.strategy != "tolerant":
                 raise
             return continuation.text_after_any_turn()
@@ -271,6 +279,8 @@ class Trajectory:
         """Add a turn: the tokens that the engine sampled, and the message that the environment is shown."""
         earlier = question.turn
         replies = {} if earlier is None else earlier.replies | {len(earlier.messages): earlier.reply}
+
+        # the earlier turn's sample grows by what was given since, and by this turn
         if earlier is not None and earlier.end == earlier.sample.length:
             sample = earlier.sample
             sample.add_given(question.ids[earlier.end :])
@@ -280,10 +290,12 @@ class Trajectory:
             self._samples.append(sample)
             self.num_rewritten += bool(question.rewritten)
             sample.add_given(question.ids)
+
         sample.pictures = list(question.pictures)
         begin = sample.length
         sample.branch.num_turns += 1
         sample.add_sampled(turn)
+        # routes of a prompt are reported only from `routes_from` on, so those from before are put in front
         if turn.routes is not None:
             sample.routes = [*question.routes, turn.routes]
         sample.last = _Turn(sample, begin, sample.length, question.messages, reply, replies)
@@ -293,11 +305,16 @@ class Trajectory:
         """Remove a turn that was not received, if it ends its sample. Numbers of turns stay the same."""
         turn = self._turns[number]
         sample = turn.sample
+        # tokens of a later turn were sampled after it, so it has to stay
         if turn is not sample.last:
             return
+
+        # `TurnLog` has this turn on disk; the digest of its prompt says later why no sample has it
         self.taken_back.append(PromptDigests(sample.ids, sample.pictures).before(turn.begin))
         del self._turns[number]
-        end = 0  # of what is left
+
+        # the sample ends with its previous turn again, without what was given to the one that is removed
+        end = 0  # number of tokens that stay
         for earlier in (each for each in self._turns.values() if each.sample is sample):
             sample.last, end = earlier, earlier.end
         for column in (sample.ids, sample.mask, sample.logprobs, sample.versions, sample.kept):
@@ -310,14 +327,20 @@ class Trajectory:
         """Return why a request of an agent program begins a sample, by the conversation that it is most like."""
         messages, tools = question.messages, question.tools or None
         branch = Branch(why="first request", num_tools=len(tools or ()))
+
         lasts = [each.last for each in self._samples if each.last is not None and each.trace == question.trace]
         if not lasts or self.strategy != "tolerant":
             return branch
+
+        # the conversation with the most messages in common; among equals, the one with the same tools
         nearest = max(lasts, key=lambda turn: (turn.num_shared(messages), turn.sample.tools == tools))
         place = nearest.num_shared(messages)
+        # a system prompt alone is shared by all conversations of a program, and makes none the branch of another
         if all(message.get("role") in ("system", "developer") for message in messages[:place]):
             branch.why = "new conversation"
             return branch
+
+        # the first difference that kept this request from continuing that conversation
         branch.parent, branch.place = self._samples.index(nearest.sample), place
         following = [message.get("role") for message in messages[place:]]
         if tools != nearest.sample.tools:
@@ -344,6 +367,7 @@ class Trajectory:
         longest = max(newest_first, key=lambda turn: len(turn.messages), default=None)
         lasts = [(sample, sample.last) for sample in self._samples if sample.last is not None]
         trained = self._trained()
+        # the messages of the longest are in the transcript; of each other one, those after it left its parent are kept
         for sample, last in lasts:
             sample.branch.sample = next((place for place, each in enumerate(trained) if each is sample), -1)
             is_transcript = has_transcript and longest is not None and longest.sample is sample
@@ -371,6 +395,7 @@ class Trajectory:
         """Leave out samples that are not to be trained on: all but the one with the most turns, or the newest turn."""
         newest = {id(sample): number for number, turn in sorted(self._turns.items()) for sample in [turn.sample]}
         kept = [sample for sample in self._samples if sample.ids and (sample.tools or not only_with_tools)]
+
         if which != "all" and kept:
             num_turns = Counter(id(turn.sample) for turn in self._turns.values())
             kept = [max(kept, key=lambda sample: (num_turns if which == "main" else newest)[id(sample)])]
@@ -395,6 +420,7 @@ class Trajectory:
         template_kwargs: dict[str, Any] | None = None,
     ) -> list[int]:
         """Return the prompt that a turn would have. Raises: as `ask`."""
+        # counting a prompt is no turn: the numbers of turns stay as they are
         number = self._num_asked
         try:
             return self.ask(messages, tools, trace, template_kwargs).ids
@@ -404,7 +430,7 @@ class Trajectory:
     def token_rewards(self, turn_rewards: list[list[float]]) -> list[np.ndarray]:
         """Return [T] float32 per sample: rewards (see `wire.Done`) at their tokens, NaN elsewhere. Empty without any.
 
-        Raises: ValueError where a turn has another number of tokens.
+        Raises: ValueError if a turn has another number of tokens.
         """
         if not any(turn_rewards):
             return []
@@ -412,6 +438,7 @@ class Trajectory:
         for number, rewards in enumerate(turn_rewards):
             if not rewards:
                 continue
+
             turn = self._turns.get(number)
             num_tokens = turn.end - turn.begin if turn else 0
             if turn is None or num_tokens == 0 or len(rewards) not in (1, num_tokens):
@@ -419,5 +446,6 @@ class Trajectory:
                     f"turn {number + 1} was given {len(rewards)} rewards and has {num_tokens} tokens - "
                     "expected one reward for the whole turn, or one per token - look at its `turn_rewards`"
                 )
+            # one reward lands on the turn's last token, a list on all of its tokens
             columns[id(turn.sample)][turn.end - len(rewards) : turn.end] = rewards
         return [columns[id(sample)] for sample in self._trained()]

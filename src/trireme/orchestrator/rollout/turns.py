@@ -1,6 +1,6 @@
 """A turn of the model: from the tokens that an engine sampled to the message that the environment is shown.
 
-Where the run names a parser (`inference.model.reasoning_parser`, `tool_call_parser`), the engine's own parsers read the
+If the run names a parser (`inference.model.reasoning_parser`, `tool_call_parser`), the engine's own parsers read the
 tokens, as they would for its OpenAI routes, and thinking is apart from the content. Otherwise the text is the content,
 and tool calls are read in the hermes form: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. A turn that
 cannot be parsed stays text: the rollout continues, and the environment decides what the turn is worth.
@@ -23,7 +23,7 @@ from trireme.orchestrator.rollout.chat import ChatTokenizer
 
 log = get_logger("turns")
 
-_SEED_TOKENS = 16  # of the prompt: enough for the text of the first sampled token
+_SEED_TOKENS = 16  # last tokens of the prompt, enough to decode the text of the first sampled token
 BEGIN, END = "<tool_call>", "</tool_call>"
 
 
@@ -103,8 +103,9 @@ class TurnReader:
 
         Args:
             keeps_stop: leave the stop string that ended it in the text (`include_stop_str_in_output`).
-            template_kwargs: of its prompt, by which parsers know whether the model thinks.
+            template_kwargs: variables of its prompt, by which parsers know whether the model thinks.
         """
+        # a request to an engine, so only if there may be thinking or calls for its parsers to find
         by_engine = self._reads_thinking or (self._reads_calls and tools)
         message = None
         if by_engine and turn.spoken:
@@ -117,24 +118,31 @@ class TurnReader:
             ]
         else:
             content, reasoning, calls = self._tokenizer.decode(turn.spoken), None, []
+
+        # the message ends before the stop string, as vLLM's own answers do; the tokens still have it
         if not keeps_stop and isinstance(turn.stop_reason, str):
-            if turn.stop_reason in content:  # cut the text before the stop string, as vLLM does
+            if turn.stop_reason in content:
                 content = content[: content.rfind(turn.stop_reason)]
             elif reasoning and turn.stop_reason in reasoning:
                 reasoning = reasoning[: reasoning.rfind(turn.stop_reason)]
+
+        # without a parser of the engine, calls are in the hermes form
         if tools and not self._reads_calls:
             content, calls = split_tool_calls(content, number)
+
         return ModelMessage(content, reasoning, tuple(calls))
 
     async def _by_engine(
         self, prompt: list[int], turn: Generation, tools: list[dict] | None, template_kwargs: dict[str, Any]
     ) -> Message | None:
-        """Parse the turn with the engine's parsers, which read the prompt and the tools too; None where they fail."""
+        """Parse the turn with the engine's parsers, which read the prompt and the tools too; None if they fail."""
         chat_request: dict[str, Any] = {"messages": []}
         if template_kwargs:
             chat_request["chat_template_kwargs"] = template_kwargs
         if tools:
             chat_request |= {"tools": tools, "tool_choice": "auto"}
+
+        # the parsers get ids and not text, so that special tokens that mark thinking and calls are not lost
         choice = {"index": 0, "token_ids": turn.spoken, "finish_reason": turn.finish_reason}
         body = {
             "generate_response": {"request_id": "turn", "choices": [choice], "prompt_token_ids": prompt},
@@ -144,6 +152,7 @@ class TurnReader:
         try:
             return await self._pool.parse(body)
         except ValueError as error:
+            # once: a model that has not learned the form yet fails in most of its turns
             if not self._has_warned:
                 log.warning("%s. The turn stays text, as will all later ones that cannot be parsed.", error)
             self._has_warned = True
