@@ -13,7 +13,7 @@ from trireme.orchestrator.gateway.dialects.turn import Message, Refused
 
 LARGEST_KEPT = 64 << 20  # bytes of conversations that a session keeps for `previous_response_id`
 LARGEST_KEPT_BY_ALL = 512 << 20
-OVERHEAD = 256  # bytes of memory that a message or a conversation takes beside its content
+OVERHEAD = 256  # bytes of memory that a message or a conversation takes in addition to its content
 SMALLEST_COST = 8 << 10  # bytes: a request costs as much as a body of this size
 
 
@@ -34,7 +34,7 @@ class Inflow:
         await asyncio.sleep(max(0.0, self._paid_until - time.monotonic()))
 
     def take(self, num_bytes: int) -> None:
-        """Count bytes that have come. Raises: Refused where too many are under way."""
+        """Count bytes that have come. Raises: Refused if too many are under way."""
         if self.num_bytes + num_bytes > self.most_bytes:
             words = f"Requests of {self.owner} with {self.most_bytes >> 20} MiB are being received. Retry later."
             raise Refused("busy", words, retry_after_s=2)
@@ -46,6 +46,7 @@ class Inflow:
         self.charge(num_bytes)
 
     def charge(self, num_bytes: int) -> None:
+        # idle time is credited for `most_bytes` at most, so a burst of that size passes at once
         begin = max(self._paid_until, time.monotonic() - self.most_bytes / self.rate)
         self._paid_until = begin + max(num_bytes, SMALLEST_COST) / self.rate
 
@@ -65,7 +66,7 @@ class KeptResponses:
     _uses: Counter[bytes] = field(default_factory=Counter)
 
     def find(self, response: str | None) -> list[Message]:
-        """Return the conversation up to a response; an empty one for None. Raises: Refused where it is not kept."""
+        """Return the conversation up to a response; an empty one for None. Raises: Refused if it is not kept."""
         if response is None:
             return []
         if response not in self._conversations:
@@ -80,6 +81,7 @@ class KeptResponses:
     def add(self, response: str, messages: list[Message]) -> None:
         encoded = map(msgspec.json.encode, messages)
         whole = tuple(self._messages.setdefault(message, message) for message in encoded)
+        # conversations share their messages, so each message counts once and a conversation only for its references
         self.num_bytes += sum(len(message) + OVERHEAD for message in {*whole} if not self._uses[message])
         self._uses.update(whole)
         self.num_bytes += self._size_of(whole)
@@ -91,6 +93,7 @@ class KeptResponses:
         whole = self._conversations.popitem(last=False)[1]
         self.num_bytes -= self._size_of(whole)
         self._uses.subtract(whole)
+        # a message leaves with the last conversation that has it
         for message in {*whole}:
             if not self._uses[message]:
                 del self._uses[message], self._messages[message]

@@ -18,7 +18,7 @@ from trireme.base.log import RateLimitedLog, get_logger
 
 rate_limited = RateLimitedLog(get_logger("gateway"))
 
-LARGEST_HEAD = 1 << 20  # bytes that a request may have beside its body: headers, and the frames of a chunked body
+LARGEST_HEAD = 1 << 20  # bytes of a request without its body: headers, and the frames of a chunked body
 
 MOST_CONNECTIONS = 1 << 14
 """The most of one gateway, unless half of the files that the orchestrator may open are fewer."""
@@ -42,14 +42,17 @@ class Connection(HttpToolsProtocol):
     def __init__(self, idle: Idle, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._idle = idle
-        self._num_beside = 0  # bytes of the request beside its body
+        self._num_beside = 0  # bytes of the request that are not its body
         self._num_body = 0  # bytes of the body since the timer was set
         self._has_head = False  # a body is being received
         self._timer: asyncio.TimerHandle | None = None  # deadline of the head, or of the body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # replaces uvicorn's, as a client is not slow while this server does not read
         self.flow = self._flow = _TimedFlow(transport)
+
+        # clients without a key can open connections too, and must not shut out the programs of rollouts
         most = min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         if len(self.connections) > most:
             rate_limited.warning(
@@ -60,8 +63,10 @@ class Connection(HttpToolsProtocol):
             oldest = next(iter(self._idle), self)
             self._idle.pop(oldest, None)
             oldest.transport.abort()
+            # no other one is idle: the new connection itself is refused
             if oldest is self:
                 return
+
         self._idle[self] = None
         self._set_timer(HEAD_S)
 
@@ -71,8 +76,10 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        # the first bytes of a further request on a connection that was kept open
         if self._timer is None and not self._is_busy():
             self._set_timer(HEAD_S)
+        # all bytes count here, and `on_body` takes those of the body off again
         self._num_beside += len(data)
         super().data_received(data)
         if self._num_beside > LARGEST_HEAD:
@@ -115,6 +122,7 @@ class Connection(HttpToolsProtocol):
 
     def _look(self) -> None:
         """Close the connection if its head is late or its body too slow."""
+        # the rate is asked for only in the time in which this server did read
         read_s = BODY_S - (self._flow.paused_s() - self._paused_before_s)
         if self._has_head and self._num_body >= SLOWEST_BODY * read_s:
             self._set_timer(BODY_S)

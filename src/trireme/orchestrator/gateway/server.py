@@ -111,7 +111,7 @@ class Session:
     _orphans: dict[str, list[asyncio.Future[Turn]]] = field(default_factory=dict)  # their clients left; by digest
 
     def admit(self) -> None:
-        """Count a request as open, before its body takes memory. Raises: Refused where too many are."""
+        """Count a request as open, before its body takes memory. Raises: Refused if too many are."""
         if self.num_open >= MOST_AT_ONCE:
             raise Refused("busy", f"{MOST_AT_ONCE} requests of this session are being answered.", retry_after_s=2)
         self.num_open += 1
@@ -119,15 +119,18 @@ class Session:
     def begin(self, request: TurnRequest, digest: str, *, is_retry: bool) -> asyncio.Future[Turn]:
         """Return the task that answers a request: the one that its client left behind, or a new one.
 
-        Raises: Refused where the session has ended, or has too many turns under way.
+        Raises: Refused if the session has ended, or has too many turns under way.
         """
-        if self.ended:  # while the body came
+        if self.ended:  # the session may have been closed while the body came
             raise Refused("ended", f"The session has ended: {self.ended}.")
         self.is_used = True
         if orphans := self._orphans.get(digest):
             return orphans.pop()
-        if len(self._tasks) >= MOST_AT_ONCE:  # more than requests, where clients break them off
+        # turns of clients that left are still sampled, so there may be more of them than open requests
+        if len(self._tasks) >= MOST_AT_ONCE:
             raise Refused("busy", f"{MOST_AT_ONCE} turns of this session are under way.", retry_after_s=2)
+
+        # a task of its own: it is not cancelled when the client leaves
         task = asyncio.create_task(self.ask(request, digest, is_retry))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -154,6 +157,7 @@ class Session:
         """Refuse a conversation that is too large, also for what the session has sent before. Raises: Refused."""
         if num_bytes > most_bytes:  # the conversation of `previous_response_id` counts too
             raise Refused("overlong", f"The conversation has {num_bytes >> 20} MiB, at most {most_bytes >> 20}.")
+        # small requests still pass, as they add next to nothing that their prompts do not explain
         if self.num_hidden > LARGEST_HIDDEN and num_bytes > FREE:
             raise Refused(
                 "overlong",
@@ -165,6 +169,7 @@ class Session:
         """Count what the prompt of an answered request does not explain. Pictures are not counted, nor kept."""
         if task.cancelled() or task.exception() is not None:
             return
+        # what is in the prompt is bounded by the model's context; only the rest can grow without end
         explained = FREE + FREE_PER_TOKEN * task.result().num_prompt
         if (hidden := num_bytes + PER_MESSAGE * len(request.messages) - explained) > 0:
             self.num_hidden += max(0, hidden - sum(map(_picture_bytes, request.messages)))
@@ -185,9 +190,11 @@ class Gateway:
         self._largest_body = largest_body or LARGEST_BODY
         self._bodies = Inflow("all sessions", BODIES_OF_ALL, 8 * self._largest_body)
         self._named: set[str] = set()  # fields that were named in the log, as they are not obeyed
-        self._sessions: dict[bytes, Session] = {}  # by the key's digest: a lookup takes as long for a wrong key
+        self._sessions: dict[bytes, Session] = {}  # keyed by the key's digest: a lookup takes as long for a wrong key
         self._ended: OrderedDict[bytes, str] = OrderedDict()
         self._expected: dict[bytes, asyncio.Event] = {}  # keys of sessions that will be opened again
+
+        # the second prefix is for clients that cannot set a header: their key is in the path
         self.app = FastAPI(openapi_url=None)
         for prefix in ("", "/s/{key}"):
             self.app.add_api_route(f"{prefix}/", _greet, methods=["HEAD", "GET"])
@@ -242,6 +249,7 @@ class Gateway:
     async def find(self, request: Request) -> Session:
         """Return the session of a request, once it is open again. Raises: Refused."""
         for digest in _keys_of(request):
+            # a session that outlived the orchestrator is opened again soon, so its program waits and does not fail
             if digest in self._expected:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._expected[digest].wait(), EXPECTED_S)
@@ -260,9 +268,11 @@ class Gateway:
         """Receive the body of a request, within the budgets of its session and of all. Raises: Refused."""
         most_bytes = most_bytes or self._largest_body
         budgets = [self._bodies] if session is None else [session.bodies, self._bodies]
+        # the wait comes first, while the request takes no memory but its head
         for budget in budgets:
             await budget.wait_for_turn()
 
+        # bytes that each budget has counted: one may refuse after the other has counted them
         taken = [0] * len(budgets)
 
         def take(num_bytes: int) -> None:
@@ -271,6 +281,7 @@ class Gateway:
                 taken[place] += num_bytes
 
         try:
+            # an announced size is refused before the body is read; a wrong one is found while it comes
             if (announced := int(request.headers.get("content-length", 0))) > most_bytes:
                 raise ValueError(f"{announced} bytes")
             return await receive_body(request.receive, most_bytes, take)
@@ -298,6 +309,7 @@ class Gateway:
     def _name_unread(self, fields: list[str], session: Session) -> None:
         """Name fields that a request sets and that are not obeyed, each once: the sessions of a program are alike."""
         new = [name for field in fields if (name := repr(field)[:60]) not in self._named]
+        # names come from programs, so a limit bounds the log
         new = new[: MOST_NAMED - len(self._named)]
         if new:
             self._named.update(new)
@@ -314,14 +326,18 @@ class Gateway:
             body, asked = await self._read(request, session, dialect)
             if session.has_traces:
                 asked = replace(asked, trace=request.headers.get(TRACE_HEADER, ""))
+            # one encoding gives both the size and the digest by which a retry is recognised
             encoded = _encode_conversation(asked)
             num_bytes = len(encoded)
             session.check_size(num_bytes, 2 * self._largest_body)
             digest = _digest(encoded).hex()
             task = session.begin(asked, digest, is_retry=request.headers.get(RETRY_HEADER, "0") != "0")
         except BaseException:
+            # otherwise the request is open until `_TurnResponse` has sent the answer
             session.num_open -= 1
             raise
+
+        # callbacks of the task, as the client may leave before there is an answer
         task.add_done_callback(partial(session.count_hidden, asked, num_bytes))
         if isinstance(body, ResponsesBody) and body.store is not False:
             messages = asked.messages[bool(body.instructions) :]  # each request brings its own instructions
@@ -335,6 +351,8 @@ class Gateway:
         turn = task.result()
         with suppress(UnicodeEncodeError):  # the client gets an error in its place
             session.responses.add(f"resp_{turn.id}", [*messages, turn.to_message()])
+
+        # above the limit of all sessions, the session that keeps most gives up its oldest
         kept = [each.responses for each in self._sessions.values()]
         while sum(each.num_bytes for each in kept) > LARGEST_KEPT_BY_ALL:
             max(kept, key=lambda each: each.num_bytes).drop_oldest()
@@ -368,7 +386,7 @@ async def open_gateway(listener: socket.socket, host: str, *, shows_pictures: bo
     config = uvicorn.Config(
         gateway.app,
         http=partial(Connection, Idle()),  # type: ignore[arg-type]
-        log_level="error",  # its warnings tell of malformed requests, as often as a client sends them
+        log_level="error",  # a warning would be logged for each malformed request that a client sends
         access_log=False,
         lifespan="off",
         timeout_keep_alive=75,
@@ -412,8 +430,10 @@ class _TurnResponse(Response):
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
+        # the body is read, so all that can still come from the client is its end
         gone = asyncio.create_task(wait_for_disconnect(receive))
         try:
+            # comments keep a stream alive; once one is sent, the status is 200 and an error can only be an event
             while not task.done():
                 either: set[asyncio.Future[Any]] = {task, gone}
                 await asyncio.wait(either, timeout=QUIET_S, return_when=asyncio.FIRST_COMPLETED)
@@ -421,6 +441,8 @@ class _TurnResponse(Response):
                     return
                 if not task.done() and request.streams:
                     await stream(b": the policy is answering\n\n")
+
+            # the whole answer is encoded before it is sent, so a turn that cannot be encoded becomes an error
             refused: Refused | None = None
             try:
                 turn = await task
@@ -434,12 +456,14 @@ class _TurnResponse(Response):
                 refused = Refused("ended", f"The session has ended: {session.ended}.")
             except Exception as error:
                 refused = _log_failure(error)
+
             if refused is None:
                 await (stream(events, is_last=True) if request.streams else answer(scope, receive, send))
             elif has_begun:
                 await stream(_encode_event(dialect.error_event(refused)), is_last=True)
             else:
                 await refusal(refused, dialect)(scope, receive, send)
+            # a client that left meanwhile may not have it all: the turn is kept for its retry
             is_delivered = not gone.done()
         finally:
             gone.cancel()
@@ -458,6 +482,7 @@ class _Transcript(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            # each `send` waits for the client, so a slow one holds no more than a piece in buffers
             for at in range(0, len(self.body), PIECE):
                 await send({"type": "http.response.body", "body": self.body[at : at + PIECE], "more_body": True})
             await send({"type": "http.response.body", "body": b""})
@@ -492,6 +517,7 @@ def conversation_digest(request: TurnRequest) -> str:
 
 def _encode_conversation(request: TurnRequest) -> bytes:
     decides: list[Any] = [request.messages, request.tools, request.calls_tools, request.trace]
+    # of the sampling arguments only this one may change a prompt, as some chat templates read it
     decides += [request.template_kwargs, request.sampling.get("reasoning_effort")]
     return msgspec.json.encode(decides, order="sorted")
 

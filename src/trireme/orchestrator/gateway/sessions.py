@@ -38,7 +38,7 @@ MOST_ASKING = 256
 """Requests for a rollout that wait at once. Further ones are refused, and retry."""
 
 WAIT_S = 4.0  # a client waits this long until a rollout is wanted; less than the timeouts of HTTP clients
-CLIENT_TIMEOUT_S = 1800.0  # the run ends where rollouts have waited this long and no session is open
+CLIENT_TIMEOUT_S = 1800.0  # the run ends if rollouts wait this long while no session is open
 
 
 class Wanted(msgspec.Struct, forbid_unknown_fields=True):
@@ -95,7 +95,7 @@ class Sessions:
     max_open: int
     waits: Waits
     _offered: list[ClientRollout] = field(default_factory=list)
-    _open: dict[str, ClientRollout] = field(default_factory=dict)  # by id
+    _open: dict[str, ClientRollout] = field(default_factory=dict)  # keyed by the rollout's id
     _asking: dict[asyncio.Future[ClientRollout], Wanted] = field(default_factory=dict)
     _num_asking: int = 0
     _idle: ExitStack | None = None
@@ -107,6 +107,8 @@ class Sessions:
                 f"Sessions of environment {self.env!r} would be open to the network at {self.host}, and this run has "
                 f"no token - expected one beyond loopback - set {TOKEN}, or leave `agent.host` out."
             )
+
+        # taking a rollout needs the run's token; the other routes need the key of its session
         app = self.gateway.app
         app.router.routes.append(Route("/sessions", RequireToken(request_response(self._take)), methods=["POST"]))
         app.add_api_route("/sessions/{id}", self._show, methods=["GET"])
@@ -116,7 +118,7 @@ class Sessions:
     async def offer(self, rollout: ClientRollout) -> AsyncIterator[None]:
         """Wait until a client takes the rollout. Its session is open until the context ends.
 
-        Raises: DeadlineExceeded where no client comes at all.
+        Raises: DeadlineExceeded if no client comes at all.
         """
         self._offered.append(rollout)
         self._match()
@@ -124,6 +126,7 @@ class Sessions:
             await rollout.taken
             yield
         finally:
+            # a client that still waits for its example is told to retry, and its place is free for another one
             rollout.task.cancel()
             self._open.pop(rollout.id, None)
             if rollout in self._offered:
@@ -132,12 +135,14 @@ class Sessions:
 
     def _match(self) -> None:
         """Give rollouts to the clients that wait, in the order of both."""
+        # each client gets the first rollout that it may have, and those that asked first choose first
         for asking, wanted in list(self._asking.items()):
             if not self._offered or len(self._open) >= self.max_open:
                 break
             if (rollout := next(filter(wanted.is_for, self._offered), None)) is not None:
                 self._offered.remove(rollout)
                 self._open[rollout.id] = rollout
+                # a rollout whose client left before it had the example is offered a second time
                 if not rollout.taken.done():
                     rollout.taken.set_result(None)
                 del self._asking[asking]
@@ -176,6 +181,7 @@ class Sessions:
         gone: asyncio.Task[None] | None = None
         asking: asyncio.Future[ClientRollout] = asyncio.get_running_loop().create_future()
         try:
+            # counted before the body is read, so that clients beyond the limit take no memory
             if self._num_asking > MOST_ASKING:
                 raise Refused("busy", f"{MOST_ASKING} clients wait for a rollout. Retry later.", retry_after_s=5)
             wanted = decode_body(await self.gateway.receive(request, None, LARGEST_BODY), Wanted)
@@ -183,6 +189,8 @@ class Sessions:
                 raise Refused("ended", "The run is over.")
             if wanted.env != self.env:
                 raise Refused("unknown", f"env: {wanted.env!r:.80} is not served here, {self.env!r} is.")
+
+            # wait for a rollout, but no longer than HTTP clients do; a client that leaves must not be given one
             self._asking[asking] = wanted
             self._match()
             gone = asyncio.create_task(wait_for_disconnect(request.receive))
@@ -192,15 +200,19 @@ class Sessions:
                 raise Refused("ended", "The run is over.")
             if not asking.done():
                 raise self._refuse(wanted)
+
+            # the rollout is this client's; its environment worker now reads the example
             rollout = asking.result()
             either = {rollout.task, gone}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if rollout.task.cancelled():
                 raise Refused("busy", "The rollout ended before its example was read. Retry.", retry_after_s=1)
-            if gone.done():  # the client has gone: another one may have the rollout
+            if gone.done():  # another client may have the rollout
                 if self._open.pop(rollout.id, None) is not None:
                     self._offered.insert(0, rollout)
                 raise Refused("ended", "The client has gone.")
+
+            # the client learns the key of its session, with which it reaches the model and posts the reward
             reach("session.taken")
             address = str(request.base_url).rstrip("/")
             shown = {"id": rollout.id, "api_key": rollout.key, "base_url": f"{address}/v1", "gateway": address}
@@ -212,6 +224,7 @@ class Sessions:
         except ClientDisconnected:
             return Response(status_code=400)  # the client has left
         finally:
+            # a rollout that was put back, or a place that is free, may serve another client that waits
             self._num_asking -= 1
             self._asking.pop(asking, None)
             if gone is not None:
@@ -240,6 +253,7 @@ class Sessions:
     async def _finish(self, request: Request, session: Session, dialect: Dialect) -> Response:
         rollout = self._find(request, session)
         outcome = decode_body(await self.gateway.receive(request, session, LARGEST_BODY), Outcome)
+        # refused before the session ends, so that the client can correct its request
         if outcome.error is None:
             if outcome.reward is None and not rollout.has_reward:
                 raise Refused("invalid", f"reward: none, and {self.env!r} has no `reward` itself. Post a number.")
@@ -249,6 +263,7 @@ class Sessions:
                 rollout.check([] if outcome.reward is None else [outcome.reward])
             except ValueError as error:
                 raise Refused("invalid", f"The reward cannot be used: {error}.") from error
+
         if rollout.outcome.done():  # a second request came while this one was read
             raise Refused("ended", "The session has ended: its reward was posted.")
         rollout.outcome.set_result(outcome)

@@ -132,7 +132,7 @@ def read(body: AnthropicBody) -> TurnRequest:
 
 
 def _read_message(message: AnthropicMessage, where: str, limits: Limits) -> list[Message]:
-    """Read one message, as several where it has the results of tools."""
+    """Read one message, as several if it has the results of tools."""
     role, content = message.role, message.content
     if role not in ("user", "assistant", "system"):
         raise Refused("invalid", f"{where}: the role is {role!r:.80}, expected 'user', 'assistant' or 'system'")
@@ -148,6 +148,7 @@ def _read_message(message: AnthropicMessage, where: str, limits: Limits) -> list
             results.append(_read_result(block, where))
         elif block.type == "tool_use":
             arguments = limits.decode(block.input, where)
+            # back to the text that the model wrote, so that its turn is recognised
             if isinstance(arguments, dict) and list(arguments) == [UNPARSED]:
                 arguments = arguments[UNPARSED]
             calls.append(nested_call(block.id, block.name, arguments, where=where))
@@ -159,10 +160,11 @@ def _read_message(message: AnthropicMessage, where: str, limits: Limits) -> list
             texts.append(read_text([block], kinds=("text",), where=where))
             shown.append({"type": "text", "text": texts[-1]})
 
-    # one message of what is left beside the results
+    # results are messages of their own in chat; what is left is one more, if there is anything
     if not shown and results:
         return results
     read: Message = {"role": role, "content": "".join(texts) if role == "assistant" else "\n\n".join(texts)}
+    # parts keep the order of texts and pictures, which one text would lose
     if len(shown) > len(texts):
         read["content"] = shown
     if any(thoughts):
@@ -208,7 +210,7 @@ def _blocks(turn: Turn) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]
 
 
 def _arguments(written: str) -> dict[str, Any]:
-    """Return arguments as the object that this API wants, even where the model wrote none."""
+    """Return arguments as the object that this API wants, even if the model wrote none."""
     try:
         arguments = json.loads(written or "{}")
     except (ValueError, RecursionError):
@@ -221,16 +223,20 @@ def events(turn: Turn, request: TurnRequest) -> Iterator[Event]:
     start = _head(turn) | {"content": [], "stop_reason": None, "stop_sequence": None}
     usage = _usage(turn)
     yield _event("message_start", message=start | {"usage": usage | {"output_tokens": 0}})
+
+    # a block begins empty, and its deltas fill these fields
     empty: dict[str, dict[str, Any]] = {
         "thinking": {"thinking": "", "signature": ""},
         "text": {"text": ""},
         "tool_use": {"input": {}},
     }
+
     for index, (block, deltas) in enumerate(_blocks(turn)):
         yield _event("content_block_start", index=index, content_block=block | empty[block["type"]])
         for delta in deltas:
             yield _event("content_block_delta", index=index, delta=delta)
         yield _event("content_block_stop", index=index)
+
     yield _event("message_delta", delta=_end(turn), usage=usage)
     yield _event("message_stop")
 

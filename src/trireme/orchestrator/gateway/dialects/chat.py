@@ -102,12 +102,16 @@ def read(body: ChatBody) -> TurnRequest:
     """Read a request. Raises: Refused."""
     if body.n not in (None, 1):
         raise Refused("invalid", f"n={body.n!r:.80} - a session samples one answer per request. Remove `n`.")
+    # `max_completion_tokens` is the newer name of the same limit
     body.max_tokens = body.max_completion_tokens or body.max_tokens
+
     limits = Limits()
     limits.count(body.stop)
     tools = read_tools(body.tools or [], limits)
+
     messages = as_messages(body.messages, where="messages")
     limits.count(messages)
+
     return TurnRequest(
         [read_message(message, f"messages[{place}]", limits) for place, message in enumerate(messages)],
         tools or None,
@@ -125,6 +129,8 @@ def read_message(message: ChatMessage, where: str, limits: Limits) -> Message:
         raise Refused("invalid", f"{where}: the role is empty, expected text such as 'user'")
     limits.count(message.content)
     read: Message = {"role": ROLES.get(message.role, message.role)}
+
+    # the model writes text alone; users and tools may show pictures
     read_parts = read_text if message.role == "assistant" else read_content
     read["content"] = read_parts(message.content, kinds=TEXT_PARTS, where=where)
     if reasoning := message.reasoning_content or message.reasoning:
@@ -156,6 +162,7 @@ def read_tools(tools: list[ChatTool], limits: Limits) -> list[dict[str, Any]]:
 
 def answer(turn: Turn, request: TurnRequest) -> dict[str, Any]:
     """Write a turn as a completion."""
+    # as OpenAI does, null instead of an empty text in a turn that is nothing but calls
     message = turn.to_message() | {"content": turn.content if turn.content or not turn.calls else None}
     choice = {"index": 0, "message": message, "finish_reason": turn.finish, "logprobs": None}
     return _head(turn, "chat.completion") | {"choices": [choice], "usage": _usage(turn)}
@@ -175,6 +182,7 @@ def events(turn: Turn, request: TurnRequest) -> Iterator[Event]:
         yield chunk({"content": turn.content})
     for place, call in enumerate(turn.calls):
         yield chunk({"tool_calls": [{"index": place} | call.to_chat()]})
+
     yield chunk({}, turn.finish)
     if request.with_usage:
         yield None, head | {"choices": [], "usage": _usage(turn)}

@@ -108,10 +108,14 @@ def read(body: ResponsesBody, earlier: Sequence[Message] = ()) -> TurnRequest:
     effort = body.reasoning.effort if body.reasoning is not None else None
     limits = Limits()
     limits.count([*earlier])
+
+    # instructions are not kept with the earlier conversation, as each request brings its own
     messages: list[Message] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     functions, declared = read_tools(body.tools or [], limits)
+
     given = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     messages += [*earlier, *read_items(as_messages(given, where="input"), declared, limits)]
+
     return TurnRequest(
         messages,
         functions or None,
@@ -141,6 +145,7 @@ def read_tools(tools: list[ResponsesTool], limits: Limits) -> tuple[list[dict[st
             functions.append(function(seen, tool.description, limits.decode(tool.parameters, where)))
         declared[seen] = Tool(tool.name, tool.type == "custom", namespace)
 
+    # tools of a namespace are shown to the model one by one, with the namespace in their names
     limits.count(tools)
     for place, tool in enumerate(tools):
         if tool.type == "namespace" and tool.name is not None:
@@ -160,7 +165,7 @@ def read_items(items: list[Item], declared: dict[str, Tool], limits: Limits) -> 
     seen: dict[tuple[str | None, str | None], str]
     seen = {(tool.namespace, tool.name): name for name, tool in declared.items()}
     messages: list[Message] = []
-    turn: Message | None = None  # of the model, while its items come
+    turn: Message | None = None  # the model's turn whose items are being read
     turns: list[Message] = []  # all of the model's; their texts are joined at the end, as adding them up is quadratic
 
     def model_turn() -> Message:
@@ -174,6 +179,7 @@ def read_items(items: list[Item], declared: dict[str, Tool], limits: Limits) -> 
     limits.count(items)
     for place, item in enumerate(items):
         where, kind = f"input[{place}]", item.type or "message"
+        # parts of an item count as well: one item may hold most of a request
         for content in (item.content, item.summary, item.output):
             if isinstance(content, list):
                 limits.count(content)
@@ -264,6 +270,8 @@ def events(turn: Turn, request: TurnRequest) -> Iterator[Event]:
     for index, item in enumerate(last["output"]):
         plain += _item_events(item, index)
     plain.append({"type": f"response.{last['status']}", "response": last})
+
+    # clients order events by this number, which counts over the whole stream
     for number, event in enumerate(plain):
         yield event["type"], event | {"sequence_number": number}
 

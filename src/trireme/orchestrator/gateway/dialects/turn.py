@@ -119,9 +119,9 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool as an agent declared it, where that differs from a plain function."""
+    """A tool as an agent declared it, if that differs from a plain function."""
 
-    name: str  # as the client knows it
+    name: str  # the client's name for it
     is_custom: bool = False  # takes one free text, shown to the model as the argument `input`
     namespace: str | None = None
 
@@ -141,7 +141,7 @@ class TurnRequest:
     calls_tools: bool = True  # false: text that looks like a tool call stays text
     with_usage: bool = False  # chat: the stream ends with a chunk of token counts
     declared: dict[str, Tool] = field(default_factory=dict)  # responses: tools by the name that the model sees
-    trace: str = ""  # the agent run that asks, where one session serves several
+    trace: str = ""  # the agent run that asks, if one session serves several
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
 
 
@@ -213,6 +213,7 @@ def decode(data: bytes | Raw, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError:
+        # this is JSON already, only of another shape, which no replacement changes
         raise
     except ValueError:
         return msgspec.json.decode(_without_half_pairs(bytes(data)), type=kind)
@@ -225,6 +226,7 @@ def _without_half_pairs(data: bytes) -> bytes:
         if (found := SURROGATES.search(data, at)) is None:
             break
         begin, at = found.span()
+        # 64 bytes are enough to count backslashes; looking at all of them would be quadratic in a text of backslashes
         before = data[max(0, begin - 64) : begin]
         if (len(before) - len(before.rstrip(b"\\"))) % 2:  # its backslash is escaped, so this is plain text
             at = begin + 2
@@ -235,7 +237,7 @@ def _without_half_pairs(data: bytes) -> bytes:
 
 
 def decode_body(data: bytes, kind: type[T]) -> T:
-    """Decode a request's body. Raises: Refused where it is no JSON object of this shape."""
+    """Decode a request's body. Raises: Refused if it is no JSON object of this shape."""
     try:
         return decode(data, kind)
     except msgspec.ValidationError as error:
@@ -257,17 +259,18 @@ class Limits:
         self._num_items = self._num_values = 0
 
     def count(self, items: Content | Sequence[Any]) -> None:
-        """Count the items of a list. Raises: Refused where the request has too many."""
+        """Count the items of a list. Raises: Refused if the request has too many."""
         self._num_items += len(items) if isinstance(items, list) else 1
         if self._num_items > MOST_ITEMS:
             words = f"The request has more than {MOST_ITEMS} messages, parts of messages, tools and calls."
             raise Refused("invalid", f"{words} Send fewer.")
 
     def decode(self, raw: Raw, where: str) -> Any:
-        """Return JSON of any form; None where it is missing. Raises: Refused where the request has too much of it."""
+        """Return JSON of any form; None if it is missing. Raises: Refused if the request has too much of it."""
         data = bytes(raw)
         if not data:
             return None
+        # counting signs takes far less time than decoding, and their number grows with that of the values
         if not data.startswith(b'"'):
             self._num_values += sum(map(data.count, (b",", b"[", b"{")))
         if self._num_values > MOST_VALUES:
@@ -294,11 +297,13 @@ def read_template_kwargs(raw: Raw) -> dict[str, Any]:
     data = bytes(raw)
     if len(data) > LARGEST_TEMPLATE_KWARGS:
         raise Refused("invalid", f"{where}: {len(data)} bytes, {expected} of at most {LARGEST_TEMPLATE_KWARGS}")
+
     given = decode_body(data or b"null", object)
     if given is None:
         return {}
     if not isinstance(given, dict):
         raise Refused("invalid", f"{where}: {given!r:.80}, {expected}")
+    # these carry the conversation and its special tokens, which must be those that the trainer sees
     if taken := sorted(OWN_VARIABLES & given.keys()):
         raise Refused("invalid", f"{where}: {', '.join(taken)} follows from the request itself. Remove it.")
     return given
@@ -315,8 +320,10 @@ def unread_fields(data: bytes, dialect: Dialect) -> list[str]:
     found = []
     for name, raw in decode_body(data, dict[str, Raw]).items():
         value = bytes(raw).replace(b" ", b"")
+        # empty values ask for nothing, and a field that the dialect reads is obeyed unless it is listed as harmless
         if value in (b"null", b"[]", b"{}", b'""', b"0") or (name in read and name not in dialect.harmless):
             continue
+        # fields without an entry are harmless if they switch something off
         harmless = dialect.harmless.get(name, (b"false",))
         if harmless and value not in harmless:
             found.append(name)
@@ -326,7 +333,7 @@ def unread_fields(data: bytes, dialect: Dialect) -> list[str]:
 def read_text(content: Content, *, kinds: Collection[Any], where: str) -> str:
     """Return the text of a message's content: text, nothing, or a list of parts of these kinds.
 
-    Raises: Refused where a part is no text.
+    Raises: Refused if a part is no text.
     """
     if isinstance(content, str):
         return content
@@ -343,7 +350,7 @@ def read_text(content: Content, *, kinds: Collection[Any], where: str) -> str:
 def read_content(content: Content, *, kinds: Collection[Any], where: str) -> str | list[dict[str, Any]]:
     """Return the content of a message that may show pictures: text, or a list of text and `image_url` parts.
 
-    Raises: Refused where a part is neither text nor a picture that stands in it.
+    Raises: Refused if a part is neither text nor a picture with its data.
     """
     pictures = [read_picture(part, where) for part in content] if isinstance(content, list) else []
     if not isinstance(content, list) or not any(pictures):
@@ -357,14 +364,18 @@ def read_content(content: Content, *, kinds: Collection[Any], where: str) -> str
 def read_picture(part: Part, where: str) -> dict[str, Any] | None:
     """Return a picture of any dialect (`image_url`, `input_image`, `image`) as chat has it; None for other parts.
 
-    Raises: Refused where it is at an address, which is not looked up.
+    Raises: Refused if it is at an address, which is not looked up.
     """
     if part.type not in ("image_url", "input_image", "image"):
         return None
+
+    # each dialect has a form of its own: a text, an object with a URL, or base64 and its type
     given, source = part.image_url, part.source
     url = given if part.type == "input_image" else given.url if isinstance(given, ImageUrl) else None
     if part.type == "image":
         url = f"data:{source.media_type};base64,{source.data}" if source and source.type == "base64" else None
+
+    # nothing is fetched: a program must not make this process send requests
     if not isinstance(url, str) or not url.startswith("data:"):
         raise Refused(
             "invalid", f"{where}: a picture at {url!r:.80} - this policy looks up no address. Send its bytes as base64."
@@ -381,6 +392,7 @@ def function(name: str, description: str | None, parameters: Any) -> dict[str, A
 def custom_function(name: str, description: str | None, grammar: str | None) -> dict[str, Any]:
     """Return a tool of one free text as a function with the argument `input`."""
     shown = f"{description or ''}\n\nGrammar of the input:\n{grammar}" if grammar else description
+    # chat templates know functions alone, so the free text becomes their one argument
     text = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
     return function(name, shown, text)
 
@@ -410,7 +422,7 @@ def custom_input(arguments: str) -> str:
 def nested_call(call_id: str | None, name: str | None, arguments: Any, *, where: str) -> dict[str, Any]:
     """Return a tool call of a conversation as chat templates expect it: arguments as JSON text.
 
-    Raises: Refused where it has no name or no id.
+    Raises: Refused if it has no name or no id.
     """
     if name is None or call_id is None:
         raise Refused("invalid", f"{where}: a tool call without a name or an id, expected both as text")
