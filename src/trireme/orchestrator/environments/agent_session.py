@@ -41,7 +41,7 @@ class AgentSession:
     task: RunTask
     ask: AskPolicy
     has_traces: bool = False  # several agent runs may share the session; `max_turns` is for each
-    requests: RequestLog | None = None  # where requests are written, for a program that outlives this process
+    requests: RequestLog | None = None  # file of its requests, for a program that outlives this process
 
     def __post_init__(self) -> None:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -58,7 +58,7 @@ class AgentSession:
 
     def _begin(self, key: str) -> None:
         self._turns: dict[str, Turn] = {}  # the newest of each request, by its digest
-        self._num_turns: Counter[str] = Counter()  # by trace
+        self._num_turns: Counter[str] = Counter()  # model turns, keyed by trace
         self._num_asked = 0
         self._longest: list[dict[str, Any]] = []  # conversation
         self.task.gateway, self.task.api_key = self.gateway.url, key
@@ -76,9 +76,11 @@ class AgentSession:
             return False
         try:
             asked = await asyncio.to_thread(self.requests.read, self._name)
-        except msgspec.DecodeError as error:  # of another version
+        except msgspec.DecodeError as error:  # written by another version of Trireme
             log.warning("An agent program is started again, as its requests cannot be read: %s", error)
             return False
+
+        # asked again in their old order, the requests get their turns from disk and rebuild the conversation
         for each in sorted(asked, key=lambda request: request.number):
             request = TurnRequest(
                 each.messages,
@@ -89,6 +91,7 @@ class AgentSession:
                 trace=each.trace,
                 template_kwargs=each.template_kwargs,
             )
+            # each keeps its number, which the ids of its turn's tool calls are made of
             digest, self._num_asked = conversation_digest(request), each.number - 1
             try:
                 turn = await self._answer(request, digest, False, is_known=True)
@@ -96,7 +99,10 @@ class AgentSession:
                 log.warning("An agent program is started again, as its turn %d is not found: %s", each.number, refused)
                 return False
             if not any(other.continues(each) for other in asked):
-                self._session.keep(digest, turn)  # perhaps the program has not got it
+                # no later request shows that the program has got this turn, so it is kept for a retry
+                self._session.keep(digest, turn)
+
+        # only now may the program's requests be answered, which have waited at the gateway
         self.gateway.open(key, self._session)
         self._is_resumed = True
         return True
@@ -120,15 +126,17 @@ class AgentSession:
     async def watch(self, run: Coroutine[Any, Any, Done]) -> Done:
         """Await the rollout. Turns that no client has got are given up.
 
-        Raises: what answering a request raised, where that ends the run; else what the rollout raises.
+        Raises: what answering a request raised, if that ends the run; else what the rollout raises.
         """
         running = asyncio.create_task(run)
         try:
+            # a failure that ends the run must not wait until the program has noticed it
             either: set[asyncio.Future[Any]] = {running, self._failure}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if self._failure.done():
                 self._failure.result()
             done = await running
+            # the client left before it got them, so the conversation does not contain them
             done.given_up = [turn.id.removeprefix("t") for turn in self._session.unread()]
             return done
         finally:
@@ -137,28 +145,37 @@ class AgentSession:
                 await asyncio.wait({running})
 
     async def _answer(self, request: TurnRequest, digest: str, is_retry: bool, *, is_known: bool = False) -> Turn:
+        # an SDK that lost the answer gets the same turn, not another sample
         if is_retry and digest in self._turns:
             return self._turns[digest]
+
         most = self.task.max_turns
         if most is not None and self._num_turns[request.trace] >= most:
             raise Refused("ended", f"This rollout has had its {most} model turns (`max_turns`).")
+
+        # counted before it is asked for, as a program may send several requests at once
         self._num_turns[request.trace] += 1
         self._num_asked += 1
         question = self._question(request)
         try:
             reply = await self.ask(question)
         except Exception as error:
+            # `watch` raises it to the run; the program only learns that there is no turn
             if not self._failure.done():
                 self._failure.set_exception(error)
             raise Refused("failed", "The run has ended.") from error
         if reply.error is not None:
             self._num_turns[request.trace] -= 1
             raise Refused(PROBLEMS.get(reply.error_kind, "failed"), reply.error)
+
+        # on disk before the program has the turn, so that a resumed session knows all that the program knows
         if not is_known:
             self._write(request, int(question.call))
+        # the transcript of the rollout; of two that are as long, the newer one
         if len(request.messages) >= len(self._longest):
             message = assistant_message(reply.content or "", reply.reasoning, reply.tool_calls or ())
             self._longest = [*request.messages, message]
+
         turn = self._turns[digest] = Turn(
             f"t{question.call}",
             reply.content or "",
@@ -171,7 +188,7 @@ class AgentSession:
         return turn
 
     def _write(self, request: TurnRequest, number: int) -> None:
-        """Write a request that has a turn. Where it cannot be written, the program cannot outlive this process."""
+        """Write a request that has a turn. If it cannot be written, the program cannot outlive this process."""
         if self.requests is None:
             return
         asked = AgentRequest(
@@ -186,7 +203,7 @@ class AgentSession:
         )
         try:
             self.requests.write(asked)
-        except Exception as error:  # of the disk, or a value that cannot be written: the turn itself is on disk
+        except Exception as error:  # the disk failed, or a value cannot be encoded; the turn itself is on disk
             log.warning("%r; after a restart, the program of this rollout is started again.", error)
             self.requests.remove()
             self.requests = None
@@ -219,7 +236,7 @@ class ClientSession(AgentSession):
     async def play(self, sessions: Sessions, run: Callable[[AskPolicy], Coroutine[Any, Any, Done]]) -> Done:
         """Run a rollout once a client has taken it. The client does not notice a death of the environment's worker.
 
-        Raises: as `watch`; RolloutFailed where the client posts an error.
+        Raises: as `watch`; RolloutFailed if the client posts an error.
         """
         task = self.task
         example = task.split, task.index
@@ -230,7 +247,7 @@ class ClientSession(AgentSession):
     async def _wait_for_outcome(self, rollout: ClientRollout, question: Ask) -> Reply:
         """Show the client its example, and return what it has made of that."""
         rollout.has_reward = question.has_reward
-        if not rollout.task.done():  # else it has it from a worker that has died
+        if not rollout.task.done():  # the client may have it already, from a worker that has died
             rollout.task.set_result({"example": question.example, "prompt": question.messages})
         await asyncio.wait({rollout.outcome})
         outcome = rollout.outcome.result()

@@ -1,6 +1,6 @@
 """Names that an environment's metrics are shown under: keys of metrics.jsonl, and text of the dashboard and of reports.
 
-A name costs no rollout, whatever it is. One that is shown in another form, or left out, is logged once.
+No name costs a rollout. One that is shown in another form, or left out, is logged once.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ class MetricNames:
 
     def __init__(self, environment: str) -> None:
         self._environment = environment
-        self._shown: dict[str, str] = {}  # under which name, where it is another one
+        self._shown: dict[str, str] = {}  # name that each is shown under, if it is another one
         self._told: set[str] = set()  # names and events that were logged
 
     def apply(self, done: Done) -> Done:
         """Replace the names of a result's metrics by those that they are shown under."""
         allowed = {name: value for name, value in done.metrics.items() if _allowed(name) == name}
+        # names that may be shown keep their form, and none of the others may take it
         metrics = dict(allowed)
         for name, value in done.metrics.items():
             if name not in allowed and (shown := self._changed(name, taken=allowed)):
                 metrics[shown] = value
+
+        # logged once per kind, as each rollout of an environment would repeat it
         if len(metrics) > MOST_METRICS:
             self._tell("number", f"{len(metrics)} metrics of a rollout, of which the first {MOST_METRICS} are kept")
         for name, what in done.left_out.items():
@@ -45,11 +48,13 @@ class MetricNames:
         return done
 
     def _changed(self, name: str, taken: dict[str, float]) -> str | None:
-        """Return what a name is shown as. The first one keeps its form, where several would be shown as the same."""
+        """Return what a name is shown as. The first one keeps its form if several would be shown as the same."""
         shown = self._shown.get(name)
         if shown is None and len(self._shown) >= MOST_CHANGED:
             self._tell("changed", f"more than {MOST_CHANGED} metrics have names that cannot be shown: left out")
             return None
+
+        # numbered until it is free: two metrics under one name would overwrite each other
         number, form = 1, _allowed(name)
         while shown is None or shown in taken:
             shown = form if number == 1 else f"{form[: LONGEST_NAME - 8]}_{number}"

@@ -1,4 +1,4 @@
-"""A rollout that runs in an environment worker: answers its turns, bounds its time, and tells how it ended."""
+"""A rollout that runs in an environment worker: answers its turns, bounds its time, and reports how it ended."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from trireme.orchestrator.environments import wire
 from trireme.orchestrator.environments.wire import Ask, Done, GaveUp, Held, Reply, RunTask
 
 AskPolicy = Callable[[Ask], Awaitable[Reply]]
-TURNS_AT_ONCE = 256  # that one rollout may ask for
+TURNS_AT_ONCE = 256  # model turns that one rollout may wait for at the same time
 
 
 class RolloutFailed(TriremeError):
-    """A rollout has no reward. Other rollouts go on."""
+    """A rollout has no reward. Other rollouts continue."""
 
     def __init__(self, stage: str, error: str, traceback: str = "", *, is_final: bool = False) -> None:
         super().__init__(stage, error, traceback)  # all of them, so that it can be pickled
@@ -40,7 +40,7 @@ class OpenRollout:
     task: RunTask
     ask: AskPolicy
     timeout_s: float
-    num_deaths: int  # of workers that ran it
+    num_deaths: int  # deaths of workers that ran it
     on_held: Callable[[], None]  # called when it is over and only waits for the others of its group
     is_held: bool = False
 
@@ -72,21 +72,26 @@ class OpenRollout:
 
     def deliver(self, message: Ask | GaveUp | Held | Done | wire.Error | Exception) -> None:
         """Take a message of the worker. Anything but an Ask, a GaveUp and a Held ends the rollout."""
+        # the first end counts; what comes after a failure or a timeout is ignored
         if self._end is not None:
             return
+
         if isinstance(message, Held):
+            # it only waits for its group now, so its slot is free for another rollout
             self.is_held = True
             self.on_held()
         elif isinstance(message, GaveUp):
-            self._given_up.append(message.call)  # perhaps it is answered already
+            self._given_up.append(message.call)  # the turn may have been answered already
             for answering in self._answering:
-                if answering.get_name() == message.call:  # cancelled once it has begun, as that counts the turn
+                if answering.get_name() == message.call:
+                    # cancelled only after it has begun, as each turn that was asked for must get its number
                     asyncio.get_running_loop().call_soon(answering.cancel)
         elif not isinstance(message, Ask):
             if isinstance(message, Done):
+                # turns that the environment did not wait for are not trained on
                 message.given_up = self._given_up
             self._end = message
-            if not self._ended.done():  # else it was cancelled
+            if not self._ended.done():  # a caller that was cancelled waits no longer
                 self._ended.set_result(None)
         elif len(self._answering) >= TURNS_AT_ONCE:
             self.deliver(RolloutFailed("rollout", f"asked for more than {TURNS_AT_ONCE} model turns at once"))
@@ -99,6 +104,7 @@ class OpenRollout:
         try:
             reply = await self.ask(question)
         except Exception as error:
+            # what `ask` raised ends the rollout, and is raised to its caller by `follow`
             self.deliver(error)
             return
         reply.call = question.call

@@ -13,10 +13,10 @@ Failures of a rollout:
 - Its worker sends bytes that are no message, sends nothing for as long as a rollout may take, or holds more memory than
   it may: the worker is killed.
 - Its worker dies: the rollout is issued again, to another worker or to the restarted one. All rollouts of a dead worker
-  are suspects. One that is the only one to have seen a second death is dropped. Where several have, each is retried
+  are suspects. One that is the only one to have seen a second death is dropped. If several have, each is retried
   while no other such rollout runs, so that one bad rollout does not take the others with it.
 
-Where rewards compare the rollouts of a group (`group_rewards`), one worker runs the whole group. It holds the rollouts
+If rewards compare the rollouts of a group (`group_rewards`), one worker runs the whole group. It holds the rollouts
 that are over until the last one is. Held rollouts take no slot of `max_concurrent`, so overlapping groups all end. A
 group is then one suspect.
 """
@@ -53,9 +53,9 @@ if TYPE_CHECKING:
 
 log = get_logger("environments")
 
-MAX_RESTARTS = 5  # of a worker, in a row, without one settled rollout between them
+MAX_RESTARTS = 5  # restarts of a worker in a row, without one settled rollout between them
 LONGEST_BACKOFF_S = 30.0
-STARTS = 3  # of a worker that is killed while it loads
+STARTS = 3  # attempts to start a worker that is killed while it loads
 PING_EVERY_S = 5.0
 CONTAINERS_TIMEOUT_S = 120.0
 
@@ -79,20 +79,22 @@ async def open_environment(
     """Install what the environment needs, start its workers, and wait until all have loaded it.
 
     Args:
-        is_evaluation: whether it is used beside one for training, which may have the same name.
+        is_evaluation: whether it is used at the same time as one for training, which may have the same name.
         shows_pictures: whether requests of agent programs may be as large as pictures are.
 
-    Raises: ConfigError where it cannot be found, installed or loaded.
+    Raises: ConfigError if it cannot be found, installed or loaded.
     """
     raise_open_files()  # a rollout under way is a connection to an engine, and its programs have several to the gateway
     name = f"{'eval-' if is_evaluation else ''}{config.file_name}"
     source = find_environment(config.id, root=root)
     install_log = logs / f"environment-{name}-install.stdout"
     python = await asyncio.to_thread(environment_python, source, cache=cache, log_file=install_log)
+
     counts: Counter[str] = Counter()
     agent: dict[str, Any] | None = None
     programs: AgentPrograms | None = None
-    if config.agent is not None:  # its folders have the same names after a restart
+    if config.agent is not None:
+        # the same names after a restart, so that programs, containers and files of an earlier attempt are found
         folders = logs.resolve() / "agents" / name
         agent = config.agent.model_dump(mode="json")
         agent |= {"folders": str(folders), "label": f"{folders}:{config.resolved_name}"}
@@ -100,6 +102,7 @@ async def open_environment(
             log_file, address = logs / f"environment-{name}-programs.stdout", (config.agent.host, config.agent.port)
             programs = AgentPrograms(python, folders=folders, log_file=log_file, address=address)
             agent["programs"] = str(programs.path)
+
     workers = [
         EnvironmentWorker(
             name=f"{name}-{number}",
@@ -114,17 +117,23 @@ async def open_environment(
         )
         for number in range(config.num_workers)
     ]
+
     waits = waits or Waits("orchestrator", logs)
     environment = Environment(config, counts, workers, waits, programs, load_timeout_s)
+
+    # closed in the opposite order: clients and gateway, the workers, what these left in containers, the programs
     async with AsyncExitStack() as stack:
         if programs is not None:
             stack.push_async_callback(asyncio.to_thread, programs.close)
             await asyncio.to_thread(programs.open)
+        # programs that outlived the orchestrator still use their containers
         if programs is None or not programs.found:
             await asyncio.to_thread(_remove_containers, agent)
         stack.push_async_callback(asyncio.to_thread, _remove_containers, agent)
         stack.push_async_callback(environment._close)
         await environment._start()
+
+        # only now, as a loaded environment of verifiers v1 asks for a gateway without an agent in the configuration
         if environment.uses_gateway:
             from trireme.orchestrator.gateway.server import open_gateway  # it imports a web framework
 
@@ -132,6 +141,7 @@ async def open_environment(
             listener = programs.listener if programs is not None and programs.listener else listen(host, port)
             opening = open_gateway(listener, host, shows_pictures=shows_pictures)
             environment.gateway = await stack.enter_async_context(opening)
+            # their requests wait until their sessions are resumed, instead of being refused as unknown
             for key in programs.found.values() if programs is not None else ():
                 environment.gateway.expect(key)
             if config.agent is not None and config.agent.external:
@@ -176,8 +186,8 @@ class Environment:
     num_restarts: int = 0
     group_rewards: bool = False  # rewards compare the rollouts of a group
     has_solutions: bool = False  # its tasks bring solutions, see `RunTask.solve`
-    gateway: Gateway | None = None  # where its agent programs find the policy
-    sessions: Sessions | None = None  # where clients of a user's own harness play its rollouts
+    gateway: Gateway | None = None  # server at which its agent programs find the policy
+    sessions: Sessions | None = None  # routes by which clients of a user's own harness play its rollouts
 
     def __post_init__(self) -> None:
         self.name = self.config.resolved_name
@@ -193,7 +203,7 @@ class Environment:
         self._metric_names = MetricNames(self.name)
 
     def check_group_size(self, group_size: int) -> None:
-        """Raises: ConfigError where rewards compare a whole group, and `max_concurrent` is smaller than a group."""
+        """Raises: ConfigError if rewards compare a whole group, and `max_concurrent` is smaller than a group."""
         if self.group_rewards and group_size > self.config.max_concurrent:
             raise ConfigError(
                 f"The rewards of environment {self.name!r} compare the {group_size} rollouts of a group, and its "
@@ -213,7 +223,7 @@ class Environment:
 
         Args:
             on_retry: called before the rollout is issued again; what it has asked so far is void.
-            requests: where the requests of its agent program are written.
+            requests: the file to which the requests of its agent program are written.
 
         Raises:
             RolloutFailed: for a reason of its own.
@@ -232,12 +242,15 @@ class Environment:
             with ClientSession(self.gateway, task, ask) as client_session:
                 client_session.open()
                 return await client_session.play(self.sessions, lambda play: self._run(task, play))
-        kept = requests if self._programs is not None else None  # where no program outlives a worker
+
+        # requests are written only for programs that may outlive this process, and are resumed then
+        kept = requests if self._programs is not None else None
         try:
             with AgentSession(self.gateway, task, ask, has_traces=self.config.agent is None, requests=kept) as session:
                 await self._open_session(session, task, on_retry)
                 play = partial(self._run, task, ask, partial(self._begin_again, session, task, on_retry))
                 try:
+                    # a program that outlived the orchestrator, and asked for nothing since, may have given up
                     done = await session.watch(play())
                     if not session.has_lost_program:
                         return done
@@ -262,6 +275,7 @@ class Environment:
         if key is None:
             session.open()
         elif not await session.resume(key):
+            # its earlier turns cannot be read from disk, so the program cannot be answered any more
             assert self._programs is not None
             await self._programs.end(task.task)
             session.restart(on_retry)
@@ -277,14 +291,15 @@ class Environment:
         self.check_group_size(task.group_size)
         timeout_s = self.config.rollout_timeout_s
         is_compared = self.group_rewards and bool(task.group)
-        num_deaths = 0  # of workers that ran it
+        num_deaths = 0  # deaths of workers that ran it
         try:
             while True:
                 try:
+                    # after two deaths it runs while no other such suspect does, so that a third one shows which it is
                     suspect = task.group if is_compared else task.task
                     async with self._exclusive.enter(suspect) if num_deaths >= 2 else nullcontext():
                         await self._slots.acquire()
-                        with ExitStack() as slot:  # closed early where it only waits for its group
+                        with ExitStack() as slot:  # closed early when it only waits for its group
                             slot.callback(self._slots.release)
                             await self._wait_for_worker()
                             # no `await` from here until the worker has registered the rollout: it is still alive then
@@ -297,7 +312,8 @@ class Environment:
                         death.worker.num_settled += 1
                         words = f"worker died {num_deaths} times with this rollout under way; the last time: {death}"
                         raise RolloutFailed("worker", words) from death
-                if begin_again is not None:  # else its player and its session outlive the worker
+                # None for a client's rollout: the client and its session outlive the worker
+                if begin_again is not None:
                     await begin_again()
         except RolloutFailed as failure:
             self.counts[COUNTED[failure.stage]] += 1
@@ -306,6 +322,7 @@ class Environment:
     def _choose_worker(self, group: str) -> EnvironmentWorker:
         """Return the worker of a group whose rewards are compared; else one that answers, with the fewest rollouts."""
         ready = [worker for worker in self._workers if worker.is_ready]
+        # a group is scored in one worker; a worker that is silent may be about to be killed, so it comes last
         home = next((worker for worker in ready if group and worker.runs_group(group)), None)
         return home or min(ready, key=lambda each: (each.silent_s > 3 * self._ping_every_s, each.num_running))
 
@@ -318,6 +335,7 @@ class Environment:
             if self._given_up:
                 raise PeerDied(self._given_up)
             async with self._waiting_for_worker:
+                # another rollout held the lock meanwhile, and may have seen a worker come, or given up
                 if self._given_up or any(worker.is_ready for worker in self._workers):
                     continue
                 self._worker_came.clear()
@@ -345,6 +363,8 @@ class Environment:
             loaded = await asyncio.gather(*starting)  # not a TaskGroup: a ConfigError is for people, not a group of one
         finally:
             await cancel_all(starting)
+
+        # an example's index must mean the same in each worker; different sizes show that it does not
         first = loaded[0]
         if any((ready.num_train, ready.num_eval) != (first.num_train, first.num_eval) for ready in loaded):
             sizes = ", ".join(f"{ready.num_train} + {ready.num_eval}" for ready in loaded)
@@ -352,11 +372,14 @@ class Environment:
                 f"The workers of environment {self.name!r} loaded data sets of different sizes (train + eval: {sizes}) "
                 "- expected the same examples in each - make `load_environment` draw them with a fixed seed."
             )
+
         self.num_train, self.num_eval, self.versions = first.num_train, first.num_eval, first.versions
         self.group_rewards, self.has_solutions = first.group_rewards, first.has_solutions
         if first.warning:
             log.warning("%s", first.warning)
         self.uses_gateway |= first.uses_gateway
+
+        # from now on, workers that die are restarted, and those that hang are killed
         for worker in self._workers:
             watch = worker.watch(every_s=self._ping_every_s, limit_s=self.config.rollout_timeout_s)
             self._keepers += [asyncio.create_task(self._keep_alive(worker)), asyncio.create_task(watch)]
@@ -373,6 +396,8 @@ class Environment:
         while True:
             reason = await worker.wait_for_death()
             self.counts["worker_death"] += 1
+
+            # only rollouts that ended since show that a restart helped: a worker that dies at once is given up
             if worker.num_settled > num_settled:
                 num_restarts_in_a_row, num_settled = 0, worker.num_settled
             if num_restarts_in_a_row >= MAX_RESTARTS:
@@ -383,15 +408,19 @@ class Environment:
             num_restarts_in_a_row += 1
             self.num_restarts += 1
             try:
+                # the process of agent programs may have died too, and then takes all workers with it
                 if self._programs is not None:
                     await asyncio.to_thread(self._programs.start)
                 await worker.start()
             except Exception as error:  # it loaded before, so this may pass: memory or disk was short
                 log.warning("%s: %s", type(error).__name__, error)
+            # rollouts that wait look again, and wait on if the restart has failed
             self._worker_came.set()
 
         worker.is_abandoned = True
         log.error("%s It was restarted %d times without finishing a rollout, and stays dead.", reason, MAX_RESTARTS)
+
+        # the last worker's keeper ends the wait of all rollouts, with the reason
         if all(each.is_abandoned for each in self._workers):
             self._given_up = (
                 f"All {len(self._workers)} workers of environment {self.name!r} are dead; the last: {reason} Expected "

@@ -55,7 +55,7 @@ BUILD_TIMEOUT_S = 1800.0
 NO_SOLUTION = "No solution found"  # uv's words for versions that exclude each other
 DEPENDS_ON_VERIFIERS = re.compile(r"\S+ depends on (verifiers[^ ]*[^ ,])")
 RESOLVED_VERIFIERS = re.compile(r"^ ?\+ verifiers(?:==| @ )(\S+)", re.MULTILINE)
-_NO_CONTENT = ("__pycache__", "build", "dist")  # of a copied package: does not decide what is installed
+_NO_CONTENT = ("__pycache__", "build", "dist")  # folders of a copied package that do not decide what is installed
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class EnvironmentSource:
 
     id: str
     kind: SourceKind
-    module: str  # what the worker imports: a module's name, or the absolute path of a .py file or a folder of tasks
-    folder: Path | None = None  # of a package: where its pyproject.toml is
+    module: str  # name of the module to import, or absolute path of a .py file or a folder of tasks
+    folder: Path | None = None  # a package's folder, with its pyproject.toml; None for the other kinds
 
 
 def find_environment(id: str, *, root: Path = Path("environments")) -> EnvironmentSource:
@@ -88,6 +88,8 @@ def find_environment(id: str, *, root: Path = Path("environments")) -> Environme
                 "and `reward` - correct the path; it is relative to the folder that the command is run in."
             )
         return EnvironmentSource(id=id, kind="file", module=str(path))
+
+    # folders and ids differ in hyphens and underscores, so a name is looked up in all spellings
     is_path = "/" in id or id in (".", "..")
     name = Path(id).resolve().name if id.startswith(".") else id.rstrip("/").rpartition("/")[2]
     spellings = dict.fromkeys([name, name.replace("-", "_"), name.replace("_", "-")])
@@ -96,8 +98,12 @@ def find_environment(id: str, *, root: Path = Path("environments")) -> Environme
         if (folder / "pyproject.toml").is_file():
             folder = folder.resolve()
             return EnvironmentSource(id=id, kind="package", module=_module_of(folder), folder=folder)
-    if is_path and any(any(Path(id).glob("*/" * depth + "task.toml")) for depth in range(4)):  # Harbor's format
+
+    # a folder without pyproject.toml may hold tasks in Harbor's format, up to three levels down
+    if is_path and any(any(Path(id).glob("*/" * depth + "task.toml")) for depth in range(4)):
         return EnvironmentSource(id=id, kind="tasks", module=str(Path(id).resolve()))
+
+    # last, so that a local package hides an installed one of the same name
     with suppress(importlib.metadata.PackageNotFoundError, ValueError):
         importlib.metadata.distribution(name)
         return EnvironmentSource(id=id, kind="installed", module=_module_name(name))
@@ -121,6 +127,7 @@ def _module_name(name: str) -> str:
 
 def _not_found(id: str, name: str, root: Path, candidates: list[Path]) -> ConfigError:
     here = sorted(path.parent.name for path in root.glob("*/pyproject.toml"))
+    # a misspelt id is compared with both spellings of each folder's name
     spellings = {spelling: known for known in here for spelling in (known, known.replace("_", "-"))}
     near = list(dict.fromkeys(spellings[match] for match in difflib.get_close_matches(name, spellings, n=3)))
     hub = (
@@ -152,7 +159,7 @@ def environment_python(
         log_file: for the output of uv; by default next to the virtual environment.
         again: rebuild an existing virtual environment.
 
-    Raises: ConfigError where uv is missing or could not install the package.
+    Raises: ConfigError if uv is missing or could not install the package.
     """
     if source.folder is None:
         return Path(sys.executable)
@@ -176,6 +183,7 @@ def _venv_folder(source: EnvironmentSource, cache: Path | None) -> Path:
     assert source.folder is not None
     cache = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trireme"
     choice = verifiers_of(source.folder)
+    # code is not among these: the package is editable, so a change of it needs no new installation
     decides = [
         (source.folder / "pyproject.toml").read_bytes(),
         sys.version.encode(),
@@ -195,11 +203,11 @@ def verifiers_of(folder: Path) -> VersionChoice:
 
 
 def _base_python(folder: Path) -> str:
-    """Return our own Python, or which one uv has to find, where a package does not support ours."""
+    """Return our own Python, or which one uv has to find, if a package does not support ours."""
     from packaging.specifiers import SpecifierSet  # 0.1 s that no import of this module should take
 
     required = str(table(_read_project(folder), "project").get("requires-python", ""))
-    with suppress(ValueError):  # of a text that is no range of versions
+    with suppress(ValueError):  # the text may be no range of versions
         if platform.python_version() not in SpecifierSet(required):
             api = verifiers_of(folder).api
             return f"{required},{PYTHON[api]}" if api else required
@@ -228,12 +236,15 @@ def _locked(lock: Path, source: EnvironmentSource) -> Iterator[None]:
         lock.parent.mkdir(parents=True, exist_ok=True)
         lock.touch()
     except OSError as error:
+        # a full disk has a message of its own
         if is_full(error):
             raise
         raise ConfigError(
             f"Environments are installed in {lock.parent}, and nothing can be written there ({error}) - expected a "
             "folder that this user may write to - set XDG_CACHE_HOME to one."
         ) from error
+
+    # polled, as waiting in the kernel would have no deadline
     with open(lock, "w") as file:
         deadline = time.monotonic() + BUILD_TIMEOUT_S
         while not try_lock(file.fileno(), lock.parent):
@@ -255,8 +266,10 @@ def _build(venv: Path, source: EnvironmentSource, *, log_file: Path) -> None:
             "uv was not found (the variable UV is not set and no `uv` is on PATH) - expected uv, which installs the "
             "environment's own dependencies - install uv (`pip install uv`), or run this command with `uv run`."
         )
+
     log.info("Installing environment %s into %s (once; log: %s)", source.id, venv, log_file)
     start = time.monotonic()
+    # an interrupted build may have left half of one
     shutil.rmtree(venv, ignore_errors=True)
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, open(log_file, "ab") as output:
@@ -269,6 +282,8 @@ def _build(venv: Path, source: EnvironmentSource, *, log_file: Path) -> None:
             _install(run, venv, source)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired, OSError) as error:
             raise _install_error(source, error, log_file) from error
+
+    # the marker comes last: without it, the next start builds from scratch
     with atomic_write(venv / COMPLETE) as file:
         file.write(f"{source.id}\n".encode())
     log.info("Installed environment %s in %.0f s", source.id, time.monotonic() - start)
@@ -277,7 +292,7 @@ def _build(venv: Path, source: EnvironmentSource, *, log_file: Path) -> None:
 def _install(run: Callable[..., str], venv: Path, source: EnvironmentSource) -> None:
     """Install the package under the first constraint of verifiers that its dependencies can be resolved under.
 
-    Raises: ConfigError where they can be resolved, but under none of them.
+    Raises: ConfigError if they can be resolved, but under none of them.
     """
     assert source.folder is not None
     choice = verifiers_of(source.folder)
@@ -326,11 +341,13 @@ def _run_uv(
         (folder / "constraints.txt").write_text("\n".join(constraints))
         command += ["--constraints", "constraints.txt"]
     if left_out:
+        # a requirement for no platform: the package is resolved as a dependency, and not installed
         (folder / "overrides.txt").write_text("\n".join(f"{name}; sys_platform == 'never'" for name in left_out))
         command += ["--overrides", "overrides.txt"]
     output.write(f"$ {' '.join(command)}  # {', '.join(constraints) or 'without constraints'}\n".encode())
     output.flush()
     began = output.tell()
+    # uv must not install into this process's environment, and code that builds packages must not see the token
     variables = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH", TOKEN)}
     ended = subprocess.run(
         command, cwd=folder, env=variables, stdin=subprocess.DEVNULL, stdout=output,
@@ -346,7 +363,7 @@ def _version_error(source: EnvironmentSource, choice: VersionChoice, version: st
     """Name the version, the range that asks for it, and the pin that would help.
 
     Args:
-        conflict: uv's explanation, which names the range where it is that of a dependency.
+        conflict: uv's explanation, which names the range if it is that of a dependency.
     """
     assert source.folder is not None
     assert choice.api is not None
@@ -354,6 +371,7 @@ def _version_error(source: EnvironmentSource, choice: VersionChoice, version: st
     files = [(folder / "pyproject.toml", declarations(_read_project(folder))) for folder in packages]
     declared = [f"{' and '.join(texts)} in {file}" for file, texts in files if texts]
     if not declared:
+        # no file declares it, so a dependency does: uv's explanation names that, among the constraints that were tried
         ours = {text for constraints in choice.constraints for text in constraints}
         said = DEPENDS_ON_VERIFIERS.finditer(" ".join(conflict.split()))
         declared = [each[0] for each in said if each[1] not in ours] or ["by one of its dependencies"]
@@ -388,11 +406,13 @@ class LocalPackage:
     editable: bool
 
     def key(self) -> Iterator[bytes]:
-        """Yield what of it decides which files a virtual environment holds."""
+        """Yield what decides which of its files a virtual environment holds."""
         yield f"{self.name} {self.path} {self.editable}".encode()
         if self.editable:
+            # its code is used in place, so only its dependencies count
             files = [self.path / "pyproject.toml"]
         elif self.path.is_dir():
+            # it is copied, so each of its files counts
             inside = sorted(path.relative_to(self.path) for path in self.path.rglob("*") if path.is_file())
             ignored = [any(part in _NO_CONTENT or part.startswith(".") for part in path.parts) for path in inside]
             files = [self.path / path for path, is_ignored in zip(inside, ignored, strict=True) if not is_ignored]
@@ -407,12 +427,13 @@ class LocalPackage:
 def local_packages(folder: Path) -> list[LocalPackage]:
     """Return the local packages that a package depends on, directly or through others; each once.
 
-    Raises: ConfigError where one does not exist.
+    Raises: ConfigError if one does not exist.
     """
     found: dict[Path, LocalPackage] = {}
     pending = [folder]
     while pending:
         for package in _local_packages_of(pending.pop()):
+            # packages may depend on each other in a circle
             if package.path not in found and package.path != folder:
                 found[package.path] = package
                 pending += [package.path] if package.path.is_dir() else []

@@ -2,7 +2,7 @@
 
 Most packages declare a lower bound alone (`verifiers>=0.1.8`), and the newest verifiers has no v0. So uv resolves their
 dependencies under a constraint: the version that Trireme is tested with, or any other one that Trireme runs. A
-constraint meets each declaration, wherever it stands (the package, an extra, a dependency of a dependency).
+constraint meets each declaration, wherever it is made (the package, an extra, a dependency of a dependency).
 """
 
 from __future__ import annotations
@@ -51,24 +51,26 @@ class VersionChoice:
 
     api: Literal["v0", "v1"] | None = None
     constraints: tuple[tuple[str, ...], ...] = ()
-    requirements: tuple[str, ...] = ()  # to install beside the package, which imports verifiers and does not need it
+    requirements: tuple[str, ...] = ()  # to install with a package that imports verifiers and does not declare it
     left_out: tuple[str, ...] = ()  # packages that are not installed, though the extra `rl` of verifiers names them
     is_certain: bool = True  # false: only the name `load_environment` speaks for v0, and verifiers may not be needed
 
 
 def choose_version(folder: Path, project: dict[str, Any], others: Iterable[Path] = ()) -> VersionChoice:
-    """Choose by the code of a package, or of the local packages that it depends on where its own names no verifiers.
+    """Choose by the code of a package, or of the local packages that it depends on if its own imports no verifiers.
 
     Args:
         project: its pyproject.toml.
         others: folders of those local packages.
     """
+    # the package's own imports decide; those of local packages count only if it has none
     code = list(_code_of(folder))
     imports = any(pattern.search(text) for pattern in (IMPORTS_V0, IMPORTS_V1) for text in code)
     decides = code if imports else [*code, *(text for other in others for text in _code_of(other))]
     v0, v1, makes_one = (
         any(pattern.search(text) for text in decides) for pattern in (IMPORTS_V0, IMPORTS_V1, MAKES_ONE)
     )
+
     needed = tuple(_undeclared(project)) if imports else ()
     left_out = _left_out(project)
     if v1 and not (v0 and makes_one):
@@ -88,6 +90,7 @@ def _left_out(project: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _tried(api: Literal["v0", "v1"]) -> tuple[tuple[str, ...], ...]:
+    # from the tested version to any other, and at last without the constraints of other packages
     with_others = ((VERIFIERS[api], *BESIDE[api]), (RUNS[api], *BESIDE[api]), (RUNS[api],))
     return tuple(dict.fromkeys(with_others))
 
@@ -100,7 +103,7 @@ def _code_of(folder: Path) -> Iterator[str]:
 
 
 def _undeclared(project: dict[str, Any]) -> list[str]:
-    """Return what to require for the import of verifiers: nothing where the package itself depends on it."""
+    """Return what to require for the import of verifiers: nothing if the package itself depends on it."""
     if any(map(NAMES_VERIFIERS.match, _texts(table(project, "project").get("dependencies")))):
         return []
     return declarations(project)[:1] or ["verifiers"]
@@ -122,7 +125,7 @@ def _texts(requirements: Any) -> list[str]:
 
 
 def table(project: dict[str, Any], *path: str) -> dict[str, Any]:
-    """Return a table of a pyproject.toml; an empty one where it has none, or something else there, which uv reports."""
+    """Return a table of a pyproject.toml; an empty one if it has none, or something else there, which uv reports."""
     for name in path:
         inner = project.get(name)
         project = inner if isinstance(inner, dict) else {}

@@ -7,7 +7,7 @@
                <------------------------ Ask      (one model turn)
         Reply  ------------------------>
                <------------------------ GaveUp   (in place of waiting for a Reply)
-               <------------------------ Held     (until its whole group is there; only where rewards compare)
+               <------------------------ Held     (until its whole group is there; only if rewards compare)
                <------------------------ Done | Error
         Cancel ------------------------>   (no answer)
         Ping   ------------------------>   every few seconds
@@ -68,14 +68,14 @@ class RunTask(_Message, tag="run", kw_only=True):
 
     task: str  # the caller's name for it; on the wire, a number is appended that differs between attempts
     split: Split = "train"
-    index: int  # of the example in that split
+    index: int  # the example's place in that split
     sampling: dict[str, Any] = {}  # wins over the environment's own sampling arguments
-    max_turns: int | None = None  # of the model; the environment's own limit may be lower
-    group: str = ""  # rollouts of the same name are scored together where the environment's rewards compare them
+    max_turns: int | None = None  # limit of model turns; the environment's own may be lower
+    group: str = ""  # rollouts of the same name are scored together if the environment's rewards compare them
     group_size: int = 1  # rollouts of that name; a failed one comes again under the same name
     columns: list[str] = []  # fields of the environment's state that Done has to report
-    gateway: str = ""  # where agent programs find the policy: a URL without a path
-    api_key: str = ""  # of this rollout there
+    gateway: str = ""  # URL, without a path, at which agent programs find the policy
+    api_key: str = ""  # this rollout's key at the gateway
     solve: Literal["", "oracle", "nothing"] = ""  # in place of an agent program: a task's own solution, or nothing
 
 
@@ -91,7 +91,7 @@ def assistant_message(content: str, reasoning: str | None, tool_calls: Iterable[
 class Played(msgspec.Struct, kw_only=True):
     """The outcome of a rollout that a client has played."""
 
-    messages: list[dict[str, Any]]  # of the longest conversation
+    messages: list[dict[str, Any]]  # the longest conversation
     reward: float | None  # None: the environment's own decides
     metrics: dict[str, float]
 
@@ -141,8 +141,8 @@ class Ready(_Message, tag="ready", kw_only=True):
         Ready(num_train=50, num_eval=0, versions={"python": "3.11.7"}, group_rewards=True)
     """
 
-    num_train: int  # 0 where it has only an evaluation set
-    num_eval: int  # 0 where it has none of its own: an eval run then reads the training set
+    num_train: int  # 0 if it has only an evaluation set
+    num_eval: int  # 0 if it has none of its own: an eval run then reads the training set
     versions: dict[str, str]
     group_rewards: bool = False  # a group's rollouts are scored together, once all of them are in
     has_solutions: bool = False  # its tasks bring solutions, which `RunTask.solve` can ask for
@@ -173,8 +173,8 @@ class Ask(_Message, tag="ask", kw_only=True):
     calls_tools: bool = True  # false: what looks like a tool call stays text
     only_counts: bool = False  # the reply has the prompt's ids, and no turn is sampled
     example: dict[str, Any] | None = None  # a client plays it, and the reply comes when it has ended
-    has_reward: bool = False  # the environment scores that rollout where the client does not
-    trace: str = ""  # the agent run that asks, where a rollout has several
+    has_reward: bool = False  # the environment scores that rollout if the client does not
+    trace: str = ""  # the agent run that asks, if a rollout has several
 
 
 class GaveUp(_Message, tag="gave_up", kw_only=True):
@@ -261,8 +261,9 @@ def decode(line: bytes) -> FromWorker:
     """Decode one line. A malformed message about a rollout becomes that rollout's Error. Raises: Garbage."""
     try:
         return _checked(_DECODER.decode(line), is_flat=line.count(b"{") + line.count(b"[") <= DEEPEST)
-    except Exception as error:  # whatever bytes can make a decoder raise: RecursionError, UnicodeDecodeError, ...
+    except Exception as error:  # all that a decoder may raise for bad bytes: RecursionError, UnicodeDecodeError, ...
         words = f"{type(error).__name__}: {error}"
+        # the beginning names the rollout, so only that one fails and the worker lives on
         if found := TASK.match(line):
             task, words = found[1].decode(errors="replace"), f"The worker's answer cannot be used: {words}"
             return Error(task=task, stage="rollout", error=words, traceback="")
@@ -271,10 +272,12 @@ def decode(line: bytes) -> FromWorker:
 
 
 def _checked(message: FromWorker, *, is_flat: bool) -> FromWorker:
-    """
+    """Return a decoded message, if what it holds can be used.
+
     Args:
         is_flat: the whole message has too few lists and objects to be nested too deep.
     """
+    # fields that take any JSON are checked here, as encoders and templates would fail on them later
     if isinstance(message, Ask):
         for each in message.messages:
             _check_chat_message(each)
@@ -283,6 +286,7 @@ def _checked(message: FromWorker, *, is_flat: bool) -> FromWorker:
     if isinstance(message, Done):
         if not is_flat:
             _check_depth(message.prompt, message.completion, message.info, message.columns)
+        # one reward that is far too large would spoil the whole batch, see `LARGEST_REWARD`
         of_runs = [run.reward for run in message.runs]
         check_rewards((message.reward, *of_runs, *chain.from_iterable(message.turn_rewards)))
         if wrong := [run.agent for run in message.runs if AGENT_NAME.fullmatch(run.agent) is None]:
@@ -293,7 +297,7 @@ def _checked(message: FromWorker, *, is_flat: bool) -> FromWorker:
 
 
 def check_rewards(rewards: Iterable[float]) -> None:
-    """Raises: ValueError where one is too large."""
+    """Raises: ValueError if one is too large."""
     for reward in rewards:
         if not abs(reward) <= LARGEST_REWARD:
             raise ValueError(f"a reward of {reward:g}, expected at most {LARGEST_REWARD:g} of either sign")
@@ -324,6 +328,7 @@ def _is_call(call: Any) -> bool:
 
 
 def _check_depth(*values: Any) -> None:
+    # level by level, as a recursive check would reach the limit that it is to protect
     level = [value for value in values if isinstance(value, list | dict)]
     for _ in range(DEEPEST):
         if not level:
@@ -339,7 +344,7 @@ class Connection(asyncio.Protocol):
     """The orchestrator's end of the socket pair to one worker process.
 
     It takes a few messages in each iteration of the event loop: each one wakes a rollout, and all that come at once
-    would keep everything else waiting. It is closed where the worker sends bytes that are no message, which it reports
+    would keep everything else waiting. It is closed if the worker sends bytes that are no message, which it reports
     first.
     """
 
@@ -360,6 +365,7 @@ class Connection(asyncio.Protocol):
             lines[0] = bytes(self._partial) + lines[0]
             self._partial.clear()
         self._partial += rest
+        # lines that are left from before mean that `_take` is scheduled already
         is_taking = bool(self._lines)
         self._lines += lines
         if not is_taking:
@@ -385,6 +391,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
+        # what the worker sent before it ended still counts
         while self._lines:
             self._take()
         self.closed.set()
@@ -392,7 +399,7 @@ class Connection(asyncio.Protocol):
             self.answer.set_exception(PeerDied("The worker hung up before it had loaded the environment."))
 
     def send(self, message: ToWorker) -> None:
-        if self._transport is not None:  # else the worker is dead, and `wait_for_death` fails its rollouts
+        if self._transport is not None:  # None once the worker is dead: `wait_for_death` fails its rollouts
             self._transport.write(encode(message))
 
     def close(self) -> None:

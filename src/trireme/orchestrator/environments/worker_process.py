@@ -31,7 +31,7 @@ log = get_logger("environments")
 WORKER = Path(__file__).parent / "worker"
 LOAD_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 5.0
-EXIT_TIMEOUT_S = 1.0  # of a worker that has hung up
+EXIT_TIMEOUT_S = 1.0  # time to exit for a worker that has hung up
 REAP_TIMEOUT_S = 30.0
 EXAMPLES_NAMED = 8  # in the log, of those that were under way when a worker died
 
@@ -67,8 +67,8 @@ class EnvironmentWorker:
     load_timeout_s: float
     keep_python_path: bool
     max_memory_gib: float | None
-    inherit: tuple[str, ...] | None  # variables that it gets beside `SYSTEM`; all if None
-    counts: Counter[str]  # of reasons that it was killed for
+    inherit: tuple[str, ...] | None  # variables that it gets in addition to `SYSTEM`; all if None
+    counts: Counter[str]  # the environment's failures; kills of this worker are added by their reason
 
     def __post_init__(self) -> None:
         self.is_ready = False
@@ -108,6 +108,7 @@ class EnvironmentWorker:
         answer: asyncio.Future[Ready | Failed] = asyncio.get_running_loop().create_future()
         await self._spawn(answer)
         self._send(self.load)
+
         try:
             async with asyncio.timeout(self.load_timeout_s):
                 loaded = await answer
@@ -116,21 +117,24 @@ class EnvironmentWorker:
             raise self._load_error(f"was not loaded after {self.load_timeout_s:.0f} s") from error
         except PeerDied as error:
             await self._end(timeout_s=EXIT_TIMEOUT_S)
+            # a signal from outside, the kernel's when memory runs out for example, says nothing about the environment
             if self._process is not None and self._process.returncode in (-signal.SIGKILL, -signal.SIGTERM):
                 raise PeerDied(f"Environment worker {self.name} {self._how_it_ended()} while it loaded.") from error
             raise self._load_error(f"ended its worker while it was loaded: it {self._how_it_ended()}") from error
+
         if isinstance(loaded, Failed):
             await self._end(timeout_s=EXIT_TIMEOUT_S)
             raise self._load_error(f"could not be loaded: {loaded.error}", loaded.traceback.splitlines())
         if excess := await self._excess_memory():  # it would be killed before its first rollout
             await self._end()
             raise self._load_error(f"{excess} as soon as it is loaded")
+
         self.is_ready, self.silent_s = True, 0.0
         self._scores_groups = loaded.group_rewards
         return loaded
 
     async def run(self, rollout: OpenRollout) -> Done:
-        """Run and score one rollout. Raises: RolloutFailed; WorkerDied where the process ended first."""
+        """Run and score one rollout. Raises: RolloutFailed; WorkerDied if the process ended first."""
         task = rollout.task
         assert self.is_ready, f"run({task.task}) on worker {self.name}, which is not ready"
         on_wire = f"{task.task}.{self._num_issued}"  # late messages of a cancelled attempt are ignored
@@ -142,11 +146,12 @@ class EnvironmentWorker:
         try:
             return await rollout.follow(self._send)
         except BaseException:
-            self._send(wire.Cancel(task=on_wire))  # ignored where the rollout is over, or the worker has died
+            self._send(wire.Cancel(task=on_wire))  # ignored if the rollout is over, or the worker has died
             raise
         finally:
             del self._rollouts[on_wire]
-            self._deliver_scores(task.group)  # of others, whom its failure or its cancellation would hold up
+            # its failure or cancellation must not hold up the scores of the others
+            self._deliver_scores(task.group)
             self._extend_group_timeouts(task)
 
     def _extend_group_timeouts(self, task: RunTask) -> None:
@@ -165,6 +170,7 @@ class EnvironmentWorker:
             if self.is_ready:
                 self._send(wire.Ping())
             await asyncio.sleep(every_s)
+            # a long pause of this process itself counts as no more than two looks
             self.silent_s += min(time.monotonic() - began, 2 * every_s)
             if self.is_ready and self.silent_s >= limit_s:
                 self._mark_unhealthy(f"has not answered anything for {self.silent_s:.0f} s (`rollout_timeout_s`)")
@@ -172,10 +178,11 @@ class EnvironmentWorker:
                 self._mark_unhealthy(excess, count="memory")
 
     async def _excess_memory(self) -> str:
-        """Return in words how far it is above its limit; an empty text where it is not, or has none."""
+        """Return in words how far it is above its limit; an empty text if it is not, or has none."""
         if self.max_memory_gib is None or (pid := self.pid) is None:
             return ""
         held = await asyncio.to_thread(resident_gib, pid)
+        # the process may have been restarted while the memory of the old one was summed up
         if held <= self.max_memory_gib or pid != self.pid:
             return ""
         return f"holds {held:.2f} GiB of memory, {self.max_memory_gib:g} are allowed (`max_memory_gib`)"
@@ -216,12 +223,16 @@ class EnvironmentWorker:
         self._fail_rollouts(f"Environment worker {self.name} was closed.")
 
     async def _spawn(self, answer: asyncio.Future[Ready | Failed]) -> None:
+        # the environment's interpreter has packages of its own, and its code must not see the run's token
         unwanted = {"VIRTUAL_ENV", "PYTHONHOME", "PYTHONSAFEPATH", TOKEN}
         unwanted |= set() if self.keep_python_path else {"PYTHONPATH"}
         variables = {name: value for name, value in os.environ.items() if name not in unwanted}
         if self.inherit is not None:
             variables = {name: variables[name] for name in variables if name in self.inherit or SYSTEM.fullmatch(name)}
+        # a fixed hash seed gives sets the same order in each worker, so that examples are the same
         variables |= {"PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+
+        # a socket pair instead of stdin and stdout, which environments print to
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -235,6 +246,7 @@ class EnvironmentWorker:
         except BaseException:
             ours.close()  # a worker that was started after all exits when it sees this
             raise
+
         self._is_running = True
         connection = Connection(self._receive, lambda what: self._mark_unhealthy(what, count="garbage"), answer)
         await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=ours)
@@ -245,15 +257,19 @@ class EnvironmentWorker:
             self._connection.send(message)
 
     def _receive(self, message: wire.AboutRollout | wire.Pong) -> None:
-        """Raises: Garbage where it is about a rollout that this worker never had."""
+        """Pass a message on to its rollout. Raises: Garbage if it is about one that this worker never had."""
         self.silent_s = 0.0
         if isinstance(message, wire.Pong):
             return
+
         if isinstance(message, Done):
             self._reach("environment.scored")
+
         if rollout := self._rollouts.get(message.task):
+            # any end counts as work done, a failure too: the worker lives
             self.num_settled += not isinstance(message, wire.Ask | wire.GaveUp | Held)
             message.task, group = rollout.task.task, rollout.task.group
+            # scores of a group are delivered together: should the worker die in between, the whole group runs again
             if isinstance(message, Done) and self._scores_groups and group:
                 scored = self._scored.setdefault(group, [])
                 scored.append((rollout, message))
@@ -264,8 +280,10 @@ class EnvironmentWorker:
             if isinstance(message, Held):
                 self._extend_group_timeouts(rollout.task)
             return
+
+        # late messages of a rollout that was cancelled are expected; a number that was never issued is not
         serial = message.task.rpartition(".")[2]
-        if not (serial.isdecimal() and int(serial[:20]) < self._num_issued):  # else it was cancelled
+        if not (serial.isdecimal() and int(serial[:20]) < self._num_issued):
             raise wire.Garbage(f"sent a message about a rollout that it never had, {message.task[:80]!r}")
 
     def _deliver_scores(self, group: str) -> None:
@@ -329,7 +347,7 @@ class EnvironmentWorker:
 
 
 def resident_gib(pid: int) -> float:
-    """Return the memory of a process and all its descendants; 0 where it has ended.
+    """Return the memory of a process and all its descendants; 0 if it has ended.
 
     Pages that several of them share are counted once (PSS), so that forking costs nothing.
     """
@@ -342,6 +360,7 @@ def resident_gib(pid: int) -> float:
 
 def kill_family(leader: int) -> None:
     """Kill a process group, and descendants of its leader that made a group of their own."""
+    # listed before the leader dies, as its orphans could not be found by their parents afterwards
     others = _with_descendants(leader)
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
