@@ -1,6 +1,6 @@
 """The harness of a v1 environment that brings none: asks the model in this process, and starts no program for it.
 
-A plugin of verifiers, found by this module's name. Where a task has tools, verifiers' own chat program (`null`) runs
+A plugin of verifiers, found by this module's name. If a task has tools, verifiers' own chat program (`null`) runs
 them; it needs `uv`, and an installation of its own which uv caches.
 """
 
@@ -22,7 +22,7 @@ class ChatHarness(NullHarness, vf.Harness[ChatHarnessConfig]):
     """Asks for one answer to the conversation so far; the caller drives the conversation."""
 
     async def setup(self, runtime: vf.Runtime) -> None:
-        """Nothing: verifiers' program is only prepared where it is used."""
+        """Do nothing: verifiers' own program is prepared only if it is used."""
 
     async def launch(
         self,
@@ -39,6 +39,7 @@ class ChatHarness(NullHarness, vf.Harness[ChatHarnessConfig]):
             return await super().launch(
                 ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url=tool_interception_url
             )
+
         system, prompt = self.resolve_prompt(data)
         said = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else prompt or []
         messages = [*([vf.SystemMessage(content=system)] if system else []), *said]
@@ -47,6 +48,8 @@ class ChatHarness(NullHarness, vf.Harness[ChatHarnessConfig]):
             answer = await client.post(
                 f"{endpoint}/chat/completions", json=request, headers={"Authorization": f"Bearer {secret}"}
             )
-        is_full = trace.num_turns > 0 and FULL in answer.text  # of a conversation that did begin: that is its end
+
+        # a conversation that has begun ends well once it no longer fits; a first prompt that does not fit is an error
+        is_full = trace.num_turns > 0 and FULL in answer.text
         failed = answer.is_error and not is_full
         return vf.ProgramResult(exit_code=int(failed), stdout="", stderr=answer.text if failed else "")

@@ -33,6 +33,7 @@ class Groups:
 
         Raises: RewardError, for every member alike.
         """
+        # a member that was run again too late has no others to be compared with
         if group in self._scored:
             raise RewardError(
                 f"Its group {group!r} was scored without it - expected all {size} rollouts of a group to be scored "
@@ -51,6 +52,7 @@ class Groups:
         try:
             return await member.result
         finally:
+            # a member that failed or was cancelled leaves its place to its next attempt
             if member in members:
                 members.remove(member)
             if not members and self._waiting.get(group) is members:
@@ -59,7 +61,7 @@ class Groups:
     async def _score_all(self, group: str, members: "list[_Member]") -> None:
         try:
             results = await self._score([member.played for member in members])
-        except BaseException as error:  # where it was cancelled, no member waits
+        except BaseException as error:  # if the scoring was cancelled, no member waits
             # an error per member: one that is raised in sixteen places would have the traceback of all of them
             for member in (each for each in members if not each.result.done()):
                 failure = RewardError()

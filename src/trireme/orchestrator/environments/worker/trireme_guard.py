@@ -37,7 +37,7 @@ def end_with(orchestrator: socket.socket) -> None:
 
 
 def restore_signals() -> None:
-    """Takes SIGTERM and SIGINT back: verifiers' handlers raise SystemExit inside of whatever is running."""
+    """Takes SIGTERM and SIGINT back: verifiers' handlers raise SystemExit in the middle of any code."""
     signal.signal(signal.SIGTERM, lambda number, frame: end_now())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the orchestrator, which then stops us in order
 
@@ -61,6 +61,7 @@ def _descendants(root: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", encoding="latin-1") as stat:
+            # the name of a process may hold blanks and brackets, so fields are counted after the last bracket
             parent = int(stat.read().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(name))
     found = [root]

@@ -19,9 +19,10 @@ IMPORTS_V0 = re.compile(r"^\s*(?:import|from)\s+verifiers\b(?!\.v1)", re.MULTILI
 
 
 def load_adapter(kind: str, module: str, *, args: dict, agent: dict | None = None) -> Adapter:
-    """
+    """Import an environment's code and return the adapter that runs it.
+
     Args:
-        kind: of its source, as `Load` has it: a folder of the working directory may have the name of a module.
+        kind: the kind of its source, as `Load` has it: a folder of the working directory may have the name of a module.
         agent: the program that plays the rollouts, as the table `[orchestrator.env.agent]` describes it.
     """
     if kind == "tasks":
@@ -33,17 +34,20 @@ def load_adapter(kind: str, module: str, *, args: dict, agent: dict | None = Non
         from trireme_harbor import HarborAdapter
 
         return HarborAdapter(module, versions=_versions(), agent=agent, **args)
+
     try:
         with quick_imports():
             imported = _import_file(module) if kind == "file" else importlib.import_module(module)
-        # by what it exports; one that has `load_environment` too is treated as v0, where there is one
+        # decided by its exports; with `load_environment` too it is treated as v0, if the installed verifiers has that
         is_v1 = _exports(imported, "Taskset", "Env")
         makes_one = hasattr(imported, "load_environment") and not (is_v1 and _verifiers_version() >= (0, 4))
         source, left = (imported.load_environment(**args), {}) if makes_one else (imported, args)
     except (ImportError, AttributeError) as error:
+        # an import that fails may only show that another version of verifiers is installed
         if words := _wrong_version(kind, module, error):
             raise TypeError(words) from error
         raise
+
     is_v1 = is_v1 and not makes_one
     if agent is None and not is_v1 and _exports(imported, "Harness"):
         raise TypeError(
@@ -51,6 +55,8 @@ def load_adapter(kind: str, module: str, *, args: dict, agent: dict | None = Non
             "give the name of one as `id`, and the harness in its `args`: "
             f'{{ agent = {{ harness = {{ id = "{module}" }} }} }}.'
         )
+
+    # verifiers environments play their rollouts themselves, so no agent program can take their place
     base = getattr(sys.modules.get("verifiers"), "Environment", None)  # gone since 0.4
     is_v0 = base is not None and isinstance(source, base)
     if agent is not None and (is_v0 or is_v1):
@@ -58,7 +64,7 @@ def load_adapter(kind: str, module: str, *, args: dict, agent: dict | None = Non
             f"{module} is a verifiers environment, which plays its rollouts itself - expected a plain one, with "
             "`dataset` and `reward` - remove `agent`, or write the reward as a function."
         )
-    # each is imported where it is used: verifiers alone costs seconds
+    # each adapter is imported only when it is needed: verifiers alone costs seconds
     if agent is not None and agent["external"]:
         from trireme_client import ClientAdapter
 
@@ -67,6 +73,7 @@ def load_adapter(kind: str, module: str, *, args: dict, agent: dict | None = Non
         from trireme_agent import AgentAdapter
 
         return AgentAdapter(source, args=left, versions=_versions(module), agent=agent)
+
     versions = _versions(module, "verifiers")
     if is_v0:
         if words := _wrong_version(kind, module):
@@ -76,6 +83,7 @@ def load_adapter(kind: str, module: str, *, args: dict, agent: dict | None = Non
         return VerifiersAdapter(source, versions=versions)
     if not is_v1:
         return PlainAdapter(source, args=left, versions=_versions(module))
+
     if () < _verifiers_version() < (0, 4):
         raise TypeError(
             f"{module} exports a verifiers v1 environment, and verifiers {versions['verifiers']} is installed - "
@@ -98,7 +106,7 @@ def quick_imports() -> Iterator[None]:
 
 
 def _wrong_version(kind: str, module: str, error: Exception | None = None) -> str:
-    """Return in a sentence that the code needs another version of verifiers; nothing where it has the right one.
+    """Return in a sentence that the code needs another version of verifiers; nothing if it has the right one.
 
     uv chooses the version for a package. A file, or an installed package, finds that of Trireme's own environment.
     """
@@ -127,7 +135,7 @@ def _code_of(kind: str, module: str) -> str:
 
 
 def _verifiers_version() -> tuple[int, ...]:
-    """Return the numbers of the installed version, such as (0, 2, 0); none where verifiers is not installed."""
+    """Return the numbers of the installed version, such as (0, 2, 0); none if verifiers is not installed."""
     return tuple(map(int, re.findall(r"\d+", _versions("verifiers").get("verifiers", ""))[:3]))
 
 
@@ -163,7 +171,7 @@ def folder_of(kind: str, module: str) -> Path:
 def _versions(*packages: str) -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for package in packages:
-        # of a file, or a module inside a package, there is none
+        # a file, or a module inside a package, has no version
         with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
             versions[package] = importlib.metadata.version(package)
     return versions

@@ -19,9 +19,9 @@ ALLOWED = "expected data:image/...;base64,..., or the path of a picture in the e
 
 
 def content_of(content: Any, *, number: int) -> str | list[dict] | None:
-    """Return the content of the `number`th message as text, or as text and pictures where it has any.
+    """Return the content of the `number`th message as text, or as text and pictures if it has any.
 
-    Raises: ValueError where it has parts of another kind.
+    Raises: ValueError if it has parts of another kind.
     """
     if content is None or isinstance(content, str):
         return content
@@ -94,9 +94,10 @@ def _data_uri(url: str, folder: Path, most: int) -> str:
 
 
 def _allowed_file(url: str, folder: Path) -> Path:
-    """Raises: ValueError where it is no picture of the folder, links resolved."""
+    """Return the path of a picture. Raises: ValueError if it is none of the folder, links resolved."""
     address, folder = urlsplit(url), folder.resolve()
     is_path = address.scheme in ("", "file") and not address.netloc
+    # an absolute path replaces the folder, and links and `..` are resolved, so the check below sees the real file
     path = (folder / (unquote(address.path) if address.scheme else url)).resolve()
     if not is_path or not path.is_relative_to(folder) or path.suffix.lower() not in TYPES:
         raise ValueError(

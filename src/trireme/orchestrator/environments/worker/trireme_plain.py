@@ -21,7 +21,7 @@ Rewards that compare the rollouts of one example take `completions` (and `conver
         return [float(len(completion) == shortest) for completion in completions]
 
 More than one turn: `respond` is called after each turn of the model, with the same names, and returns what is said next
-(text, or messages), or None where the rollout is over. It may be async. `example` is the rollout's own copy, so notes
+(text, or messages), or None if the rollout is over. It may be async. `example` is the rollout's own copy, so notes
 may be kept in it, and `reward` finds them there:
 
     def respond(completion, example):
@@ -67,7 +67,7 @@ class Played:
 
     @property
     def completion(self) -> str:
-        """The model's last message. The environment's may follow it, where the conversation no longer fits."""
+        """The model's last message. The environment's may follow it, if the conversation no longer fits."""
         said = self.messages[self.num_prompt :]
         return next((message["content"] or "" for message in reversed(said) if message["role"] == "assistant"), "")
 
@@ -85,18 +85,23 @@ class PlainAdapter(Adapter):
         self.train = read_examples(_member(source, "dataset"), args=args, name=f"dataset of {self.name}")
         evaluation = _member(source, "eval_dataset", required=False)
         self.eval = read_examples(evaluation, args=_accepted(evaluation, args), name=f"eval_dataset of {self.name}")
+
         self._reward = _member(source, "reward", required=self.needs_reward)
         self._respond = _member(source, "respond", required=False)
         self.group_rewards = bool(self._reward) and "completions" in inspect.signature(self._reward).parameters
+        # an agent program or client has the conversation to itself, and its rollouts end one by one
         if self.player and (self._respond is not None or self.group_rewards):
             raise TypeError(
                 f"{self.name} has `respond`, or a reward that compares rollouts - expected `dataset` and `reward` "
                 f"alone, as {self.player} takes the turns - remove it, or remove `agent`."
             )
+
+        # a parameter that no example can fill would fail in every rollout, so functions are checked now
         known = {"answer", "completion", "messages", "example", *self.offered}
         fields = set((self.train or self.eval or [{}])[0]) | known
         if self._respond is not None:
             _check_parameters(self._respond, fields)
+        # a group's reward gets lists in place of one rollout's conversation
         if self.group_rewards:
             fields = fields - {"completion", "messages", "example"} | {"completions", "conversations", "examples"}
         if self._reward is not None:
@@ -107,6 +112,7 @@ class PlainAdapter(Adapter):
         index = request["index"]
         # without an evaluation set, evaluation reads the training set, as in verifiers
         examples = self.eval if request["split"] == "eval" and self.eval else self.train
+        # a copy: `respond` and `reward` may keep notes in it, which are for this rollout alone
         example = copy.deepcopy(dict(examples[index]))
         return example, index, to_messages(example["prompt"])
 
@@ -117,14 +123,18 @@ class PlainAdapter(Adapter):
             try:
                 reply = await ask(list(played.messages), tools=None, sampling=request["sampling"])
             except OverlongPrompt:
+                # without any turn there is nothing to score; later, the conversation ends here and counts
                 if num_turns == 1:
                     raise
                 played.stop, played.truncated = "prompt_too_long", True
                 break
+
             message = {"role": "assistant", "content": reply.get("content") or ""}
             if reply.get("reasoning"):
                 message["reasoning_content"] = reply["reasoning"]
             played.messages.append(message)
+
+            # the limits of tokens and turns come first, as after them the environment is asked for nothing
             played.stop = reply.get("finish_reason")
             played.truncated = played.stop == "length"
             if played.truncated or self._respond is None:
@@ -132,6 +142,7 @@ class PlainAdapter(Adapter):
             if num_turns == request.get("max_turns"):
                 played.stop = "max_turns_reached"
                 break
+
             if (said := await _call(self._respond, self.offer(played))) is None:
                 played.stop = "ended_by_environment"
                 break
@@ -142,6 +153,7 @@ class PlainAdapter(Adapter):
         name = _callable_name(self._reward)
         try:
             if self.group_rewards:
+                # fields of the example are those of the first rollout, as all of a group have the same one
                 offered = {
                     "answer": None,
                     **played[0].example,
@@ -157,6 +169,7 @@ class PlainAdapter(Adapter):
             ]
         except (RewardError, asyncio.CancelledError):
             raise
+        # `exit()` in a reward function too costs this rollout, not the worker
         except BaseException as error:
             raise RewardError from error
 
@@ -228,6 +241,7 @@ def read_examples(source: Any, *, args: dict, name: str) -> list[Example]:
                 f"Example {number} of {name} is {example!r:.120} - expected a dict with a `prompt` (text or chat "
                 "messages) and usually an `answer` - name its fields so."
             )
+        # a malformed prompt is found when the environment is loaded, not when a rollout begins
         to_messages(example["prompt"])
     return examples
 

@@ -23,7 +23,7 @@ class Ask(Protocol):
 
 
 class Adapter(ABC):
-    """One loaded environment, whatever it was written for."""
+    """One loaded environment of any kind."""
 
     group_rewards = False  # its rewards compare rollouts of one example: `score` wants a whole group
     uses_gateway = False  # its agents ask the policy through the gateway, not with `ask`
@@ -52,14 +52,14 @@ class Adapter(ABC):
 
     @abstractmethod
     async def score(self, played: list[Any]) -> list[dict]:
-        """Return the fields of the `done` message for each of a group, or of the one rollout where rewards compare
+        """Return the fields of the `done` message for each of a group, or of the one rollout if rewards compare
         nothing.
 
         Raises: RewardError, for all of them.
         """
 
     async def dispose(self, played: Any) -> None:
-        """Clean up after the scoring, or where there was none."""
+        """Clean up after the scoring, or if there was none."""
 
 
 class OverlongPrompt(Exception):
@@ -82,12 +82,13 @@ class RewardError(Exception):
 
 
 def checked_number(value: object, *, name: str) -> float:
-    """Return the value as a finite float. Text is refused even where `float` would read it."""
+    """Return the value as a finite float. Text is refused even if `float` would read it."""
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         raise RewardError(
             f"Reward function `{name}` returned {_short(value)}, a {type(value).__name__} - expected a finite number - "
             f"return a float from `{name}`."
         )
+    # an infinite reward or NaN would spoil the advantages of the whole group
     number = float(value)
     if not math.isfinite(number):
         raise RewardError(
@@ -120,7 +121,7 @@ def checked_scores(value: object, *, name: str) -> dict[str, Any]:
 
 
 def usable_metrics(metrics: Mapping) -> dict[str, Any]:
-    """Return the fields `metrics` and `left_out` of a `done` message: a metric costs no rollout, whatever it is.
+    """Return the fields `metrics` and `left_out` of a `done` message: no metric costs a rollout, number or not.
 
     Example:
         usable_metrics({"length": 7, "time": None})  # {"metrics": {"length": 7.0}, "left_out": {"time": "None"}}
@@ -131,13 +132,14 @@ def usable_metrics(metrics: Mapping) -> dict[str, Any]:
         try:
             numbers[name] = checked_number(value, name=name)
         except Exception:
+            # a large value, such as a tensor, is described by its type alone
             is_short = isinstance(value, str | float | None)
             left_out[name] = _short(value) if is_short else f"a {type(value).__name__}"
     return {"metrics": numbers, "left_out": left_out}
 
 
 def checked_turns(rewards: Any, *, name: str) -> list[list[float]]:
-    """One list per turn: of one number for the whole turn, of one per token, or empty where it has no reward."""
+    """Return a list per turn: of one number for the whole turn, of one per token, or empty if it has no reward."""
     if rewards is None:
         return []
     if not _is_list(rewards):
@@ -151,6 +153,7 @@ def checked_turns(rewards: Any, *, name: str) -> list[list[float]]:
 
 def checked_group(values: Any, *, size: int, name: str) -> list[Any]:
     """Return the values of a reward function of a whole group, one per rollout, each still to be checked."""
+    # a NumPy array or a tensor is as good as a list
     values = values.tolist() if hasattr(values, "tolist") else values
     if not _is_list(values) or len(values) != size:
         what = f"{len(values)} values" if _is_list(values) else f"{_short(values)}, a {type(values).__name__}"

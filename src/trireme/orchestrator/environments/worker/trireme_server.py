@@ -31,11 +31,9 @@ class Server:
 
     @classmethod
     def load(cls, request: Message) -> tuple["Server | None", Message]:
-        """Return the server and the `ready` message, or no server and the `failed` message.
-
-        All workers of an environment set the same random seed before they load it: example 17 must be the same one in
-        each of them, and after a restart, even if the environment draws its examples without a seed of its own.
-        """
+        """Return the server and the `ready` message, or no server and the `failed` message."""
+        # the same seed in all workers and after a restart: example 17 must be the same one in each of them, even if the
+        # environment draws its examples without a seed of its own
         seed = request.get("seed", 0)
         random.seed(seed)
         try:
@@ -62,6 +60,7 @@ class Server:
                 self._wire.send(_failed(error))
                 return
             self._wire.send(first)
+            # messages that came with the first one, before there was an event loop
             if unread:
                 self._wire.data_received(unread)
             await self._stopped.wait()
@@ -124,12 +123,14 @@ class Server:
         self._num_calls += 1
         call = str(self._num_calls)
         messages = with_pictures(messages, self._adapter.folder)
+
         answered = self._turns[call] = asyncio.get_running_loop().create_future()
         question = {"messages": messages, "tools": tools, "sampling": sampling, **more}
         self._wire.send({"type": "ask", "task": task, "call": call, **question})
         try:
             reply = await answered
-        except asyncio.CancelledError:  # by the environment; where by the orchestrator, it ignores the message
+        except asyncio.CancelledError:
+            # cancelled by the environment; an orchestrator that cancelled the rollout itself ignores the message
             self._wire.send({"type": "gave_up", "task": task, "call": call})
             raise
         finally:
@@ -151,6 +152,7 @@ def _describe(error: BaseException) -> str:
     """
     chain: list[BaseException] = []
     cause: BaseException | None = error
+    # bounded, as causes may form a circle
     while cause is not None and len(chain) < 5:
         chain.append(cause)
         cause = cause.__cause__
@@ -160,7 +162,7 @@ def _describe(error: BaseException) -> str:
 def _message_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # of an environment's own `__str__`
+    except Exception:  # an environment's own `__str__` may fail
         return ""
 
 
@@ -170,7 +172,7 @@ def _traceback(error: BaseException) -> str:
 
 
 def columns_of(adapter: Any, played: Any, names: list[str]) -> dict:
-    """Return fields of the `done` message: `columns`, and `state_keys` where one that was asked for does not exist.
+    """Return fields of the `done` message: `columns`, and `state_keys` if one that was asked for does not exist.
 
     Example:
         columns_of(adapter, played, ["guesses", "gone"])  # {"columns": {"guesses": 3}, "state_keys": ["answer", ...]}

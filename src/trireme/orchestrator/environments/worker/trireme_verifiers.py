@@ -58,6 +58,7 @@ class VerifiersAdapter(Adapter):
         self._rubrics = [rubric for member in members for rubric in _tree(member.rubric, "rubrics")]
         for owner in (*members, *self._rubrics):
             remember_signatures(owner)
+
         self.group_rewards = any(rubric.has_group_rewards for rubric in self._rubrics)
         self.train = environment.build_dataset()
         self.eval = environment.build_eval_dataset()
@@ -72,6 +73,7 @@ class VerifiersAdapter(Adapter):
         sampling = {**own, **given}
         row = self._row(request["split"], request["index"])
         state = await self._environment.rollout(row, client, "policy", sampling)
+        # verifiers reports the error in the state instead of raising it
         if state.get("error") is not None:
             await self._environment.rubric.cleanup(state)
             raise state["error"]
@@ -85,6 +87,7 @@ class VerifiersAdapter(Adapter):
         states = [one.state for one in played]
         scoring = Scoring(states)
         rubric, scores = self._environment.rubric, self._environment.score_rollouts
+        # an environment may switch scoring off; the dummies fill in the fields of the state all the same
         if self.group_rewards:
             await scoring.run((rubric.score_group if scores else rubric.dummy_score_group)(states))
         else:
@@ -103,7 +106,7 @@ class VerifiersAdapter(Adapter):
 class AskingClient(vf.Client):
     """The policy, as verifiers sees it: prompt and response are the orchestrator's `ask` and `reply`.
 
-    One per rollout. Token ids and logprobs are filled in for environments that read them; no one trains on these.
+    One per rollout. Token ids and logprobs are filled in for environments that read them; they are not trained on.
     """
 
     def __init__(self, ask: Ask, *, max_turns: int | None, replaced: dict | None = None) -> None:
@@ -112,7 +115,7 @@ class AskingClient(vf.Client):
         self._max_turns = max_turns
         self._num_asked = 0
         self.reached_max_turns = False
-        self.place_of: dict[str, int] = {}  # of a response, by its id, among all that was asked
+        self.place_of: dict[str, int] = {}  # place of each response among all that was asked for, keyed by its id
 
     def setup_client(self, config: Any) -> Any:
         raise TypeError(
@@ -136,6 +139,8 @@ class AskingClient(vf.Client):
             # end a rollout early and still score it.
             self.reached_max_turns = True
             raise vf.OverlongPromptError(f"the run allows {self._max_turns} turns")
+
+        # the place is taken before the answer comes, as turns may be asked for in parallel
         place = self._num_asked
         self._num_asked += 1
         try:
@@ -159,7 +164,7 @@ class AskingClient(vf.Client):
 
 
 def to_chat(messages: Any) -> list[dict]:
-    """verifiers' messages (or dicts, or text) as OpenAI chat messages; `to_response` goes the other way."""
+    """Return verifiers' messages (or dicts, or text) as OpenAI chat messages; `to_response` is the other direction."""
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
     fields = [each if isinstance(each, dict) else each.model_dump(exclude_none=True) for each in messages or []]
@@ -222,7 +227,7 @@ def _result(played: Played, scoring: "Scoring") -> dict:
 
 
 def _metrics(metrics: dict, unusable: dict[str, str]) -> dict:
-    """Return the fields `metrics` and `left_out`, where functions of weight 0 gave no number or failed."""
+    """Return the fields `metrics` and `left_out`: functions of weight 0 that failed are left out."""
     fields = usable_metrics({name: value for name, value in metrics.items() if name not in unusable})
     return fields | {"left_out": fields["left_out"] | unusable}
 
@@ -251,6 +256,7 @@ def _turn_rewards(played: Played, scoring: "Scoring") -> list[list[float]]:
     for step in played.state["trajectory"]:
         place = played.client.place_of.get(getattr(step.get("response"), "id", ""))
         if scoring.is_own(step) and place is not None:
+            # turns without a reward get an empty list, so that places count from the first turn
             rewards += [[] for _ in range(place + 1 - len(rewards))]
             rewards[place] = [checked_number(step["reward"], name="reward of a step of the trajectory")]
     return rewards
@@ -275,7 +281,7 @@ def remember_signatures(owner: Any) -> None:
             function.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
 
 
-# scoring by rubrics, without what they hide: each reward function is wrapped where the rubric lists it
+# scoring by rubrics, without what they hide: each reward function is wrapped in the rubric's own list
 
 LONGEST_REASON = 200  # characters
 
@@ -339,7 +345,7 @@ def watch(rubric: Any) -> None:
 def _watched(function: Callable, name: str, rubric: Any) -> Callable:
     """Wrap a reward function (verifiers reads its signature and name) so that failures are recorded.
 
-    One of weight 0 is a metric: it costs no rollout, and is left out of the metrics of those where it fails.
+    One of weight 0 is a metric: it costs no rollout, and is left out of the metrics of the rollouts in which it fails.
     """
     scores_group = rubric._is_group_func(function)
     signature = inspect.signature(function)
@@ -368,13 +374,14 @@ def _watched(function: Callable, name: str, rubric: Any) -> Callable:
         except (Exception, SystemExit) as error:
             if scoring is None:
                 raise
+            # weights are looked up now, as environments may change them after the wrapping
             if dict(zip(map(id, rubric.funcs), rubric.weights, strict=False)).get(id(watched)) == 0:
                 scoring.leave_out(name, scored, f"{type(error).__name__}: {error}")
                 return [0.0] * len(scored) if scores_group else 0.0
             scoring.errors.append(error)
             raise
 
-    if not scores_group and not takes_state:  # verifiers tells it this way whose metric it is
+    if not scores_group and not takes_state:  # verifiers passes the state, which names the rollout of the metric
         asked = [*signature.parameters.values(), inspect.Parameter("state", inspect.Parameter.KEYWORD_ONLY)]
         signature = signature.replace(parameters=asked)
     watched.__signature__ = signature  # type: ignore[attr-defined]  # verifiers asks for it seven times per rollout

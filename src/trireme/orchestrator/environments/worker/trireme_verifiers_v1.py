@@ -28,7 +28,7 @@ FULL = ("context_length_exceeded", "prompt is too long")
 """Words in the gateway's refusal of a conversation that no longer fits into the model's context, by dialect."""
 
 
-ENDLESS = 2**31 - 1  # number of tasks that stands for endless ones, as in the orchestrator's `data/order.py`
+ENDLESS = 2**31 - 1  # number of tasks that means endless ones, as in the orchestrator's `data/order.py`
 
 KEPT_TASKS = 4096
 """Drawn tasks of an infinite taskset that are kept. An older one is drawn again, with all before it."""
@@ -81,8 +81,8 @@ class VerifiersV1Adapter(Adapter):
 class EndlessTasks:
     """The tasks of an infinite taskset by their place, drawn when they are asked for.
 
-    A task is the same one in each worker, and after a restart, also where the taskset draws from the module `random`:
-    drawing goes on from the state of `random` that the draw before has left.
+    A task is the same one in each worker, and after a restart, also if the taskset draws from the module `random`:
+    each draw starts from the state of `random` that the one before has left.
     """
 
     def __init__(self, taskset: vf.Taskset) -> None:
@@ -98,8 +98,10 @@ class EndlessTasks:
         return ENDLESS
 
     def __getitem__(self, place: int) -> vf.Task:
+        # a task that is kept no longer can only be drawn again from the beginning
         if place < self._num_drawn and place not in self._kept:
             self._begin()
+        # the state of `random` is swapped, as other code of the environment uses it between two draws
         outer = random.getstate()
         random.setstate(self._state)
         try:
@@ -118,13 +120,14 @@ class EndlessTasks:
 
 
 def _configured(module: str, args: dict) -> Any:
-    """The environment's configuration, as its own class reads it."""
+    """Return the environment's configuration, as its own class reads it."""
     fields = vf.env_config_type(module, args.get("id", "")).model_fields
     taskset = {name: value for name, value in args.items() if name not in fields}
     raw = {name: value for name, value in args.items() if name in fields}
     raw["taskset"] = {"id": module, **taskset, **raw.get("taskset", {})}
     config = vf.resolve_env_config(raw)
     for name, spec in agent_config_fields(config).items():
+        # a sandbox that is rented costs money, so only a user who names one gets it
         if "runtime" not in raw.get(name, {}) and isinstance(spec.runtime, vf.PrimeConfig):
             spec.runtime = vf.SubprocessConfig()
         if spec.harness is None and vf.default_harness_id(module) == "bash":
@@ -150,13 +153,14 @@ def _roles_of_the_policy(config: Any) -> list[str]:
 
 
 def _policy_traces(episode: Any, roles: list[str]) -> list[Any]:
-    """The runs of the policy's agents that are trained on.
+    """Return the runs of the policy's agents that are trained on.
 
-    Raises: what went wrong in the episode, RewardError where it was the scoring.
+    Raises: what went wrong in the episode; RewardError if it was the scoring.
     """
     if not episode.ok:
         for trace in episode.traces:
             if not trace.ok and trace.last_error is not None:
+                # scoring had begun, so the rollout itself went well
                 if trace.timing.scoring.start:
                     raise RewardError from _failure(trace.last_error)
                 raise _failure(trace.last_error)
@@ -182,12 +186,15 @@ class _EpisodeFailed(Exception):
 def _result(traces: list[Any], task: Any) -> dict:
     """Return the mean reward of several runs, means of metrics by agent, and the messages of the longest."""
     trace = max(traces, key=lambda each: each.num_turns)
+
+    # agents end their run when the gateway refuses an overlong conversation, so its words are the reason
     refusals = [each.calls[-1].error.message for each in traces if each.calls and each.calls[-1].error is not None]
     is_full = any(words in refusal for words in FULL for refusal in refusals)
-    # the last branch of the conversation, up to the first thing that the model said and from there on
+    # the last branch of the conversation, split before the first message of the model
     nodes = trace.branches[-1].nodes if trace.branches else []
     first = next((place for place, node in enumerate(nodes) if node.sampled), len(nodes))
     messages = [message_to_wire(node.message) for node in nodes]
+
     runs, of_runs = [], defaultdict(list)
     left_out: dict[str, str] = {}
     for each in traces:
@@ -203,10 +210,12 @@ def _result(traces: list[Any], task: Any) -> dict:
         total = sum(value.value for value in weighted.values())
         reward, agent = checked_number(total, name="(the sum of all)"), each.agent.name
         runs.append({"agent": agent, "trace": each.id, "reward": reward})
+        # with several agents, a metric's name begins with the agent that it is of
         if len(traces) > 1:
             metrics = {f"{agent}/{name}": value for name, value in (metrics | {"reward": reward}).items()}
         for name, value in metrics.items():
             of_runs[name].append(value)
+
     answer = getattr(task.data, "answer", None)
     return {
         "reward": sum(run["reward"] for run in runs) / len(runs),

@@ -3,7 +3,7 @@
 The program runs in a private folder, with the policy's address and a key in its environment variables. When it has
 ended, `reward` is called with what it has parameters for: in addition to those of any plain environment, `read_file`
 (which returns the text of a file that the program has written, or None), `folder` (where the program ran), `exit_code`
-(None where it took too long) and `output` (the end of what it printed).
+(None if it took too long) and `output` (the end of what it printed).
 
 Example:
     def dataset():
@@ -47,11 +47,11 @@ class AgentPlayed(Played):
     """A rollout whose program has ended."""
 
     rollout: str = ""  # its name
-    key: str = ""  # of its session at the gateway
+    key: str = ""  # key of its session at the gateway
     folder: Path = Path()
     began_ns: int = 0  # when its program began, by the clock of the file system
     ended: Ended = UNSTARTED
-    files: dict[str, int] = field(default_factory=dict)  # that it wrote: their sizes
+    files: dict[str, int] = field(default_factory=dict)  # sizes of the files that it wrote, by path
     solve: str = ""  # "oracle" or "nothing": in place of the program
 
 
@@ -99,6 +99,8 @@ class AgentAdapter(PlainAdapter):
         parent = Path(self._agent["folders"], UNSAFE.sub("_", rollout))
         played = AgentPlayed(example, index, list(prompt), len(prompt), rollout=rollout, folder=parent / "work")
         played.key, played.solve = request["api_key"], request.get("solve", "")
+
+        # placeholders of the command: fields of the example, which cannot replace the names below
         gateway = self._runtime.gateway(request["gateway"])
         values = {
             name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in example.items()
@@ -112,8 +114,10 @@ class AgentAdapter(PlainAdapter):
             "folder": str(played.folder),
             "here": os.getcwd(),
         }
+
         try:
-            began_ns = await self._programs.find(rollout)  # started by a worker that has died
+            # a program that was started by a worker that has died is awaited, not started again
+            began_ns = await self._programs.find(rollout)
             if began_ns is None:
                 await asyncio.to_thread(self._place, played, values)
                 await self._runtime.open(parent, *await self._container(played))
@@ -122,10 +126,12 @@ class AgentAdapter(PlainAdapter):
             await self._run(played, values)
             played.stop = played.ended.stop
             played.files = await asyncio.to_thread(written_since, began_ns, played.folder)
+            # asked for now, as the session and its conversations end with the rollout
             said = await asyncio.to_thread(_read_transcript, request["gateway"], request["api_key"])
         except BaseException:
             await self.dispose(played)
             raise
+
         if said:
             played.num_prompt = next((place for place, each in enumerate(said) if each["role"] == "assistant"), 0)
             played.messages = said
@@ -134,7 +140,7 @@ class AgentAdapter(PlainAdapter):
     def _place(self, played: AgentPlayed, values: dict[str, str]) -> None:
         """Make the files that the program finds."""
         parent, template = played.folder.parent, fill_in(self._agent["workdir"] or "", values)
-        remove_folder(parent)  # of an attempt that was interrupted
+        remove_folder(parent)  # an interrupted attempt may have left it
         parent.mkdir(parents=True, mode=0o700)
         if template:
             shutil.copytree(template, played.folder, symlinks=True)
@@ -143,12 +149,13 @@ class AgentAdapter(PlainAdapter):
         os.utime(parent)  # its change time is now, by the clock of the file system
 
     async def _container(self, played: AgentPlayed) -> tuple[str | None, dict[str, float]]:
-        """Return the image of a rollout's container, and its `cpus` and `memory_mb` where they are not the usual."""
+        """Return the image of a rollout's container, and its `cpus` and `memory_mb` if they are not the usual."""
         return self._agent["image"], {}
 
     async def _run(self, played: AgentPlayed, values: dict[str, str]) -> None:
         """Run the agent's program to its end."""
         parent, policy = played.folder.parent, self._policy(values)
+        # the program's home is its private folder, so that settings of this user neither leak nor change
         program = Program(
             parent,
             [fill_in(word, values) for word in self._agent["command"]],
@@ -196,6 +203,7 @@ class AgentAdapter(PlainAdapter):
         assert isinstance(played, AgentPlayed), played
         if await self._programs.end(played.rollout):
             return
+        # no program was started, so the process that runs programs has removed nothing
         try:
             await self._runtime.close(played.folder.parent)
         finally:
@@ -223,6 +231,7 @@ def read_file(folder: Path, name: str, most: int = LARGEST_FILE) -> str | None:
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a pipe would wait for its writer
     with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as opened:
         below: int | None = None
+        # each folder is opened from the one above without following links, so that no path leads out
         for part in (str(folder), *filter(None, folders)):
             below = os.open(part, flags | os.O_DIRECTORY, dir_fd=below)
             opened.callback(os.close, below)
@@ -238,10 +247,11 @@ def written_since(time_ns: int, folder: Path) -> dict[str, int]:
     num_seen = 0
     if folder.is_symlink():  # the program has replaced it
         return found
-    with contextlib.suppress(RecursionError):  # of Python 3.11, in folders a thousand deep
+    with contextlib.suppress(RecursionError):  # Python 3.11 raises it in folders a thousand deep
         for root, folders, files in os.walk(folder):
             folders[:] = sorted(set(folders) - {".git", "__pycache__", "node_modules"})
             for name in sorted(files):
+                # files that are only looked at are limited too, as a program may write millions
                 num_seen += 1
                 if len(found) >= KEPT_FILES or num_seen > MOST_FILES:
                     return found

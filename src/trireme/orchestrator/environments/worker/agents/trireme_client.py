@@ -1,6 +1,6 @@
 """A plain environment whose rollouts are played by clients of a user's own harness, through the gateway.
 
-The environment gives the examples. Its `reward` is optional: it is called where a client ends a rollout without posting
+The environment gives the examples. Its `reward` is optional: it is called if a client ends a rollout without posting
 a reward.
 """
 
@@ -37,6 +37,7 @@ class ClientAdapter(PlainAdapter):
     async def score(self, played: list[Played]) -> list[dict]:
         (one,) = played
         assert isinstance(one, ClientPlayed), one
+        # the client's reward counts; without one, the environment's own function is called
         if one.reward is None:
             return [scored | {"metrics": one.metrics | scored["metrics"]} for scored in await super().score(played)]
         return [{"reward": one.reward, "metrics": one.metrics, "turn_rewards": []} | self.fields(one)]

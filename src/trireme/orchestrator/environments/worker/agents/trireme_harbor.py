@@ -32,7 +32,7 @@ from trireme_plain import Played
 from trireme_rollout import RewardError, checked_scores
 from trireme_runtime import Container, Ended, Program, names_network, remove_folder
 
-DEFAULT_TIMEOUT_S = 600.0  # limit of the program, and of the tests, where task.toml gives none; Harbor's own default
+DEFAULT_TIMEOUT_S = 600.0  # limit of the program, and of the tests, if task.toml gives none; Harbor's own default
 
 LARGEST_REWARD_FILE = 1 << 16
 PARTS = ("task.toml", "instruction.md", "environment", "environment/Dockerfile", "tests", "solution")
@@ -49,15 +49,15 @@ class Task:
     folder: Path
     prompt: str
     workdir: str = WORKDIR  # in the sandbox
-    container_workdir: str = ""  # that task.toml names; else it is that of the image
+    container_workdir: str = ""  # folder that task.toml names; empty: that of the image
     agent_timeout_s: float = DEFAULT_TIMEOUT_S
     verifier_timeout_s: float = DEFAULT_TIMEOUT_S
-    agent_user: str | None = None  # where it is not that of the image
+    agent_user: str | None = None  # None: that of the image
     verifier_user: str | None = None
-    env: dict[str, str] = field(default_factory=dict)  # of all programs
+    env: dict[str, str] = field(default_factory=dict)  # variables of all programs
     verifier_env: dict[str, str] = field(default_factory=dict)
     solution_env: dict[str, str] = field(default_factory=dict)
-    image: str | None = None  # that it names; else one is built from its Dockerfile
+    image: str | None = None  # image that it names; None: one is built from its Dockerfile
     limits: dict[str, float] = field(default_factory=dict)  # cpus and memory_mb of its container
     has_network: bool = True
     copies: list[tuple[str, str]] = field(default_factory=list)  # path in `environment`, path in the sandbox
@@ -85,6 +85,8 @@ class HarborAdapter(AgentAdapter):
         """
         self._has_images = agent["runtime"] in ("docker", "podman")
         self._builds: dict[str, asyncio.Task[str]] = {}
+
+        # each runtime can run other tasks: a sandbox has no images, a container needs one
         found = find_tasks(Path(folder))
         reasons = {
             each.name: each.obstacle or (each.has_no_image if self._has_images else each.needs_image) for each in found
@@ -98,6 +100,8 @@ class HarborAdapter(AgentAdapter):
                 f'"{agent["runtime"]}"`: {named} - expected tasks that this runtime supports - leave them out with '
                 "`args = { skip = true }`, or remove them."
             )
+
+        # what the user has to know, shown once by the orchestrator when the environment is loaded
         warnings = [f"{len(refused)} tasks of {folder} are left out: {'; '.join(refused)}"] if refused else []
         apart = [task.name for task in tasks if not task.has_network]
         if self._has_images and apart and not names_network(agent):
@@ -107,14 +111,17 @@ class HarborAdapter(AgentAdapter):
                 "that leads to this machine alone with `--network=...` in `agent.container_args`, and set `agent.host`"
             )
         self.warning = "; ".join(warnings)
+
+        # examples are the tasks' prompts; the reward comes from the tests
         self._tasks = {task.name: task for task in tasks}
         held_out = [task for task in tasks if any(fnmatch.fnmatch(task.name, pattern) for pattern in eval)]
         source = SimpleNamespace(
             __name__=Path(folder).name,
             dataset=[task.example for task in tasks if task not in held_out],
             eval_dataset=[task.example for task in held_out],
-            reward=lambda: 0.0,  # `score` runs the tests
+            reward=lambda: 0.0,  # never called: `score` runs the tests
         )
+
         if agent["runtime"] == "subprocess" or agent["workdir"]:
             raise ValueError(
                 f"The tasks of {folder} bring their working folder and need /app, /tests and /logs of their own - "
@@ -122,6 +129,8 @@ class HarborAdapter(AgentAdapter):
                 "`[orchestrator.env.agent]`."
             )
         super().__init__(source, args={}, versions=versions, agent=agent)
+
+        # a program that can read the tests or the solution would learn to copy them
         hidden = [os.path.realpath(each.folder / name) for each in found for name in ("tests", "solution")]
         for path in () if self._has_images else map(os.path.realpath, self._readable):
             either = ((each, pair) for each in hidden for pair in ((each, path), (path, each)))
@@ -138,20 +147,21 @@ class HarborAdapter(AgentAdapter):
     def _place(self, played: AgentPlayed, values: dict[str, str]) -> None:
         """Make the files that the program finds."""
         task, parent = self._task(played), played.folder.parent
-        remove_folder(parent)  # of an attempt that was interrupted
+        remove_folder(parent)  # an interrupted attempt may have left it
         parent.mkdir(parents=True, mode=0o700)
         for name in ("work", "home", "agent-logs", "verifier"):
             (parent / name).mkdir()
         for source, target in () if self._has_images else task.copies:
             below = posixpath.relpath(target, task.workdir) + "/" * target.endswith("/")
             copy_into(task.folder / "environment", source, played.folder, below)
-        os.utime(parent)  # what changes from now on was written by the program
+        os.utime(parent)  # files that change from now on were written by the program
 
     async def _container(self, played: AgentPlayed) -> tuple[str | None, dict[str, float]]:
-        """Build an image once, and go on with that although the rollout is cancelled."""
+        """Build an image once, and continue with that even if the rollout is cancelled."""
         task = self._task(played)
         if task.image or not isinstance(self._runtime, Container):
             return task.image, task.limits
+        # a build that failed is tried again by the next rollout of the task
         if task.name not in self._builds or (self._builds[task.name].done() and self._builds[task.name].exception()):
             self._builds[task.name] = asyncio.create_task(self._runtime.build(task.folder / "environment"))
         return await asyncio.shield(self._builds[task.name]), task.limits
@@ -167,6 +177,7 @@ class HarborAdapter(AgentAdapter):
             program.user = task.agent_user
         else:
             values["folder"] = self._workdir(task)
+            # a task that names no folder runs in the image's
             if isinstance(self._runtime, Container) and not values["folder"]:
                 values["folder"] = await self._runtime.workdir(played.folder.parent)
             command = [fill_in(word, values) for word in self._agent["command"]]
@@ -181,6 +192,7 @@ class HarborAdapter(AgentAdapter):
         assert isinstance(one, AgentPlayed), one
         task, verifier = self._task(one), one.folder.parent / "verifier"
         command, tests = ["bash", "/tests/test.sh"], {task.folder / "tests": "/tests"}
+        # the tests run as a program of their own: only now can /tests be read and a reward be written
         program = self._program(one, command, task.verifier_env, {}, tests)
         program.writable.append((str(verifier), "/logs/verifier"))
         program.user = task.verifier_user
@@ -233,6 +245,7 @@ def _read_reward(folder: Path, ended: Ended) -> dict[str, Any]:
                 value = json.loads(text) if name.endswith(".json") else float(text)
             except (ValueError, RecursionError) as error:
                 raise RewardError(f"{name} of the tests holds {text[:80]!r} - expected a number") from error
+            # one number under any name is the reward
             if isinstance(value, dict) and "reward" not in value and len(value) == 1:
                 value = {"reward": next(iter(value.values()))}
             return value if isinstance(value, dict) else {"reward": value}
@@ -256,16 +269,20 @@ def read_task(folder: Path, *, name: str) -> Task:
     """Read a task. What prevents that is its obstacle, so that it costs no other."""
     try:
         name.encode()  # a name of other bytes than UTF-8 fits into no message
+        # a downloaded task must not show files of this machine by a link
         for part in PARTS:
             if not trireme_sandbox.is_below(leads_to := os.path.realpath(folder / part), os.path.realpath(folder)):
                 raise ValueError(f"{part} leads to {leads_to}, outside of the folder")
+
         table = tomllib.loads((folder / "task.toml").read_text())
         task = Task(name, folder, (folder / "instruction.md").read_text().strip())
         environment, verifier = table.get("environment", {}), table.get("verifier", {})
+
         task.agent_timeout_s = _read_number(table.get("agent", {}), "timeout_sec", DEFAULT_TIMEOUT_S)
         task.verifier_timeout_s = _read_number(verifier, "timeout_sec", DEFAULT_TIMEOUT_S)
         users = [table.get(each, {}).get("user") for each in ("agent", "verifier")]
         task.agent_user, task.verifier_user = (None if user in (None, 0, "0", "root") else str(user) for user in users)
+
         task.env = _read_variables(environment)
         task.limits = {key: _read_number(environment, key) for key in ("cpus", "memory_mb") if key in environment}
         task.has_network = environment.get("network_mode", "public") == "public" and environment.get(
@@ -273,17 +290,23 @@ def read_task(folder: Path, *, name: str) -> Task:
         )
         task.verifier_env = _read_variables(verifier)
         task.solution_env = _read_variables(table.get("solution", {}))
+
         task.image = environment.get("docker_image")
         if task.image and not re.match(r"\w", task.image):  # the engine would take it for an option
             raise ValueError(f"docker_image is {task.image!r}, expected the name of an image")
+
+        # the working folder of task.toml replaces that of the Dockerfile
         _read_dockerfile(task)
         task.container_workdir = environment.get("workdir") or ""
         task.workdir = posixpath.normpath(task.container_workdir or task.workdir)
         task.obstacle = _obstacle(task, table)
     except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         reason = f"it cannot be read: {type(error).__name__}: {error}"
+        # paths may hold bytes that are no UTF-8, which a message to the orchestrator cannot
         name, reason = (text.encode(errors="backslashreplace").decode() for text in (name, reason))
         return Task(name, folder, "", obstacle=reason)
+
+    # the sandbox has the task's own folders alone: nothing can be copied elsewhere, and no other user exists
     if not task.needs_image:
         outside = [target for _, target in task.copies if not trireme_sandbox.is_below(target, task.workdir)]
         system = (*trireme_sandbox.SYSTEM, "/proc", "/dev", "/etc", "/tests", "/solution", "/logs", "/tmp", HOME)
@@ -318,15 +341,18 @@ def _obstacle(task: Task, table: dict) -> str:
         return "it needs several containers"
     if table.get("steps"):
         return "it has several steps"
+
     environment = table.get("environment", {})
     for key in ("mcp_servers", "healthcheck", "gpus", "tpu", "skills_dir"):
         if environment.get(key):
             return f"it has [environment] {key}"
     if environment.get("os", "linux").lower() != "linux":
         return f"it needs {environment['os']}"
+
     verifier = table.get("verifier", {})
     if verifier.get("environment") or verifier.get("environment_mode", "shared") != "shared":
         return "its tests run in an environment of their own"
+    # a task that was downloaded must not get variables of this machine, such as keys
     variables = task.env | task.verifier_env | task.solution_env
     if asked := [name for name, value in variables.items() if "${" in value]:
         return f"it asks for the variable {asked[0]} of this machine"
@@ -334,7 +360,7 @@ def _obstacle(task: Task, table: dict) -> str:
 
 
 def _read_dockerfile(task: Task) -> None:
-    """Find what a Dockerfile copies and where, and whether it does more than that."""
+    """Find what a Dockerfile copies and to which paths, and whether it does more than that."""
     file = task.folder / "environment" / "Dockerfile"
     if not file.is_file():
         if task.image:
@@ -342,6 +368,8 @@ def _read_dockerfile(task: Task) -> None:
         else:
             task.has_no_image = "it has no Dockerfile and names no docker_image"
         return
+
+    # nothing is run in the sandbox, so an instruction that is not understood here makes the image necessary
     lines = [line for line in file.read_text().splitlines() if not line.lstrip().startswith("#")]
     here, num_images = "/", 0
     for line in "\n".join(lines).replace("\\\n", " ").splitlines():
@@ -353,12 +381,14 @@ def _read_dockerfile(task: Task) -> None:
             here = task.workdir = posixpath.normpath(posixpath.join(here, rest))
         elif word.upper() == "COPY" and not rest.startswith("--") and "$" not in rest:
             *sources, target = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+            # several files can only go into a folder, whether or not its name ends in a slash
             ends_as_folder = target.endswith(("/", ".")) or len(sources) > 1
             target = posixpath.normpath(posixpath.join(here, target))
             task.copies += [(source, target + "/" if ends_as_folder else target) for source in sources]
         elif word:
             task.needs_image = f"its Dockerfile has {' '.join(line.split())[:60]!r}"
             return
+
     if num_images > 1:
         task.needs_image = "its Dockerfile has several stages"
 
@@ -366,7 +396,7 @@ def _read_dockerfile(task: Task) -> None:
 def copy_into(context: Path, source: str, folder: Path, target: str) -> None:
     """Copy files as COPY of a Dockerfile does: a folder's content, or a file to a path, or into a folder ("x/").
 
-    Raises: ValueError where a path leaves its folder, also through a link of an earlier COPY, or nothing is there.
+    Raises: ValueError if a path leaves its folder, also through a link of an earlier COPY, or nothing is there.
     """
     found = [Path(path) for path in glob.glob(str(context / source.lstrip("/")))]
     place = folder / target
@@ -374,6 +404,7 @@ def copy_into(context: Path, source: str, folder: Path, target: str) -> None:
         if not each.resolve().is_relative_to(context.resolve()) or ".." in Path(target).parts:
             raise ValueError(f"COPY {source} leaves {context} or {folder}")
         into = place / each.name if not each.is_dir() and (target.endswith("/") or place.is_dir()) else place
+        # with `symlinks=True` an earlier COPY may have made a link, and following it would write outside
         below = [
             Path(root, name).relative_to(each) for root, *names in os.walk(each) for name in itertools.chain(*names)
         ]

@@ -9,11 +9,11 @@ answer:
     {"do": "hold"}                  {"running": {ROLLOUT: KEY}}, with the descriptor GATEWAY. The orchestrator keeps the
                                     connection open. Without one for ABSENCE_S seconds, everything is ended
     {"do": "running"}               the same without the descriptor
-    {"do": "find", "rollout"}       {"found": true, "began_ns"} where a program of the rollout runs, or has ended. One
+    {"do": "find", "rollout"}       {"found": true, "began_ns"} if a program of the rollout runs, or has ended. One
                                     that is being ended is not found, and the answer waits until it is
     {"do": "run", "rollout", ...}   the end of the program, which is started unless it was before
     {"do": "end", "rollout"}        {"found": true} when no process of the rollout is left, its container is removed,
-                                    and its folder is renamed and being deleted; {"found": false} where no program of it
+                                    and its folder is renamed and being deleted; {"found": false} if no program of it
                                     was started
 
 Standard library only: it is started with the environment's interpreter.
@@ -58,7 +58,7 @@ class Programs:
         self._path, self._runtime = agent["programs"], {"agent": agent, "readable": list(readable)}
 
     async def find(self, rollout: str) -> int | None:
-        """Return when the programs of a rollout began (ns of the file system's clock); None where none was started."""
+        """Return when the programs of a rollout began (ns of the file system's clock); None if none was started."""
         answer = await self._ask(ANSWER_S, do="find", rollout=rollout)
         return answer["began_ns"] if answer["found"] else None
 
@@ -67,7 +67,7 @@ class Programs:
     ) -> Ended:
         """Run a program to its end. One that an earlier worker has started for this step is awaited instead.
 
-        Raises: OSError where it cannot be run.
+        Raises: OSError if it cannot be run.
         """
         given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(program).items()}
         which = {"rollout": rollout, "key": key, "began_ns": began_ns, "step": step}
@@ -80,13 +80,13 @@ class Programs:
     async def end(self, rollout: str) -> bool:
         """End all processes of a rollout, and remove its folder and its container.
 
-        Returns: False where none of its programs was started, so that nothing is removed.
-        Raises: OSError where that takes too long; it is not given up.
+        Returns: False if none of its programs was started, so that nothing is removed.
+        Raises: OSError if that takes too long; it is not given up.
         """
         return (await self._ask(ANSWER_S, do="end", rollout=rollout))["found"]
 
     async def _ask(self, answer_s: float | None, **request: Any) -> dict[str, Any]:
-        """Ask. Without that process this one is of no use: it ends, and its rollouts are played again."""
+        """Ask. Without that process this worker cannot run any rollout: it ends, and its rollouts are played again."""
         try:
             async with asyncio.timeout(answer_s):
                 reader, writer = await asyncio.open_unix_connection(self._path, limit=LONGEST_LINE)
@@ -133,12 +133,17 @@ class _Server:
     async def serve(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._stopped.set)
-        await end_processes(Path(self._folders))  # of a process like this one that was killed
-        for folder in Path(self._folders).glob(f".*{GONE}"):  # of the same
+
+        # a process like this one may have been killed, and have left programs and folders
+        await end_processes(Path(self._folders))
+        for folder in Path(self._folders).glob(f".*{GONE}"):
             self._deletions.submit(remove_folder, folder)
+
         self._absent = loop.call_later(FIRST_S, self._stopped.set)
         server = await asyncio.start_unix_server(self._answer, sock=listener, limit=LONGEST_LINE, backlog=BACKLOG)
         await self._stopped.wait()
+
+        # each program gets its time to end, and no container stays behind
         server.close()
         await asyncio.gather(*(self._end(rollout) for rollout in [*self._rollouts, *self._ending]))
         self._deletions.shutdown()
@@ -161,6 +166,7 @@ class _Server:
         self._absent.cancel()
         self._num_holding += 1
         try:
+            # asyncio cannot send a descriptor, so a duplicate of the socket sends it with the first byte of the answer
             answer = json.dumps(await self._running()).encode() + b"\n"
             with socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())) as connection:
                 socket.send_fds(connection, [answer[:1]], [self._gateway.fileno()])
@@ -188,10 +194,11 @@ class _Server:
             runtime = make_runtime(order["agent"], order["readable"])
             self._rollouts[rollout] = _Rollout(key, began_ns, Path(order["program"]["parent"]), runtime)
         known = self._rollouts[rollout]
+        # a worker that replaces a dead one asks for the same step, and awaits the program that runs already
         if step not in known.steps:
             known.steps[step] = asyncio.create_task(_play(known.runtime, order["program"], order["timeout_s"]))
         task = known.steps[step]
-        await asyncio.wait({task})  # the program runs on where the worker that asked has died
+        await asyncio.wait({task})  # the program runs on if the worker that asked dies
         return {"error": "it was ended"} if task.cancelled() else task.result()
 
     async def _end(self, rollout: str) -> dict[str, Any]:
@@ -210,6 +217,7 @@ class _Server:
             await asyncio.gather(*known.steps.values(), return_exceptions=True)
             await known.runtime.close(known.parent)
         finally:
+            # renamed first, as the next attempt may use the same name while a large folder is still being deleted
             aside = known.parent.with_name(f".{known.parent.name}.{time.time_ns()}{GONE}")
             with contextlib.suppress(FileNotFoundError):
                 await asyncio.to_thread(known.parent.rename, aside)

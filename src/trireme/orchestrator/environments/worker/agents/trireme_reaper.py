@@ -3,8 +3,9 @@
 ORDER and REPORT are descriptors. The order is {"command", "variables", "cwd", "parent"} as JSON. The report is
 {"exit": 0} as soon as the program has ended, or {"failed": why}.
 
-A process cannot leave this one: an orphan becomes its child (PR_SET_CHILD_SUBREAPER), whatever session and variables it
-has given itself. SIGTERM, also when whatever has started this process ends, ends them all. Then this process ends.
+A process cannot leave this one: an orphan becomes its child (PR_SET_CHILD_SUBREAPER), even if it has given itself
+another session and other variables. SIGTERM, which is also sent when the parent of this process ends, ends them all.
+Then this process ends.
 """
 
 import contextlib
@@ -23,10 +24,12 @@ _AWAITED = (signal.SIGTERM, signal.SIGCHLD)
 
 def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the kernel reports no exit code if it is ignored
+    # blocked, both signals wait until `sigwait` takes them, so none is lost in between
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
     with open(int(sys.argv[1]), "rb") as file:
         order = json.load(file)
     report = int(sys.argv[2])
@@ -37,9 +40,12 @@ def main() -> None:
     program = os.fork()
     if program == 0:
         _become(order, report)
+
+    # orphans of the program become children of this process, so their ends are taken note of too
     ended: dict[int, int] = {}
     while program not in ended and signal.sigwait(_AWAITED) != signal.SIGTERM:
         _reap(ended)
+
     if program in ended:
         _say(report, {"exit": ended[program]})
     end_descendants(float(sys.argv[3]))

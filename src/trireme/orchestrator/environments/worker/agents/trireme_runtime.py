@@ -47,11 +47,11 @@ class Program:
     parent: Path  # the rollout's private folder
     command: list[str]
     variables: dict[str, str]
-    folder: Path  # in which it runs
+    folder: Path  # the folder in which it runs
     hidden: list[str] = field(default_factory=list)  # variables with values that no list of processes may show
     gateway: str = "http://127.0.0.1:1"
     stdin: str = ""
-    user: str | None = None  # in a container, where it is not that of the image
+    user: str | None = None  # user in a container; None: that of the image
     readable: list[tuple[str, str]] = field(default_factory=list)  # paths here and inside
     writable: list[tuple[str, str]] = field(default_factory=list)  # the same, below `parent`; copied out of a container
 
@@ -60,10 +60,10 @@ class Program:
 class Ended:
     """The end of a program."""
 
-    exit_code: int | None  # None where it was ended, because of its time or a limit
+    exit_code: int | None  # None if it was ended, because of its time or a limit
     stop: str
     output: str  # the end of it
-    seconds: float = 0.0  # that it ran
+    seconds: float = 0.0  # run time
 
 
 class Subprocess:
@@ -76,7 +76,7 @@ class Subprocess:
         self._agent = agent
 
     async def check(self) -> None:
-        """Raises: FileNotFoundError, PermissionError, ... where the program cannot be run here."""
+        """Raises: FileNotFoundError, PermissionError, ... if the program cannot be run here."""
         name = self._agent["command"][0]
         if shutil.which(name) is None:
             raise FileNotFoundError(
@@ -124,6 +124,7 @@ class Subprocess:
 
     async def _end(self, process: asyncio.subprocess.Process, parent: Path) -> None:
         """End a program and all that it has started."""
+        # the launcher ends what descends from the program; what it missed is found by variable and session
         if self.has_reaper:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
@@ -140,6 +141,7 @@ class Subprocess:
     def _read_report(self, report: bytes, exit_code: int | None) -> tuple[int | None, str]:
         """Return a program's exit code and how it ended, as its launcher reports them."""
         said = {name: value for line in report.splitlines() for name, value in json.loads(line).items()}
+        # without a report the launcher was killed, and nothing is known of the program
         if "failed" in said or not said:
             raise OSError(
                 f"The runtime {self._agent['runtime']!r} could not run the program: "
@@ -207,6 +209,8 @@ class Sandbox(Subprocess):
         await super().check()
         self._check_readable()
         self._check_visible(shutil.which(self._agent["command"][0]) or "")
+
+        # kernels and containers refuse namespaces in many ways, so a real program is run
         folders = Path(self._agent["folders"])
         folders.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folders) as folder:
@@ -216,6 +220,7 @@ class Sandbox(Subprocess):
                 ended = await self.run(program, timeout_s=CHECK_S)
             except OSError as error:
                 ended = Ended(None, str(error), "")
+
         if ended.output.strip() != "it works":
             raise PermissionError(
                 f"This machine has no sandbox for agent programs ({ended.stop}; {ended.output[-300:].strip()}) - "
@@ -297,11 +302,12 @@ class Container(Subprocess):
                 "`agent.container_args` and set `agent.host` to this machine's address in it."
             )
         await self.call("version")
+        # a command with a placeholder is known only for each example
         if image and "{" not in program:
             await self.call("run", "--rm", "--entrypoint", "sh", image, "-c", 'command -v "$1"', "sh", program)
 
     async def open(self, parent: Path, image: str | None, limits: dict[str, float]) -> None:
-        await self.close(parent)  # of an attempt that was interrupted
+        await self.close(parent)  # an interrupted attempt may have left its container
         labels = {"trireme.rollout": str(parent), "trireme.environment": self._agent["label"]}
         words = ["run", "--detach", "--name", _container_of(parent)]
         words += [word for name, value in labels.items() for word in ("--label", f"{name}={value}")]
@@ -315,13 +321,14 @@ class Container(Subprocess):
         await self.call("rm", "--force", _container_of(parent), may_fail=True)
 
     async def workdir(self, parent: Path) -> str:
-        """Return the folder in which programs of a rollout's container run where they name none."""
+        """Return the folder in which programs of a rollout's container run if they name none."""
         found = await self.call("container", "inspect", "--format", "{{.Config.WorkingDir}}", _container_of(parent))
         return (found or "").strip() or "/"
 
     async def run(self, program: Program, *, timeout_s: float) -> Ended:
         name = _container_of(program.parent)
         await self.call("start", name)
+        # each path is emptied first: an earlier program may have put files there, in /tests for example
         for source, target in (*program.readable, *program.writable):
             await self._as_root(name, 'rm -rf "$1" && mkdir -p "$1"', target)
             await self.call("cp", f"{source}/.", f"{name}:{target}")
@@ -330,7 +337,8 @@ class Container(Subprocess):
         try:
             ended = await super().run(program, timeout_s=timeout_s)
         finally:
-            await self.call("stop", "-t", "0", name)  # all processes in it
+            await self.call("stop", "-t", "0", name)  # ends all processes in it
+        # what the program wrote replaces what was copied in
         for source, target in program.writable:
             await asyncio.to_thread(remove_folder, Path(source))
             Path(source).mkdir(mode=0o700)
@@ -356,6 +364,7 @@ class Container(Subprocess):
 
     async def build(self, folder: Path) -> str:
         """Return the name of the image of a folder with a Dockerfile. It is built once for the same content."""
+        # the content names the image, so that a changed task gets a new one
         digest = hashlib.sha256()
         for file in sorted(path for path in folder.rglob("*") if path.is_file()):
             digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes() + b"\0")
@@ -365,20 +374,23 @@ class Container(Subprocess):
         return image
 
     async def call(self, *words: str, timeout_s: float = CALL_S, may_fail: bool = False) -> str | None:
-        """Return what a command of the engine prints; None where it fails and may. Raises: OSError."""
+        """Return what a command of the engine prints; None if it fails and may. Raises: OSError."""
         engine, pipe = self._agent["runtime"], asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             engine, *words, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe
         )
+
         try:
             async with asyncio.timeout(timeout_s):
                 output, errors = await process.communicate()
         except TimeoutError as error:
             raise OSError(f"`{engine} {words[0]}` has not ended within {timeout_s:g} s: does it run?") from error
         finally:
+            # also when the rollout was cancelled: no command of the engine may stay behind
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+
         if process.returncode and not may_fail:
             raise OSError(
                 f"`{engine} {' '.join(words)}` ended with code {process.returncode}: "
@@ -402,7 +414,7 @@ def make_runtime(agent: dict, readable: Sequence[str]) -> Subprocess:
 
 @contextlib.asynccontextmanager
 async def _reading() -> AsyncIterator[tuple[int, bytearray]]:
-    """Yield a descriptor for the program's output, and where the end of that is kept.
+    """Yield a descriptor for the program's output, and the buffer that keeps the end of it.
 
     A pipe of our own: asyncio takes a process whose children hold its output open for one that has not ended.
     """
@@ -415,6 +427,7 @@ async def _reading() -> AsyncIterator[tuple[int, bytearray]]:
     async def keep_end() -> None:
         while data := await reader.read(1 << 16):
             output.extend(data)
+            # cut only at twice the size, so that not every piece moves the whole buffer
             if len(output) > 2 * KEPT_OUTPUT:
                 del output[:-KEPT_OUTPUT]
 
@@ -435,11 +448,12 @@ async def end_processes(parent: Path, *, session: int = 0) -> None:
 
     Args:
         parent: the rollout's folder, or one that holds the folders of many.
-        session: of the program.
+        session: the program's session; 0 for none.
     """
     killed: set[int] = set()
     for number, wait_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, REAP_S)):
         give_up = asyncio.get_running_loop().time() + wait_s
+        # looked for again each time, as processes may start others while they are ended
         while pids := await asyncio.to_thread(processes_of, parent, session, killed):
             killed.update(pids)
             for pid in pids:
@@ -484,6 +498,7 @@ def processes_of(parent: Path, session: int, killed: Set[int]) -> list[int]:
     Args:
         killed: processes of theirs that may still be ending.
     """
+    # a folder below counts too; the end of the value is checked, so that `a-1` is not taken for `a-10`
     marker = re.compile(re.escape(f"{ROLLOUT}={parent}".encode()) + rb"[/\0]")
     found = []
     for name in filter(str.isdecimal, os.listdir("/proc")):

@@ -78,12 +78,12 @@ class Order(TypedDict):
     variables: dict[str, str]
     cwd: str
     folder: str  # private: all that is writable lies in it
-    inode: list[int]  # of that folder: device and inode
+    inode: list[int]  # device and inode of that folder
     readable: list[list[str]]  # [path here, path inside]
     writable: list[list[str]]
     gateway: list  # host and port, as seen from here
     network: bool
-    memory_bytes: int  # of all its processes
+    memory_bytes: int  # limit for all its processes together
     num_processes: int
 
 
@@ -109,17 +109,21 @@ def _report(descriptor: int, report: dict) -> None:
 def run(order: Order, report: int) -> dict:
     """Run the program to its end, which init reports. Return why it was ended, if it was."""
     steps = list(plan(order))
-    _write("/proc/self/oom_score_adj", "1000")  # where memory runs out, this ends before a trainer does
+    _write("/proc/self/oom_score_adj", "1000")  # if memory runs out, the kernel ends this before a trainer
+
     ours, theirs = socket.socketpair()
     child = kernel.clone(kernel.NEW_ALL_BUT_NET | (0 if order["network"] else kernel.NEW_NET))
     if child == 0:
         ours.close()
         _as_child(report, lambda: _be_init(order, steps, theirs, report))
+
+    # the launcher maps the user, and init waits for that; a user can map its group only without `setgroups`
     theirs.close()
     _write(f"/proc/{child}/setgroups", "deny")
     _write(f"/proc/{child}/uid_map", f"{USER} {os.geteuid()} 1\n")
     _write(f"/proc/{child}/gid_map", f"{USER} {os.getegid()} 1\n")
     ours.send(b"1")
+
     kernel_list = None
     if not order["network"]:
         _, sockets, _, _ = socket.recv_fds(ours, 1, 2)
@@ -130,7 +134,7 @@ def run(order: Order, report: int) -> dict:
 
 
 def _as_child(report: int, body) -> None:  # type: ignore[no-untyped-def]
-    """Never returns: a forked child must not go on as its parent."""
+    """Never returns: a forked child must not continue as its parent."""
     try:
         body()
     except OSError as error:
@@ -147,7 +151,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _watch(child: int, order: Order, kernel_list: socket.socket | None) -> dict:
-    """Wait until init ends. End it where its processes are too many or hold too much memory."""
+    """Wait until init ends. End it if its processes are too many or hold too much memory."""
     handle = os.pidfd_open(child)
     events = select.poll()
     events.register(handle, select.POLLIN)
@@ -157,6 +161,7 @@ def _watch(child: int, order: Order, kernel_list: socket.socket | None) -> dict:
         most = order["memory_bytes"] - (_in_buffers(kernel_list) if kernel_list else 0)
         if num_processes > order["num_processes"]:
             stopped = {"stop": "agent_processes"}
+        # the first number counts shared memory for each process, so the exact one decides, which takes longer
         elif memory > most < _use_of(child, order["num_processes"], _exact_memory)[1]:
             stopped = {"stop": "agent_memory"}
         if stopped:
@@ -200,7 +205,7 @@ def _in_buffers(kernel_list: socket.socket) -> int:
 
 
 def _list_sockets(kernel_list: socket.socket, request: bytes, length: int) -> Iterator[dict[int, bytes]]:
-    """Yield the attributes of each socket of a kind; none where the kernel cannot list it."""
+    """Yield the attributes of each socket of a kind; none if the kernel cannot list it."""
     kernel_list.send(struct.pack("IHHII", 16 + len(request), SOCK_DIAG_BY_FAMILY, NLM_F_DUMP, 0, 0) + request)
     while data := kernel_list.recv(CHUNK):
         while data:
@@ -269,9 +274,11 @@ def _be_init(order: Order, steps: list[tuple[str, str, str]], launcher: socket.s
             with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as kernel_list:
                 socket.send_fds(launcher, [b"1"], [listener.fileno(), kernel_list.fileno()])
     _build_root(order["folder"], steps, order["num_processes"])
+
     program = os.fork()
     if program == 0:
         _as_child(report, lambda: _become_program(order))
+    # process 1 of a namespace reaps all orphans in it, and ends them all with its own end
     while True:
         pid, status = os.wait()
         if pid == program:
@@ -284,11 +291,14 @@ def _become_program(order: Order) -> None:
         signal.signal(number, signal.SIG_DFL)
     os.chdir(order["cwd"])
     limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: MOST_FILES, resource.RLIMIT_FSIZE: LARGEST_FILE}
-    limits[resource.RLIMIT_NPROC] = order["num_processes"] + 1  # it has no effect where the caller is root
+    limits[resource.RLIMIT_NPROC] = order["num_processes"] + 1  # it has no effect if the caller is root
+    # a hard limit of this user can only be lowered
     for which, most in limits.items():
         allowed = resource.getrlimit(which)[1]
         most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
         resource.setrlimit(which, (most, most))
+
+    # in this order, as a filter needs the promise that no program gives privileges back
     kernel.drop_privileges()
     kernel.filter_calls(confine_all=False, allow_network=True)
     try:
@@ -300,9 +310,12 @@ def _become_program(order: Order) -> None:
 
 def _build_root(folder: str, steps: list[tuple[str, str, str]], num_processes: int) -> None:
     """Take the steps of a plan below `folder`, which is hidden by that, and make the result the root."""
+    # the mount below hides the folder, and its writable folders are reached by this descriptor then
     held = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
+    # no mount from here on is seen outside
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("tmpfs", folder, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=4m,mode=755")
+
     for step, target, what in steps:
         path = folder + target
         if step in ("read", "device", "write", "proc", "tmpfs"):
@@ -312,6 +325,7 @@ def _build_root(folder: str, steps: list[tuple[str, str, str]], num_processes: i
                 open(path, "wb").close()
         else:
             os.makedirs(os.path.dirname(path), exist_ok=True)
+
         if step == "link":
             os.symlink(what, path)
         elif step == "text":
@@ -323,8 +337,10 @@ def _build_root(folder: str, steps: list[tuple[str, str, str]], num_processes: i
         else:
             source = f"/proc/self/fd/{held}{what.removeprefix(folder)}" if step == "write" else what
             kernel.mount(source, path, None, kernel.MS_BIND | (0 if step == "write" else kernel.MS_REC))
-        if step in ("read", "device"):  # of a device, its mode and owner: as root, the program would own it
+        # a read-only device can still be written to, but keeps its mode and owner: under root, the program would own it
+        if step in ("read", "device"):
             kernel.make_read_only(path, recursive=step == "read")
+
     os.close(held)
     kernel.change_root(folder)
     kernel.make_read_only("/", recursive=False)
@@ -351,11 +367,14 @@ def plan(order: Order) -> Iterator[tuple[str, str, str]]:
     Raises: PermissionError for a folder that must not be written.
     """
     _check_private(order)
+    # links of the system (/bin to usr/bin) stay links, and what lies below them is shown by their targets
     seen = list(filter(os.path.islink, SYSTEM))
     for path in seen:
         yield "link", path, os.readlink(path)
     yield "tmpfs", "/tmp", TMP
     yield "proc", "/proc", ""
+
+    # shorter paths first: what is in a folder that is shown already needs no mount of its own
     shown = [(path, path) for path in (*SYSTEM, *CERTIFICATES) if not os.path.islink(path)]
     shown += [(os.path.realpath(path), path) for path in NETWORK] if order["network"] else []
     shown += [(source, target) for source, target in order["readable"]]
@@ -363,12 +382,15 @@ def plan(order: Order) -> Iterator[tuple[str, str, str]]:
         if os.path.exists(source) and not any(is_below(target, other) for other in seen):
             seen.append(target)
             yield "read", target, source
+
     for path in DEVICES:
         yield "device", path, path
     for path, content in LINKS.items():
         yield "link", path, content
     for path, content in (USERS | ({} if order["network"] else {"/etc/hosts": "127.0.0.1 localhost\n"})).items():
         yield "text", path, content
+
+    # last, so that a writable folder may lie in a readable one
     for source, target in sorted(order["writable"], key=lambda pair: len(pair[1])):
         yield "write", target, source
 
@@ -398,7 +420,7 @@ def _check_private(order: Order) -> None:
             raise PermissionError(f"{source} may not be shown as {target}, which belongs to the system")
         others = [path for _, path in (*order["readable"], *order["writable"]) if path != target]
         if within := [path for path in others if is_below(path, target)]:
-            # besides, the way to a mount inside of it could be a link that an earlier program has made
+            # in addition, the way to a mount inside of it could be a link that an earlier program has made
             raise PermissionError(f"{source} may not be shown as {target}, which would hide {within[0]}")
 
 
