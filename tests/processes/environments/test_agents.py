@@ -95,7 +95,7 @@ def agent(*parts: str) -> str:
     return "".join(map(textwrap.dedent, (LOOP, *parts)))
 
 
-def test_programs_play_their_rollouts_and_a_check_counts_turns_branches_and_drift(play):
+def test_env_check_counts_turns_branches_and_drift_of_agent_programs(play):
     watches, title = [], "ask([{'role': 'system', 'content': 'Title?'}, *HI])"
     rollouts, policy = play(agent(title, CHAT), WRITES, ENDS, count=2, watches=watches)
     for rollout in rollouts:  # which see nothing of each other
@@ -320,7 +320,7 @@ ASKS_ON = """
 """
 
 
-def test_a_program_that_asks_on_after_its_last_turn_is_refused_and_one_that_never_asks_has_no_rollout(play):
+def test_agent_program_gets_no_turn_beyond_max_turns(play):
     (rollout,), policy = play(agent(ASKS_ON), max_turns=2)
     assert (rollout.metrics["exit_code"], len(policy.given)) == (7.0, 2)
     with pytest.raises(RolloutFailed, match="Nothing was sampled"):
@@ -390,7 +390,7 @@ def test_a_worker_that_dies_costs_no_turn(play, tmp_path):
     assert not is_alive((tmp_path / "first").read_text())  # it would work in its successor's folder
 
 
-def test_the_program_of_a_rollout_that_is_cancelled_while_its_worker_is_dead_is_ended(tmp_path):
+def test_cancelled_rollout_ends_its_program_if_its_worker_is_dead(tmp_path):
     async def cancel(environment):
         running = asyncio.create_task(environment.run(RunTask(task="0-0.0", index=0), never))
         while not started.exists():
@@ -418,7 +418,7 @@ def test_the_program_of_a_rollout_that_is_cancelled_while_its_worker_is_dead_is_
     assert os.listdir(folders) == []
 
 
-def test_a_rollout_that_is_being_removed_is_found_no_more_and_costs_no_other(worker, tmp_path, monkeypatch):
+def test_rollout_under_removal_runs_no_further_step(worker, tmp_path, monkeypatch):
     module, runtime = worker("trireme_programs"), worker("trireme_runtime")
     parent, path, deletes = tmp_path / "0-0.0", str(tmp_path / "socket"), threading.Event()
     monkeypatch.setattr(module, "remove_folder", lambda _: deletes.wait(90))
@@ -456,7 +456,7 @@ def test_a_rollout_that_is_being_removed_is_found_no_more_and_costs_no_other(wor
     asyncio.run(asyncio.wait_for(remove(), 60))
 
 
-def test_all_workers_start_the_process_of_programs_once_even_after_a_start_that_failed(tmp_path):
+def test_workers_start_a_single_process_for_agent_programs(tmp_path):
     python, lack = tmp_path / "python", tmp_path / "no-memory"
     python.write_text(f'#!/bin/sh\ntest -e {lack} && exit 1\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
@@ -489,7 +489,7 @@ def test_all_workers_start_the_process_of_programs_once_even_after_a_start_that_
     programs.close()
 
 
-def test_evaluation_on_an_environment_of_the_same_name_has_its_own_programs_and_logs(tmp_path, monkeypatch):
+def test_training_and_evaluation_environments_of_one_name_log_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", f"{tmp_path}/{'x' * 90}")  # too long for a socket
     config, logs = Environment(id=write(tmp_path, TASKS), agent={"command": ["true"]}), tmp_path / "logs"
 
@@ -519,7 +519,7 @@ def sandboxed(play, tmp_path, monkeypatch):
     return partial(play, runtime="sandbox", readable=(str(tmp_path / "agent.py"),))
 
 
-def test_a_program_in_the_sandbox_reaches_the_policy_and_its_own_folder_alone(sandboxed, tmp_path):
+def test_sandboxed_program_reaches_only_the_policy_and_its_folder(sandboxed, tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "secret").write_text("42")
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -636,9 +636,7 @@ def test_a_task_that_cannot_be_run_is_named_with_the_reason(worker, task, files,
 
 
 @pytest.mark.parametrize("copied", ["keys /app/out/x", "b .", "x x"])
-def test_a_task_writes_to_no_file_outside_of_its_folder_through_a_link_that_it_has_copied(
-    worker, tmp_path, task, copied
-):
+def test_harbor_task_never_writes_outside_its_folder_through_a_link(worker, tmp_path, task, copied):
     (outside := tmp_path / "outside").mkdir()
     (outside / "x").write_text("ours")
     folder = task(environment__Dockerfile=f"FROM x\nWORKDIR /app\nCOPY a .\nCOPY {copied}")
@@ -665,7 +663,7 @@ def test_a_task_whose_files_lie_outside_of_its_folder_is_refused(worker, task, t
         worker("trireme_harbor").HarborAdapter(str(tmp_path / "tasks"), versions={}, agent=SANDBOX)
 
 
-def test_a_check_names_the_tasks_whose_tests_cannot_tell_a_solution_from_none(tmp_path, task):
+def test_env_check_names_tasks_whose_tests_cannot_judge_a_solution(tmp_path, task):
     async def check(environment):
         return await check_solutions(environment, Extent("train", range(5), 1))
 

@@ -68,7 +68,7 @@ def test_an_environment_that_works_is_said_to_and_no_baseline_is_claimed(here, c
     assert any(line["completion"][0]["content"] == "" for line in lines)
 
 
-def test_what_fails_is_told_with_its_examples_and_traceback_and_flags_win_over_a_configuration(here, capsys):
+def test_env_check_reports_each_failure_with_its_examples(here, capsys):
     code = """
     def reward(completion, answer):
         import asyncio
@@ -236,7 +236,7 @@ def test_tool_calls_and_thinking_of_an_endpoint_reach_the_environment():
         ([(200, completion([{"type": "thinking", "thinking": "hm"}, {"text": "b"}]))], ("b", "stop", None)),
     ],
 )
-def test_an_endpoint_that_is_busy_is_asked_again_and_what_it_cannot_answer_costs_only_its_rollout(answers, outcome):
+def test_env_check_retries_a_chat_endpoint_that_is_busy(answers, outcome):
     chat = FakeChat()
     chat.answers = lambda number: answers[number]
     reply = reply_of(chat)
@@ -275,7 +275,7 @@ def test_an_answer_that_is_not_the_models_is_never_scored(status, answer, is_fin
         (None, 0.3, DeadlineExceeded, r"waits .* for an answer from http.*the last try: \w"),
     ],
 )
-def test_an_endpoint_that_refuses_the_key_stays_busy_or_is_silent_ends_the_check(status, timeout_s, error, words):
+def test_env_check_ends_if_its_endpoint_refuses_or_stays_silent(status, timeout_s, error, words):
     chat = FakeChat()
     chat.answers = lambda number: time.sleep(1) or (200, {}) if status is None else (status, {"error": "what is wrong"})
     with pytest.raises(error, match=re.compile(words)):
@@ -290,7 +290,7 @@ def test_a_name_that_will_not_do_is_refused(name):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_written_package_is_found_and_works_and_pins_exactly_what_the_shipped_ones_do(here, capsys, kind):
+def test_env_init_package_has_the_pins_of_shipped_packages(here, capsys, kind):
     name = f"try-{kind}"
     assert env(["init", f"try_{kind}", "--kind", kind]) == 0
     source = find_environment(name)

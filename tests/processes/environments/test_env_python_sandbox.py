@@ -104,7 +104,7 @@ def test_the_reason_tells_how_a_program_ended(code, reason, exit_code, limits):
     assert len(result.stdout) == (8 * 1024 if reason == "output" else 0)
 
 
-def test_an_endless_program_is_ended_in_time_and_a_fork_bomb_runs_out_of_processes(confinement, name):
+def test_sandbox_stops_endless_programs_and_fork_bombs(confinement, name):
     code = NAME.format(name=name) + "print('begun', flush=True)\ntime.sleep(100)"
     result = run(code, timeout_s=3.0, confinement=confinement)  # a busy machine must start a Python in that, too
     assert (result.stdout, result.reason) == ("begun\n", "timeout")
@@ -179,7 +179,7 @@ def test_its_own_folder_takes_so_many_bytes_and_is_gone_afterwards(confinement):
 
 
 @only_namespaces
-def test_two_at_once_see_neither_each_other_nor_files_and_processes_of_ours(confinement, tmp_path):
+def test_sandboxed_programs_see_neither_each_other_nor_host_files(confinement, tmp_path):
     (tmp_path / "secret").write_text("s")
     looks = f"print(os.path.exists({str(tmp_path / 'secret')!r}), os.path.exists('/proc/self'), os.getpid())"
     code = "import os, time\nopen('name', 'w').write('{name}')\ntime.sleep(0.2)\nprint(open('name').read())\n" + looks
@@ -209,7 +209,7 @@ def test_no_socket_reaches_even_this_machine_unless_it_is_allowed(confinement, a
     assert (result.stdout, has_come) == (("connected\n", True) if allowed else ("refused\n", False))
 
 
-def test_it_can_neither_signal_us_nor_get_privileges_back_nor_change_semaphores_and_locks_of_ours(confinement):
+def test_sandboxed_code_cannot_touch_processes_or_locks_of_the_host(confinement):
     code = f"""
         import ctypes, fcntl, os, signal
         for pid in (os.getppid(), {os.getpid()}, -1):
@@ -319,7 +319,7 @@ for confinement in ("namespaces", "filter"):
 """
 
 
-def test_an_ordinary_user_is_confined_just_as_well_and_the_code_sees_no_file_of_that_user():
+def test_sandbox_confines_code_started_by_an_unprivileged_user():
     """By the system's own Python, as ours may lie where others cannot reach it."""
     names = ("python3.13", "python3.12", "python3.11")
     python = next(filter(None, (shutil.which(name, path="/usr/bin:/usr/local/bin") for name in names)), None)

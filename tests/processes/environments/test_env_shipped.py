@@ -59,7 +59,7 @@ def feedback_by_crossing_out(guess: str, secret: str) -> str:
     return "".join(marks)
 
 
-def test_feedback_is_that_of_a_player_with_paper_for_every_guess_and_secret():
+def test_wordle_feedback_is_right_for_every_guess_and_secret():
     assert game.feedback("eerie", "crepe") == "YXYXG"  # the last e is right, one more e is left for the other two
     for letters, length in [("abc", 4), ("abcd", 3)]:
         words = ["".join(word) for word in itertools.product(letters, repeat=length)]
@@ -169,7 +169,7 @@ def answers(**options: Any) -> Callable[[Ask], Awaitable[Reply]]:
     return ask
 
 
-def test_the_alphabet_sort_package_rewards_every_turn_by_how_nearly_it_is_sorted(on):
+def test_alphabet_sort_rewards_each_turn_by_its_similarity_to_sorted(on):
     async def use(environment):
         assert (environment.num_train, environment.num_eval) == (20, 5)
         policies = (answers(), answers(marks=False), answers(combined=False))
@@ -225,7 +225,7 @@ def test_searches_score_as_worked_by_hand():
     assert [[page.id for page in found.search(words, 5)] for words in searches] == [["b", "a"], ["a"], []]
 
 
-def test_every_page_is_found_first_by_its_title_and_every_section_of_it_can_be_read():
+def test_wiki_search_finds_every_page_first_by_its_title():
     found = index.WikiIndex(wiki.build_pages())
     assert len(found.pages) == len({page.title for page in found.pages.values()}) > 50
     for page in found.pages.values():
@@ -274,7 +274,7 @@ def test_a_policy_that_searches_and_reads_finds_answers(on):
     assert sum(each.reward for each in done if each.prompt[-1]["content"].startswith("In which year was")) >= 3
 
 
-def test_the_last_line_is_compared_word_by_word_and_a_list_of_everything_does_not_pay(on):
+def test_wiki_search_compares_the_last_line_word_by_word(on):
     async def use(environment):
         answer = (await run_one(environment, says("x"))).answer
         everything = " ".join([*map(str, range(3000, 3030)), answer])
@@ -312,7 +312,7 @@ def test_answers_are_what_the_numbers_in_the_words_give():
             assert solve(*map(int, match.groups())) == answer, match.string
 
 
-def test_code_runs_in_the_sandbox_and_its_output_comes_back_as_a_tool_message(on):
+def test_math_python_tool_message_holds_the_output_of_sandboxed_code(on):
     tokenizer = ChatTokenizer(ROOT / "models" / "math-python-tiny")
 
     async def use(environment):

@@ -48,7 +48,7 @@ OF_ANY_FORM = """
 """
 
 
-def test_rewards_may_be_async_with_named_metrics_and_any_field_of_the_example(on):
+def test_reward_functions_may_be_async_with_named_metrics(on):
     async def use(environment):
         assert (environment.num_train, environment.num_eval) == (2, 1)
         train = await run_one(environment, says("four"), task="g1-r3")
@@ -93,7 +93,7 @@ ELSEWHERE = ["../outside.png", "in/link.png", "/etc/x.png", "file:///etc/x.png",
 ELSEWHERE += ["http://host/a.png", "data:text/html;base64,AAAA", "data:image/png,raw"]
 
 
-def test_pictures_of_its_folder_are_shown_and_one_elsewhere_is_an_error_of_its_rollout(on):
+def test_picture_outside_the_environment_folder_fails_its_rollout(on):
     async def use(environment):
         rollouts = [asked_and_done(environment, place) for place in range(len(SHOWN + ELSEWHERE))]
         return await asyncio.gather(*rollouts, return_exceptions=True)
@@ -178,7 +178,7 @@ def test_a_reward_that_fails_costs_its_rollout_alone_and_is_never_a_zero(on):
     assert numbers == [Counter(score_error=len(FAILURES) - 2, timeout=1, rollout_error=1), 0]
 
 
-def test_cancelling_the_caller_cancels_the_rollout_in_the_worker_and_frees_its_name(on):
+def test_cancelling_the_caller_cancels_the_rollout_in_its_worker(on):
     async def use(environment):
         async def until(words: str) -> None:
             noted = environment._workers[0].log_file.parents[1] / "noted"
@@ -208,7 +208,7 @@ async def follow(rollout: OpenRollout, *messages: Any) -> Done:
 ASKED = Ask(task="r", call="1", messages=[], sampling={})
 
 
-def test_a_turn_that_is_given_up_after_its_answer_was_sent_is_named_in_the_result():
+def test_turn_abandoned_after_its_answer_is_named_in_the_result():
     async def use():
         rollout = OpenRollout(RunTask(task="r", index=0), says("x"), 60, 0, on_held=lambda: None)
         return await follow(rollout, ASKED, GaveUp(task="r", call="1"), Done(task="r", reward=1.0))
@@ -216,7 +216,7 @@ def test_a_turn_that_is_given_up_after_its_answer_was_sent_is_named_in_the_resul
     assert asyncio.run(use()).given_up == ["1"]
 
 
-def test_a_member_that_ends_while_another_one_cancels_its_turns_does_not_disturb_that():
+def test_group_member_that_ends_never_disturbs_a_cancelling_one():
     async def use():
         async def ask(question: Ask) -> Reply:
             try:
@@ -241,7 +241,7 @@ def test_what_ask_raises_comes_out_of_run(on):
 
 
 @pytest.mark.parametrize("kind", ["engine", "overlong_prompt", "cancelled"])
-def test_a_turn_that_the_orchestrator_refuses_fails_the_rollout_with_its_words(on, kind):
+def test_turn_refused_by_the_orchestrator_fails_its_rollout(on, kind):
     with pytest.raises(RolloutFailed, match=r"rollout: .*the words"):
         on(ECHO, lambda environment: run_one(environment, refuses("the words", kind)))
 
@@ -341,7 +341,7 @@ async def until_held(environment: Environment, count: int) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_group_is_scored_together_in_the_order_of_its_names_whoever_was_first(on_groups):
+def test_group_rewards_follow_member_order_not_arrival_order(on_groups):
     async def use(environment):
         async def late(question: Ask) -> Reply:
             await until_held(environment, 2)
@@ -356,7 +356,7 @@ def test_a_group_is_scored_together_in_the_order_of_its_names_whoever_was_first(
     assert [outcome.reward for outcome in on_groups(use)] == [0.0, 1.0, 2.0, 1.0]
 
 
-def test_groups_that_begin_in_each_others_midst_each_end_in_one_of_the_workers(on_groups):
+def test_interleaved_groups_each_run_in_a_single_worker(on_groups):
     """Places for one group and a half: if those that wait kept theirs, two half groups would wait for each other."""
 
     async def use(environment):
@@ -384,7 +384,7 @@ def test_groups_that_begin_in_each_others_midst_each_end_in_one_of_the_workers(o
     assert len({done.metrics["drawn"] for done in outcomes}) == 1  # both have the same examples
 
 
-def test_a_member_that_fails_or_is_cancelled_comes_again_and_the_others_wait_for_it(on_groups):
+def test_group_waits_for_the_retry_of_a_failed_or_cancelled_member(on_groups):
     async def use(environment):
         first, second = (asyncio.create_task(environment.run(member(place, 3), says("xx"))) for place in (0, 1))
         with pytest.raises(RolloutFailed, match="too long"):
@@ -417,7 +417,7 @@ def test_a_group_whose_scoring_fails_fails_as_one_and_may_come_again(on_groups):
         assert all("Reward function `reward` returned" in each.error for each in outcomes)
 
 
-def test_a_group_that_kills_its_worker_is_dropped_as_one_and_those_beside_it_are_not(on_groups, monkeypatch):
+def test_group_that_kills_its_worker_is_dropped_alone(on_groups, monkeypatch):
     monkeypatch.setattr(pool, "LONGEST_BACKOFF_S", 0.05)
 
     async def use(environment):
@@ -429,7 +429,7 @@ def test_a_group_that_kills_its_worker_is_dropped_as_one_and_those_beside_it_are
     assert [each.reward for each in good] == [1.0, 1.0]
 
 
-def test_a_worker_that_dies_while_it_tells_a_group_its_rewards_costs_no_member_of_it(on_groups):
+def test_worker_death_while_rewards_are_sent_costs_no_group_member(on_groups):
     async def use(environment):
         outcomes = await run_group(environment, ["four", "x", "xx"], index=SHORTEST)
         return outcomes, environment.num_restarts
@@ -439,7 +439,7 @@ def test_a_worker_that_dies_while_it_tells_a_group_its_rewards_costs_no_member_o
     assert len({outcome.metrics["pid"] for outcome in outcomes}) == 1
 
 
-def test_a_slow_member_does_not_use_up_the_time_of_the_others_and_one_that_never_comes_ends_their_waiting(on_groups):
+def test_slow_group_member_does_not_use_up_the_time_of_the_others(on_groups):
     """The slow one is as slow as it may be, twice over: it fails, and comes again."""
 
     async def use(environment):

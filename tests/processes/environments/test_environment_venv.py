@@ -53,7 +53,7 @@ def num_installs(tmp_path: Path) -> int:
     return (tmp_path / "calls").read_text().count("pip install")
 
 
-def test_an_id_is_a_package_by_name_or_path_or_a_file_or_an_installed_distribution(root):
+def test_environment_id_names_a_package_a_file_or_a_distribution(root):
     found = [find_environment(id, root=root) for id in ("word-count", "word_count", "someone/word-count")]
     found.append(find_environment(f"{root}/word_count", root=Path("/nowhere")))
     package = ("package", "word_count", (root / "word_count").resolve())
@@ -87,7 +87,7 @@ def test_an_unknown_id_is_refused_with_what_was_searched_and_what_to_do(root, id
         find_environment(id, root=root)
 
 
-def test_a_virtual_environment_is_made_once_and_used_without_uv_from_then_on(root, build, tmp_path, monkeypatch):
+def test_virtual_environment_is_built_once_for_concurrent_callers(root, build, tmp_path, monkeypatch):
     """Those who want it at the same time wait for the one who builds it."""
     builders = [threading.Thread(target=build) for _ in range(4)]
     for builder in builders:
@@ -184,7 +184,7 @@ def test_what_trains_models_is_not_installed_for_the_extra_of_verifiers(root, bu
     assert never == ["deepspeed", "flash-attn", "liger-kernel"]  # the package names vllm itself
 
 
-def test_a_virtual_environment_is_made_again_if_it_is_half_made_or_has_lost_its_python(build, tmp_path):
+def test_incomplete_or_broken_virtual_environment_is_rebuilt(build, tmp_path):
     python = build()
     (python.parents[1] / COMPLETE).unlink()
     (half := python.parents[1] / "half").touch()
@@ -223,7 +223,7 @@ def value_of(python: Path) -> str:
     return subprocess.run(show, capture_output=True, check=True, text=True, cwd="/").stdout.strip()
 
 
-def test_an_environment_is_installed_apart_from_the_project_around_it_and_built_again_there(tmp_path, monkeypatch):
+def test_environment_is_installed_apart_from_the_outer_project(tmp_path, monkeypatch):
     """uv takes constraints from the nearest [tool.uv] above its folder, and refuses to run in its own cache."""
     monkeypatch.setenv("UV_OFFLINE", "1")
     monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path))
@@ -255,7 +255,7 @@ def test_a_package_beside_it_is_installed_with_it_and_is_never_stale(tmp_path, m
     assert (second == first) is editable
 
 
-def test_dependencies_of_it_and_of_packages_beside_it_decide_which_virtual_environment_it_gets(tmp_path, build):
+def test_changed_local_dependency_gets_a_new_virtual_environment(tmp_path, build):
     """Also of those that these take from beside themselves; and each is read once, where they name each other."""
     root = tmp_path / "environments"
     write_package(root, "lid", "", sources={"word-count": '[{ path = "../word_count", editable = true }]'})

@@ -44,7 +44,7 @@ def test_verifiers_swallows_what_a_reward_raises_or_returns_and_we_do_not(toys):
     assert outcomes[3].reward == empty.reward == pytest.approx(1 / 3)  # an empty completion is scored
 
 
-def test_a_multi_turn_environment_runs_unmodified_and_sees_tokens_and_logprobs(toys):
+def test_verifiers_multi_turn_environment_runs_unmodified(toys):
     tokens = {"finish_reason": "stop", "completion_ids": [8, 9], "logprobs": [-0.5, -0.25]}
     replies = [Reply(content=f"turn {turn}", prompt_ids=[7] * (10 * turn), **tokens) for turn in (1, 2, 3)]
     ask, questions = noting(in_turn(*replies))
@@ -64,7 +64,7 @@ def test_the_orchestrator_sees_what_an_environment_asks_for_and_decides(toys):
     assert [question.sampling for question in questions] == [asked]
 
 
-def test_a_rollout_that_reaches_the_runs_turn_limit_or_outgrows_the_context_is_scored(toys):
+def test_verifiers_rollout_cut_at_a_turn_or_context_limit_is_scored(toys):
     done = toys("alone", lambda environment: run_one(environment, says("x"), MULTI_TURN, max_turns=2))
     assert (done.metrics["num_turns"], done.stop, done.truncated) == (2.0, "max_turns_reached", False)
     done = toys("alone", lambda environment: run_one(environment, fills_up(says("x")), MULTI_TURN))
@@ -118,7 +118,7 @@ async def turn_by_turn(question: Ask) -> Reply:
     return Reply(content="x", finish_reason="stop", prompt_ids=[1], completion_ids=[2, 3], logprobs=[-1.0, -1.0])
 
 
-def test_a_turns_own_reward_stands_where_that_turn_was_asked_for_and_what_scoring_fills_in_is_none(toys):
+def test_verifiers_turn_reward_belongs_to_the_requested_turn(toys):
     async def use(environment):
         tasks = [RunTask(task=f"r{i}", index=STEPWISE_GROUP, group="g", group_size=2) for i in range(2)]
         return await asyncio.gather(*(environment.run(task, turn_by_turn) for task in tasks))
@@ -129,7 +129,7 @@ def test_a_turns_own_reward_stands_where_that_turn_was_asked_for_and_what_scorin
         assert (done.reward, done.turn_rewards) == (3.0, [[0.5], [], [1.0], [7.0]])
 
 
-def test_a_group_is_scored_by_the_group_rewards_and_others_of_its_own_environment_or_fails_as_a_whole(toys):
+def test_verifiers_group_is_scored_by_its_own_environment(toys):
     async def use(environment):
         assert (environment.group_rewards, environment.num_train) == (True, 100)
         compared = await run_group(environment, ["5 and much more", "5", "six", "7"], index=SHORTEST + 5)
@@ -156,7 +156,7 @@ def test_a_picture_of_a_data_set_is_shown(toys):
     assert done.reward == 1.0
 
 
-def test_an_environment_that_stops_waiting_for_a_turn_ends_the_turn_before_it_scores(toys, tmp_path):
+def test_verifiers_timeout_cancels_the_open_turn_before_scoring(toys, tmp_path):
     async def ask(question: Ask) -> Reply:
         try:
             return await never(question)

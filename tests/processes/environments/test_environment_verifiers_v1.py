@@ -56,7 +56,7 @@ def test_a_v1_environment_runs_beside_a_v0_one(tmp_path_factory):
     assert (first.task, first.answer, first.example_id, first.truncated) == ("r0", "word", 0, False)
 
 
-def test_what_v1_asks_for_arrives_as_from_any_environment_and_so_does_how_it_ends(on):
+def test_verifiers_v1_turns_carry_the_sampling_of_the_rollout(on):
     noted, questions = noting(echo)
 
     cut_off = in_turn(Reply(content="", finish_reason="length", completion_ids=[1] * 7))

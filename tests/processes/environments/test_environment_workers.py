@@ -59,7 +59,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("way", REFUSED)
-def test_an_environment_that_cannot_be_used_is_a_configuration_error_that_names_it_and_why(tmp_path, way):
+def test_unusable_environment_is_a_configuration_error_that_names_it(tmp_path, way):
     code, words, config = REFUSED[way]
     with pytest.raises(ConfigError, match=words.replace("{logs}", str(tmp_path / "logs"))):
         with_environment(tmp_path, write(tmp_path, code), never, **config)
@@ -80,9 +80,7 @@ def test_a_worker_gets_the_variables_that_its_environment_may_inherit(tmp_path, 
         assert with_environment(tmp_path, toy, lambda e: run_one(e, says("1")), inherit=inherit).reward == expected
 
 
-def test_a_worker_prints_to_its_log_and_not_into_the_wire_and_may_hold_as_many_connections_as_the_machine_allows(
-    tmp_path, monkeypatch
-):
+def test_worker_output_goes_to_its_log_not_to_the_wire(tmp_path, monkeypatch):
     code = """
     import os, resource
     print('{"type":"done"}', flush=True)
@@ -245,7 +243,7 @@ def test_a_worker_that_is_blocked_or_sends_garbage_is_killed_and_named(tmp_path,
     assert blame in warnings.text
 
 
-def test_memory_is_that_of_the_process_and_its_children_with_what_they_share_counted_once(tmp_path):
+def test_resident_memory_counts_pages_shared_with_children_once(tmp_path):
     code = """
         import os, time
         hoard = b"x" * (64 << 20)
@@ -274,7 +272,7 @@ STARTS_PROGRAMS = """
 """
 
 
-def test_no_worker_and_no_child_of_it_outlives_an_orchestrator_that_is_killed(tmp_path):
+def test_no_worker_outlives_a_killed_orchestrator(tmp_path):
     orchestrator = f"""
         import asyncio, sys
         sys.path.insert(0, {str(Path(__file__).parents[2])!r})

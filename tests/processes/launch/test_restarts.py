@@ -51,14 +51,14 @@ def test_who_dies_is_started_again_alone(stage, capsys, monkeypatch):
     assert [(row["restarts/trainer"], row["restarts/total"]) for row in rows] == [(1, 1)]
 
 
-def test_several_that_die_together_or_leave_too_early_are_each_started_again(stage):
+def test_processes_that_die_together_are_each_restarted(stage):
     dies = "all_are_here(3)\nif RUN == 0: sys.exit(NAME != 'inference')\n"
     over = "until(lambda: all(starts(name) == 2 for name in ('inference', 'orchestrator', 'trainer')))"
     plan = stage.plan(inference=dies + SLEEP, orchestrator=dies + over, trainer=dies + over)
     assert supervise(plan, stage.config, grace_s=GRACE_S) == 0
 
 
-def test_a_newly_trained_step_gives_new_patience_and_without_any_the_last_words_are_told(stage, capsys):
+def test_trained_step_resets_the_restart_count(stage, capsys):
     stage.set(max_restarts=2)
     elsewhere = "exec(chr(10) * RUN + \"raise ValueError('boom')\")"  # at another line each time
     plan = stage.plan(trainer=f"train(min(RUN, 2))\n{elsewhere}")
@@ -102,7 +102,7 @@ def test_once_the_orchestrator_is_done_a_trainer_that_dies_does_not_matter(stage
     assert "after the orchestrator had finished" in capsys.readouterr().out
 
 
-def test_a_trainer_that_does_not_leave_after_the_end_is_waited_for_and_then_stopped(stage):
+def test_trainer_that_does_not_exit_after_the_run_is_stopped(stage):
     said: list[str] = []
     now = [0.0]
     policy = Restarts(stage.config.supervisor, stage.config.paths.metrics, said.append, clock=lambda: now[0])
@@ -114,7 +114,7 @@ def test_a_trainer_that_does_not_leave_after_the_end_is_waited_for_and_then_stop
     assert stage.alive() == []
 
 
-def test_each_restart_in_a_row_waits_twice_as_long_and_the_others_are_looked_after_meanwhile(stage):
+def test_restart_backoff_doubles_up_to_its_limit(stage):
     now = [0.0]
     config = Supervisor(backoff_s=10, longest_backoff_s=30)
     policy = Restarts(config, stage.config.paths.metrics, lambda _: None, clock=lambda: now[0])
@@ -149,7 +149,7 @@ def test_the_whole_family_is_gone_before_its_successor_starts(stage):
     assert (len(stage.runs_of("trainer")), len(stage.pids()), stage.alive()) == (2, 8, [])
 
 
-def test_a_frozen_process_is_killed_and_started_again_and_a_frozen_child_is_killed(stage, capsys):
+def test_frozen_process_is_killed_then_restarted(stage, capsys):
     stage.set(frozen_after_s=1)
     child = f"child = grandchild({FREEZE!r})\n    assert child.wait() == -9"
     plan = stage.plan(trainer=f"if RUN == 0:\n    {child}\n    {FREEZE}\n{OVER}", orchestrator=DONE)
@@ -160,7 +160,7 @@ def test_a_frozen_process_is_killed_and_started_again_and_a_frozen_child_is_kill
     assert "killed by SIGKILL: it was stopped" in out
 
 
-def test_only_time_in_which_it_is_stopped_and_the_launcher_itself_awake_counts(stage):
+def test_frozen_watch_ignores_time_in_which_the_launcher_slept(stage):
     now = [0.0]
     watch = FrozenWatch(5, clock=lambda: now[0])
     with open_children(stage.plan().values(), lambda: False, GRACE_S) as crew:
@@ -209,7 +209,7 @@ def test_a_server_that_fell_silent_is_killed_and_started_again(stage, capsys):
     assert re.search(r"inference killed: http://\S+/health did not answer for \d s", capsys.readouterr().out)
 
 
-def test_a_server_is_silent_once_it_was_well_and_one_that_listens_no_more_is_not_given_the_time_of_a_slow_one(stage):
+def test_server_counts_as_silent_only_after_it_was_healthy(stage):
     sick, asked = stage.folder / "sick", stage.folder / "asked"
     sick.touch()
     with open_children(stage.plan(inference=server_of(stage)).values(), lambda: False, GRACE_S) as crew:
@@ -241,7 +241,7 @@ def test_a_server_that_has_just_started_is_polled_until_its_first_answer(stage):
             until(lambda: watch.checks["inference"].silent_s == 0)
 
 
-def test_without_restarts_the_first_death_is_the_end_and_nobody_frozen_is_killed(stage, capsys):
+def test_first_death_ends_the_run_if_restarts_are_disabled(stage, capsys):
     stage.set(restart=False, frozen_after_s=1)
     body = f"child = grandchild({FREEZE!r})\ntime.sleep(3)\nassert child.poll() is None\nsys.exit(7)"
     assert supervise(stage.plan(orchestrator=body), stage.config, grace_s=GRACE_S) == 1
@@ -250,7 +250,7 @@ def test_without_restarts_the_first_death_is_the_end_and_nobody_frozen_is_killed
 
 
 @pytest.mark.parametrize("name", ["t", "t" * 70])
-def test_temporary_files_of_engines_go_with_the_run_and_those_of_others_stay(stage, monkeypatch, name):
+def test_temporary_files_of_engines_are_removed_with_the_run(stage, monkeypatch, name):
     """Also of a first life, and where the paths of sockets would be too long below TMPDIR."""
     leave = "import tempfile; Path(tempfile.gettempdir(), f'{NAME}_{RUN}').touch(); all_are_here(3)\n"
     engine = leave + "if RUN == 0: os.kill(os.getpid(), signal.SIGKILL)\n" + OVER + f"; {SLEEP}"

@@ -272,7 +272,7 @@ def test_slurm_is_asked_where_it_still_knows_the_job(run, scheduler, capsys, ans
     assert said(capsys, run).startswith(f"job          slurm 7: {state}\n")
 
 
-def test_a_submitted_runs_log_is_its_jobs_and_a_cancelled_job_leaves_no_secrets(run, shown, scheduler):
+def test_cancelling_a_slurm_job_removes_the_secrets_of_its_run(run, shown, scheduler):
     folder = record(run)
     (folder / "slurm-7.log").write_text("step 1\n")
     assert shown(str(run)) == "step 1\n"
@@ -282,7 +282,7 @@ def test_a_submitted_runs_log_is_its_jobs_and_a_cancelled_job_leaves_no_secrets(
     assert not (folder / "secrets.sh").exists()
 
 
-def test_cancel_ends_a_run_on_this_machine_before_an_older_job_and_says_where_slurm_refuses(run, scheduler):
+def test_cancel_prefers_a_live_local_run_to_an_older_slurm_job(run, scheduler):
     record(run)
     with launcher(run, "hears") as process:
         assert cancel([str(run)]) == 0
@@ -293,7 +293,7 @@ def test_cancel_ends_a_run_on_this_machine_before_an_older_job_and_says_where_sl
         cancel([str(run)])
 
 
-def test_a_run_in_kubernetes_is_asked_inside_its_pod_and_deleted_without_its_volume(run, scheduler, shown, capsys):
+def test_kubernetes_run_is_deleted_without_its_volume(run, scheduler, shown, capsys):
     record(run, scheduler="kubernetes", namespace="lab")
     (scheduler / "kubectl.says").write_text("x-ab12   Running   0/1   5m\n")
     assert "job          kubernetes 7: x-ab12   Running" in said(capsys, run)

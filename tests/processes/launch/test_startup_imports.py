@@ -72,7 +72,7 @@ def test_what_needs_no_model_loads_none_of_them(call, tmp_path):
     assert loaded_by(call, tmp_path) <= planning
 
 
-def test_after_quick_imports_garbage_is_collected_again_also_where_one_failed():
+def test_garbage_collection_resumes_after_quick_imports():
     with quick_imports():
         assert not gc.isenabled()
     assert gc.isenabled()

@@ -19,7 +19,7 @@ from trireme.launch.supervise import supervise
 DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
 
-def test_a_run_is_done_when_orchestrator_and_trainer_have_left_and_then_inference_ends(stage, capsys):
+def test_run_is_done_once_orchestrator_and_trainer_have_exited(stage, capsys):
     plan = stage.plan(orchestrator="all_are_here(3)", trainer="all_are_here(3); print(os.environ['PART'])")
     assert supervise(plan, stage.config, grace_s=GRACE_S) == 0
     assert (len(stage.pids()), stage.alive()) == (3, [])
@@ -61,7 +61,7 @@ def test_who_dies_first_is_named_with_its_last_words_and_nobody_is_left(stage, c
         (False, "pass", 1, ["inference ended too early"]),
     ],
 )
-def test_what_would_be_repeated_or_may_not_be_restarted_ends_the_run_by_name(stage, capsys, restart, body, code, told):
+def test_failure_that_allows_no_restart_ends_the_run(stage, capsys, restart, body, code, told):
     stage.set(restart=restart)
     assert supervise(stage.plan(inference=body), stage.config, grace_s=GRACE_S) == code
     assert len(stage.runs_of("inference")) == 1
@@ -96,7 +96,7 @@ def test_a_second_signal_does_not_wait(stage):
     assert stage.alive() == []
 
 
-def test_kill_9_of_the_launcher_leaves_nothing_and_the_folder_is_held_until_all_are_gone(stage):
+def test_killed_launcher_leaves_no_process_behind(stage):
     deaf = f"grandchild({STUBBORN!r}, start_new_session=True)\n{DEAF}"
     note = "(FOLDER / 'temporary').write_text(os.environ['TRIREME_TEMPORARY'])"
     body = f"{note}\n{deaf}\nall_are_here(4)\nif RUN == 0: sys.exit(1)\n{SLEEP}"
@@ -109,7 +109,7 @@ def test_kill_9_of_the_launcher_leaves_nothing_and_the_folder_is_held_until_all_
         assert not Path((stage.folder / "temporary").read_text()).exists()
 
 
-def test_kill_9_of_launcher_and_guard_leaves_nobody_who_asked_to_die_with_its_parent(stage):
+def test_processes_tied_to_a_killed_launcher_die_without_the_guard(stage):
     tied = f"import pathlib; pathlib.Path({str(stage.folder / 'tied')!r}).touch(); import time; {SLEEP}"
     grandchild = f"from trireme.base.processes import die_with_parent; die_with_parent(); {tied}"
     bodies = dict.fromkeys(("inference", "trainer"), COOPERATE + SLEEP)
@@ -154,7 +154,7 @@ if __name__ == "__main__":
         ("", lambda group, ranks: group.kill(), -signal.SIGKILL, ""),
     ],
 )
-def test_how_ranks_fail_is_how_their_group_fails_and_none_is_left_without_it(tmp_path, wish, end, code, told):
+def test_no_rank_outlives_its_group_however_it_ends(tmp_path, wish, end, code, told):
     (tmp_path / "door.py").write_text(RANKS)
     (tmp_path / (wish or "sleep")).touch()
     environment = os.environ | {"TRIREME_PARENT": str(os.getpid()), "OMP_NUM_THREADS": "1"}

@@ -85,7 +85,7 @@ def open_app() -> TestClient:
 # HTTP routes with a token
 
 
-def test_the_token_opens_every_route_and_nothing_else_does_but_health_needs_none(secret: str) -> None:
+def test_every_route_but_health_requires_the_token(secret: str) -> None:
     client = open_app()
     for headers in WRONG:
         for path in ("/pause", "/metrics/deep", "/metrics/health", "/nowhere"):
@@ -104,9 +104,7 @@ def test_the_token_opens_every_route_and_nothing_else_does_but_health_needs_none
         assert friend.receive_text() == "in"
 
 
-def test_the_orchestrator_shows_its_token_to_engines_and_does_not_give_it_to_environments(
-    tmp_path: Path, secret: str
-) -> None:
+def test_orchestrator_keeps_its_token_from_environments(tmp_path: Path, secret: str) -> None:
     code = """
         import os
 
@@ -263,7 +261,7 @@ def ask(address: str, *, deadline_s: float = DEADLINE_S) -> object:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(SECRET, OTHER), (SECRET, None), (None, SECRET)])
-def test_whoever_has_another_token_or_none_is_not_heard_and_is_told_what_it_may_be(monkeypatch, ours, theirs):
+def test_control_request_with_a_different_token_is_never_answered(monkeypatch, ours, theirs):
     set_token(monkeypatch, ours)
     with hearing() as (address, asked):
         set_token(monkeypatch, theirs)
@@ -353,7 +351,7 @@ def tapped(address: str, heard: bytearray) -> Iterator[str]:
         yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_a_connection_between_machines_is_given_up_when_its_other_end_says_nothing() -> None:
+def test_control_connection_to_another_machine_has_a_heartbeat() -> None:
     for host, option, value in [("203.0.113.1", "timeout", SILENCE_S * 1000), ("127.0.0.1", "ivl", 0)]:
         client = ControlClient(f"tcp://{host}:1", Waits("trainer"))
         assert getattr(client._socket, f"heartbeat_{option}") == value

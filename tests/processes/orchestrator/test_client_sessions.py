@@ -84,7 +84,7 @@ async def repeat_after_a_restart(whole: WholeRun) -> None:
     await client.end(reward=0.55)
 
 
-def test_what_clients_play_at_the_same_time_is_trained_on_with_the_rewards_that_they_post(tmp_path, monkeypatch):
+def test_client_sessions_are_trained_on_with_the_rewards_they_post(tmp_path, monkeypatch):
     monkeypatch.setattr("trireme.orchestrator.gateway.sessions.WAIT_S", 0.5)
 
     async def meanwhile(whole: WholeRun) -> None:

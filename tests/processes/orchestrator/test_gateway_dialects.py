@@ -151,7 +151,7 @@ def read_as(dialect: str, body: dict) -> TurnRequest:
 
 @pytest.mark.parametrize("dialect", ASKS)
 @pytest.mark.parametrize("kind", TURNS)
-def test_an_sdk_reads_a_turn_whole_or_streamed_and_what_it_sends_back_is_that_turn(kind, dialect):
+def test_sdk_reads_the_same_turn_streamed_or_whole(kind, dialect):
     turn, policy = TURNS[kind], Policy(TURNS[kind])
     user = {"role": "user", "content": "What is 1 + 2?"}
     with serving(policy) as (_, url):
@@ -173,7 +173,7 @@ def test_an_sdk_reads_a_turn_whole_or_streamed_and_what_it_sends_back_is_that_tu
         assert (again["content"], again.get("reasoning_content", "")) == (turn.content, turn.reasoning)
 
 
-def test_results_of_tools_and_the_system_prompt_read_the_same_in_each_dialect():
+def test_tool_results_read_the_same_in_every_dialect():
     result = "a\nb"
     calls = [{"id": "c1", "type": "function", "function": {"name": "bash", "arguments": '{"cmd": "ls"}'}}]
     expected = [
@@ -197,7 +197,7 @@ def test_results_of_tools_and_the_system_prompt_read_the_same_in_each_dialect():
     assert read_as("anthropic", {"system": "Be brief.", "messages": blocks}).messages == expected
 
 
-def test_custom_tools_and_namespaces_are_functions_to_the_model_and_themselves_to_the_client():
+def test_custom_tools_reach_the_model_as_functions():
     tools = [
         {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark", "definition": "start: X"}},
         {"type": "namespace", "name": "crm", "description": "", "tools": [{"type": "function", "name": "find"}]},
@@ -274,7 +274,7 @@ def test_a_refusal_is_the_error_that_each_sdk_knows(refused, openai_error, anthr
         assert told.value.response.headers.get("retry-after") == ("3" if code == "rate_limit_exceeded" else None)
 
 
-def test_a_session_is_reached_by_bearer_key_header_key_or_path_and_by_no_other_key():
+def test_session_key_is_accepted_as_bearer_header_or_path():
     question, policy = asks("a"), Policy(TURNS["text"])
     with serving(policy) as (gateway, url):
 
@@ -294,7 +294,7 @@ def test_a_session_is_reached_by_bearer_key_header_key_or_path_and_by_no_other_k
         assert status({"x-api-key": KEY}) == 403
 
 
-def test_a_client_that_left_before_its_answer_gets_the_same_turn_when_it_asks_again():
+def test_client_that_retries_a_lost_answer_gets_the_same_turn():
     policy = Policy(TURNS["text"], TURNS["thought"], pause_s=0.4)
     question = asks("a")
     with serving(policy) as (_, url):
@@ -307,7 +307,7 @@ def test_a_client_that_left_before_its_answer_gets_the_same_turn_when_it_asks_ag
     assert len(policy.requests) == 2
 
 
-def test_a_request_that_is_whole_only_after_its_session_has_ended_gets_no_turn():
+def test_request_completed_after_its_session_ended_gets_no_turn():
     policy = Policy(TURNS["text"])
     session = Session("rollout", policy.ask, policy.count, list)
 
@@ -357,7 +357,7 @@ def test_a_flood_costs_its_session_a_pause_and_a_giant_is_refused(monkeypatch, p
         assert httpx.post(f"{url}/s/{KEY}/v1/messages", json=asks("another")).status_code == 429
 
 
-def test_clients_without_a_key_can_hold_no_endless_connections_and_send_no_endless_headers(monkeypatch):
+def test_gateway_bounds_connections_and_headers_of_unknown_clients(monkeypatch):
     monkeypatch.setattr(connections, "LARGEST_HEAD", 1000)
     monkeypatch.setattr(connections, "MOST_CONNECTIONS", 2)
     with serving(Policy(TURNS["text"])) as (_, url), ExitStack() as stack:
@@ -492,7 +492,7 @@ def test_results_of_tools_may_show_pictures():
     assert read == other == {"role": "tool", "tool_call_id": "c", "content": [SHOWN]}
 
 
-def test_the_variables_of_chat_templates_are_read_unless_they_follow_from_the_request():
+def test_gateway_reads_chat_template_kwargs_but_refuses_reserved_ones():
     asked = asks("a") | {"chat_template_kwargs": {"enable_thinking": False}}
     assert read_as("chat", asked).template_kwargs == {"enable_thinking": False}
     assert read_as("chat", asks("a") | {"chat_template_kwargs": None}).template_kwargs == {}

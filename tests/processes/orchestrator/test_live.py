@@ -160,7 +160,7 @@ def test_a_number_that_cannot_be_shown_does_not_end_the_run(stage: Stage) -> Non
     assert stage.look() == "", "it stays off"
 
 
-def test_below_the_lines_a_live_picture_shows_progress_processes_and_engines(stage: Stage) -> None:
+def test_live_view_shows_progress_processes_and_engines(stage: Stage) -> None:
     stage.config.paths.log("inference").write_text("(EngineCore pid=1) INFO Loading weights took 3 s\n")
     view = stage.open(LiveView)
     assert "loading the model" in stage.look(), "before anything else is known"
@@ -330,7 +330,7 @@ def test_the_start_is_told_in_the_order_in_which_it_happens(vf_rl):
     assert vf_rl.look() == ""
 
 
-def test_a_step_is_a_row_of_the_trainer_and_a_line_with_a_sample_at_every_fifth(vf_rl):
+def test_vf_rl_prints_a_row_per_step_with_a_sample_at_every_fifth(vf_rl):
     """2 groups a step of 200 examples: the first step is a hundredth of an epoch."""
     vf_rl.look()
     vf_rl.sample(0)
@@ -346,7 +346,7 @@ def test_a_step_is_a_row_of_the_trainer_and_a_line_with_a_sample_at_every_fifth(
     assert vf_rl.look().splitlines()[-4:] == sample
 
 
-def test_a_checkpoint_folder_holds_what_its_users_look_for_and_takes_no_room(vf_rl):
+def test_vf_rl_checkpoint_folder_links_weights_without_copying_them(vf_rl):
     for step in range(60):
         vf_rl.step(step)
     weights = vf_rl.write_checkpoint(50)
@@ -364,9 +364,7 @@ def test_a_checkpoint_folder_holds_what_its_users_look_for_and_takes_no_room(vf_
 
 
 @pytest.mark.parametrize(("keep_last", "left"), [(1, {"60", "mine"}), (None, {"50", "60", "mine"})])
-def test_a_whole_checkpoint_gets_a_folder_once_which_goes_with_it_unless_all_are_kept(
-    keep_last, left, vf_rl, monkeypatch
-):
+def test_vf_rl_writes_one_folder_for_each_whole_checkpoint(keep_last, left, vf_rl, monkeypatch):
     root, checkpoints = vf_rl.config.paths.root, vf_rl.config.paths.checkpoints
     (root / "checkpoint-mine").mkdir()  # not one of ours
     folders = CheckpointFolders(updated(vf_rl.config, {"trainer.ckpt.keep_last": keep_last}))

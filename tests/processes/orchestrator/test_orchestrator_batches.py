@@ -73,7 +73,7 @@ def whole_batches_of(outcome: WholeRun, *, reasons: tuple[str, ...]) -> list[Bat
     return records
 
 
-def test_a_batch_of_a_synchronous_run_is_sampled_by_its_version_alone_once_that_is_live(tmp_path):
+def test_synchronous_batch_is_sampled_by_a_single_version(tmp_path):
     live_at_request = []
 
     async def meanwhile(running):
@@ -143,7 +143,7 @@ def test_a_prompt_that_can_never_fit_is_tried_once_for_each_rollout(tmp_path):
     ],
     ids=["rewards", "advantages", "prompts"],
 )
-def test_when_no_batch_can_become_full_the_run_ends_with_the_words_of_what_fails(tmp_path, code, words):
+def test_run_ends_with_the_cause_if_no_batch_can_fill(tmp_path, code, words):
     own = tmp_path / "mine.py"
     own.write_text("def best(groups):\n    return [wings for g in groups]\n")
     advantage = {"advantage": {"type": "custom", "path": f"{own}:best"}}
@@ -153,7 +153,7 @@ def test_when_no_batch_can_become_full_the_run_ends_with_the_words_of_what_fails
     assert outcome.records == []
 
 
-def test_a_rollout_that_is_issued_again_because_its_worker_died_is_trained_on_once(tmp_path):
+def test_rollout_reissued_after_a_worker_death_is_trained_on_once(tmp_path):
     records = whole_batches_of(run(build_config(tmp_path, DIES_ONCE, max_steps=2)), reasons=())
     assert (tmp_path / "died").exists()
     assert {len(rollout.samples) for record in records for rollout in record.rollouts} == {1}
@@ -176,7 +176,7 @@ def scheduler_of(config: RunConfig) -> Scheduler:
 
 
 @pytest.mark.parametrize(("level", "factor", "groups"), [(0, 3.0, 2), (1, 1.5, 6), (2, 1.0, 6), (3, 1.0, 6)])
-def test_generation_runs_ahead_by_as_many_versions_as_allowed_and_no_further(tmp_path, level, factor, groups):
+def test_generation_runs_ahead_by_at_most_max_async_level_versions(tmp_path, level, factor, groups):
     """A batch has two groups, and the run three batches."""
 
     async def main():
@@ -191,7 +191,7 @@ def test_generation_runs_ahead_by_as_many_versions_as_allowed_and_no_further(tmp
 
 
 @pytest.mark.parametrize("turns", range(4))
-def test_a_run_that_must_end_ends_also_when_a_group_arrives_at_that_instant(tmp_path, turns):
+def test_cancelling_next_group_works_at_the_instant_a_group_arrives(tmp_path, turns):
     """So many turns of the event loop lie between the arrival and the cancellation."""
 
     async def main():
@@ -210,7 +210,7 @@ def test_a_run_that_must_end_ends_also_when_a_group_arrives_at_that_instant(tmp_
     assert asyncio.run(main())
 
 
-def test_a_model_turn_may_take_as_long_as_its_rollout_may_and_one_that_takes_longer_ends_that_alone(tmp_path):
+def test_model_turn_may_last_until_its_rollout_times_out(tmp_path):
     async def slow(asked):
         await asyncio.sleep({0: 1.2, 1: 60.0}.get(asked.number, 0.0))
 
@@ -264,7 +264,7 @@ RAMBLING = {"answer": sometimes_without_end}
 
 
 @pytest.mark.parametrize("level", [0, 2])
-def test_a_run_that_goes_by_everything_at_once_and_stopped_in_the_midst_is_what_the_audit_works_out(tmp_path, level):
+def test_stopped_run_resumes_into_the_batches_that_the_audit_expects(tmp_path, level):
     """Groups that were open are taken up again; what comes after them is chosen by what was known."""
 
     async def until_in_the_third_batch(running):

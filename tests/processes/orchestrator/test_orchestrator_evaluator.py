@@ -55,7 +55,7 @@ def is_evaluation(asked) -> bool:
     return asked.sampling["temperature"] == 0.0
 
 
-def test_due_versions_are_evaluated_on_held_out_examples_only_and_stay_live_while_training_groups_finish(tmp_path):
+def test_evaluation_asks_only_held_out_examples_at_due_versions(tmp_path):
     """An evaluation, which could fill every place of the engine, gets no answer before two batches are full."""
     seen, two_batches = [], asyncio.Event()
 
@@ -108,7 +108,7 @@ def test_so_many_versions_are_due(tmp_path, evaluation, due):
     assert evaluator.is_done(1) is (evaluation is not None)
 
 
-def test_an_environment_that_is_trained_on_keeps_three_quarters_of_its_own_places_for_training(tmp_path):
+def test_training_keeps_three_quarters_of_an_environments_slots(tmp_path):
     def slots(num_environments: int, *, is_trained_on: bool, group_rewards: bool = False, **sizes: int) -> int:
         env = [{"id": "say.py", "name": f"say-{number}"} for number in range(num_environments)]
         evaluation = {"rollouts_per_example": 3} | ({} if is_trained_on else {"env": env})
@@ -133,7 +133,7 @@ SPLITS = """
 """
 
 
-def test_an_evaluation_environment_of_its_own_is_never_trained_on_and_what_its_row_says_is_what_its_file_says(tmp_path):
+def test_evaluation_environment_is_never_trained_on(tmp_path):
     own = {"id": str(tmp_path / "toy.py"), "name": "held", "args": {"split": "validation"}}
     how = {"env": [own], "eval_base": False, "num_examples": 4, "rollouts_per_example": 4, "pass_threshold": 0.5}
     how |= {"sampling": {"temperature": 1.0}}
@@ -157,7 +157,7 @@ def test_an_evaluation_environment_of_its_own_is_never_trained_on_and_what_its_r
     assert measured["eval/held/length"] == np.mean([len(row["completion"][0]["content"]) for row in rows[:12]])
 
 
-def test_a_rollout_that_failed_has_not_passed_and_has_no_part_in_the_mean_also_in_an_old_file(tmp_path):
+def test_failed_rollout_counts_as_not_passed_but_not_in_the_mean(tmp_path):
     path = tmp_path / "say.jsonl"
     old = {"prompt": [], "completion": [], "answer": None, "info": {}, "metrics": {"length": 2.0}}
     rows = [
@@ -212,7 +212,7 @@ def test_an_evaluation_that_a_later_version_had_a_part_in_is_discarded(tmp_path)
     assert list((config.paths.evals / "step_4").iterdir()) == []
 
 
-def test_an_evaluation_that_dies_between_two_results_files_asks_for_nothing_again(tmp_path, monkeypatch):
+def test_interrupted_evaluation_repeats_no_answered_rollout(tmp_path, monkeypatch):
     config = build_config(tmp_path, orchestrator={"eval": {"num_examples": 2}})
     asked = []
 
@@ -237,7 +237,7 @@ def test_an_evaluation_that_dies_between_two_results_files_asks_for_nothing_agai
     assert sorted(path.name for path in (config.paths.evals / "step_4").iterdir()) == ["first.jsonl", "second.jsonl"]
 
 
-def test_a_restart_reports_an_evaluation_whose_line_is_missing_or_of_a_course_that_the_run_left(tmp_path):
+def test_restart_reports_evaluations_missing_from_the_metrics(tmp_path):
     config = build_config(tmp_path, orchestrator={"eval": {}})
     metrics = MetricsFile(config.paths.metrics, "orchestrator")
     evaluator = evaluator_of(config, None, metrics, "say")
@@ -268,7 +268,7 @@ def test_an_evaluation_may_take_longer_than_the_trainer_is_waited_for(tmp_path):
     assert evaluated(config) == ["step_1"]
 
 
-def test_a_resumed_run_evaluates_what_was_not_with_the_answers_that_had_come_and_leaves_those_of_the_command(tmp_path):
+def test_resumed_run_asks_only_for_missing_evaluation_answers(tmp_path):
     how = {"max_concurrent": 4, "eval": {"interval": 1}}  # one place for evaluations
     config = build_config(tmp_path, WITH_HELD_OUT, max_steps=2, orchestrator=how)
 
@@ -298,7 +298,7 @@ def test_a_resumed_run_evaluates_what_was_not_with_the_answers_that_had_come_and
     assert lines(config, 2, "say.command.jsonl") == [{"example_id": 0, "reward": 1.0}]
 
 
-def test_a_running_orchestrator_tells_its_health_its_state_and_what_each_process_waits_for(tmp_path):
+def test_orchestrator_reports_its_health_state_and_waits_over_http(tmp_path):
     released = threading.Event()
 
     async def meanwhile(running):

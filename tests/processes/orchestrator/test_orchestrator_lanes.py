@@ -84,7 +84,7 @@ def test_an_engine_generates_whenever_it_has_a_request(whole: SimpleNamespace) -
     assert max(fractions) > 0.0
 
 
-def test_every_version_is_a_transfer_every_batch_is_written_once_in_order_and_waits_have_reasons(whole):
+def test_lanes_record_every_transfer_and_journal_write_in_order(whole):
     engine, own = whole.lanes["engine"], whole.lanes["orchestrator"]
     assert engine[0].what == "start"
     versions = [span.step for span in engine if span.what == "transfer"]
@@ -143,7 +143,7 @@ def test_what_holds_an_engine_that_has_no_request(tmp_path, state, busy, own, wh
     assert [span.what for span in spans if span.lane == "engine 10.0.0.1:8000"][-1] == ("generate" if busy else "wait")
 
 
-def test_a_lane_follows_its_engine_through_few_requests_new_weights_and_its_death(tmp_path: Path):
+def test_lane_follows_its_engine_through_transfers_and_death(tmp_path: Path):
     async def turn() -> list[tuple[str | None, int, str]]:
         async with open_lanes(tmp_path / "spans.jsonl") as (lanes, pool):
             engine, lane, told = pool.engines[0], lanes._of_engine[pool.engines[0].url], []

@@ -210,7 +210,7 @@ async def test_requests_wait_until_a_version_is_confirmed(stage, monkeypatch):
     [("pause", False), *((route, True) for route in ("pause", "update", "update_weight_version", "resume"))],
 )
 @staged()
-async def test_an_engine_that_fails_a_transfer_is_named_and_answers_after_the_next(stage, route, has_room):
+async def test_engine_that_failed_a_transfer_serves_after_the_next(stage, route, has_room):
     stage.engine.calls.clear()
     stage.engine.failing_route, stage.engine.has_room = route, has_room
     reply = await stage.publish(1)
@@ -231,7 +231,7 @@ REPORT = {"digests": {}, "incomplete": []}
 
 @pytest.mark.parametrize("answer", [{}, *({"results": each} for each in ([], None, [{"digests": None}], [REPORT] * 2))])
 @staged(kind="filesystem")
-async def test_a_report_of_weights_that_makes_no_sense_confirms_nothing_and_the_trainer_sends_again(stage, answer):
+async def test_malformed_weight_report_confirms_no_version(stage, answer):
     stage.engine.mangle_call = lambda _: answer
     assert isinstance(await stage.publish(1), Again)
     stage.engine.mangle_call = lambda honest: honest
@@ -240,9 +240,7 @@ async def test_a_report_of_weights_that_makes_no_sense_confirms_nothing_and_the_
 
 
 @staged()
-async def test_a_trainer_that_has_yet_to_send_hears_at_once_that_an_engine_cannot_receive_or_has_died(
-    stage, monkeypatch
-):
+async def test_waiting_trainer_hears_at_once_that_an_engine_cannot_receive(stage, monkeypatch):
     stage.engine.failing_route = "receive_ahead"
     assert isinstance(await stage.announce(1), Go)
     while isinstance(reply := await stage.announce(1), Go):
@@ -262,7 +260,7 @@ async def test_a_trainer_that_has_yet_to_send_hears_at_once_that_an_engine_canno
 
 
 @staged(is_live=False)
-async def test_a_question_that_is_asked_twice_gets_the_same_answer_and_does_nothing_twice(stage):
+async def test_repeated_weight_update_requests_are_idempotent(stage):
     first, second = await asyncio.gather(stage.announce(0), stage.announce(0))
     assert first == second == await stage.announce(0)
     again = sent_message(stage.config, 0)
@@ -336,7 +334,7 @@ async def test_a_probe_without_noise_admits_what_is_as_good_as_equal(stage):
 
 
 @staged()
-async def test_a_transfer_that_broke_is_begun_anew_with_other_peers_and_no_evaluation_gets_in_between(stage):
+async def test_broken_transfer_restarts_with_new_peers(stage):
     async def evaluate():
         async with stage.policy.held() as version:
             return version, stage.engine.paused
@@ -365,7 +363,7 @@ async def test_another_trainer_process_joins_anew_and_the_same_one_does_not(stag
 
 @pytest.mark.parametrize("is_told_before", [True, False])
 @staged()
-async def test_after_a_failed_transfer_the_next_trainer_is_asked_for_what_was_confirmed(stage, is_told_before):
+async def test_new_trainer_starts_from_the_last_confirmed_version(stage, is_told_before):
     """The engine died too. Its successor is given version 0, so that batches can be made while it is gone on from."""
     go = await stage.announce(1, 2)
     stage.engine.failing_route = "update"
@@ -380,7 +378,7 @@ async def test_after_a_failed_transfer_the_next_trainer_is_asked_for_what_was_co
 
 
 @staged(is_live=False)
-async def test_what_an_orchestrator_that_is_no_more_had_begun_is_asked_for_again_and_its_paused_engine_goes_on(stage):
+async def test_update_begun_by_a_previous_orchestrator_is_requested_again(stage):
     stage.engine.running.clear()
     reply = await stage.updates.sent(sent_message(stage.config, 5))
     assert reply == Again(reason="version 5 was announced to an orchestrator that is no more")
@@ -389,7 +387,7 @@ async def test_what_an_orchestrator_that_is_no_more_had_begun_is_asked_for_again
 
 
 @staged()
-async def test_a_trainer_stays_while_an_engine_lacks_its_weights_and_that_of_another_run_is_refused(stage):
+async def test_trainer_stays_while_an_engine_lacks_its_weights(stage):
     journal, scheduler = Journal(stage.config.paths.journal), SimpleNamespace(next_batch=3)
     answers = TrainerRequests(stage.config, journal, stage.policy, stage.updates, scheduler, Peers(), Waits("test"))
     stage.engine.version = -1
@@ -401,7 +399,7 @@ async def test_a_trainer_stays_while_an_engine_lacks_its_weights_and_that_of_ano
 
 
 @staged()
-async def test_an_engine_that_is_found_again_is_live_under_the_adapters_name_and_with_the_weights_of_all_workers(stage):
+async def test_engine_found_again_is_live_only_if_all_its_workers_agree(stage):
     stage.pool.adapter = "policy"  # which an orchestrator that died had yet to name
     await stage.lose_and_find()
     assert (stage.states, stage.engine.names) == ([("live", 0)], ["policy"])
@@ -416,7 +414,7 @@ async def test_an_engine_that_is_found_again_is_live_under_the_adapters_name_and
 
 # without room for two versions, an engine is updated for as long as they come
 @staged(num_engines=2, policy={"start_timeout_s": SHORT_S}, has_room=False)
-async def test_an_engine_may_stay_away_for_long_also_during_an_update_and_across_a_restart_of_the_orchestrator(stage):
+async def test_engine_that_was_live_may_be_away_beyond_the_start_timeout(stage):
     await stage.kill()
     assert await stage.publish(1, pause_s=2 * SHORT_S) == Live(version=1)
     assert not stage.keeping.done()
@@ -441,7 +439,7 @@ async def test_a_run_begins_with_all_of_its_engines_or_says_which_one_is_missing
 
 
 @staged(policy={"start_timeout_s": SHORT_S})
-async def test_an_engine_that_is_up_and_cannot_say_what_it_serves_counts_as_coming_up(stage):
+async def test_engine_without_a_weight_report_counts_as_starting(stage):
     stage.engine.calls.clear()
     stage.engine.failing_route = "weight_report"
     stage.engine.dead = True
@@ -456,7 +454,7 @@ async def test_an_engine_that_is_up_and_cannot_say_what_it_serves_counts_as_comi
 
 @pytest.mark.parametrize("is_probed", [True, False])
 @staged(num_engines=2)
-async def test_an_engine_that_dies_before_the_confirmation_leaves_its_requests_to_the_other(stage, is_probed):
+async def test_requests_of_a_dead_unconfirmed_engine_move_to_another(stage, is_probed):
     other, mortal = stage.engines
     may_answer = asyncio.Event()
     other.delay = mortal.delay = lambda asked: may_answer.wait()
@@ -484,7 +482,7 @@ async def test_an_engine_that_dies_before_the_confirmation_leaves_its_requests_t
 
 @pytest.mark.parametrize("held", ["_weight_report", "_resume"])
 @staged(num_engines=2)
-async def test_an_engine_that_returns_during_an_update_of_the_other_is_not_live_with_the_version_before(stage, held):
+async def test_engine_that_returns_during_an_update_is_quarantined(stage, held):
     stage.engines[1].dead = True
     await until(lambda: stage.states[1] == ("starting", None))
     asked, may_answer = hold(stage.engines[1], held)
@@ -501,7 +499,7 @@ async def test_an_engine_that_returns_during_an_update_of_the_other_is_not_live_
 
 
 @staged(answer=lambda asked: [7] * 4)
-async def test_a_prompt_leaves_the_rest_of_the_context_and_it_is_known_what_a_turn_ran_out_of(stage):
+async def test_prompt_leaves_the_rest_of_the_context_to_the_turn(stage):
     with pytest.raises(OverlongPrompt, match="64 tokens, the model takes 64"):
         await stage.pool.generate([5] * 64, {})
     for length, max_tokens, room, cut in [
@@ -515,7 +513,7 @@ async def test_a_prompt_leaves_the_rest_of_the_context_and_it_is_known_what_a_tu
 
 
 @staged(drop_next=2, **SAYS_7)
-async def test_a_request_that_is_dropped_or_aborted_is_sent_again_also_after_long_and_a_refused_one_is_not(stage):
+async def test_dropped_or_aborted_request_is_retried_unlike_a_refused_one(stage):
     async def fail_the_fifth_late(asked):
         if asked.number == 4:
             await asyncio.sleep(0.3)
@@ -539,7 +537,7 @@ async def test_a_request_that_is_dropped_or_aborted_is_sent_again_also_after_lon
 
 
 @staged(answer=lambda asked: list(range(10, 25)), token_s=0.02)
-async def test_versions_are_told_for_each_token_of_a_turn_that_an_update_interrupts(stage):
+async def test_turn_interrupted_by_an_update_has_a_version_per_token(stage):
     turn = asyncio.create_task(stage.pool.generate([5], {}))
     await until(lambda: stage.engine.requests)
     await asyncio.sleep(0.05)
@@ -550,14 +548,14 @@ async def test_versions_are_told_for_each_token_of_a_turn_that_an_update_interru
 
 
 @staged(num_engines=2, policy={"max_concurrent": 4}, token_s=0.01, **SAYS_7)
-async def test_no_more_requests_are_under_way_than_allowed_and_they_spread_over_the_engines(stage):
+async def test_max_concurrent_requests_are_spread_evenly_over_engines(stage):
     await asyncio.gather(*(stage.generate() for _ in range(20)))
     assert [engine.most_at_once for engine in stage.engines] == [2, 2]
     assert min(len(engine.requests) for engine in stage.engines) > 5
 
 
 @staged(**SAYS_7)
-async def test_an_engine_is_given_up_where_its_core_is_dead_though_its_server_stands_and_not_for_a_moment(stage):
+async def test_engine_with_a_dead_core_is_unhealthy_behind_a_live_server(stage):
     for _ in range(10):
         stage.engine.dead = not stage.engine.dead
         await asyncio.sleep(0.015)
@@ -577,7 +575,7 @@ async def test_an_engine_is_given_up_where_its_core_is_dead_though_its_server_st
 
 
 @staged(**SAYS_7)
-async def test_an_answer_by_weights_that_nobody_confirmed_is_thrown_away_and_asked_for_again(stage):
+async def test_answer_from_unconfirmed_weights_is_discarded(stage):
     stage.pool.health_interval_s = 60.0
     await asyncio.sleep(0.05)
     stage.engine.version = -1  # a successor that holds the base model
@@ -590,7 +588,7 @@ async def test_an_answer_by_weights_that_nobody_confirmed_is_thrown_away_and_ask
 
 
 @staged(**SAYS_7)
-async def test_an_answer_of_an_earlier_life_is_not_taken_for_one_of_the_weights_confirmed_since(stage):
+async def test_answer_from_an_earlier_life_of_an_engine_is_discarded(stage):
     may_answer = asyncio.Event()
     stage.engine.delay = lambda asked: may_answer.wait()
     turn = asyncio.create_task(stage.generate())
@@ -606,7 +604,7 @@ async def test_an_answer_of_an_earlier_life_is_not_taken_for_one_of_the_weights_
 
 
 @staged(mangle=lambda response: response | {"more": "x" * (8 << 20)})
-async def test_a_request_that_is_cancelled_ends_in_the_engine_too_and_an_endless_answer_is_not_read(stage):
+async def test_cancelled_request_ends_in_the_engine(stage):
     with pytest.raises(ValueError, match=r"inference/v1/generate answered more than \d+ bytes"):
         await stage.generate()
     ended = asyncio.Event()
@@ -625,13 +623,13 @@ async def test_a_request_that_is_cancelled_ends_in_the_engine_too_and_an_endless
     assert not stage.pool.engines[0].in_flight
 
 
-def test_no_request_goes_out_on_a_connection_that_the_engine_is_about_to_close():
+def test_idle_connections_are_closed_before_the_engine_closes_them():
     """An engine closes what was idle for so long; the request that comes just then is lost, and costs a second."""
     settings = Path(find_spec("vllm").submodule_search_locations[0]) / "envs.py"
     assert int(re.search(r"VLLM_HTTP_TIMEOUT_KEEP_ALIVE: int = (\d+)", settings.read_text())[1]) > KEEP_IDLE_S
 
 
-def test_a_confirmation_that_waits_for_room_is_not_written_once_its_attempt_is_abandoned(tmp_path, monkeypatch):
+def test_abandoned_confirmation_is_never_written(tmp_path, monkeypatch):
     full = tmp_path / "full"
     full.touch()
     monkeypatch.setenv("TRIREME_FAULTS", f"disk_full={full}")

@@ -84,13 +84,13 @@ def test_a_run_goes_on_as_if_nothing_had_died(tmp_path, undisturbed):
     assert [len(shares[step]) for step in range(STEPS)] == [1] * STEPS
 
 
-def test_every_version_is_on_disk_with_its_digests_before_a_token_under_it_may_be_used(undisturbed):
+def test_version_digests_are_on_disk_before_its_first_token(undisturbed):
     assert undisturbed.found == dict.fromkeys(range(STEPS), True)
     versions = Versions(undisturbed.config.paths.journal)
     assert [versions.read(version).digests for version in versions.known()] == list(map(digests_of, range(STEPS + 1)))
 
 
-def test_a_run_that_lacks_only_its_last_checkpoint_waits_for_the_trainer_and_reports_nothing_twice(undisturbed):
+def test_run_without_its_last_checkpoint_waits_for_the_trainer(undisturbed):
     config = undisturbed.config
     before = [config.paths.metrics.read_bytes(), *entries(config)]
 
@@ -106,7 +106,7 @@ def test_a_run_that_lacks_only_its_last_checkpoint_waits_for_the_trainer_and_rep
 # in a run that was stopped
 
 
-def test_a_run_that_is_over_goes_back_with_its_evaluations_where_the_user_asks_for_it(tmp_path):
+def test_rewinding_a_finished_run_sets_its_evaluations_aside(tmp_path):
     config = build_config(tmp_path, max_steps=1)
     Journal(config.paths.journal).append(BatchRecord(step=0, rollouts=[], dropped=[], state=State(next_batch=1)))
     paths = config.paths

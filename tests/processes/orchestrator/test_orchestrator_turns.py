@@ -77,7 +77,7 @@ def prompt_of(sample: Tokens, pictures: list[Picture]) -> tuple[Any, ...]:
     return (*sample.ids[:end].tolist(), *(each.digest for each in pictures))
 
 
-def test_every_turn_and_its_pictures_reach_the_engine_the_journal_and_the_trainer_also_after_a_crash(tmp_path):
+def test_pictures_reach_engine_journal_and_trainer_despite_a_crash(tmp_path):
     config, rules = seeing_run(tmp_path)
 
     async def kill(whole: WholeRun) -> None:
@@ -106,14 +106,14 @@ def test_every_turn_and_its_pictures_reach_the_engine_the_journal_and_the_traine
             assert rewards[~np.isnan(rewards)].tolist() == [0.25, 0.5]
 
 
-def test_an_engine_that_expands_a_picture_otherwise_is_named_with_both_counts(tmp_path):
+def test_picture_token_mismatch_is_an_error_with_both_counts(tmp_path):
     config, rules = seeing_run(tmp_path)
     other = PictureRules(rules.token, rules.block // 2, rules.min_pixels, rules.max_pixels)
     outcome = run(config, engine={"rules": other})
     assert "The engine made 34 tokens of a prompt with pictures, and the orchestrator 28" in str(outcome.error)
 
 
-def test_what_a_cut_sampler_chose_from_is_in_the_journal_and_a_token_beyond_the_vocabulary_is_not_believed(tmp_path):
+def test_journal_keeps_the_tokens_that_a_cut_sampler_chose_from(tmp_path):
     def with_candidates(response: dict) -> dict:
         (choice,) = response["choices"]
         if int(response["request_id"]) % 5 == 0:
@@ -220,7 +220,7 @@ PLAIN = {"model": InferenceModel(), "tools": None, "answers": None, "stop": None
         ),
     ],
 )
-def test_a_turn_is_read_by_the_engines_parsers_or_stays_text_where_they_cannot(tokenizer, text, how, said):
+def test_turn_is_read_by_engine_parsers_or_stays_text(tokenizer, text, how, said):
     found, asked = read(tokenizer, text, **PLAIN | how)
     assert (found, len(asked)) == (said, int("answers" in how))
     for body in asked:  # without the token that ended the turn
@@ -432,7 +432,7 @@ def check(conversation: RandomConversation, policy: RandomPolicy, finished: Roll
         assert (finished.truncated, finished.stop) == (ended is not None, ended)
 
 
-def test_a_rollout_that_is_played_again_in_another_order_has_no_two_calls_of_one_id(tmp_path, tokenizer):
+def test_retried_rollout_never_gives_two_tool_calls_one_id(tmp_path, tokenizer):
     sampled, ids = tokenizer.encode(f"{CALL}<|im_end|>"), []
 
     async def generate(*_: Any, **__: Any) -> Generation:
@@ -486,7 +486,7 @@ def talk_twice(folder: Path, answers: list[str], template: str = QWEN_3) -> list
 THOUGHT = "<think>\nhm\n</think>\n\n4"
 
 
-def test_a_conversation_that_a_template_rewrites_is_two_samples_and_counted(tmp_path, caplog):
+def test_conversation_rewritten_by_its_template_becomes_two_samples(tmp_path, caplog):
     found = talk_twice(tmp_path, [THOUGHT, "4", *[THOUGHT] * 9])
     assert [(len(each.samples), each.rewritten) for each in found] == [(2, 1), (1, 0), *[(2, 1)] * 9]
     (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
@@ -540,7 +540,7 @@ def config_of(strategy: str, parsed: bool) -> RunConfig:
     return RunConfig.model_validate(sections)
 
 
-def test_over_many_random_rollouts_the_tokens_trained_on_are_exactly_those_that_were_sampled(tmp_path):
+def test_random_rollouts_train_on_exactly_the_sampled_tokens(tmp_path):
     folders = {name: write_byte_tokenizer(tmp_path / name, template) for name, template in TEMPLATES.items()}
     tokenizers = {name: ChatTokenizer(folder) for name, folder in folders.items()}
     num_rewritten: Counter[tuple[str, str]] = Counter()  # by strategy and template

@@ -95,7 +95,7 @@ def test_imports_go_down_a_layer_never_up_and_never_sideways():
 
 
 @pytest.mark.parametrize("package", SUB_PACKAGES)
-def test_sub_packages_import_each_other_one_way_and_never_the_loop_of_their_package(package: str):
+def test_sub_packages_import_each_other_in_one_direction(package: str):
     found = {part.name for part in (SOURCE / package).iterdir() if part.is_dir() and part.name != "__pycache__"}
     assert found == SUB_PACKAGES[package]
     arrows: set[tuple[str, str]] = set()
@@ -126,7 +126,7 @@ def test_no_import_goes_round_in_circles():
     assert sorted(edges) == []
 
 
-def test_environment_workers_import_nothing_that_their_interpreter_may_lack():
+def test_environment_workers_import_only_modules_they_always_have():
     files = list(WORKER.rglob("*.py"))
     allowed = sys.stdlib_module_names | WORKER_MAY_IMPORT | {path.stem for path in files}
     needed = [found for file in files for found in imports_of(file) if not found.is_optional]

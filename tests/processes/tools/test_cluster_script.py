@@ -115,7 +115,7 @@ def machine(tmp_path: Path) -> Machine:
         (["step", "step", "step", 2], 1, 2, 4),  # each step resets the count
     ],
 )
-def test_a_process_is_restarted_until_its_exit_is_final_or_it_makes_no_progress(machine, plan, restarts, code, starts):
+def test_node_script_limits_restarts_by_exit_code_and_progress(machine, plan, restarts, code, starts):
     machine.job = replace(machine.job, restarts=restarts)
     assert machine.run(inference=plan)[0] == code
     assert len(machine.notes("inference")) == starts
@@ -129,7 +129,7 @@ def test_a_process_that_dies_is_restarted_alone_and_resumes(machine):
     assert not machine.is_alive("trainer"), "ends with the orchestrator"
 
 
-def test_what_a_dead_process_leaves_behind_is_killed_before_its_successor_starts(machine):
+def test_node_script_kills_leftovers_before_it_restarts_a_process(machine):
     assert machine.run(inference=["leave", 2])[0] == 2
     left = Path("/proc", machine.extra("inference", "left").strip(), "stat")
     assert not left.exists() or left.read_text().rpartition(")")[2].split()[0] == "Z"

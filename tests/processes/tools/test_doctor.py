@@ -34,7 +34,7 @@ def workplace(here):
     assert sorted(here.rglob("*doctor-*")) == []
 
 
-def test_a_machine_that_can_run_the_quickstart_is_told_so_and_quick_starts_no_program(capsys, workplace, monkeypatch):
+def test_doctor_finds_no_problem_on_a_quickstart_machine(capsys, workplace, monkeypatch):
     monkeypatch.setattr("trireme.tools.doctor.rehearsal.run_program", lambda *_: pytest.fail("a program was started"))
     code, answers = diagnosed(capsys, "--quick")
     bad = [answer for each in answers.values() for answer in each if answer["verdict"] == "problem"]
@@ -46,7 +46,7 @@ def test_a_machine_that_can_run_the_quickstart_is_told_so_and_quick_starts_no_pr
     assert [name for name in answers if f"| `{name}` |" not in text] == []
 
 
-def test_a_problem_ends_it_with_1_and_with_what_to_do_and_a_warning_does_not(capsys, workplace, monkeypatch):
+def test_doctor_exits_with_1_for_a_problem_but_not_for_a_warning(capsys, workplace, monkeypatch):
     with taken_port() as port:
         assert doctor(["--ports.batches", str(port), "--only", "ports", "disk"]) == 1
     shown = capsys.readouterr().out
@@ -111,7 +111,7 @@ def test_a_doctor_whose_terminal_is_closed_leaves_nothing(workplace, is_forking)
     assert list(workplace.iterdir()) == []
 
 
-def test_each_environment_is_tried_once_in_a_process_of_its_own_and_fails_in_its_own_words(tmp_path, monkeypatch):
+def test_doctor_tries_each_environment_once_in_its_own_process(tmp_path, monkeypatch):
     no_key = ECHO.replace("return float", 'raise ValueError("the judge has no key")\n        return float')
     runs: list[Ended] = []
     run = rehearsal.run_program
@@ -143,7 +143,7 @@ def test_the_small_run_is_the_large_one_in_all_but_its_size(tmp_path):
     assert config.paths.root == case.folder / "run"
 
 
-def test_a_run_of_shared_gpus_or_of_several_machines_is_rehearsed_on_this_one(tmp_path):
+def test_doctor_rehearses_a_multi_machine_run_on_this_machine(tmp_path):
     case = build_case(tmp_path, "--device cuda", Devices(gpus=("0",), cores=4))
     assert shrink(case).inference.gpu_memory_utilization == case.config.inference.gpu_memory_utilization == 0.4
     words = "--device cuda --hosts.inference 10.0.0.2 --hosts.orchestrator 10.0.0.3 --hosts.trainer 10.0.0.4 10.0.0.5"

@@ -88,7 +88,7 @@ def letters(found: WeighedEngine) -> str:
     return answered[::6]
 
 
-def test_each_checkpoint_answers_for_itself_and_the_base_model_is_given_back(here, capsys):
+def test_eval_answers_each_checkpoint_with_its_own_weights(here, capsys):
     with engine() as found:
         assert run_eval(found, "--dry-run") == 0
         assert 'weights_dir = "run/weights"' in capsys.readouterr().out
@@ -103,7 +103,7 @@ def test_each_checkpoint_answers_for_itself_and_the_base_model_is_given_back(her
     assert (described["avg_reward"], described["finished"], described["split"]) == (pytest.approx(0.3), True, "eval")
 
 
-def test_an_engine_that_dies_is_named_and_only_what_is_missing_or_was_torn_is_asked_again(here, capsys):
+def test_eval_asks_only_for_answers_missing_after_an_engine_death(here, capsys):
     one_by_one = ("--max-concurrent", 1, "--num-examples", 5)
     with engine(gone_after=8) as found:  # 5 of the base model, 3 of step 10
         with pytest.raises(PeerDied, match=f"{found.url} is gone"):
@@ -131,7 +131,7 @@ def test_an_engine_that_dies_is_named_and_only_what_is_missing_or_was_torn_is_as
         assert len(found.answered) == num_answered
 
 
-def test_more_examples_go_on_where_fewer_ended_and_fewer_or_others_are_refused(here):
+def test_eval_continues_with_more_examples_but_refuses_fewer(here):
     with engine() as found:
         assert run_eval(found, "--steps", 10, "--num-examples", 2) == 0
         assert run_eval(found, "--steps", 10, "--num-examples", 5) == 0
@@ -158,7 +158,7 @@ FAILS = {
 
 
 @pytest.mark.parametrize(("words", "knobs"), (OTHERS | FAILS).items())
-def test_an_engine_of_a_training_run_or_without_the_weights_that_it_was_given_is_asked_nothing(here, words, knobs):
+def test_eval_asks_no_engine_that_is_in_use_or_has_the_wrong_weights(here, words, knobs):
     with engine(**knobs) as found:
         with pytest.raises(ConfigError if words in OTHERS else (WeightsMismatch, PeerDied), match=words):
             run_eval(found, "--no-eval-base")
@@ -170,7 +170,7 @@ def test_an_engine_of_a_training_run_or_without_the_weights_that_it_was_given_is
             assert found.label.endswith("-loading")
 
 
-def test_an_engine_that_took_a_checkpoint_wrongly_gets_its_base_model_again_and_answers(here):
+def test_eval_restores_the_base_model_after_a_garbled_checkpoint(here):
     with engine(garbles="b") as found:
         with pytest.raises(WeightsMismatch, match="step_10 did not arrive"):
             run_eval(found, "--no-eval-base")
@@ -181,7 +181,7 @@ def test_an_engine_that_took_a_checkpoint_wrongly_gets_its_base_model_again_and_
     ("label", "is_frozen", "offset", "words"),
     [("40", False, 3, ["--take-over"]), ("eval-0a1b2c-base", True, 0, []), ("eval-0a1b2c-loading", True, 3, [])],
 )  # fmt: skip
-def test_an_engine_that_is_free_again_is_taken_and_gets_its_base_model_again(here, label, is_frozen, offset, words):
+def test_eval_takes_over_an_engine_that_is_free_again(here, label, is_frozen, offset, words):
     """Its run is over, or an evaluation left it paused, or in the middle of a transfer."""
     with engine(label=label, is_frozen=is_frozen) as found:
         found.loaded[LETTER] += offset
@@ -193,7 +193,7 @@ def test_an_engine_that_is_free_again_is_taken_and_gets_its_base_model_again(her
     ("after", "label", "words", "kept"),
     [(8, "41", "answered with weights '41'", [6, 2]), (6, "0", "serves '0' now", [6, 0])],
 )  # fmt: skip
-def test_a_run_that_gives_the_engine_weights_meanwhile_ends_the_evaluation_undisturbed(here, after, label, words, kept):
+def test_eval_ends_if_a_run_gives_the_engine_new_weights(here, after, label, words, kept):
     with engine(label_after=(after, label)) as found:
         with pytest.raises(WeightsReplaced, match=words):
             run_eval(found, "--max-concurrent", 1)
@@ -202,7 +202,7 @@ def test_a_run_that_gives_the_engine_weights_meanwhile_ends_the_evaluation_undis
     assert [len(lines(0)), len(partial.read_text().splitlines()) if partial.exists() else 0] == kept
 
 
-def test_a_checkpoint_that_cannot_be_loaded_is_found_before_anything_is_asked(here):
+def test_eval_rejects_an_unloadable_checkpoint_before_any_request(here):
     file = Path("run/weights/step_10/model.safetensors")
     with engine() as found:
         for change, words in (
@@ -266,7 +266,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(here):
         assert (own.read_text(), found.answered) == (line, [])
 
 
-def test_what_is_not_said_is_as_the_run_of_the_checkpoints_has_it_and_so_must_its_weights_be(here):
+def test_eval_inherits_unset_options_from_the_run_of_the_checkpoints(here):
     env, evaluation = {"id": "toy.py", "name": "of-the-run"}, {"num_examples": 3, "sampling": {"temperature": 0.5}}
     evaluation["pass_threshold"] = 0.25
     orchestrator = {"env": [env], "sampling": {"max_tokens": 7}, "eval": evaluation}

@@ -52,7 +52,7 @@ def test_a_run_its_evaluations_and_a_conversation_are_each_an_enter_away(tmp_pat
     view(tmp_path, script, size=NARROW)
 
 
-def test_rollouts_of_training_show_what_was_said_why_it_is_not_trained_on_and_what_was_dropped(tmp_path):
+def test_eval_view_says_why_a_rollout_is_not_trained_on(tmp_path):
     config = write_whole_run(tmp_path / "run")
     batch = Journal(config.paths.journal).read(1)
     first = min(batch.rollouts, key=lambda rollout: (rollout.env, rollout.example, rollout.place))
@@ -74,7 +74,7 @@ def test_rollouts_of_training_show_what_was_said_why_it_is_not_trained_on_and_wh
     view(tmp_path / "run", script, size=(110, 60))
 
 
-def test_what_changes_on_disk_is_shown_when_it_is_looked_at_again_and_the_cursor_stays(tmp_path):
+def test_eval_view_shows_changed_files_after_a_refresh(tmp_path):
     file = tmp_path / "evals" / "step_0" / "say.jsonl"
 
     async def script(viewer):
@@ -141,7 +141,7 @@ def test_what_cannot_be_shown_is_refused_before_the_screen_is_taken(tmp_path, mo
         eval_view([str(tmp_path)])
 
 
-def test_in_a_real_terminal_it_comes_up_with_outputs_and_environments_and_q_leaves_it(tmp_path):
+def test_eval_view_runs_in_a_real_terminal_until_q_is_pressed(tmp_path):
     write_results(tmp_path / "environments/say/outputs/evals/say--tiny/3f/results.jsonl", [answer(0, 0.75)])
     write_evaluations(tmp_path / "outputs" / "run")
     pid, terminal = pty.fork()

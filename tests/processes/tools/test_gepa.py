@@ -101,7 +101,7 @@ def test_the_printed_command_measures_the_prompt_that_was_found(endpoint, capsys
     assert "avg - 1.000" in capsys.readouterr().out
 
 
-def test_a_search_keeps_its_budget_goes_on_with_a_larger_one_and_is_not_mixed_with_another(endpoint):
+def test_gepa_search_keeps_its_budget_across_resumes(endpoint):
     """A new prompt costs 8 here, the first one 4."""
     for max_calls, total in ((12, 12), (19, 12), (20, 20)):
         num_before = len(endpoint.asked("follower"))
@@ -134,7 +134,7 @@ def test_ctrl_c_ends_it_with_what_was_found_and_the_same_command_goes_on(endpoin
     assert len(lines_of("rollouts.jsonl")) == 28
 
 
-def test_rewards_that_fail_always_or_compare_a_group_and_a_second_search_are_refused(endpoint):
+def test_gepa_refuses_rewards_that_always_fail_or_compare_a_group(endpoint):
     rewards = CODE + "\ndef reward(completion):\n    return 1 / 0\n"
     Path("harbour.py").write_text(rewards)
     with pytest.raises(Refused, match=r"all 4 rollouts of the first evaluation failed.*division by zero"):
@@ -168,7 +168,7 @@ def test_what_cannot_work_is_refused_before_any_model_is_asked(endpoint):
     assert endpoint.requests == []
 
 
-def test_a_model_in_a_folder_answers_and_reflects_by_one_engine_with_its_own_sampling(monkeypatch):
+def test_gepa_answers_and_reflections_of_one_model_share_an_engine(monkeypatch):
     engines: list[FakeEngine] = []
 
     @asynccontextmanager

@@ -22,7 +22,7 @@ from trireme.monitor.wandb_mirror import open_wandb_mirror
 from whole_run import build_config, run
 
 
-def test_a_row_comes_back_as_it_was_written_with_null_for_what_json_cannot_hold(tmp_path):
+def test_metrics_row_reads_back_with_null_for_nan_and_infinity(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert read_metrics(path) == ([], 0)
     numbers = {"loss": np.float32(0.5), "num_tokens": 7, "a": math.nan, "b": math.inf, "c": -math.inf}
@@ -40,7 +40,7 @@ def steps_in(path: Path) -> list[int]:
     return [row["step"] for row in read_metrics(path)[0]]
 
 
-def test_wherever_a_line_is_cut_nobody_takes_the_half_for_a_line_and_none_is_missing(tmp_path):
+def test_metrics_line_cut_at_any_byte_is_never_misread(tmp_path):
     probe = MetricsFile(tmp_path / "probe.jsonl", "trainer")
     probe.append(1, {"loss": 0.5})
     length = probe.path.stat().st_size
@@ -58,7 +58,7 @@ def test_wherever_a_line_is_cut_nobody_takes_the_half_for_a_line_and_none_is_mis
         assert steps_in(metrics.path) == [row["step"] for row in reader]
 
 
-def test_when_too_many_wait_the_oldest_are_lost_and_counted_as_is_what_waits_at_the_end(tmp_path, monkeypatch):
+def test_metrics_waiting_for_disk_space_lose_only_the_oldest_rows(tmp_path, monkeypatch):
     full = tmp_path / "full"
     full.touch()
     monkeypatch.setenv("TRIREME_FAULTS", f"disk_full={full}")
@@ -87,7 +87,7 @@ def test_a_full_disk_ends_no_training_and_warns_once_a_minute(caplog, monkeypatc
     assert (metrics.waiting, metrics.lost) == (0, 4)
 
 
-def test_of_one_step_the_last_values_of_each_process_count_and_the_trainers_come_first():
+def test_latest_metrics_of_each_process_count_for_a_step():
     rows = [
         {"step": 4, "process": "trainer", "loss": 9.0, "time/step": 2.0},
         {"step": 4, "process": "orchestrator", "reward/mean": 0.1, "time/step": 1.0},

@@ -138,7 +138,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_journal_alone_gives_every_version_to_the_bit_and_nothing_is_changed(run, capsys):
+def test_replay_of_the_journal_reproduces_every_version_to_the_bit(run, capsys):
     """A line of metrics older than the confirmation does not count: after a rewind, the new one is not noted yet."""
     older = {"grad_norm": 0.5, "time_s": run.versions.read(STEPS).confirmations[0].time - 60}
     change_lines(lambda rows: rows[-1].update(older))(run.config)
@@ -151,7 +151,7 @@ def test_the_journal_alone_gives_every_version_to_the_bit_and_nothing_is_changed
     assert contents(run.config.paths.root) == before
 
 
-def test_a_run_that_was_resumed_with_other_settings_is_replayed_by_those_of_each_step(tmp_path, tiny_model, capsys):
+def test_replay_uses_the_settings_of_each_step_after_a_resume(tmp_path, tiny_model, capsys):
     """It had trained a step since its newest checkpoint, which is repeated as it was: to the version that was sent."""
     with ready_to_train(tmp_path / "run", tiny_model) as run:
         paths, first = run.config.paths, updated(run.config, {"max_steps": 3, "trainer.ckpt.interval": 2})
@@ -177,7 +177,7 @@ def test_a_run_that_was_resumed_with_other_settings_is_replayed_by_those_of_each
     assert as_built(later, range(4)).trainer.optim.type == "adamw"
 
 
-def test_one_changed_token_shows_at_the_very_next_version_and_at_all_after_it_also_from_a_checkpoint(run, capsys):
+def test_replay_finds_a_changed_token_at_the_next_version(run, capsys):
     run.change_batch(2)
     assert run.replay(last=2) == 0
     assert capsys.readouterr().out.splitlines()[1:-1] == run.identical(0, 2)
@@ -271,7 +271,7 @@ def test_what_cannot_be_replayed_is_refused(run, tmp_path):
         replay_command([str(tmp_path)])
 
 
-def test_two_ranks_replay_what_two_ranks_have_trained_until_a_batch_is_another(tmp_path, tiny_model):
+def test_two_ranks_replay_a_run_until_its_changed_batch(tmp_path, tiny_model):
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
 
     def end_of(*words: str) -> tuple[int, str]:
@@ -293,7 +293,7 @@ def test_two_ranks_replay_what_two_ranks_have_trained_until_a_batch_is_another(t
     assert f"the first difference is at version {STEPS}." in said
 
 
-def test_a_run_with_pictures_is_replayed_and_a_picture_that_is_gone_is_named(tmp_path, capsys):
+def test_replay_names_a_missing_picture(tmp_path, capsys):
     shape = build_config("qwen2_5_vl", rope_parameters=MROPE, vocab_size=VOCABULARY)
     model = save_family(write_tokenizer(tmp_path / "model"), shape)
     with ready_to_train(tmp_path / "run", model, picture=picture_file(56, 28)) as run:

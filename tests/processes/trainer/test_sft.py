@@ -93,7 +93,7 @@ def test_a_resumed_run_goes_on_to_the_same_weights_to_the_bit(trained, letters, 
     assert [row["loss"] for row in metrics_of(tmp_path)] == [row["loss"] for row in metrics_of(trained)]
 
 
-def test_a_resumed_run_is_refused_other_samples_and_takes_the_same_ones_from_elsewhere(letters, tiny_model, tmp_path):
+def test_resumed_sft_run_refuses_other_samples(letters, tiny_model, tmp_path):
     first = build_config(tmp_path / "run", tiny_model, letters, max_steps=1)
     train_sft(first)
     moved = write_lines(tmp_path / "moved.jsonl", *map(json.loads, letters.read_text().splitlines()))
@@ -198,7 +198,7 @@ def conversations():
 """
 
 
-def test_ranks_wait_for_the_first_one_to_read_its_data_longer_than_their_timeout(tiny_model, tmp_path):
+def test_ranks_wait_beyond_their_timeout_for_the_first_to_read_data(tiny_model, tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
     assert run_ranks(__file__, tiny_model, tmp_path) == [100, 100]
 

@@ -83,7 +83,7 @@ def in_a_thread(target: Callable[[], Any]) -> Iterator[None]:
     assert not thread.is_alive()
 
 
-def test_a_question_is_asked_again_until_there_is_something_to_tell_and_what_was_only_told_is_no_question():
+def test_control_request_is_repeated_until_it_has_an_answer():
     asked: list[Request] = []
     replies = iter([Ok(), NotYet("2 of 8 groups missing"), NotYet("1 of 8 groups missing"), Live(version=3)])
     with answering(lambda request: asked.append(request) or next(replies)) as address, open_client(address) as client:
@@ -143,7 +143,7 @@ def test_only_a_readable_answer_to_the_newest_question_counts(sent, replies):
             assert [ask(client) for _ in replies] == [Live(version=version) for version in replies]
 
 
-def test_a_flood_of_answers_to_nothing_does_not_keep_a_deadline_from_passing():
+def test_flood_of_stray_answers_never_extends_a_deadline():
     stop, address = threading.Event(), free_address()
     with open_raw(zmq.ROUTER, address) as server, open_client(address, ask_again_s=SOON_S) as client:
 
@@ -160,7 +160,7 @@ def test_a_flood_of_answers_to_nothing_does_not_keep_a_deadline_from_passing():
             stop.set()
 
 
-def test_a_deadline_passes_unless_the_peer_is_busy_and_others_are_told_meanwhile():
+def test_deadline_passes_only_if_the_peer_is_not_busy():
     waited: list[Request] = []
     told: list[int] = []
     answers = iter([*[NotYet("an evaluation is running", busy=True)] * 8, Live(version=3)])
@@ -177,7 +177,7 @@ def test_a_deadline_passes_unless_the_peer_is_busy_and_others_are_told_meanwhile
             ask(client, deadline_s=0.4)
 
 
-def test_a_peer_that_is_gone_for_thousands_of_questions_blocks_nothing_and_is_not_asked_them_all_when_it_comes():
+def test_returning_peer_is_not_sent_thousands_of_expired_requests():
     address, gave_up = free_address(), threading.Event()
     questions: set[bytes] = set()
     replies: list[Reply] = []
@@ -264,7 +264,7 @@ STRANGE = [
 ]
 
 
-def test_a_stranger_is_told_what_was_expected_and_a_thousand_refusals_are_a_few_lines_in_the_log(caplog, monkeypatch):
+def test_control_server_tells_a_stranger_the_expected_message(caplog, monkeypatch):
     monkeypatch.setattr(control.rate_limited, "_said_at", {})
     with answering(answer) as address, open_raw(zmq.DEALER, address) as stranger:
         for frames, words in STRANGE:
@@ -282,7 +282,7 @@ def test_a_stranger_is_told_what_was_expected_and_a_thousand_refusals_are_a_few_
     assert len(caplog.records) < 20
 
 
-def test_requests_under_way_are_bounded_by_number_for_each_client_and_by_bytes_for_all(monkeypatch):
+def test_requests_in_flight_are_bounded_per_client_and_in_bytes(monkeypatch):
     """Others are dropped. A refused message after them is answered in its turn: all of them were read by then."""
     monkeypatch.setattr(control, "BYTES_AT_ONCE", 10 << 20)
     large = replace(READY, run_id="r" * (2 << 20))
@@ -369,7 +369,7 @@ def problem_of(request: Request, num_batches: int) -> str | None:
         return str(error)
 
 
-def test_what_a_trainer_asks_makes_sense_and_what_does_not_is_named_with_what_was_expected():
+def test_implausible_trainer_request_names_the_expected_value():
     assert [problem_of(request, 9) for request in REQUESTS] == [None] * len(REQUESTS)
     for request, num_batches, changes in ABSURD:
         for fields in changes:
@@ -389,7 +389,7 @@ LINES = [
 ]
 
 
-def test_whatever_bytes_come_from_a_worker_are_messages_or_garbage_and_nothing_else(monkeypatch):
+def test_random_worker_bytes_are_read_as_messages_or_garbage(monkeypatch):
     read: list[wire.FromWorker] = []
     garbage: list[str] = []
 
@@ -462,7 +462,7 @@ def reward(completion, answer):
 """
 
 
-def test_a_worker_that_sends_garbage_is_started_again_and_a_rollout_is_lost_only_if_it_always_does(tmp_path, caplog):
+def test_worker_that_sends_garbage_is_restarted(tmp_path, caplog):
     async def use(environment: Environment) -> None:
         for index in range(2):
             assert (await run_one(environment, says("x"), index)).reward == 1.0
