@@ -76,7 +76,7 @@ def _through_files(folder: Path) -> tuple[Sender, Receiver]:
     return sender, open_receiver(info, torch.device("cpu"))
 
 
-def test_files_bring_every_tensor_to_the_bit_and_those_of_the_last_two_versions_stay(tmp_path):
+def test_weights_sent_through_files_arrive_bit_identical(tmp_path):
     sender, receiver = _through_files(tmp_path)
     payloads = [sender.send(specs_of(model), iter(model.values())) for model in MODELS]
     folders = [Path(payload["folder"]) for payload in payloads]
@@ -88,7 +88,7 @@ def test_files_bring_every_tensor_to_the_bit_and_those_of_the_last_two_versions_
     assert receive(receiver, MODELS[3], payloads[3]) == digests_of(MODELS[3])
 
 
-def test_a_bucket_unpacks_to_what_was_packed_and_stays_as_it_is_while_the_next_one_is_filled():
+def test_bucket_unpacks_bit_identical_while_the_next_one_is_filled():
     buffers = packing.BucketBuffers(torch.device("cpu"))
     specs = specs_of(MODEL)
     flat = packing.pack_bucket(specs, MODEL.values(), buffers)

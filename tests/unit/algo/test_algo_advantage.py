@@ -53,7 +53,7 @@ def by_definition(kind: str, groups: list[list[float]]) -> list[list[float]]:
 @example([[0.5, 0.5, 0.5], [1.0, 1.0, 1.0]])
 @example([[-2.0, -1.0], [-1.0, 1.0]])  # `max_rl` never turns the gradient around
 @example([[0.75]])  # nothing to compare with
-def test_each_estimator_agrees_with_its_definition_and_leaves_its_input_alone(kind, groups) -> None:
+def test_each_advantage_estimator_agrees_with_its_definition(kind, groups) -> None:
     scored, baselines = scores_of(groups), {}
     found, _ = estimate(kind, scored, baselines, decay=0.9)
     for ours, theirs in zip(found, by_definition(kind, groups), strict=True):

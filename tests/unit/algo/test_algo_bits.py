@@ -79,7 +79,7 @@ def test_the_form_with_the_fewest_bytes_is_taken(num_values, places, form, num_b
     assert (made.form, made.num_bytes, made.num_changed) == (form, num_bytes, len(places))
 
 
-def test_the_longest_gap_that_two_bytes_hold_arrives_and_so_does_a_tensor_that_is_not_contiguous() -> None:
+def test_patch_holds_the_longest_gap_that_fits_in_two_bytes() -> None:
     before, after = torch.zeros(200_000), torch.zeros(200_000)
     after[[65_535, 131_070]] = 1.0
     made = build_patch(after, changed(after, before))
@@ -103,7 +103,7 @@ def digest_by_the_formula(tensor: torch.Tensor) -> str:
     return hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} {total}".encode()).hexdigest()[:32]
 
 
-def test_a_digest_does_not_depend_on_how_much_is_summed_at_once_nor_on_where_values_lie(monkeypatch) -> None:
+def test_tensor_digest_is_independent_of_chunks_and_memory_layout(monkeypatch) -> None:
     tensor = random_bits([4 * digest.ROW + 5], torch.float32, 0)
     expected = digest_by_the_formula(tensor)
     assert tensor_digest(tensor) == expected
@@ -118,7 +118,7 @@ def test_a_digest_does_not_depend_on_how_much_is_summed_at_once_nor_on_where_val
         assert tensor_digest(part) == tensor_digest(part.clone())
 
 
-def test_a_models_digest_depends_on_names_and_not_on_their_order_and_a_difference_is_named() -> None:
+def test_model_digest_depends_on_names_but_not_on_their_order() -> None:
     digests = {"a": "1", "b": "2"}
     assert model_digest(digests) == model_digest({"b": "2", "a": "1"})
     assert len({model_digest(d) for d in [digests, {"a": "2", "b": "1"}, {"a": "1"}, {"a": "1", "c": "2"}]}) == 4

@@ -178,7 +178,7 @@ def test_a_recipe_has_the_value_and_the_gradient_of_its_formula(name: str, seed:
         ("geometric_mask", 0.8, 1.25, lambda product, length: 0.8 <= product ** (1 / length) <= 1.25),
     ],
 )
-def test_a_correction_by_sequence_has_the_value_and_the_gradient_of_its_formula(kind, low, high, weight) -> None:
+def test_sequence_correction_agrees_with_its_formula(kind, low, high, weight) -> None:
     b = batch_of(drift=0.5)
     objective = over_tokens(weighted(lambda b, t: weight(*sample_ratio(b.prox, b.mu, b, t))))
     sums = check(recipe("tis", correction=kind, correction_low=low, correction_high=high), objective, b)
@@ -241,7 +241,7 @@ def test_the_sums_of_the_default_loss_by_hand() -> None:
     assert effective_share(weights=3.0, squared_weights=9.0, tokens=10) == pytest.approx(0.1)
 
 
-def test_the_divergence_estimate_is_exact_where_float32_would_drown_and_never_negative() -> None:
+def test_kl_estimate_stays_exact_for_tiny_differences() -> None:
     for difference in (1e-7, -1e-7, 3e-6, 0.5):
         d = Fraction(difference)
         series = sum(d**n / math.factorial(n) for n in range(2, 20))
@@ -259,7 +259,7 @@ def test_the_divergence_estimate_is_exact_where_float32_would_drown_and_never_ne
     normalize=st.sampled_from(["token", "sequence", "constant"]),
 )
 @settings(max_examples=40)
-def test_loss_and_gradient_do_not_depend_on_how_samples_are_split_into_rows(lengths, cuts, name, normalize) -> None:
+def test_loss_and_gradient_are_independent_of_how_samples_form_rows(lengths, cuts, name, normalize) -> None:
     b = batch_of(lengths, drift=0.7)
     found = recipe(name, normalize=normalize, beta=0.1, entropy_bonus=0.05)
     whole_value, whole_sums, whole_gradient = solved(found, to_columns(b), b.totals)
@@ -315,7 +315,7 @@ def test_a_ratio_out_of_all_bounds_gives_no_nan(name: str, log_ratio: float) -> 
     assert math.isfinite(sums["weights"])
 
 
-def test_entropies_of_an_even_choice_of_none_and_of_logits_that_rule_a_token_out() -> None:
+def test_entropy_gradient_is_finite_if_logits_rule_a_token_out() -> None:
     logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [0.0, -math.inf, -math.inf, -math.inf]], requires_grad=True)
     _, entropies = token_logprobs(logits, torch.tensor([0, 0]), torch.ones(2), entropy_gradient=True)
     assert entropies.tolist() == pytest.approx([math.log(4), 0.0])

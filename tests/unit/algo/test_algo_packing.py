@@ -126,7 +126,7 @@ QWEN_7B |= {"model_type": "qwen2", "intermediate_size": 18944, "vocab_size": 152
 
 
 @pytest.mark.parametrize(("num", "capacity", "ranks"), [(512, 16384, 8), (1024, 8192, 8), (256, 4096, 16)])
-def test_rows_of_realistic_lengths_are_full_and_ranks_wait_for_less_than_three_percent(num, capacity, ranks):
+def test_ranks_with_realistic_rows_wait_less_than_three_percent(num, capacity, ranks):
     """Answers of a reasoning model: most are short, some are as long as they may be."""
     lengths = np.random.default_rng(0).lognormal(np.log(capacity / 10), 0.8, num)
     lengths = np.clip(lengths, 32, capacity).astype(int).tolist()

@@ -83,7 +83,7 @@ def test_what_is_wrong_with_a_function_is_said_before_anything_is_trained(tmp_pa
     assert "xpected" in str(error.value)
 
 
-def test_an_argument_that_the_function_does_not_take_is_named_and_later_nonsense_ends_the_run(tmp_path):
+def test_custom_loss_with_an_unknown_argument_is_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match="unexpected keyword argument 'sclae'"):
         loaded(written(tmp_path, GOOD), sclae=2)
     path = written(tmp_path, "def loss(columns):\n    l = columns.logprobs\n    return l if len(l) == 3 else l.sum()\n")

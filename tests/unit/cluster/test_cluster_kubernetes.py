@@ -48,7 +48,7 @@ def test_every_manifest_is_valid_by_kubernetes_own_schema(nodes, gpus):
         assert manifest["metadata"]["namespace"] == "lab"
 
 
-def test_a_pods_command_names_its_own_number_and_all_addresses_and_secrets_are_in_the_secret_alone():
+def test_kubernetes_secrets_appear_only_in_the_secret_manifest():
     given = job(2)
     found = rendered(given)
     assert found["ConfigMap"]["data"] == {"run.toml": given.run_toml, "node.sh": node_script(given, to_terminal=True)}
@@ -97,7 +97,7 @@ def kubectl(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_all_is_made_at_once_with_a_record_and_taken_back_where_the_cluster_refuses_it(kubectl, monkeypatch):
+def test_refused_kubernetes_submission_is_taken_back(kubectl, monkeypatch):
     monkeypatch.chdir(kubectl)
     Path("run.toml").write_text('orchestrator.env = [{ id = "reverse-text" }]')
     words = ["run.toml", "--on", "kubernetes", "--image", "i", "--volume", "c", "--gpus-per-node", "0", "--name", "x"]
@@ -124,7 +124,7 @@ def test_all_is_made_at_once_with_a_record_and_taken_back_where_the_cluster_refu
     assert find_submission(Path("outputs/y")) is None
 
 
-def test_a_record_with_a_value_that_submit_does_not_write_reaches_no_command_of_a_scheduler(kubectl):
+def test_forged_submission_record_reaches_no_scheduler_command(kubectl):
     record = {"id": "20260102-030405-ab12", "scheduler": "kubernetes", "job": "x-ab12", "run": "/runs/x"}
     file = submissions_of(kubectl / "x") / "1" / "submission.json"
     file.parent.mkdir(parents=True)

@@ -66,7 +66,7 @@ def test_a_disk_is_measured_by_writing_to_it(tmp_path):
     expect(disk(build_case(tmp_path / "file" / "runs")), "problem", "(Not a directory)")
 
 
-def test_a_disk_that_is_small_full_or_read_only_is_found_below_the_runs_folder(tmp_path):
+def test_doctor_finds_a_small_full_or_read_only_disk(tmp_path):
     with small_disk(tmp_path / "disk", "64m") as folder:
         case = build_case(folder)
         expect(disk(case), "warning", "expected 1.0 GiB")
@@ -92,7 +92,7 @@ def test_memory_is_compared_with_what_the_plan_says(tmp_path, monkeypatch):
     expect(memory(build_case(tmp_path)), "warning", "0.5 GiB are free")
 
 
-def test_a_library_that_is_missing_is_a_problem_and_another_version_a_warning(tmp_path, monkeypatch):
+def test_missing_library_is_a_problem_but_another_version_a_warning(tmp_path, monkeypatch):
     for requirements, verdict, words in (
         (["numpy==1.0", "rich>2", "no-such-thing==1"], "problem", "no-such-thing not installed"),
         (["numpy==1.0"], "warning", "(tested: 1.0)"),
@@ -144,7 +144,7 @@ def refused(folder: Path, words: str) -> None:
     assert expect([check_folder(folder)], "problem", words).fix
 
 
-def test_parts_are_counted_together_and_what_the_index_names_and_is_missing_is_named(tmp_path):
+def test_doctor_names_indexed_weights_missing_from_the_model_folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
     names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     for name in names:
@@ -166,7 +166,7 @@ def test_a_damaged_file_is_found_by_its_own_header(folder):
         refused(folder, str(file))
 
 
-def test_a_folder_without_safetensors_or_architecture_is_refused_by_what_is_there(folder):
+def test_model_folder_without_safetensors_or_architecture_is_refused(folder):
     for each in sorted(SHIPPED.parent.glob("*/config.json")):
         expect([check_folder(each.parent)], "ok")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
@@ -242,7 +242,7 @@ def test_each_command_of_several_machines_listens_by_itself(tmp_path):
     }  # fmt: skip
 
 
-def test_a_machine_that_is_not_started_is_no_problem_and_one_that_is_silent_or_unknown_is(monkeypatch):
+def test_doctor_reports_a_host_that_is_silent_or_cannot_be_resolved(monkeypatch):
     """A listener whose queue is full drops what comes, as a firewall does."""
     expect(check_host("127.0.0.1", [Socket("trainer", free_port())]), "ok", "refuses (not started yet)")
     monkeypatch.setattr(configuration, "CONNECT_S", 0.1)
@@ -282,7 +282,7 @@ def test_a_token_that_others_can_read_is_a_warning(tmp_path):
         assert verdicts(check_hosts(build_case(tmp_path, f"--hosts.token-file {file}"))) == found
 
 
-def test_on_several_machines_the_known_ports_are_checked_where_a_process_listens_here(tmp_path, monkeypatch):
+def test_doctor_checks_ports_only_on_the_machine_that_listens_there(tmp_path, monkeypatch):
     """Loopback has sixteen million addresses, all of them this machine's."""
     monkeypatch.setenv(TOKEN, secrets.token_hex(16))
     words = "--device cpu --hosts.inference 127.0.9.1 10.9.8.7:8003 --hosts.orchestrator 127.0.9.2 "

@@ -50,7 +50,7 @@ def options_of(connection: socket.socket) -> list[int]:
     return [kept, *(connection.getsockopt(socket.IPPROTO_TCP, name) for name in names)]
 
 
-def test_the_kernel_asks_after_watched_connections_and_leaves_those_within_the_machine_alone(tmp_path: Path) -> None:
+def test_keepalive_is_set_on_remote_connections_but_not_on_loopback(tmp_path: Path) -> None:
     with network.watched_socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("10.0.0.1", 1))) as made:
         assert options_of(made) == [1, 5, 2, 5, 15_000]
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
@@ -61,7 +61,7 @@ def test_the_kernel_asks_after_watched_connections_and_leaves_those_within_the_m
         assert (options_of(client), len(os.listdir("/proc/self/fd"))) == before, "no descriptor leaks"
 
 
-def test_the_trainer_meets_engines_at_its_own_address_only_and_those_of_its_token_alone(monkeypatch) -> None:
+def test_rendezvous_store_listens_only_at_the_trainers_address(monkeypatch) -> None:
     """By itself torch listens on all interfaces. Who has no token looks for the engines under other names."""
     port = free_port()
     monkeypatch.setenv(TOKEN, "a-token-for-tests-0123456789")
@@ -77,7 +77,7 @@ def test_the_trainer_meets_engines_at_its_own_address_only_and_those_of_its_toke
     assert ours.check(["here/1"])
 
 
-def test_what_is_derived_of_a_token_is_told_apart_by_its_purpose_and_by_the_token(monkeypatch) -> None:
+def test_derived_keys_differ_by_token_and_purpose(monkeypatch) -> None:
     assert len({derive(token, purpose) for token in ("one", "two") for purpose in ("asker", "server")}) == 4
     made = hmac.HMAC(b"one", hashes.SHA256())  # RFC 4231's construction, worked by another library
     made.update(b"trireme asker")
@@ -90,7 +90,7 @@ def test_what_is_derived_of_a_token_is_told_apart_by_its_purpose_and_by_the_toke
     assert (bearer("a-token"), is_same("a", "a")) == ({"Authorization": "Bearer a-token"}, True)
 
 
-def test_a_port_is_chosen_that_nobody_listens_on_and_no_connection_will_be_given_meanwhile(monkeypatch) -> None:
+def test_free_port_avoids_ports_in_use_and_the_kernels_range(monkeypatch) -> None:
     first, last = map(int, RANGE.read_text().split())
     assert not [port for port in (free_port() for _ in range(50)) if first <= port <= last]
     with socket.create_server(("127.0.0.1", port := free_port())):

@@ -207,6 +207,6 @@ def test_the_orchestrator_is_on_the_trainers_first_machine():
         (TWO, {"inference.parallel.tp": 3}, "each machine has 8 GPUs"),
     ],
 )
-def test_gpus_that_are_not_those_of_whole_machines_are_refused_with_a_way_out(flags, keys, words):
+def test_submit_refuses_gpus_that_are_not_whole_machines(flags, keys, words):
     with pytest.raises(ConfigError, match=words):
         plan_nodes(updated(RunConfig(), keys), **flags)

@@ -122,7 +122,7 @@ def rows(*kinds: str) -> Any:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_every_line_every_name_and_every_toml_block_of_a_document_has_a_row(document):
+def test_coming_from_guide_covers_every_line_of_a_document(document):
     listed = DOCUMENTS[document]
     for first, _, last in (run.partition("-") for run in listed["content"].split()):
         assert [line for line in range(int(first), int(last or first) + 1) if not at(document, line)] == []

@@ -75,7 +75,7 @@ def test_the_environment_wins_over_defaults_and_nothing_else(monkeypatch):
         ("TRAINER__OPTIM__LEARNING_RATE", ": unknown key ... Did you mean `trainer.optim.lr`"),
     ],
 )
-def test_a_variable_that_is_nearly_a_key_is_refused_and_those_of_others_are_not(name, words, monkeypatch):
+def test_misspelt_environment_variable_is_refused_with_a_suggestion(name, words, monkeypatch):
     for other in ("RUN", "NODE"):
         monkeypatch.setenv(f"TRIREME_{other}", "1")
     for service in ("TRIREME", "TRIREME_INFERENCE", "TRIREME_INFERENCE_SERVER"):  # what Kubernetes sets for each

@@ -211,7 +211,7 @@ def test_a_run_needs_an_environment_but_a_trainer_alone_does_not():
     check(resolved(section="trainer"), CPU, section="trainer")
 
 
-def test_names_of_parsers_are_left_to_the_engine_where_vllm_is_not_installed(monkeypatch):
+def test_parser_names_are_left_to_the_engine_without_vllm(monkeypatch):
     monkeypatch.setattr(inference, "find_spec", lambda name: None)
     inference.parser_names.cache_clear()
     try:
@@ -236,7 +236,7 @@ def test_sampling_that_biases_the_importance_ratio_gets_a_note(sampling, words):
     assert all(words in note for note in notes)
 
 
-def test_a_port_in_use_is_named_with_its_server_by_the_process_that_listens_there():
+def test_only_the_listening_process_reports_a_port_in_use():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         flags = f"--model.name a/b --inference.server.port {port}"
@@ -330,7 +330,7 @@ def test_a_recipe_that_was_written_out_is_the_same_recipe(name, tmp_path):
         ("--type dr_grpo --normalize-length 9", {"normalize_length": 9}),
     ],
 )
-def test_any_choice_can_be_overridden_and_brings_the_usual_values_of_its_own_keys(flags, expected):
+def test_overridden_loss_option_sets_the_defaults_of_its_own_keys(flags, expected):
     found = resolved(prefixed("trainer.loss", flags)).trainer.loss
     assert {key: getattr(found, key) for key in expected} == expected
     sampled = resolved("--trainer.loss.type dr_grpo --orchestrator.sampling.max-tokens 100")

@@ -56,7 +56,7 @@ def test_without_hosts_everything_is_on_loopback_and_no_token_is_needed():
     assert config.ports.ranks is None
 
 
-def test_an_address_to_bind_is_the_one_to_be_reached_at_and_two_servers_on_one_machine_have_ports_of_their_own():
+def test_inference_server_is_reached_at_the_address_it_binds():
     config = resolved("--inference.server.host 203.0.113.2 --device cpu")
     assert (config.hosts.inference, config.inference.server.host) == (("203.0.113.2",), "203.0.113.2")
     config = loaded("--hosts.inference 127.0.0.1:8000 127.0.0.1:65535", "inference")[0]
@@ -65,7 +65,7 @@ def test_an_address_to_bind_is_the_one_to_be_reached_at_and_two_servers_on_one_m
     assert config.engine_urls == ["http://127.0.0.1:8000", "http://127.0.0.1:65535"]
 
 
-def test_a_process_listens_at_its_own_address_or_everywhere_where_that_is_another_machines():
+def test_process_reached_through_another_address_listens_everywhere():
     """The address of a service or a router is not the machine's own, and clients come through it."""
     config = resolved(ALL, "orchestrator")
     assert config.engine_urls == ["http://203.0.113.1:8000", "http://203.0.113.2:8000"]
@@ -79,7 +79,7 @@ def test_a_process_listens_at_its_own_address_or_everywhere_where_that_is_anothe
         assert resolved(flags, "inference").inference.server.host == host
 
 
-def test_all_machines_call_the_run_the_same_wherever_it_lies_and_have_the_same_device(monkeypatch, tmp_path):
+def test_run_id_is_independent_of_the_working_directory(monkeypatch, tmp_path):
     first = resolved(ALL).run_id
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -116,7 +116,7 @@ def test_hosts_that_cannot_be_meant_are_refused(flags, section, words):
         ("--inference.server.host 0.0.0.0", None, "inference.server.host = 0.0.0.0 can be reached"),
     ],
 )
-def test_a_process_that_strangers_can_reach_needs_a_token_that_cannot_be_guessed(flags, section, words, monkeypatch):
+def test_process_reachable_from_outside_needs_a_strong_token(flags, section, words, monkeypatch):
     assert words in not_ready(flags, section)
     for bad in ("short", "with spaces in the middle of it", "ünsafe-in-a-header-000000"):
         monkeypatch.setenv(TOKEN, bad)

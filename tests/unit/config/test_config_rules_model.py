@@ -92,7 +92,7 @@ def test_a_model_that_cannot_be_trained_is_refused(folder, config, words):
         ({"model_type": "gptj"}, "--trainer.model.attn sdpa", "sdpa", "sdpa ... expected one of eager"),
     ],
 )
-def test_what_sdpa_lacks_or_leaves_out_is_left_to_eager_unless_sdpa_is_said(folder, described, flags, attention, words):
+def test_attention_is_eager_if_sdpa_lacks_a_feature_of_the_model(folder, described, flags, attention, words):
     describe(folder, **described)
     flags = f"--model.name {folder} {flags}"
     assert resolved(flags).trainer.model.attn == attention
@@ -147,7 +147,7 @@ VLM = "--model.vlm.language-model-attr model.language_model"
         ({"model_type": "mixtral", "num_local_experts": 0}, REPLAY, "mixture of experts", ON_CPU),
     ],
 )
-def test_what_does_not_hold_for_layers_with_a_state_is_refused_before_launch(folder, described, flags, words, chosen):
+def test_options_that_a_model_cannot_support_are_refused_at_launch(folder, described, flags, words, chosen):
     describe(folder, **described)
     flags = f"--model.name {folder} {flags}"
     run = resolved(flags)
@@ -172,12 +172,12 @@ def test_latent_attention_in_float32_is_refused_on_gpus(folder, dtype, is_refuse
         ("--orchestrator.teacher.base-url http://127.0.0.1:1", "no teacher"),
     ],
 )
-def test_a_run_with_pictures_refuses_what_would_read_them_otherwise_or_not_see_them(folder, flags, words):
+def test_run_with_pictures_refuses_options_that_conflict_with_them(folder, flags, words):
     describe(folder, **SEES)
     assert len(refusals(f"--model.name {folder} {VLM} {flags}", words)) == 1
 
 
-def test_low_bit_weights_in_blocks_are_accepted_unless_the_user_says_how_engines_read_them(folder):
+def test_low_bit_weights_in_blocks_are_accepted(folder):
     for described in ({"quant_method": "fp8", "weight_block_size": [128, 128]}, {"quant_method": "mxfp4"}):
         describe(folder, quantization_config=described)
         assert refusals(f"--model.name {folder}", str(folder), at_launch=True) == []
@@ -204,7 +204,7 @@ def test_what_the_user_allows_is_accepted(folder):
     assert "runs on GPUs only" in found(folder, attn="flex_attention")
 
 
-def test_flash_attention_is_refused_where_torchs_kernel_computes_something_else(folder):
+def test_flash_attention_is_refused_for_sinks_or_capped_scores(folder):
     """Without a package, and with nothing to install. Scores of gpt-oss have sinks, those of Gemma 2 a cap."""
     assert found(folder, **FLASH) == ""
     for kind, words in (("gpt_oss", "expected one of flex_attention, eager"), ("gemma2", "eager or flex_attention")):
@@ -212,7 +212,7 @@ def test_flash_attention_is_refused_where_torchs_kernel_computes_something_else(
         assert words in found(folder, **FLASH)
 
 
-def test_weights_are_safetensors_unless_none_are_read_and_a_row_is_shared_as_its_heads_allow(folder):
+def test_base_model_needs_safetensors_unless_trained_from_scratch(folder):
     assert "has 4 attention heads" in found(folder, cp=3)
     assert found(folder, cp=2) == ""
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
@@ -278,7 +278,7 @@ def test_a_tensor_that_is_not_finite_is_named(folder, kind, odd):
         ({"model.embed_tokens.weight": 103}, "103"),
     ],
 )
-def test_each_token_has_a_row_in_the_embedding_except_pictures_and_defaults(folder, rows, words):
+def test_every_text_token_needs_a_row_in_the_embedding(folder, rows, words):
     """By the weights, or else by config.json. The tokenizer has ids up to 103, and 104 for pictures."""
     describe(folder, vocab_size=200)
     write_tokenizer(folder, extra_words=("<picture>",))
@@ -387,7 +387,7 @@ def test_data_that_cannot_be_trained_on_is_refused(flags, words, here):
         ("@ name.toml", "here.jsonl"),
     ],
 )
-def test_data_that_can_be_trained_on_is_accepted_also_in_the_table_that_others_have(flags, data, here):
+def test_sft_data_may_be_a_file_a_folder_or_a_dataset_name(flags, data, here):
     Path("folder").mkdir()
     for name in ("b.jsonl", "a.parquet", "c.json", "notes.md", "make.py"):
         Path("folder", name).touch()

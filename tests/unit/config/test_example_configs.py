@@ -86,7 +86,7 @@ def parameters(name: str) -> set[str]:
 
 @examples
 @formats
-def test_as_it_stands_an_example_is_the_one_for_a_cpu_and_says_what_starts_it(kind, name):
+def test_example_configuration_is_sized_for_a_cpu_as_shipped(kind, name):
     text = file_of(kind, name).read_text()
     assert without_empty_tables(tomllib.loads(text)) == tomllib.loads(sized(text, "cpu"))
     program = {"ours": "rl", "vf-rl": "vf-rl", "prime-rl": "prime-rl", "hosted": "prime-rl"}[kind]

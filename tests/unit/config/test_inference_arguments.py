@@ -127,7 +127,7 @@ def test_the_engine_checks_the_token_in_the_outermost_middleware(monkeypatch: py
         assert "a-token" not in " ".join(arguments())
 
 
-def test_a_synchronous_run_on_cpu_shares_no_prefixes_with_or_without_the_cache() -> None:
+def test_synchronous_router_replay_on_a_cpu_shares_no_prefixes() -> None:
     """What ran before a request must not show in its bits: router replay needs the cache, so nothing may match."""
     both = f"{SYNCHRONOUS} {REPLAY}"
     assert [resolved(flags).shares_prefixes for flags in (SYNCHRONOUS, REPLAY, both)] == [True, True, False]

@@ -51,7 +51,7 @@ def flat_file(tmp_path: Path) -> str:
     return str(tmp_path / "flat.toml")
 
 
-def test_flags_may_be_theirs_or_ours_and_the_printed_translation_is_a_file_of_rl(vf_file, capsys):
+def test_printed_vf_rl_translation_loads_as_a_run_configuration(vf_file, capsys):
     flags = ["--print-config", "--max-steps", "3", "--trainer.args.temperature", "0.9", "--no-restart"]
     flags += ["--orchestrator.eval.num-examples", "none"]  # not the default, which is 100
     assert run_translated("vf-rl", ["@", vf_file, *flags]) == 0
@@ -65,7 +65,7 @@ def test_flags_may_be_theirs_or_ours_and_the_printed_translation_is_a_file_of_rl
     assert "# --max-steps 3 was typed" in printed
 
 
-def test_a_flat_file_needs_no_at_sign_and_a_flag_that_both_formats_have_is_theirs(flat_file, capsys):
+def test_prime_rl_flags_apply_to_a_flat_file_with_or_without_at_sign(flat_file, capsys):
     flags = ["--max-steps", "3", "--model-name", "other/model", "--sampling.top-p", "0.9"]
     for argv in ([flat_file], ["@", flat_file]):
         assert run_translated("prime-rl", [*argv, "--print-config", *flags]) == 0
@@ -167,7 +167,7 @@ def test_logs_are_above_the_run_and_the_run_has_this_shells_environment(tmux, tm
     until(lambda: wrote.exists() and wrote.read_text() == "a 'b' c\n")
 
 
-def test_where_there_is_no_room_for_panes_neither_a_session_nor_the_environment_is_left(tmux, tmp_path, monkeypatch):
+def test_tmux_panes_without_room_leave_no_session_behind(tmux, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(ConfigError, match="--one-terminal"):
         other_formats.open_panes("mine", RunPaths(tmp_path), list(map(str, range(50))), ["true"])

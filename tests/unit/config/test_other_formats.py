@@ -136,7 +136,7 @@ def test_keys_of_a_file_arrive(table, devices, expected):
     check(table, devices, expected)
 
 
-def test_a_given_key_is_noted_with_what_it_sets_or_why_not_and_a_default_where_it_sets_something():
+def test_translation_notes_every_given_key_it_sets_or_ignores():
     notes = translated(vf({"max_steps": 5, "max_prompt_len": 99, "num_generations": 8}), CPU).notes
     assert "trainer.args.max_steps = 5 -> max_steps = 5" in notes
     assert "trainer.args.warmup_steps = 0 (default) -> trainer.scheduler.warmup_steps = 0" in notes

@@ -150,7 +150,7 @@ def test_damaged_files_cost_what_is_damaged_and_no_more(tmp_path: Path) -> None:
     assert folder.config == {}
 
 
-def test_runs_are_found_below_a_folder_told_apart_and_listed_without_reading_them(tmp_path: Path) -> None:
+def test_dashboard_lists_runs_below_a_folder_without_reading_them(tmp_path: Path) -> None:
     for name in ("a/wordle", "b/wordle", "plain", "deep/er/still", *(f"many/run-{n}" for n in range(9))):
         write(tmp_path / name, range(1))
     (tmp_path / "only-planned" / "configs").mkdir(parents=True)
@@ -191,7 +191,7 @@ def test_a_folder_that_cannot_be_entered_takes_no_other_run_down(
     assert library.runs()[-1].state == "not there yet"
 
 
-def test_a_run_is_alive_while_a_launcher_holds_its_folder_or_its_own_orchestrator_answers(tmp_path: Path) -> None:
+def test_run_is_live_while_a_launcher_or_its_orchestrator_runs(tmp_path: Path) -> None:
     said = {"state": "running", "version": 3}
     with answering_http(lambda *_: (200, json.dumps(said).encode())) as port:
         server = {"orchestrator": {"server": {"host": "127.0.0.1", "port": port}}, "max_steps": 5}
@@ -229,7 +229,7 @@ def test_whatever_a_process_wrote_is_shown_as_text(line: str) -> None:
     assert "".join(page.texts) == line
 
 
-def test_of_a_long_log_the_newest_whole_lines_are_shown_and_a_filter_finds_what_is_far_back(tmp_path: Path) -> None:
+def test_dashboard_shows_the_newest_whole_lines_of_a_long_log(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     for name in ("environment-x-0", "trainer", "inference-1", "orchestrator"):
         (tmp_path / "logs" / f"{name}.stdout").touch()
@@ -256,7 +256,7 @@ def test_warnings_that_persist_come_before_those_that_were(tmp_path: Path) -> No
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=900), st.integers(4, 60))
-def test_however_few_points_are_drawn_the_lowest_and_the_highest_are_among_them(values: list[float], most: int) -> None:
+def test_downsampled_series_keeps_its_lowest_and_highest_points(values: list[float], most: int) -> None:
     kept = extremes(np.arange(len(values), dtype=float), np.array(values), most)
     assert len(kept) <= most
     assert {min(values), max(values)} <= {values[at] for at in kept}
@@ -310,7 +310,7 @@ def test_the_key_of_the_address_opens_and_is_remembered():
         assert [answer.status_code for answer in ask(key, {"url": f"/?{KEY}={wrong}"})] == [401]
 
 
-def test_where_others_reach_it_a_token_is_a_must_and_the_key_tells_nothing_of_it(monkeypatch, tmp_path):
+def test_dashboard_needs_a_token_if_other_machines_reach_it(monkeypatch, tmp_path):
     monkeypatch.delenv(TOKEN, raising=False)
     assert require_key("127.0.0.1") is None
     with pytest.raises(ConfigError, match="no token - expected"):
@@ -329,7 +329,7 @@ def test_a_websocket_without_the_key_is_closed():
     send.assert_awaited_once_with({"type": "websocket.close", "code": 1008})
 
 
-def test_a_port_that_is_taken_is_refused_where_it_was_asked_for_and_else_another_does(monkeypatch):
+def test_dashboard_refuses_a_requested_port_that_is_taken(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1:{port}"):

@@ -74,7 +74,7 @@ def samples_in(run: RunConfig, step: int) -> list[Tokens]:
     return [sample.tokens for sample in samples_of(Journal(run.paths.journal).read(step).rollouts)]
 
 
-def test_the_trainers_word_is_found_for_every_token_of_its_batch_and_for_nothing_else(run: RunConfig) -> None:
+def test_trainer_logprobs_are_found_for_every_token_of_their_batch(run: RunConfig) -> None:
     """Three ranks pack the batch. A file that is torn, and a batch that was sampled again, are as if not there."""
     train(run, 1, world=3)
     known = read_logprobs(run.paths.logprobs, 1)
@@ -173,7 +173,7 @@ def test_what_a_model_wrote_is_never_markup() -> None:
     assert "\x1b" not in page
 
 
-def test_a_session_is_a_tree_of_conversations_that_branch_where_they_leave_each_other() -> None:
+def test_session_is_drawn_as_a_tree_of_branching_conversations() -> None:
     def say(*words: str) -> list[dict[str, str]]:
         return [{"role": "user", "content": word} for word in words]
 
@@ -254,7 +254,7 @@ def test_a_search_finds_what_the_viewer_finds(rich_run: RunConfig, table: Rollou
     assert found(table, line) == found_by_the_viewer(rich_run, line)
 
 
-def test_what_is_new_is_read_damage_is_named_what_is_gone_is_forgotten_and_no_run_is_changed(
+def test_rollout_index_follows_changed_damaged_and_removed_batches(
     tmp_path: Path,
 ) -> None:
     run = write_whole_run(tmp_path / "run", batches=4)
@@ -278,7 +278,7 @@ def test_what_is_new_is_read_damage_is_named_what_is_gone_is_forgotten_and_no_ru
 
 
 @pytest.mark.parametrize("content", [b"", b"no table at all" * 1000])
-def test_a_file_that_is_no_table_or_is_damaged_while_it_is_kept_is_made_again(tmp_path: Path, content: bytes) -> None:
+def test_damaged_rollout_index_is_rebuilt(tmp_path: Path, content: bytes) -> None:
     run = write_whole_run(tmp_path / "run", batches=2)
     file = RolloutIndex(run.paths.root, tmp_path).file
     file.write_bytes(content)
@@ -292,7 +292,7 @@ def test_a_file_that_is_no_table_or_is_damaged_while_it_is_kept_is_made_again(tm
     assert found(table, "") == before
 
 
-def test_the_process_that_fills_a_table_ends_and_a_page_starts_it_where_batches_are_missing(
+def test_rollout_index_starts_its_process_only_for_missing_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[tuple[int, int]] = []

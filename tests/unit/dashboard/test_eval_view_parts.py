@@ -75,7 +75,7 @@ def test_a_last_line_counts_once_it_is_whole_with_or_without_its_end(tmp_path):
         assert ([row.rollout for row in file.rows], file.damaged) == ([0] * rows, found)
 
 
-def test_runs_evaluations_and_files_are_found_by_name_and_nothing_is_looked_for_among_weights(tmp_path):
+def test_eval_view_finds_runs_and_evaluations_but_skips_weights(tmp_path):
     run = write_whole_run(tmp_path / "run", batches=3).paths
     write_evaluations(run.root)
     write_results(tmp_path / "evals" / "say--org--model" / "8f2c" / "results.jsonl", [answer(0, 1.0)])
@@ -159,7 +159,7 @@ def test_a_filter_without_a_meaning_is_refused(line):
         parse_filter(line)
 
 
-def test_the_texts_of_tokens_make_up_the_text_and_without_a_tokenizer_tokens_are_numbers(tmp_path):
+def test_token_pieces_make_up_the_text_that_was_encoded(tmp_path):
     assert find_decoder(tmp_path) is None
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "run.json").write_text('{"model": {"name": "../no model/at all"}}')

@@ -61,7 +61,7 @@ def test_an_entry_comes_back_as_it_was_written(journal: Journal, tmp_path: Path)
     assert Journal(tmp_path / "new").head_state() == State()
 
 
-def test_a_full_disk_is_an_error_that_leaves_nothing_behind_and_can_be_tried_again(journal: Journal) -> None:
+def test_journal_append_on_a_full_disk_leaves_nothing_behind(journal: Journal) -> None:
     with file_size_limit(50_000), pytest.raises(OSError, match="too large"):
         journal.append(record(3, size=100_000))
     assert (journal.steps(), journal.head_state().next_batch) == ([0, 1, 2], 3)
@@ -202,7 +202,7 @@ def test_a_launcher_killed_anywhere_leaves_a_run_that_either_way_can_go_on(paths
     assert left(paths) == AT_2
 
 
-def test_provenance_from_before_a_resume_stays_and_what_cannot_be_read_is_as_if_it_were_not_there(tmp_path) -> None:
+def test_provenance_from_before_a_resume_is_kept(tmp_path) -> None:
     paths = RunPaths(tmp_path)
     for number in (1, 1, 2, 3):
         write(paths, {"python": str(number)})
@@ -224,7 +224,7 @@ def test_a_digest_of_files_changes_with_any_file_and_not_with_byte_code(tmp_path
     assert digest_with("env.pyc", "compiled") == seen[-1]
 
 
-def test_a_run_notes_what_runs_here_and_the_code_of_its_environments_where_it_is_found(tmp_path: Path) -> None:
+def test_provenance_records_packages_and_environment_code(tmp_path: Path) -> None:
     config = load_run_config(["@", "configs/reverse-text/rl.toml"], program="rl")[0]
     config = updated(config, {"output_dir": tmp_path / "known"})
     note_provenance(config, Devices(cores=2))

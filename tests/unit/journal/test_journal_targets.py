@@ -60,7 +60,7 @@ def test_rewards_are_cut_before_lengths_are_punished() -> None:
     assert scored.lengths.tolist() == [2, 1]
 
 
-def test_a_run_of_an_agent_is_compared_with_the_runs_of_the_same_agent_in_its_group() -> None:
+def test_agent_run_is_compared_with_runs_of_the_same_agent() -> None:
     def episode(place: int, *rewards: float) -> Rollout:
         agents = [("proposer", [1]), ("solver", [0, 2]), ("solver", [3])]
         runs = [AgentRun(agent=a, reward=r, samples=s) for (a, s), r in zip(agents, rewards, strict=True)]
@@ -156,7 +156,7 @@ def test_flaws_are_read_off_each_turn_of_each_sample() -> None:
     assert targets.flaws_of(rollout, order_rules(filters=filters)) == ["truncated", "repetition", "gibberish"]
 
 
-def test_a_custom_function_is_called_with_its_arguments_and_its_failure_is_explained(tmp_path: Path) -> None:
+def test_custom_advantage_function_receives_its_arguments(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "def advantage(groups, scale): return [scale * (g.rewards - g.rewards.max()) for g in groups]\n"
@@ -187,7 +187,7 @@ def test_a_masked_rollout_is_in_its_groups_mean_and_reaches_no_trainer() -> None
         assert reply.loss_tokens == reply.loss_samples == 1
 
 
-def test_rules_are_those_of_the_configuration_with_all_numbers_filled_in_and_older_ones_can_be_read(tmp_path) -> None:
+def test_journal_rules_hold_every_number_of_the_configuration(tmp_path) -> None:
     rules = rules_of(build_rich_config(tmp_path))
     assert rules.length_penalty == LengthPenalty(type="linear", max_length=12, buffer=2, weight=0.5)
     assert (rules.pools.easy_weight, rules.pools.hard_weight) == (0.0, 0.5)
@@ -232,7 +232,7 @@ def test_all_ranks_get_their_share_of_one_reading(tmp_path: Path, model: str) ->
     assert sorted(length for row in found.micro_batches for length in row.lengths) == sorted(LENGTHS)
 
 
-def test_a_first_token_that_was_sampled_counts_no_more_than_it_is_trained_on() -> None:
+def test_sampled_first_token_without_a_prompt_is_not_trained_on() -> None:
     """Nothing stands before it that it could be predicted from: an empty prompt."""
     rollout = rollout_of(0.0, [1, 1, 1], [0, 1], [1])
     found = DealtBatch(record_of([rollout]), world=1, capacity=16).share(0)
@@ -241,7 +241,7 @@ def test_a_first_token_that_was_sampled_counts_no_more_than_it_is_trained_on() -
     assert num_learned([Sample(tokens, 1.0) for tokens in rollout.samples]) == [2, 1, 0]
 
 
-def test_a_row_costs_by_the_sizes_of_the_trained_model_and_has_its_capacity(tmp_path: Path, model: str) -> None:
+def test_row_cost_follows_the_sizes_of_the_trained_model(tmp_path: Path, model: str) -> None:
     def config(name: str = "other", **trainer: Any) -> RunConfig:
         return RunConfig.model_validate({"seq_len": 64, "model": {"name": name}, "trainer": trainer})
 

@@ -130,7 +130,7 @@ def test_how_a_model_reads_pictures_is_in_its_files(tmp_path) -> None:
         rules_of_model(str(tmp_path))
 
 
-def test_the_example_shows_other_pictures_when_it_evaluates_and_the_same_one_when_they_are_blank() -> None:
+def test_color_squares_evaluates_on_pictures_it_does_not_train_on() -> None:
     squares = runpy.run_path(str(Path(__file__).parents[3] / "environments/examples/color_squares.py"))
 
     def urls(name: str, **args: bool) -> list[str]:

@@ -83,7 +83,7 @@ def test_a_run_is_resumed_as_it_was_and_further(earlier, changes):
 
 
 @pytest.mark.parametrize("process", ["run", "orchestrator", "trainer"])
-def test_a_run_and_a_process_that_is_started_alone_refuse_to_resume_with_another_model(earlier, process):
+def test_every_process_refuses_to_resume_with_another_model(earlier, process):
     earlier.paths.run_config.rename(earlier.paths.configs / f"{process}.json")
     argv = ["--output-dir", str(earlier.paths.root), "--resume", "--model.name", "models/wordle-tiny", *ENV]
     with pytest.raises(ConfigError, match=r"trains the model .*`model.name` is 'models/wordle-tiny'"):
@@ -91,7 +91,7 @@ def test_a_run_and_a_process_that_is_started_alone_refuse_to_resume_with_another
 
 
 @pytest.mark.parametrize(("process", "words"), [("orchestrator", "holds 1 batches"), ("trainer", "steps 2, 3")])
-def test_a_process_that_is_started_alone_is_refused_in_the_folder_of_an_earlier_run(earlier, process, words):
+def test_process_started_alone_refuses_the_folder_of_an_earlier_run(earlier, process, words):
     """A launcher would move its files aside."""
     Journal(earlier.paths.journal).append(BatchRecord(0, [], [], State(next_batch=1)))
     record = earlier.paths.configs / f"{process}.json"
@@ -126,7 +126,7 @@ def test_what_would_make_the_run_another_one_is_refused_with_both_values(run, ch
         check_resume(updated(config, changes))
 
 
-def test_a_run_is_trained_when_it_has_all_its_steps_and_is_not_asked_to_go_back(earlier, fine_tuned):
+def test_run_is_trained_once_it_has_all_its_steps(earlier, fine_tuned):
     whole = updated(earlier, {"max_steps": 3})
     steps = {None: True, -1: True, 0: False, 2: False}
     found = {step: is_trained(updated(whole, {"trainer.ckpt.resume_step": step})) for step in steps}
@@ -136,7 +136,7 @@ def test_a_run_is_trained_when_it_has_all_its_steps_and_is_not_asked_to_go_back(
     assert not is_trained(updated(fine_tuned, {"ckpt.resume_step": 0}))
 
 
-def test_epochs_say_nothing_of_steps_and_without_a_checkpoint_any_optimizer_will_do(fine_tuned, tmp_path):
+def test_run_measured_in_epochs_is_not_finished_by_its_max_steps(fine_tuned, tmp_path):
     by_epochs = fine_tuned.model_copy(update={"num_epochs": 2.0, "max_steps": 1})
     check_resume(by_epochs)
     assert not is_trained(by_epochs)
@@ -166,7 +166,7 @@ def scaled(folder: Path, name: str, factor: float = 1.0) -> Path:
 
 
 @pytest.mark.parametrize("is_recorded", [True, False])
-def test_the_base_model_may_be_moved_and_not_replaced_by_another_of_its_name(tmp_path, capsys, is_recorded):
+def test_base_model_may_move_but_not_be_replaced_by_a_namesake(tmp_path, capsys, is_recorded):
     """Runs of earlier versions did not write down what the model held: theirs is read again where it still is."""
     first, moved, other = scaled(tmp_path, "a/step_4"), scaled(tmp_path, "moved"), scaled(tmp_path, "b/step_4", 1.01)
     config = SftConfig(output_dir=tmp_path / "run", data="x", model=TrainerModel(name=str(first), lora=Lora()))

@@ -27,7 +27,7 @@ def keep(log: TurnLog, turn: TurnRecord) -> None:
     log.add(turn, log.life)
 
 
-def test_a_file_that_was_cut_off_or_changed_keeps_its_whole_turns_and_takes_further_ones(tmp_path):
+def test_turn_log_cut_at_any_byte_keeps_its_whole_turns(tmp_path):
     log = TurnLog(tmp_path / "turns" / "whole.turns")
     ends = []
     for token in range(3):
@@ -48,7 +48,7 @@ def test_a_file_that_was_cut_off_or_changed_keeps_its_whole_turns_and_takes_furt
     assert [each.ids for each in read_turns(cut)] == [[0]]
 
 
-def test_turns_are_replayed_by_prompt_in_their_order_and_again_after_a_rewind(tmp_path):
+def test_turns_are_replayed_by_prompt_in_order_after_a_rewind(tmp_path):
     log = TurnLog(tmp_path / "a.turns")
     routes = np.arange(6, dtype=np.uint8)
     for each in (record("p", 1), record("q", 2), record("p", 3, routes=routes, routes_shape=(1, 2, 3))):
@@ -86,7 +86,7 @@ def test_a_full_disk_leaves_nothing_of_a_turn(tmp_path):
     assert [each.ids for each in read_turns(log.path)] == [[1], [3]]
 
 
-def test_prompts_that_differ_have_other_digests_and_rewound_runs_replay_nothing(tmp_path):
+def test_turn_log_of_a_rewound_run_replays_nothing(tmp_path):
     assert len({prompt_digest(ids) for ids in ([], [0], [1], [0, 0], [256], [1, 0])}) == 6
     path = turns_file(tmp_path, "../17-3", 0)
     assert path.parent == tmp_path / "turns"
@@ -109,7 +109,7 @@ def whole(requests: list[AgentRequest]) -> list[tuple]:
     return [(each.number, each.messages, each.tools, each.calls_tools, each.trace) for each in requests]
 
 
-def test_requests_are_read_whole_by_the_next_process_and_each_message_is_written_once(tmp_path):
+def test_agent_requests_are_read_whole_by_the_next_process(tmp_path):
     path = tmp_path / "turns" / "0-0.0.requests"
     RequestLog(path).write(AgentRequest(session="b", number=1, messages=MESSAGES))
     written = RequestLog(path)

@@ -61,7 +61,7 @@ def test_every_change_arrives_at_every_receiver_to_the_bit(ends):
     assert sum(patch.num_bytes for patch in patches(other, other)) == 0
 
 
-def test_a_delta_that_cannot_be_applied_ends_the_transfer_on_both_sides_at_once(ends):
+def test_inapplicable_delta_ends_the_transfer_on_both_sides(ends):
     before, after = random_model(), moved(random_model(), 0.3)
     send(ends, before, patches(before, None), "e/1", join=True)
     first, *others = patches(after, before)
@@ -91,7 +91,7 @@ def receive_ahead(ends: Ends, model: Tensors) -> Future[list[tuple[str, torch.Te
     return in_background(lambda: [(name, tensor.clone()) for name, tensor in coming], name="weights")
 
 
-def test_transfers_received_ahead_and_others_may_follow_one_another_until_one_breaks():
+def test_transfers_may_alternate_between_received_ahead_and_direct():
     with closing(Ends(1, timeout_s=DEADLINE_S)) as ends:
         for seed in range(4):
             model = random_model(seed=seed)
@@ -146,7 +146,7 @@ def test_adapters_that_are_damaged_or_for_another_model_are_named(base, adapters
         (adapters / file).write_bytes(whole)
 
 
-def test_a_model_in_several_files_is_the_same_and_engines_read_its_folder_if_it_holds_no_other(base, tmp_path):
+def test_model_in_several_files_has_the_tensors_of_a_single_file(base, tmp_path):
     folder = shutil.copytree(base, tmp_path / "parted")
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()

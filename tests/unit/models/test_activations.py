@@ -201,7 +201,7 @@ def test_selective_checkpointing_keeps_what_the_plan_says(value_bytes):
     assert planned == pytest.approx(found[1] - found[0], rel=0.02)
 
 
-def test_flash_attention_keeps_nothing_that_grows_with_the_square_of_a_row_and_ranks_share_it():
+def test_flash_attention_keeps_activations_linear_in_row_length():
     model = architecture_of(config_of("qwen3", 1))
 
     def planned(tokens: int, attention: Any, cp: int = 1) -> float:

@@ -67,7 +67,7 @@ def test_it_is_the_model_that_transformers_loads(checkpoints: dict[str, Path], k
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_drawn_weights_are_those_of_transformers_and_published_names_lead_there_and_back(checkpoints, kind, world):
+def test_published_weight_names_map_to_the_model_and_back(checkpoints, kind, world):
     torch.manual_seed(5)
     drawn = load_model(TrainerModel(from_scratch=True), str(checkpoints[kind]), world).state_dict()
     after = torch.rand(1)

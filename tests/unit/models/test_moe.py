@@ -60,7 +60,7 @@ def gradients(model: PreTrainedModel, world: World, samples: list[Sample] = SAMP
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_every_token_goes_where_the_engine_sent_it_and_the_rest_where_the_router_does(kind):
+def test_router_replay_sends_each_known_token_to_the_engines_experts(kind):
     model = prepared(kind, output_router_logits=True)
     known = ~np.isin(np.arange(T), (6, 12, T - 1))  # but for the last token of each sample
     routes = random_routes(known.sum())
@@ -76,7 +76,7 @@ def test_every_token_goes_where_the_engine_sent_it_and_the_rest_where_the_router
     torch.testing.assert_close(anyway, plain, rtol=1e-5, atol=1e-5)
 
 
-def test_what_an_expert_counts_is_the_trainers_own_opinion_of_those_that_were_chosen():
+def test_replayed_experts_are_weighed_by_the_trainers_router():
     model, routes = prepared(num_hidden_layers=1), random_routes(T, layers=1)
     block, seen = model.model.layers[0].mlp, {}
     block.register_forward_hook(lambda _, args, output: seen.update(given=args[0], made=output))
@@ -97,7 +97,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_moe(tmp_path_factory.mktemp("qwen3_moe"))
 
 
-def test_routers_learn_unless_frozen_and_layers_that_are_computed_again_send_tokens_alike(folder, world):
+def test_moe_routers_learn_unless_frozen(folder, world):
     found = {}
     for how, mode in (("trained", None), ("trained", "full"), ("trained", "selective"), ("frozen", None)):
         ac = ActivationCheckpointing(mode=mode) if mode else None
@@ -128,7 +128,7 @@ def test_routers_choose_in_float32_when_the_rest_is_in_bfloat16(folder, world):
     assert not torch.equal(whole.to(torch.bfloat16).float(), whole)
 
 
-def test_how_evenly_experts_are_used_and_tokens_that_the_router_sends_elsewhere_are_counted(world):
+def test_moe_metrics_count_expert_load_and_rerouted_tokens(world):
     model = prepared(num_hidden_layers=1)
     routes = np.array([[[0, 1]]] * 6 + [[[0, 2]]] * 6)
     with torch.no_grad():
@@ -155,7 +155,7 @@ def test_a_model_without_experts_reports_none_and_cannot_replay_routes(tiny_mode
         load_model(TrainerModel(moe=REPLAY), str(tiny_model), world)
 
 
-def test_a_router_is_asked_how_it_weighs_without_a_trace_in_the_random_state_and_refused_if_that_is_unknown():
+def test_finding_how_a_router_weighs_leaves_the_random_state_alone():
     class Strange(Qwen3MoeTopKRouter):
         def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
             logits, weights, chosen = super().forward(hidden)

@@ -74,7 +74,7 @@ CONFIGS += [build_config("qwen3", intermediate_size=300), moe.build_config("deep
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
-def test_a_low_bit_model_is_trained_served_exported_and_merged_as_a_plain_one(config, tiny_model, tmp_path, world):
+def test_low_bit_model_trains_serves_and_exports_like_a_plain_one(config, tiny_model, tmp_path, world):
     folder, run = tmp_path / "model", tmp_path / "run"
     meant = save_low_bit(folder, config, tiny_model)
     model = load_model(TrainerModel(attn="eager"), str(folder), world)
