@@ -36,7 +36,7 @@ def write_weights(weights: Path) -> None:
     model.merge_and_unload().save_pretrained(weights / f"step_{MERGED}")
 
 
-def test_each_checkpoint_answers_with_its_own_weights_and_the_base_model_is_given_back(engine, tmp_path):
+def test_eval_of_a_real_engine_gives_each_checkpoint_its_own_answers(engine, tmp_path):
     url = f"http://127.0.0.1:{engine.port}"
 
     def said(folder: str, step: int) -> list[str]:

@@ -18,7 +18,7 @@ def said(engine: SharedEngine) -> tuple[list[int], list[float]]:
 
 
 @pytest.mark.slow  # its fork serves every test of the quick tier that asks vLLM
-def test_a_server_ends_with_its_engine_though_the_signal_was_not_meant_for_it(tmp_path: Path) -> None:
+def test_vllm_server_ends_when_its_engine_core_is_terminated(tmp_path: Path) -> None:
     """The server that is killed, and takes its engine along, is one of the kills of `test_kill_matrix`."""
     with open_engine(tmp_path, forked=False) as opened:
         assert said(opened) == said(opened)

@@ -38,7 +38,7 @@ def post(lora_engine: SharedEngine, tmp_path: Path) -> Iterator[Post]:
         yield post
 
 
-def test_a_request_that_is_under_way_goes_on_with_the_new_adapters_from_the_next_token_on(lora_engine, post, tmp_path):
+def test_running_request_uses_new_adapters_from_the_next_token(lora_engine, post, tmp_path):
     """Every token's logprob is that of the version that it names: what came before is computed again, too."""
     base, first, second = load_file(MODEL / "model.safetensors"), adapters(1), adapters(2)
     update(post, base | first, tmp_path, version=0)

@@ -89,7 +89,7 @@ def computed(model: Any, ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
     return logprobs.numpy(), np.stack(went, axis=1)
 
 
-def test_a_run_trains_on_the_very_routes_that_were_sampled_and_publishes_every_expert(moe_engine, folder, tmp_path):
+def test_moe_run_trains_on_the_sampled_expert_routes(moe_engine, folder, tmp_path):
     """In float32 trainer and engine agree about nearly every token: replay hardly shows, and must not harm."""
     run = run_apart(moe_engine, tmp_path / "run", "--model.name", folder, config=CONFIG)
     rows = run.rows("trainer")
@@ -103,7 +103,7 @@ def test_a_run_trains_on_the_very_routes_that_were_sampled_and_publishes_every_e
     assert all(np.abs(after[name] - before[name]).max() > 0 for name in before)
 
 
-def test_answers_that_go_on_under_new_weights_keep_the_routes_of_their_tokens(moe_engine, folder, tmp_path):
+def test_answers_across_an_update_keep_the_routes_of_their_tokens(moe_engine, folder, tmp_path):
     flags = ["--model.name", folder, "--max-async-level", "2", "--orchestrator.sampling.max-tokens", "64"]
     ahead = run_apart(moe_engine, tmp_path / "run", *flags, "--max-steps", "4", config=CONFIG)
     assert_routed(ahead)

@@ -80,7 +80,7 @@ def kept_by(probabilities: np.ndarray, sampling: Sampling) -> np.ndarray:
     return left > 0
 
 
-def test_trainer_and_engine_agree_on_tokens_of_a_cut_sampler_under_weights_that_change_in_flight(engine, tmp_path):
+def test_trainer_agrees_with_an_engine_updated_during_cut_sampling(engine, tmp_path):
     """One request at a time, each longer than what comes between two. Weights go through a folder."""
     ahead = ["--max-async-level", "2", "--orchestrator.max-concurrent", "1", "--orchestrator.max-off-policy-steps", "3"]
     small = ["--max-steps", "5", "--orchestrator.batch-size", "8", "--no-orchestrator.eval"]

@@ -94,7 +94,7 @@ def test_an_engine_starts_beside_a_trainer_that_holds_all_its_memory(found):
     assert shared["trainer"] + shared["engine"] <= shared["total"] + 2**24  # vLLM takes the share in four digits
 
 
-def test_every_route_of_vllm_but_for_health_wants_the_token_and_refused_arguments_are_one_error(found):
+def test_every_vllm_route_but_health_requires_the_token(found):
     answers = found["without"]
     known = {"POST /pause", "POST /update_weights", "POST /inference/v1/generate", "POST /collective_rpc"}
     assert known | {"GET /metrics", "POST /v1/chat/completions", "GET /ping"} <= answers.keys()

@@ -118,7 +118,7 @@ class SpreadRun:
         assert self.version == 16
 
 
-def test_a_machine_with_an_engine_is_cut_off_and_the_run_goes_on_without_it_and_then_with_it(tmp_path: Path) -> None:
+def test_run_goes_on_without_an_engine_whose_machine_is_cut_off(tmp_path: Path) -> None:
     with open_machines(4, **{TOKEN: SECRET}) as (first, second, third, stranger):
         run = SpreadRun(tmp_path, [first, third], first, [second])
         run.faults.arm(HELD)
@@ -163,7 +163,7 @@ def refused_everywhere(run: SpreadRun, stranger: Machine) -> None:
     assert all(address.startswith("10.77.0.") for address in run.orchestrator.listening())
 
 
-def test_ranks_on_two_machines_end_when_one_is_cut_off_and_go_on_together_when_it_is_back(tmp_path: Path) -> None:
+def test_ranks_resume_together_after_a_machine_was_cut_off(tmp_path: Path) -> None:
     with open_machines(3, **{TOKEN: SECRET}) as (first, second, third):
         run = SpreadRun(tmp_path, [first], first, [second, third])
         with run.started():

@@ -30,7 +30,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "modules"
 
 
-def test_a_wheel_brings_examples_environments_and_models_and_a_workspace_of_them_runs(installed, tmp_path):
+def test_installed_wheel_sets_up_a_workspace_that_can_run(installed, tmp_path):
     package = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(installed)}}
     module = (sys.executable, "-m")
     assert run(sys.executable, "-c", "import trireme; print(trireme.__file__)", **package).startswith(str(installed))

@@ -87,7 +87,7 @@ def test_the_quickstart_learns_from_tokens_of_the_weights_that_it_trains(stopped
 
 
 @pytest.mark.slow  # every tensor has its turn in test_weights_confirmed.py
-def test_weights_and_adapters_that_arrive_incomplete_end_the_run_before_anything_is_trained(tmp_path: Path) -> None:
+def test_incompletely_loaded_weights_end_the_run_before_training(tmp_path: Path) -> None:
     faults = {"TRIREME_FAULTS": "skip_tensor=model.layers.1.mlp.up_proj.weight,skip_adapter=1"}
     words = ("@", "configs/reverse-text/lora.toml", "--output-dir", tmp_path)
     with started("rl", *words, log=tmp_path / "rl.log", env=faults) as rl:

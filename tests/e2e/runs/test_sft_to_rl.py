@@ -16,9 +16,7 @@ from trireme.journal.manifest import complete_steps, read_manifest
 from trireme.monitor.metrics import read_metrics
 
 
-def test_a_model_goes_through_sft_and_rl_and_every_export_is_what_the_run_had_left(
-    engine: SharedEngine, tmp_path: Path
-) -> None:
+def test_exports_after_sft_and_rl_equal_the_weights_of_the_run(engine: SharedEngine, tmp_path: Path) -> None:
     weights = tmp_path / "sft/weights/step_2"
     words = ["@", "configs/reverse-text/sft.toml", "--output-dir", str(tmp_path), "--name", "sft", "--max-steps", "2"]
     words += ["--batch-size", "8", "--model.from-scratch", "false", "--validation-fraction", "0"]

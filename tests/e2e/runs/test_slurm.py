@@ -95,7 +95,7 @@ def test_what_is_only_shown_or_what_slurm_refuses_is_not_submitted(run_file, tmp
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-def test_a_run_on_two_machines_whose_time_is_up_goes_on_by_itself_and_loses_nothing(tmp_path):
+def test_slurm_run_resumes_by_itself_after_its_time_limit(tmp_path):
     program = write_program(
         tmp_path / "program",
         f"""

@@ -11,7 +11,7 @@ from real_run import Run, listening_sockets, run_apart, started_apart
 STEPS = 6
 
 
-def test_the_engine_samples_from_the_very_weights_that_are_trained_and_every_step_is_on_disk(straight):
+def test_synchronous_run_samples_from_the_trained_weights(straight):
     trainer, orchestrator = straight.rows("trainer"), straight.rows("orchestrator")
     assert [(row["step"], row["mismatch_kl"] < 1e-6) for row in trainer] == [(step, True) for step in range(STEPS)]
     steps = [(row["step"], row["lag/mean"], row["lag/max"]) for row in orchestrator]

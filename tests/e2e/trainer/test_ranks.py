@@ -114,7 +114,7 @@ def size_of(checkpoint: Path) -> int:
     return sum(entry.size for file, entry in files.items() if re.fullmatch(r"rank_\d+\.safetensors", file))
 
 
-def test_ranks_train_as_one_and_each_number_has_what_another_saved_to_the_bit(tmp_path, world):
+def test_ranks_train_like_a_single_process(tmp_path, world):
     model = save_family(tmp_path / "model", build_config("qwen3", **ODD))
     tiny.load_script("make_tiny_model").build_tokenizer().save_pretrained(model)
     alone = {kind: train(kind, model, tmp_path / "by_one", world) for kind in KINDS}

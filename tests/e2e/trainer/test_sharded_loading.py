@@ -105,7 +105,7 @@ def plain_logits(folder: Path) -> torch.Tensor:
     return torch.cat([logits(plain, *each) for each in apart])
 
 
-def test_two_ranks_hold_and_read_half_each_and_compute_the_model_however_it_is_held(tmp_path, world):
+def test_two_ranks_compute_the_model_that_one_rank_computes(tmp_path, world):
     for kind in KINDS:
         save_family(tmp_path / kind, build_config(kind))
     for kind, changes in LOW_BIT.items():

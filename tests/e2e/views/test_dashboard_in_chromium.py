@@ -111,7 +111,7 @@ def test_dragging_over_a_chart_zooms_and_a_double_click_shows_all_again(watched:
     expect(stretch).to_have_count(0)
 
 
-def test_a_token_tells_what_engine_and_trainer_said_of_it_and_has_an_address(watched: Watched) -> None:
+def test_dashboard_shows_engine_and_trainer_probability_of_a_token(watched: Watched) -> None:
     page = watched.page
     tokens(page)
     sampled = page.locator(".tr-token:not(.given)").first

@@ -47,7 +47,7 @@ def choice(num_tokens: int, routed_experts: str | None) -> Choice:
     return read_answer(json.dumps({"choices": [answer]}).encode(), Response).choices[0]
 
 
-def test_experts_of_prompt_and_answer_are_read_but_for_the_last_token_in_one_byte_or_two() -> None:
+def test_expert_routes_are_read_in_one_byte_or_two() -> None:
     few, many = routes([4, 5, 6, 7]), np.array([[[511, 3]]], dtype=np.uint16)
     for num_tokens, num_prompt, given, shape in (
         (3, 2, few, SHAPE),
@@ -97,7 +97,7 @@ def test_the_experts_to_replay_are_read_from_the_models_configuration(config, ex
             expert_routes.experts_to_replay(replaying, config)
 
 
-def test_a_request_asks_for_the_experts_from_the_token_on_from_which_they_are_not_known() -> None:
+def test_request_asks_only_for_expert_routes_not_yet_known() -> None:
     def of_request(asked: Asked, ids: list[int]) -> str:
         return written(routes([*asked.ids, *ids][asked.sampling["routed_experts_prompt_start"] : -1]))
 
@@ -154,7 +154,7 @@ def routed_sample(ids: list[int]) -> Tokens:
     return build_tokens(**columns, routed=expert_routes.to_routed([routes(ids[:-1])], len(ids)))
 
 
-def test_the_experts_stay_with_their_tokens_when_samples_of_one_model_are_packed() -> None:
+def test_expert_routes_stay_with_their_tokens_in_a_packed_row() -> None:
     plain = build_tokens(**{name: [0] for name in COLUMNS})
     row = concat_tokens([routed_sample([4, 5, 6]), plain, routed_sample([7, 8])])
     assert row.routed.known.tolist() == [1, 1, 0, 0, 1, 0]

@@ -45,7 +45,7 @@ def test_buckets_hold_every_sample_once_and_waste_less_than_a_quarter(lengths: l
 
 
 @given(st.lists(st.lists(st.sampled_from([1, 256, 65536]), min_size=1, max_size=8), min_size=1, max_size=12))
-def test_tokens_are_shared_where_everything_up_to_them_is_the_same_and_nowhere_else(samples: list[list[int]]) -> None:
+def test_packed_samples_share_exactly_their_common_prefixes(samples: list[list[int]]) -> None:
     found = share_prefixes(np.concatenate(samples).astype(np.int32), [len(sample) for sample in samples])
     beginnings = [tuple(sample[: end + 1]) for sample in samples for end in range(len(sample))]
     place_of: dict[tuple[int, ...], int] = {}

@@ -79,7 +79,7 @@ TURNS = [
 
 
 @pytest.mark.parametrize(("name", "process", "turn", "seen"), TURNS)
-def test_each_sign_is_said_once_with_its_values_its_meaning_and_what_to_try(name, process, turn, seen):
+def test_each_collapse_sign_is_reported_once_with_values_and_advice(name, process, turn, seen):
     (sign,) = (sign for sign in SIGNS if sign.name == name)
     (warning,) = warned(run_that_turns(process, *turn))
     assert (warning.name, warning.step) == (name, 50 + len(turn) - 1)
@@ -102,7 +102,7 @@ def test_every_sign_has_its_test_and_advises_keys_that_exist():
     assert {*named} <= {*keys_of(schema, schema["$defs"])}
 
 
-def test_an_episode_is_reported_once_lasts_until_calm_and_a_new_one_is_reported_again() -> None:
+def test_collapse_warning_is_repeated_only_after_calm() -> None:
     spike, calm = {"grad_norm": 60.0}, [{}] * CALM
     steps = [one.step for one in warned(run_that_turns("trainer", spike, *[spike] * 3, *calm, spike))]
     assert steps == [50, 50 + 4 + CALM]

@@ -40,7 +40,7 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "PIECE_BYTES", 4096)
 
 
-def test_a_metric_keeps_its_ends_its_extremes_and_a_bounded_number_of_points() -> None:
+def test_metric_series_keeps_its_ends_and_extremes_in_bounded_points() -> None:
     metrics = Metrics()
     for step in range(20 * LIMIT):
         loss = np.sin(step) + (100.0 if step == 37 else 0.0)
@@ -72,7 +72,7 @@ def test_spans_are_bounded_and_the_shares_of_the_whole_run_stay_right(tmp_path: 
         assert shares(of_lane, lane, *extent) == pytest.approx(shares(written, lane, *extent), abs=1e-4)
 
 
-def test_progress_keeps_the_rows_of_the_newest_steps_and_every_reward_and_evaluation() -> None:
+def test_long_run_progress_keeps_bounded_rows_but_all_evaluations() -> None:
     known = Progress(5 * LIMIT)
     known.begin_session()
     evaluated = range(0, 5 * LIMIT, 100)

@@ -43,7 +43,7 @@ def names_in(folder: Path) -> list[str]:
 # whose files
 
 
-def test_a_run_is_refused_among_files_that_are_no_run_and_not_among_folders_of_other_runs(tmp_path: Path) -> None:
+def test_run_is_refused_in_a_folder_with_files_of_no_run(tmp_path: Path) -> None:
     for place in ("other", "group/member"):
         make_run(tmp_path / place)
     for name in ("gepa/wordle", "env-check/wordle", "mine.submissions/20260102-030405-ab12", "evals/model"):
@@ -106,7 +106,7 @@ def test_samples_of_supervised_training_replace_only_samples(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("process", ["launcher", "orchestrator", "trainer"])
-def test_a_run_that_is_alive_is_not_moved_and_a_second_process_of_a_kind_ends_at_once(process, tmp_path: Path) -> None:
+def test_second_process_of_a_kind_is_refused_in_a_live_run(process, tmp_path: Path) -> None:
     paths, words = RunPaths(tmp_path), rf"another {process} \(process {os.getpid()}\) is running in {tmp_path}"
     with hold(paths, process):
         with pytest.raises(ConfigError, match=words), hold_folder(paths, leave_s=0.0):
@@ -120,7 +120,7 @@ def test_a_run_that_is_alive_is_not_moved_and_a_second_process_of_a_kind_ends_at
         assert launcher_of(paths) == os.getpid()
 
 
-def test_a_batch_in_the_journal_is_never_replaced_and_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
+def test_batch_in_the_journal_is_never_replaced(tmp_path: Path) -> None:
     ours, theirs = Journal(tmp_path), Journal(tmp_path)
     ours.append(BatchRecord(0, [], [], State(next_batch=1)))
     theirs.append(BatchRecord(0, [], [], State(next_batch=1)))  # the same: it may be written again after an error

@@ -34,7 +34,7 @@ def overlaps(spans: Iterable[Span], lane: str) -> list[tuple[Span, Span]]:
     return [(first, second) for first, second in pairwise(ordered) if second.begin_s < first.end_s - 1e-6]
 
 
-def test_one_thing_ends_where_the_next_begins_and_the_one_before_goes_on_afterwards():
+def test_interrupted_lane_activity_resumes_afterwards():
     times_us = iter([100, 100, 150, 170, 200, 300, 350])
     lane = Lane("trainer", clock=lambda: next(times_us))
     lane.enter("wait", step=3, why="no batch yet")
@@ -62,7 +62,7 @@ def test_sums_and_what_has_no_name_are_all_the_time_that_passed():
     assert taken == pytest.approx({"wait": 0.005, "other": 0.008, "generate": 0.010, "transfer": 0.005})
 
 
-def test_a_process_that_goes_on_with_the_file_never_overlaps_the_one_before(tmp_path):
+def test_lane_of_a_resumed_process_never_overlaps_the_earlier_one(tmp_path):
     """Also where the machine's clock was set back meanwhile."""
     path = tmp_path / "spans.jsonl"
     ahead = Span("trainer", "train", time.time() + 3000, 600.0, 7)
@@ -80,7 +80,7 @@ def test_a_process_that_goes_on_with_the_file_never_overlaps_the_one_before(tmp_
     assert overlaps([ahead, *spans], "trainer") == []
 
 
-def test_of_a_killed_process_all_that_was_written_stays_and_its_successor_adds_to_it(tmp_path):
+def test_lane_of_a_killed_process_keeps_all_written_spans(tmp_path):
     path = tmp_path / "spans.jsonl"
     for step in (0, 1):
         file = SpansFile(path)  # it is never closed
@@ -118,7 +118,7 @@ def sums(pieces: Iterable[Piece]) -> Counter[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_alternates_faster_than_can_be_drawn_keeps_its_sums_and_its_place(seed):
+def test_fast_alternating_spans_are_merged_without_changing_sums(seed):
     rng = random.Random(seed)
     pieces, now_us = [], 0
     for _ in range(3000):
@@ -221,7 +221,7 @@ BOUND, HALF = {"train": 0.98, "wait": 0.02}, {"train": 0.5, "wait": 0.5}  # and 
         (BOUND, IDLE, {"environments": 0.6}, "give more GPUs to the trainer"),
     ],
 )
-def test_the_side_that_is_waited_for_gets_more_gpus_unless_requests_or_environments_are(trainer, engines, more, says):
+def test_advice_gives_more_gpus_to_the_side_that_is_waited_for(trainer, engines, more, says):
     assert re.search(says, advice(trainer, engines, **more))
 
 

@@ -18,7 +18,7 @@ from trireme.base.errors import DeadlineExceeded
 from trireme.base.waiting import DISK, Waits
 
 
-def test_open_waits_are_shown_longest_first_say_where_to_look_when_they_run_out_and_vanish_when_over() -> None:
+def test_open_waits_are_listed_longest_first_until_they_end() -> None:
     waits = Waits("orchestrator", Path("run/logs"))
     with suppress(ZeroDivisionError), waits.waiting("groups", peer="engines", deadline_s=9) as wait:
         with waits.waiting("version 3", peer="trainer", deadline_s=9) as other:
@@ -34,7 +34,7 @@ def test_open_waits_are_shown_longest_first_say_where_to_look_when_they_run_out_
     assert waits.now() == []
 
 
-def test_a_patient_wait_counts_from_the_end_of_what_its_process_or_the_peer_was_busy_with() -> None:
+def test_patient_wait_counts_from_the_end_of_a_busy_phase() -> None:
     waits = Waits("orchestrator")
     peer = {"busy": False}
     waits.is_peer_busy = lambda: peer["busy"]
@@ -93,7 +93,7 @@ def test_what_finds_no_room_is_written_once_there_is_some() -> None:
             write_to_a_disk(*before, PermissionError(), waits=waits)
 
 
-def test_a_full_disk_behind_another_error_is_seen_and_what_has_no_room_is_not_begun(tmp_path: Path) -> None:
+def test_full_disk_is_recognised_behind_another_error(tmp_path: Path) -> None:
     outer = RuntimeError("cannot save")
     outer.__cause__ = NO_ROOM
     errors = (outer, OSError(errno.EDQUOT, "x"), RuntimeError("cannot save"), None)
@@ -103,7 +103,7 @@ def test_a_full_disk_behind_another_error_is_seen_and_what_has_no_room_is_not_be
         require_room(tmp_path, 2**60)
 
 
-def test_every_library_that_writes_for_us_is_understood_when_the_disk_is_full(tmp_path: Path) -> None:
+def test_full_disk_is_recognised_in_errors_of_every_writing_library(tmp_path: Path) -> None:
     tensors = {"x": np.zeros(300_000)}
     tokenizer = Tokenizer.from_file(str(write_tokenizer(tmp_path / "tokenizer") / "tokenizer.json"))
     with small_disk(tmp_path / "disk", "1m") as disk:

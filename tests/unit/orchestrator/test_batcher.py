@@ -99,7 +99,7 @@ def test_the_effective_batch_is_constant_under_any_mix_of_drops(fates: list[str]
     assert [outcome.group for outcome in filled.outcomes] == ended
 
 
-def test_where_nothing_is_dropped_flaws_are_counted_and_masked_as_configured(caplog) -> None:
+def test_flawed_rollouts_are_counted_or_masked_as_configured(caplog) -> None:
     filled, queue = fill(config_of(), list(map(group_of, range(4), ["given up", "stale", "flat", "truncated"])))
     assert (queue.groups, {rollout.group for rollout in filled.rollouts}) == ([], {2, 3})
     groups = [group_of(0, "flat"), group_of(1, "truncated")]
@@ -163,7 +163,7 @@ def test_the_metrics_of_a_batch_by_hand() -> None:
     )
 
 
-def test_hopeless_groups_count_where_they_were_dropped_too_and_no_advantage_is_no_signal() -> None:
+def test_solve_rates_count_dropped_groups_too() -> None:
     """Those of the batch count by their rewards: the mean of -1 and 1 is 0, and of 0.5 and 1.5 it is 1."""
     rollouts = [*ROLLOUTS, rollout(8, -1.0, [3]), rollout(8, 1.0, [3]), rollout(9, 0.5, [3]), rollout(9, 1.5, [3])]
     means = {1: 0.5, 3: 0.0, 6: 0.0, 7: 1.0, 8: 0.0, 9: 1.0}

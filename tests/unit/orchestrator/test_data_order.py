@@ -134,7 +134,7 @@ def saved(buffer: Buffer, *open_groups: OpenGroup) -> State:
 
 
 @given(rules=rules, history=histories, data=st.data())
-def test_any_history_stopped_anywhere_is_the_one_that_its_description_gives(rules, history, data) -> None:
+def test_data_order_resumed_anywhere_equals_its_plain_definition(rules, history, data) -> None:
     buffer, naive = Buffer(SIZES, rules, State()), Naive(rules)
     stop = data.draw(st.integers(0, len(history)))
     groups = live_through(buffer, history[:stop])
@@ -150,7 +150,7 @@ def test_any_history_stopped_anywhere_is_the_one_that_its_description_gives(rule
     assert found == naive.means
 
 
-def test_groups_that_were_open_come_first_also_when_it_stops_once_more_among_them() -> None:
+def test_open_groups_come_first_after_every_resume() -> None:
     buffer = Buffer({"a": 7}, order_rules(), State())
     groups = take(buffer, 6)
     second = Buffer({"a": 7}, order_rules(), saved(buffer, *groups[3:]))
@@ -197,7 +197,7 @@ def test_the_order_is_the_one_that_runs_on_disk_have() -> None:
     assert len({tuple(order) for order in orders}) == 4
 
 
-def test_where_all_is_left_out_everything_comes_in_its_order_and_it_is_logged_once(caplog) -> None:
+def test_examples_are_all_used_if_pools_leave_every_one_out(caplog) -> None:
     buffer = Buffer({"a": 5}, order_rules(pools=pools_of(easy=0.0)), State(scores={"a": to_scores(np.ones(5))}))
     for step in range(1, 4):
         groups = take(buffer, 5)
@@ -207,7 +207,7 @@ def test_where_all_is_left_out_everything_comes_in_its_order_and_it_is_logged_on
     assert not left_out(np.array([1.0, np.nan]), pools_of(easy=0.0))
 
 
-def test_rewards_of_another_stage_and_of_no_weight_do_not_count_and_a_run_may_resume_with_fewer_stages() -> None:
+def test_curriculum_ignores_rewards_of_other_stages() -> None:
     curriculum = (Stage(weights={"a": 1.0, "c": 0.0}, smoothing=4), Stage(weights={"b": 1.0}, from_reward=0.5))
     for env in ("b", "c"):
         assert after_batch(Place(), curriculum, [Outcome(0, env, 0, 1.0)], next_step=1) == Place(0, None)

@@ -54,7 +54,7 @@ def test_each_way_to_write_an_entry_is_read_and_nothing_is_run(suffix, text, ent
     assert not Path("ran").exists()
 
 
-def test_a_model_is_found_by_the_name_of_its_entry_by_its_own_and_else_at_the_default(monkeypatch) -> None:
+def test_endpoint_is_found_by_the_name_of_its_entry_or_model(monkeypatch) -> None:
     write(BY_BASE_URL)
     small = Endpoint("small", "small-model", "http://127.0.0.1:1/v1", None)  # a server of one's own may want no key
     assert find_endpoint("small") == find_endpoint("small-model") == small

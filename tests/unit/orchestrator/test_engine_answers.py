@@ -115,7 +115,7 @@ def test_the_runs_sampling_wins_over_the_environments():
         (Sampling(presence_penalty=0.5), {"presence_penalty": 0.2}, set()),  # the run's, which a note is given for
     ],
 )
-def test_what_of_an_environments_sampling_the_trainer_cannot_compute_is_known(sampling, theirs, names):
+def test_sampling_that_the_trainer_cannot_compute_is_reported(sampling, theirs, names):
     turns = TurnSampling(sampling, run_seed=None, key="3-1", attempt=0, trained=True, vocab_size=1000)
     turns.of_turn(1, theirs)
     turns.of_turn(2, {})
@@ -230,7 +230,7 @@ def score(*, base_url: str | None = None, **how: int) -> tuple[list[np.ndarray],
 
 
 @pytest.mark.parametrize("how", [{}, {"failures": 2}, {"failures": 2, "status": 429}])
-def test_each_sampled_token_gets_the_teachers_logprob_and_no_other_any_also_after_failures(how: dict) -> None:
+def test_each_sampled_token_gets_the_logprob_of_the_teacher(how: dict) -> None:
     (first, second), asked = score(**how)
     np.testing.assert_allclose(first, [np.nan, -0.09, np.nan, -0.03], rtol=1e-6)
     np.testing.assert_allclose(second, [np.nan, -0.02], rtol=1e-6)
@@ -249,6 +249,6 @@ def test_each_sampled_token_gets_the_teachers_logprob_and_no_other_any_also_afte
         ({"base_url": "http://127.0.0.1:9/v1"}, ConfigError, "does not answer as vLLM does"),
     ],
 )
-def test_a_teacher_that_fails_throughout_or_has_another_tokenizer_or_no_room_ends_the_run(how, error, words) -> None:
+def test_unusable_teacher_ends_the_run(how, error, words) -> None:
     with pytest.raises(error, match=words):
         score(**how)

@@ -73,7 +73,7 @@ def test_a_long_prompt_is_not_cut_whatever_the_file_says(tmp_path):
     assert [len(tokenizer.encode("x" * length)) for length in (2, 9, 40)] == [2, 9, 40]
 
 
-def test_a_template_in_a_file_comes_first_then_the_default_one_and_what_a_folder_lacks_is_named(tmp_path):
+def test_chat_template_in_a_file_overrides_the_tokenizers_own(tmp_path):
     folder = write_tokenizer(tmp_path, "")
     with pytest.raises(ConfigError, match="has no chat template"):
         open_chat_tokenizer(str(folder))

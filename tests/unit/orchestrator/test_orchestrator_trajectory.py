@@ -66,7 +66,7 @@ def test_a_released_trajectory_leaves_nothing_to_the_garbage_collector(tmp_path)
     assert tokenizer.encode("4")
 
 
-def test_a_prompt_that_is_far_too_long_is_refused_and_one_that_is_a_little_too_long_is_counted(tmp_path):
+def test_prompt_far_too_long_for_the_context_is_refused(tmp_path):
     (talk := Talk(tmp_path)).max_model_len = 100
     far, little = ({"role": "user", "content": "a" * size} for size in (2000, 1000))
     with pytest.raises(OverlongPrompt):
@@ -125,7 +125,7 @@ def test_a_turn_that_an_agent_program_changed_keeps_its_tokens(tmp_path, reply, 
     assert trained(talk) == [len(sampled) + 2 * len(talk.tokenizer.encode("yes<|im_end|>"))]
 
 
-def test_a_conversation_that_leaves_an_earlier_one_begins_a_sample_with_its_tokens(tmp_path):
+def test_branching_conversation_begins_a_sample_with_shared_tokens(tmp_path):
     talk = Talk(tmp_path, "tolerant")
     first = talk.answer([ASK], "4<|im_end|>")
     longer = talk.answer([ASK, says("4"), MORE], "yes<|im_end|>")
@@ -218,7 +218,7 @@ def test_a_template_that_rewrites_plain_turns_rewrites_always(tmp_path, template
     assert rewrites_always(ChatTokenizer(write_tokenizer(tmp_path, template)), kwargs) is expected
 
 
-def test_a_turn_with_other_template_variables_begins_a_sample_rendered_with_them(tmp_path):
+def test_other_template_variables_begin_a_new_sample(tmp_path):
     talk = Talk(tmp_path, template=NO_THOUGHTS)
     plain = talk.answer([ASK], "4<|im_end|>")
     quiet = talk.ask([ASK, says("4"), MORE], None, template_kwargs={"quiet": True})
@@ -228,7 +228,7 @@ def test_a_turn_with_other_template_variables_begins_a_sample_rendered_with_them
     assert talk.ask([ASK, says("4"), MORE], None).ids[: len(plain)] == plain
 
 
-def test_a_turn_without_an_answer_leaves_no_trace_and_other_tools_are_shown_in_a_sample_of_their_own(tmp_path):
+def test_turn_without_an_answer_leaves_no_sample(tmp_path):
     talk = Talk(tmp_path, template=QWEN_3)
     talk.answer([ASK], [])
     assert talk.samples() == []
@@ -238,7 +238,7 @@ def test_a_turn_without_an_answer_leaves_no_trace_and_other_tools_are_shown_in_a
     assert "add" in talk.tokenizer.decode(question.ids)
 
 
-def test_rewards_of_turns_lie_on_the_tokens_of_those_turns_or_where_each_ends(tmp_path):
+def test_turn_rewards_lie_on_the_tokens_of_their_turns(tmp_path):
     talk = Talk(tmp_path / "branching", "branching")
     first = talk.answer([ASK], [10, 11, END])
     talk.ask([ASK, says("x" * 900)], None)  # refused: it has no tokens
@@ -283,7 +283,7 @@ def test_calls_and_text_are_those_of_the_pattern(text):
     assert (said, [call.name for call in calls]) == by_pattern(text)
 
 
-def test_tool_calls_leave_the_text_and_keep_their_order_and_the_models_arguments():
+def test_tool_calls_keep_their_order_and_arguments():
     written = '<tool_call>{"name": "run", "arguments": "{\\"a\\": 1"}</tool_call>'
     found = split_tool_calls(f'Let me.\n{CALL}\n<tool_call>\n{{"name": "now"}}\n</tool_call>{written}', 2)
     calls = [("call00200", "add", '{"a": 1}'), ("call00201", "now", "{}"), ("call00202", "run", '{"a": 1')]
@@ -298,7 +298,7 @@ def test_a_tag_that_nothing_closes_is_text():
         assert len(calls) == text.count("</tool_call>")
 
 
-def test_arguments_too_deep_to_read_reach_the_template_as_they_were_written():
+def test_too_deep_tool_arguments_reach_the_template_as_written():
     deep = "[" * 5000
     said, (call,) = split_tool_calls(f'hm <tool_call>{{"name": "f", "arguments": "{deep}"}}</tool_call>', 1)
     message = for_template(ModelMessage(said, None, (call,)).to_message())

@@ -50,7 +50,7 @@ def roll_out_all(
         (False, ValueError("ours"), "rollout: ValueError: ours", [5]),
     ],
 )
-def test_a_failed_rollout_is_retried_and_then_costs_one_outcome_or_its_group(scored_together, error, words, failed):
+def test_failed_rollout_is_retried_up_to_max_attempts(scored_together, error, words, failed):
     def fails(spec: RolloutSpec) -> Exception | None:
         return error if spec.example == 1 and (spec.attempt == 0 or spec.rollout == 2) else None
 
@@ -79,7 +79,7 @@ def test_a_rollout_keeps_its_slot_until_its_outcome_is_kept():
 
 
 @pytest.mark.parametrize(("scored_together", "missing"), [(True, SPECS[:3]), (False, SPECS[1:2])])
-def test_what_has_a_result_is_not_made_again_unless_it_is_scored_with_one_that_is_missing(scored_together, missing):
+def test_answered_rollouts_are_not_repeated_unless_scored_as_a_group(scored_together, missing):
     answered = {spec.key for spec in SPECS} - {(0, 1)}
     assert missing_specs(SPECS, answered, scored_together=scored_together) == missing
 

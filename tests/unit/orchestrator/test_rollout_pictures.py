@@ -77,7 +77,7 @@ def test_what_is_no_picture_or_too_many_is_an_error_of_the_rollout(talk: Talk, m
         asyncio.run(read_messages([message], None if "model.vlm" in words else talk.shown))
 
 
-def test_a_picture_of_many_rollouts_is_decoded_once_also_after_a_full_disk_and_by_many_threads(talk: Talk) -> None:
+def test_picture_of_many_rollouts_is_decoded_once(talk: Talk) -> None:
     decoded: list[int] = []
 
     def write(add: Callable[[], str]) -> str:
@@ -100,7 +100,7 @@ def test_a_picture_of_many_rollouts_is_decoded_once_also_after_a_full_disk_and_b
     assert talk.files.read(digest) == picture_file(9, 9)
 
 
-def test_a_conversation_that_shows_more_pictures_stays_one_sample_with_each_at_its_place(talk: Talk) -> None:
+def test_conversation_with_more_pictures_stays_one_sample(talk: Talk) -> None:
     first = talk.read(says("a", PNG, "b"))
     prompt, (one,) = talk.answer(first)
     text = "<|im_start|>user\na<|vision_start|><|image_pad|><|vision_end|>b<|im_end|>\n<|im_start|>assistant\n"
@@ -117,7 +117,7 @@ def test_a_conversation_that_shows_more_pictures_stays_one_sample_with_each_at_i
         assert set(zip(sample.ids[tokens], sample.loss_mask[tokens], strict=True)) == {(talk.see, 0)}
 
 
-def test_conversations_that_differ_in_a_picture_alone_are_apart_and_so_are_their_turns_on_disk(tmp_path: Path) -> None:
+def test_conversations_that_differ_only_in_a_picture_stay_separate(tmp_path: Path) -> None:
     talk = Talk(tmp_path, "tolerant")
     first = talk.read(says("a", PNG))
     talk.answer(first)

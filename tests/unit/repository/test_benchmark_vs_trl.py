@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks" / "trl"))
 from summary import rate, reached
 
 
-def test_a_reward_is_reached_when_five_steps_have_it_in_the_mean_and_rates_count_from_the_first_request():
+def test_benchmark_reaches_a_reward_at_a_mean_over_five_steps():
     rewards = [0.9, 0.2, 0.6, 0.7, 0.6, 0.7, 0.9, 0.9]
     steps = [
         {"step": step, "ended_s": 1000.0 + 2 * step, "reward": reward, "tokens": 100, "cpu_s": 3.0 * step}

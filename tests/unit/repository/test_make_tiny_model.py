@@ -12,7 +12,7 @@ build_tokenizer = load_script("make_tiny_model").build_tokenizer
 
 
 @pytest.mark.parametrize("name", ["reverse-text", "alphabet-sort", "wordle", "color-squares"])
-def test_a_shipped_tokenizer_is_made_again_to_the_byte_and_gives_back_what_is_printable(name, tmp_path):
+def test_shipped_tokenizer_is_reproduced_to_the_byte(name, tmp_path):
     path = REPOSITORY / f"configs/{name}/words.json"
     words = json.loads(path.read_text()) if name != "reverse-text" else []
     template = "pictures" if name == "color-squares" else "plain"
@@ -27,7 +27,7 @@ def test_a_shipped_tokenizer_is_made_again_to_the_byte_and_gives_back_what_is_pr
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_the_tools_template_shows_calls_and_answers_as_hermes_does_and_only_grows_at_its_end():
+def test_tools_template_writes_tool_calls_as_hermes_does():
     tokenizer = build_tokenizer(template="tools")
     call = {"function": {"name": "add", "arguments": {"a": 2}}}
     turns = [{"role": "user", "content": "2 and 3?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]

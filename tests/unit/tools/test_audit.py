@@ -83,7 +83,7 @@ def trained_in(config: RunConfig, batches: int) -> list[Rollout]:
     return [one for step in range(batches) for one in journal.read(step).rollouts if one.masked is None]
 
 
-def test_a_run_holds_at_every_moment_of_a_rewind_and_of_the_other_way_from_there(config: RunConfig) -> None:
+def test_audit_accepts_every_moment_of_a_rewind(config: RunConfig) -> None:
     root, twin = config.paths.root, config.paths.root.with_name("twin")
     shutil.copytree(root, twin)
     rewind(RunPaths(twin), 2)
@@ -104,7 +104,7 @@ def test_a_run_holds_at_every_moment_of_a_rewind_and_of_the_other_way_from_there
     assert "ways not taken, set aside: checkpoints/set_aside_" in report.text()
 
 
-def test_a_run_that_resumes_with_other_settings_holds_by_those_of_each_batch(rich_config: RunConfig) -> None:
+def test_audit_judges_each_batch_by_the_settings_it_was_made_with(rich_config: RunConfig) -> None:
     root = rich_config.paths.root
     rewind(rich_config.paths, 2)
     other = build_rich_config(root, seed=5, max_async_level=0)
@@ -135,7 +135,7 @@ def test_what_may_happen_to_the_files_of_a_run_is_no_contradiction(config: RunCo
     assert "2. confirmation says that model.norm.weight" in note
 
 
-def test_the_command_shows_contradictions_in_order_or_all_as_json_and_exits_with_0_1_or_2(
+def test_audit_exit_code_tells_whether_contradictions_were_found(
     config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def said(*flags: str) -> tuple[int | None, str]:
@@ -301,7 +301,7 @@ def test_a_fault_is_found_and_named_first(written: dict[bool, RunConfig], tmp_pa
     assert all((first.expected, first.meaning))
 
 
-def test_one_fault_is_not_repeated_in_later_batches_and_thousands_are_only_counted(tmp_path, rich_config) -> None:
+def test_audit_does_not_repeat_a_fault_in_later_batches(tmp_path, rich_config) -> None:
     config = write_whole_run(tmp_path / "long", batches=10)
     in_rich_batch = ("a score is another", "a running mean is another", "a step's reward is of no token")
     for name in ("an open group is forgotten", "a counter is wrong", *in_rich_batch):

@@ -204,7 +204,7 @@ def test_of_two_changes_the_one_that_leads_to_the_other_comes_first(whole, tmp_p
         assert found.aspect == expected[1]
 
 
-def test_a_key_is_named_before_anything_that_happened_and_no_name_moves_the_terminal(whole, copy, capsys):
+def test_diff_names_a_configuration_key_before_any_event(whole, copy, capsys):
     def diff_of(*flags: str) -> str:
         assert diff([str(whole), str(copy.paths.root), *flags]) == 1
         return capsys.readouterr().out
@@ -241,7 +241,7 @@ def test_where_a_run_lies_and_on_which_machine_is_no_difference(whole, copy, tmp
     assert "Besides the configuration, these differ: packages.torch: " in said
 
 
-def test_weights_that_no_engine_confirmed_are_compared_as_they_were_exported(tmp_path):
+def test_diff_compares_exported_weights_if_no_engine_confirmed_them(tmp_path):
     """Runs of supervised training: no journal, no engine."""
     tensors = {"head": torch.arange(6.0).reshape(2, 3), "norm": torch.ones(3)}
     for name, ordered in (("a", tensors), ("b", dict(reversed(tensors.items())))):
@@ -294,7 +294,7 @@ def test_the_first_place_that_differs_is_named_with_what_each_has_there(a: Any, 
     assert record_differences.first_difference(b, a) == swapped
 
 
-def test_columns_of_other_types_or_lengths_differ_as_a_whole_and_close_numbers_may_be_let_pass() -> None:
+def test_columns_of_other_types_or_lengths_differ_as_a_whole() -> None:
     for other in (np.zeros(3, np.float64), np.zeros(2, np.float32), None):
         difference = record_differences.first_difference({"x": np.zeros(3, np.float32)}, {"x": other})
         assert difference is not None

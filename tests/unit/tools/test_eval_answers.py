@@ -32,7 +32,7 @@ def answered(example: int) -> results.EvalResult:
 
 
 @given(cut=st.integers(min_value=0, max_value=400))
-def test_wherever_the_last_line_was_torn_the_others_count_and_what_comes_next_does_too(cut: int) -> None:
+def test_evaluation_answers_survive_a_torn_last_line(cut: int) -> None:
     """Also where what is left of it ends like a whole one."""
     with TemporaryDirectory() as folder:
         file = results.EvalResultsFile(Path(folder) / "say.jsonl")
@@ -46,7 +46,7 @@ def test_wherever_the_last_line_was_torn_the_others_count_and_what_comes_next_do
         assert next_one.read_partial().keys() == {(0, 0), (2, 0)} | ({(1, 0)} if survives else set())
 
 
-def test_a_line_that_a_full_disk_cut_short_does_not_count_and_one_that_is_none_of_ours_is_named(tmp_path: Path) -> None:
+def test_evaluation_line_cut_short_by_a_full_disk_does_not_count(tmp_path: Path) -> None:
     file = results.EvalResultsFile(tmp_path / "say.jsonl")
     file.append(answered(0))
     with file_size_limit(file.partial.stat().st_size + 40), pytest.raises(OSError, match="bytes were written"):
@@ -73,7 +73,7 @@ def test_what_the_command_left_is_not_the_runs_own_and_makes_way_whole(tmp_path:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["say.v1.command.json", "say.v1.command.jsonl"]
 
 
-def test_pass_at_k_is_the_share_of_all_choices_of_k_answers_that_hold_one_that_passed() -> None:
+def test_pass_at_k_equals_the_share_of_choices_with_a_passed_answer() -> None:
     for n in range(1, 9):
         for c, k in product(range(n + 1), range(1, n + 1)):
             choices = list(combinations(range(n), k))
@@ -86,7 +86,7 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_answers_that_hold_one_that_p
     assert [powers_of_two(most) for most in (1, 2, 3, 8, 9)] == [(1,), (1, 2), (1, 2), (1, 2, 4, 8), (1, 2, 4, 8)]
 
 
-def test_a_date_of_a_toml_file_among_an_environments_arguments_is_written_as_text(tmp_path: Path) -> None:
+def test_date_among_environment_arguments_is_written_as_text(tmp_path: Path) -> None:
     config = Environment(id="e", args={"since": datetime.date(2026, 1, 2)})
     sizes: dict[str, Any] = {"num_train": 0, "num_eval": 1, "check_group_size": lambda size: None}
     environment: Any = SimpleNamespace(name="e", config=config, group_rewards=False, **sizes)

@@ -128,7 +128,7 @@ def adapted(tiny_model: Path, world: World, tmp_path: Path) -> tuple[Path, dict[
     return tmp_path / "run", dict(served_tensors(model, torch.bfloat16))
 
 
-def test_adapters_are_merged_into_what_engines_got_also_where_the_base_model_has_moved(adapted, tmp_path):
+def test_exported_adapters_merge_into_the_weights_engines_served(adapted, tmp_path):
     run, served = adapted
     (run / "checkpoints" / "step_1" / "model" / "notes.txt").symlink_to(__file__)
     assert export([str(run), "--merge", "--to", str(tmp_path / "merged")]) == 0

@@ -29,7 +29,7 @@ from trireme.tools.gepa.results import check_same, check_same_start, write_resul
 REPOSITORY = Path(__file__).parents[3]
 
 
-def test_an_environment_is_asked_with_the_candidate_as_if_it_had_been_loaded_with_it(tmp_path, monkeypatch):
+def test_gepa_candidate_replaces_the_system_prompt_of_an_environment(tmp_path, monkeypatch):
     asked: list[list[dict[str, Any]]] = []
 
     async def ask(question: Ask) -> Reply:
@@ -83,7 +83,7 @@ def test_flags_mean_what_keys_of_a_file_mean(tmp_path):
         assert loaded == GepaConfig.model_validate(keys)
 
 
-def test_the_reflection_model_is_looked_for_where_the_model_is_unless_it_is_named_elsewhere(tmp_path, monkeypatch):
+def test_gepa_reflection_model_defaults_to_the_endpoint_of_the_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OPENAI_API_KEY", "mine")
     Path("endpoints.toml").write_text('[large]\nmodel = "org/large"\nurl = "http://127.0.0.1:2/v1"\nkey = "two"\n')
@@ -118,7 +118,7 @@ def test_a_search_is_resumed_by_the_same_settings_alone(tmp_path):
             check_same(tmp_path, GepaConfig.model_validate(given | changed))
 
 
-def test_a_line_that_was_not_written_to_its_end_or_tells_of_a_failure_is_made_again(tmp_path):
+def test_gepa_repeats_reflections_that_were_torn_or_failed(tmp_path):
     file = tmp_path / "reflections.jsonl"
     records = Records(file, Reflection)
     for name in "abcd":

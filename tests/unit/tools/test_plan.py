@@ -30,7 +30,7 @@ def planned(*argv: str, on: Devices) -> tuple[Plan, RunConfig]:
     return plan(config, RUN, on), config
 
 
-def test_each_process_loads_the_same_run_and_sees_its_own_gpus_by_the_machines_names():
+def test_each_process_of_a_plan_sees_only_its_own_gpus():
     the_plan, config = planned("@", str(DATA / "guide_example.toml"), on=GPUS)
     assert [process.name for process in the_plan.values()] == ["inference", "orchestrator", "trainer"]
     for process in the_plan.values():
@@ -105,7 +105,7 @@ def test_a_dry_run_writes_the_resolved_run_beside_a_run(here, monkeypatch, capsy
         (["--model.name", "models/none"], 'not ready: trainer.model.name = "models/none"'),
     ],
 )
-def test_a_run_that_cannot_start_says_why_with_code_2_and_so_does_its_dry_run(argv, words, here, monkeypatch, capsys):
+def test_run_that_cannot_start_exits_with_2_before_starting_anything(argv, words, here, monkeypatch, capsys):
     example = str(DATA / "guide_example.toml")
     assert command(monkeypatch, "rl", "@", example, "--device", "cpu", *argv) == 2
     assert words.removeprefix("not ready: ") in capsys.readouterr().err
@@ -143,7 +143,7 @@ def test_resuming_needs_a_run_and_the_checkpoint(earlier, tmp_path):
 
 
 @pytest.mark.parametrize("parent", ["TRIREME_PARENT", "TRIREME_RANKS_PARENT"])
-def test_a_launched_process_resumes_what_is_in_the_folder_and_a_rank_does_as_it_is_told(here, monkeypatch, parent):
+def test_launched_process_resumes_from_the_run_folder(here, monkeypatch, parent):
     config = resolve(load_run_config(["--trainer.ckpt.resume-step", "20"], program="rl")[0], Devices(cores=2))
     write_run(config, here / "run.json")
     monkeypatch.delenv("TRIREME_PARENT", raising=False)

@@ -383,7 +383,7 @@ def built(config: dict[str, Any]) -> torch.nn.Module:
 
 
 @pytest.mark.slow  # families are counted exactly below
-def test_the_page_shows_what_a_dry_run_says_of_published_models_and_their_parameters_are_those_of_transformers():
+def test_page_of_published_models_agrees_with_the_dry_run():
     """`benchmarks/published.py` writes the table. Parameters that are not worked out are counted in such a model."""
     published = SimpleNamespace(**run_path(str(Path(__file__).parents[3] / "benchmarks/published.py")))
     rows = {name: published.describe(name) for name in MODELS}

@@ -111,7 +111,7 @@ def test_trl_finds_its_columns_and_the_rewards_of_the_journal(run):
     assert (said["content"], said["tool_calls"]) == ("It is 2.", None)
 
 
-def test_verl_finds_its_columns_and_messages_have_only_keys_that_some_message_has(run):
+def test_verl_messages_have_only_keys_that_some_message_has(run):
     """A chat template must not take what is not there as if it were."""
     sets, written = written_as("verl", run), [rollout for _, rollout in journal_of(run)]
     prompts, first = sets["train"], written[0]

@@ -51,7 +51,7 @@ def test_every_verb_has_help_of_its_own(name, capsys):
     assert f"usage: trireme {name}" in capsys.readouterr().out
 
 
-def test_a_mistake_of_the_user_is_one_line_and_one_of_ours_keeps_its_traceback(monkeypatch, capsys, tmp_path):
+def test_user_error_is_one_line_without_a_traceback(monkeypatch, capsys, tmp_path):
     (file := tmp_path / "file").touch()
     example = str(ROOT / "configs" / "reverse-text" / "rl.toml")
     monkeypatch.setattr("sys.argv", ["rl", "@", example, "--output-dir", str(file), "--dry-run"])
@@ -95,7 +95,7 @@ def test_a_name_that_is_not_utf_8_is_refused_in_one_line(tmp_path, name, setting
     assert words.removeprefix("rl: b'" if where == "folder" else "") in ended.stderr
 
 
-def test_a_full_disk_and_a_reader_that_stops_behind_standard_output_get_no_traceback():
+def test_broken_standard_output_gets_no_traceback():
     reading, writing = os.pipe()
     os.close(reading)
     no_room = "trireme: its output cannot be written: No space left on device"
@@ -121,7 +121,7 @@ def test_a_verb_for_rl_runs_says_of_an_sft_run_what_it_is(tmp_path):
             trireme([verb, str(tmp_path)])
 
 
-def test_settings_that_a_resumed_run_did_not_have_are_told_and_the_earlier_ones_kept(tmp_path, capsys):
+def test_changed_settings_of_a_resumed_run_are_reported(tmp_path, capsys):
     def write(**values: Any) -> str:
         write_configs(RunConfig.model_validate({"output_dir": str(tmp_path)} | values), tmp_path)
         return capsys.readouterr().out

@@ -52,7 +52,7 @@ COMMANDS = {"vf-rl": "vf-rl", "prime-rl": "prime-rl", "rl": "prime-rl"}  # by fo
     ("kind", "folders"),
     [(["--vf-rl"], {"vf-rl"}), (["--prime-rl"], {"prime-rl"} | OURS), ([], {"rl", "gepa"} | OURS)],
 )
-def test_each_kind_of_examples_comes_as_asked_and_is_ready_to_run_from_there(kind, folders, lab_folder, capsys):
+def test_lab_setup_writes_runnable_examples_of_the_chosen_format(kind, folders, lab_folder, capsys):
     lab(["setup", *kind, "--size", "cpu"])
     files = sorted(Path("configs").glob("*/*.toml"))
     counts = {folder: 1 if folder in OURS else len(ENVIRONMENTS) for folder in folders - {"gepa"}}

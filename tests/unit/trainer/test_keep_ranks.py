@@ -48,7 +48,7 @@ def test_ended_ranks_start_again_within_limits_and_resume_unless_final(
     assert resumed == [False, *[True] * (num_started - 1)]
 
 
-def test_a_keeper_that_is_asked_to_end_passes_it_on_and_waits_for_the_ranks(tmp_path: Path, monkeypatch: Any) -> None:
+def test_keeper_passes_sigterm_on_to_its_ranks_before_it_ends(tmp_path: Path, monkeypatch: Any) -> None:
     """Or a successor would find its ports taken."""
     (tmp_path / "ranks.py").write_text(
         "import signal, sys, time\n"

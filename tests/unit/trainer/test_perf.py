@@ -23,7 +23,7 @@ def built(kind: str, **more: object) -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **more))
 
 
-def test_only_matrices_that_a_token_meets_count_and_only_trained_ones_need_a_gradient(tiny_model: Path) -> None:
+def test_flops_count_only_matrices_that_a_token_meets(tiny_model: Path) -> None:
     """An embedding is only looked up; of the experts a token meets 2; a frozen parameter costs 4 instead of 6."""
     attention = 2 * (2 * 64 * 128 + 2 * 64 * 64)
     head = 128 * 64
@@ -46,7 +46,7 @@ def test_the_plan_and_the_trainer_count_the_same_work(kind: str, more: dict[str,
     assert peak_memory(torch.device("cpu"))["perf/peak_memory_gib"] > 0
 
 
-def test_experts_that_a_token_meets_count_under_the_name_that_a_family_has_for_their_number() -> None:
+def test_used_experts_are_counted_under_the_option_name_of_a_family() -> None:
     """Gemma 4, with 2 layers and experts of 3 matrices here."""
     more = {"enable_moe_block": True, "num_experts": 4, "moe_intermediate_size": 16, "global_head_dim": 32}
     more |= {"hidden_size_per_layer_input": 0, "layer_types": ["sliding_attention", "full_attention"]}

@@ -91,7 +91,7 @@ def test_samples_come_back_from_disk_as_they_were_but_for_what_is_too_long(tmp_p
     assert counts.parted == 1
 
 
-def test_every_epoch_visits_each_sample_once_in_an_order_that_follows_from_seed_and_step():
+def test_every_sft_epoch_visits_each_sample_once():
     samples = random_samples([5] * 12)
     ours, again, other = (Epochs([Portion(samples)], 8, seed) for seed in (3, 3, 4))
     batches = [ours.batch(step) for step in range(6)]  # every third batch ends an epoch
@@ -325,7 +325,7 @@ def learned(tokenizer: PreTrainedTokenizerBase, sample: Tokenized, counts: int =
     return "".join(token for token, mask in shown(tokenizer, sample) if mask == counts)
 
 
-def test_each_answer_counts_with_its_end_of_turn_and_nothing_between_or_after(tokenizer):
+def test_sft_trains_on_each_answer_including_its_end_of_turn(tokenizer):
     renderer = Renderer(tokenizer)
     prompt = [START, "user\n", "h", "i", END, "\n", START, "assistant\n"]
     expected = [(token, 0) for token in prompt] + [("y", 1), ("o", 1), (END, 1), ("\n", 0)]
@@ -357,7 +357,7 @@ def test_other_roles_and_marked_messages_count_with_their_markup(tokenizer):
     assert learned_of(user("hi", train=True), answer("yo", train=False)) == hi
 
 
-def test_a_template_that_drops_earlier_thinking_makes_a_sample_of_each_turn(tmp_path):
+def test_template_that_drops_thinking_makes_a_sample_per_turn(tmp_path):
     """In each, the model sees what it will see: no earlier thinking, and its own in full."""
     thinking = open_tokenizer(tmp_path, QWEN_3)
     turns = [user("a"), answer("<think>x</think>b"), user("c"), answer("d")]
@@ -413,7 +413,7 @@ def test_only_the_completion_of_a_prompt_counts(tokenizer):
     assert pair("hi", GREETING[1:]) == sample_of(Renderer(tokenizer), *GREETING)
 
 
-def test_an_end_of_turn_that_is_not_the_tokenizers_end_counts_and_nothing_behind_it(tmp_path):
+def test_end_of_turn_other_than_the_tokenizers_end_is_trained_on(tmp_path):
     """Llama and Gemma end turns with another token than texts. Where none ends them, all that is written counts."""
     llama = open_tokenizer(tmp_path, LLAMA_3.replace("| trim + '<|eot|>'", "| trim + '<|eot|>\n'"))
     llama.eos_token = "<|endoftext|>"

@@ -54,7 +54,7 @@ def chosen(folder: Path) -> int:
     return version_to_resume(folder, Checkpoints(), resume=True)
 
 
-def test_a_step_that_is_saved_again_replaces_the_last_and_brings_back_its_random_state(copy, model, world):
+def test_checkpoint_saved_again_replaces_the_earlier_one(copy, model, world):
     torch.manual_seed(5)
     state = save_steps(copy, [2], model, world)
     expected = torch.rand(4)
@@ -115,7 +115,7 @@ def test_files_that_the_manifest_does_not_list_are_not_read(copy, model, world):
     assert tiny.are_equal(tiny.content_of(state), clean)
 
 
-def test_a_step_that_the_user_names_and_that_is_missing_or_damaged_is_refused(copy, model, world, tmp_path):
+def test_missing_or_damaged_resume_step_is_refused(copy, model, world, tmp_path):
     for folder, words in ((copy, r"step 7 .*\(complete: \[1, 2\]\)"), (tmp_path / "none", "complete: none")):
         with pytest.raises(ConfigError, match=words):
             version_to_resume(folder, Checkpoints(resume_step=7), resume=False)

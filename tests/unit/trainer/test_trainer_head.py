@@ -140,7 +140,7 @@ def test_the_gradient_of_a_low_precision_head_does_not_suffer_from_chunks():
     assert errors[1] < 1.5 * errors[0]
 
 
-def test_only_tokens_that_count_are_scored_in_chunks_of_the_configured_size(tiny_model, world):
+def test_logprob_chunks_hold_only_tokens_that_are_trained_on(tiny_model, world):
     row = one_row(random_samples([30, 22, 9]))
     num_scored = int(row.tokens.loss_mask.sum())
     for chunk in (5, 1024):

@@ -132,7 +132,7 @@ def test_a_version_lost_meanwhile_is_sent_again_and_trained_on_as_it_was(straigh
     assert complete_steps(tmp_path / "checkpoints") == [2, 4]
 
 
-def test_too_little_memory_for_a_full_row_is_noticed_before_anything_is_asked(tiny_model, tmp_path):
+def test_trainer_notices_too_little_memory_before_any_request(tiny_model, tmp_path):
     """Rows of these batches have 64 tokens; `seq_len` is 200, and a row as long comes some day."""
     (tmp_path / "large.py").write_text(
         "def loss(columns):\n    if len(columns.mask) > 100:\n        raise MemoryError\n    return columns.logprobs\n"
@@ -183,7 +183,7 @@ def test_a_trainer_that_died_goes_on_to_the_same_weights_to_the_bit(straight, ti
     assert trained == [{0, 1, 2}, {2, 3}]
 
 
-def test_an_engine_that_comes_up_without_weights_is_given_those_of_the_moment(straight, tiny_model, tmp_path):
+def test_trainer_sends_its_weights_to_an_engine_that_came_up_without(straight, tiny_model, tmp_path):
     disturbed = run(tmp_path, tiny_model, engine_lost_at={0, 2})
     story = disturbed.story()
     confirmed = [("GetBatch", 2), ("PolicySent", 2)]

@@ -65,7 +65,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model(input_ids=ids, use_cache=False).logits[0]
 
 
-def test_adapters_begin_as_pefts_own_change_nothing_at_first_and_alone_are_trained(tiny_model, world):
+def test_only_lora_adapters_are_trained(tiny_model, world):
     """Values of A are drawn from PEFT's range, and fill it."""
     state = opened(tiny_model, world)
     assert torch.equal(logits(state.model), logits(load_model(TrainerModel(), str(tiny_model), world)))
@@ -212,7 +212,7 @@ def test_the_reference_is_the_base_model_without_a_second_copy(tiny_model, world
     assert tiny.are_equal(tiny.weights_of(state.model), trained_before)
 
 
-def test_a_checkpoint_holds_adapters_only_and_training_goes_on_from_it_to_the_bit(tiny_model, world, tmp_path):
+def test_lora_checkpoint_resumes_to_the_bit(tiny_model, world, tmp_path):
     lora = LORA.model_copy(update={"dropout": 0.2})
     config = run_config(tiny_model, lora, beta=0.5, reference_update_every=2)
     straight, resumed = base_state(config, world), base_state(config, world)

@@ -85,7 +85,7 @@ def go_on(config: RunConfig, state: TrainerState, world: World, *, until: int) -
     return tiny.train(config, state, world, until=until, lengths=LENGTHS, capacity=CAPACITY)
 
 
-def test_later_iterations_are_against_the_weights_that_the_batch_began_with(tiny_model, world):
+def test_proximal_logprobs_are_of_the_weights_before_the_batch(tiny_model, world):
     config = config_of(tiny_model, type="decoupled", num_iterations=2, lr=3e-3)
     state, by_hand = base_state(config, world), base_state(config, world)
     go_on(config, state, world, until=1)
@@ -106,7 +106,7 @@ def test_later_iterations_are_against_the_weights_that_the_batch_began_with(tiny
     assert tiny.are_equal(tiny.weights_of(state.model), tiny.weights_of(by_hand.model))
 
 
-def test_metrics_of_several_iterations_are_their_means_but_for_what_is_of_the_first():
+def test_merged_metrics_average_the_loss_over_iterations():
     first = {"loss": 1.0, "mismatch_kl": 0.1, "skipped_update": 1.0}
     second = {"loss": 2.0, "mismatch_kl": 0.9, "skipped_update": 1.0}
     assert merge_iterations([first, second]) == {"loss": 1.5, "mismatch_kl": 0.1, "skipped_update": 2.0}
@@ -127,7 +127,7 @@ def test_the_base_model_is_the_reference_and_stays_so(tiny_model, world):
     assert base_state(config_of(tiny_model), world).reference is None
 
 
-def test_the_policy_becomes_the_reference_every_two_versions_also_after_a_stop(tmp_path, tiny_model, world):
+def test_reference_model_follows_the_policy_every_two_versions(tmp_path, tiny_model, world):
     """Saved before the first update, and after it."""
     terms = {"beta": 0.3, "kl_estimator": "k1", "reference_update_every": 2, "entropy_bonus": 0.01}
     config = config_of(tiny_model, type="tis", **terms, num_iterations=2)

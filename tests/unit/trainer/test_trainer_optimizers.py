@@ -154,7 +154,7 @@ def test_the_compiled_step_of_8_bits_covers_every_shape_of_a_model(monkeypatch):
     assert all(map(torch.equal, *made))
 
 
-def test_an_orthogonal_update_keeps_the_directions_and_has_all_singular_values_near_one():
+def test_orthogonal_update_has_singular_values_near_one():
     for shape in ((40, 40), (64, 24), (24, 64), (3, 24, 40)):
         matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         values = torch.linalg.svdvals(orthogonal(matrix))
@@ -191,7 +191,7 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_all_the_rest(saved_by):
     assert all(keys[name] == {"step", "exp_avg", "exp_avg_sq"} for name in keys.keys() - hidden)
 
 
-def test_norms_and_biases_also_of_experts_neither_decay_nor_are_they_matrices():
+def test_norms_and_biases_are_exempt_from_weight_decay():
     class Experts(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -264,7 +264,7 @@ def test_a_full_disk_delays_a_version_as_often_as_it_fills_up(open_stand, tmp_pa
     assert sorted(path.name for path in (tmp_path / "broadcast").iterdir()) == ["0", "1"]
 
 
-def test_a_full_disk_counts_as_a_failed_attempt_where_there_is_room_for_more_than_the_weights(open_stand, monkeypatch):
+def test_full_disk_counts_as_a_failed_publish_attempt(open_stand, monkeypatch):
     reserved: list[int] = []
 
     def fail(*_: Any) -> None:
@@ -332,7 +332,7 @@ def test_noise_of_a_probe_is_measured_every_16_versions_or_on_failure(open_stand
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_only_changes_are_sent_but_everything_to_a_new_engine_and_after_a_failed_transfer(open_stand, kind):
+def test_publish_sends_only_changes_except_to_a_new_engine(open_stand, kind):
     failures: list[Reply] = []
     fail = lambda request: failures.pop() if failures and isinstance(request, PolicySent) else None  # noqa: E731
     stand = open_stand(kind, dtype="bfloat16", delta=True, intercept=fail)
