@@ -1,6 +1,6 @@
-"""The table of docs/models.md: what holds for each family of models, measured on tiny random ones.
+"""What holds for each family of models, measured on tiny random ones. docs/models.md sums it up.
 
-    uv run python benchmarks/models.py                     # measures what models.json lacks, and writes the page
+    uv run python benchmarks/models.py                     # measures what models.json lacks, and prints the table
     uv run python benchmarks/models.py --family lfm2       # measures this one again
 
 Each family is a checkpoint of random weights (`tests/families.py`). An engine, an orchestrator and a trainer are real
@@ -53,8 +53,7 @@ from trireme.trainer.model.sharding import decoder_layers
 from trireme.trainer.parallel.mesh import open_world
 
 ROOT = Path(__file__).resolve().parents[1]
-STORED, PAGE = Path(__file__).with_name("models.json"), ROOT / "docs/models.md"
-BEGIN, END = "<!-- measured by benchmarks/models.py -->", "<!-- end of what was measured -->"
+STORED = Path(__file__).with_name("models.json")
 TINY = ROOT / "models/reverse-text-tiny"
 PACKAGES = ("vllm", "transformers", "torch")
 PROMPT_TOKENS, SAMPLED_TOKENS, FLIGHT_TOKENS = 70, 60, 400
@@ -91,16 +90,15 @@ Result = dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", action="append", help="measure this one, again if it was measured")
-    parser.add_argument("--page", action="store_true", help="measure nothing, write the page alone")
+    parser.add_argument("--table", action="store_true", help="measure nothing, print the table alone")
     arguments = parser.parse_args()
-    if not arguments.page:
+    if not arguments.table:
         stored, current = read_stored()["families"], installed()
         missing = [kind for kind in KINDS if stored.get(kind, {}).get("versions") != current]
         for kind in arguments.family or missing:
             write_stored(families=read_stored()["families"] | {kind: measure(kind)})
     write_stored(refused=refused_families())
-    before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{page_of(read_stored())}{END}{rest.partition(END)[2]}")
+    print(table_of(read_stored()))
 
 
 @cache  # reads the files of all packages
@@ -117,7 +115,7 @@ def write_stored(**changes: Result) -> None:
     STORED.write_text(json.dumps(read_stored() | changes, indent=1) + "\n")
 
 
-def page_of(stored: Result) -> str:
+def table_of(stored: Result) -> str:
     """Write the table of all families, the reasons why a cell has no figure, and the families that are refused."""
     ordered = {kind: stored["families"].get(kind, {}) for kind in sorted(KINDS)}
     reasons = list(dict.fromkeys(each for one in ordered.values() for each in one.values() if isinstance(each, str)))

@@ -1,12 +1,12 @@
 """How long it takes to get over a death: of each process, in each phase of a step.
 
-    uv run python benchmarks/recovery.py [--times 3] [--real] [--write] [more flags of `rl`]
+    uv run python benchmarks/recovery.py [--times 3] [--real] [more flags of `rl`]
 
 A process is killed (-9) while some process of the run is held at a named point. Measured are the seconds from there to
 the first word about it in any log, to the next newly trained step, and the work that was done twice: optimizer steps,
-and requests to engines. The median over `--times` kills. `--write` puts the table into docs/reliability.md. The engine
-is scripted (tests/scripted_engine.py), and comes up in about 3 s; `--real` takes vLLM, whose start-up is then most of
-what is measured.
+and requests to engines. The median over `--times` kills; docs/reliability.md sums them up. The engine is scripted
+(tests/scripted_engine.py), and comes up in about 3 s; `--real` takes vLLM, whose start-up is then most of what is
+measured.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from scripted_kills import REAL, SCRIPTED, VICTIMS, KilledRun, open_run
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-DOCUMENT = REPOSITORY / "docs" / "reliability.md"
-BEGIN, END = "<!-- recovery -->", "<!-- /recovery -->"
 
 PHASES = {
     "rollouts": "rollout.finished",
@@ -115,7 +113,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--real", action="store_true", help="vLLM instead of the scripted engine")
-    parser.add_argument("--write", action="store_true", help="the table into docs/reliability.md")
     parser.add_argument("--victims", nargs="+", default=VICTIMS)
     parser.add_argument("--phases", nargs="+", default=list(PHASES))
     parser.add_argument("--folder", type=Path, default=None)
@@ -130,8 +127,6 @@ def main() -> int:
             lines.append(_row(victim, phase, found))
     told = "\n".join([*lines, "", _how(args.times, args.real)])
     print(told)
-    if args.write:
-        write_between(DOCUMENT, told)
     return 0
 
 
@@ -174,14 +169,6 @@ def _how(times: int, real: bool) -> str:
         "launcher is started again by hand, that is, at once; it is noticed when nothing of its run is alive any more. "
         "0.0 s where the one who died had done its part: the version was confirmed without it."
     )
-
-
-def write_between(document: Path, table: str) -> None:
-    text = document.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    assert after, f"{document} lacks {BEGIN} and {END}"
-    document.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
 
 
 if __name__ == "__main__":
