@@ -338,7 +338,7 @@ class FakeTrainer:
             setattr(self, name, value)
 
     def train(self) -> None:
-        """In a thread. Raises: Refused, DeadlineExceeded."""
+        """In a thread. Raises: PeerRefused, DeadlineExceeded."""
         self.connect()
         with suppress(Stopped), closing(self.control):
             self.newest = self.ask(messages.GetNewest(self._config.run_id), what="how far the run had come").version

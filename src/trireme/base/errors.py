@@ -2,6 +2,19 @@
 
 Exit codes: 2 for configuration errors and 3 for errors that a retry would repeat or make worse (neither is retried), 1
 for the rest (the launcher restarts the process).
+
+    TriremeError
+    ├── ConfigError          2   the user's input cannot work
+    ├── DeadlineExceeded     1   a wait was too long
+    ├── PeerDied             1   a process that this one needs has gone
+    │   └── WorkerDied           an environment's worker (orchestrator/environments/worker_process.py)
+    ├── PeerRefused          1   a peer said no, and would again
+    ├── AllRolloutsFail      3   no rollout succeeds
+    ├── NotFinite            3   gradients or logprobs are not numbers
+    ├── WeightsMismatch      3   an engine has other weights than were sent
+    ├── EngineRefused        3   an engine takes a request of ours for invalid
+    ├── JournalCorrupt       3   what is on disk contradicts its checksum
+    └── of one module each       RolloutFailed, Garbage, MalformedRequest, LoadFailed, WeightsReplaced
 """
 
 from __future__ import annotations
@@ -59,7 +72,7 @@ class JournalCorrupt(TriremeError):
     exit_code = 3
 
 
-class Refused(TriremeError):
+class PeerRefused(TriremeError):
     """A peer refused a request for good (another run's trainer, a batch that will never exist)."""
 
 

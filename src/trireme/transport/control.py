@@ -26,7 +26,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from trireme.base.errors import Refused, TriremeError
+from trireme.base.errors import PeerRefused, TriremeError
 from trireme.base.log import RateLimitedLog, get_logger
 from trireme.base.network import is_loopback, listening_address, numeric
 from trireme.base.token import TOKEN, token
@@ -131,7 +131,7 @@ class ControlClient:
                 ranks are in another one.
 
         Raises:
-            Refused: the orchestrator refuses the request for good, or its reply does not belong to it.
+            PeerRefused: the orchestrator refuses the request for good, or its reply does not belong to it.
             DeadlineExceeded: there was no reply within `deadline_s`.
         """
         with self._waits.waiting(what, peer="orchestrator", deadline_s=deadline_s) as wait:
@@ -150,13 +150,13 @@ class ControlClient:
                             wait.restart_deadline()
 
                     case Refusal(error):
-                        raise Refused(error)
+                        raise PeerRefused(error)
                     case _:
                         # Another version of Trireme sent this reply, and would send it again.
                         expected = ANSWERS[type(request)]
                         if not isinstance(reply, expected):
                             names = " or ".join(kind.__name__ for kind in expected)
-                            raise Refused(
+                            raise PeerRefused(
                                 f"The orchestrator answered {type(request).__name__} with {type(reply).__name__} - "
                                 f"{names} was expected - install the same version of Trireme on both sides."
                             )
@@ -205,7 +205,7 @@ class ControlClient:
     def _send(self, first: bytes, request: Request) -> None:
         frames = [first, encode(request)]
         if len(frames[1]) > LARGEST_REQUEST:
-            raise Refused(
+            raise PeerRefused(
                 f"{type(request).__name__} has {len(frames[1])} bytes - at most {LARGEST_REQUEST} were expected - "
                 "raise `LARGEST_REQUEST` in transport/control.py on both sides."
             )

@@ -21,7 +21,7 @@ from trireme.orchestrator.gateway import connections, server
 from trireme.orchestrator.gateway.dialects import chat, responses
 from trireme.orchestrator.gateway.dialects import turn as turn_dialect
 from trireme.orchestrator.gateway.dialects.anthropic import ANTHROPIC
-from trireme.orchestrator.gateway.dialects.turn import Refused, ToolCall, Turn, TurnRequest, decode_body
+from trireme.orchestrator.gateway.dialects.turn import Rejected, ToolCall, Turn, TurnRequest, decode_body
 from trireme.orchestrator.gateway.server import Gateway, Session
 
 KEY = "key-of-the-first-session"
@@ -252,11 +252,11 @@ def test_a_response_may_be_continued_by_its_id():
 @pytest.mark.parametrize(
     ("refused", "openai_error", "anthropic_error", "code", "words"),
     [
-        (Refused("overlong", "9 tokens, 8 fit"), openai.BadRequestError, anthropic.BadRequestError,
+        (Rejected("overlong", "9 tokens, 8 fit"), openai.BadRequestError, anthropic.BadRequestError,
          "context_length_exceeded", "prompt is too long"),
-        (Refused("busy", "loading", retry_after_s=3), openai.RateLimitError, anthropic.RateLimitError,
+        (Rejected("busy", "loading", retry_after_s=3), openai.RateLimitError, anthropic.RateLimitError,
          "rate_limit_exceeded", "loading"),
-        (Refused("failed", "no"), openai.BadRequestError, anthropic.BadRequestError, None, "no"),
+        (Rejected("failed", "no"), openai.BadRequestError, anthropic.BadRequestError, None, "no"),
         (Turn("t1", "\ud83d"), openai.BadRequestError, anthropic.BadRequestError, None, "The gateway failed"),
         (OverflowError("ours"), openai.BadRequestError, anthropic.BadRequestError, None, "The gateway failed"),
     ],
@@ -325,7 +325,7 @@ def test_request_completed_after_its_session_ended_gets_no_turn():
 
 def test_a_long_wait_shows_signs_of_life_and_its_error_comes_in_the_stream(monkeypatch):
     monkeypatch.setattr(server, "QUIET_S", 0.05)
-    policy = Policy(TURNS["text"], Refused("failed", "no engine"), pause_s=0.3)
+    policy = Policy(TURNS["text"], Rejected("failed", "no engine"), pause_s=0.3)
     user = [{"role": "user", "content": "a"}]
     with serving(policy) as (_, url):
         assert ask_anthropic(url, user, streams=True)[1]["content"] == TURNS["text"].content
@@ -480,7 +480,7 @@ def test_pictures_of_all_dialects_are_the_same_parts_and_none_is_fetched(dialect
     (message,) = read_as(dialect, {field: [{"role": "user", "content": [picture, text]}]}).messages
     assert message == {"role": "user", "content": [SHOWN, {"type": "text", "text": "what?"}]}
     for wrong in (elsewhere, picture | {"type": "audio"}):
-        with pytest.raises(Refused):
+        with pytest.raises(Rejected):
             read_as(dialect, {field: [{"role": "user", "content": [wrong]}]})
 
 
@@ -497,7 +497,7 @@ def test_gateway_reads_chat_template_kwargs_but_refuses_reserved_ones():
     assert read_as("chat", asked).template_kwargs == {"enable_thinking": False}
     assert read_as("chat", asks("a") | {"chat_template_kwargs": None}).template_kwargs == {}
     for wrong in ([], "no", {"messages": []}, {"add_generation_prompt": False}, {"a": "b" * 5000}):
-        with pytest.raises(Refused, match="chat_template_kwargs"):
+        with pytest.raises(Rejected, match="chat_template_kwargs"):
             read_as("chat", asks("a") | {"chat_template_kwargs": wrong})
 
 
@@ -517,7 +517,7 @@ FIELDS = ("messages", "input", "tools", "system", "instructions", "tool_choice",
 def test_any_json_is_read_or_refused(dialect, body):
     try:
         request = read_as(dialect, body)
-    except Refused:
+    except Rejected:
         return
     assert all(isinstance(message["role"], str) for message in request.messages)
     assert all(isinstance(message["content"], str | list) for message in request.messages)
@@ -583,7 +583,7 @@ def test_a_request_of_very_many_values_is_refused(monkeypatch, dialect, body):
     assert read_as(dialect, body).messages
     monkeypatch.setattr(turn_dialect, "MOST_ITEMS", 20)
     monkeypatch.setattr(turn_dialect, "MOST_VALUES", 30)
-    with pytest.raises(Refused, match="Send fewer"):
+    with pytest.raises(Rejected, match="Send fewer"):
         read_as(dialect, body)
 
 
@@ -600,5 +600,5 @@ def test_a_request_of_very_many_values_is_refused(monkeypatch, dialect, body):
 def test_a_field_of_the_wrong_type_is_refused_by_its_name(dialect, wrong):
     body = {"messages": [USER], "input": [USER]}
     assert read_as(dialect, body | dict.fromkeys(wrong)).messages
-    with pytest.raises(Refused, match=next(iter(wrong))):
+    with pytest.raises(Rejected, match=next(iter(wrong))):
         read_as(dialect, body | wrong)

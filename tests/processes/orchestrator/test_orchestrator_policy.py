@@ -25,7 +25,7 @@ from trireme.journal.versions import Versions
 from trireme.messages import Again, Done, GetBatch, Go, Live, NotYet, Publish, Refusal
 from trireme.orchestrator.engines.engine import KEEP_IDLE_S
 from trireme.orchestrator.engines.health import POLL_S, keep_engines
-from trireme.orchestrator.engines.pool import InferencePool, OverlongPrompt, open_inference_pool
+from trireme.orchestrator.engines.pool import InferencePool, PromptTooLong, open_inference_pool
 from trireme.orchestrator.trainer_requests import Peers, TrainerRequests
 from trireme.orchestrator.weights.policy import Policy
 from trireme.orchestrator.weights.update import WeightUpdates
@@ -500,7 +500,7 @@ async def test_engine_that_returns_during_an_update_is_quarantined(stage, held):
 
 @staged(answer=lambda asked: [7] * 4)
 async def test_prompt_leaves_the_rest_of_the_context_to_the_turn(stage):
-    with pytest.raises(OverlongPrompt, match="64 tokens, the model takes 64"):
+    with pytest.raises(PromptTooLong, match="64 tokens, the model takes 64"):
         await stage.pool.generate([5] * 64, {})
     for length, max_tokens, room, cut in [
         (63, 10, 1, "context_full"),

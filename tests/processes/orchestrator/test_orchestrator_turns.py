@@ -29,7 +29,7 @@ from trireme.journal.pictures import PictureFiles, pictures_folder, rules_of_mod
 from trireme.journal.records import Rollout
 from trireme.journal.turns import Generation
 from trireme.messages import Picture, Tokens
-from trireme.orchestrator.engines.pool import OverlongPrompt, open_inference_pool
+from trireme.orchestrator.engines.pool import PromptTooLong, open_inference_pool
 from trireme.orchestrator.engines.responses import Called, CalledFunction, Message
 from trireme.orchestrator.environments.wire import Ask, Done, Reply, assistant_message
 from trireme.orchestrator.gateway.dialects.turn import ToolCall
@@ -294,7 +294,7 @@ class RandomPolicy:
         for _ in range(self.rng.randrange(3)):
             await asyncio.sleep(0)  # answers to questions that are open at once come in any order
         if self.given and self.rng.random() < 0.04:
-            raise OverlongPrompt("The prompt has 99 tokens, the model takes 64.")
+            raise PromptTooLong("The prompt has 99 tokens, the model takes 64.")
         sampled = self._sample()
         is_cut = self.rng.random() < 0.25
         if is_cut:

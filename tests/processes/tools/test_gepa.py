@@ -15,7 +15,7 @@ import pytest
 from fake_engine import FakeEngine, open_fake_engine
 from interrupts import heeding_interrupts
 from reflecting import ENVIRONMENT, RULES, Endpoint
-from trireme.base.errors import ConfigError, Refused
+from trireme.base.errors import ConfigError, PeerRefused
 from trireme.base.paths import RunPaths
 from trireme.cli.workspace.gepa import gepa
 from trireme.launch.folder import hold_folder
@@ -137,7 +137,7 @@ def test_ctrl_c_ends_it_with_what_was_found_and_the_same_command_goes_on(endpoin
 def test_gepa_refuses_rewards_that_always_fail_or_compare_a_group(endpoint):
     rewards = CODE + "\ndef reward(completion):\n    return 1 / 0\n"
     Path("harbour.py").write_text(rewards)
-    with pytest.raises(Refused, match=r"all 4 rollouts of the first evaluation failed.*division by zero"):
+    with pytest.raises(PeerRefused, match=r"all 4 rollouts of the first evaluation failed.*division by zero"):
         search(endpoint)
     Path("harbour.py").write_text(rewards.replace("(completion)", "(completions)"))
     with pytest.raises(ConfigError, match="compare the rollouts of a group"):

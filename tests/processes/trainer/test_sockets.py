@@ -21,7 +21,7 @@ from answering import DEADLINE_S, answering
 from mutations import mutations
 from toy_environments import run_one, says, with_environment, write
 from trireme import messages
-from trireme.base.errors import DeadlineExceeded, PeerDied, Refused, TriremeError
+from trireme.base.errors import DeadlineExceeded, PeerDied, PeerRefused, TriremeError
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import StatusServer
@@ -109,7 +109,7 @@ def test_a_refusal_is_raised_with_its_words_and_the_server_goes_on():
     }
     with answering(answer) as address, open_client(address) as client:
         for request, words in refused.items():
-            with pytest.raises(Refused, match=words):
+            with pytest.raises(PeerRefused, match=words):
                 ask(client, request)  # type: ignore[arg-type]
         assert ask(client) == Live(version=3)
 

@@ -6,7 +6,7 @@ import pytest
 
 from trireme.orchestrator.gateway import budgets
 from trireme.orchestrator.gateway.budgets import Inflow, KeptResponses
-from trireme.orchestrator.gateway.dialects.turn import Refused
+from trireme.orchestrator.gateway.dialects.turn import Rejected
 
 
 def test_kept_responses_hold_each_message_once():
@@ -26,7 +26,7 @@ def test_the_oldest_responses_make_room(monkeypatch):
     for number in range(1, 20):
         kept.add(f"resp_{number}", [{"role": "user", "content": str(number) * 10_000}][:1])
         assert kept.num_bytes <= 25_000
-    with pytest.raises(Refused, match="Send the whole conversation"):
+    with pytest.raises(Rejected, match="Send the whole conversation"):
         kept.find("resp_17")
     assert len(kept.find("resp_19")) == 1
 

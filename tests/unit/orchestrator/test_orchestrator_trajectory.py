@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny_tokenizer import CHATML, END, LLAMA_3, QWEN_3, write_tokenizer
 from trireme.journal.message_text import for_template
 from trireme.journal.turns import Generation, prompt_digest
-from trireme.orchestrator.engines.pool import OverlongPrompt
+from trireme.orchestrator.engines.pool import PromptTooLong
 from trireme.orchestrator.gateway.dialects.turn import ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.continuation import rewrites_always
@@ -69,11 +69,11 @@ def test_a_released_trajectory_leaves_nothing_to_the_garbage_collector(tmp_path)
 def test_prompt_far_too_long_for_the_context_is_refused(tmp_path):
     (talk := Talk(tmp_path)).max_model_len = 100
     far, little = ({"role": "user", "content": "a" * size} for size in (2000, 1000))
-    with pytest.raises(OverlongPrompt):
+    with pytest.raises(PromptTooLong):
         talk.ask([far], None)
     talk.answer([ASK], "4<|im_end|>")
     for messages in ([far], [ASK, says("4"), far]):
-        with pytest.raises(OverlongPrompt):
+        with pytest.raises(PromptTooLong):
             talk.prompt_ids(messages, None, "")
     assert len(talk.prompt_ids([ASK, says("4"), little], None, "")) > 1000
     assert talk.ask([ASK], None).number == 2

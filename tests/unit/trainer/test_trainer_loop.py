@@ -14,7 +14,7 @@ from answering import DEADLINE_S, answering
 from tiny import batch_reply, random_samples
 from trireme import messages
 from trireme.algo.digest import tensor_digest
-from trireme.base.errors import Refused
+from trireme.base.errors import PeerRefused
 from trireme.base.waiting import Waits
 from trireme.config.losses import Loss
 from trireme.config.run import Model, Ports, RunConfig, WeightBroadcast
@@ -90,7 +90,7 @@ def run(
     orchestrator = FakeOrchestrator(**behaviour)
     settings = {"optim": Optimizer(lr=1e-3), "ckpt": Checkpoints(interval=2), "try_step": loss is not None}
     trainer = TrainerConfig(threads=1, loss=loss or Loss(), **settings)
-    with answering(orchestrator) as address, suppress(Refused):
+    with answering(orchestrator) as address, suppress(PeerRefused):
         config = RunConfig(
             output_dir=folder, resume=resume, device="cpu", max_steps=STEPS, max_async_level=2, seq_len=200,
             model=Model(name=str(model)), ports=Ports(batches=int(address.rpartition(":")[2])),

@@ -31,7 +31,7 @@ from tiny import open_state, save_tiny_model, weights_of
 from trireme.algo.digest import tensor_digest
 from trireme.algo.model.architecture import architecture_of
 from trireme.base.disk import when_there_is_room
-from trireme.base.errors import PeerDied, Refused
+from trireme.base.errors import PeerDied, PeerRefused
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
 from trireme.config.inference import InferenceConfig, InferenceModel
@@ -287,7 +287,7 @@ def test_what_is_no_fault_of_the_transfer_ends_the_run_at_once(open_stand, monke
     if place != "engine":
         full = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
         monkeypatch.setattr(stand.publisher._sender, place, full)
-    with pytest.raises((torch.OutOfMemoryError, Refused), match=r"out of memory|model.norm.weight"):
+    with pytest.raises((torch.OutOfMemoryError, PeerRefused), match=r"out of memory|model.norm.weight"):
         stand.publisher.publish(3)
     assert len(stand.orchestrator.attempts) == 1
 

@@ -51,7 +51,7 @@ FIRST = -1  # priority, for vLLM: ahead of all requests that wait for a slot
 Answer = TypeVar("Answer")
 
 
-class OverlongPrompt(Exception):
+class PromptTooLong(Exception):
     """The prompt leaves no room for a single token."""
 
 
@@ -106,13 +106,13 @@ class InferencePool:
                 it reports none if this is None.
 
         Raises:
-            OverlongPrompt: `ids` fills the context.
+            PromptTooLong: `ids` fills the context.
             ValueError: the engine refuses the request, or its answer makes no sense; a retry would not help.
             DeadlineExceeded: engines were live all the time, and none answered.
         """
         room = self.max_model_len - len(ids)
         if room <= 0:
-            raise OverlongPrompt(f"The prompt has {len(ids)} tokens, the model takes {self.max_model_len}.")
+            raise PromptTooLong(f"The prompt has {len(ids)} tokens, the model takes {self.max_model_len}.")
 
         # The limit never exceeds the context, so the engine answers `length` for both limits. `cut` below tells which.
         max_tokens = min(room, sampling.get("max_tokens") or room)

@@ -18,7 +18,7 @@ from trireme.base.log import get_logger
 from trireme.journal.requests import AgentRequest, RequestLog
 from trireme.orchestrator.environments.open_rollout import AskPolicy, RolloutFailed
 from trireme.orchestrator.environments.wire import Ask, Done, Played, Reply, RunTask, assistant_message, check_rewards
-from trireme.orchestrator.gateway.dialects.turn import Problem, Refused, Turn, TurnRequest
+from trireme.orchestrator.gateway.dialects.turn import Problem, Rejected, Turn, TurnRequest
 from trireme.orchestrator.gateway.server import Gateway, Session, conversation_digest
 from trireme.orchestrator.gateway.sessions import ClientRollout, Sessions
 
@@ -95,7 +95,7 @@ class AgentSession:
             digest, self._num_asked = conversation_digest(request), each.number - 1
             try:
                 turn = await self._answer(request, digest, False, is_known=True)
-            except Refused as refused:
+            except Rejected as refused:
                 log.warning("An agent program is started again, as its turn %d is not found: %s", each.number, refused)
                 return False
             if not any(other.continues(each) for other in asked):
@@ -151,7 +151,7 @@ class AgentSession:
 
         most = self.task.max_turns
         if most is not None and self._num_turns[request.trace] >= most:
-            raise Refused("ended", f"This rollout has had its {most} model turns (`max_turns`).")
+            raise Rejected("ended", f"This rollout has had its {most} model turns (`max_turns`).")
 
         # counted before it is asked for, as a program may send several requests at once
         self._num_turns[request.trace] += 1
@@ -163,10 +163,10 @@ class AgentSession:
             # `watch` raises it to the run; the program only learns that there is no turn
             if not self._failure.done():
                 self._failure.set_exception(error)
-            raise Refused("failed", "The run has ended.") from error
+            raise Rejected("failed", "The run has ended.") from error
         if reply.error is not None:
             self._num_turns[request.trace] -= 1
-            raise Refused(PROBLEMS.get(reply.error_kind, "failed"), reply.error)
+            raise Rejected(PROBLEMS.get(reply.error_kind, "failed"), reply.error)
 
         # on disk before the program has the turn, so that a resumed session knows all that the program knows
         if not is_known:
@@ -214,7 +214,7 @@ class AgentSession:
         question.only_counts = True
         reply = await self.ask(question)
         if reply.error is not None:
-            raise Refused("invalid", reply.error)
+            raise Rejected("invalid", reply.error)
         return len(reply.prompt_ids)
 
     def _question(self, request: TurnRequest) -> Ask:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from trireme.orchestrator.gateway.dialects.turn import Message, Refused
+from trireme.orchestrator.gateway.dialects.turn import Message, Rejected
 
 LARGEST_KEPT = 64 << 20  # bytes of conversations that a session keeps for `previous_response_id`
 LARGEST_KEPT_BY_ALL = 512 << 20
@@ -34,10 +34,10 @@ class Inflow:
         await asyncio.sleep(max(0.0, self._paid_until - time.monotonic()))
 
     def take(self, num_bytes: int) -> None:
-        """Count bytes that have come. Raises: Refused if too many are under way."""
+        """Count bytes that have come. Raises: Rejected if too many are under way."""
         if self.num_bytes + num_bytes > self.most_bytes:
             words = f"Requests of {self.owner} with {self.most_bytes >> 20} MiB are being received. Retry later."
-            raise Refused("busy", words, retry_after_s=2)
+            raise Rejected("busy", words, retry_after_s=2)
         self.num_bytes += num_bytes
 
     def settle(self, num_bytes: int) -> None:
@@ -66,12 +66,12 @@ class KeptResponses:
     _uses: Counter[bytes] = field(default_factory=Counter)
 
     def find(self, response: str | None) -> list[Message]:
-        """Return the conversation up to a response; an empty one for None. Raises: Refused if it is not kept."""
+        """Return the conversation up to a response; an empty one for None. Raises: Rejected if it is not kept."""
         if response is None:
             return []
         if response not in self._conversations:
             most = f"it keeps the newest {LARGEST_KEPT >> 20} MiB. Send the whole conversation as `input`."
-            raise Refused("unknown", f"previous_response_id: this session has no response {response!r:.80}; {most}")
+            raise Rejected("unknown", f"previous_response_id: this session has no response {response!r:.80}; {most}")
         return [msgspec.json.decode(message) for message in self._conversations[response]]
 
     def size(self, response: str | None) -> int:

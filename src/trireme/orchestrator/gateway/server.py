@@ -44,7 +44,7 @@ from trireme.orchestrator.gateway.dialects.turn import (
     Dialect,
     Event,
     Message,
-    Refused,
+    Rejected,
     Turn,
     TurnRequest,
     decode_body,
@@ -85,7 +85,7 @@ RETRY_HEADER = "x-stainless-retry-count"  # the SDKs of OpenAI and Anthropic set
 TRACE_HEADER = "x-session-id"  # verifiers sets it to the id of the agent run that asks
 
 Ask = Callable[[TurnRequest, str, bool], Coroutine[Any, Any, Turn]]
-"""Answers a request with a turn, or raises Refused.
+"""Answers a request with a turn, or raises Rejected.
 
 Its arguments are the request, its digest, and whether the client may have sent it before without getting the answer.
 """
@@ -97,7 +97,7 @@ class Session:
 
     name: str
     ask: Ask
-    count: Callable[[TurnRequest], Awaitable[int]]  # the tokens of a request's prompt, or raises Refused
+    count: Callable[[TurnRequest], Awaitable[int]]  # the tokens of a request's prompt, or raises Rejected
     transcript: Callable[[], list[dict[str, Any]]]  # returns the messages of the longest conversation
     has_traces: bool = False  # its requests name the agent run that they belong to
     ended: str | None = None  # why no more requests are answered
@@ -111,24 +111,24 @@ class Session:
     _orphans: dict[str, list[asyncio.Future[Turn]]] = field(default_factory=dict)  # their clients left; by digest
 
     def admit(self) -> None:
-        """Count a request as open, before its body takes memory. Raises: Refused if too many are."""
+        """Count a request as open, before its body takes memory. Raises: Rejected if too many are."""
         if self.num_open >= MOST_AT_ONCE:
-            raise Refused("busy", f"{MOST_AT_ONCE} requests of this session are being answered.", retry_after_s=2)
+            raise Rejected("busy", f"{MOST_AT_ONCE} requests of this session are being answered.", retry_after_s=2)
         self.num_open += 1
 
     def begin(self, request: TurnRequest, digest: str, *, is_retry: bool) -> asyncio.Future[Turn]:
         """Return the task that answers a request: the one that its client left behind, or a new one.
 
-        Raises: Refused if the session has ended, or has too many turns under way.
+        Raises: Rejected if the session has ended, or has too many turns under way.
         """
         if self.ended:  # the session may have been closed while the body came
-            raise Refused("ended", f"The session has ended: {self.ended}.")
+            raise Rejected("ended", f"The session has ended: {self.ended}.")
         self.is_used = True
         if orphans := self._orphans.get(digest):
             return orphans.pop()
         # turns of clients that left are still sampled, so there may be more of them than open requests
         if len(self._tasks) >= MOST_AT_ONCE:
-            raise Refused("busy", f"{MOST_AT_ONCE} turns of this session are under way.", retry_after_s=2)
+            raise Rejected("busy", f"{MOST_AT_ONCE} turns of this session are under way.", retry_after_s=2)
 
         # a task of its own: it is not cancelled when the client leaves
         task = asyncio.create_task(self.ask(request, digest, is_retry))
@@ -154,12 +154,12 @@ class Session:
         return [task.result() for task in left if task.done() and not task.cancelled() and task.exception() is None]
 
     def check_size(self, num_bytes: int, most_bytes: int) -> None:
-        """Refuse a conversation that is too large, also for what the session has sent before. Raises: Refused."""
+        """Refuse a conversation that is too large, also for what the session has sent before. Raises: Rejected."""
         if num_bytes > most_bytes:  # the conversation of `previous_response_id` counts too
-            raise Refused("overlong", f"The conversation has {num_bytes >> 20} MiB, at most {most_bytes >> 20}.")
+            raise Rejected("overlong", f"The conversation has {num_bytes >> 20} MiB, at most {most_bytes >> 20}.")
         # small requests still pass, as they add next to nothing that their prompts do not explain
         if self.num_hidden > LARGEST_HIDDEN and num_bytes > FREE:
-            raise Refused(
+            raise Rejected(
                 "overlong",
                 f"This session has sent {self.num_hidden >> 20} MiB that its prompts do not show, at most "
                 f"{LARGEST_HIDDEN >> 20}: reasoning, or tools, that the chat template leaves out. Send less.",
@@ -237,7 +237,7 @@ class Gateway:
         async def endpoint(request: Request) -> Response:
             try:
                 return await answer(request, await self.find(request), dialect)
-            except Refused as refused:
+            except Rejected as refused:
                 return refusal(refused, dialect)
             except ClientDisconnected:
                 return Response(status_code=400)  # the client has left
@@ -247,7 +247,7 @@ class Gateway:
         return endpoint
 
     async def find(self, request: Request) -> Session:
-        """Return the session of a request, once it is open again. Raises: Refused."""
+        """Return the session of a request, once it is open again. Raises: Rejected."""
         for digest in _keys_of(request):
             # a session that outlived the orchestrator is opened again soon, so its program waits and does not fail
             if digest in self._expected:
@@ -256,8 +256,8 @@ class Gateway:
             if digest in self._sessions:
                 return self._sessions[digest]
             if digest in self._ended:
-                raise Refused("ended", f"The session of this API key has ended: {self._ended[digest]}.")
-        raise Refused(
+                raise Rejected("ended", f"The session of this API key has ended: {self._ended[digest]}.")
+        raise Rejected(
             "unauthorized",
             "No open session has this API key - expected the one of a rollout, as `Authorization: Bearer KEY`, as "
             "`x-api-key: KEY`, or as the path /s/KEY/v1/... A key ends with its rollout, and when the orchestrator is "
@@ -265,7 +265,7 @@ class Gateway:
         )
 
     async def receive(self, request: Request, session: Session | None, most_bytes: int | None = None) -> bytes:
-        """Receive the body of a request, within the budgets of its session and of all. Raises: Refused."""
+        """Receive the body of a request, within the budgets of its session and of all. Raises: Rejected."""
         most_bytes = most_bytes or self._largest_body
         budgets = [self._bodies] if session is None else [session.bodies, self._bodies]
         # the wait comes first, while the request takes no memory but its head
@@ -287,13 +287,13 @@ class Gateway:
             return await receive_body(request.receive, most_bytes, take)
         except ValueError as error:
             words = f"The request is too large ({error}), expected at most {most_bytes / (1 << 20):g} MiB."
-            raise Refused("invalid", words) from error
+            raise Rejected("invalid", words) from error
         finally:
             for budget, num_bytes in zip(budgets, taken, strict=True):
                 budget.settle(num_bytes)
 
     async def _read(self, request: Request, session: Session, dialect: Dialect) -> tuple[Body, TurnRequest]:
-        """Read a request for a turn. Raises: Refused."""
+        """Read a request for a turn. Raises: Rejected."""
         data = await self.receive(request, session)
         body = decode_body(data, dialect.body)
         if isinstance(body, ResponsesBody):
@@ -367,7 +367,7 @@ class Gateway:
 
     async def _transcript(self, request: Request, session: Session, dialect: Dialect) -> Response:
         if session.num_transcripts >= MOST_TRANSCRIPTS:
-            raise Refused("busy", f"{MOST_TRANSCRIPTS} transcripts are being sent.", retry_after_s=2)
+            raise Rejected("busy", f"{MOST_TRANSCRIPTS} transcripts are being sent.", retry_after_s=2)
         return _Transcript(session)
 
     async def _models(self, request: Request, session: Session, dialect: Dialect) -> Response:
@@ -443,17 +443,17 @@ class _TurnResponse(Response):
                     await stream(b": the policy is answering\n\n")
 
             # the whole answer is encoded before it is sent, so a turn that cannot be encoded becomes an error
-            refused: Refused | None = None
+            refused: Rejected | None = None
             try:
                 turn = await task
                 if request.streams:
                     events = b"".join(map(_encode_event, dialect.events(turn, request)))
                 else:
                     answer = as_json(dialect.answer(turn, request))
-            except Refused as error:
+            except Rejected as error:
                 refused = error
             except asyncio.CancelledError:
-                refused = Refused("ended", f"The session has ended: {session.ended}.")
+                refused = Rejected("ended", f"The session has ended: {session.ended}.")
             except Exception as error:
                 refused = _log_failure(error)
 
@@ -490,9 +490,9 @@ class _Transcript(Response):
             self._session.num_transcripts -= 1
 
 
-def _log_failure(error: Exception) -> Refused:
+def _log_failure(error: Exception) -> Rejected:
     rate_limited.warning(f"could not answer a request: {type(error).__name__}", exc_info=error)
-    return Refused("failed", f"The gateway failed: {type(error).__name__}: {error}")
+    return Rejected("failed", f"The gateway failed: {type(error).__name__}: {error}")
 
 
 async def _greet() -> Response:
@@ -545,7 +545,7 @@ def as_json(body: dict[str, Any], status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
 
 
-def refusal(refused: Refused, dialect: Dialect) -> Response:
+def refusal(refused: Rejected, dialect: Dialect) -> Response:
     response = as_json(dialect.error(refused), STATUS[refused.problem])
     if refused.retry_after_s is not None:
         response.headers["retry-after"] = str(refused.retry_after_s)

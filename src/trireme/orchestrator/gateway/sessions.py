@@ -28,7 +28,7 @@ from trireme.base.network import is_loopback
 from trireme.base.token import TOKEN, token
 from trireme.base.waiting import Waits
 from trireme.orchestrator.gateway.dialects.chat import CHAT
-from trireme.orchestrator.gateway.dialects.turn import Dialect, Refused, decode_body
+from trireme.orchestrator.gateway.dialects.turn import Dialect, Rejected, decode_body
 from trireme.orchestrator.gateway.server import Gateway, Session, as_json, refusal, wait_for_disconnect
 from trireme.transport.bearer import ClientDisconnected, RequireToken
 
@@ -183,12 +183,12 @@ class Sessions:
         try:
             # counted before the body is read, so that clients beyond the limit take no memory
             if self._num_asking > MOST_ASKING:
-                raise Refused("busy", f"{MOST_ASKING} clients wait for a rollout. Retry later.", retry_after_s=5)
+                raise Rejected("busy", f"{MOST_ASKING} clients wait for a rollout. Retry later.", retry_after_s=5)
             wanted = decode_body(await self.gateway.receive(request, None, LARGEST_BODY), Wanted)
             if self._is_over:
-                raise Refused("ended", "The run is over.")
+                raise Rejected("ended", "The run is over.")
             if wanted.env != self.env:
-                raise Refused("unknown", f"env: {wanted.env!r:.80} is not served here, {self.env!r} is.")
+                raise Rejected("unknown", f"env: {wanted.env!r:.80} is not served here, {self.env!r} is.")
 
             # wait for a rollout, but no longer than HTTP clients do; a client that leaves must not be given one
             self._asking[asking] = wanted
@@ -197,7 +197,7 @@ class Sessions:
             either: set[asyncio.Future[Any]] = {asking, gone}
             await asyncio.wait(either, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
             if asking.cancelled():
-                raise Refused("ended", "The run is over.")
+                raise Rejected("ended", "The run is over.")
             if not asking.done():
                 raise self._refuse(wanted)
 
@@ -206,11 +206,11 @@ class Sessions:
             either = {rollout.task, gone}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if rollout.task.cancelled():
-                raise Refused("busy", "The rollout ended before its example was read. Retry.", retry_after_s=1)
+                raise Rejected("busy", "The rollout ended before its example was read. Retry.", retry_after_s=1)
             if gone.done():  # another client may have the rollout
                 if self._open.pop(rollout.id, None) is not None:
                     self._offered.insert(0, rollout)
-                raise Refused("ended", "The client has gone.")
+                raise Rejected("ended", "The client has gone.")
 
             # the client learns the key of its session, with which it reaches the model and posts the reward
             reach("session.taken")
@@ -219,7 +219,7 @@ class Sessions:
             split, index = rollout.example
             which = {"env": self.env, "rollout": rollout.name, "split": split, "index": index}
             return as_json(shown | which | rollout.task.result())
-        except Refused as refused:
+        except Rejected as refused:
             return refusal(refused, CHAT)
         except ClientDisconnected:
             return Response(status_code=400)  # the client has left
@@ -231,20 +231,20 @@ class Sessions:
                 gone.cancel()
             self._match()
 
-    def _refuse(self, wanted: Wanted) -> Refused:
+    def _refuse(self, wanted: Wanted) -> Rejected:
         if len(self._open) >= self.max_open:
             words = f"{self.max_open} sessions are open, the most at once (`max_concurrent`). Retry later."
         elif wanted.example is None and wanted.rollout is None:
             words = f"No rollout of environment {self.env!r} is wanted at the moment. Retry later."
         else:
             words = f"{wanted} is not wanted at the moment. Leave `example` and `rollout` out for another one."
-            return Refused("unknown", words)
-        return Refused("busy", words, retry_after_s=1)
+            return Rejected("unknown", words)
+        return Rejected("busy", words, retry_after_s=1)
 
     async def _show(self, request: Request) -> Response:
         try:
             rollout = self._find(request, await self.gateway.find(request))
-        except Refused as refused:
+        except Rejected as refused:
             if refused.problem == "ended":
                 return as_json({"state": "ended", "reason": str(refused)})
             return refusal(refused, CHAT)
@@ -256,24 +256,24 @@ class Sessions:
         # refused before the session ends, so that the client can correct its request
         if outcome.error is None:
             if outcome.reward is None and not rollout.has_reward:
-                raise Refused("invalid", f"reward: none, and {self.env!r} has no `reward` itself. Post a number.")
+                raise Rejected("invalid", f"reward: none, and {self.env!r} has no `reward` itself. Post a number.")
             if not rollout.num_turns():
-                raise Refused("invalid", "This session has no model turn to be rewarded. Post an `error` to drop it.")
+                raise Rejected("invalid", "This session has no model turn to be rewarded. Post an `error` to drop it.")
             try:
                 rollout.check([] if outcome.reward is None else [outcome.reward])
             except ValueError as error:
-                raise Refused("invalid", f"The reward cannot be used: {error}.") from error
+                raise Rejected("invalid", f"The reward cannot be used: {error}.") from error
 
         if rollout.outcome.done():  # a second request came while this one was read
-            raise Refused("ended", "The session has ended: its reward was posted.")
+            raise Rejected("ended", "The session has ended: its reward was posted.")
         rollout.outcome.set_result(outcome)
         reach("session.rewarded")
         self.gateway.close(rollout.key, "its reward was posted")
         return as_json({"state": "ended"})
 
     def _find(self, request: Request, session: Session) -> ClientRollout:
-        """Return the open rollout of a session's key, which the path must name. Raises: Refused."""
+        """Return the open rollout of a session's key, which the path must name. Raises: Rejected."""
         rollout = self._open.get(request.path_params["id"])
         if rollout is None or rollout.name != session.name:
-            raise Refused("unknown", "This API key belongs to another session than the one of the path.")
+            raise Rejected("unknown", "This API key belongs to another session than the one of the path.")
         return rollout

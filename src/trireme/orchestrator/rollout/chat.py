@@ -20,7 +20,7 @@ from trireme.config.model.tokenizer import FILES as TOKENIZER_FILES
 from trireme.config.model.tokenizer import read_tokenizer, room_problem, rowless_token, template_problem
 from trireme.config.model.weights import rows_of
 from trireme.journal.message_text import form_for
-from trireme.orchestrator.engines.pool import OverlongPrompt
+from trireme.orchestrator.engines.pool import PromptTooLong
 
 FILES = [*TOKENIZER_FILES, "preprocessor_config.json", "processor_config.json"]  # the last two: models that see
 
@@ -104,13 +104,13 @@ class ChatTokenizer:
             most_tokens: the model's limit. Texts that are far longer are not tokenised: 8 MB take 10 s and 2 GB.
 
         Raises:
-            OverlongPrompt: the beginning of the text alone has twice as many.
+            PromptTooLong: the beginning of the text alone has twice as many.
             NoRoomForToken: the model has no row for one of them.
         """
         if most_tokens is not None and len(text) > (most_chars := LONG_TOKEN * most_tokens):
             num_tokens = len(self.encode(text[:most_chars]))
             if num_tokens > 2 * most_tokens:  # twice, as the last word was cut
-                raise OverlongPrompt(
+                raise PromptTooLong(
                     f"The prompt has {len(text)} characters, the first {most_chars} of them {num_tokens} tokens; the "
                     f"model takes {most_tokens}."
                 )
@@ -129,7 +129,7 @@ class ChatTokenizer:
     ) -> list[int]:
         """Return the ids of a first prompt. It is tokenised once for all rollouts of a group, which begin alike.
 
-        Raises: OverlongPrompt, see `encode`.
+        Raises: PromptTooLong, see `encode`.
         """
         try:
             # a copy, as the cached list is shared by all rollouts of the group

@@ -27,7 +27,7 @@ from trireme.journal.records import Rollout
 from trireme.journal.requests import RequestLog
 from trireme.journal.targets import num_sampled
 from trireme.journal.turns import Generation, TurnLog, TurnRecord, newest_attempts, prompt_digest, turns_file
-from trireme.orchestrator.engines.pool import InferencePool, OverlongPrompt, RequestRefused
+from trireme.orchestrator.engines.pool import InferencePool, PromptTooLong, RequestRefused
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Done, FinishReason, Reply, RunTask, Split
@@ -347,7 +347,7 @@ class _Conversation:
             turn, message = await (sample() if self.log is None else self._sample_once(self.log, asked, sample))
         except ConfigError:  # the run cannot go on; caught first, as it is a ValueError too
             raise
-        except OverlongPrompt as error:
+        except PromptTooLong as error:
             if not question.only_counts:
                 self._refused, self._cut = str(error), PROMPT_TOO_LONG
                 self._note_invalid(error)

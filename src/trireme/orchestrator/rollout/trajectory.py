@@ -187,7 +187,7 @@ class Trajectory:
 
         Raises:
             ValueError: the chat template has another number of placeholders than there are pictures.
-            OverlongPrompt: see `ChatTokenizer.encode`.
+            PromptTooLong: see `ChatTokenizer.encode`.
         """
         number, self._num_asked = self._num_asked, self._num_asked + 1
         given, rewritten = template_kwargs or {}, ""

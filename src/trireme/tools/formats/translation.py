@@ -29,7 +29,7 @@ Rule = Callable[[Any, Any, Devices], Settings]
 """A function of a key's value, the whole file and this machine's devices."""
 
 
-class Refused(ValueError):
+class RefusedKey(ValueError):
     """A value that has no meaning here. The message says what was expected and what to write instead."""
 
 
@@ -39,7 +39,7 @@ class To:
 
     Attributes:
         target: our dotted key, which takes the value as it is; or a rule that returns our keys with their values and
-            raises `Refused`; or None for a key that sets nothing here.
+            raises `RefusedKey`; or None for a key that sets nothing here.
         otherwise: why the key sets nothing, for the comments of the translated file.
         when: a condition on the file and the devices; without it the key sets nothing.
         like: our key that means the same, if `target` is a rule.
@@ -131,7 +131,7 @@ def translate(
     for key in keys:
         try:
             key.settings = key.to.settings(key.value, file, devices)
-        except Refused as refused:
+        except RefusedKey as refused:
             problems.append(f"`{key.written}` - {refused}")
         for ours, value in key.settings.items():
             rival = chosen.get(ours)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from trireme.base.errors import Refused
+from trireme.base.errors import PeerRefused
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.orchestrator.environments.open_rollout import AskPolicy, RolloutFailed
 from trireme.orchestrator.environments.pool import Environment
@@ -60,7 +60,7 @@ async def reflect(
 ) -> Reflection:
     """Ask what `render` makes of texts of at most so many characters, and of half as many while that does not fit.
 
-    Raises: Refused if the shortest question does not fit; TriremeError if no other question would get an answer.
+    Raises: PeerRefused if the shortest question does not fit; TriremeError if no other question would get an answer.
     """
     chars = MAX_CHARS
     while True:
@@ -83,7 +83,7 @@ async def reflect(
                 chars //= 2
                 continue
             if failure.stage == TOO_LONG:
-                raise Refused(
+                raise PeerRefused(
                     f"A question to {policy.name} does not fit into its context, even with texts of {chars} "
                     f"characters per example ({failure.error}) - expected room for `minibatch_size` examples. Name a "
                     "`--reflection-model` with a longer context, or lower `--minibatch-size`."

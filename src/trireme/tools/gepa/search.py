@@ -21,7 +21,7 @@ from gepa.core.result import GEPAResult
 from gepa.core.state import GEPAState
 from gepa.strategies.instruction_proposal import InstructionProposalSignature
 
-from trireme.base.errors import Refused
+from trireme.base.errors import PeerRefused
 from trireme.base.waiting import Waits
 from trireme.journal.records import Rollout
 from trireme.orchestrator.environments.pool import Environment
@@ -179,7 +179,7 @@ class Search:
 
         # If no rollout with the first prompt works, the model or the environment is at fault, not the prompt.
         if self._found is None and all(line.error is not None for line in lines):
-            raise Refused(
+            raise PeerRefused(
                 f"all {len(lines)} rollouts of the first evaluation failed; the first: {lines[0].error} - expected "
                 "some that are scored. `trireme env check` with the same model shows more; a prompt cannot be improved "
                 "by errors alone."

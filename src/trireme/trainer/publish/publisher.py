@@ -187,7 +187,7 @@ class Publisher:
         """Wait until engines serve what was sent last; send it again if they lost it. A collective.
 
         Raises:
-            Refused: an engine holds other weights than were sent; names the tensor. This is not retried.
+            PeerRefused: an engine holds other weights than were sent; names the tensor. This is not retried.
             PeerDied: the transfer broke in each of `ATTEMPTS` attempts.
             DeadlineExceeded: the engines did not confirm.
         """

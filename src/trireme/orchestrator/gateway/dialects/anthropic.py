@@ -20,7 +20,7 @@ from trireme.orchestrator.gateway.dialects.turn import (
     Limits,
     Message,
     Part,
-    Refused,
+    Rejected,
     Shape,
     ToolChoice,
     TopK,
@@ -96,7 +96,7 @@ class AnthropicBody(Body):
 
 
 def read(body: AnthropicBody) -> TurnRequest:
-    """Read a request. Raises: Refused."""
+    """Read a request. Raises: Rejected."""
     limits = Limits()
     limits.count(body.stop_sequences)
     limits.count(body.system)
@@ -135,7 +135,7 @@ def _read_message(message: AnthropicMessage, where: str, limits: Limits) -> list
     """Read one message, as several if it has the results of tools."""
     role, content = message.role, message.content
     if role not in ("user", "assistant", "system"):
-        raise Refused("invalid", f"{where}: the role is {role!r:.80}, expected 'user', 'assistant' or 'system'")
+        raise Rejected("invalid", f"{where}: the role is {role!r:.80}, expected 'user', 'assistant' or 'system'")
     if not isinstance(content, list):
         return [{"role": role, "content": content or ""}]
 
@@ -176,7 +176,7 @@ def _read_message(message: AnthropicMessage, where: str, limits: Limits) -> list
 
 def _read_result(block: Block, where: str) -> Message:
     if block.tool_use_id is None:
-        raise Refused("invalid", f"{where}: a tool result without `tool_use_id`, expected the id of its call")
+        raise Rejected("invalid", f"{where}: a tool result without `tool_use_id`, expected the id of its call")
     return {
         "role": "tool",
         "tool_call_id": block.tool_use_id,
@@ -262,7 +262,7 @@ def _usage(turn: Turn) -> dict[str, Any]:
     }
 
 
-def error(refused: Refused) -> dict[str, Any]:
+def error(refused: Rejected) -> dict[str, Any]:
     """Write an error as this API does. Claude Code recognises an overlong prompt by these words."""
     words = f"prompt is too long: {refused}" if refused.problem == "overlong" else str(refused)
     return {"type": "error", "error": {"type": ERROR_TYPES[STATUS[refused.problem]], "message": words}}

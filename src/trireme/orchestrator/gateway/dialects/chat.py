@@ -19,7 +19,7 @@ from trireme.orchestrator.gateway.dialects.turn import (
     Limits,
     Message,
     NotNegative,
-    Refused,
+    Rejected,
     Shape,
     ToolChoice,
     TopK,
@@ -99,9 +99,9 @@ class ChatBody(Body):
 
 
 def read(body: ChatBody) -> TurnRequest:
-    """Read a request. Raises: Refused."""
+    """Read a request. Raises: Rejected."""
     if body.n not in (None, 1):
-        raise Refused("invalid", f"n={body.n!r:.80} - a session samples one answer per request. Remove `n`.")
+        raise Rejected("invalid", f"n={body.n!r:.80} - a session samples one answer per request. Remove `n`.")
     # `max_completion_tokens` is the newer name of the same limit
     body.max_tokens = body.max_completion_tokens or body.max_tokens
 
@@ -126,7 +126,7 @@ def read(body: ChatBody) -> TurnRequest:
 def read_message(message: ChatMessage, where: str, limits: Limits) -> Message:
     """Read one message. Drops fields that clients add, so that a turn is recognised when it comes back."""
     if not message.role:
-        raise Refused("invalid", f"{where}: the role is empty, expected text such as 'user'")
+        raise Rejected("invalid", f"{where}: the role is empty, expected text such as 'user'")
     limits.count(message.content)
     read: Message = {"role": ROLES.get(message.role, message.role)}
 
@@ -145,7 +145,7 @@ def read_message(message: ChatMessage, where: str, limits: Limits) -> Message:
 
 def _read_call(call: Call, where: str, limits: Limits) -> dict[str, Any]:
     if call.function is None:
-        raise Refused("invalid", f"{where}: a tool call without `function`, expected an object there")
+        raise Rejected("invalid", f"{where}: a tool call without `function`, expected an object there")
     arguments = limits.decode(call.function.arguments, where)
     return nested_call(call.id, call.function.name, arguments, where=where)
 
@@ -201,7 +201,7 @@ def _usage(turn: Turn) -> dict[str, Any]:
     }
 
 
-def error(refused: Refused) -> dict[str, Any]:
+def error(refused: Rejected) -> dict[str, Any]:
     """Write an error as the OpenAI APIs do."""
     kind, code = ERROR_TYPES[STATUS[refused.problem]], CODES.get(refused.problem)
     return {"error": {"message": str(refused), "type": kind, "param": None, "code": code}}

@@ -17,7 +17,7 @@ from trireme.orchestrator.gateway.dialects.turn import (
     Event,
     Limits,
     Message,
-    Refused,
+    Rejected,
     Shape,
     Tool,
     ToolCall,
@@ -103,7 +103,7 @@ def read(body: ResponsesBody, earlier: Sequence[Message] = ()) -> TurnRequest:
     Args:
         earlier: the conversation that `previous_response_id` names.
 
-    Raises: Refused.
+    Raises: Rejected.
     """
     effort = body.reasoning.effort if body.reasoning is not None else None
     limits = Limits()
@@ -136,7 +136,7 @@ def read_tools(tools: list[ResponsesTool], limits: Limits) -> tuple[list[dict[st
         if tool.type not in ("function", "custom"):
             return
         if tool.name is None:
-            raise Refused("invalid", f"{where}: a tool of the kind {tool.type!r}, expected a name")
+            raise Rejected("invalid", f"{where}: a tool of the kind {tool.type!r}, expected a name")
         seen = f"{namespace}{SEPARATOR}{tool.name}" if namespace else tool.name
         if tool.type == "custom":
             grammar = tool.format.definition if tool.format is not None else None
@@ -160,7 +160,7 @@ def read_tools(tools: list[ResponsesTool], limits: Limits) -> tuple[list[dict[st
 def read_items(items: list[Item], declared: dict[str, Tool], limits: Limits) -> list[Message]:
     """Read input items. What one turn of the model wrote (reasoning, text, calls) becomes one message again.
 
-    Raises: Refused.
+    Raises: Rejected.
     """
     seen: dict[tuple[str | None, str | None], str]
     seen = {(tool.namespace, tool.name): name for name, tool in declared.items()}
@@ -211,7 +211,7 @@ def _read_given(item: Item, kind: str, where: str) -> Message:
         output = read_content(item.output, kinds=TEXT_PARTS, where=where)
         return {"role": "tool", "tool_call_id": item.call_id, "content": output}
     if kind != "message" or item.role is None:
-        raise Refused(
+        raise Rejected(
             "invalid", f"{where}: an item of the kind {kind!r:.80} - this policy does not read it. Remove it."
         )
     content = read_content(item.content, kinds=TEXT_PARTS, where=where)
@@ -320,7 +320,7 @@ def _response(turn: Turn, status: str, output: list[dict[str, Any]]) -> dict[str
     }
 
 
-def error_event(refused: Refused) -> Event:
+def error_event(refused: Rejected) -> Event:
     """Write an error into a stream that has begun."""
     about = error(refused)["error"]
     failed = {"code": about["code"] or "server_error", "message": about["message"]}

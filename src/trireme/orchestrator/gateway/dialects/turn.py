@@ -46,7 +46,7 @@ Event = tuple[str | None, dict[str, Any] | str]
 """The name (or none) and the data of one server-sent event."""
 
 
-class Refused(Exception):
+class Rejected(Exception):
     """A request that gets an error instead of a turn."""
 
     def __init__(self, problem: Problem, words: str, *, retry_after_s: int | None = None) -> None:
@@ -177,11 +177,11 @@ class Dialect:
 
     body: type[Body]
     harmless: dict[str, tuple[bytes, ...]]  # fields without effect on the turn: with these values, with any if empty
-    read: Callable[[Any], TurnRequest]  # reads a `body`; raises Refused
+    read: Callable[[Any], TurnRequest]  # reads a `body`; raises Rejected
     answer: Callable[[Turn, TurnRequest], dict[str, Any]]
     events: Callable[[Turn, TurnRequest], Iterator[Event]]
-    error: Callable[[Refused], dict[str, Any]]
-    error_event: Callable[[Refused], Event]  # once a stream has begun
+    error: Callable[[Rejected], dict[str, Any]]
+    error_event: Callable[[Rejected], Event]  # once a stream has begun
 
 
 STATUS: dict[Problem, int] = {
@@ -237,13 +237,13 @@ def _without_half_pairs(data: bytes) -> bytes:
 
 
 def decode_body(data: bytes, kind: type[T]) -> T:
-    """Decode a request's body. Raises: Refused if it is no JSON object of this shape."""
+    """Decode a request's body. Raises: Rejected if it is no JSON object of this shape."""
     try:
         return decode(data, kind)
     except msgspec.ValidationError as error:
-        raise Refused("invalid", f"The request cannot be used: {error}.") from error
+        raise Rejected("invalid", f"The request cannot be used: {error}.") from error
     except (ValueError, RecursionError) as error:
-        raise Refused("invalid", f"The request cannot be read ({error}), expected a JSON object.") from error
+        raise Rejected("invalid", f"The request cannot be read ({error}), expected a JSON object.") from error
 
 
 class Limits:
@@ -259,14 +259,14 @@ class Limits:
         self._num_items = self._num_values = 0
 
     def count(self, items: Content | Sequence[Any]) -> None:
-        """Count the items of a list. Raises: Refused if the request has too many."""
+        """Count the items of a list. Raises: Rejected if the request has too many."""
         self._num_items += len(items) if isinstance(items, list) else 1
         if self._num_items > MOST_ITEMS:
             words = f"The request has more than {MOST_ITEMS} messages, parts of messages, tools and calls."
-            raise Refused("invalid", f"{words} Send fewer.")
+            raise Rejected("invalid", f"{words} Send fewer.")
 
     def decode(self, raw: Raw, where: str) -> Any:
-        """Return JSON of any form; None if it is missing. Raises: Refused if the request has too much of it."""
+        """Return JSON of any form; None if it is missing. Raises: Rejected if the request has too much of it."""
         data = bytes(raw)
         if not data:
             return None
@@ -277,7 +277,7 @@ class Limits:
             words = (
                 f"{where}: the request has more than {MOST_VALUES} values in schemas of tools and arguments of calls"
             )
-            raise Refused("invalid", f"{words}. Send fewer.")
+            raise Rejected("invalid", f"{words}. Send fewer.")
         return decode_body(data, object)
 
 
@@ -292,20 +292,20 @@ OWN_VARIABLES = frozenset({
 
 
 def read_template_kwargs(raw: Raw) -> dict[str, Any]:
-    """Return the variables that a request sets for the chat template (`chat_template_kwargs`). Raises: Refused."""
+    """Return the variables that a request sets for the chat template (`chat_template_kwargs`). Raises: Rejected."""
     where, expected = "chat_template_kwargs", "expected an object such as {'enable_thinking': false}"
     data = bytes(raw)
     if len(data) > LARGEST_TEMPLATE_KWARGS:
-        raise Refused("invalid", f"{where}: {len(data)} bytes, {expected} of at most {LARGEST_TEMPLATE_KWARGS}")
+        raise Rejected("invalid", f"{where}: {len(data)} bytes, {expected} of at most {LARGEST_TEMPLATE_KWARGS}")
 
     given = decode_body(data or b"null", object)
     if given is None:
         return {}
     if not isinstance(given, dict):
-        raise Refused("invalid", f"{where}: {given!r:.80}, {expected}")
+        raise Rejected("invalid", f"{where}: {given!r:.80}, {expected}")
     # these carry the conversation and its special tokens, which must be those that the trainer sees
     if taken := sorted(OWN_VARIABLES & given.keys()):
-        raise Refused("invalid", f"{where}: {', '.join(taken)} follows from the request itself. Remove it.")
+        raise Rejected("invalid", f"{where}: {', '.join(taken)} follows from the request itself. Remove it.")
     return given
 
 
@@ -313,7 +313,7 @@ LARGEST_LOOKED_AT = 2 << 20  # bytes of a body; a larger one may have so many fi
 
 
 def unread_fields(data: bytes, dialect: Dialect) -> list[str]:
-    """Return the names of a body's fields that ask for something and are not obeyed. Raises: Refused."""
+    """Return the names of a body's fields that ask for something and are not obeyed. Raises: Rejected."""
     if len(data) > LARGEST_LOOKED_AT:
         return []
     read = dialect.body.__struct_encode_fields__
@@ -333,7 +333,7 @@ def unread_fields(data: bytes, dialect: Dialect) -> list[str]:
 def read_text(content: Content, *, kinds: Collection[Any], where: str) -> str:
     """Return the text of a message's content: text, nothing, or a list of parts of these kinds.
 
-    Raises: Refused if a part is no text.
+    Raises: Rejected if a part is no text.
     """
     if isinstance(content, str):
         return content
@@ -342,7 +342,7 @@ def read_text(content: Content, *, kinds: Collection[Any], where: str) -> str:
         text = part.text if part.text is not None else part.refusal
         if part.type not in kinds or text is None:
             words = f"{where}: a part of the kind {part.type!r:.80} - this policy does not read it. Remove it."
-            raise Refused("invalid", words)
+            raise Rejected("invalid", words)
         texts.append(text)
     return "".join(texts)
 
@@ -350,7 +350,7 @@ def read_text(content: Content, *, kinds: Collection[Any], where: str) -> str:
 def read_content(content: Content, *, kinds: Collection[Any], where: str) -> str | list[dict[str, Any]]:
     """Return the content of a message that may show pictures: text, or a list of text and `image_url` parts.
 
-    Raises: Refused if a part is neither text nor a picture with its data.
+    Raises: Rejected if a part is neither text nor a picture with its data.
     """
     pictures = [read_picture(part, where) for part in content] if isinstance(content, list) else []
     if not isinstance(content, list) or not any(pictures):
@@ -364,7 +364,7 @@ def read_content(content: Content, *, kinds: Collection[Any], where: str) -> str
 def read_picture(part: Part, where: str) -> dict[str, Any] | None:
     """Return a picture of any dialect (`image_url`, `input_image`, `image`) as chat has it; None for other parts.
 
-    Raises: Refused if it is at an address, which is not looked up.
+    Raises: Rejected if it is at an address, which is not looked up.
     """
     if part.type not in ("image_url", "input_image", "image"):
         return None
@@ -377,7 +377,7 @@ def read_picture(part: Part, where: str) -> dict[str, Any] | None:
 
     # nothing is fetched: a program must not make this process send requests
     if not isinstance(url, str) or not url.startswith("data:"):
-        raise Refused(
+        raise Rejected(
             "invalid", f"{where}: a picture at {url!r:.80} - this policy looks up no address. Send its bytes as base64."
         )
     return {"type": "image_url", "image_url": {"url": url}}
@@ -422,18 +422,20 @@ def custom_input(arguments: str) -> str:
 def nested_call(call_id: str | None, name: str | None, arguments: Any, *, where: str) -> dict[str, Any]:
     """Return a tool call of a conversation as chat templates expect it: arguments as JSON text.
 
-    Raises: Refused if it has no name or no id.
+    Raises: Rejected if it has no name or no id.
     """
     if name is None or call_id is None:
-        raise Refused("invalid", f"{where}: a tool call without a name or an id, expected both as text")
+        raise Rejected("invalid", f"{where}: a tool call without a name or an id, expected both as text")
     text = arguments if isinstance(arguments, str) else json.dumps({} if arguments is None else arguments)
     return ToolCall(call_id, name, text).to_chat()
 
 
 def as_messages(found: list[T] | None, *, where: str) -> list[T]:
-    """Check a conversation: at least one message. Raises: Refused."""
+    """Check a conversation: at least one message. Raises: Rejected."""
     if not found:
-        raise Refused("invalid", f"{where}: {'missing' if found is None else 'an empty list'}, expected a conversation")
+        raise Rejected(
+            "invalid", f"{where}: {'missing' if found is None else 'an empty list'}, expected a conversation"
+        )
     return found
 
 
