@@ -64,7 +64,7 @@ def test_low_bit_weights_are_served_and_trained_as_what_they_mean(kind: str, tmp
     attention = ("--trainer.model.attn", ATTENTION.get(kind, "sdpa"))
     run, served, (one, other) = served_and_trained(tmp_path, kind, sizes, *attention, trains=kind != "gpt_oss")
     np.testing.assert_allclose(served, [one, other, one], atol=1e-4)
-    if run is not None:  # of the first, `test_published_weights.py` holds the trainer's weights against the same values
+    if run is not None:  # of the first, `test_layouts.py` holds the trainer's weights against the same values
         assert max(row["mismatch_kl"] for row in run.rows("trainer")) < 1e-8
         assert "quantization_config" not in json.loads(run.weights(3).with_name("config.json").read_text())
 

@@ -1,6 +1,6 @@
 """Advantages, length penalties and flaws of rollouts, against plain Python floats and numbers worked by hand.
 
-Rewards of steps and a teacher's opinion are checked token by token in `test_journal_targets.py`.
+Rewards of steps and a teacher's opinion are checked token by token in `test_targets.py`.
 """
 
 import math

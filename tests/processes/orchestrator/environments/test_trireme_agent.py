@@ -74,7 +74,7 @@ CHAT = """
 """
 SPEC = RolloutSpec("train", 0, 0, name="0-0")
 SANDBOX = Agent(command=("true",), runtime="sandbox").model_dump(mode="json") | {"folders": "/none", "programs": ""}
-SHIPPED_TASKS = str(Path(__file__).parents[3] / "environments" / "examples" / "harbor_tasks")
+SHIPPED_TASKS = str(Path(__file__).parents[4] / "environments" / "examples" / "harbor_tasks")
 WRITES = calls("bash", cmd="echo 5 > sum.txt")
 
 

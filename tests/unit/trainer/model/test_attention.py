@@ -1,6 +1,6 @@
 """How samples of a packed row attend one by one, and share their common beginnings; and ranks a row.
 
-`test_model_families.py` compares their logprobs and gradients with those of each sample alone.
+`test_model.py` compares their logprobs and gradients with those of each sample alone.
 """
 
 from functools import partial

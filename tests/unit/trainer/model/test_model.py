@@ -165,7 +165,7 @@ def test_a_probe_admits_the_same_weights_in_bfloat16_and_no_others(checkpoints, 
 
 def test_the_page_of_models_shows_what_was_measured_with_what_is_installed() -> None:
     """Every family has its row, and every model that a rule refuses; `benchmarks/models.py` measures and writes it."""
-    models = SimpleNamespace(**run_path(str(Path(__file__).parents[3] / "benchmarks" / "models.py")))
+    models = SimpleNamespace(**run_path(str(Path(__file__).parents[4] / "benchmarks" / "models.py")))
     stored, page = models.read_stored(), models.PAGE.read_text()
     assert page.partition(f"{models.BEGIN}\n")[2].partition(models.END)[0] == models.page_of(stored)
     measured = stored["families"]

@@ -41,7 +41,7 @@ def sft(arguments: dict[str, Any]) -> None:
     run_command("sft", *(word for pair in arguments.items() for word in pair), env={"OMP_NUM_THREADS": "1"})
 
 
-@pytest.mark.slow  # one rank is stopped and resumed in tests/processes/trainer/test_sft.py
+@pytest.mark.slow  # one rank is stopped and resumed in tests/processes/trainer/test_sft_loop.py
 def test_two_ranks_and_a_stop_change_nothing_but_rounding(tiny_model: Path, tmp_path: Path) -> None:
     lines = [
         {"messages": [{"role": "user", "content": letter}, {"role": "assistant", "content": letter * (number % 7 + 1)}]}

@@ -275,7 +275,7 @@ STARTS_PROGRAMS = """
 def test_no_worker_outlives_a_killed_orchestrator(tmp_path):
     orchestrator = f"""
         import asyncio, sys
-        sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+        sys.path.insert(0, {str(Path(__file__).parents[3])!r})
         from toy_environments import Path, open_toy
 
         async def main():

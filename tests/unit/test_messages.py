@@ -2,7 +2,7 @@
 
 After an intended change of a message, count `WIRE_VERSION` up, then write the new file (the old one may go):
 
-    python tests/unit/journal/test_messages.py
+    python tests/unit/test_messages.py
 """
 
 import json
@@ -16,7 +16,7 @@ import pytest
 from trireme import messages as wire
 from trireme.messages import COLUMNS, Kept, Reply, Request, Routed, Tokens, build_tokens
 
-GOLDEN = Path(__file__).parents[2] / "data" / f"wire_v{wire.WIRE_VERSION}.json"
+GOLDEN = Path(__file__).parents[1] / "data" / f"wire_v{wire.WIRE_VERSION}.json"
 
 TOKENS = build_tokens(
     ids=[5, 9, 70000], loss_mask=[0, 1, 1], logprobs=[0.0, -0.1, -2.5], advantages=[0.0, 0.5, -0.5], versions=[-1, 3, 4]
