@@ -1,5 +1,5 @@
-"""Write `docs/configuration.md`, the table of what a resumed run may change in `docs/reliability.md`, and the JSON
-schemas in `configs/schema`, from the models and tables of the configuration.
+"""Write the pages of `docs/configuration`, the table of what a resumed run may change in `docs/reliability.md`, and the
+JSON schemas in `configs/schema`, from the models and tables of the configuration.
 
 uv run python scripts/configuration_reference.py [--check]
 
@@ -13,7 +13,8 @@ from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
 
-from trireme.config.reference import json_schema, keys_page
+from trireme.config.files import PROCESSES
+from trireme.config.reference import json_schema, key_tables
 from trireme.config.resume import MEANING, RUN, SFT
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
@@ -25,8 +26,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = """\
 # Configuration
 
-Every key of every file and command. This page is generated from the models in `src/trireme/config` by
+Every key of every file and command, generated from the models in `src/trireme/config` by
 `scripts/configuration_reference.py`; `rl --help` prints the same for the command line.
+
+Keys of [a run](run.md), its [trainer](trainer.md), [orchestrator](orchestrator.md) and [inference](inference.md); of
+[`sft`](sft.md), [`eval`](eval.md) and [`trireme gepa`](gepa.md).
 
 **Where values come from.** Defaults, then environment variables, then files from left to right, then flags; the last
 one wins. Tables merge key by key, lists are replaced. Files and flags may come in any order.
@@ -51,23 +55,50 @@ Unknown keys are refused with a suggestion, and all problems are shown together 
 
 """
 
-PARTS = (
-    ("`rl`, `trainer`, `orchestrator`, `inference`", RunConfig),
-    ("`sft`", SftConfig),
-    ("`eval`", EvalConfig),
-    ("`trireme gepa`", GepaConfig),
-)
+ROOTS = {"run": RunConfig, "sft": SftConfig, "eval": EvalConfig, "gepa": GepaConfig}
+TITLES = {
+    "run": "Configuration of a run: `rl`",
+    "trainer": "Configuration of the trainer",
+    "orchestrator": "Configuration of the orchestrator",
+    "inference": "Configuration of inference",
+    "sft": "Configuration of `sft`",
+    "eval": "Configuration of `eval`",
+    "gepa": "Configuration of `trireme gepa`",
+}
+"""Pages of `docs/configuration`. The tables of a run's processes have pages of their own."""
 
 
 def documents() -> Iterator[tuple[Path, str]]:
     """Yield each generated file with its text."""
-    pages = (f"## {title}\n\n{keys_page(root)}" for title, root in PARTS)
-    yield ROOT / "docs/configuration.md", PAGE + "\n".join(pages)
+    yield ROOT / "docs/configuration/index.md", PAGE
+    for name, text in key_pages().items():
+        yield ROOT / f"docs/configuration/{name}.md", text
     for name, root in (("rl", RunConfig), ("sft", SftConfig)):
         yield ROOT / f"configs/schema/{name}.json", json_schema(root)
     page = ROOT / "docs/reliability.md"
     before, _, rest = page.read_text(encoding="utf-8").partition("<!-- resume -->\n")
     yield page, f"{before}<!-- resume -->\n{resume_table()}<!-- /resume -->{rest.partition('<!-- /resume -->')[2]}"
+
+
+def key_pages() -> dict[str, str]:
+    """Return the pages by their names. A table that another page has already, key by key, is linked to."""
+    pages = {name: f"# {title}\n\n" for name, title in TITLES.items()}
+    places: dict[str, str] = {}
+    for root_name, root in ROOTS.items():
+        for header, about, rows in key_tables(root):
+            table = header.strip("[]")
+            process = table.partition(".")[0]
+            page = process if root_name == "run" and process in PROCESSES else root_name
+
+            if header:
+                pages[page] += f"## `{header}`\n\n"
+            pages[page] += f"{about}\n\n" if about else ""
+            if rows in places:
+                pages[page] += f"The keys of {places[rows]}.\n\n"
+            elif rows:
+                pages[page] += f"{rows}\n\n"
+                places[rows] = f"[`{header}`]({page}.md#{table.replace('.', '')})"
+    return {name: text.rstrip("\n") + "\n" for name, text in pages.items()}
 
 
 def resume_table() -> str:

@@ -1,4 +1,4 @@
-"""The reference of all keys, generated from the models: `--help`, `docs/configuration.md` and a JSON schema.
+"""The reference of all keys, generated from the models: `--help`, `docs/configuration/` and a JSON schema.
 
 `scripts/configuration_reference.py` writes the latter two.
 """
@@ -77,15 +77,12 @@ _UNITS |= {"seq_len": "tokens", "max_model_len": "tokens", "max_length": "tokens
 _UNITS |= {"interval": "steps", "every": "steps"}
 
 
-def keys_page(root: type[Section]) -> str:
-    """Return a Markdown section for each table of a configuration, with a row for each key."""
-    lines: list[str] = []
+def key_tables(root: type[Section]) -> Iterator[tuple[str, str, str]]:
+    """Yield each table of a configuration: its header in a file, its meaning, and a Markdown table of its keys."""
     for header, _, about, fields in _tables(root):
-        lines += [f"### `{header}`\n"] if header else []
-        lines += [f"{about[0].upper()}{about[1:]}\n"] if about else []
-        if fields:
-            lines += ["| key | type | unit | default | meaning |\n|---|---|---|---|---|", *map(_row, fields), ""]
-    return "\n".join(lines)
+        heading = "| key | type | unit | default | meaning |\n|---|---|---|---|---|"
+        rows = "\n".join([heading, *map(_row, fields)]) if fields else ""
+        yield header, f"{about[0].upper()}{about[1:]}" if about else "", rows
 
 
 def _row(field: Field) -> str:

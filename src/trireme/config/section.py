@@ -1,6 +1,6 @@
 """Tables of the configuration: the base class of all models, and what each of their fields accepts.
 
-The command line, error messages, `--help`, `docs/configuration.md` and the JSON schema are made from these models, so
+The command line, error messages, `--help`, `docs/configuration/` and the JSON schema are made from these models, so
 nothing is declared twice.
 """
 
