@@ -151,6 +151,7 @@ def test_secrets_are_their_owners_alone(folder):
         (["ours.toml", "--name", "there", *SPREAD], "Add --resume"),
         (["ours.toml", "--partition", "a\ntouch x", *SPREAD], '`--partition` is "a\\ntouch x", with control'),
         (["ours.toml", "--sbatch=--a\rb", *SPREAD], '`--sbatch` is "--a\\rb", with control characters'),
+        (["flat.toml", "--print-config", *SPREAD], "--print-config has no meaning for a job"),
         (["ours.toml", "--output-dir", "a\nb", *SPREAD], 'output_dir = "a\\nb" has control characters'),
     ],
 )

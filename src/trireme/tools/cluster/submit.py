@@ -65,6 +65,12 @@ def submit_run(words: list[str], options: SubmitOptions) -> None:
     count = (MAX_GPUS_PER_NODE if options.gpus_per_node is None else options.gpus_per_node) * (options.nodes or 1)
     devices = Devices(gpus=tuple(map(str, range(count))), cores=1)  # the cluster's; this machine may have none
     typed = read_run_file(words, devices, program=PROGRAM, kinds=("hosted", "flat", "vf-rl", "run"))
+    # Flags of `vf-rl` and `prime-rl` that only show or place something must not submit a job.
+    if typed.command.given():
+        raise ConfigError(
+            f"{', '.join(typed.command.given())} has no meaning for a job - expected flags of `submit` and keys of the "
+            "run. `--dry-run` shows every script; `uv run prime-rl FILE --print-config` shows what became of each key."
+        )
     config = typed.config
 
     on = options.on or _scheduler_here()

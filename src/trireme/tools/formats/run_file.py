@@ -38,6 +38,10 @@ class Command(Section):
     dry_run: bool = False
     """Show what would be started; start nothing."""
 
+    def given(self) -> list[str]:
+        """Return the flags that were typed."""
+        return [f"--{name.replace('_', '-')}" for name in self.model_fields_set]
+
 
 @dataclass(frozen=True)
 class TypedRun:
