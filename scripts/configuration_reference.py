@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = """\
 # Configuration
 
-Every key of every file and command, generated from the models in `src/trireme/config` by
+Every key of `rl` and its processes, of `sft`, `eval` and `gepa`, generated from their models by
 `scripts/configuration_reference.py`; `rl --help` prints the same for the command line.
 
 Keys of [a run](run.md), its [trainer](trainer.md), [orchestrator](orchestrator.md) and [inference](inference.md); of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -163,16 +164,24 @@ def test_a_probe_admits_the_same_weights_in_bfloat16_and_no_others(checkpoints, 
     assert (difference() > TIMES_NOISE * noise) == (kind != "qwen3")
 
 
-def test_the_page_of_models_shows_what_was_measured_with_what_is_installed() -> None:
-    """Every family has its row, and every model that a rule refuses; `benchmarks/models.py` measures and writes it."""
+def test_page_of_models_agrees_with_what_was_measured_on_each_family() -> None:
+    """`benchmarks/models.py` measures, and docs/models.md has a row for families that are alike."""
     models = SimpleNamespace(**run_path(str(Path(__file__).parents[4] / "benchmarks" / "models.py")))
-    stored, page = models.read_stored(), models.PAGE.read_text()
-    assert page.partition(f"{models.BEGIN}\n")[2].partition(models.END)[0] == models.page_of(stored)
+    stored, page = models.read_stored(), (models.ROOT / "docs/models.md").read_text()
     measured = stored["families"]
     assert measured.keys() == {*CONFIGS, *families.SERVED}
     assert [kind for kind, result in measured.items() if result["versions"] != models.installed()] == []
+
+    rows = re.findall(r"^\| (`.*`) \| (yes|no) \| (yes|refused .*) \|$", page, re.MULTILINE)
+    told = {kind: (shared, lora) for kinds, shared, lora in rows for kind in re.findall("`([^`]*)`", kinds)}
+    assert {kind: (shared == "yes", lora == "yes") for kind, (shared, lora) in told.items()} == {
+        kind: (result["shares_prefixes"], not isinstance(result["lora_adapter"], str))
+        for kind, result in measured.items()
+    }
+
     assert stored["refused"] == models.refused_families()
     assert {"mamba", "jamba", "nemotron_h with experts"} <= stored["refused"].keys()
+    assert [kind for kind in stored["refused"] if f"`{kind.split()[0]}`" not in page] == []
 
 
 def test_a_decoder_within_a_model_that_sees_is_found_and_trained(tmp_path: Path, world: World) -> None:
