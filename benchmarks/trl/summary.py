@@ -133,7 +133,7 @@ def _line(
     *,
     more_is_better: bool = False,
 ) -> list[str]:
-    """The ratio is above 1 where we are ahead: of medians, and of each seed's pair the least and the most."""
+    """Return a row. Its ratio is above 1 if we are ahead: the median, the least and the most of each seed's pair."""
     values = {side: [measure(result) for result in sides[side]] for side in SIDES}
     pairs = [pair for pair in zip(*values.values(), strict=False) if None not in pair]
     ratios = [(a / b if more_is_better else b / a) for a, b in pairs]  # type: ignore[operator]
