@@ -192,6 +192,8 @@ def compare(
 
     # Metrics that are older than the confirmation are of steps that the run abandoned when it was rewound.
     confirmed = min((one.time for one in confirmations), default=-math.inf)
+    # Lines have milliseconds, confirmations more: a line of the same millisecond is not older.
+    confirmed -= 1e-3
     if row.get("time_s", confirmed) >= confirmed:
         # One metric is enough: those that cause the others come first.
         others = sorted(retraced.metrics.keys() - CAUSES_FIRST)
