@@ -255,7 +255,7 @@ def read_env_files(files: Sequence[Path]) -> dict[str, str]:
 
 def write_secrets(file: Path, variables: Mapping[str, str]) -> None:
     """Write the variables for a shell to read. The file is private from its first byte on."""
-    # O_EXCL and 0o600 together: nobody else can have opened the file, or put a link in its place
+    # With O_EXCL and 0o600 no other user can have opened the file, or put a link in its place.
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as out:
         for name, value in variables.items():

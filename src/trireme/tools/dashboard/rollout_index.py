@@ -200,7 +200,7 @@ def _cache_folder() -> Path:
             pass
     except OSError:
         return Path(tempfile.mkdtemp(prefix="trireme-dashboard-"))
-    # indexes of runs that nobody looks at any more would fill the cache
+    # Indexes of runs that no dashboard has opened for long would fill the cache.
     for file in folder.glob("rollouts-*.sqlite*"):
         with suppress(OSError):
             if time.time() - file.stat().st_mtime > KEPT_DAYS * 86_400:

@@ -40,7 +40,7 @@ class Command(Section):
 
     def given(self) -> list[str]:
         """Return the flags that were typed."""
-        return [f"--{name.replace('_', '-')}" for name in self.model_fields_set]
+        return [f"--{name.replace('_', '-')}" for name in sorted(self.model_fields_set)]
 
 
 @dataclass(frozen=True)
