@@ -69,8 +69,9 @@ async def _serve(pipe: Any, options: Namespace, folder: Path) -> None:
     from trireme.config.orchestrator import Agent, Sampling
     from trireme.config.orchestrator import Environment as EnvironmentConfig
     from trireme.config.run import RunConfig
+    from trireme.journal.model_turn import Turn
     from trireme.journal.requests import RequestLog
-    from trireme.journal.turns import Generation, TurnLog, turns_file
+    from trireme.journal.turns import TurnLog, turns_file
     from trireme.orchestrator.environments.agent_session import AgentSession
     from trireme.orchestrator.environments.programs import listen
     from trireme.orchestrator.environments.wire import RunTask
@@ -89,7 +90,7 @@ async def _serve(pipe: Any, options: Namespace, folder: Path) -> None:
         async def generate(self, ids: list[int], sampling: dict[str, Any], *, routes_from: int | None = None) -> Any:
             nonlocal num_turns
             num_turns += 1
-            return Generation(answer, [-0.5] * len(answer), [0] * len(answer), "stop")
+            return Turn(answer, [-0.5] * len(answer), [0] * len(answer), "stop")
 
     waits = Waits("orchestrator", folder)
     runner = RolloutRunner(RunConfig(), Instant(), tokenizer, journal=folder, waits=waits)  # type: ignore[arg-type]

@@ -16,8 +16,8 @@ from trireme.base.errors import DeadlineExceeded
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Sampling
 from trireme.config.run import RunConfig
+from trireme.journal.model_turn import Turn
 from trireme.journal.records import Rollout
-from trireme.journal.turns import Generation
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec
 from trireme.tools.environments.sessions import SessionWatch
@@ -48,18 +48,18 @@ class ScriptedPolicy:
 
     tokenizer: ChatTokenizer
     texts: list[str]
-    given: list[tuple[list[int], Generation]] = field(default_factory=list)
+    given: list[tuple[list[int], Turn]] = field(default_factory=list)
     fails_after: int | None = None  # turns; then the run ends
     vocab_size: int = 0
 
-    async def generate(self, ids: list[int], sampling: dict[str, Any], *, routes_from: int | None = None) -> Generation:
+    async def generate(self, ids: list[int], sampling: dict[str, Any], *, routes_from: int | None = None) -> Turn:
         if len(self.given) == self.fails_after:
             raise DeadlineExceeded("the engine is gone")
         number = self.tokenizer.decode(ids, keep_special=True).count("<|im_start|>assistant")
         text = self.texts[min(number, len(self.texts)) - 1]
         sampled = self.tokenizer.encode(text)
         logprobs = [-(len(self.given) + place / 1000) for place in range(len(sampled))]
-        turn = Generation(sampled, logprobs, [0] * len(sampled), "stop")
+        turn = Turn(sampled, logprobs, [0] * len(sampled), "stop")
         self.given.append((ids, turn))
         return turn
 

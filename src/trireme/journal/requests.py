@@ -10,28 +10,22 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
+from trireme.journal.model_turn import TurnRequest
 from trireme.journal.turns import framed, payloads_of, whole_length
 
 
-class AgentRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
+class KeptRequest(TurnRequest, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One request that was answered with a turn. In the file it lacks what it shares with the one before."""
 
     session: str  # id of one run of the program; a new run has another
     number: int  # its place among all requests of the session, from 1
     shared: int = 0  # messages at the beginning that the request before has too
-    messages: list[dict[str, Any]]
     has_same_tools: bool = False  # the tools are those of the request before, and left out here
-    tools: list[dict[str, Any]] | None = None
-    calls_tools: bool = True
-    trace: str = ""
-    template_kwargs: dict[str, Any] = {}  # variables that the program asked for
-    reasoning_effort: Any = None  # a variable of the chat template too
 
-    def continues(self, other: AgentRequest) -> bool:
+    def continues(self, other: KeptRequest) -> bool:
         """Return whether its conversation is a longer one with the same beginning."""
         num_messages = len(other.messages)
         return len(self.messages) > num_messages and self.messages[:num_messages] == other.messages
@@ -43,14 +37,14 @@ class RequestLog:
 
     Example:
         requests = RequestLog(folder / "17-3.0.requests")
-        requests.write(AgentRequest(session="5f3a", number=1, messages=[...]))
+        requests.write(KeptRequest(session="5f3a", number=1, messages=[...]))
         requests.read("5f3a")  # after a restart of the orchestrator
     """
 
     path: Path
-    _last: AgentRequest | None = None
+    _last: KeptRequest | None = None
 
-    def write(self, request: AgentRequest) -> None:
+    def write(self, request: KeptRequest) -> None:
         """Add a request. The first one of another session begins the file again."""
         last, self._last = self._last, request
         is_first = last is None or last.session != request.session
@@ -75,14 +69,14 @@ class RequestLog:
         with open(os.open(self.path, how, 0o600), "wb") as file:
             file.write(framed(msgspec.json.encode(request)))  # JSON, as it came: msgpack has no integers above 64 bits
 
-    def read(self, session: str) -> list[AgentRequest]:
+    def read(self, session: str) -> list[KeptRequest]:
         """Return the requests of a session, whole, and continue its file."""
         data = self.path.read_bytes() if self.path.exists() else b""
-        found: list[AgentRequest] = []
+        found: list[KeptRequest] = []
 
         # Put back what each request shares with the one before.
         for payload in payloads_of(data):
-            request = msgspec.json.decode(payload, type=AgentRequest)
+            request = msgspec.json.decode(payload, type=KeptRequest)
             if found:
                 before = found[-1]
                 request.messages = [*before.messages[: request.shared], *request.messages]

@@ -20,13 +20,13 @@ import zlib
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from trireme.base.log import get_logger
 from trireme.base.paths import sync_folder
+from trireme.journal.model_turn import Turn
 from trireme.messages import Picture, Tokens, decode_as, encode
 
 log = get_logger("journal")
@@ -34,38 +34,6 @@ log = get_logger("journal")
 HEAD = struct.Struct("<II")
 MISSING = "missing"
 UNSAFE = re.compile(r"[^\w.-]")
-
-
-class Generation(msgspec.Struct, omit_defaults=True):
-    """One turn of the model, as an engine sampled it."""
-
-    ids: list[int]  # [C]
-    logprobs: list[float]  # [C] under the distribution that was sampled from
-    versions: list[int]  # [C] policy version of each token
-    finish_reason: str  # "stop", "length", "repetition"
-    stop_reason: int | str | None = None  # the stop token or string that ended it; None at the end of sequence
-    kept: list[list[int]] | None = None  # [C] what each token was chosen from; None if from the whole vocabulary
-    routes: np.ndarray | None = None  # [N, layers, experts] see `routes_of`; None if not asked for
-    cut: Literal["max_tokens", "context_full"] | None = None  # the limit that ended it, if one did
-
-    @property
-    def spoken(self) -> list[int]:
-        """Its tokens without the one that ended the turn, which is no part of its text."""
-        ended = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
-        return self.ids[:-1] if ended else self.ids
-
-
-class TurnRecord(Generation, kw_only=True, omit_defaults=True):
-    """A turn with its prompt and its message, as it is on disk.
-
-    Example:
-        TurnRecord(prompt="9f8a…", ids=[7, 2], logprobs=[-0.1, -0.2], versions=[3, 3], finish_reason="stop",
-                   message={"role": "assistant", "content": "x"})
-    """
-
-    prompt: str  # `prompt_digest`
-    routes_shape: tuple[int, ...] = ()  # shape of `routes`, which are flat once they are read
-    message: dict[str, Any]  # the message that the environment is shown
 
 
 class ComparedTurn(NamedTuple):
@@ -91,7 +59,7 @@ class TurnLog:
         self.path = path
         self._records = read_turns(path)
         self.prompts = [record.prompt for record in self._records]  # digests of the prompts of all turns on disk
-        self.call_ids = {call["id"] for record in self._records for call in record.message.get("tool_calls", ())}
+        self.call_ids = {call.id for record in self._records for call in record.calls}
         self._file: int | None = None
         self._is_closed = False
         self._lock = threading.Lock()  # guards `_file` and `_is_closed`
@@ -101,15 +69,15 @@ class TurnLog:
     def rewind(self) -> None:
         """Begin the rollout again: all turns may be replayed."""
         self.life += 1
-        self._left: dict[str, deque[TurnRecord]] = defaultdict(deque)
+        self._left: dict[str, deque[Turn]] = defaultdict(deque)
         for record in self._records:
             self._left[record.prompt].append(record)
 
-    def replay(self, prompt: str) -> TurnRecord | None:
+    def replay(self, prompt: str) -> Turn | None:
         """Return the next turn that was sampled for a prompt, if there is one."""
         return self._left[prompt].popleft() if self._left.get(prompt) else None
 
-    def add(self, record: TurnRecord, life: int) -> None:
+    def add(self, record: Turn, life: int) -> None:
         """Add a turn that was written.
 
         Args:
@@ -117,11 +85,11 @@ class TurnLog:
                 replayed.
         """
         self._records.append(record)
-        self.call_ids |= {call["id"] for call in record.message.get("tool_calls", ())}
+        self.call_ids |= {call.id for call in record.calls}
         if life != self.life:
             self._left[record.prompt].append(record)
 
-    def write(self, record: TurnRecord) -> None:
+    def write(self, record: Turn) -> None:
         """Write a turn and return when it is on disk. Several threads may write turns of one rollout at once.
 
         Nothing is written once the rollout is over, as nothing will see the turn.
@@ -200,7 +168,7 @@ class PromptDigests:
         return digest.hexdigest()
 
 
-def read_turns(path: Path) -> list[TurnRecord]:
+def read_turns(path: Path) -> list[Turn]:
     """Read the whole records of a file; none if it does not exist."""
     try:
         data = path.read_bytes()
@@ -208,12 +176,16 @@ def read_turns(path: Path) -> list[TurnRecord]:
         return []
     if (end := whole_length(data)) < len(data):
         log.warning("%s ends with %d bytes of a turn that was not written to its end", path, len(data) - end)
-    return [decode_as(TurnRecord, payload) for payload in payloads_of(data)]
+    turns = [decode_as(Turn, payload) for payload in payloads_of(data)]
+    for turn in turns:
+        if turn.routes is not None:
+            turn.routes = turn.routes.reshape(turn.routes_shape)
+    return turns
 
 
 def compare_turns(
-    samples: Sequence[Tokens], records: Sequence[TurnRecord], columns: Sequence[str] = ("ids", "logprobs", "versions")
-) -> tuple[list[ComparedTurn], list[TurnRecord]]:
+    samples: Sequence[Tokens], records: Sequence[Turn], columns: Sequence[str] = ("ids", "logprobs", "versions")
+) -> tuple[list[ComparedTurn], list[Turn]]:
     """Compare the turns in a rollout's samples with those that were answered, token by token.
 
     A turn is found by all tokens before it, so its prompt is compared too.
@@ -221,7 +193,7 @@ def compare_turns(
     Returns: The turns in the samples, and the answered ones that are in none.
     """
     # A prompt may have been answered several times, so each digest has a list.
-    answered: dict[str, list[TurnRecord]] = defaultdict(list)
+    answered: dict[str, list[Turn]] = defaultdict(list)
     for record in records:
         if record.ids:
             answered[record.prompt].append(record)
@@ -239,7 +211,7 @@ def compare_turns(
             end = int(given[np.searchsorted(given, begin)])  # end of one turn, or of several without a gap
 
             # Compare with all answers to this prompt: an equal one ("") sorts before those that differ.
-            differences: dict[str, TurnRecord] = {}
+            differences: dict[str, Turn] = {}
             for record in answered[prompt]:
                 part = slice(begin, begin + len(record.ids))
                 found = {name: getattr(sample, name)[part] for name in columns}

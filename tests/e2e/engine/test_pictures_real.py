@@ -22,8 +22,8 @@ from real_run import open_engine
 from tiny_tokenizer import write_seeing_tokenizer
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
+from trireme.journal.model_turn import Turn
 from trireme.journal.pictures import PictureFiles, rules_of_model
-from trireme.journal.turns import Generation
 from trireme.messages import Picture
 from trireme.orchestrator.engines.pool import with_placeholders
 from trireme.orchestrator.rollout.chat import ChatTokenizer
@@ -61,11 +61,11 @@ class Sight:
         asked = Trajectory(self.tokenizer, "branching", self.pictures).ask([{"role": "user", "content": parts}], None)
         return asked.ids, asked.pictures
 
-    def ask(self, prompt: Prompt) -> Generation:
+    def ask(self, prompt: Prompt) -> Turn:
         """As a run asks."""
         ids, pictures = prompt
 
-        async def go() -> Generation:
+        async def go() -> Turn:
             config, waits = RunConfig.model_validate({"seq_len": 512}), Waits("test")
             url = f"http://127.0.0.1:{self.port}"
             wanted = PolicyWanted(pictures=self.folder / "pictures")
@@ -76,7 +76,7 @@ class Sight:
 
         return asyncio.run(go())
 
-    def difference(self, turn: Generation, prompt: Prompt, tensors: Tensors) -> float:
+    def difference(self, turn: Turn, prompt: Prompt, tensors: Tensors) -> float:
         return float(np.abs(turn.logprobs - self.logprobs(tensors, prompt, turn.ids)).mean())
 
     def logprobs(

@@ -11,11 +11,11 @@ from real_run import REPOSITORY, SharedEngine, run_apart
 from trireme.base.waiting import Waits
 from trireme.config.inference import InferenceModel
 from trireme.config.orchestrator import Sampling
-from trireme.journal.turns import Generation
+from trireme.journal.model_turn import Turn
 from trireme.orchestrator.engines.pool import InferencePool, open_inference_pool
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.sampling import TurnSampling
-from trireme.orchestrator.rollout.turns import ModelMessage, TurnReader
+from trireme.orchestrator.rollout.turn_reader import TurnReader
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 
@@ -52,7 +52,7 @@ def test_what_a_cut_sampler_chose_from_is_what_the_whole_distribution_says(engin
     prompt, size = tokenizer.encode(words), tokenizer.vocab_size
     turns = TurnSampling(sampling, run_seed=3, key="k", attempt=0, trained=True, vocab_size=size)
 
-    async def use(pool: InferencePool) -> tuple[Generation, Generation, list[dict]]:
+    async def use(pool: InferencePool) -> tuple[Turn, Turn, list[dict]]:
         turn, again = [await pool.generate(prompt, turns.of_turn(1, {})) for _ in range(2)]
         whole = {"max_tokens": 1, "prompt_logprobs": size, "temperature": 1.0}
         body = {"token_ids": prompt + turn.ids, "sampling_params": whole}
@@ -116,13 +116,13 @@ NOT_JSON = '<tool_call>{"name": add}</tool_call>'
 )
 def test_a_turn_is_read_as_the_openai_route_would(engine, tokenizer, text, content, reasoning, calls):
     ids = [*tokenizer.encode(text), *tokenizer.encode("<|im_end|>")]
-    turn = Generation(ids, [-0.1] * len(ids), [0] * len(ids), "stop")
+    turn = Turn(ids, [-0.1] * len(ids), [0] * len(ids), "stop")
 
-    async def use(pool: InferencePool) -> ModelMessage:
+    async def use(pool: InferencePool) -> dict[str, Any]:
         model = InferenceModel(reasoning_parser="qwen3", tool_call_parser="hermes")
         return await TurnReader(model, tokenizer, pool).read(tokenizer.encode("abc"), turn, TOOLS, number=2)
 
     said = with_pool(engine, tokenizer, use)
-    assert (said.content, said.reasoning) == (content, reasoning)
+    assert (said["content"], said.get("reasoning_content")) == (content, reasoning)
     named = [(f"call0020{place}", name) for place, name in enumerate(calls)]
-    assert [(call.id, call.name) for call in said.tool_calls] == named
+    assert [(call["id"], call["function"]["name"]) for call in said.get("tool_calls", [])] == named

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from toy_environments import import_shipped, in_turn, noting, run_all, run_one, says
+from trireme.journal.model_turn import ToolCall
 from trireme.orchestrator.environments.wire import Ask, Reply
-from trireme.orchestrator.gateway.dialects.turn import ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 
 pytestmark = pytest.mark.xdist_group("packages")  # one process, so that tests share workers

@@ -16,21 +16,31 @@ from hypothesis import strategies as st
 
 from fake_chat import served
 from stage import until
+from trireme.journal.model_turn import ToolCall
 from trireme.orchestrator.environments.programs import listen
+from trireme.orchestrator.environments.wire import Reply
 from trireme.orchestrator.gateway import connections, server
 from trireme.orchestrator.gateway.dialects import chat, responses
 from trireme.orchestrator.gateway.dialects import turn as turn_dialect
 from trireme.orchestrator.gateway.dialects.anthropic import ANTHROPIC
-from trireme.orchestrator.gateway.dialects.turn import Rejected, ToolCall, Turn, TurnRequest, decode_body
+from trireme.orchestrator.gateway.dialects.turn import ClientRequest, Rejected, decode_body
 from trireme.orchestrator.gateway.server import Gateway, Session
 
 KEY = "key-of-the-first-session"
 CALLS = (ToolCall("call00100", "bash", '{"cmd":  "ls"}'), ToolCall("call00101", "add", '{"a": 1, "b": [2]}'))
 TURNS = {
-    "thought": Turn("t1", "3", reasoning=" 1 + 2\n", num_prompt=7, num_sampled=9),
-    "calls": Turn("t1", "", calls=CALLS, finish="tool_calls", num_prompt=7, num_sampled=9),
-    "all": Turn("t1", "I look.", "Hm.", CALLS, "tool_calls", num_prompt=7, num_sampled=20),
-    "text": Turn("t1", "It is  3.\n", finish="length", num_prompt=7, num_sampled=2),
+    "thought": Reply(call="t1", content="3", reasoning=" 1 + 2\n", num_prompt=7, num_sampled=9),
+    "calls": Reply(call="t1", content="", tool_calls=CALLS, finish_reason="tool_calls", num_prompt=7, num_sampled=9),
+    "all": Reply(
+        call="t1",
+        content="I look.",
+        reasoning="Hm.",
+        tool_calls=CALLS,
+        finish_reason="tool_calls",
+        num_prompt=7,
+        num_sampled=20,
+    ),
+    "text": Reply(call="t1", content="It is  3.\n", finish_reason="length", num_prompt=7, num_sampled=2),
 }
 SCHEMA = {"type": "object", "properties": {"cmd": {"type": "string"}}}
 CHAT_TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("bash", "add")]
@@ -39,12 +49,12 @@ ANTHROPIC_TOOLS = [{"name": name, "input_schema": SCHEMA} for name in ("bash", "
 
 
 class Policy:
-    def __init__(self, *turns: Turn | Exception, pause_s: float = 0.0) -> None:
+    def __init__(self, *turns: Reply | Exception, pause_s: float = 0.0) -> None:
         self.turns, self.pause_s = list(turns), pause_s
-        self.requests: list[TurnRequest] = []
+        self.requests: list[ClientRequest] = []
         self.retries: list[bool] = []
 
-    async def ask(self, request: TurnRequest, digest: str, is_retry: bool) -> Turn:
+    async def ask(self, request: ClientRequest, digest: str, is_retry: bool) -> Reply:
         self.requests.append(request)
         self.retries.append(is_retry)
         turn = self.turns[min(len(self.requests), len(self.turns)) - 1]
@@ -53,7 +63,7 @@ class Policy:
             raise turn
         return turn
 
-    async def count(self, request: TurnRequest) -> int:
+    async def count(self, request: ClientRequest) -> int:
         await asyncio.sleep(self.pause_s)
         return len(request.messages)
 
@@ -145,7 +155,7 @@ ASKS = {"chat": ask_chat, "responses": ask_responses, "anthropic": ask_anthropic
 DIALECTS = {"chat": chat.CHAT, "responses": responses.RESPONSES, "anthropic": ANTHROPIC}
 
 
-def read_as(dialect: str, body: dict) -> TurnRequest:
+def read_as(dialect: str, body: dict) -> ClientRequest:
     return DIALECTS[dialect].read(decode_body(json.dumps(body).encode(), DIALECTS[dialect].body))
 
 
@@ -162,7 +172,7 @@ def test_sdk_reads_the_same_turn_streamed_or_whole(kind, dialect):
     expected = [(call.id, call.name, json.loads(call.arguments)) for call in turn.calls]
     assert [(*rest, json.loads(arguments)) for *rest, arguments in read.pop("calls")] == expected
     usage = (turn.num_prompt, turn.num_sampled)
-    assert read == {"content": turn.content, "reasoning": turn.reasoning, "finish": turn.finish, "usage": usage}
+    assert read == {"content": turn.content, "reasoning": turn.reasoning or "", "finish": turn.finish, "usage": usage}
     first, *others = policy.requests
     assert [tool["function"]["name"] for tool in first.tools] == ["bash", "add"]
     for other in others:
@@ -170,7 +180,7 @@ def test_sdk_reads_the_same_turn_streamed_or_whole(kind, dialect):
         assert begin == end == user == first.messages[0]
         calls = again.get("tool_calls", [])
         assert [(c["id"], c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls] == expected
-        assert (again["content"], again.get("reasoning_content", "")) == (turn.content, turn.reasoning)
+        assert (again["content"], again.get("reasoning_content", "")) == (turn.content, turn.reasoning or "")
 
 
 def test_tool_results_read_the_same_in_every_dialect():
@@ -207,7 +217,9 @@ def test_custom_tools_reach_the_model_as_functions():
     assert [tool["function"]["name"] for tool in request.tools] == ["patch", "crm__find"]
     assert "start: X" in request.tools[0]["function"]["description"]
     calls = (ToolCall("c1", "patch", '{"input": "*** Begin"}'), ToolCall("c2", "crm__find", "{}"))
-    items = responses.answer(Turn("t1", "", calls=calls, finish="tool_calls"), request)["output"]
+    items = responses.answer(Reply(call="t1", content="", tool_calls=calls, finish_reason="tool_calls"), request)[
+        "output"
+    ]
     assert [(i["type"], i["name"], i.get("namespace"), i.get("input")) for i in items] == [
         ("custom_tool_call", "patch", None, "*** Begin"),
         ("function_call", "find", "crm", None),
@@ -218,14 +230,21 @@ def test_custom_tools_reach_the_model_as_functions():
 
 def test_arguments_that_are_no_json_come_back_as_the_model_wrote_them():
     request = read_as("anthropic", {"messages": [{"role": "user", "content": "Go."}]})
-    turn = Turn("t1", "", calls=(ToolCall("c1", "bash", '{"cmd": '),), finish="tool_calls")
+    turn = Reply(call="t1", content="", tool_calls=(ToolCall("c1", "bash", '{"cmd": '),), finish_reason="tool_calls")
     content = ANTHROPIC.answer(turn, request)["content"]
     again = read_as("anthropic", {"messages": [{"role": "assistant", "content": content}]}).messages[0]
     assert again["tool_calls"][0]["function"]["arguments"] == '{"cmd": '
 
 
 def test_half_a_surrogate_pair_is_replaced_on_its_way_out_and_in():
-    policy = Policy(Turn("t1", "", calls=(ToolCall("c1", "bash", '{"input": "a\\ud83d"}'),), finish="tool_calls"))
+    policy = Policy(
+        Reply(
+            call="t1",
+            content="",
+            tool_calls=(ToolCall("c1", "bash", '{"input": "a\\ud83d"}'),),
+            finish_reason="tool_calls",
+        )
+    )
     custom = {"input": "Go.", "tools": [{"type": "custom", "name": "bash"}]}
     with serving(policy) as (_, url):
         for streams in (False, True):
@@ -257,7 +276,7 @@ def test_a_response_may_be_continued_by_its_id():
         (Rejected("busy", "loading", retry_after_s=3), openai.RateLimitError, anthropic.RateLimitError,
          "rate_limit_exceeded", "loading"),
         (Rejected("failed", "no"), openai.BadRequestError, anthropic.BadRequestError, None, "no"),
-        (Turn("t1", "\ud83d"), openai.BadRequestError, anthropic.BadRequestError, None, "The gateway failed"),
+        (Reply(content="\ud83d"), openai.BadRequestError, anthropic.BadRequestError, None, "The gateway failed"),
         (OverflowError("ours"), openai.BadRequestError, anthropic.BadRequestError, None, "The gateway failed"),
     ],
 )  # fmt: skip
@@ -494,8 +513,8 @@ def test_results_of_tools_may_show_pictures():
 
 def test_gateway_reads_chat_template_kwargs_but_refuses_reserved_ones():
     asked = asks("a") | {"chat_template_kwargs": {"enable_thinking": False}}
-    assert read_as("chat", asked).template_kwargs == {"enable_thinking": False}
-    assert read_as("chat", asks("a") | {"chat_template_kwargs": None}).template_kwargs == {}
+    assert read_as("chat", asked).sampling == {"chat_template_kwargs": {"enable_thinking": False}}
+    assert read_as("chat", asks("a") | {"chat_template_kwargs": None}).sampling == {}
     for wrong in ([], "no", {"messages": []}, {"add_generation_prompt": False}, {"a": "b" * 5000}):
         with pytest.raises(Rejected, match="chat_template_kwargs"):
             read_as("chat", asks("a") | {"chat_template_kwargs": wrong})
@@ -536,7 +555,7 @@ def test_any_json_is_read_or_refused(dialect, body):
 )  # fmt: skip
 def test_how_much_a_program_wants_the_model_to_think_is_read(dialect, asked, sampling, template_kwargs):
     request = read_as(dialect, {"messages": [USER], "input": [USER]} | asked)
-    assert (request.sampling, request.template_kwargs) == (sampling, template_kwargs)
+    assert request.sampling == sampling | ({"chat_template_kwargs": template_kwargs} if template_kwargs else {})
 
 
 USER = {"role": "user", "content": "a"}

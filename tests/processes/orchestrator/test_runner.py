@@ -25,17 +25,16 @@ from trireme.config.inference import InferenceModel
 from trireme.config.orchestrator import Environment, Sampling
 from trireme.config.run import RunConfig
 from trireme.journal.message_text import PREFIX
+from trireme.journal.model_turn import Message, ToolCall, Turn, assistant_message, is_same
 from trireme.journal.pictures import PictureFiles, pictures_folder, rules_of_model
 from trireme.journal.records import Rollout
-from trireme.journal.turns import Generation
 from trireme.messages import Picture, Tokens
 from trireme.orchestrator.engines.pool import PromptTooLong, open_inference_pool
-from trireme.orchestrator.engines.responses import Called, CalledFunction, Message
-from trireme.orchestrator.environments.wire import Ask, Done, Reply, assistant_message
-from trireme.orchestrator.gateway.dialects.turn import ToolCall
+from trireme.orchestrator.engines.responses import Called, CalledFunction
+from trireme.orchestrator.environments.wire import Ask, Done, Reply
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec
-from trireme.orchestrator.rollout.turns import ModelMessage, TurnReader, split_tool_calls
+from trireme.orchestrator.rollout.turn_reader import TurnReader, split_tool_calls
 from whole_run import WholeRun, build_config, run
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -158,7 +157,7 @@ def read(
     answers: Any,
     stop: Any,
     **how: Any,
-) -> tuple[ModelMessage, list[dict]]:
+) -> tuple[Message, list[dict]]:
     """What is said in a turn, and what the engine was asked for it; `answers` is its answer, a status or a message."""
     asked: list[dict] = []
 
@@ -168,14 +167,14 @@ def read(
             return web.json_response({"error": "no"}, status=answers)
         return web.json_response({"choices": [{"message": answers, "finish_reason": "stop"}]})
 
-    async def main() -> ModelMessage:
+    async def main() -> Message:
         app = web.Application()
         app.router.add_post("/v1/chat/completions/derender", derender)
         limits = {"waits": Waits("test"), "max_model_len": 99, "timeout_s": 5, "max_concurrent": 4}
         async with TestServer(app) as server, open_inference_pool([str(server.make_url("/"))[:-1]], **limits) as pool:
             pool.go_live(pool.engines[0], 0)
             ids = tokenizer.encode(text) + ([END] if stop is None else [])
-            turn = Generation(ids, [-1.0] * len(ids), [0] * len(ids), "stop", stop_reason=stop)
+            turn = Turn(ids, [-1.0] * len(ids), [0] * len(ids), "stop", stop_reason=stop)
             return await TurnReader(model, tokenizer, pool).read([7, 8], turn, tools, number=3, **how)
 
     return asyncio.run(main()), asked
@@ -194,29 +193,29 @@ PLAIN = {"model": InferenceModel(), "tools": None, "answers": None, "stop": None
 @pytest.mark.parametrize(
     ("text", "how", "said"),
     [
-        (f"<think>hm</think>So {CALL}", {}, ModelMessage(f"<think>hm</think>So {CALL}")),
-        (f"<think>hm</think>So {CALL}", {"tools": TOOLS}, ModelMessage("<think>hm</think>So", None, (ADD,))),
-        (SURROGATE, {"tools": TOOLS}, ModelMessage(SURROGATE)),
-        ("hi", {"model": READS_CALLS}, ModelMessage("hi")),
-        ("hi", {"model": READS_CALLS, "tools": TOOLS, "answers": {"content": "ho"}}, ModelMessage("ho")),
+        (f"<think>hm</think>So {CALL}", {}, assistant_message(f"<think>hm</think>So {CALL}")),
+        (f"<think>hm</think>So {CALL}", {"tools": TOOLS}, assistant_message("<think>hm</think>So", None, (ADD,))),
+        (SURROGATE, {"tools": TOOLS}, assistant_message(SURROGATE)),
+        ("hi", {"model": READS_CALLS}, assistant_message("hi")),
+        ("hi", {"model": READS_CALLS, "tools": TOOLS, "answers": {"content": "ho"}}, assistant_message("ho")),
         (
             "hi",
             {"model": READS_THINKING, "tools": TOOLS, "answers": {"content": f"So {CALL}", "reasoning": "hm"}},
-            ModelMessage("So", "hm", (ADD,)),
+            assistant_message("So", "hm", (ADD,)),
         ),
         (
             "hi",
             {"model": READS_BOTH, "tools": TOOLS, "answers": {"content": None, "tool_calls": CALLED}},
-            ModelMessage("", None, (ADD,)),
+            assistant_message("", None, (ADD,)),
         ),
         # it is not asked again: the answer would be the same
-        ("<tool_call>{", {"model": READS_BOTH, "tools": TOOLS, "answers": 400}, ModelMessage("<tool_call>{")),
-        ("yes</a>", {"stop": "</a>"}, ModelMessage("yes")),
-        ("yes</a>", {"stop": "</a>", "keeps_stop": True}, ModelMessage("yes</a>")),
+        ("<tool_call>{", {"model": READS_BOTH, "tools": TOOLS, "answers": 400}, assistant_message("<tool_call>{")),
+        ("yes</a>", {"stop": "</a>"}, assistant_message("yes")),
+        ("yes</a>", {"stop": "</a>", "keeps_stop": True}, assistant_message("yes</a>")),
         (
             "hi",
             {"stop": "</a>", "model": READS_BOTH, "answers": {"content": None, "reasoning": "so</a>"}},
-            ModelMessage("", "so"),
+            assistant_message("", "so"),
         ),
     ],
 )
@@ -236,11 +235,11 @@ def test_half_a_surrogate_pair_is_no_text(tokenizer):
 def test_a_message_is_the_turn_only_if_nothing_in_it_was_changed():
     calls = [{"id": "other", "function": {"name": "add", "arguments": '{"a":1}'}}]
     same = {"role": "assistant", "content": "So", "tool_calls": calls}
-    said = ModelMessage("So", "hm", (ADD,))
-    assert said.is_in(same | {"reasoning_content": "hm"})
-    assert said.is_in(same | {"reasoning": "hm"})
+    said = assistant_message("So", "hm", (ADD,))
+    assert is_same(said, same | {"reasoning_content": "hm"})
+    assert is_same(said, same | {"reasoning": "hm"})
     for changed in ({"reasoning": ""}, {"content": "so"}, {"role": "user"}, {"tool_calls": []}):
-        assert not said.is_in(same | {"reasoning": "hm"} | changed)
+        assert not is_same(said, same | {"reasoning": "hm"} | changed)
 
 
 # many random rollouts of several turns
@@ -287,10 +286,10 @@ class RandomPolicy:
     rng: random.Random
     thinks: bool
     calls: bool
-    given: list[tuple[list[int], Generation]] = field(default_factory=list)
+    given: list[tuple[list[int], Turn]] = field(default_factory=list)
     vocab_size: int = 0
 
-    async def generate(self, ids: list[int], sampling: dict[str, Any], *, routes_from: int | None = None) -> Generation:
+    async def generate(self, ids: list[int], sampling: dict[str, Any], *, routes_from: int | None = None) -> Turn:
         for _ in range(self.rng.randrange(3)):
             await asyncio.sleep(0)  # answers to questions that are open at once come in any order
         if self.given and self.rng.random() < 0.04:
@@ -302,7 +301,7 @@ class RandomPolicy:
         else:
             sampled = [*sampled, self.tokenizer.encode("<|eot|>" if self.rng.random() < 0.2 else "<|im_end|>")[0]]
         first = len(self.given) * 1000
-        turn = Generation(
+        turn = Turn(
             ids=sampled, logprobs=[-(first + place) / 1e6 for place in range(len(sampled))],
             versions=sorted(self.rng.randrange(9) for _ in sampled), finish_reason="length" if is_cut else "stop",
             cut="max_tokens" if is_cut else None,
@@ -340,7 +339,7 @@ class RandomPolicy:
         reasoning, content = (thinking, begin + content) if end else (None, text)
         content, calls = split_tool_calls(content, 0) if "tools" in body["chat_request"] else (content, [])
         called = [Called(CalledFunction(call.name, call.arguments)) for call in calls]
-        return Message(content or None, reasoning, called)
+        return ParsedMessage(content or None, reasoning, called)
 
 
 @dataclass
@@ -435,8 +434,8 @@ def check(conversation: RandomConversation, policy: RandomPolicy, finished: Roll
 def test_retried_rollout_never_gives_two_tool_calls_one_id(tmp_path, tokenizer):
     sampled, ids = tokenizer.encode(f"{CALL}<|im_end|>"), []
 
-    async def generate(*_: Any, **__: Any) -> Generation:
-        return Generation(sampled, [-0.1] * len(sampled), [0] * len(sampled), "stop")
+    async def generate(*_: Any, **__: Any) -> Turn:
+        return Turn(sampled, [-0.1] * len(sampled), [0] * len(sampled), "stop")
 
     async def play(task: Any, ask: Any, *, on_retry: Any, **_: Any) -> Done:
         async def said(number: int, *messages: dict) -> dict:
@@ -471,9 +470,9 @@ def talk_twice(folder: Path, answers: list[str], template: str = QWEN_3) -> list
         await ask(Ask(task="t", call="2", messages=more, sampling={}))
         return Done(task="t", reward=1.0)
 
-    async def generate(*_: Any, **__: Any) -> Generation:
+    async def generate(*_: Any, **__: Any) -> Turn:
         ids = tokenizer.encode(f"{texts.pop(0)}<|im_end|>")
-        return Generation(ids, [-0.1] * len(ids), [0] * len(ids), "stop")
+        return Turn(ids, [-0.1] * len(ids), [0] * len(ids), "stop")
 
     texts = [text for answer in answers for text in (answer, "")]
     environment: Any = SimpleNamespace(config=Environment(id="x"), uses_gateway=False, name="x", run=play)
@@ -517,9 +516,9 @@ def test_a_prompt_is_rendered_with_the_most_specific_template_variables(tmp_path
         await ask(Ask(task="t", call="1", messages=[{"role": "user", "content": "a"}], sampling=asked))
         return Done(task="t", reward=1.0)
 
-    async def generate(ids: list[int], *_: Any, **__: Any) -> Generation:
+    async def generate(ids: list[int], *_: Any, **__: Any) -> Turn:
         prompts.append(tokenizer.decode(ids))
-        return Generation([END], [-0.1], [0], "stop")
+        return Turn([END], [-0.1], [0], "stop")
 
     environment: Any = SimpleNamespace(
         config=Environment(id="x", chat_template_kwargs={"quiet": "table"}), uses_gateway=False, name="x", run=play

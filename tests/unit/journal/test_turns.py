@@ -11,18 +11,19 @@ import pytest
 
 from limits import file_size_limit
 from trireme.journal.journal import Journal
-from trireme.journal.requests import AgentRequest, RequestLog
-from trireme.journal.turns import TurnLog, TurnRecord, framed, prompt_digest, read_turns, turns_file
+from trireme.journal.model_turn import Turn
+from trireme.journal.requests import KeptRequest, RequestLog
+from trireme.journal.turns import TurnLog, framed, prompt_digest, read_turns, turns_file
 from trireme.orchestrator.environments.agent_session import AgentSession
 from trireme.orchestrator.environments.wire import RunTask
 
 
-def record(prompt: str, token: int, **more: object) -> TurnRecord:
+def record(prompt: str, token: int, **more: object) -> Turn:
     message = {"role": "assistant", "content": f"ä{token}"}
-    return TurnRecord(prompt=prompt, ids=[token], logprobs=[0], versions=[3], finish_reason="", message=message, **more)
+    return Turn(prompt=prompt, ids=[token], logprobs=[0], versions=[3], finish_reason="", message=message, **more)
 
 
-def keep(log: TurnLog, turn: TurnRecord) -> None:
+def keep(log: TurnLog, turn: Turn) -> None:
     log.write(turn)
     log.add(turn, log.life)
 
@@ -98,20 +99,20 @@ def test_turn_log_of_a_rewound_run_replays_nothing(tmp_path):
 MESSAGES = [{"role": "user", "content": str(number)} for number in range(4)]
 TOOLS = [{"name": "x"}]
 ASKED = [
-    AgentRequest(session="a", number=1, messages=MESSAGES[:1], tools=TOOLS),
-    AgentRequest(session="a", number=2, messages=MESSAGES[:3], tools=TOOLS),
-    AgentRequest(session="a", number=3, messages=[MESSAGES[0], MESSAGES[3]], trace="t"),
-    AgentRequest(session="a", number=4, messages=MESSAGES, calls_tools=False),
+    KeptRequest(session="a", number=1, messages=MESSAGES[:1], tools=TOOLS),
+    KeptRequest(session="a", number=2, messages=MESSAGES[:3], tools=TOOLS),
+    KeptRequest(session="a", number=3, messages=[MESSAGES[0], MESSAGES[3]], trace="t"),
+    KeptRequest(session="a", number=4, messages=MESSAGES, calls_tools=False),
 ]
 
 
-def whole(requests: list[AgentRequest]) -> list[tuple]:
+def whole(requests: list[KeptRequest]) -> list[tuple]:
     return [(each.number, each.messages, each.tools, each.calls_tools, each.trace) for each in requests]
 
 
 def test_agent_requests_are_read_whole_by_the_next_process(tmp_path):
     path = tmp_path / "turns" / "0-0.0.requests"
-    RequestLog(path).write(AgentRequest(session="b", number=1, messages=MESSAGES))
+    RequestLog(path).write(KeptRequest(session="b", number=1, messages=MESSAGES))
     written = RequestLog(path)
     for request in ASKED[:2]:  # of a new session
         written.write(request)

@@ -14,14 +14,13 @@ from tiny_tokenizer import CHATML, END, write_tokenizer
 from trireme.base.errors import ConfigError
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
-from trireme.journal.turns import Generation
+from trireme.journal.model_turn import Turn, assistant_message
 from trireme.messages import COLUMNS, Routed, Tokens, build_tokens, concat_tokens, decode_as, encode
 from trireme.orchestrator.engines import expert_routes
 from trireme.orchestrator.engines.pool import open_inference_pool
 from trireme.orchestrator.engines.responses import BadAnswer, Choice, Response, read_answer
 from trireme.orchestrator.rollout.chat import ChatTokenizer
-from trireme.orchestrator.rollout.trajectory import Question, Trajectory
-from trireme.orchestrator.rollout.turns import ModelMessage
+from trireme.orchestrator.rollout.trajectory import Prompt, Trajectory
 
 SHAPE = expert_routes.ExpertShape(layers=3, top_k=2, num_experts=8)
 ASK = {"role": "user", "content": "2 + 2?"}
@@ -101,7 +100,7 @@ def test_request_asks_only_for_expert_routes_not_yet_known() -> None:
     def of_request(asked: Asked, ids: list[int]) -> str:
         return written(routes([*asked.ids, *ids][asked.sampling["routed_experts_prompt_start"] : -1]))
 
-    async def ask(**more: Any) -> tuple[Generation, Asked]:
+    async def ask(**more: Any) -> tuple[Turn, Asked]:
         async with open_fake_engine(routes=of_request, version=0, answer=lambda asked: [20, 21, 2]) as engine:
             options = {"max_model_len": 64, "timeout_s": 5, "max_concurrent": 1, "experts": SHAPE}
             async with open_inference_pool([engine.url], waits=Waits("test"), **options) as pool:
@@ -116,10 +115,11 @@ def test_request_asks_only_for_expert_routes_not_yet_known() -> None:
     assert asked.sampling["routed_experts_prompt_start"] == 4
 
 
-def record(trajectory: Trajectory, tokenizer: ChatTokenizer, question: Question, text: str) -> None:
+def record(trajectory: Trajectory, tokenizer: ChatTokenizer, question: Prompt, text: str) -> None:
     ids = [*tokenizer.encode(text), END]
     new = routes([*question.ids, *ids][question.routes_from : -1])
-    trajectory.record(question, Generation(ids, [-1] * len(ids), [0] * len(ids), "", routes=new), ModelMessage(text))
+    said = assistant_message(text)
+    trajectory.record(question, Turn(ids, [-1] * len(ids), [0] * len(ids), "", routes=new, message=said))
 
 
 def check_routed(sample: Tokens) -> None:

@@ -13,14 +13,14 @@ from tiny_tokenizer import write_seeing_model
 from trireme.algo.pictures import collapse
 from trireme.config.model.vision import MOST_PICTURES
 from trireme.journal.message_text import PREFIX
+from trireme.journal.model_turn import Turn, assistant_message
 from trireme.journal.pictures import PictureFiles, rules_of_model, to_data_uri
-from trireme.journal.turns import Generation, TurnRecord, compare_turns, prompt_digest
+from trireme.journal.turns import compare_turns, prompt_digest
 from trireme.messages import Picture
 from trireme.orchestrator.engines.pool import with_placeholders
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.pictures import ConversationPictures, read_messages
 from trireme.orchestrator.rollout.trajectory import Trajectory
-from trireme.orchestrator.rollout.turns import ModelMessage
 
 Messages = list[dict[str, Any]]
 OK = {"role": "assistant", "content": "ok"}
@@ -50,7 +50,7 @@ class Talk(Trajectory):
     def answer(self, messages: Messages) -> tuple[list[int], tuple[Picture, ...]]:
         """Answer with OK. Returns the prompt."""
         question, ids = self.ask(messages, None), self.tokenizer.encode("ok<|im_end|>")
-        self.record(question, Generation(ids, [-1.0] * 3, [0] * 3, "stop"), ModelMessage("ok"))
+        self.record(question, Turn(ids, [-1.0] * 3, [0] * 3, "stop", message=assistant_message("ok")))
         return question.ids, question.pictures
 
 
@@ -128,7 +128,7 @@ def test_conversations_that_differ_only_in_a_picture_stay_separate(tmp_path: Pat
     assert one.pictures[0] == other.pictures[0]
     assert one.pictures[1].digest != other.pictures[1].digest
     turn = {"ids": talk.tokenizer.encode("ok<|im_end|>"), "logprobs": [], "versions": [], "finish_reason": "stop"}
-    records = [TurnRecord(prompt=digest, message={}, **turn) for digest in talk.prompts()[True]]
+    records = [Turn(prompt=digest, message={}, **turn) for digest in talk.prompts()[True]]
     compared, left = compare_turns(talk.samples(), records, ("ids",))
     assert len({record.prompt for record in records}) == [turn.difference for turn in compared].count("") == 3
     assert left == []

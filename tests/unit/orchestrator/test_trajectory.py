@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from tiny_tokenizer import CHATML, END, LLAMA_3, QWEN_3, write_tokenizer
 from trireme.journal.message_text import for_template
-from trireme.journal.turns import Generation, prompt_digest
+from trireme.journal.model_turn import ToolCall, Turn, assistant_message
+from trireme.journal.turns import prompt_digest
 from trireme.orchestrator.engines.pool import PromptTooLong
-from trireme.orchestrator.gateway.dialects.turn import ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.continuation import rewrites_always
 from trireme.orchestrator.rollout.trajectory import Trajectory
-from trireme.orchestrator.rollout.turns import ModelMessage, split_tool_calls
+from trireme.orchestrator.rollout.turn_reader import split_tool_calls
 
 ASK = {"role": "user", "content": "2 + 2?"}
 MORE = {"role": "user", "content": "sure?"}
@@ -38,12 +38,13 @@ class Talk(Trajectory):
     def answer(self, messages, sampled: str | list[int]) -> list[int]:
         question = self.ask(messages, None)
         ids = self.tokenizer.encode(sampled) if isinstance(sampled, str) else sampled
-        self.record(question, turn(ids), ModelMessage(self.tokenizer.decode(ids)))
+        self.record(question, turn(ids, self.tokenizer.decode(ids)))
         return question.ids
 
 
-def turn(ids: list[int]) -> Generation:
-    return Generation(ids, [-0.5 - place for place in range(len(ids))], [0] * len(ids), "stop")
+def turn(ids: list[int], *said: object) -> Turn:
+    logprobs = [-0.5 - place for place in range(len(ids))]
+    return Turn(ids, logprobs, [0] * len(ids), "stop", message=assistant_message(*said))
 
 
 def says(content: str, **more: object) -> dict[str, object]:
@@ -103,25 +104,25 @@ CALLED = {"id": CALL.id, "type": "function", "function": {"name": "add", "argume
 
 
 @pytest.mark.parametrize(
-    ("reply", "returned"),
+    ("said", "returned"),
     [
-        (ModelMessage(" 4\n"), says("4")),  # the program strips whitespace
-        (ModelMessage("4", "hm"), says("4")),  # it drops reasoning
-        (ModelMessage("", None, (CALL,)), says("", tool_calls=[CALLED | {"function": {"name": "add"}}])),
-        (ModelMessage("", None, (CALL,)), says("", tool_calls=[CALLED | {"id": "its own"}])),
+        ((" 4\n",), says("4")),  # the program strips whitespace
+        (("4", "hm"), says("4")),  # it drops reasoning
+        (("", None, (CALL,)), says("", tool_calls=[CALLED | {"function": {"name": "add"}}])),
+        (("", None, (CALL,)), says("", tool_calls=[CALLED | {"id": "its own"}])),
     ],
 )
 @pytest.mark.parametrize("template", [CHATML, QWEN_3])
-def test_a_turn_that_an_agent_program_changed_keeps_its_tokens(tmp_path, reply, returned, template):
+def test_a_turn_that_an_agent_program_changed_keeps_its_tokens(tmp_path, said, returned, template):
     talk = Talk(tmp_path, "tolerant", template)
     sampled = talk.tokenizer.encode("<think>\nhm\n</think>\n\n4<|im_end|>")
     first = talk.ask([ASK], TOOLS)
-    talk.record(first, turn(sampled), reply)
+    talk.record(first, turn(sampled, *said))
     for num_later, after in ((1, SURE), (2, f"{SURE}yes<|im_end|>{SURE}")):  # it is known the second time, too
         messages = [ASK, returned, MORE, says("yes"), MORE][: 2 * num_later + 1]
         question = talk.ask(messages, TOOLS)
         assert question.ids == first.ids + sampled + talk.tokenizer.encode(after)
-        talk.record(question, turn(talk.tokenizer.encode("yes<|im_end|>")), ModelMessage("yes"))
+        talk.record(question, turn(talk.tokenizer.encode("yes<|im_end|>"), "yes"))
     assert trained(talk) == [len(sampled) + 2 * len(talk.tokenizer.encode("yes<|im_end|>"))]
 
 
@@ -158,7 +159,7 @@ def test_a_branch_says_why_a_request_does_not_continue_what_was_before(tmp_path,
     talk = Talk(tmp_path, "tolerant")
     talk.answer([ASK], "4<|im_end|>")
     talk.answer([ASK, says("4"), MORE], "yes<|im_end|>")
-    talk.record(talk.ask(messages, tools), turn([END]), ModelMessage("so"))
+    talk.record(talk.ask(messages, tools), turn([END], "so"))
     talk.answer([ASK, says("4"), MORE, says("yes"), MORE], "no<|im_end|>")
     talk.keep("main", only_with_tools=False)
     main, branch = talk.branches()
@@ -197,7 +198,7 @@ def test_a_turn_whose_earlier_ones_the_template_rewrites_says_how(tmp_path):
     assert "hm" in talk.ask([ASK, says(THINKING), MORE], None).rewritten
     talk = Talk(tmp_path / "knows_no_thinking")
     question = talk.ask([ASK], None)
-    talk.record(question, turn(talk.tokenizer.encode("<think>hm</think>\n4<|im_end|>")), ModelMessage("\n4", "hm"))
+    talk.record(question, turn(talk.tokenizer.encode("<think>hm</think>\n4<|im_end|>"), "\n4", "hm"))
     assert "'hm' is no longer there" in talk.ask([ASK, says("\n4", reasoning_content="hm"), MORE], None).rewritten
 
 
@@ -301,5 +302,5 @@ def test_a_tag_that_nothing_closes_is_text():
 def test_too_deep_tool_arguments_reach_the_template_as_written():
     deep = "[" * 5000
     said, (call,) = split_tool_calls(f'hm <tool_call>{{"name": "f", "arguments": "{deep}"}}</tool_call>', 1)
-    message = for_template(ModelMessage(said, None, (call,)).to_message())
+    message = for_template(assistant_message(said, None, (call,)))
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": deep}

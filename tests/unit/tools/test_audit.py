@@ -25,9 +25,10 @@ from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.journal.entry import write_entry
 from trireme.journal.journal import Journal
+from trireme.journal.model_turn import Turn
 from trireme.journal.pictures import PictureFiles, pictures_folder
 from trireme.journal.records import BatchRecord, Branch, Dropped, Rollout
-from trireme.journal.turns import TurnLog, TurnRecord, prompt_digest, read_turns, turns_file
+from trireme.journal.turns import TurnLog, prompt_digest, read_turns, turns_file
 from trireme.journal.versions import Confirmation, Version, Versions
 from trireme.launch.resume import rewind
 from trireme.messages import COLUMNS, Picture, Tokens
@@ -211,7 +212,7 @@ def play(config: RunConfig) -> None:
     def as_played(record: BatchRecord) -> None:
         unscored = [Dropped(open.id, 0, 0, open.env, open.example, "") for open in record.state.open_groups]
         for one in (*record.rollouts, *record.dropped, *unscored):
-            turns = [TurnRecord(prompt="aside", ids=[1], logprobs=[0.0], versions=[0], finish_reason="", message={})]
+            turns = [Turn(prompt="aside", ids=[1], logprobs=[0.0], versions=[0], finish_reason="", message={})]
             if isinstance(one, Rollout):
                 one.branches, one.left_out = [Branch(why="first request")], {"not chosen": ["aside"]}
                 turns += [turn for sample in one.samples for turn in turns_of(sample)]
@@ -221,16 +222,16 @@ def play(config: RunConfig) -> None:
         rewrite_batch(config, step, as_played)
 
 
-def turns_of(sample: Tokens) -> Iterator[TurnRecord]:
+def turns_of(sample: Tokens) -> Iterator[Turn]:
     sampled = np.flatnonzero(sample.loss_mask)
     for span in np.split(sampled, np.flatnonzero(np.diff(sampled) > 1) + 1):
         begin, end = int(span[0]), int(span[-1]) + 1
         parts = {name: getattr(sample, name)[begin:end].tolist() for name in ("ids", "logprobs", "versions")}
         prompt = prompt_digest(sample.ids[:begin].tolist())
-        yield TurnRecord(prompt=prompt, finish_reason="stop", message={}, **parts)
+        yield Turn(prompt=prompt, finish_reason="stop", message={}, **parts)
 
 
-def write_turns(file: Path, turns: list[TurnRecord]) -> None:
+def write_turns(file: Path, turns: list[Turn]) -> None:
     file.unlink(missing_ok=True)
     log = TurnLog(file)
     for turn in turns:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trireme.journal.turns import Generation
+from trireme.journal.model_turn import Turn
 from trireme.orchestrator.engines.expert_routes import ExpertShape, routes_of
 from trireme.orchestrator.engines.responses import Choice, kept_of
 
@@ -27,7 +27,7 @@ def read_turn(
     is_cut: bool = False,
     experts: ExpertShape | None = None,
     num_computed: int = 0,
-) -> Generation:
+) -> Turn:
     """Build a turn from an answer that was checked.
 
     Args:
@@ -50,12 +50,14 @@ def read_turn(
     if choice.finish_reason == "abort":
         raise Unconfirmed("it was aborted in the engine")
 
-    return Generation(
+    routes = routes_of(choice, num_prompt=num_computed, shape=experts) if experts else None
+    return Turn(
         ids=choice.token_ids,
         logprobs=[entry.logprob for entry in choice.logprobs.content],
         versions=[int(span.version) for span in spans for _ in range(span.start, span.end)],
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
         kept=kept_of(choice, vocab_size=vocab_size) if is_cut else None,
-        routes=routes_of(choice, num_prompt=num_computed, shape=experts) if experts else None,
+        routes=routes,
+        routes_shape=() if routes is None else routes.shape,
     )

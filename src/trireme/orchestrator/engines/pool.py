@@ -28,14 +28,14 @@ from trireme.algo.pictures import collapse
 from trireme.base.errors import DeadlineExceeded, EngineRefused, PeerDied, message_of
 from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
-from trireme.journal.turns import Generation
+from trireme.journal.model_turn import Turn
 from trireme.messages import Picture
 from trireme.orchestrator.engines.engine import LARGEST_ANSWER, REQUEST_ERRORS, Engine, open_engine_session, words_of
 from trireme.orchestrator.engines.expert_routes import ExpertShape
 from trireme.orchestrator.engines.generation import Unconfirmed, largest_answer, read_turn
 from trireme.orchestrator.engines.responses import (
-    Message,
     Parsed,
+    ParsedMessage,
     Response,
     check_prompt,
     choice_of,
@@ -96,7 +96,7 @@ class InferencePool:
         pictures: Sequence[Picture] = (),
         content_parts: Sequence[dict[str, str]] = (),
         routes_from: int | None = None,
-    ) -> Generation:
+    ) -> Turn:
         """Generate one turn with the live engine that has the fewest requests.
 
         Args:
@@ -135,7 +135,7 @@ class InferencePool:
             num_prompt=len(ids), max_tokens=max_tokens, num_kept=params["logprobs"], experts=self.experts
         )
 
-        async def ask(engine: Engine) -> Generation:
+        async def ask(engine: Engine) -> Turn:
             life = engine.life
             response = await self.post_generate(engine, body, max_bytes=max_bytes)
             if pictures:
@@ -169,7 +169,7 @@ class InferencePool:
         """The field of a request that names the policy. Without it, the base model answers."""
         return {} if self.adapter is None else {"model": self.adapter}
 
-    async def parse(self, body: dict[str, Any]) -> Message:
+    async def parse(self, body: dict[str, Any]) -> ParsedMessage:
         """Parse thinking and tool calls of a turn with the engine's own parsers, by a DerenderChatRequest of vLLM.
 
         Raises:
@@ -178,7 +178,7 @@ class InferencePool:
         """
         data = msgspec.json.encode(body)
 
-        async def ask(engine: Engine) -> Message:
+        async def ask(engine: Engine) -> ParsedMessage:
             status, answer = await engine.request("v1/chat/completions/derender", data, timeout=self.request_timeout)
             if status >= 400:
                 raise ValueError(f"The engine could not parse a turn ({status}): {words_of(answer)}")

@@ -80,7 +80,7 @@ class Called(msgspec.Struct):
     function: CalledFunction
 
 
-class Message(msgspec.Struct):
+class ParsedMessage(msgspec.Struct):
     """A turn as the engine's parsers read it."""
 
     content: str | None = None
@@ -91,7 +91,7 @@ class Message(msgspec.Struct):
 class Parsed(msgspec.Struct):
     """A choice of `/v1/chat/completions/derender`."""
 
-    message: Message
+    message: ParsedMessage
 
 
 class _Choices(msgspec.Struct, Generic[Each]):

@@ -15,11 +15,12 @@ import msgspec
 
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
-from trireme.journal.requests import AgentRequest, RequestLog
+from trireme.journal.model_turn import Message, TurnRequest
+from trireme.journal.requests import KeptRequest, RequestLog
 from trireme.orchestrator.environments.open_rollout import AskPolicy, RolloutFailed
-from trireme.orchestrator.environments.wire import Ask, Done, Played, Reply, RunTask, assistant_message, check_rewards
-from trireme.orchestrator.gateway.dialects.turn import Problem, Rejected, Turn, TurnRequest
-from trireme.orchestrator.gateway.server import Gateway, Session, conversation_digest
+from trireme.orchestrator.environments.wire import Ask, Done, Played, Reply, RunTask, check_rewards
+from trireme.orchestrator.gateway.dialects.turn import Problem, Rejected
+from trireme.orchestrator.gateway.server import DECIDES, Gateway, Session, conversation_digest
 from trireme.orchestrator.gateway.sessions import ClientRollout, Sessions
 
 log = get_logger("environments")
@@ -57,10 +58,10 @@ class AgentSession:
         self.gateway.open(self.task.api_key, self._session)
 
     def _begin(self, key: str) -> None:
-        self._turns: dict[str, Turn] = {}  # the newest of each request, by its digest
+        self._replies: dict[str, Reply] = {}  # the newest to each request, by its digest
         self._num_turns: Counter[str] = Counter()  # model turns, keyed by trace
         self._num_asked = 0
-        self._longest: list[dict[str, Any]] = []  # conversation
+        self._longest: list[Message] = []  # conversation
         self.task.gateway, self.task.api_key = self.gateway.url, key
         self._is_resumed = False
         self._name = hashlib.sha256(key.encode()).hexdigest()[:16]  # in the file of requests
@@ -82,25 +83,16 @@ class AgentSession:
 
         # asked again in their old order, the requests get their turns from disk and rebuild the conversation
         for each in sorted(asked, key=lambda request: request.number):
-            request = TurnRequest(
-                each.messages,
-                each.tools,
-                {} if each.reasoning_effort is None else {"reasoning_effort": each.reasoning_effort},
-                streams=False,
-                calls_tools=each.calls_tools,
-                trace=each.trace,
-                template_kwargs=each.template_kwargs,
-            )
             # each keeps its number, which the ids of its turn's tool calls are made of
-            digest, self._num_asked = conversation_digest(request), each.number - 1
+            digest, self._num_asked = conversation_digest(each), each.number - 1
             try:
-                turn = await self._answer(request, digest, False, is_known=True)
+                reply = await self._answer(each, digest, False, is_known=True)
             except Rejected as refused:
                 log.warning("An agent program is started again, as its turn %d is not found: %s", each.number, refused)
                 return False
             if not any(other.continues(each) for other in asked):
                 # no later request shows that the program has got this turn, so it is kept for a retry
-                self._session.keep(digest, turn)
+                self._session.keep(digest, reply)
 
         # only now may the program's requests be answered, which have waited at the gateway
         self.gateway.open(key, self._session)
@@ -137,17 +129,17 @@ class AgentSession:
                 self._failure.result()
             done = await running
             # the client left before it got them, so the conversation does not contain them
-            done.given_up = [turn.id.removeprefix("t") for turn in self._session.unread()]
+            done.given_up = [reply.call for reply in self._session.unread()]
             return done
         finally:
             if not running.done():
                 running.cancel()
                 await asyncio.wait({running})
 
-    async def _answer(self, request: TurnRequest, digest: str, is_retry: bool, *, is_known: bool = False) -> Turn:
+    async def _answer(self, request: TurnRequest, digest: str, is_retry: bool, *, is_known: bool = False) -> Reply:
         # an SDK that lost the answer gets the same turn, not another sample
-        if is_retry and digest in self._turns:
-            return self._turns[digest]
+        if is_retry and digest in self._replies:
+            return self._replies[digest]
 
         most = self.task.max_turns
         if most is not None and self._num_turns[request.trace] >= most:
@@ -173,33 +165,24 @@ class AgentSession:
             self._write(request, int(question.call))
         # the transcript of the rollout; of two that are as long, the newer one
         if len(request.messages) >= len(self._longest):
-            message = assistant_message(reply.content or "", reply.reasoning, reply.tool_calls or ())
-            self._longest = [*request.messages, message]
+            self._longest = [*request.messages, reply.to_message()]
 
-        turn = self._turns[digest] = Turn(
-            f"t{question.call}",
-            reply.content or "",
-            reply.reasoning or "",
-            tuple(reply.tool_calls or ()),
-            reply.finish_reason or "stop",
-            num_prompt=len(reply.prompt_ids),
-            num_sampled=len(reply.completion_ids),
-        )
-        return turn
+        shown = self._replies[digest] = reply.without_tokens()
+        shown.call = question.call
+        return shown
 
     def _write(self, request: TurnRequest, number: int) -> None:
         """Write a request that has a turn. If it cannot be written, the program cannot outlive this process."""
         if self.requests is None:
             return
-        asked = AgentRequest(
+        asked = KeptRequest(
             session=self._name,
             number=number,
             messages=request.messages,
             tools=request.tools,
+            sampling={name: request.sampling[name] for name in DECIDES if name in request.sampling},
             calls_tools=request.calls_tools,
             trace=request.trace,
-            template_kwargs=request.template_kwargs,
-            reasoning_effort=request.sampling.get("reasoning_effort"),
         )
         try:
             self.requests.write(asked)
@@ -218,13 +201,12 @@ class AgentSession:
         return len(reply.prompt_ids)
 
     def _question(self, request: TurnRequest) -> Ask:
-        of_template = {"chat_template_kwargs": request.template_kwargs} if request.template_kwargs else {}
         return Ask(
             task=self.task.task,
             call=str(self._num_asked),
             messages=request.messages,
             tools=request.tools,
-            sampling=request.sampling | of_template,
+            sampling=request.sampling,
             calls_tools=request.calls_tools,
             trace=request.trace,
         )

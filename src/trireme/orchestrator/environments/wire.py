@@ -32,9 +32,9 @@ from typing import Any, Literal
 import msgspec
 
 from trireme.base.errors import PeerDied, TriremeError
+from trireme.journal.model_turn import Message, ToolCall, TurnRequest, assistant_message
 from trireme.journal.records import EnvironmentResult
 from trireme.orchestrator.environments.venv import SourceKind
-from trireme.orchestrator.gateway.dialects.turn import ToolCall
 
 Split = Literal["train", "eval"]
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -79,15 +79,6 @@ class RunTask(_Message, tag="run", kw_only=True):
     solve: Literal["", "oracle", "nothing"] = ""  # in place of an agent program: a task's own solution, or nothing
 
 
-def assistant_message(content: str, reasoning: str | None, tool_calls: Iterable[ToolCall]) -> dict[str, Any]:
-    """Return a turn of the model as a message of a conversation."""
-    message: dict[str, Any] = {"role": "assistant", "content": content}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    calls = [call.to_chat() for call in tool_calls]
-    return message | ({"tool_calls": calls} if calls else {})
-
-
 class Played(msgspec.Struct, kw_only=True):
     """The outcome of a rollout that a client has played."""
 
@@ -97,7 +88,7 @@ class Played(msgspec.Struct, kw_only=True):
 
 
 class Reply(_Message, tag="reply", kw_only=True, omit_defaults=True):
-    """The answer to an Ask: a model turn, or why there is none.
+    """The answer to an Ask: a model turn as its player is shown it, or why there is none.
 
     Token ids and logprobs are for environments that read them; what is trained on never passes through the worker.
 
@@ -114,9 +105,32 @@ class Reply(_Message, tag="reply", kw_only=True, omit_defaults=True):
     prompt_ids: list[int] = []  # [P]
     completion_ids: list[int] = []  # [C]
     logprobs: list[float] = []  # [C]; -inf travels as null
+    num_prompt: int = 0  # the lengths of `prompt_ids` and `completion_ids`, in a reply without these
+    num_sampled: int = 0
     error: str | None = None
     error_kind: ErrorKind | None = None
     played: Played | None = None
+
+    @property
+    def text(self) -> str:
+        return self.content or ""
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        return self.tool_calls or []
+
+    @property
+    def finish(self) -> FinishReason:
+        return self.finish_reason or "stop"
+
+    def to_message(self) -> Message:
+        """Return the turn as a message of a conversation."""
+        return assistant_message(self.text, self.reasoning, self.calls)
+
+    def without_tokens(self) -> Reply:
+        """Return what a program is shown over HTTP. It is kept for retries, so it must not hold a prompt's tokens."""
+        counts = {"num_prompt": len(self.prompt_ids), "num_sampled": len(self.completion_ids)}
+        return msgspec.structs.replace(self, prompt_ids=[], completion_ids=[], logprobs=[], **counts)
 
 
 class Cancel(_Message, tag="cancel", kw_only=True):
@@ -157,7 +171,7 @@ class Failed(_Message, tag="failed", kw_only=True):
     traceback: str
 
 
-class Ask(_Message, tag="ask", kw_only=True):
+class Ask(TurnRequest, tag_field="type", tag="ask", kw_only=True):
     """A rollout wants a model turn.
 
     Example:
@@ -166,15 +180,9 @@ class Ask(_Message, tag="ask", kw_only=True):
 
     task: str
     call: str
-    messages: list[dict[str, Any]]  # OpenAI chat messages; tool calls nested, their arguments as JSON text; pictures
-    # are parts `{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}` of a content
-    tools: list[dict[str, Any]] | None = None  # OpenAI function tools
-    sampling: dict[str, Any]  # one flat dict: what OpenAI clients put into `extra_body` is merged in
-    calls_tools: bool = True  # false: what looks like a tool call stays text
     only_counts: bool = False  # the reply has the prompt's ids, and no turn is sampled
     example: dict[str, Any] | None = None  # a client plays it, and the reply comes when it has ended
     has_reward: bool = False  # the environment scores that rollout if the client does not
-    trace: str = ""  # the agent run that asks, if a rollout has several
 
 
 class GaveUp(_Message, tag="gave_up", kw_only=True):

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from trireme.orchestrator.gateway.dialects.turn import Message, Rejected
+from trireme.journal.model_turn import Message
+from trireme.orchestrator.gateway.dialects.turn import Rejected
 
 LARGEST_KEPT = 64 << 20  # bytes of conversations that a session keeps for `previous_response_id`
 LARGEST_KEPT_BY_ALL = 512 << 20

@@ -22,7 +22,7 @@ import socket
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,8 @@ from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from trireme.base.log import RateLimitedLog, get_logger
+from trireme.journal.model_turn import Message, TurnRequest
+from trireme.orchestrator.environments.wire import Reply
 from trireme.orchestrator.gateway.budgets import LARGEST_KEPT_BY_ALL, Inflow, KeptResponses
 from trireme.orchestrator.gateway.connections import Connection, Idle
 from trireme.orchestrator.gateway.dialects.anthropic import ANTHROPIC
@@ -41,12 +43,10 @@ from trireme.orchestrator.gateway.dialects.responses import read as read_respons
 from trireme.orchestrator.gateway.dialects.turn import (
     STATUS,
     Body,
+    ClientRequest,
     Dialect,
     Event,
-    Message,
     Rejected,
-    Turn,
-    TurnRequest,
     decode_body,
     unread_fields,
 )
@@ -80,11 +80,14 @@ QUIET_S = 15.0  # a stream without a turn by then begins with comments, so that 
 EXPECTED_S = 600.0
 """Requests of a session that outlived the orchestrator wait this long for it, as long as SDKs wait for an answer."""
 
+DECIDES = ("chat_template_kwargs", "reasoning_effort")
+"""Sampling arguments that may change a prompt, as chat templates read them."""
+
 KEPT_KEYS = 10_000  # ended sessions whose keys are answered with the reason
 RETRY_HEADER = "x-stainless-retry-count"  # the SDKs of OpenAI and Anthropic set it to the number of the retry
 TRACE_HEADER = "x-session-id"  # verifiers sets it to the id of the agent run that asks
 
-Ask = Callable[[TurnRequest, str, bool], Coroutine[Any, Any, Turn]]
+Ask = Callable[[TurnRequest, str, bool], Coroutine[Any, Any, Reply]]
 """Answers a request with a turn, or raises Rejected.
 
 Its arguments are the request, its digest, and whether the client may have sent it before without getting the answer.
@@ -107,8 +110,8 @@ class Session:
     responses: KeptResponses = field(default_factory=KeptResponses)
     num_hidden: int = 0  # bytes, of `LARGEST_HIDDEN`
     num_transcripts: int = 0  # being sent
-    _tasks: set[asyncio.Task[Turn]] = field(default_factory=set)  # turns under way
-    _orphans: dict[str, list[asyncio.Future[Turn]]] = field(default_factory=dict)  # their clients left; by digest
+    _tasks: set[asyncio.Task[Reply]] = field(default_factory=set)  # turns under way
+    _orphans: dict[str, list[asyncio.Future[Reply]]] = field(default_factory=dict)  # their clients left; by digest
 
     def admit(self) -> None:
         """Count a request as open, before its body takes memory. Raises: Rejected if too many are."""
@@ -116,7 +119,7 @@ class Session:
             raise Rejected("busy", f"{MOST_AT_ONCE} requests of this session are being answered.", retry_after_s=2)
         self.num_open += 1
 
-    def begin(self, request: TurnRequest, digest: str, *, is_retry: bool) -> asyncio.Future[Turn]:
+    def begin(self, request: TurnRequest, digest: str, *, is_retry: bool) -> asyncio.Future[Reply]:
         """Return the task that answers a request: the one that its client left behind, or a new one.
 
         Raises: Rejected if the session has ended, or has too many turns under way.
@@ -136,19 +139,19 @@ class Session:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def settle(self, digest: str, task: asyncio.Future[Turn], *, is_delivered: bool) -> None:
+    def settle(self, digest: str, task: asyncio.Future[Reply], *, is_delivered: bool) -> None:
         """Note whether the client has got its answer. If not, keep it for when the client asks again."""
         has_failed = task.done() and (task.cancelled() or task.exception() is not None)
         if not is_delivered and not has_failed and not self.ended:
             self._orphans.setdefault(digest, []).append(task)
 
-    def keep(self, digest: str, turn: Turn) -> None:
+    def keep(self, digest: str, reply: Reply) -> None:
         """Keep a turn for the next request with a digest, as its client may not have got it."""
         kept = asyncio.get_running_loop().create_future()
-        kept.set_result(turn)
+        kept.set_result(reply)
         self._orphans[digest] = [kept]
 
-    def unread(self) -> list[Turn]:
+    def unread(self) -> list[Reply]:
         """Return the turns that no client has got. Those that were kept may have been got before."""
         left = [task for tasks in self._orphans.values() for task in tasks if isinstance(task, asyncio.Task)]
         return [task.result() for task in left if task.done() and not task.cancelled() and task.exception() is None]
@@ -165,7 +168,7 @@ class Session:
                 f"{LARGEST_HIDDEN >> 20}: reasoning, or tools, that the chat template leaves out. Send less.",
             )
 
-    def count_hidden(self, request: TurnRequest, num_bytes: int, task: asyncio.Future[Turn]) -> None:
+    def count_hidden(self, request: TurnRequest, num_bytes: int, task: asyncio.Future[Reply]) -> None:
         """Count what the prompt of an answered request does not explain. Pictures are not counted, nor kept."""
         if task.cancelled() or task.exception() is not None:
             return
@@ -292,7 +295,7 @@ class Gateway:
             for budget, num_bytes in zip(budgets, taken, strict=True):
                 budget.settle(num_bytes)
 
-    async def _read(self, request: Request, session: Session, dialect: Dialect) -> tuple[Body, TurnRequest]:
+    async def _read(self, request: Request, session: Session, dialect: Dialect) -> tuple[Body, ClientRequest]:
         """Read a request for a turn. Raises: Rejected."""
         data = await self.receive(request, session)
         body = decode_body(data, dialect.body)
@@ -325,7 +328,7 @@ class Gateway:
         try:
             body, asked = await self._read(request, session, dialect)
             if session.has_traces:
-                asked = replace(asked, trace=request.headers.get(TRACE_HEADER, ""))
+                asked.trace = request.headers.get(TRACE_HEADER, "")
             # one encoding gives both the size and the digest by which a retry is recognised
             encoded = _encode_conversation(asked)
             num_bytes = len(encoded)
@@ -344,13 +347,13 @@ class Gateway:
             task.add_done_callback(partial(self._keep_response, session, messages))
         return _TurnResponse(session, dialect, asked, digest, task)
 
-    def _keep_response(self, session: Session, messages: list[Message], task: asyncio.Future[Turn]) -> None:
+    def _keep_response(self, session: Session, messages: list[Message], task: asyncio.Future[Reply]) -> None:
         """Keep the conversation that a task has answered, unless it failed, for `previous_response_id`."""
         if session.ended or task.cancelled() or task.exception() is not None:
             return
-        turn = task.result()
+        reply = task.result()
         with suppress(UnicodeEncodeError):  # the client gets an error in its place
-            session.responses.add(f"resp_{turn.id}", [*messages, turn.to_message()])
+            session.responses.add(f"resp_{reply.call}", [*messages, reply.to_message()])
 
         # above the limit of all sessions, the session that keeps most gives up its oldest
         kept = [each.responses for each in self._sessions.values()]
@@ -413,7 +416,7 @@ class _TurnResponse(Response):
     """Waits for a turn and sends it: whole, or as a stream of events. Then the session's request is no longer open."""
 
     def __init__(
-        self, session: Session, dialect: Dialect, request: TurnRequest, digest: str, task: asyncio.Future[Turn]
+        self, session: Session, dialect: Dialect, request: ClientRequest, digest: str, task: asyncio.Future[Reply]
     ) -> None:
         super().__init__()
         self._session, self._dialect, self._request, self._digest, self._task = session, dialect, request, digest, task
@@ -445,11 +448,11 @@ class _TurnResponse(Response):
             # the whole answer is encoded before it is sent, so a turn that cannot be encoded becomes an error
             refused: Rejected | None = None
             try:
-                turn = await task
+                reply = await task
                 if request.streams:
-                    events = b"".join(map(_encode_event, dialect.events(turn, request)))
+                    events = b"".join(map(_encode_event, dialect.events(reply, request)))
                 else:
-                    answer = as_json(dialect.answer(turn, request))
+                    answer = as_json(dialect.answer(reply, request))
             except Rejected as error:
                 refused = error
             except asyncio.CancelledError:
@@ -517,8 +520,7 @@ def conversation_digest(request: TurnRequest) -> str:
 
 def _encode_conversation(request: TurnRequest) -> bytes:
     decides: list[Any] = [request.messages, request.tools, request.calls_tools, request.trace]
-    # of the sampling arguments only this one may change a prompt, as some chat templates read it
-    decides += [request.template_kwargs, request.sampling.get("reasoning_effort")]
+    decides += [request.sampling.get(name) for name in DECIDES]
     return msgspec.json.encode(decides, order="sorted")
 
 

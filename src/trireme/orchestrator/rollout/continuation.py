@@ -12,8 +12,8 @@ from typing import Any
 
 import jinja2
 
+from trireme.journal.model_turn import Message
 from trireme.orchestrator.rollout.chat import ChatTokenizer
-from trireme.orchestrator.rollout.turns import ModelMessage
 
 _MARK = "\u2402mark\u2403"  # occurs in no template and no conversation
 
@@ -36,11 +36,11 @@ class Continuation:
     tools: list[dict] | None
     template_kwargs: dict[str, Any]
 
-    def text_after(self, reply: ModelMessage) -> str:
+    def text_after(self, said: Message) -> str:
         """Return the text between the last sampled token and the beginning of the model's next turn.
 
         Args:
-            reply: the turn, as the environment was shown it.
+            said: the turn, as the environment was shown it.
 
         Raises: Rewritten.
         """
@@ -56,7 +56,8 @@ class Continuation:
         _check_grows(before, with_turn)
         # whitespace and the form of tool calls are up to the template
         rendered = "".join(with_turn[len(before) :].split())
-        for part in (reply.reasoning or "", reply.content, *(call.name for call in reply.tool_calls)):
+        names = [call["function"]["name"] for call in said.get("tool_calls", ())]
+        for part in (said.get("reasoning_content", ""), said["content"], *names):
             if "".join(part.split()) not in rendered:
                 raise Rewritten(f"{part[:60]!r} is no longer there")
 

@@ -8,7 +8,7 @@ The sample that a turn's tokens belong to:
 - With either, a conversation that continues no earlier one begins a sample: the first one, one that the environment
   changed or asked in parallel to another, one with other tools or other variables of the chat template.
 - `tolerant`, for agent programs: as `interleaved`, but a turn is recognised although the program changed what it sends
-  back (`ModelMessage.is_like`), the sampled tokens stay even if a template rewrites earlier turns, and a conversation
+  back (`is_like`), the sampled tokens stay even if a template rewrites earlier turns, and a conversation
   that leaves an earlier one after any of its turns begins a sample with that one's tokens.
 - Agent runs of one rollout (`trace`) never continue each other's conversations.
 """
@@ -25,14 +25,14 @@ import numpy as np
 
 from trireme.algo.pictures import expand
 from trireme.journal.message_text import pictures_in
+from trireme.journal.model_turn import Message, Turn, is_like, is_same
 from trireme.journal.records import AgentRun, Branch
-from trireme.journal.turns import Generation, PromptDigests
+from trireme.journal.turns import PromptDigests
 from trireme.messages import Kept, Picture, Tokens, build_tokens
 from trireme.orchestrator.engines.expert_routes import to_routed
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.continuation import Continuation, Rewritten
 from trireme.orchestrator.rollout.pictures import ConversationPictures
-from trireme.orchestrator.rollout.turns import ModelMessage
 
 Strategy = Literal["interleaved", "branching", "tolerant"]
 
@@ -52,7 +52,7 @@ class _Sample:
     kept: list[Sequence[int]] = field(default_factory=list)  # tokens that each was chosen from; empty: all
     routes: list[np.ndarray] = field(default_factory=list)  # expert routes per turn: [N, layers, experts]
     pictures: list[Picture] = field(default_factory=list)  # in the order of their places
-    last: _Turn | None = None
+    last: _Place | None = None
     is_kept: bool = True  # trained on
 
     @property
@@ -66,7 +66,7 @@ class _Sample:
         self.versions += [-1] * len(ids)
         self.kept += [()] * len(ids)
 
-    def add_sampled(self, turn: Generation) -> None:
+    def add_sampled(self, turn: Turn) -> None:
         self.ids += turn.ids
         self.mask += [1] * len(turn.ids)
         self.logprobs += turn.logprobs
@@ -92,15 +92,15 @@ class _Sample:
 
 
 @dataclass(frozen=True)
-class _Turn:
+class _Place:
     """One turn of the model: the place of its tokens, and the conversation that it ends."""
 
     sample: _Sample
     begin: int
     end: int
     messages: list[dict[str, Any]]  # the conversation before it
-    reply: ModelMessage
-    replies: dict[int, ModelMessage]  # earlier turns, by their place in `messages`
+    said: Message  # the turn as the environment was shown it
+    earlier: dict[int, Message]  # earlier turns of the conversation, by their place in `messages`
 
     def continued_by(
         self,
@@ -118,26 +118,26 @@ class _Turn:
             return None
         # an environment returns turns as it got them; an agent program may have changed them a little
         if not tolerant:
-            return messages if messages[:past] == self.messages and self.reply.is_in(messages[past]) else None
-        if not self.reply.is_like(messages[past]) or self.num_shared(messages) <= past:
+            return messages if messages[:past] == self.messages and is_same(self.said, messages[past]) else None
+        if not is_like(self.said, messages[past]) or self.num_shared(messages) <= past:
             return None
         # the model's own form of its turns: the program's would be rendered to other tokens than were sampled
-        return [*self.messages, self.reply.to_message(), *messages[past + 1 :]]
+        return [*self.messages, self.said, *messages[past + 1 :]]
 
     def num_shared(self, messages: list[dict[str, Any]]) -> int:
         """Return how many messages a conversation has in common with this one, up to and with this turn."""
         for place, given in enumerate(messages):
-            known, reply = self.messages[place : place + 1], self.reply_at(place)
-            if known != [given] and (reply is None or not reply.is_like(given)):
+            known, said = self.messages[place : place + 1], self.said_at(place)
+            if known != [given] and (said is None or not is_like(said, given)):
                 return place
         return len(messages)
 
-    def reply_at(self, place: int) -> ModelMessage | None:
-        return self.reply if place == len(self.messages) else self.replies.get(place)
+    def said_at(self, place: int) -> Message | None:
+        return self.said if place == len(self.messages) else self.earlier.get(place)
 
 
 @dataclass(frozen=True)
-class Question:
+class Prompt:
     """A turn that the engine is asked for. It becomes part of a sample only when there is an answer."""
 
     number: int  # place among all turns that were asked for, from 0
@@ -145,7 +145,7 @@ class Question:
     messages: list[dict[str, Any]]
     tools: list[dict] | None
     trace: str
-    turn: _Turn | None  # the turn that it continues
+    turn: _Place | None  # the turn that it continues
     pictures: tuple[Picture, ...] = ()  # all pictures of the prompt
     routes: tuple[np.ndarray, ...] = ()  # routes of the first of `ids`, which the engine reported in earlier turns
     rewritten: str = ""  # how the chat template changes the turn that the conversation continues; empty: it does not
@@ -166,7 +166,7 @@ class Trajectory:
     pictures: ConversationPictures | None = None  # pictures of the run; if not given, pictures are no tokens
     max_model_len: int | None = None  # prompts that are far longer are refused
     _samples: list[_Sample] = field(default_factory=list)
-    _turns: dict[int, _Turn] = field(default_factory=dict)  # keyed by the number of their question
+    _turns: dict[int, _Place] = field(default_factory=dict)  # keyed by the number of their prompt
     _num_asked: int = 0
     num_rewritten: int = 0  # turns that begin a sample because the chat template rewrites earlier ones
     taken_back: list[str] = field(default_factory=list)  # digests of the prompts of turns that were taken back
@@ -182,7 +182,7 @@ class Trajectory:
         tools: list[dict] | None,
         trace: str = "",
         template_kwargs: dict[str, Any] | None = None,
-    ) -> Question:
+    ) -> Prompt:
         """Build the prompt of the next turn, from what `read_messages` returns. Several may be asked for at once.
 
         Raises:
@@ -204,7 +204,7 @@ class Trajectory:
                 # routes are kept up to a sample's newest turn, so a branch from an earlier turn asks for all of its own
                 routes = tuple(turn.sample.routes) if turn is turn.sample.last else ()
                 pictures = (*known, *new)
-                return Question(
+                return Prompt(
                     number, past + more, conversation, tools, trace, turn, pictures, routes, template_kwargs=given
                 )
             except Rewritten as error:
@@ -219,7 +219,7 @@ class Trajectory:
             text = self.tokenizer.render(messages, tools=tools, generate=True, template_kwargs=given)
             ids = self.tokenizer.encode(text, self.max_model_len)
         ids, shown = self._expand(ids, messages, 0)
-        return Question(
+        return Prompt(
             number, ids, messages, tools, trace, None, tuple(shown), rewritten=rewritten, template_kwargs=given
         )
 
@@ -247,7 +247,7 @@ class Trajectory:
 
     def _find_turn(
         self, messages: list[dict[str, Any]], tools: list[dict] | None, trace: str, template_kwargs: dict[str, Any]
-    ) -> tuple[_Turn | None, list[dict[str, Any]]]:
+    ) -> tuple[_Place | None, list[dict[str, Any]]]:
         """Return the turn that a conversation continues, and the conversation as the model knows it."""
         # a program may go back to any turn, so the one with the longest conversation counts; otherwise a conversation
         # only grows at the end of a sample
@@ -262,44 +262,44 @@ class Trajectory:
                 return turn, conversation
         return None, messages
 
-    def _text_after(self, turn: _Turn, messages: list[dict[str, Any]], tools: list[dict] | None) -> str:
+    def _text_after(self, turn: _Place, messages: list[dict[str, Any]], tools: list[dict] | None) -> str:
         """Return the text between a turn and the next. Raises: Rewritten."""
         sampled = turn.sample.ids[turn.begin : turn.end]
         given = turn.sample.template_kwargs
         continuation = Continuation(self.tokenizer, messages, len(turn.messages), sampled, tools, given)
         try:
-            return continuation.text_after(turn.reply)
+            return continuation.text_after(turn.said)
         except Rewritten:
             # `tolerant` keeps the sampled tokens even under a template that would rewrite them
             if self.strategy != "tolerant":
                 raise
             return continuation.text_after_any_turn()
 
-    def record(self, question: Question, turn: Generation, reply: ModelMessage) -> None:
+    def record(self, prompt: Prompt, turn: Turn) -> None:
         """Add a turn: the tokens that the engine sampled, and the message that the environment is shown."""
-        earlier = question.turn
-        replies = {} if earlier is None else earlier.replies | {len(earlier.messages): earlier.reply}
+        earlier = prompt.turn
+        said_before = {} if earlier is None else earlier.earlier | {len(earlier.messages): earlier.said}
 
         # the earlier turn's sample grows by what was given since, and by this turn
         if earlier is not None and earlier.end == earlier.sample.length:
             sample = earlier.sample
-            sample.add_given(question.ids[earlier.end :])
+            sample.add_given(prompt.ids[earlier.end :])
         else:  # a conversation of its own, or one that leaves an earlier one before its end
-            branch, given = self._begin_branch(question), question.template_kwargs
-            sample = _Sample(question.tools or None, branch, question.trace, given)
+            branch, given = self._begin_branch(prompt), prompt.template_kwargs
+            sample = _Sample(prompt.tools or None, branch, prompt.trace, given)
             self._samples.append(sample)
-            self.num_rewritten += bool(question.rewritten)
-            sample.add_given(question.ids)
+            self.num_rewritten += bool(prompt.rewritten)
+            sample.add_given(prompt.ids)
 
-        sample.pictures = list(question.pictures)
+        sample.pictures = list(prompt.pictures)
         begin = sample.length
         sample.branch.num_turns += 1
         sample.add_sampled(turn)
         # routes of a prompt are reported only from `routes_from` on, so those from before are put in front
         if turn.routes is not None:
-            sample.routes = [*question.routes, turn.routes]
-        sample.last = _Turn(sample, begin, sample.length, question.messages, reply, replies)
-        self._turns[question.number] = sample.last
+            sample.routes = [*prompt.routes, turn.routes]
+        sample.last = _Place(sample, begin, sample.length, prompt.messages, turn.message, said_before)
+        self._turns[prompt.number] = sample.last
 
     def take_back(self, number: int) -> None:
         """Remove a turn that was not received, if it ends its sample. Numbers of turns stay the same."""
@@ -323,12 +323,12 @@ class Trajectory:
         sample.pictures = [picture for picture in sample.pictures if picture.place < end]
         sample.branch.num_turns -= 1
 
-    def _begin_branch(self, question: Question) -> Branch:
+    def _begin_branch(self, prompt: Prompt) -> Branch:
         """Return why a request of an agent program begins a sample, by the conversation that it is most like."""
-        messages, tools = question.messages, question.tools or None
+        messages, tools = prompt.messages, prompt.tools or None
         branch = Branch(why="first request", num_tools=len(tools or ()))
 
-        lasts = [each.last for each in self._samples if each.last is not None and each.trace == question.trace]
+        lasts = [each.last for each in self._samples if each.last is not None and each.trace == prompt.trace]
         if not lasts or self.strategy != "tolerant":
             return branch
 
@@ -345,13 +345,13 @@ class Trajectory:
         following = [message.get("role") for message in messages[place:]]
         if tools != nearest.sample.tools:
             branch.why = "other tools"
-        elif question.template_kwargs != nearest.sample.template_kwargs:
+        elif prompt.template_kwargs != nearest.sample.template_kwargs:
             branch.why = "other template variables"
-        elif question.rewritten:
+        elif prompt.rewritten:
             branch.why = "chat template"
         elif not following:
             branch.why = "same request again"
-        elif nearest.reply_at(place) is not None:
+        elif nearest.said_at(place) is not None:
             branch.why = "turn edited" if following[0] == "assistant" else "turn dropped"
         else:
             branch.why = "history edited" if "assistant" in following else "earlier turn continued"
@@ -372,7 +372,7 @@ class Trajectory:
             sample.branch.sample = next((place for place, each in enumerate(trained) if each is sample), -1)
             is_transcript = has_transcript and longest is not None and longest.sample is sample
             if len(lasts) > 1 and not is_transcript:
-                sample.branch.messages = [*last.messages[sample.branch.place :], last.reply.to_message()]
+                sample.branch.messages = [*last.messages[sample.branch.place :], last.said]
         return [sample.branch for sample, _ in lasts]
 
     def prompts(self) -> dict[bool, list[str]]:

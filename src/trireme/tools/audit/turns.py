@@ -9,8 +9,9 @@ import re
 from collections import Counter
 from pathlib import Path
 
+from trireme.journal.model_turn import Turn
 from trireme.journal.records import BatchRecord, Dropped, Rollout, State
-from trireme.journal.turns import MISSING, TurnRecord, compare_turns, read_turns, turns_file, turns_folder
+from trireme.journal.turns import MISSING, compare_turns, read_turns, turns_file, turns_folder
 from trireme.tools.audit.report import Report
 from trireme.tools.record_differences import some
 
@@ -76,7 +77,7 @@ class TurnAudit:
                 advice="The rollout was lost, or the file is of another run.",
             )
 
-    def _read(self, step: int, one: Rollout | Dropped) -> list[TurnRecord] | None:
+    def _read(self, step: int, one: Rollout | Dropped) -> list[Turn] | None:
         """Return the turns of an attempt; None if there is no file of them."""
         for journal in self._journals:
             file = turns_file(journal, _name(one), one.attempt)
@@ -91,7 +92,7 @@ class TurnAudit:
                     return []
         return None
 
-    def _compare(self, step: int, rollout: Rollout, turns: list[TurnRecord]) -> None:
+    def _compare(self, step: int, rollout: Rollout, turns: list[Turn]) -> None:
         compared, unused = compare_turns(rollout.samples, turns)
 
         self._counts[TRAINED] += sum(not turn.difference for turn in compared)

@@ -19,8 +19,9 @@ from typing import Any
 import msgspec
 
 from trireme.journal.message_text import content_text
+from trireme.journal.model_turn import Turn
 from trireme.journal.records import Branch
-from trireme.journal.turns import TurnRecord, compare_turns, prompt_digest
+from trireme.journal.turns import compare_turns, prompt_digest
 from trireme.orchestrator.environments.open_rollout import AskPolicy
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Done, Reply, RunTask
@@ -84,7 +85,7 @@ class _Turn:
     num_tools: int
     prompt: int
     sampled: int
-    answered: TurnRecord | None  # None if the policy answers in text
+    answered: Turn | None  # None if the policy answers in text
     began: float
     ended: float
 
@@ -198,7 +199,7 @@ def _turn(question: Ask, reply: Reply, began: float) -> _Turn:
 
     if reply.prompt_ids:
         lengths = len(reply.prompt_ids), len(reply.completion_ids)
-        answered = TurnRecord(
+        answered = Turn(
             prompt=prompt_digest(reply.prompt_ids),
             ids=reply.completion_ids,
             logprobs=reply.logprobs,

@@ -18,9 +18,9 @@ from toy_environments import (
     says,
     talk,
 )
+from trireme.journal.model_turn import ToolCall
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
-from trireme.orchestrator.gateway.dialects.turn import ToolCall
 
 pytestmark = pytest.mark.xdist_group("packages")
 MULTI_TURN, WITH_A_TIMEOUT, TOOLS, PARALLEL, STEPWISE = range(0, 100, 20)  # examples of `alone`

@@ -9,30 +9,29 @@ from typing import Any
 
 from msgspec import Raw
 
+from trireme.journal.model_turn import Message
+from trireme.orchestrator.environments.wire import Reply
 from trireme.orchestrator.gateway.dialects.turn import (
     ERROR_TYPES,
     STATUS,
     Body,
+    ClientRequest,
     Content,
     Count,
     Dialect,
     Event,
     Limits,
-    Message,
     Part,
     Rejected,
     Shape,
     ToolChoice,
     TopK,
-    Turn,
-    TurnRequest,
     as_messages,
     choose_sampling,
     function,
     nested_call,
     read_content,
     read_picture,
-    read_template_kwargs,
     read_text,
     whole_json,
 )
@@ -95,7 +94,7 @@ class AnthropicBody(Body):
     output_config: OutputConfig | None = None
 
 
-def read(body: AnthropicBody) -> TurnRequest:
+def read(body: AnthropicBody) -> ClientRequest:
     """Read a request. Raises: Rejected."""
     limits = Limits()
     limits.count(body.stop_sequences)
@@ -119,15 +118,13 @@ def read(body: AnthropicBody) -> TurnRequest:
     # whether and how much to think
     effort = body.output_config.effort if body.output_config is not None else None
     thinks = THINKS.get(body.thinking.type or "") if body.thinking is not None else None
-    template_kwargs = {} if thinks is None else {"enable_thinking": thinks}
 
-    return TurnRequest(
-        messages,
-        functions or None,
-        choose_sampling(body, SAMPLING) | ({} if effort is None else {"reasoning_effort": effort}),
+    return ClientRequest(
+        messages=messages,
+        tools=functions or None,
+        sampling=choose_sampling(body, SAMPLING, effort=effort, thinks=thinks),
         streams=bool(body.stream),
         calls_tools=body.tool_choice is None or body.tool_choice.type != "none",
-        template_kwargs=template_kwargs | read_template_kwargs(body.chat_template_kwargs),
     )
 
 
@@ -184,26 +181,26 @@ def _read_result(block: Block, where: str) -> Message:
     }
 
 
-def answer(turn: Turn, request: TurnRequest) -> dict[str, Any]:
+def answer(reply: Reply, request: ClientRequest) -> dict[str, Any]:
     """Write a turn as a message."""
-    blocks = [block for block, _ in _blocks(turn)]
-    return _head(turn) | {"content": blocks, **_end(turn), "usage": _usage(turn)}
+    blocks = [block for block, _ in _blocks(reply)]
+    return _head(reply) | {"content": blocks, **_end(reply), "usage": _usage(reply)}
 
 
-def _blocks(turn: Turn) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+def _blocks(reply: Reply) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """Yield each content block, and the deltas that make it from an empty one."""
-    if turn.reasoning:
-        signature = base64.b64encode(turn.id.encode()).decode()  # clients return it; nothing reads it
+    if reply.reasoning:
+        signature = base64.b64encode(reply.call.encode()).decode()  # clients return it; nothing reads it
         yield (
-            {"type": "thinking", "thinking": turn.reasoning, "signature": signature},
+            {"type": "thinking", "thinking": reply.reasoning, "signature": signature},
             [
-                {"type": "thinking_delta", "thinking": turn.reasoning},
+                {"type": "thinking_delta", "thinking": reply.reasoning},
                 {"type": "signature_delta", "signature": signature},
             ],
         )
-    if turn.content or not turn.calls:
-        yield {"type": "text", "text": turn.content}, [{"type": "text_delta", "text": turn.content}]
-    for call in turn.calls:
+    if reply.text or not reply.calls:
+        yield {"type": "text", "text": reply.text}, [{"type": "text_delta", "text": reply.text}]
+    for call in reply.calls:
         written = whole_json(call.arguments)
         block = {"type": "tool_use", "id": call.id, "name": call.name, "input": _arguments(written)}
         yield block, [{"type": "input_json_delta", "partial_json": written}]
@@ -218,10 +215,10 @@ def _arguments(written: str) -> dict[str, Any]:
     return arguments if isinstance(arguments, dict) else {UNPARSED: written}
 
 
-def events(turn: Turn, request: TurnRequest) -> Iterator[Event]:
+def events(reply: Reply, request: ClientRequest) -> Iterator[Event]:
     """Write a turn as a stream: it was sampled whole, so each of its blocks is one delta."""
-    start = _head(turn) | {"content": [], "stop_reason": None, "stop_sequence": None}
-    usage = _usage(turn)
+    start = _head(reply) | {"content": [], "stop_reason": None, "stop_sequence": None}
+    usage = _usage(reply)
     yield _event("message_start", message=start | {"usage": usage | {"output_tokens": 0}})
 
     # a block begins empty, and its deltas fill these fields
@@ -231,13 +228,13 @@ def events(turn: Turn, request: TurnRequest) -> Iterator[Event]:
         "tool_use": {"input": {}},
     }
 
-    for index, (block, deltas) in enumerate(_blocks(turn)):
+    for index, (block, deltas) in enumerate(_blocks(reply)):
         yield _event("content_block_start", index=index, content_block=block | empty[block["type"]])
         for delta in deltas:
             yield _event("content_block_delta", index=index, delta=delta)
         yield _event("content_block_stop", index=index)
 
-    yield _event("message_delta", delta=_end(turn), usage=usage)
+    yield _event("message_delta", delta=_end(reply), usage=usage)
     yield _event("message_stop")
 
 
@@ -245,18 +242,18 @@ def _event(kind: str, **fields: Any) -> Event:
     return kind, {"type": kind, **fields}
 
 
-def _head(turn: Turn) -> dict[str, Any]:
-    return {"id": f"msg_{turn.id}", "type": "message", "role": "assistant", "model": "policy"}
+def _head(reply: Reply) -> dict[str, Any]:
+    return {"id": f"msg_{reply.call}", "type": "message", "role": "assistant", "model": "policy"}
 
 
-def _end(turn: Turn) -> dict[str, Any]:
-    return {"stop_reason": STOP_REASONS[turn.finish], "stop_sequence": None}
+def _end(reply: Reply) -> dict[str, Any]:
+    return {"stop_reason": STOP_REASONS[reply.finish], "stop_sequence": None}
 
 
-def _usage(turn: Turn) -> dict[str, Any]:
+def _usage(reply: Reply) -> dict[str, Any]:
     return {
-        "input_tokens": turn.num_prompt,
-        "output_tokens": turn.num_sampled,
+        "input_tokens": reply.num_prompt,
+        "output_tokens": reply.num_sampled,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 0,
     }

@@ -8,29 +8,28 @@ from typing import Any
 
 from msgspec import Raw
 
+from trireme.journal.model_turn import Message
+from trireme.orchestrator.environments.wire import Reply
 from trireme.orchestrator.gateway.dialects.turn import (
     ERROR_TYPES,
     STATUS,
     Body,
+    ClientRequest,
     Content,
     Count,
     Dialect,
     Event,
     Limits,
-    Message,
     NotNegative,
     Rejected,
     Shape,
     ToolChoice,
     TopK,
-    Turn,
-    TurnRequest,
     as_messages,
     choose_sampling,
     function,
     nested_call,
     read_content,
-    read_template_kwargs,
     read_text,
 )
 
@@ -98,7 +97,7 @@ class ChatBody(Body):
     reasoning_effort: str | None = None
 
 
-def read(body: ChatBody) -> TurnRequest:
+def read(body: ChatBody) -> ClientRequest:
     """Read a request. Raises: Rejected."""
     if body.n not in (None, 1):
         raise Rejected("invalid", f"n={body.n!r:.80} - a session samples one answer per request. Remove `n`.")
@@ -112,14 +111,13 @@ def read(body: ChatBody) -> TurnRequest:
     messages = as_messages(body.messages, where="messages")
     limits.count(messages)
 
-    return TurnRequest(
-        [read_message(message, f"messages[{place}]", limits) for place, message in enumerate(messages)],
-        tools or None,
-        choose_sampling(body, SAMPLING),
+    return ClientRequest(
+        messages=[read_message(message, f"messages[{place}]", limits) for place, message in enumerate(messages)],
+        tools=tools or None,
+        sampling=choose_sampling(body, SAMPLING),
         streams=bool(body.stream),
         calls_tools=body.tool_choice != "none",
         with_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
-        template_kwargs=read_template_kwargs(body.chat_template_kwargs),
     )
 
 
@@ -160,44 +158,44 @@ def read_tools(tools: list[ChatTool], limits: Limits) -> list[dict[str, Any]]:
     return functions
 
 
-def answer(turn: Turn, request: TurnRequest) -> dict[str, Any]:
+def answer(reply: Reply, request: ClientRequest) -> dict[str, Any]:
     """Write a turn as a completion."""
     # as OpenAI does, null instead of an empty text in a turn that is nothing but calls
-    message = turn.to_message() | {"content": turn.content if turn.content or not turn.calls else None}
-    choice = {"index": 0, "message": message, "finish_reason": turn.finish, "logprobs": None}
-    return _head(turn, "chat.completion") | {"choices": [choice], "usage": _usage(turn)}
+    message = reply.to_message() | {"content": reply.text if reply.text or not reply.calls else None}
+    choice = {"index": 0, "message": message, "finish_reason": reply.finish, "logprobs": None}
+    return _head(reply, "chat.completion") | {"choices": [choice], "usage": _usage(reply)}
 
 
-def events(turn: Turn, request: TurnRequest) -> Iterator[Event]:
+def events(reply: Reply, request: ClientRequest) -> Iterator[Event]:
     """Write a turn as chunks: it was sampled whole, so each of its parts is one chunk."""
-    head = _head(turn, "chat.completion.chunk")
+    head = _head(reply, "chat.completion.chunk")
 
     def chunk(delta: dict[str, Any], finish: str | None = None) -> Event:
         return None, head | {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
 
     yield chunk({"role": "assistant", "content": ""})
-    if turn.reasoning:
-        yield chunk({"reasoning_content": turn.reasoning})
-    if turn.content:
-        yield chunk({"content": turn.content})
-    for place, call in enumerate(turn.calls):
+    if reply.reasoning:
+        yield chunk({"reasoning_content": reply.reasoning})
+    if reply.text:
+        yield chunk({"content": reply.text})
+    for place, call in enumerate(reply.calls):
         yield chunk({"tool_calls": [{"index": place} | call.to_chat()]})
 
-    yield chunk({}, turn.finish)
+    yield chunk({}, reply.finish)
     if request.with_usage:
-        yield None, head | {"choices": [], "usage": _usage(turn)}
+        yield None, head | {"choices": [], "usage": _usage(reply)}
     yield None, "[DONE]"
 
 
-def _head(turn: Turn, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{turn.id}", "object": kind, "created": int(time.time()), "model": "policy"}
+def _head(reply: Reply, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{reply.call}", "object": kind, "created": int(time.time()), "model": "policy"}
 
 
-def _usage(turn: Turn) -> dict[str, Any]:
+def _usage(reply: Reply) -> dict[str, Any]:
     return {
-        "prompt_tokens": turn.num_prompt,
-        "completion_tokens": turn.num_sampled,
-        "total_tokens": turn.num_prompt + turn.num_sampled,
+        "prompt_tokens": reply.num_prompt,
+        "completion_tokens": reply.num_sampled,
+        "total_tokens": reply.num_prompt + reply.num_sampled,
     }
 
 

@@ -8,22 +8,21 @@ from typing import Any
 
 from msgspec import Raw
 
+from trireme.journal.model_turn import Message, ToolCall
+from trireme.orchestrator.environments.wire import Reply
 from trireme.orchestrator.gateway.dialects.chat import error
 from trireme.orchestrator.gateway.dialects.turn import (
     Body,
+    ClientRequest,
     Content,
     Count,
     Dialect,
     Event,
     Limits,
-    Message,
     Rejected,
     Shape,
     Tool,
-    ToolCall,
     ToolChoice,
-    Turn,
-    TurnRequest,
     as_messages,
     choose_sampling,
     custom_function,
@@ -31,7 +30,6 @@ from trireme.orchestrator.gateway.dialects.turn import (
     function,
     nested_call,
     read_content,
-    read_template_kwargs,
     read_text,
 )
 
@@ -97,7 +95,7 @@ class ResponsesBody(Body):
     store: bool | None = None
 
 
-def read(body: ResponsesBody, earlier: Sequence[Message] = ()) -> TurnRequest:
+def read(body: ResponsesBody, earlier: Sequence[Message] = ()) -> ClientRequest:
     """Read a request.
 
     Args:
@@ -116,14 +114,13 @@ def read(body: ResponsesBody, earlier: Sequence[Message] = ()) -> TurnRequest:
     given = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     messages += [*earlier, *read_items(as_messages(given, where="input"), declared, limits)]
 
-    return TurnRequest(
-        messages,
-        functions or None,
-        choose_sampling(body, SAMPLING) | ({"reasoning_effort": effort} if effort is not None else {}),
+    return ClientRequest(
+        messages=messages,
+        tools=functions or None,
+        sampling=choose_sampling(body, SAMPLING, effort=effort),
         streams=bool(body.stream),
         calls_tools=body.tool_choice != "none",
         declared=declared,
-        template_kwargs=read_template_kwargs(body.chat_template_kwargs),
     )
 
 
@@ -218,38 +215,38 @@ def _read_given(item: Item, kind: str, where: str) -> Message:
     return {"role": ROLES.get(item.role, item.role), "content": content}
 
 
-def answer(turn: Turn, request: TurnRequest) -> dict[str, Any]:
+def answer(reply: Reply, request: ClientRequest) -> dict[str, Any]:
     """Write a turn as a response."""
-    cut = turn.finish == "length"
-    return _response(turn, "incomplete" if cut else "completed", output_items(turn, request)) | {
+    cut = reply.finish == "length"
+    return _response(reply, "incomplete" if cut else "completed", output_items(reply, request)) | {
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "usage": {
-            "input_tokens": turn.num_prompt,
+            "input_tokens": reply.num_prompt,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": turn.num_sampled,
+            "output_tokens": reply.num_sampled,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": turn.num_prompt + turn.num_sampled,
+            "total_tokens": reply.num_prompt + reply.num_sampled,
         },
     }
 
 
-def output_items(turn: Turn, request: TurnRequest) -> list[dict[str, Any]]:
+def output_items(reply: Reply, request: ClientRequest) -> list[dict[str, Any]]:
     """Return what the turn adds to the conversation, as items."""
     items: list[dict[str, Any]] = []
-    if turn.reasoning:
-        thought = [{"type": "reasoning_text", "text": turn.reasoning}]
-        items.append({"type": "reasoning", "id": f"rs_{turn.id}", "summary": [], "content": thought})
-    if turn.content or not turn.calls:
-        status = "incomplete" if turn.finish == "length" else "completed"
-        text = {"type": "output_text", "text": turn.content, "annotations": [], "logprobs": []}
-        head = {"type": "message", "id": f"msg_{turn.id}", "role": "assistant", "status": status}
+    if reply.reasoning:
+        thought = [{"type": "reasoning_text", "text": reply.reasoning}]
+        items.append({"type": "reasoning", "id": f"rs_{reply.call}", "summary": [], "content": thought})
+    if reply.text or not reply.calls:
+        status = "incomplete" if reply.finish == "length" else "completed"
+        text = {"type": "output_text", "text": reply.text, "annotations": [], "logprobs": []}
+        head = {"type": "message", "id": f"msg_{reply.call}", "role": "assistant", "status": status}
         items.append(head | {"content": [text]})
-    for place, call in enumerate(turn.calls):
-        items.append(_write_call(call, f"fc_{turn.id}_{place}", request))
+    for place, call in enumerate(reply.calls):
+        items.append(_write_call(call, f"fc_{reply.call}_{place}", request))
     return items
 
 
-def _write_call(call: ToolCall, item_id: str, request: TurnRequest) -> dict[str, Any]:
+def _write_call(call: ToolCall, item_id: str, request: ClientRequest) -> dict[str, Any]:
     tool = request.declared.get(call.name, Tool(call.name))
     head = {"id": item_id, "call_id": call.id, "name": tool.name, "status": "completed"}
     if tool.namespace is not None:
@@ -259,10 +256,10 @@ def _write_call(call: ToolCall, item_id: str, request: TurnRequest) -> dict[str,
     return {"type": "function_call", **head, "arguments": call.arguments}
 
 
-def events(turn: Turn, request: TurnRequest) -> Iterator[Event]:
+def events(reply: Reply, request: ClientRequest) -> Iterator[Event]:
     """Write a turn as a stream: it was sampled whole, so each of its texts is one delta."""
-    last = answer(turn, request)
-    started = _response(turn, "in_progress", [])
+    last = answer(reply, request)
+    started = _response(reply, "in_progress", [])
     plain: list[dict[str, Any]] = [
         {"type": "response.created", "response": started},
         {"type": "response.in_progress", "response": started},
@@ -299,9 +296,9 @@ def _item_events(item: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
     yield {"type": "response.output_item.done", "output_index": index, "item": item}
 
 
-def _response(turn: Turn, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+def _response(reply: Reply, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
     return {
-        "id": f"resp_{turn.id}",
+        "id": f"resp_{reply.call}",
         "object": "response",
         "created_at": int(time.time()),
         "status": status,

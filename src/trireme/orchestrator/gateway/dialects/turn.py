@@ -1,7 +1,7 @@
 """A model turn between an agent and the policy, in one form for all API dialects.
 
 An agent sends the whole conversation each time, in the dialect of its SDK. A dialect module reads it into a
-`TurnRequest` of plain chat messages, and writes a `Turn` of the policy back as the dialect's answer, as its stream of
+`ClientRequest` of plain chat messages, and writes the policy's `Reply` back as the dialect's answer, as its stream of
 events, or as its error.
 
 Requests come from code that a model wrote. Bodies are decoded into structs: what these do not name is skipped, never
@@ -14,13 +14,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw
 
 from trireme.base.safe_text import encodable
+from trireme.journal.model_turn import ToolCall, TurnRequest
+from trireme.orchestrator.environments.wire import Reply
 
 MOST_ITEMS = 50_000  # messages, their parts and calls, tools and stop strings of one request
 MOST_VALUES = 250_000  # signs between values in a request's JSON of any form
@@ -41,7 +43,6 @@ retry after a pause. `ended`: the session's rollout is over. `failed`: the polic
 """
 
 T = TypeVar("T")
-Message = dict[str, Any]
 Event = tuple[str | None, dict[str, Any] | str]
 """The name (or none) and the data of one server-sent event."""
 
@@ -101,23 +102,6 @@ class Body(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class ToolCall:
-    """A tool call of the model.
-
-    Example:
-        ToolCall(id="call00100", name="bash", arguments='{"command": "ls"}')
-    """
-
-    id: str
-    name: str
-    arguments: str  # JSON text as the model wrote it, perhaps invalid: the environment handles that
-
-    def to_chat(self) -> dict[str, Any]:
-        """Return the call as chat messages have it."""
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
-
-
-@dataclass(frozen=True)
 class Tool:
     """A tool as an agent declared it, if that differs from a plain function."""
 
@@ -126,49 +110,12 @@ class Tool:
     namespace: str | None = None
 
 
-@dataclass(frozen=True)
-class TurnRequest:
-    """A request of an agent for one model turn.
+class ClientRequest(TurnRequest, kw_only=True):
+    """A request over HTTP, and the form in which its client wants the answer."""
 
-    Example:
-        TurnRequest([{"role": "user", "content": "Count to 3."}], None, {"max_tokens": 64}, streams=False)
-    """
-
-    messages: list[Message]  # OpenAI chat messages; tool calls nested
-    tools: list[dict[str, Any]] | None  # OpenAI function tools
-    sampling: dict[str, Any]  # the client's choice, `reasoning_effort` too; the run decides which of it counts
     streams: bool
-    calls_tools: bool = True  # false: text that looks like a tool call stays text
     with_usage: bool = False  # chat: the stream ends with a chunk of token counts
-    declared: dict[str, Tool] = field(default_factory=dict)  # responses: tools by the name that the model sees
-    trace: str = ""  # the agent run that asks, if one session serves several
-    template_kwargs: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One answer of the policy.
-
-    Example:
-        Turn("t3", "It is 3.", finish="stop", num_prompt=120, num_sampled=5)
-    """
-
-    id: str  # unique within the session; letters and digits
-    content: str
-    reasoning: str = ""
-    calls: tuple[ToolCall, ...] = ()
-    finish: Literal["stop", "length", "tool_calls"] = "stop"
-    num_prompt: int = 0  # tokens
-    num_sampled: int = 0  # tokens
-
-    def to_message(self) -> Message:
-        """Return the turn as a chat message."""
-        message: Message = {"role": "assistant", "content": self.content}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        if self.calls:
-            message["tool_calls"] = [call.to_chat() for call in self.calls]
-        return message
+    declared: dict[str, Tool] = {}  # responses: tools by the name that the model sees
 
 
 @dataclass(frozen=True)
@@ -177,9 +124,9 @@ class Dialect:
 
     body: type[Body]
     harmless: dict[str, tuple[bytes, ...]]  # fields without effect on the turn: with these values, with any if empty
-    read: Callable[[Any], TurnRequest]  # reads a `body`; raises Rejected
-    answer: Callable[[Turn, TurnRequest], dict[str, Any]]
-    events: Callable[[Turn, TurnRequest], Iterator[Event]]
+    read: Callable[[Any], ClientRequest]  # reads a `body`; raises Rejected
+    answer: Callable[[Reply, ClientRequest], dict[str, Any]]
+    events: Callable[[Reply, ClientRequest], Iterator[Event]]
     error: Callable[[Rejected], dict[str, Any]]
     error_event: Callable[[Rejected], Event]  # once a stream has begun
 
@@ -439,7 +386,19 @@ def as_messages(found: list[T] | None, *, where: str) -> list[T]:
     return found
 
 
-def choose_sampling(body: Body, renamed: dict[str, str]) -> dict[str, Any]:
-    """Return the sampling arguments that a request sets, under the names of the chat API."""
+def choose_sampling(
+    body: Body, renamed: dict[str, str], *, effort: str | None = None, thinks: bool | None = None
+) -> dict[str, Any]:
+    """Return the sampling arguments that a request sets, under the names of the chat API.
+
+    Args:
+        effort: how much the model is to think, if the request says so.
+        thinks: whether it is to think; variables that the request sets for the chat template win.
+
+    Raises: Rejected.
+    """
+    template = ({} if thinks is None else {"enable_thinking": thinks}) | read_template_kwargs(body.chat_template_kwargs)
     given = {ours: getattr(body, theirs) for theirs, ours in renamed.items()}
+    given |= {"reasoning_effort": effort} if effort is not None else {}
+    given |= {"chat_template_kwargs": template or None}
     return {name: value for name, value in given.items() if value is not None}

@@ -9,74 +9,19 @@ cannot be parsed stays text: the rollout continues, and the environment decides 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 from trireme.base.log import get_logger
 from trireme.config.inference import InferenceModel
-from trireme.journal.turns import Generation
+from trireme.journal.model_turn import Message, ToolCall, Turn, assistant_message
 from trireme.orchestrator.engines.pool import InferencePool
-from trireme.orchestrator.engines.responses import Message
-from trireme.orchestrator.environments.wire import assistant_message
-from trireme.orchestrator.gateway.dialects.turn import ToolCall
+from trireme.orchestrator.engines.responses import ParsedMessage
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 
 log = get_logger("turns")
 
 _SEED_TOKENS = 16  # last tokens of the prompt, enough to decode the text of the first sampled token
 BEGIN, END = "<tool_call>", "</tool_call>"
-
-
-@dataclass(frozen=True)
-class ModelMessage:
-    """A turn of the model, as the environment is shown it."""
-
-    content: str
-    reasoning: str | None = None
-    tool_calls: tuple[ToolCall, ...] = ()
-
-    def is_in(self, message: dict[str, Any]) -> bool:
-        """Return whether a message of a conversation is this turn, unchanged."""
-        given = message.get("reasoning_content") or message.get("reasoning") or ""
-        return (
-            message.get("role") == "assistant"
-            and (message.get("content") or "") == self.content
-            and given == (self.reasoning or "")
-            and self._has_calls_of(message)
-        )
-
-    def is_like(self, message: dict[str, Any]) -> bool:
-        """Return whether a message of a conversation is this turn, although the program that returns it changed it.
-
-        Programs strip whitespace, drop reasoning, and write arguments in another form. They return ids of tool calls.
-        """
-        given = message.get("reasoning_content") or ""
-        return (
-            message.get("role") == "assistant"
-            and (message.get("content") or "").strip() == self.content.strip()
-            and given.strip() in ("", (self.reasoning or "").strip())
-            and (
-                [call.get("id") for call in message.get("tool_calls") or []] == [call.id for call in self.tool_calls]
-                or self._has_calls_of(message)
-            )
-        )
-
-    def _has_calls_of(self, message: dict[str, Any]) -> bool:
-        functions = [call.get("function", call) for call in message.get("tool_calls") or []]
-        given = [(each.get("name"), _comparable(each.get("arguments"))) for each in functions]
-        return given == [(call.name, _comparable(call.arguments)) for call in self.tool_calls]
-
-    def to_message(self) -> dict[str, Any]:
-        """Return the turn as a message of a conversation."""
-        return assistant_message(self.content, self.reasoning, self.tool_calls)
-
-
-def _comparable(arguments: Any) -> Any:
-    """Return arguments in a form that can be compared: `{"a":1}` and `{"a": 1}` are the same."""
-    try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments
 
 
 class TurnReader:
@@ -92,14 +37,14 @@ class TurnReader:
     async def read(
         self,
         prompt: list[int],
-        turn: Generation,
+        turn: Turn,
         tools: list[dict] | None,
         *,
         number: int,
         keeps_stop: bool = False,
         template_kwargs: dict[str, Any] | None = None,
-    ) -> ModelMessage:
-        """Read the `number`th turn of a rollout.
+    ) -> Message:
+        """Return what the `number`th turn of a rollout says, as a chat message.
 
         Args:
             keeps_stop: leave the stop string that ended it in the text (`include_stop_str_in_output`).
@@ -130,11 +75,11 @@ class TurnReader:
         if tools and not self._reads_calls:
             content, calls = split_tool_calls(content, number)
 
-        return ModelMessage(content, reasoning, tuple(calls))
+        return assistant_message(content, reasoning, calls)
 
     async def _by_engine(
-        self, prompt: list[int], turn: Generation, tools: list[dict] | None, template_kwargs: dict[str, Any]
-    ) -> Message | None:
+        self, prompt: list[int], turn: Turn, tools: list[dict] | None, template_kwargs: dict[str, Any]
+    ) -> ParsedMessage | None:
         """Parse the turn with the engine's parsers, which read the prompt and the tools too; None if they fail."""
         chat_request: dict[str, Any] = {"messages": []}
         if template_kwargs:

@@ -1,0 +1,290 @@
+"""The model's side of one rollout: answers its turns, keeps them on disk if a program plays, records their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+from trireme.base.errors import ConfigError, TriremeError
+from trireme.base.faults import reach
+from trireme.journal.model_turn import Turn
+from trireme.journal.records import Rollout
+from trireme.journal.targets import num_sampled
+from trireme.journal.turns import TurnLog, prompt_digest
+from trireme.orchestrator.engines.pool import PromptTooLong, RequestRefused
+from trireme.orchestrator.environments.open_rollout import RolloutFailed
+from trireme.orchestrator.environments.pool import Environment
+from trireme.orchestrator.environments.wire import Ask, Done, FinishReason, Reply
+from trireme.orchestrator.rollout.chat import NoRoomForToken
+from trireme.orchestrator.rollout.pictures import read_messages
+from trireme.orchestrator.rollout.sampling import TurnSampling
+from trireme.orchestrator.rollout.trajectory import Prompt, Strategy, Trajectory
+from trireme.orchestrator.rollout.turn_reader import call_id
+
+if TYPE_CHECKING:
+    from trireme.orchestrator.rollout.runner import RolloutRunner
+
+PROMPT_TOO_LONG = "prompt_too_long"
+
+
+@dataclass(eq=False)
+class Conversation:
+    """The model's side of one rollout: answers its turns and records their tokens."""
+
+    runner: RolloutRunner
+    sampling: TurnSampling
+    environment: Environment
+    example: int
+    trained: bool
+    log: TurnLog | None  # turns of an earlier, interrupted run of this attempt; new ones are added
+    template: dict[str, Any]  # variables of the chat template: the run's, and those of the environment's table
+    # turns still being sampled for a player that has died, keyed by their prompt's digest
+    _lost: dict[str, asyncio.Task[Any]] = field(default_factory=dict)
+    _is_over: bool = False
+    _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        self._agent, self._has_programs = self.environment.config.agent, self.environment.uses_gateway
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget everything: the environment begins the rollout again."""
+        runner = self.runner
+        strategy: Strategy = runner.config.orchestrator.trajectory_strategy
+        # programs change what they send back, so their conversations are never compared to the letter
+        if self._has_programs:
+            strategy = "tolerant"
+        self.trajectory = Trajectory(runner.tokenizer, strategy, runner.pictures, runner.max_model_len)
+
+        self._refused: str | None = None  # why the last turn was refused as too long, if it was
+        self._invalid: str | None = None  # why the first turn can never be sampled, if it cannot
+        self._cut: str | None = None  # limit that cut the last turn off (tokens or context), if one did
+        self._num_asked = 0
+        self._recorded: dict[str, int] = {}  # turns of the trajectory, by the calls that asked for them
+        if self.log is not None:
+            self.log.rewind()
+
+    async def answer(self, request: Ask) -> Reply:
+        """Answer a request of the environment. A request that cannot be answered is an error of this rollout alone.
+
+        Raises: ConfigError if the chat template rewrites all earlier turns.
+        """
+        runner = self.runner
+        # a program's session numbers its requests, and continues to if it is resumed; all others are counted here
+        number = self._num_asked + 1 if self._agent is None else int(request.call)
+        try:
+            # counting a prompt asks no engine and leaves the trajectory as it is
+            if request.only_counts:
+                given = self._template_kwargs(request)
+                messages = await read_messages(request.messages, runner.pictures)
+                ids = self.trajectory.prompt_ids(messages, request.tools, request.trace, given)
+                return Reply(prompt_ids=ids)
+
+            self._num_asked += 1
+            runner.note_arguments(self.environment.name, request.sampling, self.sampling.own)
+            arguments = self.sampling.of_turn(number, request.sampling)
+
+            # shielded while pictures are read, as a request must take its number even if it is cancelled
+            asking = self._count_and_ask(self.trajectory, request)
+            asked = await (asking if runner.pictures is None else asyncio.shield(asking))
+            if self.trained and self.trajectory.strategy == "interleaved":
+                runner.note_continuation(asked, self.environment.name, self.example, self.template)
+
+            # with a log, a turn that an earlier player asked for is read from disk instead of being sampled again
+            tools = request.tools if request.calls_tools else None
+            sample = partial(self._sample, asked, arguments, tools, number)
+            turn = await (sample() if self.log is None else self._sample_once(self.log, asked, sample))
+        except ConfigError:  # the run cannot go on; caught first, as it is a ValueError too
+            raise
+        except PromptTooLong as error:
+            if not request.only_counts:
+                self._refused, self._cut = str(error), PROMPT_TOO_LONG
+                self._note_invalid(error)
+            return Reply(error=str(error), error_kind="overlong_prompt")
+        except jinja2.TemplateError as error:
+            words = f"The chat template refuses this conversation: {type(error).__name__}: {error}"
+            return Reply(error=words, error_kind="engine")
+        except ValueError as error:
+            if isinstance(error, NoRoomForToken) or (isinstance(error, RequestRefused) and error.status == 400):
+                self._note_invalid(error)
+            return Reply(error=str(error), error_kind="engine")
+        except (TriremeError, AssertionError):
+            raise
+        except Exception as error:
+            # a template, or an engine, failed on a request that it does not expect
+            words = f"This request cannot be answered: {type(error).__name__}: {error}"
+            return Reply(error=words, error_kind="engine")
+
+        # only an answered turn becomes part of the trajectory
+        self._refused, self._cut = None, turn.cut
+        finish_reason: FinishReason = "length" if turn.finish_reason == "length" else "stop"
+        self.trajectory.record(asked, turn)
+        self._recorded[request.call] = asked.number
+        calls = turn.calls
+        return Reply(
+            content=turn.message["content"],
+            reasoning=turn.message.get("reasoning_content"),
+            tool_calls=calls or None,
+            finish_reason="tool_calls" if calls else finish_reason,
+            prompt_ids=asked.ids,
+            completion_ids=turn.ids,
+            logprobs=turn.logprobs,
+        )
+
+    def _note_invalid(self, error: Exception) -> None:
+        """Note that the first prompt, which another attempt would have too, cannot be answered."""
+        if self._num_asked == 1:
+            self._invalid = str(error)
+
+    def explain(self, failure: RolloutFailed) -> RolloutFailed:
+        """Mark the failure as final if the first prompt was the reason, as a retry would have the same one."""
+        if self._invalid is not None and not self._recorded:
+            failure.is_final, failure.is_overlong = True, self._refused == self._invalid
+            if self._invalid not in failure.error:
+                failure.error = f"{self._invalid} ({failure.error})"
+        return failure
+
+    async def _count_and_ask(self, trajectory: Trajectory, request: Ask) -> Prompt:
+        """Build the prompt of a turn. It is counted, in the order of requests, even if it is given up meanwhile: only
+        pictures take their time."""
+        async with self._asking:
+            try:
+                given = self._template_kwargs(request)
+                messages = await read_messages(request.messages, self.runner.pictures)
+            except ValueError:
+                trajectory.refuse()
+                raise
+            return trajectory.ask(messages, request.tools, request.trace, given)
+
+    def _template_kwargs(self, request: Ask) -> dict[str, Any]:
+        """Return the variables of the chat template of a turn.
+
+        Raises: ValueError if the turn's request gives it what it cannot take.
+        """
+        return self.template | self.runner.read_by_template(request.sampling)
+
+    async def _sample(self, prompt: Prompt, arguments: dict[str, Any], tools: list[dict] | None, number: int) -> Turn:
+        # expert routes are replayed in training only, and the engine reports those that are not known yet
+        routes_from = prompt.routes_from if self.trained else None
+        shown: dict[str, Any] = {}
+        if prompt.pictures and (pictures := self.runner.pictures):
+            shown = {"pictures": prompt.pictures, "content_parts": await pictures.content_parts(prompt.pictures)}
+        turn = await self.runner.pool.generate(prompt.ids, arguments, routes_from=routes_from, **shown)
+
+        keeps_stop = bool(arguments.get("include_stop_str_in_output"))
+        # a program that is played again may ask in another order, and get turns with the ids of other numbers from disk
+        while self.log is not None and call_id(number, 0) in self.log.call_ids:
+            number += 1
+        read, more = self.runner.reader.read, {"template_kwargs": prompt.template_kwargs}
+        turn.message = await read(prompt.ids, turn, tools, number=number, keeps_stop=keeps_stop, **more)
+        return turn
+
+    async def _sample_once(self, kept: TurnLog, prompt: Prompt, sample: Callable[[], Awaitable[Turn]]) -> Turn:
+        """Sample a turn, and write it to disk before it is answered; one that is there already is not sampled again."""
+        digest = prompt_digest(prompt.ids, prompt.pictures)
+
+        async def sample_and_keep(life: int) -> Turn:
+            turn = await sample()
+            turn.prompt = digest
+            reach("turn.sampled")
+            if prompt.number > 0:
+                reach("turn.continued")
+            # in a thread, as the disk may be slow or full; the answer waits until the turn is safe
+            write = partial(self.runner.wait_for_room, "a model turn", kept.path.parent, partial(kept.write, turn))
+            await asyncio.get_running_loop().run_in_executor(self.runner.writers, write)
+            kept.add(turn, life)
+            reach("turn.written")
+            return turn
+
+        # a player that died was waiting for this very turn: let it be written, then read it from disk
+        if digest in self._lost:
+            await asyncio.wait({self._lost.pop(digest)})
+        if (turn := kept.replay(digest)) is not None:
+            return turn
+
+        # shielded: a turn is sampled to its end and written although its player dies, so that none is sampled twice
+        sampling = asyncio.create_task(sample_and_keep(kept.life))
+        try:
+            return await asyncio.shield(sampling)
+        except asyncio.CancelledError:
+            if self._is_over:
+                sampling.cancel()
+            else:  # the worker or program that plays the rollout has died; its successor asks for this turn again
+                self._lost[digest] = sampling
+            raise
+
+    def close(self) -> None:
+        self._is_over = True
+        for task in self._lost.values():
+            task.cancel()
+        if self.log is not None:
+            self.log.close()
+
+    def finish(self, done: Done, issued: dict[str, Any]) -> Rollout:
+        """Build the rollout from the recorded turns and the environment's result.
+
+        Raises: RolloutFailed if there is nothing to train on, or rewards are for tokens that do not exist.
+        """
+        # if the last turn never reached the program, what cut that turn off did not end the rollout
+        given_up = [call for call in self._recorded if call in done.given_up]
+        if given_up and given_up[-1] == next(reversed(self._recorded)) and self._refused is None:
+            self._cut = None
+
+        # the newest first, as a turn can be removed only from the end of its sample
+        for call in reversed(given_up):
+            self.trajectory.take_back(self._recorded[call])
+
+        if self._agent is not None:
+            self.trajectory.keep(self._agent.train, only_with_tools=self._agent.only_with_tools)
+        runs = self.trajectory.keep_runs(done.runs) if done.runs else []
+
+        # an evaluation has a reward even without a model turn; training has nothing to learn from
+        samples = self.trajectory.samples()
+        if self.trained and not samples:
+            asked = "gave up each model turn that it asked for" if self._num_asked else "never asked for a model turn"
+            why = self._refused or f"The environment {asked}."
+            raise RolloutFailed("rollout", f"{why} Nothing was sampled, so there is nothing to train on.")
+        try:
+            token_rewards = self.trajectory.token_rewards(done.turn_rewards)
+        except ValueError as error:
+            raise RolloutFailed("score", str(error)) from error
+
+        # programs branch: record each conversation, and why turns on disk are in no sample
+        played: dict[str, Any] = {}
+        if self._has_programs:
+            branches = self.trajectory.branches(has_transcript=self._agent is not None)
+            played = {"branches": branches, "left_out": self._left_out()}
+        return Rollout.of(
+            done,
+            **issued,
+            **played,
+            info=done.info if self._agent or not self.trained else {},
+            runs=runs,
+            samples=samples,
+            token_rewards=token_rewards,
+            num_turns=self.trajectory.num_turns,
+            rewritten=self.trajectory.num_rewritten,
+            num_sampled=num_sampled(samples),
+            num_tokens=max((sample.length for sample in samples), default=0),
+            truncated=done.truncated or self._cut is not None,
+            stop=self._cut or done.stop,
+        )
+
+    def _left_out(self) -> dict[str, list[str]]:
+        """Return the turns that are on disk and in no sample, and why."""
+        if self.log is None:
+            return {}
+        prompts = self.trajectory.prompts()
+        # counted, as the same prompt may have been answered more than once
+        unused = Counter(self.log.prompts) - Counter(prompts[True])
+        unread = unused & Counter(self.trajectory.taken_back)
+        unchosen = (unused - unread) & Counter(prompts[False])
+        why = {"not received by the program": unread, "not chosen by agent.train": unchosen}
+        why["not used when played again"] = unused - unread - unchosen
+        return {reason: sorted(found.elements()) for reason, found in why.items() if found}
