@@ -72,12 +72,14 @@ async def _serve(pipe: Any, options: Namespace, folder: Path) -> None:
     from trireme.journal.model_turn import Turn
     from trireme.journal.requests import RequestLog
     from trireme.journal.turns import TurnLog, turns_file
-    from trireme.orchestrator.environments.agent_session import AgentSession
     from trireme.orchestrator.environments.programs import listen
+    from trireme.orchestrator.environments.session import Session
     from trireme.orchestrator.environments.wire import RunTask
+    from trireme.orchestrator.gateway.endpoint import Endpoint
     from trireme.orchestrator.gateway.server import open_gateway
     from trireme.orchestrator.rollout.chat import ChatTokenizer
-    from trireme.orchestrator.rollout.runner import RolloutRunner, _Conversation
+    from trireme.orchestrator.rollout.conversation import Conversation
+    from trireme.orchestrator.rollout.runner import RolloutRunner
     from trireme.orchestrator.rollout.sampling import TurnSampling
 
     tokenizer = ChatTokenizer(write_tokenizer(folder / "tokenizer", CHATML))
@@ -104,9 +106,9 @@ async def _serve(pipe: Any, options: Namespace, folder: Path) -> None:
             on_disk = not options.instant_disk
             log = TurnLog(file) if on_disk else None
             requests = RequestLog(file.with_suffix(".requests")) if on_disk else None
-            conversation = _Conversation(runner, sampling, environment, 0, True, log, [])  # type: ignore[arg-type]
+            conversation = Conversation(runner, sampling, environment, 0, True, log, [])  # type: ignore[arg-type]
             task = RunTask(task=str(number), index=0)
-            AgentSession(gateway, task, conversation.answer, requests=requests).open()
+            Endpoint(gateway, Session(task, conversation.answer, 60, requests=requests)).open()
             keys.append(task.api_key)
         pipe.send((gateway.url, keys))
         before = time.process_time()

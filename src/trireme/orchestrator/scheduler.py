@@ -18,8 +18,8 @@ from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
 from trireme.journal.records import Dropped, OpenGroup, Rollout
 from trireme.orchestrator.buffer import Buffer
-from trireme.orchestrator.environments.open_rollout import RolloutFailed, cancel_all
 from trireme.orchestrator.environments.pool import Environment
+from trireme.orchestrator.environments.session import RolloutFailed, cancel_all
 from trireme.orchestrator.rollout.driver import gather_or_cancel
 from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec
 from trireme.orchestrator.weights.policy import Policy

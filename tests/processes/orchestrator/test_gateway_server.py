@@ -19,12 +19,13 @@ from stage import until
 from trireme.journal.model_turn import ToolCall
 from trireme.orchestrator.environments.programs import listen
 from trireme.orchestrator.environments.wire import Reply
-from trireme.orchestrator.gateway import connections, server
+from trireme.orchestrator.gateway import access, connections, server
+from trireme.orchestrator.gateway.access import Access
 from trireme.orchestrator.gateway.dialects import chat, responses
 from trireme.orchestrator.gateway.dialects import turn as turn_dialect
 from trireme.orchestrator.gateway.dialects.anthropic import ANTHROPIC
 from trireme.orchestrator.gateway.dialects.turn import ClientRequest, Rejected, decode_body
-from trireme.orchestrator.gateway.server import Gateway, Session
+from trireme.orchestrator.gateway.server import Gateway
 
 KEY = "key-of-the-first-session"
 CALLS = (ToolCall("call00100", "bash", '{"cmd":  "ls"}'), ToolCall("call00101", "add", '{"a": 1, "b": [2]}'))
@@ -54,7 +55,7 @@ class Policy:
         self.requests: list[ClientRequest] = []
         self.retries: list[bool] = []
 
-    async def ask(self, request: ClientRequest, digest: str, is_retry: bool) -> Reply:
+    async def answer(self, request: ClientRequest, digest: str, is_retry: bool) -> Reply:
         self.requests.append(request)
         self.retries.append(is_retry)
         turn = self.turns[min(len(self.requests), len(self.turns)) - 1]
@@ -67,11 +68,14 @@ class Policy:
         await asyncio.sleep(self.pause_s)
         return len(request.messages)
 
+    def transcript(self) -> list[dict]:
+        return []
+
 
 @contextmanager
 def serving(policy: Policy) -> Iterator[tuple[Gateway, str]]:
     with served(lambda: server.open_gateway(listen("127.0.0.1", 0), "127.0.0.1")) as gateway:
-        gateway.open(KEY, Session("rollout", policy.ask, policy.count, list))
+        gateway.open(KEY, Access("rollout", policy))
         yield gateway, gateway.url
 
 
@@ -328,7 +332,7 @@ def test_client_that_retries_a_lost_answer_gets_the_same_turn():
 
 def test_request_completed_after_its_session_ended_gets_no_turn():
     policy = Policy(TURNS["text"])
-    session = Session("rollout", policy.ask, policy.count, list)
+    session = Access("rollout", policy)
 
     def body() -> Iterator[bytes]:
         yield b'{"messages": [{"role": "user", '
@@ -357,7 +361,7 @@ def test_a_long_wait_shows_signs_of_life_and_its_error_comes_in_the_stream(monke
 @pytest.mark.parametrize("path", ["messages", "messages/count_tokens"])
 def test_a_flood_costs_its_session_a_pause_and_a_giant_is_refused(monkeypatch, path):
     """A client that breaks off its requests has no more turns under way than one that waits."""
-    monkeypatch.setattr(server, "MOST_AT_ONCE", 3)
+    monkeypatch.setattr(access, "MOST_AT_ONCE", 3)
     monkeypatch.setattr(server, "LARGEST_BODY", 1000)
 
     async def flood(url: str) -> list[int]:
@@ -425,7 +429,7 @@ def test_a_connection_whose_request_does_not_come_in_time_is_closed(monkeypatch,
 def test_a_client_is_not_slow_while_the_gateway_does_not_read(monkeypatch):
     monkeypatch.setattr(connections, "BODY_S", 0.1)
     with serving(Policy(TURNS["text"])) as (gateway, url):
-        session = Session("rollout", Policy(TURNS["text"]).ask, Policy().count, list)
+        session = Access("rollout", Policy(TURNS["text"]))
         gateway.open("another", session)
         session.bodies.settle(session.bodies.most_bytes)
         session.bodies._paid_until += 0.5
@@ -442,15 +446,15 @@ def test_bodies_under_way_are_bounded(monkeypatch):
         yield json.dumps(asks("a")).encode()
 
     with serving(policy := Policy(TURNS["text"])) as (gateway, url):
-        gateway.open("another", session := Session("rollout", policy.ask, policy.count, list))
+        gateway.open("another", session := Access("rollout", policy))
         url = f"{url}/s/another/v1/messages"
         assert httpx.post(url, content=body()).status_code == 200
         assert httpx.post(url, json=asks("a" * 1000)).status_code == 200
 
 
 def test_what_no_prompt_shows_is_bounded_for_a_session(monkeypatch):
-    monkeypatch.setattr(server, "FREE", 1000)
-    monkeypatch.setattr(server, "LARGEST_HIDDEN", 1000)
+    monkeypatch.setattr(access, "FREE", 1000)
+    monkeypatch.setattr(access, "LARGEST_HIDDEN", 1000)
     thought = {"role": "assistant", "content": "", "reasoning_content": "a" * 5000}
     with serving(Policy(TURNS["text"])) as (_, url):
         posts = [httpx.post(f"{url}/s/{KEY}/v1/chat/completions", json={"messages": [thought]}) for _ in range(2)]

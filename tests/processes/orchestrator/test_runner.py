@@ -30,7 +30,7 @@ from trireme.journal.pictures import PictureFiles, pictures_folder, rules_of_mod
 from trireme.journal.records import Rollout
 from trireme.messages import Picture, Tokens
 from trireme.orchestrator.engines.pool import PromptTooLong, open_inference_pool
-from trireme.orchestrator.engines.responses import Called, CalledFunction
+from trireme.orchestrator.engines.responses import Called, CalledFunction, ParsedMessage
 from trireme.orchestrator.environments.wire import Ask, Done, Reply
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec

@@ -12,7 +12,7 @@ import pytest
 from toy_environments import open_toy, running, says, write
 from trireme.base.errors import ConfigError
 from trireme.base.processes import free_port
-from trireme.orchestrator.environments.open_rollout import cancel_all
+from trireme.orchestrator.environments.session import cancel_all
 from trireme.orchestrator.environments.wire import RunTask
 from whole_run import SAY, WholeRun, build_config, run
 

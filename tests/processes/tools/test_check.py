@@ -23,7 +23,7 @@ from trireme.base.token import TOKEN
 from trireme.base.waiting import Waits
 from trireme.cli.workspace.env import env
 from trireme.config.orchestrator import Environment, OrchestratorConfig
-from trireme.orchestrator.environments.open_rollout import RolloutFailed
+from trireme.orchestrator.environments.session import RolloutFailed
 from trireme.orchestrator.environments.venv import find_environment
 from trireme.orchestrator.environments.wire import Ask, Done, Reply
 from trireme.orchestrator.rollout.runner import RolloutSpec

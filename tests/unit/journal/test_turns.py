@@ -14,8 +14,9 @@ from trireme.journal.journal import Journal
 from trireme.journal.model_turn import Turn
 from trireme.journal.requests import KeptRequest, RequestLog
 from trireme.journal.turns import TurnLog, framed, prompt_digest, read_turns, turns_file
-from trireme.orchestrator.environments.agent_session import AgentSession
+from trireme.orchestrator.environments.session import Session
 from trireme.orchestrator.environments.wire import RunTask
+from trireme.orchestrator.gateway.endpoint import Endpoint
 
 
 def record(prompt: str, token: int, **more: object) -> Turn:
@@ -135,7 +136,7 @@ def test_a_program_whose_requests_cannot_be_read_is_to_be_started_again(tmp_path
 
     async def resume() -> bool:
         requests = RequestLog(tmp_path / "requests")
-        task = RunTask(task="1-0.0", index=0)
-        return await AgentSession(SimpleNamespace(url=""), task, None, requests=requests).resume("key")
+        session = Session(RunTask(task="1-0.0", index=0), None, 60, requests=requests)
+        return await Endpoint(SimpleNamespace(url=""), session).resume("key")
 
     assert asyncio.run(resume()) is False

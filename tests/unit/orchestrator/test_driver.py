@@ -8,7 +8,7 @@ import pytest
 
 from trireme.base.errors import ConfigError
 from trireme.journal.records import Rollout
-from trireme.orchestrator.environments.open_rollout import RolloutFailed
+from trireme.orchestrator.environments.session import RolloutFailed
 from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome, missing_specs, run_rollouts
 from trireme.orchestrator.rollout.runner import RolloutSpec
 

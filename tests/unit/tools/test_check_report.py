@@ -5,7 +5,7 @@ import math
 import pytest
 
 from trireme.journal.records import Rollout
-from trireme.orchestrator.environments.open_rollout import RolloutFailed
+from trireme.orchestrator.environments.session import RolloutFailed
 from trireme.orchestrator.evaluation.results import EvalResult
 from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome
 from trireme.orchestrator.rollout.runner import RolloutSpec

@@ -40,16 +40,15 @@ from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.journal.requests import RequestLog
 from trireme.orchestrator.environments.metric_names import MetricNames
-from trireme.orchestrator.environments.open_rollout import AskPolicy, OpenRollout, RolloutFailed, cancel_all
 from trireme.orchestrator.environments.programs import AgentPrograms, listen
+from trireme.orchestrator.environments.session import AskPolicy, RolloutFailed, Session, cancel_all
 from trireme.orchestrator.environments.venv import environment_python, find_environment
 from trireme.orchestrator.environments.wire import Done, Load, Ready, RunTask
 from trireme.orchestrator.environments.worker_process import LOAD_TIMEOUT_S, EnvironmentWorker, WorkerDied
 
 if TYPE_CHECKING:
-    from trireme.orchestrator.environments.agent_session import AgentSession
     from trireme.orchestrator.gateway.server import Gateway
-    from trireme.orchestrator.gateway.sessions import Sessions
+    from trireme.orchestrator.gateway.sessions import Offers
 
 log = get_logger("environments")
 
@@ -145,11 +144,11 @@ async def open_environment(
             for key in programs.found.values() if programs is not None else ():
                 environment.gateway.expect(key)
             if config.agent is not None and config.agent.external:
-                from trireme.orchestrator.gateway.sessions import Sessions
+                from trireme.orchestrator.gateway.sessions import Offers
 
                 most = config.max_concurrent
-                environment.sessions = Sessions(environment.gateway, environment.name, host, most, waits)
-                stack.callback(environment.sessions.close)
+                environment.offers = Offers(environment.gateway, environment.name, host, most, waits)
+                stack.callback(environment.offers.close)
                 log.info("%s: clients open sessions at %s/sessions", environment.name, environment.gateway.url)
         yield environment
 
@@ -187,7 +186,7 @@ class Environment:
     group_rewards: bool = False  # rewards compare the rollouts of a group
     has_solutions: bool = False  # its tasks bring solutions, see `RunTask.solve`
     gateway: Gateway | None = None  # server at which its agent programs find the policy
-    sessions: Sessions | None = None  # routes by which clients of a user's own harness play its rollouts
+    offers: Offers | None = None  # routes by which clients of a user's own harness play its rollouts
 
     def __post_init__(self) -> None:
         self.name = self.config.resolved_name
@@ -229,92 +228,101 @@ class Environment:
             RolloutFailed: for a reason of its own.
             PeerDied: all workers of the environment are dead and could not be restarted.
         """
-
-        async def forget() -> None:
-            on_retry()
-
+        session = Session(task, ask, self.config.rollout_timeout_s, on_retry)
         if self.gateway is None:
-            return await self._run(task, ask, forget)
-        # it imports a web framework
-        from trireme.orchestrator.environments.agent_session import AgentSession, ClientSession
-
-        if self.sessions is not None:
-            with ClientSession(self.gateway, task, ask) as client_session:
-                client_session.open()
-                return await client_session.play(self.sessions, lambda play: self._run(task, play))
+            return await self._run(session)
+        if self.offers is not None:
+            return await self._run_with_client(session, self.gateway, self.offers)
 
         # requests are written only for programs that may outlive this process, and are resumed then
-        kept = requests if self._programs is not None else None
+        session.requests = requests if self._programs is not None else None
         try:
-            with AgentSession(self.gateway, task, ask, has_traces=self.config.agent is None, requests=kept) as session:
-                await self._open_session(session, task, on_retry)
-                play = partial(self._run, task, ask, partial(self._begin_again, session, task, on_retry))
-                try:
-                    # a program that outlived the orchestrator, and asked for nothing since, may have given up
-                    done = await session.watch(play())
-                    if not session.has_lost_program:
-                        return done
-                except RolloutFailed:
-                    if not session.has_lost_program:
-                        raise
-                log.info("%s: its program ended when the orchestrator died; it is started again", task.task)
-                session.restart(on_retry)
-                return await session.watch(play())
+            return await self._run_with_programs(session, self.gateway)
         except BaseException:
             if self._programs is not None:  # its worker ends them, too, unless that is dead
                 await asyncio.shield(self._programs.end(task.task))
             raise
 
+    async def _run_with_client(self, session: Session, gateway: Gateway, offers: Offers) -> Done:
+        """Run a rollout that a client of a user's own harness plays. The client outlives the environment's worker."""
+        from trireme.orchestrator.gateway.sessions import OfferedEndpoint  # it imports a web framework
+
+        with OfferedEndpoint(gateway, session) as endpoint:
+            endpoint.open()
+            async with offers.offer(endpoint):
+                return await endpoint.watch(self._run(endpoint.played))
+
+    async def _run_with_programs(self, session: Session, gateway: Gateway) -> Done:
+        """Run a rollout that agent programs play."""
+        from trireme.orchestrator.gateway.endpoint import Endpoint  # it imports a web framework
+
+        with Endpoint(gateway, session, has_traces=self.config.agent is None) as endpoint:
+            # the program of an earlier orchestrator may still be there
+            name, programs = session.task.task, self._programs
+            key = programs.found.pop(name, None) if programs is not None else None
+            if key is None:
+                endpoint.open()
+            elif not await endpoint.resume(key):
+                # its earlier turns cannot be read from disk, so the program cannot be answered any more
+                assert programs is not None
+                await programs.end(name)
+                endpoint.restart()
+
+            async def begin_again() -> None:
+                # its worker has died, and its program may have outlived that
+                if programs is None or name not in await programs.running():
+                    endpoint.restart()
+
+            try:
+                # a program that outlived the orchestrator, and asked for nothing since, may have given up
+                done = await endpoint.watch(self._run(session, begin_again))
+                if not endpoint.has_lost_program:
+                    return done
+            except RolloutFailed:
+                if not endpoint.has_lost_program:
+                    raise
+            log.info("%s: its program ended when the orchestrator died; it is started again", name)
+            endpoint.restart()
+            return await endpoint.watch(self._run(session, begin_again))
+
     def has_program(self, task: str) -> bool:
         """Return whether a program of this rollout has outlived the orchestrator before this one."""
         return self._programs is not None and task in self._programs.found
 
-    async def _open_session(self, session: AgentSession, task: RunTask, on_retry: Callable[[], None]) -> None:
-        """Open the session of a rollout, or resume that of a program that has outlived the orchestrator before."""
-        key = self._programs.found.pop(task.task, None) if self._programs is not None else None
-        if key is None:
-            session.open()
-        elif not await session.resume(key):
-            # its earlier turns cannot be read from disk, so the program cannot be answered any more
-            assert self._programs is not None
-            await self._programs.end(task.task)
-            session.restart(on_retry)
+    async def _run(self, session: Session, begin_again: Callable[[], Awaitable[None]] | None = None) -> Done:
+        """Run a rollout in a worker, and again in another one if that dies.
 
-    async def _begin_again(self, session: AgentSession, task: RunTask, on_retry: Callable[[], None]) -> None:
-        """Begin a session again after the death of a worker, unless its program has outlived that."""
-        if self._programs is None or task.task not in await self._programs.running():
-            session.restart(on_retry)
-
-    async def _run(
-        self, task: RunTask, ask: AskPolicy, begin_again: Callable[[], Awaitable[None]] | None = None
-    ) -> Done:
+        Args:
+            begin_again: awaited before it runs again; `session.forget` is called if not given.
+        """
+        task = session.task
         self.check_group_size(task.group_size)
-        timeout_s = self.config.rollout_timeout_s
         is_compared = self.group_rewards and bool(task.group)
-        num_deaths = 0  # deaths of workers that ran it
+        session.num_deaths = 0
         try:
             while True:
                 try:
                     # after two deaths it runs while no other such suspect does, so that a third one shows which it is
                     suspect = task.group if is_compared else task.task
-                    async with self._exclusive.enter(suspect) if num_deaths >= 2 else nullcontext():
+                    async with self._exclusive.enter(suspect) if session.num_deaths >= 2 else nullcontext():
                         await self._slots.acquire()
                         with ExitStack() as slot:  # closed early when it only waits for its group
                             slot.callback(self._slots.release)
                             await self._wait_for_worker()
                             # no `await` from here until the worker has registered the rollout: it is still alive then
                             worker = self._choose_worker(task.group if is_compared else "")
-                            done = await worker.run(OpenRollout(task, ask, timeout_s, num_deaths, on_held=slot.close))
+                            done = await worker.run(session, on_held=slot.close)
                     return self._metric_names.apply(done)
                 except WorkerDied as death:
-                    num_deaths += 1
-                    if num_deaths >= 2 and death.is_only_suspect:
+                    session.num_deaths += 1
+                    if session.num_deaths >= 2 and death.is_only_suspect:
                         death.worker.num_settled += 1
-                        words = f"worker died {num_deaths} times with this rollout under way; the last time: {death}"
-                        raise RolloutFailed("worker", words) from death
-                # None for a client's rollout: the client and its session outlive the worker
+                        words = f"worker died {session.num_deaths} times with this rollout under way; the last time: "
+                        raise RolloutFailed("worker", f"{words}{death}") from death
                 if begin_again is not None:
                     await begin_again()
+                else:
+                    session.forget()
         except RolloutFailed as failure:
             self.counts[COUNTED[failure.stage]] += 1
             raise

@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from trireme.base.processes import last_lines
 from trireme.base.token import TOKEN
 from trireme.config.files import without_secrets
 from trireme.orchestrator.environments import wire
-from trireme.orchestrator.environments.open_rollout import OpenRollout
+from trireme.orchestrator.environments.session import Session
 from trireme.orchestrator.environments.wire import Connection, Done, Failed, Held, Load, Ready, RunTask
 
 log = get_logger("environments")
@@ -76,8 +77,8 @@ class EnvironmentWorker:
         self.num_settled = 0  # rollouts that ended, or were found to have killed it: what a restart must achieve
         self.silent_s = 0.0  # since its last message, counted by `watch`
         self._scores_groups = False
-        self._rollouts: dict[str, OpenRollout] = {}
-        self._scored: dict[str, list[tuple[OpenRollout, Done]]] = {}
+        self._rollouts: dict[str, Session] = {}
+        self._scored: dict[str, list[tuple[Session, Done]]] = {}
         """Results of groups that are scored together, until each member has its own. If the worker dies before that,
         another one cannot score the rest without those that are here, so the whole group runs again."""
         self._num_issued = 0
@@ -133,12 +134,19 @@ class EnvironmentWorker:
         self._scores_groups = loaded.group_rewards
         return loaded
 
-    async def run(self, rollout: OpenRollout) -> Done:
-        """Run and score one rollout. Raises: RolloutFailed; WorkerDied if the process ended first."""
+    async def run(self, rollout: Session, *, on_held: Callable[[], None]) -> Done:
+        """Run and score one rollout.
+
+        Args:
+            on_held: see `Session.begin`.
+
+        Raises: RolloutFailed; WorkerDied if the process ended first.
+        """
         task = rollout.task
         assert self.is_ready, f"run({task.task}) on worker {self.name}, which is not ready"
         on_wire = f"{task.task}.{self._num_issued}"  # late messages of a cancelled attempt are ignored
         self._num_issued += 1
+        rollout.begin(on_held)
         self._rollouts[on_wire] = rollout
         self._send(msgspec.structs.replace(task, task=on_wire))
         self._extend_group_timeouts(task)

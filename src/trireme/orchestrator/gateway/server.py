@@ -9,9 +9,6 @@
 
 An API key is a session: one rollout, and one role in it. A client that cannot set a key puts it into the path:
 `/s/KEY/v1/messages`. A key that no open session has is refused.
-
-No turn is sampled twice for one request. If a client goes away before it has its answer, the turn is sampled to its
-end, and the client gets it when it asks again. Requests are the same if their conversations and tools are.
 """
 
 from __future__ import annotations
@@ -20,9 +17,8 @@ import asyncio
 import hashlib
 import socket
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -32,9 +28,10 @@ from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from trireme.base.log import RateLimitedLog, get_logger
-from trireme.journal.model_turn import Message, TurnRequest
+from trireme.journal.model_turn import Message
 from trireme.orchestrator.environments.wire import Reply
-from trireme.orchestrator.gateway.budgets import LARGEST_KEPT_BY_ALL, Inflow, KeptResponses
+from trireme.orchestrator.gateway.access import LARGEST_BODY, Access, encode_conversation
+from trireme.orchestrator.gateway.budgets import LARGEST_KEPT_BY_ALL, Inflow
 from trireme.orchestrator.gateway.connections import Connection, Idle
 from trireme.orchestrator.gateway.dialects.anthropic import ANTHROPIC
 from trireme.orchestrator.gateway.dialects.chat import CHAT
@@ -56,133 +53,24 @@ from trireme.transport.bearer import read_body as receive_body
 log = get_logger("gateway")
 rate_limited = RateLimitedLog(log)
 
-LARGEST_BODY = 8 << 20  # bytes of a request
 LARGEST_BODY_WITH_PICTURES = 32 << 20
-BODIES_OF_SESSION = 64 << 20  # bytes of bodies of a session that are being received
 BODIES_OF_ALL = 512 << 20
 
-FREE, FREE_PER_TOKEN, PER_MESSAGE = 256 << 10, 64, 256
-"""Bytes of a conversation that its prompt explains: in any case, for each token, and for each message."""
-
-LARGEST_HIDDEN = 64 << 20
-"""Bytes of a session's answered requests that their prompts do not explain, such as reasoning that the chat template
-leaves out. The rollout keeps its conversations, so the model's context would not bound them."""
 
 MOST_TRANSCRIPTS = 4  # largest number that one session is sent at once
 PIECE = 64 << 10  # bytes of a transcript that are written at once
 MOST_NAMED = 200  # fields that no dialect obeys, and that are named in the log
 
-MOST_AT_ONCE = 64
-"""Requests of one session that are answered at once, and its turns under way. Further ones are told to retry."""
 
 QUIET_S = 15.0  # a stream without a turn by then begins with comments, so that its client does not give up
 
 EXPECTED_S = 600.0
 """Requests of a session that outlived the orchestrator wait this long for it, as long as SDKs wait for an answer."""
 
-DECIDES = ("chat_template_kwargs", "reasoning_effort")
-"""Sampling arguments that may change a prompt, as chat templates read them."""
 
 KEPT_KEYS = 10_000  # ended sessions whose keys are answered with the reason
 RETRY_HEADER = "x-stainless-retry-count"  # the SDKs of OpenAI and Anthropic set it to the number of the retry
 TRACE_HEADER = "x-session-id"  # verifiers sets it to the id of the agent run that asks
-
-Ask = Callable[[TurnRequest, str, bool], Coroutine[Any, Any, Reply]]
-"""Answers a request with a turn, or raises Rejected.
-
-Its arguments are the request, its digest, and whether the client may have sent it before without getting the answer.
-"""
-
-
-@dataclass
-class Session:
-    """One rollout's access to the policy."""
-
-    name: str
-    ask: Ask
-    count: Callable[[TurnRequest], Awaitable[int]]  # the tokens of a request's prompt, or raises Rejected
-    transcript: Callable[[], list[dict[str, Any]]]  # returns the messages of the longest conversation
-    has_traces: bool = False  # its requests name the agent run that they belong to
-    ended: str | None = None  # why no more requests are answered
-    num_open: int = 0  # requests that are being answered
-    is_used: bool = False  # a request for a turn has come
-    bodies: Inflow = field(default_factory=lambda: Inflow("this session", BODIES_OF_SESSION, LARGEST_BODY))
-    responses: KeptResponses = field(default_factory=KeptResponses)
-    num_hidden: int = 0  # bytes, of `LARGEST_HIDDEN`
-    num_transcripts: int = 0  # being sent
-    _tasks: set[asyncio.Task[Reply]] = field(default_factory=set)  # turns under way
-    _orphans: dict[str, list[asyncio.Future[Reply]]] = field(default_factory=dict)  # their clients left; by digest
-
-    def admit(self) -> None:
-        """Count a request as open, before its body takes memory. Raises: Rejected if too many are."""
-        if self.num_open >= MOST_AT_ONCE:
-            raise Rejected("busy", f"{MOST_AT_ONCE} requests of this session are being answered.", retry_after_s=2)
-        self.num_open += 1
-
-    def begin(self, request: TurnRequest, digest: str, *, is_retry: bool) -> asyncio.Future[Reply]:
-        """Return the task that answers a request: the one that its client left behind, or a new one.
-
-        Raises: Rejected if the session has ended, or has too many turns under way.
-        """
-        if self.ended:  # the session may have been closed while the body came
-            raise Rejected("ended", f"The session has ended: {self.ended}.")
-        self.is_used = True
-        if orphans := self._orphans.get(digest):
-            return orphans.pop()
-        # turns of clients that left are still sampled, so there may be more of them than open requests
-        if len(self._tasks) >= MOST_AT_ONCE:
-            raise Rejected("busy", f"{MOST_AT_ONCE} turns of this session are under way.", retry_after_s=2)
-
-        # a task of its own: it is not cancelled when the client leaves
-        task = asyncio.create_task(self.ask(request, digest, is_retry))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    def settle(self, digest: str, task: asyncio.Future[Reply], *, is_delivered: bool) -> None:
-        """Note whether the client has got its answer. If not, keep it for when the client asks again."""
-        has_failed = task.done() and (task.cancelled() or task.exception() is not None)
-        if not is_delivered and not has_failed and not self.ended:
-            self._orphans.setdefault(digest, []).append(task)
-
-    def keep(self, digest: str, reply: Reply) -> None:
-        """Keep a turn for the next request with a digest, as its client may not have got it."""
-        kept = asyncio.get_running_loop().create_future()
-        kept.set_result(reply)
-        self._orphans[digest] = [kept]
-
-    def unread(self) -> list[Reply]:
-        """Return the turns that no client has got. Those that were kept may have been got before."""
-        left = [task for tasks in self._orphans.values() for task in tasks if isinstance(task, asyncio.Task)]
-        return [task.result() for task in left if task.done() and not task.cancelled() and task.exception() is None]
-
-    def check_size(self, num_bytes: int, most_bytes: int) -> None:
-        """Refuse a conversation that is too large, also for what the session has sent before. Raises: Rejected."""
-        if num_bytes > most_bytes:  # the conversation of `previous_response_id` counts too
-            raise Rejected("overlong", f"The conversation has {num_bytes >> 20} MiB, at most {most_bytes >> 20}.")
-        # small requests still pass, as they add next to nothing that their prompts do not explain
-        if self.num_hidden > LARGEST_HIDDEN and num_bytes > FREE:
-            raise Rejected(
-                "overlong",
-                f"This session has sent {self.num_hidden >> 20} MiB that its prompts do not show, at most "
-                f"{LARGEST_HIDDEN >> 20}: reasoning, or tools, that the chat template leaves out. Send less.",
-            )
-
-    def count_hidden(self, request: TurnRequest, num_bytes: int, task: asyncio.Future[Reply]) -> None:
-        """Count what the prompt of an answered request does not explain. Pictures are not counted, nor kept."""
-        if task.cancelled() or task.exception() is not None:
-            return
-        # what is in the prompt is bounded by the model's context; only the rest can grow without end
-        explained = FREE + FREE_PER_TOKEN * task.result().num_prompt
-        if (hidden := num_bytes + PER_MESSAGE * len(request.messages) - explained) > 0:
-            self.num_hidden += max(0, hidden - sum(map(_picture_bytes, request.messages)))
-
-    def close(self, why: str) -> None:
-        """Answer no more requests, and give up the turns that are under way."""
-        self.ended = why
-        for task in self._tasks:
-            task.cancel()
-        self.responses.clear()
 
 
 class Gateway:
@@ -193,7 +81,7 @@ class Gateway:
         self._largest_body = largest_body or LARGEST_BODY
         self._bodies = Inflow("all sessions", BODIES_OF_ALL, 8 * self._largest_body)
         self._named: set[str] = set()  # fields that were named in the log, as they are not obeyed
-        self._sessions: dict[bytes, Session] = {}  # keyed by the key's digest: a lookup takes as long for a wrong key
+        self._open: dict[bytes, Access] = {}  # keyed by the key's digest: a lookup takes as long for a wrong key
         self._ended: OrderedDict[bytes, str] = OrderedDict()
         self._expected: dict[bytes, asyncio.Event] = {}  # keys of sessions that will be opened again
 
@@ -213,9 +101,9 @@ class Gateway:
         """Let requests of a key wait, as its session outlived the orchestrator and is opened again."""
         self._expected[_digest(key.encode())] = asyncio.Event()
 
-    def open(self, key: str, session: Session) -> None:
-        session.bodies.rate = self._largest_body
-        self._sessions[_digest(key.encode())] = session
+    def open(self, key: str, access: Access) -> None:
+        access.bodies.rate = self._largest_body
+        self._open[_digest(key.encode())] = access
         self._settle(key)
 
     def _settle(self, key: str) -> None:
@@ -224,16 +112,16 @@ class Gateway:
 
     def close(self, key: str, why: str) -> None:
         """End the session of a key. The key is refused from now on, with the reason."""
-        session = self._sessions.pop(_digest(key.encode()), None)
-        if session is not None:
-            session.close(why)
+        access = self._open.pop(_digest(key.encode()), None)
+        if access is not None:
+            access.close(why)
             self._ended[_digest(key.encode())] = why
             while len(self._ended) > KEPT_KEYS:
                 self._ended.popitem(last=False)
         self._settle(key)
 
     def serve(
-        self, dialect: Dialect, answer: Callable[[Request, Session, Dialect], Awaitable[Response]]
+        self, dialect: Dialect, answer: Callable[[Request, Access, Dialect], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
         """Return the endpoint that finds the session of a request and refuses in its dialect."""
 
@@ -249,15 +137,15 @@ class Gateway:
 
         return endpoint
 
-    async def find(self, request: Request) -> Session:
+    async def find(self, request: Request) -> Access:
         """Return the session of a request, once it is open again. Raises: Rejected."""
         for digest in _keys_of(request):
             # a session that outlived the orchestrator is opened again soon, so its program waits and does not fail
             if digest in self._expected:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._expected[digest].wait(), EXPECTED_S)
-            if digest in self._sessions:
-                return self._sessions[digest]
+            if digest in self._open:
+                return self._open[digest]
             if digest in self._ended:
                 raise Rejected("ended", f"The session of this API key has ended: {self._ended[digest]}.")
         raise Rejected(
@@ -267,10 +155,10 @@ class Gateway:
             "restarted. A client of your own opens a session again then.",
         )
 
-    async def receive(self, request: Request, session: Session | None, most_bytes: int | None = None) -> bytes:
+    async def receive(self, request: Request, access: Access | None, most_bytes: int | None = None) -> bytes:
         """Receive the body of a request, within the budgets of its session and of all. Raises: Rejected."""
         most_bytes = most_bytes or self._largest_body
-        budgets = [self._bodies] if session is None else [session.bodies, self._bodies]
+        budgets = [self._bodies] if access is None else [access.bodies, self._bodies]
         # the wait comes first, while the request takes no memory but its head
         for budget in budgets:
             await budget.wait_for_turn()
@@ -295,21 +183,21 @@ class Gateway:
             for budget, num_bytes in zip(budgets, taken, strict=True):
                 budget.settle(num_bytes)
 
-    async def _read(self, request: Request, session: Session, dialect: Dialect) -> tuple[Body, ClientRequest]:
+    async def _read(self, request: Request, access: Access, dialect: Dialect) -> tuple[Body, ClientRequest]:
         """Read a request for a turn. Raises: Rejected."""
-        data = await self.receive(request, session)
+        data = await self.receive(request, access)
         body = decode_body(data, dialect.body)
         if isinstance(body, ResponsesBody):
-            earlier = session.responses.find(body.previous_response_id)
+            earlier = access.responses.find(body.previous_response_id)
             if earlier:  # costs as much as if the client had sent it
-                session.bodies.charge(session.responses.size(body.previous_response_id))
+                access.bodies.charge(access.responses.size(body.previous_response_id))
             asked = read_responses(body, earlier)
         else:
             asked = dialect.read(body)
-        self._name_unread(unread_fields(data, dialect), session)
+        self._name_unread(unread_fields(data, dialect), access)
         return body, asked
 
-    def _name_unread(self, fields: list[str], session: Session) -> None:
+    def _name_unread(self, fields: list[str], access: Access) -> None:
         """Name fields that a request sets and that are not obeyed, each once: the sessions of a program are alike."""
         new = [name for field in fields if (name := repr(field)[:60]) not in self._named]
         # names come from programs, so a limit bounds the log
@@ -319,61 +207,61 @@ class Gateway:
             log.warning(
                 "The program of rollout %s sets %s, which is not, or not wholly, obeyed: sampling comes from the run, "
                 "and variables of the chat template from `chat_template_kwargs`. Each field is named once.",
-                session.name,
+                access.name,
                 ", ".join(new),
             )
 
-    async def _answer(self, request: Request, session: Session, dialect: Dialect) -> Response:
-        session.admit()
+    async def _answer(self, request: Request, access: Access, dialect: Dialect) -> Response:
+        access.admit()
         try:
-            body, asked = await self._read(request, session, dialect)
-            if session.has_traces:
+            body, asked = await self._read(request, access, dialect)
+            if access.has_traces:
                 asked.trace = request.headers.get(TRACE_HEADER, "")
             # one encoding gives both the size and the digest by which a retry is recognised
-            encoded = _encode_conversation(asked)
+            encoded = encode_conversation(asked)
             num_bytes = len(encoded)
-            session.check_size(num_bytes, 2 * self._largest_body)
-            digest = _digest(encoded).hex()
-            task = session.begin(asked, digest, is_retry=request.headers.get(RETRY_HEADER, "0") != "0")
+            access.check_size(num_bytes, 2 * self._largest_body)
+            digest = hashlib.sha256(encoded).hexdigest()
+            task = access.begin(asked, digest, is_retry=request.headers.get(RETRY_HEADER, "0") != "0")
         except BaseException:
             # otherwise the request is open until `_TurnResponse` has sent the answer
-            session.num_open -= 1
+            access.num_open -= 1
             raise
 
         # callbacks of the task, as the client may leave before there is an answer
-        task.add_done_callback(partial(session.count_hidden, asked, num_bytes))
+        task.add_done_callback(partial(access.count_hidden, asked, num_bytes))
         if isinstance(body, ResponsesBody) and body.store is not False:
             messages = asked.messages[bool(body.instructions) :]  # each request brings its own instructions
-            task.add_done_callback(partial(self._keep_response, session, messages))
-        return _TurnResponse(session, dialect, asked, digest, task)
+            task.add_done_callback(partial(self._keep_response, access, messages))
+        return _TurnResponse(access, dialect, asked, digest, task)
 
-    def _keep_response(self, session: Session, messages: list[Message], task: asyncio.Future[Reply]) -> None:
+    def _keep_response(self, access: Access, messages: list[Message], task: asyncio.Future[Reply]) -> None:
         """Keep the conversation that a task has answered, unless it failed, for `previous_response_id`."""
-        if session.ended or task.cancelled() or task.exception() is not None:
+        if access.ended or task.cancelled() or task.exception() is not None:
             return
         reply = task.result()
         with suppress(UnicodeEncodeError):  # the client gets an error in its place
-            session.responses.add(f"resp_{reply.call}", [*messages, reply.to_message()])
+            access.responses.add(f"resp_{reply.call}", [*messages, reply.to_message()])
 
         # above the limit of all sessions, the session that keeps most gives up its oldest
-        kept = [each.responses for each in self._sessions.values()]
+        kept = [each.responses for each in self._open.values()]
         while sum(each.num_bytes for each in kept) > LARGEST_KEPT_BY_ALL:
             max(kept, key=lambda each: each.num_bytes).drop_oldest()
 
-    async def _count(self, request: Request, session: Session, dialect: Dialect) -> Response:
-        session.admit()
+    async def _count(self, request: Request, access: Access, dialect: Dialect) -> Response:
+        access.admit()
         try:
-            _, asked = await self._read(request, session, dialect)
-            return as_json({"input_tokens": await session.count(asked)})
+            _, asked = await self._read(request, access, dialect)
+            return as_json({"input_tokens": await access.policy.count(asked)})
         finally:
-            session.num_open -= 1
+            access.num_open -= 1
 
-    async def _transcript(self, request: Request, session: Session, dialect: Dialect) -> Response:
-        if session.num_transcripts >= MOST_TRANSCRIPTS:
+    async def _transcript(self, request: Request, access: Access, dialect: Dialect) -> Response:
+        if access.num_transcripts >= MOST_TRANSCRIPTS:
             raise Rejected("busy", f"{MOST_TRANSCRIPTS} transcripts are being sent.", retry_after_s=2)
-        return _Transcript(session)
+        return _Transcript(access)
 
-    async def _models(self, request: Request, session: Session, dialect: Dialect) -> Response:
+    async def _models(self, request: Request, access: Access, dialect: Dialect) -> Response:
         model: dict[str, Any] = {"id": "policy", "object": "model", "created": 0, "owned_by": "trireme"}
         model |= {"type": "model", "display_name": "policy", "created_at": "1970-01-01T00:00:00Z"}  # for Anthropic's
         return as_json(
@@ -416,13 +304,13 @@ class _TurnResponse(Response):
     """Waits for a turn and sends it: whole, or as a stream of events. Then the session's request is no longer open."""
 
     def __init__(
-        self, session: Session, dialect: Dialect, request: ClientRequest, digest: str, task: asyncio.Future[Reply]
+        self, access: Access, dialect: Dialect, request: ClientRequest, digest: str, task: asyncio.Future[Reply]
     ) -> None:
         super().__init__()
-        self._session, self._dialect, self._request, self._digest, self._task = session, dialect, request, digest, task
+        self._access, self._dialect, self._request, self._digest, self._task = access, dialect, request, digest, task
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        session, dialect, request, task = self._session, self._dialect, self._request, self._task
+        access, dialect, request, task = self._access, self._dialect, self._request, self._task
         is_delivered = has_begun = False
 
         async def stream(data: bytes, *, is_last: bool = False) -> None:
@@ -456,7 +344,7 @@ class _TurnResponse(Response):
             except Rejected as error:
                 refused = error
             except asyncio.CancelledError:
-                refused = Rejected("ended", f"The session has ended: {session.ended}.")
+                refused = Rejected("ended", f"The session has ended: {access.ended}.")
             except Exception as error:
                 refused = _log_failure(error)
 
@@ -470,17 +358,17 @@ class _TurnResponse(Response):
             is_delivered = not gone.done()
         finally:
             gone.cancel()
-            session.num_open -= 1
-            session.settle(self._digest, task, is_delivered=is_delivered)
+            access.num_open -= 1
+            access.settle(self._digest, task, is_delivered=is_delivered)
 
 
 class _Transcript(Response):
     """Sends the messages of a session's longest conversation piece by piece, no faster than the client reads."""
 
-    def __init__(self, session: Session) -> None:
-        super().__init__(msgspec.json.encode({"messages": session.transcript()}), media_type="application/json")
-        self._session = session
-        session.num_transcripts += 1
+    def __init__(self, access: Access) -> None:
+        super().__init__(msgspec.json.encode({"messages": access.policy.transcript()}), media_type="application/json")
+        self._access = access
+        access.num_transcripts += 1
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -490,7 +378,7 @@ class _Transcript(Response):
                 await send({"type": "http.response.body", "body": self.body[at : at + PIECE], "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         finally:
-            self._session.num_transcripts -= 1
+            self._access.num_transcripts -= 1
 
 
 def _log_failure(error: Exception) -> Rejected:
@@ -511,25 +399,6 @@ def _encode_event(event: Event) -> bytes:
     name, data = event
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + (data.encode() if isinstance(data, str) else msgspec.json.encode(data)) + b"\n\n"
-
-
-def conversation_digest(request: TurnRequest) -> str:
-    """Return a digest of what decides a request's prompt and how it is read: those with the same one are retries."""
-    return _digest(_encode_conversation(request)).hex()
-
-
-def _encode_conversation(request: TurnRequest) -> bytes:
-    decides: list[Any] = [request.messages, request.tools, request.calls_tools, request.trace]
-    decides += [request.sampling.get(name) for name in DECIDES]
-    return msgspec.json.encode(decides, order="sorted")
-
-
-def _picture_bytes(message: Message) -> int:
-    """Return how many bytes of a message are pictures."""
-    content = message["content"]
-    if isinstance(content, str):
-        return 0
-    return sum(len(part["image_url"]["url"]) for part in content if part["type"] == "image_url")
 
 
 def _keys_of(request: Request) -> list[bytes]:

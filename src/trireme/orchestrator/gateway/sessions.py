@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import msgspec
@@ -27,9 +27,13 @@ from trireme.base.faults import reach
 from trireme.base.network import is_loopback
 from trireme.base.token import TOKEN, token
 from trireme.base.waiting import Waits
+from trireme.orchestrator.environments.session import RolloutFailed, Session
+from trireme.orchestrator.environments.wire import Ask, Played, Reply, RunTask, check_rewards
+from trireme.orchestrator.gateway.access import Access
 from trireme.orchestrator.gateway.dialects.chat import CHAT
 from trireme.orchestrator.gateway.dialects.turn import Dialect, Rejected, decode_body
-from trireme.orchestrator.gateway.server import Gateway, Session, as_json, refusal, wait_for_disconnect
+from trireme.orchestrator.gateway.endpoint import Endpoint
+from trireme.orchestrator.gateway.server import Gateway, as_json, refusal, wait_for_disconnect
 from trireme.transport.bearer import ClientDisconnected, RequireToken
 
 LARGEST_BODY = 1 << 20  # bytes of a request to these routes
@@ -49,10 +53,10 @@ class Wanted(msgspec.Struct, forbid_unknown_fields=True):
     split: Literal["train", "eval"] = "train"
     rollout: str | None = None
 
-    def is_for(self, rollout: ClientRollout) -> bool:
+    def is_for(self, task: RunTask) -> bool:
         if self.rollout is not None:
-            return rollout.name == self.rollout
-        return self.example is None or rollout.example == (self.split, self.example)
+            return task.task == self.rollout
+        return self.example is None or (task.split, task.index) == (self.split, self.example)
 
     def __str__(self) -> str:
         return f"{self.split} example {self.example}" if self.rollout is None else f"rollout {self.rollout!r:.80}"
@@ -66,27 +70,37 @@ class Outcome(msgspec.Struct, forbid_unknown_fields=True):
     error: str | None = None
 
 
-@dataclass(eq=False)
-class ClientRollout:
-    """A rollout that is offered to clients, and then played by one of them."""
-
-    name: str  # the same after a restart; also of its session at the gateway
-    key: str
-    example: tuple[str, int]  # split, and index in it
-    num_turns: Callable[[], int]
-    check: Callable[[list[float]], None]  # takes rewards; raises ValueError
+class OfferedEndpoint(Endpoint):
+    """The endpoint of a session that is offered to clients, and then played by the one that takes it."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.id = secrets.token_urlsafe(12)
         create_future = asyncio.get_running_loop().create_future
         self.taken: asyncio.Future[None] = create_future()
-        self.task: asyncio.Future[dict[str, Any]] = create_future()  # `example` and `prompt`, from the environment
+        self.shown: asyncio.Future[dict[str, Any]] = create_future()  # `example` and `prompt`, from the environment
         self.outcome: asyncio.Future[Outcome] = create_future()
         self.has_reward = False  # its environment can score it
 
+    @property
+    def played(self) -> Session:
+        """Return the session for the environment's worker, whose death the client does not notice."""
+        return replace(self.session, ask=self._wait_for_outcome, forget=lambda: None)
+
+    async def _wait_for_outcome(self, question: Ask) -> Reply:
+        """Show the client its example, and return what it has made of that. Raises: RolloutFailed if it gives up."""
+        self.has_reward = question.has_reward
+        if not self.shown.done():  # the client may have it already, from a worker that has died
+            self.shown.set_result({"example": question.example, "prompt": question.messages})
+        await asyncio.wait({self.outcome})
+        outcome = self.outcome.result()
+        if outcome.error is not None:
+            raise RolloutFailed("rollout", f"the client gave it up: {outcome.error:.2000}")
+        return Reply(played=Played(messages=self.transcript(), reward=outcome.reward, metrics=outcome.metrics))
+
 
 @dataclass
-class Sessions:
+class Offers:
     """The rollouts of one environment that wait for a client, and those that clients play."""
 
     gateway: Gateway
@@ -94,9 +108,9 @@ class Sessions:
     host: str
     max_open: int
     waits: Waits
-    _offered: list[ClientRollout] = field(default_factory=list)
-    _open: dict[str, ClientRollout] = field(default_factory=dict)  # keyed by the rollout's id
-    _asking: dict[asyncio.Future[ClientRollout], Wanted] = field(default_factory=dict)
+    _offered: list[OfferedEndpoint] = field(default_factory=list)
+    _open: dict[str, OfferedEndpoint] = field(default_factory=dict)  # keyed by the rollout's id
+    _asking: dict[asyncio.Future[OfferedEndpoint], Wanted] = field(default_factory=dict)
     _num_asking: int = 0
     _idle: ExitStack | None = None
     _is_over: bool = False
@@ -115,7 +129,7 @@ class Sessions:
         app.add_api_route("/sessions/{id}/reward", self.gateway.serve(CHAT, self._finish), methods=["POST"])
 
     @asynccontextmanager
-    async def offer(self, rollout: ClientRollout) -> AsyncIterator[None]:
+    async def offer(self, rollout: OfferedEndpoint) -> AsyncIterator[None]:
         """Wait until a client takes the rollout. Its session is open until the context ends.
 
         Raises: DeadlineExceeded if no client comes at all.
@@ -127,7 +141,7 @@ class Sessions:
             yield
         finally:
             # a client that still waits for its example is told to retry, and its place is free for another one
-            rollout.task.cancel()
+            rollout.shown.cancel()
             self._open.pop(rollout.id, None)
             if rollout in self._offered:
                 self._offered.remove(rollout)
@@ -139,7 +153,7 @@ class Sessions:
         for asking, wanted in list(self._asking.items()):
             if not self._offered or len(self._open) >= self.max_open:
                 break
-            if (rollout := next(filter(wanted.is_for, self._offered), None)) is not None:
+            if (rollout := next((each for each in self._offered if wanted.is_for(each.task)), None)) is not None:
                 self._offered.remove(rollout)
                 self._open[rollout.id] = rollout
                 # a rollout whose client left before it had the example is offered a second time
@@ -179,7 +193,7 @@ class Sessions:
     async def _take(self, request: Request) -> Response:
         self._num_asking += 1
         gone: asyncio.Task[None] | None = None
-        asking: asyncio.Future[ClientRollout] = asyncio.get_running_loop().create_future()
+        asking: asyncio.Future[OfferedEndpoint] = asyncio.get_running_loop().create_future()
         try:
             # counted before the body is read, so that clients beyond the limit take no memory
             if self._num_asking > MOST_ASKING:
@@ -203,9 +217,9 @@ class Sessions:
 
             # the rollout is this client's; its environment worker now reads the example
             rollout = asking.result()
-            either = {rollout.task, gone}
+            either = {rollout.shown, gone}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if rollout.task.cancelled():
+            if rollout.shown.cancelled():
                 raise Rejected("busy", "The rollout ended before its example was read. Retry.", retry_after_s=1)
             if gone.done():  # another client may have the rollout
                 if self._open.pop(rollout.id, None) is not None:
@@ -215,10 +229,10 @@ class Sessions:
             # the client learns the key of its session, with which it reaches the model and posts the reward
             reach("session.taken")
             address = str(request.base_url).rstrip("/")
-            shown = {"id": rollout.id, "api_key": rollout.key, "base_url": f"{address}/v1", "gateway": address}
-            split, index = rollout.example
-            which = {"env": self.env, "rollout": rollout.name, "split": split, "index": index}
-            return as_json(shown | which | rollout.task.result())
+            shown = {"id": rollout.id, "api_key": rollout.task.api_key, "base_url": f"{address}/v1", "gateway": address}
+            task = rollout.task
+            which = {"env": self.env, "rollout": task.task, "split": task.split, "index": task.index}
+            return as_json(shown | which | rollout.shown.result())
         except Rejected as refused:
             return refusal(refused, CHAT)
         except ClientDisconnected:
@@ -248,19 +262,19 @@ class Sessions:
             if refused.problem == "ended":
                 return as_json({"state": "ended", "reason": str(refused)})
             return refusal(refused, CHAT)
-        return as_json({"state": "open", "num_turns": rollout.num_turns()})
+        return as_json({"state": "open", "num_turns": rollout.num_turns})
 
-    async def _finish(self, request: Request, session: Session, dialect: Dialect) -> Response:
-        rollout = self._find(request, session)
-        outcome = decode_body(await self.gateway.receive(request, session, LARGEST_BODY), Outcome)
+    async def _finish(self, request: Request, access: Access, dialect: Dialect) -> Response:
+        rollout = self._find(request, access)
+        outcome = decode_body(await self.gateway.receive(request, access, LARGEST_BODY), Outcome)
         # refused before the session ends, so that the client can correct its request
         if outcome.error is None:
             if outcome.reward is None and not rollout.has_reward:
                 raise Rejected("invalid", f"reward: none, and {self.env!r} has no `reward` itself. Post a number.")
-            if not rollout.num_turns():
+            if not rollout.num_turns:
                 raise Rejected("invalid", "This session has no model turn to be rewarded. Post an `error` to drop it.")
             try:
-                rollout.check([] if outcome.reward is None else [outcome.reward])
+                check_rewards([] if outcome.reward is None else [outcome.reward])
             except ValueError as error:
                 raise Rejected("invalid", f"The reward cannot be used: {error}.") from error
 
@@ -268,12 +282,12 @@ class Sessions:
             raise Rejected("ended", "The session has ended: its reward was posted.")
         rollout.outcome.set_result(outcome)
         reach("session.rewarded")
-        self.gateway.close(rollout.key, "its reward was posted")
+        self.gateway.close(rollout.task.api_key, "its reward was posted")
         return as_json({"state": "ended"})
 
-    def _find(self, request: Request, session: Session) -> ClientRollout:
+    def _find(self, request: Request, access: Access) -> OfferedEndpoint:
         """Return the open rollout of a session's key, which the path must name. Raises: Rejected."""
         rollout = self._open.get(request.path_params["id"])
-        if rollout is None or rollout.name != session.name:
+        if rollout is None or rollout.task.task != access.name:
             raise Rejected("unknown", "This API key belongs to another session than the one of the path.")
         return rollout

@@ -18,8 +18,8 @@ from trireme.journal.records import Rollout
 from trireme.journal.targets import num_sampled
 from trireme.journal.turns import TurnLog, prompt_digest
 from trireme.orchestrator.engines.pool import PromptTooLong, RequestRefused
-from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import Environment
+from trireme.orchestrator.environments.session import RolloutFailed
 from trireme.orchestrator.environments.wire import Ask, Done, FinishReason, Reply
 from trireme.orchestrator.rollout.chat import NoRoomForToken
 from trireme.orchestrator.rollout.pictures import read_messages

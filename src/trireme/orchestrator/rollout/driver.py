@@ -21,8 +21,8 @@ from trireme.algo.data.order import ENDLESS
 from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.log import get_logger
 from trireme.journal.records import Rollout
-from trireme.orchestrator.environments.open_rollout import RolloutFailed, cancel_all
 from trireme.orchestrator.environments.pool import Environment
+from trireme.orchestrator.environments.session import RolloutFailed, cancel_all
 from trireme.orchestrator.environments.wire import Done, Split
 from trireme.orchestrator.rollout.runner import RolloutKey, RolloutSpec
 

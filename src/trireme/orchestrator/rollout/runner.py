@@ -24,8 +24,8 @@ from trireme.journal.records import Rollout
 from trireme.journal.requests import RequestLog
 from trireme.journal.turns import TurnLog, newest_attempts, turns_file
 from trireme.orchestrator.engines.pool import InferencePool
-from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import Environment
+from trireme.orchestrator.environments.session import RolloutFailed
 from trireme.orchestrator.environments.wire import RunTask, Split
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.continuation import rewrites_always

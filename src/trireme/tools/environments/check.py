@@ -22,8 +22,8 @@ from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.launch.folder import hold_folder
-from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import Environment, open_environment
+from trireme.orchestrator.environments.session import RolloutFailed
 from trireme.orchestrator.environments.venv import EnvironmentSource, find_environment
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask, Split
 from trireme.orchestrator.environments.worker_process import LOAD_TIMEOUT_S
@@ -147,8 +147,8 @@ async def _check(
         # tasks that bring solutions show whether the tests work, without any policy
         solved, unsound = await check_solutions(environment, extent)
         policy = await stack.enter_async_context(open_policy())
-        if environment.sessions is not None:
-            url, name = environment.sessions.gateway.url, environment.name
+        if environment.offers is not None:
+            url, name = environment.offers.gateway.url, environment.name
             progress.show(f'start your clients: POST {url}/sessions {{"env": "{name}"}}')
 
         began = time.monotonic()

@@ -19,8 +19,8 @@ from trireme.base.token import bearer
 from trireme.base.waiting import Wait, Waits
 from trireme.config.orchestrator import OrchestratorConfig
 from trireme.journal.records import Rollout
-from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import Environment
+from trireme.orchestrator.environments.session import RolloutFailed
 from trireme.orchestrator.environments.wire import Ask, FinishReason, Reply
 from trireme.orchestrator.gateway.dialects.turn import ToolCall
 from trireme.orchestrator.rollout.driver import build_rollout

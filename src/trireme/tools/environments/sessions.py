@@ -22,8 +22,8 @@ from trireme.journal.message_text import content_text
 from trireme.journal.model_turn import Turn
 from trireme.journal.records import Branch
 from trireme.journal.turns import compare_turns, prompt_digest
-from trireme.orchestrator.environments.open_rollout import AskPolicy
 from trireme.orchestrator.environments.pool import Environment
+from trireme.orchestrator.environments.session import AskPolicy
 from trireme.orchestrator.environments.wire import Ask, Done, Reply, RunTask
 from trireme.orchestrator.rollout.driver import RolloutOutcome
 

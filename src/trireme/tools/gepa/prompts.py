@@ -15,8 +15,8 @@ import msgspec
 
 from trireme.base.errors import ConfigError
 from trireme.journal.message_text import content_text
-from trireme.orchestrator.environments.open_rollout import AskPolicy, RolloutFailed
 from trireme.orchestrator.environments.pool import Environment
+from trireme.orchestrator.environments.session import AskPolicy, RolloutFailed
 from trireme.orchestrator.environments.wire import Ask, Done, Reply, RunTask
 from trireme.tools.gepa.records import Example
 

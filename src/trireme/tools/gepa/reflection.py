@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from trireme.base.errors import PeerRefused
 from trireme.config.orchestrator import Environment as EnvironmentConfig
-from trireme.orchestrator.environments.open_rollout import AskPolicy, RolloutFailed
 from trireme.orchestrator.environments.pool import Environment
+from trireme.orchestrator.environments.session import AskPolicy, RolloutFailed
 from trireme.orchestrator.environments.wire import Ask, Done, RunTask
 from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.tools.conversation import blocks, tool_calls

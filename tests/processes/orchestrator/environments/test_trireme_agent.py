@@ -29,10 +29,10 @@ from toy_environments import never, open_toy, running, with_environment, write
 from trireme.base.errors import ConfigError, DeadlineExceeded, PeerDied
 from trireme.config.orchestrator import Agent, Environment
 from trireme.journal.turns import compare_turns, read_turns, turns_file
-from trireme.orchestrator.environments import agent_session
-from trireme.orchestrator.environments.open_rollout import RolloutFailed
+from trireme.orchestrator.environments import worker_process
 from trireme.orchestrator.environments.pool import open_environment
 from trireme.orchestrator.environments.programs import AgentPrograms
+from trireme.orchestrator.environments.session import RolloutFailed
 from trireme.orchestrator.environments.wire import RunTask
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome
@@ -87,7 +87,7 @@ def play(tmp_path):
 def worker(monkeypatch):
     """Return what imports a module of the worker, of which these need the standard library alone."""
     for folder in ("worker", "worker/agents"):
-        monkeypatch.syspath_prepend(Path(agent_session.__file__).parent / folder)
+        monkeypatch.syspath_prepend(Path(worker_process.__file__).parent / folder)
     return importlib.import_module
 
 
@@ -200,7 +200,7 @@ LEAVES_ONE = "setsid env -i sleep 600 & echo $! > left; while grep -q . /proc/$!
 
 @pytest.mark.parametrize("kills", ["kill -9 $PPID", "kill -9 $RUNNER; sleep 600"], ids=["its launcher", "what runs it"])
 def test_a_program_that_kills_its_parents_leaves_nothing_behind(tmp_path, kills):
-    agents = Path(agent_session.__file__).parent / "worker" / "agents"
+    agents = Path(worker_process.__file__).parent / "worker" / "agents"
     command = [sys.executable, "-c", RUNS_ONE, agents, LEAVES_ONE + kills]
     assert subprocess.run(command, cwd=tmp_path, stderr=subprocess.DEVNULL).returncode != 0
     until(lambda: not is_alive((tmp_path / "left").read_text()))

@@ -22,8 +22,8 @@ from toy_environments import (
 )
 from trireme.base.errors import ConfigError
 from trireme.orchestrator.environments import pool
-from trireme.orchestrator.environments.open_rollout import OpenRollout, RolloutFailed
 from trireme.orchestrator.environments.pool import Environment
+from trireme.orchestrator.environments.session import RolloutFailed, Session
 from trireme.orchestrator.environments.wire import Ask, Done, GaveUp, Held, Reply, RunTask
 from whole_run import build_config, run
 
@@ -195,8 +195,9 @@ def test_cancelling_the_caller_cancels_the_rollout_in_its_worker(on):
     assert on(EVALUATING, use, **EVALUATED | {"rollout_timeout_s": 30}) == (str(RIGHT), True)
 
 
-async def follow(rollout: OpenRollout, *messages: Any) -> Done:
+async def follow(rollout: Session, *messages: Any) -> Done:
     """Deliver messages of a worker to a rollout, each once the one before has had its effect."""
+    rollout.begin(on_held=lambda: None)
     following = asyncio.create_task(rollout.follow(print))
     for message in messages:
         for _ in range(5):
@@ -210,7 +211,7 @@ ASKED = Ask(task="r", call="1", messages=[], sampling={})
 
 def test_turn_abandoned_after_its_answer_is_named_in_the_result():
     async def use():
-        rollout = OpenRollout(RunTask(task="r", index=0), says("x"), 60, 0, on_held=lambda: None)
+        rollout = Session(RunTask(task="r", index=0), says("x"), 60)
         return await follow(rollout, ASKED, GaveUp(task="r", call="1"), Done(task="r", reward=1.0))
 
     assert asyncio.run(use()).given_up == ["1"]
@@ -225,7 +226,7 @@ def test_group_member_that_ends_never_disturbs_a_cancelling_one():
                 extended.append(rollout.extend())  # by the end of the other one
 
         extended: list[None] = []
-        rollout = OpenRollout(member(0, 2), ask, 60, 0, on_held=lambda: None)
+        rollout = Session(member(0, 2), ask, 60)
         done = await follow(rollout, ASKED, Held(task=""), Done(task="", reward=1.0))
         return done.reward, extended
 

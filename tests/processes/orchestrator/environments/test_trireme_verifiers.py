@@ -19,7 +19,7 @@ from toy_environments import (
     talk,
 )
 from trireme.journal.model_turn import ToolCall
-from trireme.orchestrator.environments.open_rollout import RolloutFailed
+from trireme.orchestrator.environments.session import RolloutFailed
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
 
 pytestmark = pytest.mark.xdist_group("packages")

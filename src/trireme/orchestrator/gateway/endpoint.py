@@ -1,4 +1,4 @@
-"""A rollout that agent programs play: its session at the gateway, and the turns that answer its requests."""
+"""A session over HTTP: the key of a rollout that agent programs play, and the answers to their requests."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import asyncio
 import hashlib
 import secrets
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 
 import msgspec
@@ -16,12 +15,12 @@ import msgspec
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.journal.model_turn import Message, TurnRequest
-from trireme.journal.requests import KeptRequest, RequestLog
-from trireme.orchestrator.environments.open_rollout import AskPolicy, RolloutFailed
-from trireme.orchestrator.environments.wire import Ask, Done, Played, Reply, RunTask, check_rewards
+from trireme.journal.requests import KeptRequest
+from trireme.orchestrator.environments.session import RolloutFailed, Session
+from trireme.orchestrator.environments.wire import Ask, Done, Reply
+from trireme.orchestrator.gateway.access import DECIDES, Access, conversation_digest
 from trireme.orchestrator.gateway.dialects.turn import Problem, Rejected
-from trireme.orchestrator.gateway.server import DECIDES, Gateway, Session, conversation_digest
-from trireme.orchestrator.gateway.sessions import ClientRollout, Sessions
+from trireme.orchestrator.gateway.server import Gateway
 
 log = get_logger("environments")
 
@@ -29,33 +28,32 @@ PROBLEMS: dict[str | None, Problem] = {"overlong_prompt": "overlong", "cancelled
 
 
 @dataclass(eq=False)
-class AgentSession:
-    """Answers the requests of one rollout's program, from its first to its end.
+class Endpoint:
+    """Answers the requests of one session's program, from its first to its end.
 
     Example:
-        with AgentSession(gateway, task, ask) as session:
-            session.open()
-            done = await session.watch(run(task))  # `task` holds the address and the key
+        with Endpoint(gateway, session) as endpoint:
+            endpoint.open()
+            done = await endpoint.watch(run(session))  # its task holds the address and the key
     """
 
     gateway: Gateway
-    task: RunTask
-    ask: AskPolicy
+    session: Session
     has_traces: bool = False  # several agent runs may share the session; `max_turns` is for each
-    requests: RequestLog | None = None  # file of its requests, for a program that outlives this process
 
     def __post_init__(self) -> None:
+        self.task = self.session.task
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def has_lost_program(self) -> bool:
         """Whether its program outlived the orchestrator and has asked for nothing since: it may have given up."""
-        return self._is_resumed and not self._session.is_used
+        return self._is_resumed and not self._access.is_used
 
     def open(self) -> None:
         """Begin, with a new key."""
         self._begin(secrets.token_urlsafe(24))
-        self.gateway.open(self.task.api_key, self._session)
+        self.gateway.open(self.task.api_key, self._access)
 
     def _begin(self, key: str) -> None:
         self._replies: dict[str, Reply] = {}  # the newest to each request, by its digest
@@ -65,7 +63,7 @@ class AgentSession:
         self.task.gateway, self.task.api_key = self.gateway.url, key
         self._is_resumed = False
         self._name = hashlib.sha256(key.encode()).hexdigest()[:16]  # in the file of requests
-        self._session = Session(self.task.task, self._answer, self._count, lambda: self._longest, self.has_traces)
+        self._access = Access(self.task.task, self, self.has_traces)
 
     async def resume(self, key: str) -> bool:
         """Continue the session of a program that outlived the orchestrator: its turns are on disk.
@@ -73,10 +71,10 @@ class AgentSession:
         Returns: whether that is possible. If not, the program has to be started again.
         """
         self._begin(key)
-        if self.requests is None:
+        if self.session.requests is None:
             return False
         try:
-            asked = await asyncio.to_thread(self.requests.read, self._name)
+            asked = await asyncio.to_thread(self.session.requests.read, self._name)
         except msgspec.DecodeError as error:  # written by another version of Trireme
             log.warning("An agent program is started again, as its requests cannot be read: %s", error)
             return False
@@ -86,16 +84,16 @@ class AgentSession:
             # each keeps its number, which the ids of its turn's tool calls are made of
             digest, self._num_asked = conversation_digest(each), each.number - 1
             try:
-                reply = await self._answer(each, digest, False, is_known=True)
+                reply = await self._ask(each, digest)
             except Rejected as refused:
                 log.warning("An agent program is started again, as its turn %d is not found: %s", each.number, refused)
                 return False
             if not any(other.continues(each) for other in asked):
                 # no later request shows that the program has got this turn, so it is kept for a retry
-                self._session.keep(digest, reply)
+                self._access.keep(digest, reply)
 
         # only now may the program's requests be answered, which have waited at the gateway
-        self.gateway.open(key, self._session)
+        self.gateway.open(key, self._access)
         self._is_resumed = True
         return True
 
@@ -106,13 +104,13 @@ class AgentSession:
         why = f"its rollout failed: {error}" if isinstance(error, RolloutFailed) else "its rollout is over"
         self.gateway.close(self.task.api_key, why)
         self._failure.cancel()
-        if self.requests is not None:
-            self.requests.remove()
+        if self.session.requests is not None:
+            self.session.requests.remove()
 
-    def restart(self, forget: Callable[[], None]) -> None:
+    def restart(self) -> None:
         """Begin again, with another key: the program of the lost attempt may still be there."""
         self.gateway.close(self.task.api_key, "its rollout was begun again")
-        forget()
+        self.session.forget()
         self.open()
 
     async def watch(self, run: Coroutine[Any, Any, Done]) -> Done:
@@ -129,18 +127,25 @@ class AgentSession:
                 self._failure.result()
             done = await running
             # the client left before it got them, so the conversation does not contain them
-            done.given_up = [reply.call for reply in self._session.unread()]
+            done.given_up = [reply.call for reply in self._access.unread()]
             return done
         finally:
             if not running.done():
                 running.cancel()
                 await asyncio.wait({running})
 
-    async def _answer(self, request: TurnRequest, digest: str, is_retry: bool, *, is_known: bool = False) -> Reply:
+    async def answer(self, request: TurnRequest, digest: str, is_retry: bool) -> Reply:
+        """Answer a request of the program. Raises: Rejected."""
         # an SDK that lost the answer gets the same turn, not another sample
         if is_retry and digest in self._replies:
             return self._replies[digest]
 
+        # on disk before the program has the turn, so that a resumed session knows all that the program knows
+        reply = await self._ask(request, digest)
+        self._write(request, int(reply.call))
+        return reply
+
+    async def _ask(self, request: TurnRequest, digest: str) -> Reply:
         most = self.task.max_turns
         if most is not None and self._num_turns[request.trace] >= most:
             raise Rejected("ended", f"This rollout has had its {most} model turns (`max_turns`).")
@@ -150,7 +155,7 @@ class AgentSession:
         self._num_asked += 1
         question = self._question(request)
         try:
-            reply = await self.ask(question)
+            reply = await self.session.ask(question)
         except Exception as error:
             # `watch` raises it to the run; the program only learns that there is no turn
             if not self._failure.done():
@@ -160,9 +165,6 @@ class AgentSession:
             self._num_turns[request.trace] -= 1
             raise Rejected(PROBLEMS.get(reply.error_kind, "failed"), reply.error)
 
-        # on disk before the program has the turn, so that a resumed session knows all that the program knows
-        if not is_known:
-            self._write(request, int(question.call))
         # the transcript of the rollout; of two that are as long, the newer one
         if len(request.messages) >= len(self._longest):
             self._longest = [*request.messages, reply.to_message()]
@@ -173,7 +175,7 @@ class AgentSession:
 
     def _write(self, request: TurnRequest, number: int) -> None:
         """Write a request that has a turn. If it cannot be written, the program cannot outlive this process."""
-        if self.requests is None:
+        if self.session.requests is None:
             return
         asked = KeptRequest(
             session=self._name,
@@ -185,20 +187,30 @@ class AgentSession:
             trace=request.trace,
         )
         try:
-            self.requests.write(asked)
+            self.session.requests.write(asked)
         except Exception as error:  # the disk failed, or a value cannot be encoded; the turn itself is on disk
             log.warning("%r; after a restart, the program of this rollout is started again.", error)
-            self.requests.remove()
-            self.requests = None
+            self.session.requests.remove()
+            self.session.requests = None
         reach("request.written")
 
-    async def _count(self, request: TurnRequest) -> int:
+    async def count(self, request: TurnRequest) -> int:
+        """Return the number of tokens of a request's prompt. Raises: Rejected."""
         question = self._question(request)
         question.only_counts = True
-        reply = await self.ask(question)
+        reply = await self.session.ask(question)
         if reply.error is not None:
             raise Rejected("invalid", reply.error)
         return len(reply.prompt_ids)
+
+    def transcript(self) -> list[Message]:
+        """Return the messages of the longest conversation."""
+        return self._longest
+
+    @property
+    def num_turns(self) -> int:
+        """Return how many model turns it has had."""
+        return self._num_turns.total()
 
     def _question(self, request: TurnRequest) -> Ask:
         return Ask(
@@ -210,30 +222,3 @@ class AgentSession:
             calls_tools=request.calls_tools,
             trace=request.trace,
         )
-
-
-class ClientSession(AgentSession):
-    """Offers a rollout to the clients of a user's own harness, and plays it with the one that takes it."""
-
-    async def play(self, sessions: Sessions, run: Callable[[AskPolicy], Coroutine[Any, Any, Done]]) -> Done:
-        """Run a rollout once a client has taken it. The client does not notice a death of the environment's worker.
-
-        Raises: as `watch`; RolloutFailed if the client posts an error.
-        """
-        task = self.task
-        example = task.split, task.index
-        rollout = ClientRollout(task.task, task.api_key, example, self._num_turns.total, check_rewards)
-        async with sessions.offer(rollout):
-            return await self.watch(run(partial(self._wait_for_outcome, rollout)))
-
-    async def _wait_for_outcome(self, rollout: ClientRollout, question: Ask) -> Reply:
-        """Show the client its example, and return what it has made of that."""
-        rollout.has_reward = question.has_reward
-        if not rollout.task.done():  # the client may have it already, from a worker that has died
-            rollout.task.set_result({"example": question.example, "prompt": question.messages})
-        await asyncio.wait({rollout.outcome})
-        outcome = rollout.outcome.result()
-        if outcome.error is not None:
-            raise RolloutFailed("rollout", f"the client gave it up: {outcome.error:.2000}")
-        played = Played(messages=self._longest, reward=outcome.reward, metrics=outcome.metrics)
-        return Reply(played=played)

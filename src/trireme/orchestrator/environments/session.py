@@ -1,4 +1,4 @@
-"""A rollout that runs in an environment worker: answers its turns, bounds its time, and reports how it ended."""
+"""One live rollout: answers its turns, bounds its time, and reports how it ended."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from trireme.base.errors import TriremeError
+from trireme.journal.requests import RequestLog
 from trireme.orchestrator.environments import wire
 from trireme.orchestrator.environments.wire import Ask, Done, GaveUp, Held, Reply, RunTask
 
@@ -30,21 +31,26 @@ class RolloutFailed(TriremeError):
 
 
 @dataclass(eq=False)
-class OpenRollout:
-    """The orchestrator's half of a rollout that runs in an environment worker.
+class Session:
+    """One live rollout: its task, who answers its model turns, its deadline, and how it ended.
 
     Produces: answers to the model turns that the worker asks for. Waits for: the worker's messages. Woken by:
     `deliver`, which the connection calls.
+
+    A worker's death does not end it: it begins again in another worker.
     """
 
     task: RunTask
     ask: AskPolicy
     timeout_s: float
-    num_deaths: int  # deaths of workers that ran it
-    on_held: Callable[[], None]  # called when it is over and only waits for the others of its group
-    is_held: bool = False
+    forget: Callable[[], None] = lambda: None  # called before it begins again: what it has asked so far is void
+    requests: RequestLog | None = None  # file of its requests, for a program that outlives this process
+    num_deaths: int = 0  # deaths of workers that ran it
+    is_held: bool = False  # it is over, and only waits for the others of its group
 
-    def __post_init__(self) -> None:
+    def begin(self, on_held: Callable[[], None]) -> None:
+        """Begin in a worker. `on_held` is called when it is over and only waits for the others of its group."""
+        self._on_held = on_held
         self._answering: set[asyncio.Task[None]] = set()  # named after their calls
         self._given_up: list[str] = []  # calls
         self._end: Done | wire.Error | Exception | None = None
@@ -79,7 +85,7 @@ class OpenRollout:
         if isinstance(message, Held):
             # it only waits for its group now, so its slot is free for another rollout
             self.is_held = True
-            self.on_held()
+            self._on_held()
         elif isinstance(message, GaveUp):
             self._given_up.append(message.call)  # the turn may have been answered already
             for answering in self._answering:
