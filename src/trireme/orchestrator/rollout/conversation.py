@@ -20,7 +20,7 @@ from trireme.journal.turns import TurnLog, prompt_digest
 from trireme.orchestrator.engines.pool import PromptTooLong, RequestRefused
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.session import RolloutFailed
-from trireme.orchestrator.environments.wire import Ask, Done, FinishReason, Reply
+from trireme.orchestrator.environments.wire import Ask, Done, ErrorKind, FinishReason, Reply
 from trireme.orchestrator.rollout.chat import NoRoomForToken
 from trireme.orchestrator.rollout.pictures import read_messages
 from trireme.orchestrator.rollout.sampling import TurnSampling
@@ -100,26 +100,8 @@ class Conversation:
             tools = request.tools if request.calls_tools else None
             sample = partial(self._sample, asked, arguments, tools, number)
             turn = await (sample() if self.log is None else self._sample_once(self.log, asked, sample))
-        except ConfigError:  # the run cannot go on; caught first, as it is a ValueError too
-            raise
-        except PromptTooLong as error:
-            if not request.only_counts:
-                self._refused, self._cut = str(error), PROMPT_TOO_LONG
-                self._note_invalid(error)
-            return Reply(error=str(error), error_kind="overlong_prompt")
-        except jinja2.TemplateError as error:
-            words = f"The chat template refuses this conversation: {type(error).__name__}: {error}"
-            return Reply(error=words, error_kind="engine")
-        except ValueError as error:
-            if isinstance(error, NoRoomForToken) or (isinstance(error, RequestRefused) and error.status == 400):
-                self._note_invalid(error)
-            return Reply(error=str(error), error_kind="engine")
-        except (TriremeError, AssertionError):
-            raise
         except Exception as error:
-            # a template, or an engine, failed on a request that it does not expect
-            words = f"This request cannot be answered: {type(error).__name__}: {error}"
-            return Reply(error=words, error_kind="engine")
+            return self._refuse(request, error)
 
         # only an answered turn becomes part of the trajectory
         self._refused, self._cut = None, turn.cut
@@ -137,10 +119,33 @@ class Conversation:
             logprobs=turn.logprobs,
         )
 
-    def _note_invalid(self, error: Exception) -> None:
-        """Note that the first prompt, which another attempt would have too, cannot be answered."""
-        if self._num_asked == 1:
-            self._invalid = str(error)
+    def _refuse(self, request: Ask, error: Exception) -> Reply:
+        """Return why a request gets no turn. Raises: the error itself, if it is not the fault of this request."""
+        kind: ErrorKind = "engine"
+        words, is_invalid = str(error), False
+        match error:
+            case ConfigError():  # the run cannot go on; it is a ValueError too
+                raise error
+            case PromptTooLong() if request.only_counts:
+                kind = "overlong_prompt"
+            case PromptTooLong():
+                self._refused, self._cut = words, PROMPT_TOO_LONG
+                kind, is_invalid = "overlong_prompt", True
+            case jinja2.TemplateError():
+                words = f"The chat template refuses this conversation: {type(error).__name__}: {error}"
+            case NoRoomForToken() | RequestRefused(status=400):
+                is_invalid = True
+            case ValueError():
+                pass
+            case TriremeError() | AssertionError():
+                raise error
+            case _:  # a template, or an engine, failed on a request that it does not expect
+                words = f"This request cannot be answered: {type(error).__name__}: {error}"
+
+        # the first prompt can never be answered: another attempt would have the same one
+        if is_invalid and self._num_asked == 1:
+            self._invalid = words
+        return Reply(error=words, error_kind=kind)
 
     def explain(self, failure: RolloutFailed) -> RolloutFailed:
         """Mark the failure as final if the first prompt was the reason, as a retry would have the same one."""
