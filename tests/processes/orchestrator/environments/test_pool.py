@@ -8,7 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 
 from limits import limited
 from real_run import is_alive
+from stage import until
 from toy_environments import ECHO, Use, never, run_all, run_one, says, with_environment, write
 from trireme.base.errors import ConfigError, PeerDied
 from trireme.base.processes import OPEN_FILES, most_open_files
@@ -290,10 +290,7 @@ def test_no_worker_outlives_a_killed_orchestrator(tmp_path):
         assert process.stdout.readline() == b"open\n"
         pids = (tmp_path / "once").read_text().split()
         process.kill()
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and any(map(is_alive, pids)):
-        time.sleep(0.01)
-    assert [pid for pid in pids if is_alive(pid)] == []
+    until(lambda: not any(map(is_alive, pids)))
 
 
 def test_programs_that_an_environment_started_end_with_their_killed_worker(tmp_path):
