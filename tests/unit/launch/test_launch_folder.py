@@ -27,7 +27,7 @@ from trireme.launch.folder import (
     prepare_folder,
 )
 from trireme.monitor.metrics import MetricsFile
-from trireme.tools.diff.configuration import read_configuration
+from trireme.tools.run_reader import RunReader
 from trireme.trainer.sft.dataset import SampleWriter
 
 
@@ -157,7 +157,7 @@ def test_secrets_among_arguments_are_for_the_owner_and_for_no_page(tmp_path: Pat
         files = [config.paths.run_config, *write_process_files(config, tmp_path, ("orchestrator",))]
         assert {file.stat().st_mode & 0o777 for file in files} == {mode}
         assert read_run(type(config), config.paths.run_config) == config
-    text = str(read_configuration(tmp_path))
+    text = str(RunReader(tmp_path).read_raw_config())
     assert "sk-1" not in text
     assert "judge_api_key" in text
     assert "size" in text

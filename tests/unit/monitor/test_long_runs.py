@@ -23,6 +23,7 @@ from trireme.monitor.timeline import shares
 from trireme.monitor.view import StatusPoller, View
 from trireme.orchestrator.watcher import Watcher
 from trireme.tools.dashboard import history
+from trireme.tools.dashboard.charts import CURVE_POINTS, Frame, curve
 from trireme.tools.dashboard.history import Metrics, Spans
 from trireme.tools.dashboard.runs import RunFolder
 
@@ -32,7 +33,6 @@ LIMIT = 400
 @pytest.fixture(autouse=True)
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty times as long as the limits is long enough to see that nothing grows."""
-    monkeypatch.setattr(history, "MOST_POINTS", LIMIT)
     monkeypatch.setattr(history, "MOST_SPANS", 2 * LIMIT)
     monkeypatch.setattr(progress, "MOST_STEPS", LIMIT)
     monkeypatch.setattr(restarts, "LAST_BYTES", 4096)
@@ -40,19 +40,16 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "PIECE_BYTES", 4096)
 
 
-def test_metric_series_keeps_its_ends_and_extremes_in_bounded_points() -> None:
+def test_curve_of_a_long_run_has_few_points_with_its_spike() -> None:
     metrics = Metrics()
     for step in range(20 * LIMIT):
         loss = np.sin(step) + (100.0 if step == 37 else 0.0)
         metrics.add([{"step": step, "process": "trainer", "time_s": 10.0 * step, "loss": loss}])
-    steps, values = metrics.series("loss")
-    assert metrics.hours("loss", steps).tolist() == pytest.approx((steps / 360).tolist(), abs=1e-6)
-    assert len(steps) <= LIMIT
-    assert steps[:5].tolist() == [0, 1, 2, 3, 4], "the beginning is exact"
-    assert steps[-LIMIT // 4 :].tolist() == list(range(20 * LIMIT - LIMIT // 4, 20 * LIMIT)), "so are the newest"
-    assert values.max() == np.sin(37) + 100.0
-    assert (np.diff(steps) > 0).all()
-    assert np.diff(steps).max() < LIMIT, "every twentieth of the run is there"
+    raw, smooth = curve(metrics, "loss", Frame("hours", smoothing=0.5))
+    assert LIMIT / 2 < len(raw) <= CURVE_POINTS
+    assert len(smooth) <= CURVE_POINTS
+    assert max(raw, key=lambda point: point[1] or 0.0) == pytest.approx([37 / 360, np.sin(37) + 100.0], abs=1e-3)
+    assert [raw[0][0], raw[-1][0]] == pytest.approx([0.0, (20 * LIMIT - 1) / 360], abs=1e-3)
 
 
 def test_spans_are_bounded_and_the_shares_of_the_whole_run_stay_right(tmp_path: Path) -> None:

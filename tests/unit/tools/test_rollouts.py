@@ -15,9 +15,8 @@ from trireme.orchestrator.evaluation.results import EvalResult, write_eval_resul
 from trireme.tools.rollout_filters import parse_filter
 from trireme.tools.rollouts import CHUNK, PREVIEW, Record, ResultsFile, Row, record_of
 from trireme.tools.tokenizer import find_decoder, pieces
-from trireme.tools.viewer.reader import page
+from trireme.tools.viewer.panes import columns_for, in_order, page
 from trireme.tools.viewer.sources import find_sources, run_title
-from trireme.tools.viewer.table import columns_for, in_order
 from viewing import answer, write_evaluations, write_results
 from written_run import write_whole_run
 

@@ -18,26 +18,27 @@ A running run is listed in the order opposite to that in which it writes: effect
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from trireme.algo.rules import rules_of
 from trireme.base.errors import JournalCorrupt
-from trireme.base.paths import RunPaths, steps_in
-from trireme.config.files import find_run_file, read_run
-from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
-from trireme.journal.pictures import PictureFiles, pictures_folder
+from trireme.journal.pictures import PictureFiles
 from trireme.journal.records import BatchRecord, State
 from trireme.journal.settings import Settings, is_rounded
-from trireme.journal.versions import Versions
-from trireme.tools.audit.examples import OrderAudit, check_outcomes
-from trireme.tools.audit.fates import Fates
-from trireme.tools.audit.metrics import MetricsLines, compare_batch, compare_lines
+from trireme.monitor.lines import read_lines
+from trireme.monitor.metrics import parse_row
+from trireme.orchestrator.batch_metrics import batch_metrics
+from trireme.tools.audit.fates import Fates, check_outcomes
 from trireme.tools.audit.report import Report
-from trireme.tools.audit.tokens import TokenAudit
-from trireme.tools.audit.turns import TurnAudit
+from trireme.tools.audit.tokens import TokenAudit, TurnAudit
 from trireme.tools.audit.weights import check_checkpoints, check_versions
+from trireme.tools.record_differences import some
+from trireme.tools.run_reader import RunReader
 
 MAY_LACK_LINES = 2
 """Newest batches, and newest steps, whose lines may be missing: see above."""
@@ -52,22 +53,20 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
     Raises:
         ConfigError: the folder holds no run.
     """
-    config = read_run(RunConfig, find_run_file(folder, "orchestrator"))
-    paths, report = RunPaths(folder), Report(folder)
-    journal, recorded = Journal(paths.journal), Versions(paths.journal)
+    run, report = RunReader(folder), Report(folder)
+    config, paths, journal = run.read_config(), run.paths, run.journal
     # effects are listed before causes: checkpoints, versions and batches, then metrics, then their causes again
-    checkpoints, newest_at_first, batches = steps_in(paths.checkpoints), recorded.newest, journal.steps()
+    checkpoints, newest_at_first, batches = run.checkpoints(), run.versions.newest, journal.steps()
     lines = MetricsLines(paths.metrics)
-    known, num_batches = recorded.known(), max(journal.steps(), default=-1) + 1
-    batches_set_aside = _list_set_aside(paths.journal, "batch")
+    known, num_batches = run.versions.known(), max(journal.steps(), default=-1) + 1
     # rewinds move batches and versions aside, and their lines stay in `metrics.jsonl`
-    versions_set_aside = _list_set_aside(paths.journal, "version")
+    batches_set_aside, versions_set_aside = run.set_aside("batch"), run.set_aside("version")
 
     newest = max(known, default=-1)
-    settings = Settings(updated(config, {"name": None, "output_dir": folder}), "orchestrator")
+    settings = Settings(config, "orchestrator")
     # digests may differ without harm on GPUs, which round differently, and in versions made again by other trainers
     may_differ = {version for version in known if config.device == "cuda" or is_rounded(settings.earlier, version)}
-    confirmed = check_versions(recorded, known, report, num_batches=num_batches, may_differ=may_differ)
+    confirmed = check_versions(run.versions, known, report, num_batches=num_batches, may_differ=may_differ)
     # batches that an interrupted rewind has yet to move aside are by versions that it has moved aside already
     confirmed |= {version for version in versions_set_aside if version > newest}
 
@@ -84,12 +83,9 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
     )
 
     # every audit sees the batches in order, and each batch is read once
-    order = OrderAudit(report)
-    fates = Fates(order, report)
-    tokens = TokenAudit(confirmed, report, run_code)
-    pictures, seen = PictureFiles(pictures_folder(paths.journal)), set[str]()
+    fates, tokens = Fates(report), TokenAudit(confirmed, report, run_code)
     turns, state = TurnAudit(paths.journal, report), State()
-    listed = set(batches)
+    listed, seen_pictures = set(batches), set[str]()
     expected, newest_batch = 0, max(batches, default=-1)
     for step in range(newest_batch + 1):
         if (record := _read_batch(journal, step, listed, report)) is None:
@@ -99,7 +95,7 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
         fates.take(record, rules, after_gap=after_gap)
         tokens.take(record, rules, after_gap=after_gap)
         turns.take(record, after_gap=after_gap)
-        _check_pictures(record, pictures, seen, report)
+        _check_pictures(record, run.pictures, seen_pictures, report)
         check_outcomes(record, rules, report)
         compare_batch(
             record,
@@ -118,12 +114,6 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
         str(path.relative_to(folder)) for path in folder.glob("*/set_aside_*") if path.is_dir()
     )
     return report
-
-
-def _list_set_aside(journal: Path, kind: str) -> set[int]:
-    """Return the numbers of the batches, or versions, that were moved aside by rewinds."""
-    names = (path.stem.removeprefix(f"{kind}_") for path in journal.glob(f"set_aside_*/{kind}_*.msgpack"))
-    return {int(name) for name in names if name.isdigit()}
 
 
 def _read_batch(journal: Journal, step: int, listed: set[int], report: Report) -> BatchRecord | None:
@@ -163,3 +153,107 @@ def _check_pictures(record: BatchRecord, files: PictureFiles, seen: set[str], re
                 f"batch {record.step} shows a picture that cannot be read: {error}",
                 expected="the picture as the engine was sent it",
             )
+
+
+# `metrics.jsonl`: one line of the orchestrator per batch, one of the trainer per step
+
+
+class MetricsLines:
+    """The lines of `metrics.jsonl` that the audit compares: the last one of each step counts."""
+
+    def __init__(self, path: Path) -> None:
+        lines = read_lines(path)[0]
+        rows = [row for line in lines if (row := parse_row(line)) is not None]
+        self.unreadable = sum(bool(line.strip()) for line in lines) - len(rows)
+        self.trained = {row["step"] for row in rows if row["process"] == "trainer"}
+        self.batches = {row["step"]: row for row in rows if row["process"] == "orchestrator" and "reward/mean" in row}
+
+
+def compare_batch(
+    record: BatchRecord,
+    config: RunConfig,
+    row: Mapping[str, Any] | None,
+    report: Report,
+    *,
+    may_lack_line: bool,
+    may_have_old_line: bool,
+) -> None:
+    """Compare the journal's metrics with its rollouts, then the line in the file with the journal.
+
+    Args:
+        config: by which the batch was filled.
+        row: the batch's line in `metrics.jsonl`.
+        may_lack_line: the run may have been killed before it was written.
+        may_have_old_line: the line may be that of an abandoned batch of this number.
+    """
+    # lags need a sampled token; the audit of tokens reports rollouts without one
+    step, found = record.step, record.metrics
+    if any((sample.versions >= 0).any() for rollout in record.rollouts for sample in rollout.samples):
+        due = batch_metrics(step, record.rollouts, record.dropped, config=config, outcomes=record.outcomes)
+        due |= {f"data/{name}/epoch": cursor.epoch for name, cursor in record.state.cursors.items()}
+        due["curriculum/stage"] = record.state.stage
+        report.compare(
+            "metrics",
+            step,
+            {name: (found[name], due[name]) for name in found if name in due},  # journals of older versions lack some
+            by="by its rollouts",
+            rtol=1e-6,
+        )
+
+    if row is None:
+        if not may_lack_line:
+            _add_missing_line(report, "orchestrator", f"batch {step}", step)
+    elif not may_have_old_line:
+        # to the last bit: JSON keeps floats exactly, and has null for what is not finite
+        report.compare(
+            "metrics",
+            step,
+            {name: (row.get(name), value if math.isfinite(value) else None) for name, value in found.items()},
+            of="in metrics.jsonl ",
+            by="by the journal",
+        )
+
+
+def compare_lines(
+    lines: MetricsLines, *, trained: int, newest: int, num_batches: int, set_aside: set[int], report: Report
+) -> None:
+    """Check that each trained step has one trainer line, and that no line is about a missing batch or version.
+
+    Args:
+        trained: all steps below this one must have a line.
+        newest: version. The trainer writes the line of a step when the version that it made is confirmed.
+        set_aside: abandoned steps, whose lines stay in the file.
+    """
+    # the trainer writes a step's line before the next version, so older steps have theirs
+    for step in sorted(set(range(trained)) - lines.trained):
+        _add_missing_line(report, "trainer", f"step {step}", step)
+    # a line of the trainer comes after the confirmation of the version that the step made
+    early = sorted(step for step in lines.trained - set_aside if newest <= step < num_batches)
+    if early:
+        report.add(
+            "metrics",
+            early[0],
+            f"metrics.jsonl has a line of the trainer for step {some(early)}, and version {newest} is the newest",
+            expected=f"version {early[0] + 1} confirmed before that line is written",
+            advice=f"Or the confirmation was lost: look for journal/version_{early[0] + 1:06d}.msgpack.",
+        )
+    # no process reports on a batch before it is in the journal
+    for process, steps in (("trainer", lines.trained), ("orchestrator", lines.batches.keys())):
+        beyond = sorted(step for step in steps - set_aside if step >= num_batches)
+        if beyond:
+            report.add(
+                "metrics",
+                beyond[0],
+                f"metrics.jsonl has lines of the {process} for step {some(beyond)}; there are {num_batches} batches",
+                expected="a batch in the journal before any process reports on it",
+                advice=f"Or batches were lost: look for journal/batch_{beyond[0]:06d}.msgpack.",
+            )
+
+
+def _add_missing_line(report: Report, process: str, what: str, step: int) -> None:
+    report.add(
+        "metrics",
+        step,
+        f"{what} has no line of the {process} in metrics.jsonl",
+        expected="one line for each, but for the two newest",
+    )

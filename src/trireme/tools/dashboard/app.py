@@ -15,9 +15,7 @@ from fastapi import FastAPI
 from nicegui import PageArguments, context, run, ui
 
 from trireme.base.log import get_logger
-from trireme.journal.journal import Journal
 from trireme.tools.dashboard import charts, logs, overview, rollouts, theme, timeline, tokens
-from trireme.tools.dashboard.pictures import serve_pictures
 from trireme.tools.dashboard.runs import Library, RunSet
 from trireme.transport.dashboard_key import RequireKey
 
@@ -59,7 +57,7 @@ def open_dashboard(runs: list[Path], listener: socket.socket, secret: str | None
     """
     library = Library(runs)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    serve_pictures(app, library)
+    rollouts.serve_pictures(app, library)
     ui.run_with(
         app,
         root=lambda: Browser(library).build(),
@@ -112,7 +110,7 @@ class Browser:
         if not self._runs.chosen:
             theme.nothing("There is no run here yet.", "It is shown as soon as its folder is there.")
             return
-        if page.reads_batches and not Journal(self._runs.main.paths.journal).steps():
+        if page.reads_batches and not self._runs.main.journal.steps():
             theme.nothing("There is no batch yet.", f"{page.title} are shown as soon as the journal has a batch.")
             return
         try:

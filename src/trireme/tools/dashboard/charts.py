@@ -8,15 +8,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+import numpy as np
 from nicegui import ui
 from nicegui.element import Element
 from nicegui.elements import echart as _brings_echarts_to_the_page  # noqa: F401
+from numpy.typing import NDArray
 
 from trireme.tools.dashboard import theme
-from trireme.tools.dashboard.history import Axis, Curve, Frame, Points, curve
+from trireme.tools.dashboard.history import Metrics, Values
 from trireme.tools.dashboard.runs import RunFolder, RunSet
 
 GRID = "rgba(138, 147, 165, 0.18)"
@@ -26,8 +28,15 @@ TICK = (
     ": Math.abs(v) >= 1e4 ? +(v / 1000).toPrecision(3) + 'k' : String(+v.toPrecision(3))"
 )
 SHORTEST_STEPS = 0.5  # a shorter drag was a click
+CURVE_POINTS = 500  # points drawn of a curve: more than a chart has pixels for
+SMOOTHED_POINTS = 10_000  # points that a moving average goes through, as every look draws the charts again
 
 Options = dict[str, Any]
+Axis = Literal["step", "hours"]
+Points = list[list[float | None]]
+"""Pairs [x, y]; y is None where it is not finite."""
+Curve = tuple[Points, Points]
+"""A metric as it is, and smoothed; the latter is empty where nothing was smoothed."""
 
 
 class Canvas(Element, component="canvas.js"):
@@ -61,6 +70,77 @@ class Canvas(Element, component="canvas.js"):
     def draw(self, options: Options) -> None:
         self._props["options"] = options
         self.update()
+
+
+# curves
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The part of a curve that is shown, and how."""
+
+    axis: Axis = "step"
+    smoothing: float = 0.0  # weight of the past in the moving average, 0 to 0.99; 0 draws values as they are
+    begin: float | None = None  # first value of the axis that is shown; None shows from its beginning
+    end: float | None = None
+    is_log: bool = False  # logarithmic vertical axis
+
+
+def curve(metrics: Metrics, name: str, frame: Frame) -> Curve:
+    series = metrics.series(name)
+    x = series.steps.astype(np.float64) if frame.axis != "hours" else metrics.hours(name, series.steps)
+    known = np.isfinite(x)
+    x, values = x[known], series.values[known]
+    if not frame.smoothing:
+        return _points(x, values, frame), []
+    at = extremes(values, SMOOTHED_POINTS)
+    return _points(x, values, frame), _points(x[at], smoothed(values[at], frame.smoothing), frame)
+
+
+def _points(x: Values, y: Values, frame: Frame) -> Points:
+    # one point more on either side, so that lines reach the edge
+    begin = 0 if frame.begin is None else max(0, int(np.searchsorted(x, frame.begin)) - 1)
+    end = len(x) if frame.end is None else int(np.searchsorted(x, frame.end, "right")) + 1
+    x, y = x[begin:end], y[begin:end]
+    at = extremes(y, CURVE_POINTS)
+    return [
+        [round(float(a), 4), float(f"{b:.6g}") if math.isfinite(b) else None] for a, b in zip(x[at], y[at], strict=True)
+    ]
+
+
+def extremes(values: Values, most: int) -> NDArray[np.int64]:
+    """Return the places of at most `most` values: the lowest and the highest of equal stretches, and both ends.
+
+    A spike of one step stays visible, however long the run.
+    """
+    if len(values) <= most:
+        return np.arange(len(values))
+    # each stretch gives two points; both ends are added
+    width = math.ceil(len(values) / max(1, (most - 2) // 2))
+    begins = np.arange(0, len(values), width)
+    filled = np.full(len(begins) * width, np.nan)
+    filled[: len(values)] = values
+    stretches = filled.reshape(-1, width)
+    # what is not finite, and what fills up the last stretch, is no extreme
+    is_known = np.isfinite(stretches)
+    lowest = begins + np.where(is_known, stretches, np.inf).argmin(axis=1)
+    highest = begins + np.where(is_known, stretches, -np.inf).argmax(axis=1)
+    return np.unique(np.concatenate([[0], lowest, highest, [len(values) - 1]]))
+
+
+def smoothed(values: Values, weight: float) -> Values:
+    """Exponential moving average without the bias of its beginning; values that are not finite are skipped.
+
+    smooth_n = (1 - w) / (1 - w^n) * sum of w^(n - k) * value_k
+    """
+    result = np.full(len(values), np.nan)
+    total = norm = 0.0
+    for index, value in enumerate(values.tolist()):
+        if math.isfinite(value):
+            total = weight * total + (1.0 - weight) * value
+            norm = weight * norm + (1.0 - weight)
+            result[index] = total / norm
+    return result
 
 
 Line = tuple[str, str, Curve]

@@ -1,4 +1,4 @@
-"""Metrics and spans of a run as its files grow. Both are thinned with age, so that memory is bounded."""
+"""Metrics and spans of a run in memory, as its files grow."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import time
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,26 +17,14 @@ from numpy.typing import NDArray
 from trireme.monitor import timeline
 from trireme.monitor.metrics import PIECE_BYTES, Row, is_of_step
 from trireme.monitor.progress import EVAL_REWARD
-from trireme.monitor.spans import ENGINE, TRAINER, Span, read_spans
-from trireme.monitor.timeline import Shares
+from trireme.monitor.spans import TRAINER, Span, read_spans
 
 READ_S = 2.0
 """Seconds of reading, after which a page is shown with what is known of a very long run. The next call reads on."""
-MOST_POINTS = 10_000
-"""Points kept of a metric. The newest quarter and the first five are exact; of older ones, the extremes are kept."""
 MOST_SPANS = 30_000
 """Spans kept of a run, at some 0.6 kB each. The newest quarter is exact; older ones are merged by `timeline.thin`."""
-EXACT_START = 5
-CURVE_POINTS = 500
-"""Points drawn of a curve: more than a chart has pixels for."""
-DRAWN_SPANS = 4000
 
 Values = NDArray[np.float64]
-Axis = Literal["step", "hours"]
-Points = list[list[float | None]]
-"""Pairs [x, y]; y is None where it is not finite."""
-Curve = tuple[Points, Points]
-"""A metric as it is, and smoothed; the latter is empty where nothing was smoothed."""
 
 
 # metrics
@@ -51,7 +38,7 @@ class Series(NamedTuple):
 
 
 class Metrics:
-    """All metrics of a run by name. A name that several processes use is the trainer's.
+    """All metrics of a run by name, 16 bytes a value. A name that several processes use is the trainer's.
 
     A step that was trained again counts as it was trained last. If a run went back (a resume, a rewind), later steps
     are forgotten until the run reaches them again.
@@ -83,10 +70,7 @@ class Metrics:
                 # a process may report a step twice; `put` keeps the last value
                 for name, value in row.items():
                     if name not in ("step", "process") and (value is None or isinstance(value, int | float)):
-                        column = columns.setdefault(name, _Column())
-                        column.put(step, math.nan if value is None else float(value))
-                        if len(column.steps) > MOST_POINTS:
-                            column.thin()
+                        columns.setdefault(name, _Column()).put(step, math.nan if value is None else float(value))
 
     def names(self) -> list[str]:
         with self._lock:
@@ -116,7 +100,7 @@ class Metrics:
 
     def finite(self, name: str) -> list[float]:
         values = self.series(name).values
-        return [value for value in values.tolist() if math.isfinite(value)]
+        return values[np.isfinite(values)].tolist()
 
     def held_out(self) -> dict[str, str]:
         """Return the names of rewards of evaluations, by environment."""
@@ -157,85 +141,6 @@ class _Column:
 
     def series(self) -> Series:
         return Series(np.array(self.steps, np.int64), np.array(self.values, np.float64))
-
-    def thin(self) -> None:
-        recent = len(self.steps) - MOST_POINTS // 4
-        # the beginning and the newest quarter stay exact; the middle keeps its extremes
-        steps, values = self.series()
-        old = EXACT_START + extremes(
-            steps[EXACT_START:recent].astype(np.float64), values[EXACT_START:recent], MOST_POINTS // 4
-        )
-        keep = np.concatenate([np.arange(EXACT_START), old, np.arange(recent, len(steps))])
-        self.steps, self.values = array("q", steps[keep].tobytes()), array("d", values[keep].tobytes())
-
-
-def extremes(x: Values, y: Values, most: int) -> NDArray[np.int64]:
-    """Return the places of at most `most` points: of equal stretches of `x` the lowest and the highest, and both ends.
-
-    A spike of one step stays visible, however long the run.
-
-    Args:
-        x: in ascending order.
-    """
-    if len(x) <= most:
-        return np.arange(len(x))
-    # each stretch gives two points; both ends are added
-    stretches = max(1, (most - 2) // 2)
-    span = float(x[-1] - x[0]) or 1.0
-    # steps may be missing, so stretches are equal in steps and not in the number of points
-    stretch = np.maximum.accumulate(((x - x[0]) / span * stretches).astype(np.int64).clip(max=stretches - 1))
-    begins = np.flatnonzero(np.diff(stretch, prepend=-1))
-    ends = np.append(begins[1:], len(x)) - 1
-    # one sort by stretch and value gives the lowest and the highest of every stretch
-    lowest = np.lexsort((np.where(np.isfinite(y), y, np.inf), stretch))[begins]
-    highest = np.lexsort((np.where(np.isfinite(y), y, -np.inf), stretch))[ends]
-    return np.unique(np.concatenate([[0], lowest, highest, [len(x) - 1]]))
-
-
-@dataclass(frozen=True)
-class Frame:
-    """The part of a curve that is shown, and how."""
-
-    axis: Axis = "step"
-    smoothing: float = 0.0  # weight of the past in the moving average, 0 to 0.99; 0 draws values as they are
-    begin: float | None = None  # first value of the axis that is shown; None shows from its beginning
-    end: float | None = None
-    is_log: bool = False  # logarithmic vertical axis
-
-
-def curve(metrics: Metrics, name: str, frame: Frame) -> Curve:
-    series = metrics.series(name)
-    x = series.steps.astype(np.float64) if frame.axis != "hours" else metrics.hours(name, series.steps)
-    known = np.isfinite(x)
-    x, values = x[known], series.values[known]
-    # One point more on either side, so that lines reach the edge.
-    begin = 0 if frame.begin is None else max(0, int(np.searchsorted(x, frame.begin)) - 1)
-    end = len(x) if frame.end is None else int(np.searchsorted(x, frame.end, "right")) + 1
-    smooth = _points(x, smoothed(values, frame.smoothing), begin, end) if frame.smoothing else []
-    return _points(x, values, begin, end), smooth
-
-
-def _points(x: Values, y: Values, begin: int, end: int) -> Points:
-    x, y = x[begin:end], y[begin:end]
-    at = extremes(x, y, CURVE_POINTS)
-    return [
-        [round(float(a), 4), float(f"{b:.6g}") if math.isfinite(b) else None] for a, b in zip(x[at], y[at], strict=True)
-    ]
-
-
-def smoothed(values: Values, weight: float) -> Values:
-    """Exponential moving average without the bias of its beginning; values that are not finite are skipped.
-
-    smooth_n = (1 - w) / (1 - w^n) * sum of w^(n - k) * value_k
-    """
-    result = np.full(len(values), np.nan)
-    total = norm = 0.0
-    for index, value in enumerate(values.tolist()):
-        if math.isfinite(value):
-            total = weight * total + (1.0 - weight) * value
-            norm = weight * norm + (1.0 - weight)
-            result[index] = total / norm
-    return result
 
 
 # spans
@@ -295,41 +200,3 @@ class Spans:
     def within(self, begin_s: float, end_s: float, process: str) -> list[Span]:
         """Return the spans of a process that touch a stretch of time."""
         return [span for span in self._processes.get(process, []) if span.begin_s < end_s and span.end_s > begin_s]
-
-
-class Timeline(NamedTuple):
-    """A stretch of time: what the processes of a run did, and which side should get more GPUs."""
-
-    begin_s: float  # unix time
-    end_s: float
-    spans: list[Span]  # at most DRAWN_SPANS
-    shares: dict[str, Shares]  # share of each activity, by process
-    waits: dict[str, list[tuple[str, float]]]  # reasons to wait, as shares of the time, by process; longest first
-    engines: Shares  # mean of all engines
-    advice: str
-    counted: tuple[float, float]  # the steady part of the stretch, which shares and words are about
-
-
-def summarize(spans: Spans, begin_s: float, end_s: float, *, most: int = DRAWN_SPANS) -> Timeline:
-    # start and end of a run say nothing about its balance, so shares are about the steady part
-    processes = spans.processes()
-    known = [span for process in processes for span in spans.within(begin_s, end_s, process)]
-    first_s, last_s = spans.steady()
-    counted = max(begin_s, first_s), min(end_s, last_s)
-    counted = counted if counted[0] < counted[1] else (begin_s, end_s)
-
-    shares = {process: timeline.shares(known, process, *counted) for process in processes}
-    waits = {
-        process: [(why, share) for why, share in timeline.reasons(known, process, *counted) if why]
-        for process in processes
-    }
-    return Timeline(
-        begin_s=begin_s,
-        end_s=end_s,
-        spans=timeline.thin(known, begin_s, end_s, most),
-        shares=shares,
-        waits=waits,
-        engines=timeline.shares(known, ENGINE, *counted),
-        advice=timeline.advice_for(known, *counted),
-        counted=counted,
-    )

@@ -15,14 +15,13 @@ from nicegui import ui
 
 from trireme.config.files import without_secrets
 from trireme.monitor.collapse import Warned
-from trireme.monitor.metrics import read_metrics
 from trireme.monitor.progress import ends_of
 from trireme.monitor.run_text import short_time
 from trireme.tools.dashboard import theme
-from trireme.tools.dashboard.charts import Canvas, line_chart, lines_of
-from trireme.tools.dashboard.history import Frame, Metrics
+from trireme.tools.dashboard.charts import Canvas, Frame, line_chart, lines_of
+from trireme.tools.dashboard.history import Metrics
 from trireme.tools.dashboard.runs import RunFolder, RunSet, changed_s
-from trireme.tools.diff.configuration import compare_configurations
+from trireme.tools.diff.compare import compare_configurations
 
 PACE_STEPS = 20  # number of newest steps whose median is the pace
 TAIL_BYTES = 16 * 1024  # bytes read from the end of each run's metrics for the list
@@ -221,9 +220,7 @@ def list_row(run: RunFolder) -> dict[str, Any]:
     """Return a run's row of the list of all runs. Only the end of its metrics is read."""
     # the newest line of the trainer, and the newest with a reward
     step = reward = None
-    file = run.paths.metrics
-    begin = max(0, file.stat().st_size - TAIL_BYTES) if file.exists() else 0
-    for row in reversed(read_metrics(file, begin)[0]):  # the first line is cut, and skipped
+    for row in reversed(run.last_rows(TAIL_BYTES)):
         if step is None and row.get("process") in ("trainer", "sft"):
             step = row["step"] + 1
         if reward is None and isinstance(value := row.get("reward/mean"), int | float):

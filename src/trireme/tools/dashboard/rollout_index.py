@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trireme.base.processes import die_with_parent
-from trireme.journal.journal import Journal
 from trireme.tools.rollout_filters import CLOSE, FLAGS, Term, parse_filter
 from trireme.tools.rollouts import BatchFile, Row, identity_of
+from trireme.tools.run_reader import RunReader
 
 FORMAT = 6  # version of the tables; an index of another version is built again
 MOST_TEXT = 4000  # characters of a rollout that are searched: half of them from its beginning, half from its end
@@ -55,7 +55,7 @@ class RolloutIndex:
 
     def __init__(self, run: Path, cache: Path) -> None:
         digest = hashlib.blake2b(os.fsencode(os.path.realpath(run)), digest_size=8).hexdigest()
-        self.run, self.journal = run, Journal(run / "journal")
+        self.run = RunReader(run)
         self.file = cache / f"rollouts-{digest}.sqlite"
         self._process: BaseProcess | None = None
 
@@ -63,7 +63,7 @@ class RolloutIndex:
         """Create the index, and start the process that fills it, if either is missing. For the main thread."""
         self.create()
         if self._process is None or not self._process.is_alive():
-            arguments = (self.run, self.file.parent, os.getpid())
+            arguments = (self.run.path, self.file.parent, os.getpid())
             # a spawned process, as a fork would copy the server's threads and locks
             self._process = multiprocessing.get_context("spawn").Process(target=_run, args=arguments, daemon=True)
             self._process.start()
@@ -99,13 +99,14 @@ class RolloutIndex:
     def update(self) -> Iterator[int]:
         """Read batches that are new or changed, and forget those that are gone. Yield the step of each one read."""
         # the identity of a batch's file tells whether it was written again
-        paths = {step: self.journal.path(step) for step in self.journal.steps()}
+        journal = self.run.journal
+        paths = {step: journal.path(step) for step in journal.steps()}
         there = {step: str(identity) for step, path in paths.items() if (identity := identity_of(path))}
         known = dict(self.ask("SELECT step, file FROM batches"))
         # newest first: these are what a page shows first
         for step, file in sorted(there.items(), reverse=True):
             if known.get(step) != file:
-                self._write(step, file, BatchFile(paths[step]))
+                self._write(step, file, self.run.batch(step))
                 yield step
         with closing(self._open()) as db, db:
             for step in known.keys() - there.keys():
@@ -139,7 +140,7 @@ class RolloutIndex:
         done = 0
         with suppress(sqlite3.DatabaseError):
             ((done,),) = self.ask("SELECT count(*) FROM batches")
-        return done, len(self.journal.steps())
+        return done, len(self.run.journal.steps())
 
     def search(
         self, line: str, *, sort: str = "step", backwards: bool = False, limit: int = 50, offset: int = 0
@@ -218,7 +219,7 @@ def fill(index: RolloutIndex) -> None:
     """Keep an index up to date until its run is quiet for `QUIET_S`, or its folder is gone."""
     # the process ends by itself, and `look` starts it again when a batch is missing
     changed_s = time.monotonic()
-    while os.path.isdir(index.run):
+    while os.path.isdir(index.run.path):
         if bring_up_to_date(index):
             changed_s = time.monotonic()
         elif time.monotonic() - changed_s >= QUIET_S:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import html
 import re
 import sqlite3
+from collections.abc import Sequence
 from typing import Any
+from urllib.parse import urlencode
 
+from fastapi import FastAPI, Response
 from nicegui import run, ui
 
-from trireme.base.errors import ConfigError
+from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.base.safe_text import clean, decimal, shortened
 from trireme.journal.message_text import as_text
 from trireme.journal.records import Branch
 from trireme.tools.conversation import Block, Message, blocks
 from trireme.tools.dashboard import theme
-from trireme.tools.dashboard.pictures import pictures_html
 from trireme.tools.dashboard.rollout_index import ROLLOUT_SORTS, Found, index_of
-from trireme.tools.dashboard.runs import RunSet
+from trireme.tools.dashboard.runs import Library, RunSet
 from trireme.tools.dashboard.tokens import LoadedRollout, load_rollout, show_group
 from trireme.tools.record_differences import counted
 from trireme.tools.rollout_filters import SYNTAX
@@ -40,6 +42,8 @@ OPENING_CELL = """<q-td :props="props">
     @click.stop="$parent.$emit('read', props.row)" />
 </q-td>"""
 """Cell of a table that opens its row, also by the keyboard."""
+PICTURES = "/pictures"
+PICTURE_HEADERS = {"cache-control": "private, max-age=31536000, immutable"}  # a digest has one picture
 FATE_CELL = '<q-td :props="props"><span :class="\'tr-fate \' + props.value">{{ props.value }}</span></q-td>'
 
 
@@ -171,7 +175,7 @@ class RolloutsPage:
         # the id may come from an address that a user typed
         place = re.fullmatch(r"(\d{1,9})/(\d{1,9})", id)
         step, number = (int(place[1]), int(place[2])) if place else (0, -1)
-        loaded = await run.io_bound(load_rollout, self._index.run, step, number)
+        loaded = await run.io_bound(load_rollout, self._runs.main, step, number)
         if self._opened != id or self._reading.is_deleted:
             return
         # the user may have opened another rollout while this one was read
@@ -304,3 +308,35 @@ def _message_html(classes: str, heading: str, text: str, below_html: str = "") -
 
 def _escaped(text: str) -> str:
     return html.escape(clean(shortened(text, LONGEST)))
+
+
+# pictures: the route that serves them, and how a page shows them
+
+
+def serve_pictures(app: FastAPI, library: Library) -> None:
+    """Serve the pictures of the library's runs, by their digests."""
+
+    @app.get(f"{PICTURES}/{{digest}}")
+    def picture(digest: str, run: str = "") -> Response:
+        found = library.named(run)
+        try:
+            png = found.pictures.read(digest) if found else None
+        except (ValueError, OSError, JournalCorrupt):
+            png = None
+        if png is None:
+            return Response(status_code=404)
+        return Response(png, media_type="image/png", headers=PICTURE_HEADERS)
+
+
+def pictures_html(digests: Sequence[str], run: str) -> str:
+    """Return an image for each digest, which opens in full in a tab of its own when it is clicked.
+
+    Args:
+        run: its name in the library.
+    """
+    parts = []
+    for digest in digests:
+        address = html.escape(f"{PICTURES}/{digest}?{urlencode({'run': run})}", quote=True)
+        image = f'<img class="tr-picture" src="{address}" alt="picture {digest[:8]}…" loading="lazy">'
+        parts.append(f'<a href="{address}" target="_blank" rel="noopener" title="Open in full">{image}</a>')
+    return f'<div class="tr-pictures">{"".join(parts)}</div>' if parts else ""

@@ -18,15 +18,14 @@ from typing import Any
 from urllib.parse import urlencode
 
 from trireme.base.network import url_of
-from trireme.base.paths import RunPaths
 from trireme.base.token import read_key
 from trireme.launch.folder import launcher_of
 from trireme.launch.run_state import ask_status
 from trireme.monitor.collapse import Warned, Watch
-from trireme.monitor.metrics import read_in_pieces
 from trireme.monitor.progress import Status
 from trireme.tools.dashboard.history import READ_S, Metrics, Spans
 from trireme.tools.rollouts import identity_of
+from trireme.tools.run_reader import RunReader
 
 REFRESH_S = 1.0  # at least, between two reads of the files of a run
 SEARCH_S = 5.0  # at least, between two searches for runs
@@ -39,18 +38,16 @@ SKIPPED = {"checkpoints", "weights", "broadcast", "logs", "journal", "evals", "d
 """Folders that hold no runs, and may hold very much else."""
 
 
-class RunFolder:
-    """One run. Files that cannot be read now are treated as missing."""
+class RunFolder(RunReader):
+    """One run as it grows, with whether it is alive. Files that cannot be read now are treated as missing."""
 
     def __init__(self, path: Path, name: str) -> None:
-        self.path = path
+        super().__init__(path)
         self.name = name  # unique in the library
-        self.paths = RunPaths(path)
         self.config: dict[str, Any] = {}  # resolved; empty if there is none
         self.status: Status | None = None  # None if the orchestrator does not answer
         self._config_file: tuple[int, Path] | None = None
         self._launcher: int | None = None
-        self._metrics_inode: int | None = None
         self._refreshed_s = -REFRESH_S
         self._lock = threading.Lock()
         self._forget()
@@ -59,7 +56,6 @@ class RunFolder:
         self.metrics = Metrics()
         self.spans = Spans(self.paths.spans)  # read when a page shows them
         self._watch = Watch()
-        self._offset = 0
 
     @property
     def is_live(self) -> bool:
@@ -114,18 +110,12 @@ class RunFolder:
         return True
 
     def _read_metrics(self) -> bool:
-        identity = identity_of(self.paths.metrics)
-        inode = identity[0] if identity else None
-        changed = self._metrics_inode not in (None, inode)
-        if changed:  # an earlier run was moved aside, and another one began
-            self._forget()
-        self._metrics_inode = inode
         # a page is shown with what was read so far, and the next call reads on
-        stop_s = time.monotonic() + READ_S
-        for rows, offset in read_in_pieces(self.paths.metrics, self._offset):
-            if offset < self._offset:
+        stop_s, changed = time.monotonic() + READ_S, False
+        for rows, is_another_file in self.new_rows():
+            if is_another_file:
                 self._forget()
-            self._offset, changed = offset, True
+            changed = True
             self.metrics.add(rows)
             for row in rows:
                 self._watch.take(row)

@@ -8,11 +8,24 @@ from typing import Any
 
 from nicegui import ui
 
-from trireme.tools.dashboard.colours import RUNS
-
 ACCENT = "#6d4aff"
 STATES = {"running": "#0f9d6b", "starting": "#228be6", "finishing": "#228be6", "finished": "#7c5cff", "done": "#7c5cff"}
 QUIET = "#8a93a5"  # text of charts: readable on white and on black
+ACTIVITIES = {
+    "train": "#7c5cff",
+    "generate": "#14b8a6",
+    "transfer": "#3b82f6",
+    "evaluate": "#ec4899",
+    "save": "#f59e0b",
+    "journal": "#a3763d",
+    "start": "#64748b",
+    "wait": "#e5647a",
+    "idle": "#f0a8b3",
+    "other": "#a5adbf",
+}
+"""Colours of what processes do: cool for work, red for waiting."""
+RUNS = ("#7c5cff", "#0ea5a0", "#f08c00", "#e64980", "#228be6", "#74b816", "#c2410c", "#7e8aa6")
+"""Colours of runs that are compared, by their place."""
 
 FAVICON = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><g fill="none" stroke-width="4" '

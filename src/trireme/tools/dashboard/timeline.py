@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from nicegui import run as threads
 from nicegui import ui
 
+from trireme.monitor import timeline
 from trireme.monitor.run_text import short_time
+from trireme.monitor.spans import ENGINE, Span
 from trireme.monitor.timeline import WORTH_TELLING, Shares, is_engine
 from trireme.tools.dashboard import theme
 from trireme.tools.dashboard.charts import GRID, LABEL, Canvas
-from trireme.tools.dashboard.colours import ACTIVITIES
-from trireme.tools.dashboard.history import Timeline, summarize
+from trireme.tools.dashboard.history import Spans
 from trireme.tools.dashboard.runs import RunSet
 
+DRAWN_SPANS = 4000
 SHORTEST_S = 0.005
 LOOK_S = 2.0  # between two reads of the spans
 MOST_REASONS = 5
@@ -112,7 +114,7 @@ class TimelinePage:
         for place in (self._legend, self._answer, self._shares):
             place.clear()
         with self._legend:
-            theme.legend({what: color for what, color in ACTIVITIES.items() if what in seen})
+            theme.legend({what: color for what, color in theme.ACTIVITIES.items() if what in seen})
 
         with self._answer:
             theme.heading("What holds it up, and which side should get more GPUs?")
@@ -135,6 +137,44 @@ class TimelinePage:
                 _show_shares("all engines", shown.engines)
 
 
+class Timeline(NamedTuple):
+    """A stretch of time: what the processes of a run did, and which side should get more GPUs."""
+
+    begin_s: float  # unix time
+    end_s: float
+    spans: list[Span]  # at most DRAWN_SPANS
+    shares: dict[str, Shares]  # share of each activity, by process
+    waits: dict[str, list[tuple[str, float]]]  # reasons to wait, as shares of the time, by process; longest first
+    engines: Shares  # mean of all engines
+    advice: str
+    counted: tuple[float, float]  # the steady part of the stretch, which shares and words are about
+
+
+def summarize(spans: Spans, begin_s: float, end_s: float, *, most: int = DRAWN_SPANS) -> Timeline:
+    # start and end of a run say nothing about its balance, so shares are about the steady part
+    processes = spans.processes()
+    known = [span for process in processes for span in spans.within(begin_s, end_s, process)]
+    first_s, last_s = spans.steady()
+    counted = max(begin_s, first_s), min(end_s, last_s)
+    counted = counted if counted[0] < counted[1] else (begin_s, end_s)
+
+    shares = {process: timeline.shares(known, process, *counted) for process in processes}
+    waits = {
+        process: [(why, share) for why, share in timeline.reasons(known, process, *counted) if why]
+        for process in processes
+    }
+    return Timeline(
+        begin_s=begin_s,
+        end_s=end_s,
+        spans=timeline.thin(known, begin_s, end_s, most),
+        shares=shares,
+        waits=waits,
+        engines=timeline.shares(known, ENGINE, *counted),
+        advice=timeline.advice_for(known, *counted),
+        counted=counted,
+    )
+
+
 def timeline_chart(shown: Timeline) -> dict[str, Any]:
     """Return the chart: a row for each process, a block for each span, over unix time in milliseconds."""
     row = {process: index for index, process in enumerate(shown.shares)}
@@ -143,7 +183,7 @@ def timeline_chart(shown: Timeline) -> dict[str, Any]:
     for span in shown.spans:
         begin_ms, end_ms = round(1000 * span.begin_s, 3), round(1000 * span.end_s, 3)
         value = [row[span.lane], begin_ms, end_ms, span.what, span.step, span.why, span.lane]
-        color = ACTIVITIES.get(span.what, ACTIVITIES["other"])
+        color = theme.ACTIVITIES.get(span.what, theme.ACTIVITIES["other"])
         data.append({"value": value, "itemStyle": {"color": color}})
 
     hidden = {"show": False}
@@ -189,6 +229,6 @@ def _show_shares(process: str, shares: Shares) -> None:
         with ui.element("div").classes("tr-bar").props("role=img") as bar:
             bar.props["aria-label"] = f"{process}: {words}"  # `props()` would parse the text, and may run it
             for what, share in parts.items():
-                color = ACTIVITIES.get(what, ACTIVITIES["other"])
+                color = theme.ACTIVITIES.get(what, theme.ACTIVITIES["other"])
                 ui.element("div").style(f"width: {share:.4%}; background: {color}").tooltip(f"{what} {share:.1%}")
         theme.soft(words)

@@ -7,20 +7,18 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from nicegui import run, ui
 
-from trireme.base.paths import RunPaths
 from trireme.base.safe_text import clean, decimal
-from trireme.journal.journal import Journal
 from trireme.journal.logprobs import logprobs_of, read_logprobs
 from trireme.journal.records import Rollout
 from trireme.tools.dashboard import theme
 from trireme.tools.dashboard.runs import RunSet
 from trireme.tools.rollouts import DROPPED, BatchFile, Record, Row
+from trireme.tools.run_reader import RunReader
 from trireme.tools.tokenizer import WINDOW, find_decoder, sample_pieces, visible, window_of
 
 NO_TRAINER = (
@@ -43,10 +41,10 @@ class LoadedRollout(NamedTuple):
     has_texts: bool  # the run's tokenizer is on this machine
 
 
-def load_rollout(run: Path, step: int, number: int) -> LoadedRollout | str:
+def load_rollout(run: RunReader, step: int, number: int) -> LoadedRollout | str:
     """Return a rollout, or why it cannot be loaded. Blocks."""
     # the batches read last stay in memory, as users open several rollouts of one
-    file = _batch_file(Journal(RunPaths(run).journal).path(step))
+    file = _batch_file(run.journal.path(step))
     file.read_more()
     if file.trouble:
         return file.trouble
@@ -56,7 +54,7 @@ def load_rollout(run: Path, step: int, number: int) -> LoadedRollout | str:
     record = file.record(rows[number])
     assert record.rollout is not None, f"rollout {number} of batch {step} was not dropped"
     # the tokenizer and the trainer's logprobs may both be missing
-    decode, known = find_decoder(run), read_logprobs(RunPaths(run).logprobs, step)
+    decode, known = find_decoder(run.path), read_logprobs(run.paths.logprobs, step)
     texts = [sample_pieces(sample, decode) for sample in record.rollout.samples]
     columns = [columns_of(record.rollout, place, of_sample, known) for place, of_sample in enumerate(texts)]
     return LoadedRollout(record, columns, [row for row in rows if row.group == record.row.group], decode is not None)
@@ -77,7 +75,7 @@ class TokensPage:
 
     def __init__(self, runs: RunSet) -> None:
         self._runs = runs
-        self._steps = Journal(runs.main.paths.journal).steps()
+        self._steps = runs.main.journal.steps()
         self._colour = runs.query.get("colour", "engine")
         self._first = 0  # token of the window
         self._loaded: LoadedRollout | None = None
@@ -100,7 +98,7 @@ class TokensPage:
             return
         wanted = int(self._step.value), int(self._number.value)
         # a thread reads the batch, and the user may have typed another number meanwhile
-        loaded = await run.io_bound(load_rollout, self._runs.main.path, *wanted)
+        loaded = await run.io_bound(load_rollout, self._runs.main, *wanted)
         if loaded is None or wanted != (self._step.value, self._number.value) or self._body.is_deleted:
             return
         self._first = 0

@@ -14,11 +14,11 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from trireme.base.errors import ConfigError
-from trireme.base.paths import RunPaths, replace_folder, require_new_folder, sync_folder
-from trireme.journal.journal import Journal
-from trireme.journal.pictures import PictureFiles, pictures_folder, to_data_uri
+from trireme.base.paths import replace_folder, require_new_folder, sync_folder
+from trireme.journal.pictures import PictureFiles, to_data_uri
 from trireme.journal.records import Rollout
 from trireme.tools.datasets.tables import TABLES, MessageKeys, Table
+from trireme.tools.run_reader import RunReader
 
 
 def write_sets(run: Path, kind: str, folder: Path, *, steps: range | None, tokens: bool = True) -> dict[Path, int]:
@@ -35,8 +35,8 @@ def write_sets(run: Path, kind: str, folder: Path, *, steps: range | None, token
     """
     require_new_folder(folder, "--output")
 
-    journal = Journal(RunPaths(run).journal)
-    present = journal.steps()
+    reader = RunReader(run)
+    journal, present = reader.journal, reader.journal.steps()
     if not present:
         raise ConfigError(
             f"{journal.path(0).parent} holds no batch. Expected the folder of an `rl` run that has trained. "
@@ -54,7 +54,7 @@ def write_sets(run: Path, kind: str, folder: Path, *, steps: range | None, token
         for rollout in journal.read(step).rollouts:
             keys.add(rollout)
 
-    pictures = PictureFiles(pictures_folder(RunPaths(run).journal)) if keys.has_pictures else None
+    pictures = reader.pictures if keys.has_pictures else None
     # the data set appears under its own name only when it is whole
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

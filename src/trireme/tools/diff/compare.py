@@ -11,51 +11,54 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from trireme.base.paths import RunPaths, step_folder, steps_in
-from trireme.journal.journal import Journal
+from trireme.base.paths import step_folder
+from trireme.config.files import toml_value
+from trireme.config.resume import flatten, when_of
 from trireme.journal.provenance import read_provenance
-from trireme.journal.versions import Versions
-from trireme.monitor.metrics import Row, latest_by_step, read_metrics
+from trireme.monitor.metrics import Row
 from trireme.tools.diff.aspects import MAIN, Difference, compare_tables
 from trireme.tools.diff.batches import BATCH_ASPECTS, compare_batches
-from trireme.tools.diff.configuration import KeyDifference, compare_configurations, read_configuration
+from trireme.tools.record_differences import differences
+from trireme.tools.run_reader import RunReader
 from trireme.tools.tokenizer import Decode, find_decoder
 
 STEP_ASPECTS = ("lr", "loss", "grad_norm", "training")
 CLOCKED = ("time/", "perf/", "weights/", "time_s", "memory/")
 """Metrics of how long something took and what it took, and not of what came out."""
+ABSENT = "not there"  # value of a key that a configuration lacks
+
+Table = dict[str, Any]
 
 
-class Side:
-    """One of the two runs."""
+class Side(RunReader):
+    """One of the two runs, with what it had when the comparison began."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, path: Path) -> None:
         """Open a run.
 
         Raises:
             ConfigError: the folder holds no run.
             JournalCorrupt: a batch before the newest is missing.
         """
-        self.folder, paths = folder, RunPaths(folder)
-        self.configuration = read_configuration(folder)
-        self.surroundings = read_provenance(paths)
-        self.journal = Journal(paths.journal)
+        super().__init__(path)
+        self.configuration = self.read_raw_config()
+        self.surroundings = read_provenance(self.paths)
         self.batches = set(self.journal.require_all())
-        self.rows = latest_by_step(read_metrics(paths.metrics)[0])
-        self.steps = {step for process, step in self.rows if process == "trainer"}
-        self._confirmed, self._exports = Versions(paths.journal), paths.weights
-        self.versions = {*self._confirmed.known(), *steps_in(paths.weights)}
-        self.end = max((*self.batches, *self.steps, *self.versions), default=-1) + 1
+        self.metrics = self.rows()
+        self.steps = {step for process, step in self.metrics if process == "trainer"}
+        self.known = {*self.versions.known(), *self.exports()}  # versions
+        self.end = max((*self.batches, *self.steps, *self.known), default=-1) + 1
 
     def confirmed(self, version: int) -> dict[str, str] | None:
         """Return confirmed digests by tensor. Raises JournalCorrupt if the record is damaged."""
-        return self._confirmed.read(version).digests if self._confirmed.has(version) else None
+        return self.versions.read(version).digests if self.versions.has(version) else None
 
     def exported(self, version: int) -> dict[str, str] | None:
         """Return digests of exported tensors, reading all of them; None if the version was not exported as
         tensors."""
-        files = sorted(step_folder(self._exports, version).glob("*.safetensors"))
+        files = sorted(step_folder(self.paths.weights, version).glob("*.safetensors"))
         if not files:
             return None
 
@@ -70,7 +73,7 @@ class Side:
             return None
 
     def __str__(self) -> str:
-        newest = f"newest version {max(self.versions)}" if self.versions else "no version recorded"
+        newest = f"newest version {max(self.known)}" if self.known else "no version recorded"
         return f"{len(self.batches)} batches, {len(self.steps)} steps, {newest}"
 
 
@@ -135,7 +138,7 @@ def _compare_at(step: int, a: Side, b: Side, compared: Counter[str], decode: Dec
         compared["weights"] += 1
         yield from compare_tables("weights", step, f"version {step}, ", ours, theirs, unit=f"tensors, as {source}")
 
-    row_a, row_b = (side.rows.get(("orchestrator", step), {}) for side in (a, b))
+    row_a, row_b = (side.metrics.get(("orchestrator", step), {}) for side in (a, b))
     if evaluated := [name for name in row_a if name.startswith("eval/") and name in row_b]:
         compared["evaluation"] += 1
         yield from _compare_metrics("evaluation", step, f"version {step}", evaluated, row_a, row_b)
@@ -149,7 +152,7 @@ def _compare_at(step: int, a: Side, b: Side, compared: Counter[str], decode: Dec
 
     if step in a.steps and step in b.steps:
         compared.update(STEP_ASPECTS)
-        row_a, row_b = a.rows["trainer", step], b.rows["trainer", step]
+        row_a, row_b = a.metrics["trainer", step], b.metrics["trainer", step]
         # only those that both have: another version of Trireme may record more
         names = sorted(row_a.keys() & row_b.keys() - {"step", "process", *STEP_ASPECTS})
         rest = [name for name in names if not name.startswith(CLOCKED)]
@@ -161,3 +164,39 @@ def _compare_at(step: int, a: Side, b: Side, compared: Counter[str], decode: Dec
 def _compare_metrics(aspect: str, step: int, where: str, names: list[str], a: Row, b: Row) -> Iterator[Difference]:
     rows = ({name: row.get(name) for name in names} for row in (a, b))  # JSON has null for what is not finite
     yield from compare_tables(aspect, step, f"{where}, ", *rows, unit="metrics")
+
+
+# configurations, as they are on disk: those of other versions of Trireme can be compared too
+
+
+@dataclass(frozen=True)
+class KeyDifference:
+    """One key that differs.
+
+    Example:
+        KeyDifference("trainer.optim.lr", "0.0005", "0.001")
+    """
+
+    key: str
+    a: str  # value as a file would have it
+    b: str
+
+    @property
+    def is_place(self) -> bool:
+        """Return whether it decides where a run runs, what it keeps and how long it waits, not what it computes."""
+        return "at once" in (when_of(self.key), when_of(self.key, is_sft=True))
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.a} in A, {self.b} in B"
+
+
+def compare_configurations(a: Table, b: Table) -> list[KeyDifference]:
+    """Return differing keys, those that affect results first, in the order of the file."""
+    flat_a, flat_b = dict(flatten(a)), dict(flatten(b))
+    keys = [KeyDifference(key, _shown(flat_a, key), _shown(flat_b, key)) for key in differences(flat_a, flat_b)]
+    # a stable sort: keys stay in the order of the file within each half
+    return sorted(keys, key=lambda key: key.is_place)
+
+
+def _shown(flat: Table, key: str) -> str:
+    return toml_value(flat[key]) if key in flat else ABSENT

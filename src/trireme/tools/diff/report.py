@@ -6,16 +6,16 @@ from dataclasses import asdict
 from typing import Any
 
 from trireme.base.safe_text import clean
+from trireme.config.resume import flatten
 from trireme.tools.diff.aspects import ASPECTS, BASE_WEIGHTS
 from trireme.tools.diff.compare import Comparison
-from trireme.tools.diff.configuration import flatten
 from trireme.tools.record_differences import counted, some
 
 MOST_CAUSES = 4
 
 
 def as_text(comparison: Comparison) -> str:
-    lines = [f"A  {comparison.a.folder}: {comparison.a}", f"B  {comparison.b.folder}: {comparison.b}", ""]
+    lines = [f"A  {comparison.a.path}: {comparison.a}", f"B  {comparison.b.path}: {comparison.b}", ""]
     telling, first = comparison.telling_keys, comparison.first
     if comparison.same:
         lines.append(f"no difference: {_extent(comparison)}")
@@ -70,8 +70,8 @@ def _aspects(comparison: Comparison) -> list[str]:
 def as_json(comparison: Comparison) -> dict[str, Any]:
     first, keys = comparison.first, comparison.telling_keys
     return {
-        "a": str(comparison.a.folder),
-        "b": str(comparison.b.folder),
+        "a": str(comparison.a.path),
+        "b": str(comparison.b.path),
         "same": comparison.same,
         "first_key": asdict(keys[0]) if keys else None,
         "first": asdict(first) if first else None,

@@ -17,15 +17,13 @@ import transformers
 
 from trireme.algo.digest import tensor_digest
 from trireme.base.errors import ConfigError
-from trireme.base.paths import RunPaths, step_folder
+from trireme.base.paths import step_folder
 from trireme.base.safe_text import clean
 from trireme.config.run import RunConfig
-from trireme.journal.journal import Journal
 from trireme.journal.rank_shares import Shares
 from trireme.journal.settings import Settings, is_rounded
-from trireme.journal.versions import Versions
-from trireme.monitor.metrics import latest_by_step, read_metrics
 from trireme.tools.record_differences import counted, differences
+from trireme.tools.run_reader import RunReader
 from trireme.trainer.checkpoint.checkpoint import load_checkpoint
 from trireme.trainer.model.loading import untrained_of
 from trireme.trainer.model.lora import adapters_of
@@ -51,8 +49,8 @@ def replay(config: RunConfig, span: range, *, keep_going: bool = False) -> int:
 
     Raises: JournalCorrupt if a batch, or the record of a version, is damaged.
     """
-    versions, rows = Versions(config.paths.journal), latest_by_step(read_metrics(config.paths.metrics)[0])
-    trainer, earlier = config.trainer, Settings(config).earlier
+    run = RunReader(config.paths.root)
+    rows, trainer, earlier = run.rows(), config.trainer, Settings(config).earlier
     with open_world(config.device, trainer.model, threads=trainer.threads, timeout_s=trainer.batch_timeout_s) as world:
         if world.is_main:
             start = f"the checkpoint of step {span.start}" if span.start else "the base model"
@@ -66,7 +64,7 @@ def replay(config: RunConfig, span: range, *, keep_going: bool = False) -> int:
             if world.is_main:
                 row = rows.get(("trainer", retraced.version - 1), {})
                 may_round = is_rounded(earlier, retraced.version)
-                compared.append(compare(retraced, config.paths, versions, row, may_round=may_round))
+                compared.append(compare(retraced, run, row, may_round=may_round))
                 print(clean(str(compared[-1])), flush=True)
 
             # Rank 0 alone compares, and all ranks must leave the loop at the same version.
@@ -124,7 +122,7 @@ def retrace(config: RunConfig, world: World, span: range) -> Iterator[Retraced]:
         return Retraced(state.version, digests, metrics, exported if has_adapters else digests | exported)
 
     stepper = Stepper(config, state, world)
-    shares = Shares(Journal(config.paths.journal), config)
+    shares = Shares(RunReader(config.paths.root).journal, config)
     yield retraced({})
     for step in span:
         yield retraced(stepper.step(shares.of(step, rank=world.dp_rank, world=world.dp_size)))
@@ -150,9 +148,7 @@ class Comparison:
         return f"version {self.version}: {self.num_tensors} tensors, bit-identical"
 
 
-def compare(
-    retraced: Retraced, paths: RunPaths, versions: Versions, row: Mapping[str, Any], *, may_round: bool = False
-) -> Comparison:
+def compare(retraced: Retraced, run: RunReader, row: Mapping[str, Any], *, may_round: bool = False) -> Comparison:
     """Compare a version with all that is recorded of it: confirmations, of which there are several after restarts, its
     exported weights, and the trainer's metrics.
 
@@ -164,14 +160,15 @@ def compare(
     """
     # A version has several confirmations if engines or the run restarted.
     recorded: list[tuple[str, Digests, Digests]] = []  # source, our digests, recorded digests
-    confirmations = versions.read(retraced.version).confirmations if versions.has(retraced.version) else []
+    known = run.versions.has(retraced.version)
+    confirmations = run.versions.read(retraced.version).confirmations if known else []
     for number, confirmation in enumerate(confirmations, 1):
         which = f" (confirmation {number} of {len(confirmations)})" if len(confirmations) > 1 else ""
         source = f"{' and '.join(confirmation.engines)} confirmed{which}"
         recorded.append((source, retraced.digests, confirmation.digests))
 
     # An export is compared even if no engine confirmed the version.
-    export = step_folder(paths.weights, retraced.version)
+    export = step_folder(run.paths.weights, retraced.version)
     if export.is_dir():
         files = PublishedFiles(sorted(export.glob("*.safetensors")))
         recorded.append((f"{export} holds", retraced.exported, files.digests()))
@@ -202,7 +199,7 @@ def compare(
             now = value if math.isfinite(value) else None
             if name in retraced.metrics and name in row and row[name] != now:
                 differing.append(
-                    f"{name} of the step that made it was {row[name]} then ({paths.metrics}), is {now} now"
+                    f"{name} of the step that made it was {row[name]} then ({run.paths.metrics}), is {now} now"
                 )
                 break
     return Comparison(retraced.version, len(retraced.digests), bool(recorded), tuple(differing))
@@ -230,10 +227,10 @@ def _verdict(config: RunConfig, compared: list[Comparison]) -> str:
     # Where to look depends on whether the replay trained anything before the difference.
     suspects = "Nothing was trained yet: look at the model that it starts from, and at what was recorded."
     if first is not compared[0]:
+        batch = RunReader(config.paths.root).journal.path(first.version - 1)
         suspects = (
-            f"Up to there all agreed: look at {Journal(config.paths.journal).path(first.version - 1)}, at what was "
-            "recorded, and at what has changed since the run, or within it where it was resumed: another number of "
-            "ranks rounds differently."
+            f"Up to there all agreed: look at {batch}, at what was recorded, and at what has changed since the run, or "
+            "within it where it was resumed: another number of ranks rounds differently."
         )
     return text + (
         "On a CPU this is a contradiction: the same journal, configuration, code and libraries give the same bits. "

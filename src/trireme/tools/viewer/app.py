@@ -11,26 +11,25 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from textwrap import indent
 from typing import Any, ClassVar
 
 from rich.text import Text
 from textual import work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Container, Horizontal, Vertical
+from textual.containers import Container, Horizontal, Vertical, VerticalScroll
 from textual.events import DescendantFocus
+from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Static, Tree
 from textual.worker import get_current_worker
 
 from trireme.base.errors import ConfigError
 from trireme.base.safe_text import clean
-from trireme.tools.rollout_filters import Filter, parse_filter
+from trireme.tools.rollout_filters import SYNTAX, Filter, parse_filter
 from trireme.tools.rollouts import BatchFile, ResultsFile, Row, open_rollouts
-from trireme.tools.viewer.help import Help
-from trireme.tools.viewer.reader import Reader
+from trireme.tools.viewer.panes import LARGEST_FIRST, Key, Reader, RolloutTable, RunTree, in_order, key_of, summary
 from trireme.tools.viewer.sources import TRAINING, MeanRewards, Source, find_sources, run_title
-from trireme.tools.viewer.table import LARGEST_FIRST, RolloutTable, in_order, key_of, summary
-from trireme.tools.viewer.tree import Key, RunTree
 
 REDRAW_S = 1.0  # between two results of a long search or a large file
 
@@ -345,3 +344,40 @@ class EvalView(App[None]):
 
     def action_help(self) -> None:
         self.push_screen(Help())
+
+
+KEYS = """\
+Everywhere
+  enter        go into what the cursor is on
+  escape       go back, or drop the filter
+  tab          next pane (shift+tab: the one before)
+  ↑ ↓ j k      move, with page up, page down, home, end
+  z            give this pane the whole screen, or take it back
+  r            look again for what is new
+  q            leave
+Rollouts
+  /            filter, or search: see below
+  s   S        order by the next column; the other way round
+  ← →          scroll a table that is wider than its pane
+  n   p        next and previous rollout, also while reading
+  [   ]        the same example, one step earlier or later
+Reading
+  space        a page on
+  x            long texts in full
+Filters
+""" + indent(SYNTAX, "  ")
+
+
+class Help(ModalScreen[None]):
+    DEFAULT_CSS = """
+    Help { align: center middle; }
+    Help VerticalScroll {
+        width: 78; max-width: 100%; height: auto; max-height: 100%;
+        border: round $primary; padding: 0 1; background: $surface;
+    }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,question_mark,q,enter", "dismiss", "close")]
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll():
+            yield Static(KEYS, markup=False)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trireme.base.errors import ConfigError
-from trireme.base.paths import RunPaths, step_of
-from trireme.monitor.metrics import read_metrics
+from trireme.base.paths import step_of
 from trireme.tools.rollouts import ResultsFile, identity_of
+from trireme.tools.run_reader import RunReader
 
 TRAINING = "training"
 RESULTS = "results.jsonl"
@@ -105,19 +105,18 @@ class MeanRewards:
     def __init__(self) -> None:
         self.known: dict[Path, float | None] = {}
         self._seen: dict[Path, tuple[int, int, int] | None] = {}
-        self._offsets: dict[Path, int] = {}
+        self._runs: dict[Path, RunReader] = {}
 
     def update(self, sources: Sequence[Source]) -> Iterator[None]:
         """Read what is new. Yield after each part of a file."""
         # The metrics have the means of all batches, so no journal is read.
-        for run in {source.run for source in sources if source.series == TRAINING}:
-            metrics = RunPaths(run).metrics
-            rows, self._offsets[metrics] = read_metrics(metrics, self._offsets.get(metrics, 0))
-            # A run that trained a step again has written it again: the later value counts.
-            means = {row["step"]: row["reward/mean"] for row in rows if isinstance(row.get("reward/mean"), int | float)}
-            batches = [one for one in sources if (one.run, one.series) == (run, TRAINING) and one.version in means]
-            self.known |= {source.path: float(means[source.version]) for source in batches}
-            yield
+        for path in {source.run for source in sources if source.series == TRAINING}:
+            run = self._runs.setdefault(path, RunReader(path))
+            for rows, _ in run.new_rows():
+                # A run that trained a step again has written it again: the later value counts.
+                means = ((row["step"], row.get("reward/mean")) for row in rows)
+                self.known |= {run.journal.path(step): mean for step, mean in means if isinstance(mean, int | float)}
+                yield
 
         # An evaluation is read in parts, of which only the sums stay in memory.
         for path in [source.path for source in sources if source.series != TRAINING]:

@@ -30,11 +30,11 @@ from trireme.journal.pictures import PictureFiles
 from trireme.launch.folder import hold_folder
 from trireme.monitor.metrics import MetricsFile, read_metrics
 from trireme.tools.dashboard import runs as module
-from trireme.tools.dashboard.history import Metrics, extremes
+from trireme.tools.dashboard.charts import extremes
+from trireme.tools.dashboard.history import Metrics
 from trireme.tools.dashboard.logs import TAIL_BYTES, log_files, tail, to_html
 from trireme.tools.dashboard.overview import differences, figures
-from trireme.tools.dashboard.pictures import serve_pictures
-from trireme.tools.dashboard.rollouts import nothing_found
+from trireme.tools.dashboard.rollouts import nothing_found, serve_pictures
 from trireme.tools.dashboard.runs import Library, RunFolder, RunSet
 from trireme.transport.dashboard_key import KEY, RequireKey, address_of, key_of
 from viewing import Reader
@@ -257,7 +257,7 @@ def test_warnings_that_persist_come_before_those_that_were(tmp_path: Path) -> No
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=900), st.integers(4, 60))
 def test_downsampled_series_keeps_its_lowest_and_highest_points(values: list[float], most: int) -> None:
-    kept = extremes(np.arange(len(values), dtype=float), np.array(values), most)
+    kept = extremes(np.array(values), most)
     assert len(kept) <= most
     assert {min(values), max(values)} <= {values[at] for at in kept}
     assert (kept[0], kept[-1]) == (0, len(values) - 1)

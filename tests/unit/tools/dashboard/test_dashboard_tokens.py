@@ -35,6 +35,7 @@ from trireme.tools.dashboard.tokens import (
 )
 from trireme.tools.rollout_filters import parse_filter
 from trireme.tools.rollouts import BatchFile, Record, Row
+from trireme.tools.run_reader import RunReader
 from viewing import Reader
 from written_run import rewrite_batch, write_whole_run
 
@@ -142,7 +143,7 @@ def test_figures_of_a_sample_by_hand_and_all_that_is_known_of_a_token() -> None:
 def test_one_span_of_each_token_and_its_text_is_the_tokens(run: RunConfig) -> None:
     write_tokenizer(run.paths.weights / "step_2")
     train(run, 2, world=1)
-    loaded = load_rollout(run.paths.root, 2, 1)
+    loaded = load_rollout(RunReader(run.paths.root), 2, 1)
     assert loaded.has_texts
     for sample, shown in zip(loaded.record.rollout.samples, loaded.samples, strict=True):
         page = token_html(shown, "ratio", range(shown.length), step=2)

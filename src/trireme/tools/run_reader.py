@@ -1,0 +1,96 @@
+"""A run's folder as the tools read it: audit, diff, replay, viewer, dashboard and data sets.
+
+The run may be running, killed or finished. Nothing is written into its folder, and none of its code is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trireme.base.paths import RunPaths, steps_in
+from trireme.config.files import find_run_file, read_run, read_table, without_secrets
+from trireme.config.resolve import updated
+from trireme.config.run import RunConfig
+from trireme.journal.journal import Journal
+from trireme.journal.pictures import PictureFiles, pictures_folder
+from trireme.journal.versions import Versions
+from trireme.monitor.metrics import Row, latest_by_step, read_in_pieces, read_metrics
+from trireme.tools.rollouts import BatchFile, identity_of
+
+
+class RunReader:
+    """The files of one run. What is named by a method is read when it is called.
+
+    Example:
+        run = RunReader(Path("outputs"))
+        run.journal.read(3).rollouts, run.rows()["trainer", 3]["loss"], run.checkpoints()
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.paths = RunPaths(path)
+        self.journal = Journal(self.paths.journal)
+        self.versions = Versions(self.paths.journal)
+        self.pictures = PictureFiles(pictures_folder(self.paths.journal))
+        self._metrics_inode: int | None = None
+        self._metrics_offset = 0  # bytes of `metrics.jsonl` that `new_rows` has read
+
+    def read_config(self) -> RunConfig:
+        """Return the resolved configuration, with the folder's present place: it may have been moved.
+
+        Raises: ConfigError if the folder holds no `rl` run, or one of another version.
+        """
+        config = read_run(RunConfig, find_run_file(self.path, "orchestrator"))
+        return updated(config, {"name": None, "output_dir": self.path})
+
+    def read_raw_config(self) -> dict[str, Any]:
+        """Return the configuration as it is on disk, so that it may be one of any version or kind of run.
+
+        Raises: ConfigError if the folder holds no run.
+        """
+        return without_secrets(read_table(find_run_file(self.path, "trainer")))
+
+    def checkpoints(self) -> list[int]:
+        return steps_in(self.paths.checkpoints)
+
+    def exports(self) -> list[int]:
+        return steps_in(self.paths.weights)
+
+    def set_aside(self, kind: str) -> set[int]:
+        """Return the numbers of the batches, or versions, that rewinds moved aside."""
+        found = self.paths.journal.glob(f"set_aside_*/{kind}_*.msgpack")
+        return {int(name) for path in found if (name := path.stem.removeprefix(f"{kind}_")).isdigit()}
+
+    def batch(self, step: int) -> BatchFile:
+        """Return the rollouts of a batch as rows and records."""
+        return BatchFile(self.journal.path(step))
+
+    # metrics
+
+    def rows(self) -> dict[tuple[str, int], Row]:
+        """Return all metrics by process and step. If a step was trained again, its later values count."""
+        return latest_by_step(read_metrics(self.paths.metrics)[0])
+
+    def last_rows(self, num_bytes: int) -> list[Row]:
+        """Return the rows at the end of a file that may be very long."""
+        identity = identity_of(self.paths.metrics)
+        begin = max(0, identity[1] - num_bytes) if identity else 0
+        return read_metrics(self.paths.metrics, begin)[0]  # the first line is cut, and skipped
+
+    def new_rows(self) -> Iterator[tuple[list[Row], bool]]:
+        """Yield the rows since the last call, a few megabytes at a time, each time with whether the file is another one
+        than before: an earlier run was moved aside, and the rows that came so far are its rows.
+        """
+        identity = identity_of(self.paths.metrics)
+        inode = identity[0] if identity else None
+        if self._metrics_inode not in (None, inode):
+            self._metrics_offset = 0
+            yield [], True
+        self._metrics_inode = inode
+        # the place is kept before the rows are handed out, as the caller may stop in between and read on later
+        for rows, offset in read_in_pieces(self.paths.metrics, self._metrics_offset):
+            is_another = offset < self._metrics_offset
+            self._metrics_offset = offset
+            yield rows, is_another
