@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import operator
+import math
 import re
 import shlex
 from collections.abc import Callable
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from trireme.base.errors import ConfigError
 from trireme.tools.rollouts import Record, Row
@@ -25,16 +25,10 @@ NUMBERS = ("reward", "advantage", "tokens", "turns", "rollout", "step", "group",
 NAMES = ("example", "env", "stop", "error", "flaws")
 FLAGS = {"truncated": "truncated", "failed": "error", "flawed": "flaws"}
 """The field of each flag. The flag is set where the field is not empty."""
-COMPARE: dict[str, Callable[[Any, Any], bool]] = {
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-    "=": operator.eq,
-    "!=": operator.ne,
-}
-ORDERINGS = ("<", "<=", ">", ">=")
 CLOSE = 1e-9  # difference of two numbers that count as equal
+MOST = 2**63 - 1  # largest whole number that SQLite takes
+
+Range = tuple[float, float]
 
 _TERM = re.compile(r"(?P<not>-?)(?P<field>[A-Za-z_]+)(?P<op><=|>=|!=|<|>|=|~|:)(?P<value>.*)", re.DOTALL)
 
@@ -42,31 +36,45 @@ _INTEGER = re.compile(r"-?\d+")
 
 
 class Term(NamedTuple):
-    """One condition.
+    """One condition. The viewer evaluates it on rows, and the dashboard in SQL.
 
     Example:
-        Term("reward", "<", 0.5), Term("stop", "~", "length"), Term("is", "=", "failed"), Term("text", "~", "paris")
+        Term("reward", "outside", (0.5, inf)), Term("stop", "~", "length"), Term("error", "is set")
     """
 
-    field: str  # one of the numbers or names, "is", or "text" for all messages
-    op: str  # a key of `COMPARE`, or "~" for contains
-    value: str | float  # in lower case; a number for numbers and for orderings of `example`
+    field: str  # of a row, or "text" for all messages
+    op: str  # "within", "outside", "is set", "~" for contains, "=" or "!="
+    value: str | Range = ""  # a text in lower case; of "within" and "outside" the lowest and the highest number
     is_negated: bool = False
 
     def holds(self, row: Row) -> bool:
-        """Evaluate a condition on anything but the text. A number that is missing fails, also when compared by `!=`."""
-        found = getattr(row, FLAGS[str(self.value)] if self.field == "is" else self.field)
-        if self.field == "is":
+        """Evaluate a condition on anything but the text. A number that is missing is neither within nor outside."""
+        found = getattr(row, self.field)
+        if isinstance(self.value, tuple):
+            number = _whole(found) if isinstance(found, str) else found
+            holds = number is not None and (self.value[0] <= number <= self.value[1]) == (self.op == "within")
+        elif self.op == "is set":
             holds = bool(found)
-        elif isinstance(self.value, str):
-            holds = self.value in found.lower() if self.op == "~" else COMPARE[self.op](found.lower(), self.value)
-        elif self.field == "example":
-            holds = bool(_INTEGER.fullmatch(found)) and COMPARE[self.op](int(found), self.value)
+        elif self.op == "~":
+            holds = self.value in found.lower()
         else:
-            holds = found is not None and COMPARE[self.op](
-                0.0 if abs(found - self.value) < CLOSE else found - self.value, 0.0
-            )
+            holds = (found.lower() == self.value) == (self.op == "=")
         return holds != self.is_negated
+
+    def sql(self) -> tuple[str, list[str | float]]:
+        """Return the same condition on the index of rollouts, with its values: no SQL is made of what a user typed."""
+        column, values = f'"{self.field}"', list[str | float]()
+        # an example is a number in the index; SQLite's own `lower` knows ASCII alone
+        text = {"text": column, "example": f"CAST({column} AS TEXT)"}.get(self.field, f"lowered({column})")
+        if isinstance(self.value, tuple):
+            condition = f"{column} {'NOT ' * (self.op == 'outside')}BETWEEN ? AND ?"
+            values += self.value
+        elif self.op == "is set":
+            condition = f"{column} NOT IN ('', 0)"
+        else:
+            condition = f"instr({text}, ?) > 0" if self.op == "~" else f"{text} {self.op} ?"
+            values.append(self.value)
+        return (f"NOT COALESCE({condition}, 0)" if self.is_negated else condition), values
 
 
 class Filter(NamedTuple):
@@ -120,23 +128,25 @@ def _term(match: re.Match[str]) -> Term:
             )
         if op not in ("=", "!="):
             raise ConfigError(f"`{match[0]}`: a rollout is {value} or not. Expected is:{value} or -is:{value}.")
-        return Term("is", "=", value, is_negated != (op == "!="))
+        return Term(FLAGS[value], "is set", is_negated=is_negated != (op == "!="))
 
     if field in NUMBERS:
         if op == "~":
             raise ConfigError(f"`{match[0]}`: {field} is a number. Expected <, <=, =, !=, >= or >. Use one of these.")
         try:
-            return Term(field, op, float(value), is_negated)
+            number = float(value)
         except ValueError:
             raise ConfigError(
                 f"`{match[0]}`: {value!r} is not a number. Expected one, as in {field}{op}0.5. Change it."
             ) from None
+        return Term(field, *_range(op, number - CLOSE, number + CLOSE), is_negated)
 
     if field in NAMES:
-        if op not in ORDERINGS:
+        if op in ("=", "!=", "~"):
             return Term(field, op, value, is_negated)
-        if field == "example" and _INTEGER.fullmatch(value):
-            return Term(field, op, int(value), is_negated)
+        if field == "example" and (whole := _whole(value)) is not None:
+            whole = max(-MOST, min(whole, MOST))
+            return Term(field, *_range(op, whole, whole), is_negated)
         raise ConfigError(f"`{match[0]}`: {field} is a name. Expected {field}={value or 'x'}. Use =, != or ~.")
 
     known = [*NUMBERS, *NAMES, "is"]
@@ -145,3 +155,14 @@ def _term(match: re.Match[str]) -> Term:
         f"`{match[0]}`: there is no field {field}. Expected one of {', '.join(known)}. "
         + (f"Did you mean {near[0]}{op}{value}?" if near else "To search for it as text, type a space before the sign.")
     )
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if _INTEGER.fullmatch(text) else None
+
+
+def _range(op: str, low: float, high: float) -> tuple[str, Range]:
+    """Return a comparison with a number as a range. Numbers from `low` to `high` count as equal to it."""
+    ranges = {"=": (low, high), "<=": (-math.inf, high), ">=": (low, math.inf)}
+    opposites = {"!=": "=", ">": "<=", "<": ">="}
+    return ("within", ranges[op]) if op in ranges else ("outside", ranges[opposites[op]])

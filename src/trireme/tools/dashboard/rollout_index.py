@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trireme.base.processes import die_with_parent
-from trireme.tools.rollout_filters import CLOSE, FLAGS, Term, parse_filter
+from trireme.tools.rollout_filters import parse_filter
 from trireme.tools.rollouts import BatchFile, Row, identity_of
 from trireme.tools.run_reader import RunReader
 
@@ -152,12 +152,11 @@ class RolloutIndex:
         Raises: ConfigError if a term has no meaning.
         """
         assert sort in ROLLOUT_SORTS, sort
-        # SQL is built from fixed names alone; what the user typed goes in as values
         terms = parse_filter(line).terms
-        conditions, values = ["1"], []
+        conditions, values = ["1"], list[str | float]()
         for term in terms:
-            condition, of_term = _condition(term)
-            conditions.append(f"NOT COALESCE({condition}, 0)" if term.is_negated else condition)
+            condition, of_term = term.sql()
+            conditions.append(condition)
             values += of_term
 
         tables = "rollouts JOIN texts USING (id)" if any(term.field == "text" for term in terms) else "rollouts"
@@ -238,23 +237,3 @@ def bring_up_to_date(index: RolloutIndex) -> bool:
         index.remove()
         index.create()
     return bool(steps)
-
-
-def _condition(term: Term) -> tuple[str, list[str | float]]:
-    column = f'"{term.field}"'
-    if term.field == "is":
-        return f"{FLAGS[str(term.value)]} NOT IN ('', 0)", []
-    if term.field == "text":
-        return "instr(text, ?) > 0", [term.value]
-    if term.field == "example":  # a number in the journal, and a name in a filter
-        column = "CAST(example AS TEXT)" if isinstance(term.value, str) else "example"
-        if isinstance(term.value, int):  # SQLite takes 64 bits
-            return f"example {term.op} ?", [max(-(2**63), min(term.value, 2**63 - 1))]
-    elif isinstance(term.value, str):
-        column = f"lowered({column})"
-    # floats that differ by rounding count as equal, as in `Term.holds`
-    elif term.op in ("=", "!="):
-        return f"{column} {'NOT ' * (term.op == '!=')}BETWEEN ? AND ?", [term.value - CLOSE, term.value + CLOSE]
-    else:
-        return f"{column} {term.op} ?", [term.value + (CLOSE if term.op in ("<=", ">") else -CLOSE)]
-    return (f"instr({column}, ?) > 0" if term.op == "~" else f"{column} {term.op} ?"), [term.value]
