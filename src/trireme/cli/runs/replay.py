@@ -76,7 +76,7 @@ def replay(argv: list[str]) -> int:
     become_ranks(config.trainer.num_ranks or 1, "trireme.cli.runs.replay", run_file)
     start_logging("replay", "warning")
 
-    from trireme.tools.replay.replay import replay as train_again
+    from trireme.tools.replay import replay as train_again
 
     return train_again(config, span, keep_going=arguments.keep_going)
 
