@@ -33,6 +33,8 @@ Fate = Rollout | Dropped
 
 MOST_BEGUN = 1_000_000
 """Groups that can have been begun between two entries; more is a number gone wrong, and not worth walking through."""
+CAME_TO_THEIR_END = ("no signal", "little signal", *FLAWS)
+"""Kinds of reasons for which a group was dropped whose rewards were all there, and counted."""
 
 
 class Fates:
@@ -211,10 +213,6 @@ def _find_trouble(group: int, fates: list[Fate], rules: Rules) -> tuple[str, str
     if last & earlier:
         return f"group {group} was dropped as a whole, and then one of it once more", "the last attempt of each place"
     return None
-
-
-CAME_TO_THEIR_END = ("no signal", "little signal", *FLAWS)
-"""Kinds of reasons for which a group was dropped whose rewards were all there, and counted."""
 
 
 class OrderAudit:

@@ -38,6 +38,8 @@ from trireme.tools.record_differences import some
 
 HIGHEST_LOGPROB = 1e-3
 """Above 0 only by rounding."""
+TURNS_FILE = re.compile(r"(\d+)-\d+\.\d+\.turns")
+UNDER_WAY, DROPPED, TRAINED = "under way", "of dropped rollouts", "trained"
 
 
 class TokenAudit:
@@ -261,10 +263,6 @@ def _misfit(rollout: Rollout, rules: Rules) -> tuple[str, str] | None:
     return None
 
 
-NAME = re.compile(r"(\d+)-\d+\.\d+\.turns")
-UNDER_WAY, DROPPED, TRAINED = "under way", "of dropped rollouts", "trained"
-
-
 class TurnAudit:
     """Compares the turns of each rollout with its samples, batch by batch."""
 
@@ -306,7 +304,7 @@ class TurnAudit:
         is_open = {group.id for group in state.open_groups}
         unknown = []
         for name in sorted(self._left):
-            found = NAME.fullmatch(name)
+            found = TURNS_FILE.fullmatch(name)
             # the orchestrator is still working on open groups, and on groups begun after the newest batch
             if found and (int(found[1]) in is_open or int(found[1]) >= state.next_group):
                 self._counts[UNDER_WAY] += len(read_turns(turns_folder(self._journals[0]) / name))

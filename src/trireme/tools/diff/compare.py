@@ -46,10 +46,10 @@ class Side(RunReader):
         self.configuration = self.read_raw_config()
         self.surroundings = read_provenance(self.paths)
         self.batches = set(self.journal.require_all())
-        self.metrics = self.rows()
-        self.steps = {step for process, step in self.metrics if process == "trainer"}
-        self.known = {*self.versions.known(), *self.exports()}  # versions
-        self.end = max((*self.batches, *self.steps, *self.known), default=-1) + 1
+        self.metric_rows = self.rows()
+        self.steps = {step for process, step in self.metric_rows if process == "trainer"}
+        self.known_versions = {*self.versions.known(), *self.exports()}
+        self.end = max((*self.batches, *self.steps, *self.known_versions), default=-1) + 1
 
     def confirmed(self, version: int) -> dict[str, str] | None:
         """Return confirmed digests by tensor. Raises JournalCorrupt if the record is damaged."""
@@ -73,7 +73,7 @@ class Side(RunReader):
             return None
 
     def __str__(self) -> str:
-        newest = f"newest version {max(self.known)}" if self.known else "no version recorded"
+        newest = f"newest version {max(self.known_versions)}" if self.known_versions else "no version recorded"
         return f"{len(self.batches)} batches, {len(self.steps)} steps, {newest}"
 
 
@@ -138,7 +138,7 @@ def _compare_at(step: int, a: Side, b: Side, compared: Counter[str], decode: Dec
         compared["weights"] += 1
         yield from compare_tables("weights", step, f"version {step}, ", ours, theirs, unit=f"tensors, as {source}")
 
-    row_a, row_b = (side.metrics.get(("orchestrator", step), {}) for side in (a, b))
+    row_a, row_b = (side.metric_rows.get(("orchestrator", step), {}) for side in (a, b))
     if evaluated := [name for name in row_a if name.startswith("eval/") and name in row_b]:
         compared["evaluation"] += 1
         yield from _compare_metrics("evaluation", step, f"version {step}", evaluated, row_a, row_b)
@@ -152,7 +152,7 @@ def _compare_at(step: int, a: Side, b: Side, compared: Counter[str], decode: Dec
 
     if step in a.steps and step in b.steps:
         compared.update(STEP_ASPECTS)
-        row_a, row_b = a.metrics["trainer", step], b.metrics["trainer", step]
+        row_a, row_b = a.metric_rows["trainer", step], b.metric_rows["trainer", step]
         # only those that both have: another version of Trireme may record more
         names = sorted(row_a.keys() & row_b.keys() - {"step", "process", *STEP_ASPECTS})
         rest = [name for name in names if not name.startswith(CLOCKED)]

@@ -23,6 +23,19 @@ from trireme.tools.viewer.sources import TRAINING, Source
 
 TREND = 10  # cells of the sparkline
 FEW = 60  # most evaluations of a series that is open from the start
+MOST_LINES = 2000  # most lines of the table, as Textual measures each cell
+MARKS = {False: "▲", True: "▼"}
+ROLLOUTS = {
+    **{"example": "example", "rollout": "#", "reward": "reward", "advantage": "adv", "tokens": "tokens"},
+    **{"turns": "turns", "stop": "end", "last_message": "last message"},
+}
+"""Fields of a row with their headings."""
+LARGEST_FIRST = {"advantage", "tokens", "turns"}
+"""Columns whose largest values are what a user who sorts by them looks for."""
+LONGEST = 20_000  # characters of a block, unless all are asked for
+ROLES = {"system": "magenta", "developer": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
+BAR = "▏"
+BLOCK_STYLES = {"reasoning": "italic bright_black", "call": "yellow"}
 
 Key = tuple[Path | str, ...]
 """(run), (run, series) or (run, series, path)."""
@@ -136,22 +149,10 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 # the list
 
-MOST_LINES = 2000  # most lines of the table, as Textual measures each cell
-MARKS = {False: "▲", True: "▼"}
-
 
 def key_of(row: Row) -> tuple[str, str, int]:
     """Return environment, example and rollout: the same rollout at another step has the same key."""
     return row.env, row.example, row.rollout
-
-
-ROLLOUTS = {
-    **{"example": "example", "rollout": "#", "reward": "reward", "advantage": "adv", "tokens": "tokens"},
-    **{"turns": "turns", "stop": "end", "last_message": "last message"},
-}
-"""Fields of a row with their headings."""
-LARGEST_FIRST = {"advantage", "tokens", "turns"}
-"""Columns whose largest values are what a user who sorts by them looks for."""
 
 
 def columns_for(rows: Sequence[Row]) -> dict[str, str]:
@@ -262,11 +263,6 @@ def summary(opened: ResultsFile | BatchFile, rows: Sequence[Row], chosen: Filter
 
 
 # the reader
-
-LONGEST = 20_000  # characters of a block, unless all are asked for
-ROLES = {"system": "magenta", "developer": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
-BAR = "▏"
-BLOCK_STYLES = {"reasoning": "italic bright_black", "call": "yellow"}
 
 
 class Reader(RichLog):
