@@ -42,7 +42,7 @@ class Term(NamedTuple):
         Term("reward", "outside", (0.5, inf)), Term("stop", "~", "length"), Term("error", "is set")
     """
 
-    field: str  # of a row, or "text" for all messages
+    field: str  # field of a row, or "text" for all messages
     op: str  # "within", "outside", "is set", "~" for contains, "=" or "!="
     value: str | Range = ""  # a text in lower case; of "within" and "outside" the lowest and the highest number
     is_negated: bool = False

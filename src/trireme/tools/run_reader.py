@@ -5,12 +5,15 @@ The run may be running, killed or finished. Nothing is written into its folder, 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trireme.base.paths import RunPaths, steps_in
+from trireme.base.paths import RunPaths, step_folder, steps_in
 from trireme.config.files import find_run_file, read_run, read_table, without_secrets
+from trireme.config.model.folder import config_file
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
@@ -18,6 +21,7 @@ from trireme.journal.pictures import PictureFiles, pictures_folder
 from trireme.journal.versions import Versions
 from trireme.monitor.metrics import Row, latest_by_step, read_in_pieces, read_metrics
 from trireme.tools.rollouts import BatchFile, identity_of
+from trireme.tools.tokenizer import Decode, load_decoder
 
 
 class RunReader:
@@ -66,6 +70,17 @@ class RunReader:
     def batch(self, step: int) -> BatchFile:
         """Return the rollouts of a batch as rows and records."""
         return BatchFile(self.journal.path(step))
+
+    def decoder(self) -> Decode | None:
+        """Return the tokenizer of the newest exported weights, or else that of the model; None if neither is on this
+        machine. Nothing is downloaded.
+        """
+        exported = (step_folder(self.paths.weights, step) for step in reversed(self.exports()))
+        files: list[Path | None] = [folder / "tokenizer.json" for folder in exported]
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            name = json.loads(self.paths.run_config.read_bytes())["model"]["name"]
+            files.append(config_file(name, "tokenizer.json"))
+        return next((decode for file in files if file and (decode := load_decoder(file))), None)
 
     # metrics
 

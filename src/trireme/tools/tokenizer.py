@@ -5,15 +5,11 @@ A token's text is what it adds to the text before it. If several tokens make up 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
-from trireme.base.paths import RunPaths, step_folder, steps_in
 from trireme.base.safe_text import clean
-from trireme.config.model.folder import config_file
 from trireme.messages import Tokens
 
 WINDOW = 1500  # tokens that are shown at once
@@ -23,21 +19,9 @@ SQUARE = "▪"  # an image token
 Decode = Callable[[Sequence[int]], str]
 
 
-def find_decoder(run: Path) -> Decode | None:
-    """Load the tokenizer from the run's newest exported weights, or from its model; None if neither is on this machine.
-
-    Nothing is downloaded, and only `tokenizer.json` is read, which holds no code.
-    """
-    paths = RunPaths(run)
-    # newest export first; the model that the run was started with is the last resort
-    exported = [step_folder(paths.weights, step) for step in reversed(steps_in(paths.weights))]
-    files: list[Path | None] = [folder / "tokenizer.json" for folder in exported]
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        files.append(config_file(json.loads(paths.run_config.read_bytes())["model"]["name"], "tokenizer.json"))
-    for file in files:
-        if file and file.is_file() and (decode := _load(file, file.stat().st_mtime_ns)):
-            return decode
-    return None
+def load_decoder(file: Path) -> Decode | None:
+    """Load a `tokenizer.json`, which holds no code; None if it is missing or damaged."""
+    return _load(file, file.stat().st_mtime_ns) if file.is_file() else None
 
 
 @lru_cache(maxsize=4)

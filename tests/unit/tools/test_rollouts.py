@@ -14,7 +14,8 @@ from trireme.base.errors import ConfigError
 from trireme.orchestrator.evaluation.results import EvalResult, write_eval_results
 from trireme.tools.rollout_filters import parse_filter
 from trireme.tools.rollouts import CHUNK, PREVIEW, Record, ResultsFile, Row, record_of
-from trireme.tools.tokenizer import find_decoder, pieces
+from trireme.tools.run_reader import RunReader
+from trireme.tools.tokenizer import pieces
 from trireme.tools.viewer.panes import columns_for, in_order, page
 from trireme.tools.viewer.sources import find_sources, run_title
 from viewing import answer, write_evaluations, write_results
@@ -159,15 +160,15 @@ def test_a_filter_without_a_meaning_is_refused(line):
 
 
 def test_token_pieces_make_up_the_text_that_was_encoded(tmp_path):
-    assert find_decoder(tmp_path) is None
+    assert RunReader(tmp_path).decoder() is None
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "run.json").write_text('{"model": {"name": "../no model/at all"}}')
-    assert find_decoder(tmp_path) is None
+    assert RunReader(tmp_path).decoder() is None
     folder = tmp_path / "weights" / "step_3"
     folder.mkdir(parents=True)
     (folder / "tokenizer.json").write_text("{torn")
-    assert find_decoder(tmp_path) is None
+    assert RunReader(tmp_path).decoder() is None
     assert pieces([17, 4], None) == ["17 ", "4 "]
     write_tokenizer(folder)
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode("say 12", add_special_tokens=False).ids
-    assert "".join(pieces(ids, find_decoder(tmp_path))) == "say 12"
+    assert "".join(pieces(ids, RunReader(tmp_path).decoder())) == "say 12"

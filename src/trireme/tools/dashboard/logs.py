@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple
 from nicegui import run as threads
 from nicegui import ui
 
-from trireme.base.paths import RunPaths
 from trireme.base.safe_text import clean, shortened
 from trireme.tools.dashboard import theme
 from trireme.tools.dashboard.runs import RunSet
@@ -41,9 +40,9 @@ class Tail(NamedTuple):
     size: int  # bytes of the file
 
 
-def log_files(run: Path) -> dict[str, Path]:
+def log_files(folder: Path) -> dict[str, Path]:
     """Return the logs by process; those of the main processes come first."""
-    found = {file.name.removesuffix(ENDING): file for file in RunPaths(run).logs.glob(f"*{ENDING}")}
+    found = {file.name.removesuffix(ENDING): file for file in folder.glob(f"*{ENDING}")}
     place = {name: min((n for n, first in enumerate(FIRST) if name.startswith(first)), default=9) for name in found}
     return dict(sorted(found.items(), key=lambda item: (place[item[0]], item[0])))
 
@@ -116,12 +115,12 @@ class LogsPage:
         ui.timer(FOLLOW_S, self._look, immediate=False)
 
     def _show_processes(self, wanted: str | None) -> None:
-        names = list(log_files(self._run.path))
+        names = list(log_files(self._run.paths.logs))
         if names != self._process.options or (names and self._process.value is None):
             self._process.set_options(names, value=wanted if wanted in names else next(iter(names), None))
 
     def _file(self) -> Path | None:
-        return log_files(self._run.path).get(self._process.value or "")
+        return log_files(self._run.paths.logs).get(self._process.value or "")
 
     async def show(self) -> None:
         file = self._file()

@@ -19,7 +19,7 @@ from trireme.tools.dashboard import theme
 from trireme.tools.dashboard.runs import RunSet
 from trireme.tools.rollouts import DROPPED, BatchFile, Record, Row
 from trireme.tools.run_reader import RunReader
-from trireme.tools.tokenizer import WINDOW, find_decoder, sample_pieces, visible, window_of
+from trireme.tools.tokenizer import WINDOW, sample_pieces, visible, window_of
 
 NO_TRAINER = (
     "The trainer's side is not known: the step is not trained yet, or the run does not keep it "
@@ -54,7 +54,7 @@ def load_rollout(run: RunReader, step: int, number: int) -> LoadedRollout | str:
     record = file.record(rows[number])
     assert record.rollout is not None, f"rollout {number} of batch {step} was not dropped"
     # the tokenizer and the trainer's logprobs may both be missing
-    decode, known = find_decoder(run.path), read_logprobs(run.paths.logprobs, step)
+    decode, known = run.decoder(), read_logprobs(run.paths.logprobs, step)
     texts = [sample_pieces(sample, decode) for sample in record.rollout.samples]
     columns = [columns_of(record.rollout, place, of_sample, known) for place, of_sample in enumerate(texts)]
     return LoadedRollout(record, columns, [row for row in rows if row.group == record.row.group], decode is not None)

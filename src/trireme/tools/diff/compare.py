@@ -22,7 +22,7 @@ from trireme.tools.diff.aspects import MAIN, Difference, compare_tables
 from trireme.tools.diff.batches import BATCH_ASPECTS, compare_batches
 from trireme.tools.record_differences import differences
 from trireme.tools.run_reader import RunReader
-from trireme.tools.tokenizer import Decode, find_decoder
+from trireme.tools.tokenizer import Decode
 
 STEP_ASPECTS = ("lr", "loss", "grad_norm", "training")
 CLOCKED = ("time/", "perf/", "weights/", "time_s", "memory/")
@@ -115,9 +115,10 @@ def compare_runs(a: Path, b: Path) -> Comparison:
         ConfigError: one of the folders holds no run.
         JournalCorrupt: an entry is damaged or missing.
     """
-    ours, theirs, decode = Side(a), Side(b), find_decoder(a)
+    ours, theirs = Side(a), Side(b)
     keys = compare_configurations(ours.configuration, theirs.configuration)
     comparison = Comparison(ours, theirs, keys, compare_configurations(ours.surroundings, theirs.surroundings))
+    decode = ours.decoder()
     for step in range(min(ours.end, theirs.end)):
         for difference in _compare_at(step, ours, theirs, comparison.compared, decode):
             # rules of the journal only repeat keys of the configuration that differ

@@ -233,8 +233,8 @@ def test_dashboard_shows_the_newest_whole_lines_of_a_long_log(tmp_path: Path) ->
     (tmp_path / "logs").mkdir()
     for name in ("environment-x-0", "trainer", "inference-1", "orchestrator"):
         (tmp_path / "logs" / f"{name}.stdout").touch()
-    assert list(log_files(tmp_path)) == ["orchestrator", "trainer", "inference-1", "environment-x-0"]
-    log = log_files(tmp_path)["trainer"]
+    assert list(log_files(tmp_path / "logs")) == ["orchestrator", "trainer", "inference-1", "environment-x-0"]
+    log = log_files(tmp_path / "logs")["trainer"]
     lines = [f"line {number:06}" for number in range(TAIL_BYTES // 6)]
     log.write_text("\n".join(lines) + "\n")
     shown = tail(log, most=10)
