@@ -59,7 +59,7 @@ def replay(config: RunConfig, span: range, *, keep_going: bool = False) -> int:
                 flush=True,
             )
 
-        compared: list[Comparison] = []  # on rank 0 only
+        compared: list[ComparedVersion] = []  # on rank 0 only
         for retraced in retrace(config, world, span):
             if world.is_main:
                 row = rows.get(("trainer", retraced.version - 1), {})
@@ -132,7 +132,7 @@ def retrace(config: RunConfig, world: World, span: range) -> Iterator[Retraced]:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparedVersion:
     """One version and all that is recorded of it."""
 
     version: int
@@ -148,7 +148,7 @@ class Comparison:
         return f"version {self.version}: {self.num_tensors} tensors, bit-identical"
 
 
-def compare(retraced: Retraced, run: RunReader, row: Mapping[str, Any], *, may_round: bool = False) -> Comparison:
+def compare(retraced: Retraced, run: RunReader, row: Mapping[str, Any], *, may_round: bool = False) -> ComparedVersion:
     """Compare a version with all that is recorded of it: confirmations, of which there are several after restarts, its
     exported weights, and the trainer's metrics.
 
@@ -202,13 +202,13 @@ def compare(retraced: Retraced, run: RunReader, row: Mapping[str, Any], *, may_r
                     f"{name} of the step that made it was {row[name]} then ({run.paths.metrics}), is {now} now"
                 )
                 break
-    return Comparison(retraced.version, len(retraced.digests), bool(recorded), tuple(differing))
+    return ComparedVersion(retraced.version, len(retraced.digests), bool(recorded), tuple(differing))
 
 
 # the verdict
 
 
-def _verdict(config: RunConfig, compared: list[Comparison]) -> str:
+def _verdict(config: RunConfig, compared: list[ComparedVersion]) -> str:
     # The first version is the one that the replay starts from: no step made it.
     steps = f"{counted(len(compared) - 1, 'step')} trained again from the journal"
     first = next((each for each in compared if each.differences), None)

@@ -42,9 +42,9 @@ OPENING_CELL = """<q-td :props="props">
     @click.stop="$parent.$emit('read', props.row)" />
 </q-td>"""
 """Cell of a table that opens its row, also by the keyboard."""
-PICTURES = "/pictures"
-PICTURE_HEADERS = {"cache-control": "private, max-age=31536000, immutable"}  # a digest has one picture
 FATE_CELL = '<q-td :props="props"><span :class="\'tr-fate \' + props.value">{{ props.value }}</span></q-td>'
+PICTURES = "/pictures"  # route
+PICTURE_HEADERS = {"cache-control": "private, max-age=31536000, immutable"}  # a digest has one picture
 
 
 async def build(runs: RunSet) -> None:

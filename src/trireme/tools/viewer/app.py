@@ -346,6 +346,8 @@ class EvalView(App[None]):
         self.push_screen(Help())
 
 
+# the screen with all keys
+
 KEYS = """\
 Everywhere
   enter        go into what the cursor is on
