@@ -67,7 +67,8 @@ class Versions:
 
     def known(self) -> list[int]:
         """Return all confirmed versions, in order."""
-        return sorted(int(path.stem.removeprefix("version_")) for path in self.folder.glob("version_*.msgpack"))
+        names = [path.stem.removeprefix("version_") for path in self.folder.glob("version_*.msgpack")]
+        return sorted(int(name) for name in names if name.isdecimal())  # a user may have put a copy there
 
     @property
     def newest(self) -> int:

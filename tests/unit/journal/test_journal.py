@@ -54,6 +54,12 @@ def reopened(journal: Journal) -> Journal:
     return Journal(journal.path(0).parent)
 
 
+def test_a_copy_beside_the_versions_is_none_of_them(tmp_path):
+    Versions(tmp_path).record(7, ["http://127.0.0.1:8000"], {"w": "00ff"}, 1e-7)
+    (tmp_path / "version_7 copy.msgpack").write_bytes(Versions(tmp_path).path(7).read_bytes())
+    assert (Versions(tmp_path).known(), Versions(tmp_path).newest) == ([7], 7)
+
+
 def test_an_entry_comes_back_as_it_was_written(journal: Journal, tmp_path: Path) -> None:
     again = reopened(journal)
     assert [encode(again.read(step)) for step in again.steps()] == [encode(record(step)) for step in range(3)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -142,8 +143,11 @@ class LogsPage:
     async def _look(self) -> None:
         self._show_processes(self._process.value)
         file = self._file()
-        if self._follow.value and file and (self._shown is None or file.stat().st_size != self._shown.size):
-            await self.show()
+        if not (self._follow.value and file):
+            return
+        with suppress(FileNotFoundError):  # a new run moves the old logs aside
+            if self._shown is None or file.stat().st_size != self._shown.size:
+                await self.show()
 
 
 def summary(shown: Tail) -> str:
