@@ -29,7 +29,7 @@ from trireme.orchestrator.engines.pool import with_placeholders
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.pictures import ConversationPictures
 from trireme.orchestrator.rollout.trajectory import Trajectory
-from trireme.tools.environments.policy import PolicyWanted, open_engine_policy
+from trireme.tools.policies.engine import open_engine_policy
 
 SIZES = {"qwen2_5_vl": {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}} | SERVED
 _LONG = {"max_position_embeddings": 2048}
@@ -68,8 +68,9 @@ class Sight:
         async def go() -> Turn:
             config, waits = RunConfig.model_validate({"seq_len": 512}), Waits("test")
             url = f"http://127.0.0.1:{self.port}"
-            wanted = PolicyWanted(pictures=self.folder / "pictures")
-            async with open_engine_policy(config, self.tokenizer, url, name="", waits=waits, wanted=wanted) as policy:
+            folder = self.folder / "pictures"
+            opening = open_engine_policy(config, self.tokenizer, url, name="", waits=waits, pictures=folder)
+            async with opening as policy:
                 parts = await self.pictures.content_parts(pictures)
                 sampling = self.sampling | {"max_tokens": 40}
                 return await policy.runner.pool.generate(ids, sampling, pictures=pictures, content_parts=parts)

@@ -27,10 +27,9 @@ from trireme.orchestrator.environments.session import RolloutFailed
 from trireme.orchestrator.environments.venv import find_environment
 from trireme.orchestrator.environments.wire import Ask, Done, Reply
 from trireme.orchestrator.rollout.runner import RolloutSpec
-from trireme.tools.environments.catalog import list_environments
-from trireme.tools.environments.policy_endpoint import look_at, open_chat_endpoint
-from trireme.tools.environments.policy_script import answer
-from trireme.tools.environments.template import KINDS, checked_name
+from trireme.tools.environments.catalog import KINDS, checked_name, list_environments
+from trireme.tools.policies.chat_endpoint import look_at, open_chat_endpoint
+from trireme.tools.policies.script import answer
 
 REPOSITORY = Path(__file__).parents[3]
 HELD_OUT = """

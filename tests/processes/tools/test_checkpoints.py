@@ -23,8 +23,8 @@ from trireme.cli.trireme import trireme
 from trireme.config.files import write_run
 from trireme.config.run import RunConfig
 from trireme.journal.versions import Versions
-from trireme.tools.environments.policy import WeightsReplaced
 from trireme.tools.evaluate.config import EvalConfig, inherit_from_run, with_environments
+from trireme.tools.policies.engine import WeightsReplaced
 from weighed_engine import LETTER, WeighedEngine, open_weighed_engine, write_weights
 
 TOY = """

@@ -12,7 +12,7 @@ from trireme.config.inference import InferenceConfig
 from trireme.config.rules import problems
 from trireme.config.run import RunConfig
 from trireme.launch.plan import plan
-from trireme.tools.environments.policy import engine_config
+from trireme.tools.policies.engine import engine_config
 
 NAMED = Devices(gpus=("GPU-a", "6", "4"), cores=8)  # CUDA_VISIBLE_DEVICES=GPU-a,6,4
 HALF = "--inference-gpu-ids 0,1 --trainer-gpu-ids"

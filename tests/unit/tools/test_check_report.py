@@ -11,14 +11,12 @@ from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome
 from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.tools.environments.check_report import (
     Loaded,
-    Rewards,
     advice_of,
     build_report,
-    difficulty_in_words,
-    rewards_of,
     text_of,
 )
 from trireme.tools.evaluate.report import conversation_of
+from trireme.tools.policies.rewards import Rewards, difficulty_in_words
 
 LOADED = Loaded("toy", "toy.py", 0.1, 10, 0, {"python": "3.11.7"})
 
@@ -47,7 +45,7 @@ def groups(*rewards, **options):
 
 def test_figures_worked_by_hand():
     """Groups 0, 1 | 1, 1 | 0, 0.5: means 0.5, 1, 0.25; standard deviations 0.5, 0, 0.25."""
-    rewards, mean = rewards_of([[0.0, 1.0], [1.0, 1.0], [0.0, 0.5]]), 1.75 / 3
+    rewards, mean = groups([0.0, 1.0], [1.0, 1.0], [0.0, 0.5]).rewards, 1.75 / 3
     error = math.sqrt(((0.5 - mean) ** 2 + (1 - mean) ** 2 + (0.25 - mean) ** 2) / 2 / 3)
     found = (rewards.mean, rewards.error, rewards.group_std, rewards.without_signal, rewards.success)
     assert found == pytest.approx((mean, error, 0.25, 1 / 3, mean))
@@ -90,7 +88,7 @@ def test_difficulty_at_its_bounds():
         for success in bounds:
             rewards = Rewards(success, None, 0.0, 1.0, 0.1, 0.0, success)
             assert difficulty_in_words(rewards).startswith(f"{said}: ")
-    assert "from -3 to 7 are no shares of success" in difficulty_in_words(rewards_of([[-3.0, 2.0], [2.5, 7.0]]))
+    assert "from -3 to 7 are no shares of success" in difficulty_in_words(groups([-3.0, 2.0], [2.5, 7.0]).rewards)
 
 
 def test_what_hinders_learning_is_pointed_out():

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from trireme.base.errors import ConfigError
-from trireme.tools.evaluate.endpoints import Endpoint, find_endpoint, read_endpoints
+from trireme.tools.policies.endpoint_file import Endpoint, find_endpoint, read_endpoints
 
 BY_BASE_URL = """
 import os

@@ -19,12 +19,12 @@ from trireme.cli.workspace.gepa import gepa, to_flags
 from trireme.config.load import load_config
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
-from trireme.tools.environments.policy import PolicyWanted
 from trireme.tools.gepa.config import GepaConfig
 from trireme.tools.gepa.optimize import draw_examples, places_of
-from trireme.tools.gepa.prompts import PromptedEnvironment, own_prompt, with_system
 from trireme.tools.gepa.records import Example, Records, Reflection
 from trireme.tools.gepa.results import check_same, check_same_start, write_results
+from trireme.tools.policies.prompts import PromptedEnvironment, own_prompt, with_system
+from trireme.tools.policies.selection import PolicyWanted
 
 REPOSITORY = Path(__file__).parents[3]
 

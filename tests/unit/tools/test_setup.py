@@ -12,7 +12,7 @@ from trireme.cli.other_formats import run_translated
 from trireme.cli.rl import rl
 from trireme.cli.workspace.lab import lab
 from trireme.tools.environments.catalog import list_environments
-from trireme.tools.evaluate.endpoints import read_endpoints
+from trireme.tools.policies.endpoint_file import read_endpoints
 from trireme.tools.workspace.setup import IN_PACKAGE, PARTS, Workspace, find_shipped
 
 ROOT = Path(__file__).parents[3]

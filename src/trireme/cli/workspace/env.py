@@ -11,8 +11,8 @@ from trireme.base.safe_text import one_line
 from trireme.cli.command import choose_verb
 from trireme.config.arguments import json_table, positive_int
 from trireme.orchestrator.environments.venv import find_environment, installed_venv
-from trireme.tools.environments.catalog import ROOT, build, list_environments
-from trireme.tools.environments.template import KINDS, write_environment
+from trireme.tools.environments.catalog import KINDS, ROOT, list_environments, write_environment
+from trireme.tools.policies.environments import install as install_environment
 
 LONGEST = 1000  # characters of a description
 
@@ -54,7 +54,7 @@ def install(argv: list[str]) -> int:
     elif installed and not options.again:
         print(f"{source.id} is installed already, in {installed} (--again to build it again)")
     else:
-        took_s = build(source, again=options.again)
+        took_s = install_environment(source, again=options.again)
         print(f"{source.id} installed in {took_s:.1f} s, in {installed_venv(source)}")
     return 0
 

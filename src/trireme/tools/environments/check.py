@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,20 +21,21 @@ from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.launch.folder import hold_folder
-from trireme.orchestrator.environments.pool import Environment, open_environment
-from trireme.orchestrator.environments.session import RolloutFailed
+from trireme.orchestrator.environments.open_rollout import RolloutFailed
+from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.venv import EnvironmentSource, find_environment
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask, Split
 from trireme.orchestrator.environments.worker_process import LOAD_TIMEOUT_S
 from trireme.orchestrator.evaluation.results import EvalResult, write_eval_results
 from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome, read_extent, run_rollouts
-from trireme.tools.environments import progress
-from trireme.tools.environments.catalog import ROOT, build_if_missing
+from trireme.tools import progress
+from trireme.tools.environments.catalog import ROOT
 from trireme.tools.environments.check_report import CheckReport, Loaded, Trouble, build_report
-from trireme.tools.environments.policy import OpenPolicy, PolicyWanted, build_opener
-from trireme.tools.environments.policy_script import ScriptedPolicy
 from trireme.tools.environments.sessions import SessionWatch
-from trireme.tools.evaluate.endpoints import find_key
+from trireme.tools.policies.endpoint_file import find_key
+from trireme.tools.policies.environments import install_if_missing, open_environments
+from trireme.tools.policies.script import ScriptedPolicy
+from trireme.tools.policies.selection import OpenPolicy, PolicyWanted, build_opener
 
 MAX_CONCURRENT = 32
 ROLLOUTS = "rollouts.jsonl"
@@ -98,7 +98,7 @@ def run_check(options: CheckOptions, config: RunConfig) -> CheckReport:
     with hold_folder(config.paths):
         for file in (root / ROLLOUTS, *config.paths.logs.glob("*.stdout")):  # files of an earlier check
             file.unlink(missing_ok=True)
-        build_if_missing(source)
+        install_if_missing(source)
         report, outcomes = asyncio.run(_check(options, config, source, environment, open_policy, waits))
         write_eval_results(root / ROLLOUTS, map(EvalResult.of, outcomes))
     progress.show(f"every rollout: {root / ROLLOUTS}; logs: {config.paths.logs}")
@@ -211,17 +211,3 @@ async def check_solutions(environment: Environment, extent: Extent) -> tuple[dic
                 what = "its own solution" if kind == "oracle" else "no solution at all"
                 troubles.append(Trouble(kind, f"{name}: {what} earned {reward:g}", 1, [example], ""))
     return {kind: fmean(earned) for kind, earned in rewards.items()}, troubles
-
-
-@asynccontextmanager
-async def open_environments(
-    configs: Iterable[EnvironmentConfig], logs: Path, waits: Waits, *, seed: int
-) -> AsyncIterator[list[Environment]]:
-    """Load environments one after the other. Raises: ConfigError if one cannot be loaded."""
-    async with AsyncExitStack() as stack:
-        environments = []
-        for config in configs:
-            opening = open_environment(config, logs=logs, seed=seed, waits=waits, shows_pictures=True)
-            with progress.stage(f"loading {config.resolved_name}", limit_s=LOAD_TIMEOUT_S):
-                environments.append(await stack.enter_async_context(opening))
-        yield environments

@@ -1,8 +1,4 @@
-"""The report of an environment check: figures, the same in words, and advice.
-
-The bounds are the usual ones for reinforcement learning from verifiable rewards: a policy learns where it sometimes
-succeeds and sometimes does not. Of an example that always or never succeeds, all advantages are 0.
-"""
+"""The report of an environment check: figures, the same in words, and advice."""
 
 from __future__ import annotations
 
@@ -13,17 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from trireme.algo.advantage import SAME, are_same
 from trireme.algo.data.order import ENDLESS
 from trireme.base.safe_text import clean
 from trireme.monitor.metrics import means
 from trireme.orchestrator.environments.wire import Split
 from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome
 from trireme.tools.environments.sessions import SessionReport
+from trireme.tools.policies.rewards import Rewards, difficulty_in_words, rewards_of
 
-TOO_EASY = 0.8
-GOOD = (0.1, 0.7)
-TOO_HARD = 0.05
 MUCH_WITHOUT_SIGNAL = 0.5
 LITTLE_SPREAD = 0.05  # standard deviation of rewards between 0 and 1, within a group
 MUCH_TRUNCATED = 0.1
@@ -42,19 +35,6 @@ class Loaded:
     num_train: int
     num_eval: int
     versions: dict[str, str]
-
-
-@dataclass(frozen=True)
-class Rewards:
-    """Statistics over groups, which are the scored rollouts of one example each."""
-
-    mean: float  # over groups: each example counts the same
-    error: float | None  # standard error of that mean, from how much groups differ; None of a single group
-    least: float
-    most: float
-    group_std: float | None  # mean standard deviation within a group; None if no group has two rollouts
-    without_signal: float | None  # share of groups whose rewards are all the same
-    success: float | None  # the mean, which the advice goes by; None if rewards are not all between 0 and 1
 
 
 @dataclass(frozen=True)
@@ -113,17 +93,12 @@ def build_report(
     num_restarts: int,
     sessions: SessionReport | None = None,
 ) -> CheckReport:
-    # rewards by example, and failures by their error, as one cause fails many rollouts
+    # failures go by their error, as one cause fails many rollouts
     scored = [outcome.rollout for outcome in outcomes if outcome.rollout is not None]
-    groups: dict[int, list[float]] = defaultdict(list)
     failed: dict[tuple[str, str], list[tuple[int, str]]] = defaultdict(list)  # examples and tracebacks
     for outcome in outcomes:
-        if outcome.rollout is not None:
-            groups[outcome.spec.example].append(outcome.rollout.reward)
-        elif outcome.failure is not None:
-            failure = outcome.failure
+        if (failure := outcome.failure) is not None:
             failed[failure.stage, failure.error].append((outcome.spec.example, failure.traceback))
-
     troubles = [
         Trouble(stage, error, len(each), sorted({example for example, _ in each}), traceback=each[0][1])
         for (stage, error), each in failed.items()
@@ -141,31 +116,13 @@ def build_report(
         num_done=len(scored),
         seconds=seconds,
         num_restarts=num_restarts,
-        rewards=rewards_of(list(groups.values())) if scored else None,
+        rewards=rewards_of((outcome.spec.example, outcome.reward) for outcome in outcomes),
         components=means(rollout.metrics for rollout in scored),
         lengths=means({name: n for name, n in each.items() if n is not None} for each in counted),
         truncated=float(np.mean([rollout.truncated for rollout in scored])) if scored else 0.0,
         stops=dict(Counter(rollout.stop or "(not said)" for rollout in scored).most_common()),
         troubles=sorted(troubles, key=lambda trouble: -trouble.count),
         sessions=sessions,
-    )
-
-
-def rewards_of(groups: Sequence[Sequence[float]]) -> Rewards:
-    """Compute statistics of groups with at least one reward each."""
-    averages = [float(np.mean(group)) for group in groups]
-    # a group of one rollout has no spread, and says nothing about the signal
-    every = [reward for group in groups for reward in group]
-    several = [group for group in groups if len(group) > 1]
-    mean = float(np.mean(averages))
-    return Rewards(
-        mean=mean,
-        error=float(np.std(averages, ddof=1) / np.sqrt(len(averages))) if len(averages) > 1 else None,
-        least=min(every),
-        most=max(every),
-        group_std=float(np.mean([np.std(group) for group in several])) if several else None,
-        without_signal=float(np.mean([are_same(np.array(group)) for group in several])) if several else None,
-        success=mean if min(every) >= -SAME and max(every) <= 1 + SAME else None,
     )
 
 
@@ -240,27 +197,6 @@ def advice_of(report: CheckReport) -> list[str]:
             "`seq_len`, or ask for shorter answers."
         )
     return advice
-
-
-def difficulty_in_words(rewards: Rewards) -> str:
-    success = rewards.success
-    if success is None:
-        return (
-            f"difficulty: rewards from {rewards.least:g} to {rewards.most:g} are no shares of success, so it is not "
-            "judged. The bounds are for rewards from 0 to 1."
-        )
-    measured = f"{success:.1%} success"
-    if success > TOO_EASY:
-        return f"too easy: {measured}, above {TOO_EASY:.0%}. There is little left to learn: take harder examples."
-    if success < TOO_HARD:
-        return (
-            f"too hard: {measured}, below {TOO_HARD:.0%}. Take easier examples, a stronger model, a supervised "
-            "warm-up (`sft`), or a reward that also pays for a part of the way."
-        )
-    if GOOD[0] <= success <= GOOD[1]:
-        return f"good: {measured} is within {GOOD[0]:.0%} to {GOOD[1]:.0%}, where reinforcement learning works best."
-    side = "easy" if success > GOOD[1] else "hard"
-    return f"on the {side} side: {measured}; {GOOD[0]:.0%} to {GOOD[1]:.0%} is best."
 
 
 def _trouble_lines(report: CheckReport) -> Iterator[str]:

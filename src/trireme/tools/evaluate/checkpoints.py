@@ -29,16 +29,7 @@ from trireme.messages import TensorSpec
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.evaluation.results import description_path
 from trireme.orchestrator.rollout.chat import open_chat_tokenizer
-from trireme.tools.environments import progress
-from trireme.tools.environments.check import open_environments
-from trireme.tools.environments.policy import (
-    EnginePolicy,
-    PolicyWanted,
-    check_sampling,
-    open_engine_policy,
-    vision_of,
-)
-from trireme.tools.environments.policy_endpoint import look_at
+from trireme.tools import progress
 from trireme.tools.evaluate.config import EvalConfig, inherit_from_run
 from trireme.tools.evaluate.engine import EvaluatedEngine
 from trireme.tools.evaluate.report import as_table
@@ -50,6 +41,9 @@ from trireme.tools.evaluate.session import (
     run_sessions,
 )
 from trireme.tools.export.weights_folder import require_readable
+from trireme.tools.policies.chat_endpoint import look_at
+from trireme.tools.policies.engine import EnginePolicy, check_sampling, open_engine_policy, vision_of
+from trireme.tools.policies.environments import open_environments
 
 log = get_logger("eval")
 
@@ -147,8 +141,15 @@ class CheckpointEvaluation:
 
         async with AsyncExitStack() as stack:
             url = self._server.root
-            wanted = PolicyWanted(pictures=output / "pictures", trained=False)
-            opening = open_engine_policy(run, tokenizer, url, name=f"the engine at {url}", waits=waits, wanted=wanted)
+            opening = open_engine_policy(
+                run,
+                tokenizer,
+                url,
+                name=f"the engine at {url}",
+                waits=waits,
+                trained=False,
+                pictures=output / "pictures",
+            )
             policy = await stack.enter_async_context(opening)
             transfer = output / ".transfer"
             stack.callback(shutil.rmtree, transfer, ignore_errors=True)

@@ -12,7 +12,7 @@ from trireme.config.orchestrator import Environment, Evaluation, Sampling, templ
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.config.section import Section, Seed
-from trireme.tools.evaluate.endpoints import find_key
+from trireme.tools.policies.endpoint_file import find_key
 
 
 class Client(Section):

@@ -26,11 +26,11 @@ from trireme.base.log import get_logger
 from trireme.messages import InitInfo, UpdateInfo
 from trireme.orchestrator.engines.responses import PauseInfo
 from trireme.orchestrator.weights.engine_update import join, load, require_confirmed
-from trireme.tools.environments import progress
-from trireme.tools.environments.policy import FRESH, LOADING, EnginePolicy, StandingPool, WeightsReplaced
-from trireme.tools.environments.policy_endpoint import Server
+from trireme.tools import progress
 from trireme.tools.evaluate.config import EvalConfig
 from trireme.tools.export.weights_folder import Source, find_model, open_model, open_source, shape_difference
+from trireme.tools.policies.chat_endpoint import Server
+from trireme.tools.policies.engine import FRESH, LOADING, EnginePolicy, StandingPool, WeightsReplaced
 from trireme.transport.weights.filesystem import FilesystemSender
 
 log = get_logger("eval")

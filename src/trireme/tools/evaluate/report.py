@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.table import Table
@@ -10,8 +10,8 @@ from rich.table import Table
 from trireme.base.safe_text import clean
 from trireme.orchestrator.evaluation.results import EvalResult
 from trireme.tools.conversation import blocks
-from trireme.tools.environments.check_report import difficulty_in_words, rewards_of
 from trireme.tools.evaluate.session import EvalSession
+from trireme.tools.policies.rewards import difficulty_in_words, rewards_of
 
 Evaluated = Sequence[tuple[str, Sequence[EvalSession]]]
 """Sessions by the name of the model, one for each environment."""
@@ -49,7 +49,6 @@ def text_of(session: EvalSession) -> str:
     """Describe one model on one environment: r1 has the rewards of each example's first rollout, r2 of its second."""
     metrics, results = session.metrics, session.results
     figures = {"rollouts": f"{_extent(session)}, {metrics.get('error_rate', 1.0):.1%} failed"}
-    advice: list[str] = []
 
     if "reward" in metrics:
         figures["reward"] = f"avg - {metrics['reward']:.3f}, std - {metrics['std']:.3f}"
@@ -63,12 +62,8 @@ def text_of(session: EvalSession) -> str:
         figures |= {name: f"{value:.3f}" for name, value in metrics.items() if name not in own}
         figures["truncated"] = f"{metrics['truncated_frac']:.1%}"
         figures["tokens"] = f"{metrics['tokens_mean']:.1f} per rollout, {metrics['turns_mean']:.1f} turns"
-        # failed rollouts are no part of their groups
-        groups: dict[int, list[float]] = defaultdict(list)
-        for result in results.values():
-            if result.reward is not None:
-                groups[result.example].append(result.reward)
-        advice = [f"- {difficulty_in_words(rewards_of(list(groups.values())))}"]
+    earned = rewards_of((result.example, result.reward) for result in results.values())
+    advice = [f"- {difficulty_in_words(earned)}"] if earned is not None else []
 
     errors = Counter(result.error for result in results.values() if result.error is not None)
     failures = [f"{count} rollouts failed: {error}" for error, count in list(errors.items())[:5]]

@@ -27,9 +27,7 @@ from trireme.config.orchestrator import Sampling
 from trireme.config.resolve import updated
 from trireme.launch.folder import hold_folder
 from trireme.orchestrator.environments.pool import Environment
-from trireme.tools.environments import progress
-from trireme.tools.environments.check import open_environments
-from trireme.tools.environments.policy import PolicyWanted, RolloutPolicy, build_opener, find_policy
+from trireme.tools import progress
 from trireme.tools.evaluate.config import EvalConfig, EvaluatedModel
 from trireme.tools.evaluate.report import conversation_of, text_of
 from trireme.tools.evaluate.session import (
@@ -39,7 +37,9 @@ from trireme.tools.evaluate.session import (
     rollout_config,
     run_sessions,
 )
-from trireme.tools.gepa.prompts import PromptedEnvironment
+from trireme.tools.policies.environments import open_environments
+from trireme.tools.policies.prompts import PromptedEnvironment
+from trireme.tools.policies.selection import PolicyWanted, RolloutPolicy, build_opener, find_policy
 
 OUTPUT = Path("outputs/evals")
 RESULTS, METADATA = "results.jsonl", "metadata.json"

@@ -35,10 +35,10 @@ from trireme.orchestrator.rollout.driver import (
     run_rollouts,
 )
 from trireme.orchestrator.rollout.runner import RolloutKey, RolloutSpec
-from trireme.tools.environments import progress
-from trireme.tools.environments.catalog import build_if_missing
-from trireme.tools.environments.policy import RolloutPolicy
+from trireme.tools import progress
 from trireme.tools.evaluate.config import EvalConfig
+from trireme.tools.policies.environments import install_if_missing
+from trireme.tools.policies.selection import RolloutPolicy
 
 _RESULTS_DEPEND_ON = ("env_id", "env_args", "model", "split", "sampling_args", "max_turns", "weights", "system_prompt")
 
@@ -247,7 +247,7 @@ def prepare(config: EvalConfig) -> EvalConfig:
 
 def install_environments(config: EvalConfig) -> None:
     for each in config.env:
-        build_if_missing(find_environment(each.id))
+        install_if_missing(find_environment(each.id))
 
 
 def rollout_config(config: EvalConfig, values: dict[str, Any]) -> RunConfig:

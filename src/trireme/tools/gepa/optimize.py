@@ -20,15 +20,15 @@ from trireme.config.run import RunConfig
 from trireme.launch.folder import hold_folder
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.venv import find_environment
-from trireme.tools.environments import progress
-from trireme.tools.environments.catalog import build_if_missing
-from trireme.tools.environments.check import open_environments
-from trireme.tools.environments.policy import EnginePolicy, PolicyWanted, RolloutPolicy, build_opener, find_policy
+from trireme.tools import progress
 from trireme.tools.gepa.config import GepaConfig
-from trireme.tools.gepa.prompts import own_prompt
 from trireme.tools.gepa.records import Example
 from trireme.tools.gepa.results import check_same, check_same_start, describe
 from trireme.tools.gepa.search import Search, iteration_cost
+from trireme.tools.policies.engine import EnginePolicy
+from trireme.tools.policies.environments import install_if_missing, open_environments
+from trireme.tools.policies.prompts import own_prompt
+from trireme.tools.policies.selection import PolicyWanted, RolloutPolicy, build_opener, find_policy
 
 MOST_EXAMPLES = 1 << 16  # limit on the examples to draw from, as an environment may have endless ones
 NUM_FIRST_QUESTIONS = 8  # examples whose first question is read for the environment's own prompt
@@ -95,7 +95,7 @@ def run_search(config: GepaConfig) -> str:
 
     # One search at a time may write to the folder.
     with hold_folder(paths):
-        build_if_missing(source)
+        install_if_missing(source)
         try:
             summary = asyncio.run(search())
         except KeyboardInterrupt:

@@ -16,10 +16,10 @@ from trireme.orchestrator.environments.session import AskPolicy, RolloutFailed
 from trireme.orchestrator.environments.wire import Ask, Done, RunTask
 from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.tools.conversation import blocks, tool_calls
-from trireme.tools.environments.policy import RolloutPolicy
 from trireme.tools.gepa.config import GepaConfig
-from trireme.tools.gepa.prompts import SYSTEM
 from trireme.tools.gepa.records import PromptRollout, Records, Reflection, name_of
+from trireme.tools.policies.prompts import SYSTEM
+from trireme.tools.policies.selection import RolloutPolicy
 
 MAX_CHARS, MIN_CHARS = 4000, 250
 """Longest text of an example in a first question, and the length below which texts are not shortened further."""

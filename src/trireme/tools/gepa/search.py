@@ -27,14 +27,14 @@ from trireme.journal.records import Rollout
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.rollout.driver import RolloutOutcome, run_rollouts
 from trireme.orchestrator.rollout.runner import RolloutSpec
-from trireme.tools.environments import progress
-from trireme.tools.environments.policy import RolloutPolicy
-from trireme.tools.environments.progress import SHOW_EVERY_S
+from trireme.tools import progress
 from trireme.tools.gepa.config import GepaConfig
-from trireme.tools.gepa.prompts import PromptedEnvironment
 from trireme.tools.gepa.records import REFLECTIONS, ROLLOUTS, Example, PromptRollout, Records, Reflection, name_of
 from trireme.tools.gepa.reflection import feedback_on, reflect
 from trireme.tools.gepa.results import COMPONENT, LOG, MAY_DIFFER, write_results
+from trireme.tools.policies.prompts import PromptedEnvironment
+from trireme.tools.policies.selection import RolloutPolicy
+from trireme.tools.progress import SHOW_EVERY_S
 
 Batch = EvaluationBatch[PromptRollout, PromptRollout]
 Value = TypeVar("Value")

@@ -31,8 +31,8 @@ from trireme.orchestrator.rollout.sampling import (
     replaced_arguments,
     sampling_arguments,
 )
-from trireme.tools.environments.policy_script import estimated_prompt
-from trireme.tools.evaluate.endpoints import LOCAL_HOSTS
+from trireme.tools.policies.endpoint_file import LOCAL_HOSTS
+from trireme.tools.policies.script import estimated_prompt
 
 LOOK_TIMEOUT_S = 10.0
 FIRST_PAUSE_S = 1.0

@@ -1,0 +1,147 @@
+"""Select the policy that answers an environment's questions: a script, an engine that is started, or a server.
+
+All that can be refused is refused here, before anything starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
+
+from trireme.base.devices import detect_devices
+from trireme.base.errors import ConfigError
+from trireme.base.network import is_loopback
+from trireme.base.token import token
+from trireme.base.waiting import Waits
+from trireme.config.resolve import updated
+from trireme.config.run import RunConfig
+from trireme.launch.standalone_engine import open_engine
+from trireme.orchestrator.rollout.chat import open_chat_tokenizer
+from trireme.tools import progress
+from trireme.tools.policies.chat_endpoint import ChatEndpoint, look_at, open_chat_endpoint
+from trireme.tools.policies.endpoint_file import find_endpoint, find_key
+from trireme.tools.policies.engine import (
+    FRESH,
+    LOADING,
+    EnginePolicy,
+    check_sampling,
+    engine_config,
+    open_engine_policy,
+    vision_of,
+)
+from trireme.tools.policies.script import ScriptedPolicy
+
+RolloutPolicy: TypeAlias = "ScriptedPolicy | EnginePolicy | ChatEndpoint"
+"""A source of answers to an environment's questions. Its `rollout` raises RolloutFailed, or TriremeError where no other
+rollout could go better."""
+
+OpenPolicy: TypeAlias = "Callable[[], AbstractAsyncContextManager[RolloutPolicy]]"
+
+
+@dataclass(frozen=True)
+class PolicyWanted:
+    """The policy that the user asks for. Without any, the configuration's model is taken, or else the script."""
+
+    model: str | None = None
+    base_url: str | None = None
+    key: str | None = field(default=None, repr=False)
+    scripted: bool = False
+    trained: bool = True  # whether rollouts must be such that they could be trained on
+    pictures: Path | None = None  # folder for the pictures of conversations; a temporary one if not given
+
+
+def find_policy(
+    model: str | None, url: str | None, key_variable: str | None, *, endpoints: Path | None = None, trained: bool = True
+) -> PolicyWanted:
+    """Find a model: a folder, for which an engine is started, or a model at an address or in the file of endpoints.
+
+    Raises: ConfigError if neither a model nor a server is named, no place is known, or the named key is not set.
+    """
+    if model is None and url is None:
+        raise ConfigError("no model is named - expected one. Add `-m MODEL`, or `-b URL` of a server with only one.")
+    if model is not None and url is None and Path(model).is_dir():
+        return PolicyWanted(model, trained=trained)
+    typed, own_key = url, None
+    if model is not None:
+        endpoint = find_endpoint(model, base_url=url, path=endpoints)
+        model, url, own_key = endpoint.model or model, endpoint.url, endpoint.key
+    key = find_key("--api-key-var", key_variable, url=typed, otherwise=own_key)
+    return PolicyWanted(model, url, key, trained=trained)
+
+
+def build_opener(wanted: PolicyWanted, config: RunConfig, waits: Waits) -> OpenPolicy:
+    """Return a function that opens the policy.
+
+    Raises: ConfigError if there is no such model or server, or the two contradict each other.
+    """
+    # what the user typed decides first, then the configuration, then the script
+    if wanted.scripted and (wanted.model or wanted.base_url):
+        raise ConfigError(
+            "--scripted came with --model or --base-url - expected one policy. Leave out --scripted, or the others."
+        )
+    if wanted.base_url:
+        return _at_server(wanted, wanted.base_url, config, waits)
+    named = config.inference.model.name or (config.model.name if "model" in config.model_fields_set else None)
+    if wanted.scripted or not (wanted.model or named):
+        return lambda: nullcontext(ScriptedPolicy())
+    if not (wanted.trained and named):  # rollouts for training follow the run's own `[model.vlm]`
+        config = updated(config, vision_of(wanted.model or str(named)))
+    # refused here, before an engine starts: a wrong length, a missing tokenizer, unknown sampling
+    devices = detect_devices()
+    config = engine_config(config, wanted.model, devices)
+    tokenizer = open_chat_tokenizer(
+        config.trainer.tokenizer.name or config.model.name, trust_remote_code=config.trainer.model.trust_remote_code
+    )
+    model = config.inference.model.name or config.model.name
+    check_sampling(config, tokenizer, model)
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[RolloutPolicy]:
+        async with AsyncExitStack() as stack:
+            with progress.stage(f"starting an engine for {model}", limit_s=config.inference.start_timeout_s):
+                url = await stack.enter_async_context(open_engine(config, devices, waits))
+            name = f"{model} by an engine of this command"
+            opening = open_engine_policy(
+                config, tokenizer, url, name=name, waits=waits, trained=wanted.trained, pictures=wanted.pictures
+            )
+            yield await stack.enter_async_context(opening)
+
+    return opened
+
+
+def _at_server(wanted: PolicyWanted, url: str, config: RunConfig, waits: Waits) -> OpenPolicy:
+    """Ask an engine of ours in tokens, if its model's files are here; any other server through its chat route.
+
+    TRIREME_TOKEN is sent to servers on this machine for which no other key was named.
+    """
+    # a key that was typed wins; our own token is only for servers on this machine
+    key = wanted.key or (token() if is_loopback(urlsplit(url).hostname or "") else None)
+    server = asyncio.run(look_at(url, key=key))
+    if (server.weights or "").endswith(LOADING):
+        raise ConfigError(
+            f"{server.root} has a part of some weights from an evaluation that did not finish ({server.weights}) - "
+            "expected an engine with a whole model. Type the evaluation's command again, or restart the engine."
+        )
+
+    model = wanted.model or next(iter(server.models), None)
+    if not (server.weights is not None and model and Path(model).is_dir()):
+        return lambda: open_chat_endpoint(server, wanted.model, key, config.orchestrator, waits)
+    tokenizer = open_chat_tokenizer(model)
+    check_sampling(config, tokenizer, model)
+    # No seeds for an engine that was not started for them: see `inference.server`.
+    values: dict[str, Any] = {"max_async_level": max(1, config.max_async_level)}
+    values["inference.model.max_model_len"] = server.max_model_len or config.inference.model.max_model_len
+    holds = f" (weights {server.weights})" if server.weights != FRESH else ""
+    name = f"{model} by the engine at {server.root}{holds}"
+    values["model.name"] = model
+    if config.model.vlm is not None or not wanted.trained:
+        values |= vision_of(model)
+    config = updated(config, values)
+    return lambda: open_engine_policy(
+        config, tokenizer, server.root, name=name, waits=waits, trained=wanted.trained, pictures=wanted.pictures
+    )
