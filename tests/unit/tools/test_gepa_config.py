@@ -20,9 +20,8 @@ from trireme.config.load import load_config
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
 from trireme.tools.gepa.config import GepaConfig
+from trireme.tools.gepa.files import Records, Reflection, check_same, check_same_start, write_results
 from trireme.tools.gepa.optimize import draw_examples, places_of
-from trireme.tools.gepa.records import Example, Records, Reflection
-from trireme.tools.gepa.results import check_same, check_same_start, write_results
 from trireme.tools.policies.prompts import PromptedEnvironment, own_prompt, with_system
 from trireme.tools.policies.selection import PolicyWanted
 
@@ -40,7 +39,7 @@ def test_gepa_candidate_replaces_the_system_prompt_of_an_environment(tmp_path, m
         task = RunTask(task="t", index=0)
         loaded = await environment.run(task, ask)
         tried = await PromptedEnvironment(environment, "Be loud.", columns=["heard", "gone"]).run(task, ask)
-        assert await own_prompt(environment, [Example("train", 0), Example("train", 1)]) == "Be quiet."
+        assert await own_prompt(environment, [("train", 0), ("train", 1)]) == "Be quiet."
         assert asked[0] == with_system(asked[1], "Be quiet.")
         assert tried.prompt[0]["content"] == "Be loud."
         assert loaded.prompt == with_system(tried.prompt, "Be quiet.")

@@ -26,8 +26,7 @@ from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.session import AskPolicy
 from trireme.orchestrator.environments.wire import Ask, Done, Reply, RunTask
 from trireme.orchestrator.rollout.driver import RolloutOutcome
-
-SYSTEM = ("system", "developer")
+from trireme.tools.policies.prompts import SYSTEM
 
 
 @dataclass(frozen=True)

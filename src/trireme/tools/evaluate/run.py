@@ -38,7 +38,7 @@ from trireme.tools.evaluate.session import (
     run_sessions,
 )
 from trireme.tools.policies.environments import open_environments
-from trireme.tools.policies.prompts import PromptedEnvironment
+from trireme.tools.policies.prompts import PromptedEnvironment, read_prompt
 from trireme.tools.policies.selection import PolicyWanted, RolloutPolicy, build_opener, find_policy
 
 OUTPUT = Path("outputs/evals")
@@ -70,12 +70,11 @@ def eval_run(argv: list[str]) -> int:
         trained=False,
     )
 
+    # the line end that closes the file is no part of the prompt
+    file = arguments.system_prompt_file
+    prompt = None if file is None else read_prompt(file, flag="--system-prompt-file").removesuffix("\n")
     return evaluate_model(
-        config,
-        wanted,
-        saves=arguments.save_results,
-        shows_rollouts=arguments.verbose,
-        system_prompt=_read_prompt(arguments.system_prompt_file),
+        config, wanted, saves=arguments.save_results, shows_rollouts=arguments.verbose, system_prompt=prompt
     )
 
 
@@ -187,17 +186,6 @@ def _read_sampling(arguments: Namespace) -> Sampling:
     known = {name: value for name, value in given.items() if name in Sampling.model_fields}
     more = {name: value for name, value in given.items() if name not in known}
     return updated(read_as(Sampling, known, where="--sampling-args"), {"extra_body": more})
-
-
-def _read_prompt(file: Path | None) -> str | None:
-    """Return the prompt of a file, without the line end that closes it. Raises: ConfigError."""
-    try:
-        return None if file is None else file.read_text(encoding="utf-8").removesuffix("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--system-prompt-file {file} cannot be read ({error}) - expected a text file with a system prompt. "
-            "Correct the path."
-        ) from error
 
 
 def _find_unfinished(home: Path, session: EvalSession) -> Path | None:

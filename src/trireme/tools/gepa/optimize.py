@@ -22,12 +22,11 @@ from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.venv import find_environment
 from trireme.tools import progress
 from trireme.tools.gepa.config import GepaConfig
-from trireme.tools.gepa.records import Example
-from trireme.tools.gepa.results import check_same, check_same_start, describe
+from trireme.tools.gepa.files import Example, check_same, check_same_start, describe
 from trireme.tools.gepa.search import Search, iteration_cost
 from trireme.tools.policies.engine import EnginePolicy
 from trireme.tools.policies.environments import install_if_missing, open_environments
-from trireme.tools.policies.prompts import own_prompt
+from trireme.tools.policies.prompts import own_prompt, read_prompt
 from trireme.tools.policies.selection import PolicyWanted, RolloutPolicy, build_opener, find_policy
 
 MOST_EXAMPLES = 1 << 16  # limit on the examples to draw from, as an environment may have endless ones
@@ -76,7 +75,10 @@ def run_search(config: GepaConfig) -> str:
             _check_fits(config, environment, train, validation)
 
             # Results of a search that began with another prompt must not be mixed with these.
-            first = await _first_prompt(config, environment, [*train, *validation])
+            if config.initial_prompt is not None:
+                first = read_prompt(config.initial_prompt, flag="--initial-prompt").strip()
+            else:
+                first = await own_prompt(environment, [*train, *validation][:NUM_FIRST_QUESTIONS])
             check_same_start(folder, first)
 
             # The models open last, as that may start an engine.
@@ -114,8 +116,8 @@ def draw_examples(config: GepaConfig, *, num_train: int, num_eval: int) -> tuple
         num_eval: size of its evaluation split, 0 if it has none.
     """
     rng = random.Random(config.seed)
-    training = [Example("train", index) for index in range(num_train)]
-    held_out = [Example("eval", index) for index in range(num_eval)]
+    training: list[Example] = [("train", index) for index in range(num_train)]
+    held_out: list[Example] = [("eval", index) for index in range(num_eval)]
     rng.shuffle(training)
     rng.shuffle(held_out)
 
@@ -147,19 +149,6 @@ def _check_fits(config: GepaConfig, environment: Environment, train: list[Exampl
             f"--max-calls {config.max_calls} is too few for a single new prompt: {len(validation)} to score the first "
             f"one and {cost} for the new one - expected {least} or more. Raise it, or lower `--num-val`."
         )
-
-
-async def _first_prompt(config: GepaConfig, environment: Environment, examples: list[Example]) -> str:
-    """Raises: ConfigError if the file cannot be read, or the environment has no single prompt of its own."""
-    if config.initial_prompt is None:
-        return await own_prompt(environment, examples[:NUM_FIRST_QUESTIONS])
-    try:
-        return config.initial_prompt.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--initial-prompt {config.initial_prompt} cannot be read ({error}) - expected a text file with the prompt "
-            "to begin with. Correct the path, or leave it out to begin with the environment's own."
-        ) from error
 
 
 def places_of(config: GepaConfig) -> tuple[PolicyWanted, PolicyWanted]:

@@ -10,49 +10,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from trireme.base.errors import PeerRefused
-from trireme.config.orchestrator import Environment as EnvironmentConfig
+from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.environments.session import AskPolicy, RolloutFailed
-from trireme.orchestrator.environments.wire import Ask, Done, RunTask
 from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.tools.conversation import blocks, tool_calls
 from trireme.tools.gepa.config import GepaConfig
-from trireme.tools.gepa.records import PromptRollout, Records, Reflection, name_of
-from trireme.tools.policies.prompts import SYSTEM
+from trireme.tools.gepa.files import PromptRollout, Records, Reflection, name_of
+from trireme.tools.policies.prompts import SYSTEM, TOO_LONG, OneQuestion
 from trireme.tools.policies.selection import RolloutPolicy
 
 MAX_CHARS, MIN_CHARS = 4000, 250
 """Longest text of an example in a first question, and the length below which texts are not shortened further."""
-TOO_LONG = "too long"
-
-
-class OneQuestion:
-    """An environment whose rollouts ask one question; the answer is the completion."""
-
-    name = "reflection"
-    group_rewards = uses_gateway = False
-
-    def __init__(self, question: str) -> None:
-        self.config = EnvironmentConfig(id=self.name)
-        self._messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
-
-    async def run(
-        self, task: RunTask, ask: AskPolicy, *, on_retry: Callable[[], None] = lambda: None, **more: Any
-    ) -> Done:
-        """Raises: RolloutFailed if there is no answer, with stage `TOO_LONG` if the question does not fit."""
-        reply = await ask(Ask(task=task.task, call="1", messages=self._messages, sampling={}))
-        if reply.error is not None:
-            raise RolloutFailed(TOO_LONG if reply.error_kind == "overlong_prompt" else "rollout", reply.error)
-        answer = {"role": "assistant", "content": reply.content or ""}
-        return Done(
-            task=task.task,
-            reward=0.0,
-            metrics={},
-            prompt=self._messages,
-            completion=[answer],
-            example_id=0,
-            truncated=reply.finish_reason == "length",
-        )
 
 
 async def reflect(

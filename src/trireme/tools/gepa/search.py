@@ -29,9 +29,20 @@ from trireme.orchestrator.rollout.driver import RolloutOutcome, run_rollouts
 from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.tools import progress
 from trireme.tools.gepa.config import GepaConfig
-from trireme.tools.gepa.records import REFLECTIONS, ROLLOUTS, Example, PromptRollout, Records, Reflection, name_of
+from trireme.tools.gepa.files import (
+    COMPONENT,
+    LOG,
+    MAY_DIFFER,
+    REFLECTIONS,
+    ROLLOUTS,
+    Example,
+    PromptRollout,
+    Records,
+    Reflection,
+    name_of,
+    write_results,
+)
 from trireme.tools.gepa.reflection import feedback_on, reflect
-from trireme.tools.gepa.results import COMPONENT, LOG, MAY_DIFFER, write_results
 from trireme.tools.policies.prompts import PromptedEnvironment
 from trireme.tools.policies.selection import RolloutPolicy
 from trireme.tools.progress import SHOW_EVERY_S
@@ -141,9 +152,9 @@ class Search:
         # Repeats of a prompt on an example are numbered, so that a resumed search finds each result again.
         keys = [(name, example, self._rollouts.next_time((name, example))) for example in examples]
         missing = [
-            RolloutSpec(example.split, example.index, nth, name=f"{example.split}-{example.index}-{nth}")
-            for _, example, nth in keys
-            if (name, example, nth) not in self._rollouts.lines
+            RolloutSpec(split, index, nth, name=f"{split}-{index}-{nth}")
+            for _, (split, index), nth in keys
+            if (name, (split, index), nth) not in self._rollouts.lines
         ]
 
         # Recorded rollouts count too, so that a resumed search ends where one that was never stopped does.

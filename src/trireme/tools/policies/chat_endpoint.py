@@ -143,7 +143,8 @@ class ChatEndpoint:
             answer = await self._answer(question, environment)
             if isinstance(answer, Reply):
                 return answer
-            sampled, read = answer.usage.completion_tokens or 0, answer.usage.prompt_tokens or 0
+            usage = answer.usage or _Usage()
+            sampled, read = usage.completion_tokens or 0, usage.prompt_tokens or 0
             num_sampled += sampled
             num_tokens = max(num_tokens, read + sampled)
             assert answer.choices, answer
@@ -339,12 +340,8 @@ class _Completion(msgspec.Struct):
     """A chat completion, as far as it is read. Some providers answer with status 200 and an error in its place."""
 
     choices: list[_Choice] | None = None
-    given_usage: _Usage | None = msgspec.field(default=None, name="usage")
+    usage: _Usage | None = None
     error: Any = None
-
-    @property
-    def usage(self) -> _Usage:
-        return self.given_usage or _Usage()
 
     @property
     def first_error(self) -> Any:

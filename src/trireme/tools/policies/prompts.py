@@ -1,27 +1,30 @@
-"""An environment with another system prompt: the system message is replaced on its way to the policy.
+"""An environment with another system prompt, and one that only asks a question.
 
-The environment is loaded once, and this works for every environment, whether or not its `load_environment` takes a
-`system_prompt`. The policy is asked what it would be asked if the environment had been loaded with that prompt. Only
-reward functions that read the prompt still see the environment's own.
+The system message is replaced on its way to the policy. The environment is loaded once, and this works for every
+environment, whether or not its `load_environment` takes a `system_prompt`. The policy gets the requests that it would
+get if the environment had been loaded with that prompt. Only reward functions that read the prompt still see the
+environment's own.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from itertools import starmap
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from trireme.base.errors import ConfigError
+from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.journal.message_text import content_text
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.environments.session import AskPolicy, RolloutFailed
-from trireme.orchestrator.environments.wire import Ask, Done, Reply, RunTask
-from trireme.tools.gepa.records import Example
+from trireme.orchestrator.environments.wire import Ask, Done, Reply, RunTask, Split
 
 SYSTEM = ("system", "developer")
 SHOWN = 200  # characters of a prompt, in an error
+TOO_LONG = "too long"  # stage at which a question fails that does not fit into the model's context
 
 Messages = list[dict[str, Any]]
 
@@ -73,7 +76,18 @@ class PromptedEnvironment:
         return msgspec.structs.replace(done, prompt=with_system(done.prompt, self._prompt))
 
 
-async def own_prompt(environment: Environment, examples: Sequence[Example]) -> str:
+def read_prompt(file: Path, *, flag: str) -> str:
+    """Read a file that was named with `flag`. Raises: ConfigError if it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{flag} {file} cannot be read ({error}) - expected a text file with a system prompt. Correct the path, or "
+            "leave it out for the environment's own."
+        ) from error
+
+
+async def own_prompt(environment: Environment, examples: Sequence[tuple[Split, int]]) -> str:
     """Return the environment's system prompt, read where it asks its first question. No model is asked.
 
     Raises: ConfigError if examples have different ones, or none of them asks a question.
@@ -85,15 +99,15 @@ async def own_prompt(environment: Environment, examples: Sequence[Example]) -> s
         prompts[system_of(question.messages)] = None
         raise RolloutFailed("rollout", "its first question was read")
 
-    async def read(example: Example) -> str:
-        task = RunTask(task=f"prompt-{example.split}-{example.index}", split=example.split, index=example.index)
+    async def read(split: Split, index: int) -> str:
+        task = RunTask(task=f"prompt-{split}-{index}", split=split, index=index)
         try:
             await environment.run(task, ask)
         except RolloutFailed as failure:
             return str(failure)
         return "it ended without asking for a turn"
 
-    ends = await asyncio.gather(*map(read, examples))
+    ends = await asyncio.gather(*starmap(read, examples))
     if not prompts:
         raise ConfigError(
             f"Environment {environment.name!r}: none of {len(ends)} examples came to its first question; one failed "
@@ -110,3 +124,32 @@ async def own_prompt(environment: Environment, examples: Sequence[Example]) -> s
             "replaces all of them to a file, and give it as `--initial-prompt FILE`."
         )
     return first
+
+
+class OneQuestion:
+    """An environment whose rollouts ask one question; the answer is the completion."""
+
+    name = "reflection"
+    group_rewards = uses_gateway = False
+
+    def __init__(self, question: str) -> None:
+        self.config = EnvironmentConfig(id=self.name)
+        self._messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
+
+    async def run(
+        self, task: RunTask, ask: AskPolicy, *, on_retry: Callable[[], None] = lambda: None, **more: Any
+    ) -> Done:
+        """Raises: RolloutFailed if there is no answer, with stage `TOO_LONG` if the question does not fit."""
+        reply = await ask(Ask(task=task.task, call="1", messages=self._messages, sampling={}))
+        if reply.error is not None:
+            raise RolloutFailed(TOO_LONG if reply.error_kind == "overlong_prompt" else "rollout", reply.error)
+        answer = {"role": "assistant", "content": reply.content or ""}
+        return Done(
+            task=task.task,
+            reward=0.0,
+            metrics={},
+            prompt=self._messages,
+            completion=[answer],
+            example_id=0,
+            truncated=reply.finish_reason == "length",
+        )
