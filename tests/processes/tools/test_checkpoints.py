@@ -248,6 +248,13 @@ def test_sampling_that_an_engine_of_ours_does_not_know_is_refused(here, argument
         assert not found.answered
 
 
+def test_eval_obeys_a_limit_of_tokens_below_that_of_the_engine(here):
+    with engine() as found:
+        words = ["--client.base-url", f"{found.url}/v1", "--model.name", "base", "--model.max-model-len", "64"]
+        assert eval_command([*words, "--env.id", "toy.py"]) == 0
+        assert {len(asked.ids) + asked.sampling["max_tokens"] for asked in found.requests} == {64}
+
+
 def test_what_cannot_work_is_refused_before_anything_starts(here):
     with engine() as found:
         for line, problem in REFUSED:

@@ -11,7 +11,6 @@ import shutil
 import sys
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -28,7 +27,6 @@ from trireme.launch.folder import hold_folder
 from trireme.messages import TensorSpec
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.evaluation.results import description_path
-from trireme.orchestrator.rollout.chat import open_chat_tokenizer
 from trireme.tools import progress
 from trireme.tools.evaluate.config import EvalConfig, inherit_from_run
 from trireme.tools.evaluate.engine import EvaluatedEngine
@@ -42,7 +40,7 @@ from trireme.tools.evaluate.session import (
 )
 from trireme.tools.export.weights_folder import require_readable
 from trireme.tools.policies.chat_endpoint import look_at
-from trireme.tools.policies.engine import EnginePolicy, check_sampling, open_engine_policy, vision_of
+from trireme.tools.policies.engine import EnginePolicy, build_engine_opener
 from trireme.tools.policies.environments import open_environments
 
 log = get_logger("eval")
@@ -135,22 +133,13 @@ class CheckpointEvaluation:
     async def _evaluate(self) -> list[tuple[str, list[EvalSession]]]:
         output, config = self._output, self.config
         waits = Waits("the evaluation", output / "logs")
-        run = self._run_config()
-        tokenizer = open_chat_tokenizer(run.model.name, trust_remote_code=run.inference.model.trust_remote_code)
-        check_sampling(run, tokenizer, run.model.name)
+        run, pictures = rollout_config(config), output / "pictures"
+        open_policy = build_engine_opener(
+            self._server, self._tokenizer_name(), run, waits, trained=False, pictures=pictures
+        )
 
         async with AsyncExitStack() as stack:
-            url = self._server.root
-            opening = open_engine_policy(
-                run,
-                tokenizer,
-                url,
-                name=f"the engine at {url}",
-                waits=waits,
-                trained=False,
-                pictures=output / "pictures",
-            )
-            policy = await stack.enter_async_context(opening)
+            policy = await stack.enter_async_context(open_policy())
             transfer = output / ".transfer"
             stack.callback(shutil.rmtree, transfer, ignore_errors=True)
             engine = EvaluatedEngine(policy, config, self._server, transfer)
@@ -172,20 +161,12 @@ class CheckpointEvaluation:
             await engine.restore()
         return evaluated
 
-    def _run_config(self) -> RunConfig:
-        """Rollouts have no seeds: the engine may not have been started for them, see `inference.server`."""
-        model, server = self.config.model, self._server
-        lengths = [length for length in (model.max_model_len, server.max_model_len) if length]
-        # checkpoints have their tokenizer with them; so have base models that are folders
-        folders = [*self._steps.values(), *map(Path, filter(None, (model.base, *server.models)))]
-        tokenizers = [str(folder) for folder in folders if (folder / "tokenizer.json").is_file()]
-        values: dict[str, Any] = {
-            "model.name": tokenizers[0] if tokenizers else model.base or next(iter(server.models), ""),
-            "inference.model.max_model_len": min(lengths, default=None),
-            "seq_len": min(lengths, default=RunConfig().seq_len),
-            "max_async_level": 1,
-        }
-        return rollout_config(self.config, values | vision_of(values["model.name"]))
+    def _tokenizer_name(self) -> str:
+        """Return a folder with the tokenizer. Checkpoints have one, and so have base models that are folders."""
+        base = self.config.model.base
+        folders = [*self._steps.values(), *map(Path, filter(None, (base, *self._server.models)))]
+        found = next((str(folder) for folder in folders if (folder / "tokenizer.json").is_file()), None)
+        return found or base or next(iter(self._server.models), "")
 
     async def _evaluate_model(
         self, label: str, environments: list[Environment], policy: EnginePolicy, engine: EvaluatedEngine

@@ -114,7 +114,7 @@ def evaluate_model(
     homes = {str(each.name): output / f"{each.name}--{folder_name}" for each in config.env}
     home = next(iter(homes.values()))
     waits = Waits("the evaluation", home / "logs")
-    run = rollout_config(config, {"output_dir": home, "seed": config.seed})
+    run = rollout_config(config, output_dir=home, seed=config.seed)
     wanted = replace(wanted, pictures=output / "pictures" if saves else None)
     open_policy = build_opener(wanted, run, waits)
     if dry_run:

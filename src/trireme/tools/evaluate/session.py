@@ -250,8 +250,8 @@ def install_environments(config: EvalConfig) -> None:
         install_if_missing(find_environment(each.id))
 
 
-def rollout_config(config: EvalConfig, values: dict[str, Any]) -> RunConfig:
-    """Return the configuration of a run that makes rollouts in this way, with some more `values`."""
+def rollout_config(config: EvalConfig, **more: Any) -> RunConfig:
+    """Return the configuration of a run that makes rollouts in this way, with some `more` keys."""
     own: dict[str, Any] = {
         "orchestrator.sampling": config.evaluation.sampling,
         "orchestrator.env": config.env,
@@ -261,4 +261,4 @@ def rollout_config(config: EvalConfig, values: dict[str, Any]) -> RunConfig:
         "inference.model.tool_call_parser": config.model.tool_call_parser,
         "inference.model.reasoning_parser": config.model.reasoning_parser,
     }
-    return updated(RunConfig(), own | values)
+    return updated(RunConfig(), own | more)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,9 @@ from trireme.orchestrator.engines.engine import Engine
 from trireme.orchestrator.engines.pool import InferencePool, open_inference_pool
 from trireme.orchestrator.engines.responses import Response
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.rollout.chat import ChatTokenizer
+from trireme.orchestrator.rollout.chat import ChatTokenizer, open_chat_tokenizer
 from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec
+from trireme.tools.policies.chat_endpoint import Server
 
 FRESH, LOADING = "default", "-loading"
 """The name of an engine's weights before any transfer, and its end during one: see `evaluate.engine`."""
@@ -124,6 +125,38 @@ async def open_engine_policy(
         pool.engines[0].state = "live"
         runner = RolloutRunner(config, pool, tokenizer, waits, pictures_folder=pictures)
         yield EnginePolicy(name, runner, config.orchestrator.sampling, trained=trained)
+
+
+def build_engine_opener(
+    server: Server, model: str, config: RunConfig, waits: Waits, *, trained: bool = True, pictures: Path | None = None
+) -> Callable[[], AbstractAsyncContextManager[EnginePolicy]]:
+    """Return a function that opens a policy on an engine that is running already.
+
+    Args:
+        model: folder or hub name of a model with the engine's tokenizer and chat template.
+
+    Raises: ConfigError if the tokenizer is missing, or the sampling has names that neither it nor the engine knows.
+    """
+    tokenizer = open_chat_tokenizer(model)
+    check_sampling(config, tokenizer, model)
+
+    # the user's limit holds too, if it is below the engine's
+    limits = (config.inference.model.max_model_len, server.max_model_len)
+    values: dict[str, Any] = {
+        "model.name": model,
+        "inference.model.max_model_len": min(filter(None, limits), default=None),
+        # no seeds for an engine that was not started for them: see `inference.server`
+        "max_async_level": max(1, config.max_async_level),
+    }
+    if config.model.vlm is not None or not trained:  # rollouts for training follow the run's own `[model.vlm]`
+        values |= vision_of(model)
+    config = updated(config, values)
+
+    holds = f" (weights {server.weights})" if server.weights != FRESH else ""
+    name = f"{model} by the engine at {server.root}{holds}"
+    return lambda: open_engine_policy(
+        config, tokenizer, server.root, name=name, waits=waits, trained=trained, pictures=pictures
+    )
 
 
 def engine_config(config: RunConfig, model: str | None, devices: Devices) -> RunConfig:

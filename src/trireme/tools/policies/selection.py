@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
 from trireme.base.devices import detect_devices
@@ -26,9 +26,9 @@ from trireme.tools import progress
 from trireme.tools.policies.chat_endpoint import ChatEndpoint, look_at, open_chat_endpoint
 from trireme.tools.policies.endpoint_file import find_endpoint, find_key
 from trireme.tools.policies.engine import (
-    FRESH,
     LOADING,
     EnginePolicy,
+    build_engine_opener,
     check_sampling,
     engine_config,
     open_engine_policy,
@@ -131,17 +131,4 @@ def _at_server(wanted: PolicyWanted, url: str, config: RunConfig, waits: Waits) 
     model = wanted.model or next(iter(server.models), None)
     if not (server.weights is not None and model and Path(model).is_dir()):
         return lambda: open_chat_endpoint(server, wanted.model, key, config.orchestrator, waits)
-    tokenizer = open_chat_tokenizer(model)
-    check_sampling(config, tokenizer, model)
-    # No seeds for an engine that was not started for them: see `inference.server`.
-    values: dict[str, Any] = {"max_async_level": max(1, config.max_async_level)}
-    values["inference.model.max_model_len"] = server.max_model_len or config.inference.model.max_model_len
-    holds = f" (weights {server.weights})" if server.weights != FRESH else ""
-    name = f"{model} by the engine at {server.root}{holds}"
-    values["model.name"] = model
-    if config.model.vlm is not None or not wanted.trained:
-        values |= vision_of(model)
-    config = updated(config, values)
-    return lambda: open_engine_policy(
-        config, tokenizer, server.root, name=name, waits=waits, trained=wanted.trained, pictures=wanted.pictures
-    )
+    return build_engine_opener(server, model, config, waits, trained=wanted.trained, pictures=wanted.pictures)
