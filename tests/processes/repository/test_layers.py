@@ -23,10 +23,12 @@ rest still trains."""
 SUB_PACKAGES = {
     "orchestrator": {"environments", "engines", "weights", "rollout", "evaluation", "gateway"},
     "trainer": {"parallel", "optim", "model", "checkpoint", "publish", "sft"},
+    "tools": {"audit", "cluster", "dashboard", "datasets", "diff", "doctor", "environments", "evaluate"}
+    | {"export", "formats", "gepa", "plan", "policies", "replay", "viewer", "workspace"},
 }
 """Packages inside of a package. They import each other in one direction only, and never the loop above them."""
 
-LOOPS = {"orchestrator": {"loop", "scheduler", "batcher", "status"}, "trainer": {"loop", "try_step"}}
+LOOPS = {"orchestrator": {"loop", "scheduler", "batcher", "status"}, "trainer": {"loop", "try_step"}, "tools": set()}
 """Modules of a package that its sub-packages never import."""
 
 LIGHT = {"base", "config", "messages", "journal", "monitor", "launch", "orchestrator"}
