@@ -20,7 +20,7 @@ from trireme.base.paths import RunPaths
 from trireme.cli.workspace.gepa import gepa
 from trireme.launch.folder import hold_folder
 from trireme.tools.evaluate.run import eval_run
-from trireme.tools.policies import selection
+from trireme.tools.policies import engine as policy_engine
 
 TINY = str(Path(__file__).parents[3] / "models" / "reverse-text-tiny")
 SMALL = ("-n", "6", "-N", "4", "--minibatch-size", "2", "--perfect-score", "1")
@@ -177,7 +177,7 @@ def test_gepa_answers_and_reflections_of_one_model_share_an_engine(monkeypatch):
             engines.append(engine)
             yield engine.url
 
-    monkeypatch.setattr(selection, "open_engine", open_engine)
+    monkeypatch.setattr(policy_engine, "open_engine", open_engine)
     words = ["harbour.py", "-m", TINY, *SMALL, "-B", "12", "--device", "cpu", "--seq-len", "4096"]
     assert gepa([*words, "--sampling.temperature", "0.25", "--reflection-sampling.max-tokens", "9"]) == 0
     [engine] = engines

@@ -33,7 +33,7 @@ from trireme.tools.environments.catalog import ROOT
 from trireme.tools.environments.check_report import CheckReport, Loaded, Trouble, build_report
 from trireme.tools.environments.sessions import SessionWatch
 from trireme.tools.policies.endpoint_file import find_key
-from trireme.tools.policies.environments import install_if_missing, open_environments
+from trireme.tools.policies.environments import install_missing, open_environments
 from trireme.tools.policies.script import ScriptedPolicy
 from trireme.tools.policies.selection import OpenPolicy, PolicyWanted, build_opener
 
@@ -98,7 +98,7 @@ def run_check(options: CheckOptions, config: RunConfig) -> CheckReport:
     with hold_folder(config.paths):
         for file in (root / ROLLOUTS, *config.paths.logs.glob("*.stdout")):  # files of an earlier check
             file.unlink(missing_ok=True)
-        install_if_missing(source)
+        install_missing([environment])
         report, outcomes = asyncio.run(_check(options, config, source, environment, open_policy, waits))
         write_eval_results(root / ROLLOUTS, map(EvalResult.of, outcomes))
     progress.show(f"every rollout: {root / ROLLOUTS}; logs: {config.paths.logs}")

@@ -31,17 +31,11 @@ from trireme.tools import progress
 from trireme.tools.evaluate.config import EvalConfig, inherit_from_run
 from trireme.tools.evaluate.engine import EvaluatedEngine
 from trireme.tools.evaluate.report import as_table
-from trireme.tools.evaluate.session import (
-    EvalSession,
-    install_environments,
-    prepare,
-    rollout_config,
-    run_sessions,
-)
+from trireme.tools.evaluate.session import EvalSession, prepare, rollout_config, run_sessions
 from trireme.tools.export.weights_folder import require_readable
 from trireme.tools.policies.chat_endpoint import look_at
-from trireme.tools.policies.engine import EnginePolicy, build_engine_opener
-from trireme.tools.policies.environments import open_environments
+from trireme.tools.policies.engine import EnginePolicy, build_running_engine_opener
+from trireme.tools.policies.environments import install_missing, open_environments
 
 log = get_logger("eval")
 
@@ -115,7 +109,7 @@ class CheckpointEvaluation:
     def run(self) -> int:
         output = self._output
         with hold_folder(RunPaths(output)):
-            install_environments(self.config)
+            install_missing(self.config.env)
             try:
                 # results are on disk as they come, so the user learns how to continue and what the engine holds
                 evaluated = asyncio.run(self._evaluate())
@@ -134,7 +128,7 @@ class CheckpointEvaluation:
         output, config = self._output, self.config
         waits = Waits("the evaluation", output / "logs")
         run, pictures = rollout_config(config), output / "pictures"
-        open_policy = build_engine_opener(
+        open_policy = build_running_engine_opener(
             self._server, self._tokenizer_name(), run, waits, trained=False, pictures=pictures
         )
 

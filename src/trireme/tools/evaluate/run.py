@@ -30,14 +30,8 @@ from trireme.orchestrator.environments.pool import Environment
 from trireme.tools import progress
 from trireme.tools.evaluate.config import EvalConfig, EvaluatedModel
 from trireme.tools.evaluate.report import conversation_of, text_of
-from trireme.tools.evaluate.session import (
-    EvalSession,
-    install_environments,
-    prepare,
-    rollout_config,
-    run_sessions,
-)
-from trireme.tools.policies.environments import open_environments
+from trireme.tools.evaluate.session import EvalSession, prepare, rollout_config, run_sessions
+from trireme.tools.policies.environments import install_missing, open_environments
 from trireme.tools.policies.prompts import PromptedEnvironment, read_prompt
 from trireme.tools.policies.selection import PolicyWanted, RolloutPolicy, build_opener, find_policy
 
@@ -147,7 +141,7 @@ def evaluate_model(
     with ExitStack() as locks:
         for folder in homes.values() if saves else ():
             locks.enter_context(hold_folder(RunPaths(folder)))
-        install_environments(config)
+        install_missing(config.env)
         try:
             sessions = asyncio.run(evaluate())
         except (TriremeError, KeyboardInterrupt) as error:

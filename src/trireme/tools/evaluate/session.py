@@ -37,7 +37,6 @@ from trireme.orchestrator.rollout.driver import (
 from trireme.orchestrator.rollout.runner import RolloutKey, RolloutSpec
 from trireme.tools import progress
 from trireme.tools.evaluate.config import EvalConfig
-from trireme.tools.policies.environments import install_if_missing
 from trireme.tools.policies.selection import RolloutPolicy
 
 _RESULTS_DEPEND_ON = ("env_id", "env_args", "model", "split", "sampling_args", "max_turns", "weights", "system_prompt")
@@ -243,11 +242,6 @@ def prepare(config: EvalConfig) -> EvalConfig:
             'that differ: results go by them. Give each table a `name = "…"`.'
         )
     return config.model_copy(update={"env": tuple(found)})
-
-
-def install_environments(config: EvalConfig) -> None:
-    for each in config.env:
-        install_if_missing(find_environment(each.id))
 
 
 def rollout_config(config: EvalConfig, **more: Any) -> RunConfig:

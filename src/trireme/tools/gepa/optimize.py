@@ -25,7 +25,7 @@ from trireme.tools.gepa.config import GepaConfig
 from trireme.tools.gepa.files import Example, check_same, check_same_start, describe
 from trireme.tools.gepa.search import Search, iteration_cost
 from trireme.tools.policies.engine import EnginePolicy
-from trireme.tools.policies.environments import install_if_missing, open_environments
+from trireme.tools.policies.environments import install_missing, open_environments
 from trireme.tools.policies.prompts import own_prompt, read_prompt
 from trireme.tools.policies.selection import PolicyWanted, RolloutPolicy, build_opener, find_policy
 
@@ -97,7 +97,7 @@ def run_search(config: GepaConfig) -> str:
 
     # One search at a time may write to the folder.
     with hold_folder(paths):
-        install_if_missing(source)
+        install_missing([environment_config])
         try:
             summary = asyncio.run(search())
         except KeyboardInterrupt:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import aiohttp
 
-from trireme.base.devices import Devices
+from trireme.base.devices import Devices, detect_devices
 from trireme.base.errors import ConfigError, PeerDied, TriremeError
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
@@ -29,12 +29,14 @@ from trireme.config.run import RunConfig
 from trireme.config.trainer import Vlm
 from trireme.journal.pictures import rules_of_model
 from trireme.journal.records import Rollout
+from trireme.launch.standalone_engine import open_engine
 from trireme.orchestrator.engines.engine import Engine
 from trireme.orchestrator.engines.pool import InferencePool, open_inference_pool
 from trireme.orchestrator.engines.responses import Response
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.rollout.chat import ChatTokenizer, open_chat_tokenizer
 from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec
+from trireme.tools import progress
 from trireme.tools.policies.chat_endpoint import Server
 
 FRESH, LOADING = "default", "-loading"
@@ -95,6 +97,9 @@ class EnginePolicy:
         return await self.runner.run(environment, spec, sampling=self.sampling, trained=self.trained)
 
 
+OpenEngine: TypeAlias = Callable[[], AbstractAsyncContextManager[EnginePolicy]]
+
+
 @asynccontextmanager
 async def open_engine_policy(
     config: RunConfig,
@@ -127,9 +132,42 @@ async def open_engine_policy(
         yield EnginePolicy(name, runner, config.orchestrator.sampling, trained=trained)
 
 
-def build_engine_opener(
+def build_new_engine_opener(
+    model: str | None, config: RunConfig, waits: Waits, *, trained: bool = True, pictures: Path | None = None
+) -> OpenEngine:
+    """Return a function that starts an engine, and opens a policy on it.
+
+    Args:
+        model: folder or hub name; the configuration's if None.
+
+    Raises: ConfigError if a length is wrong, the tokenizer is missing, or the sampling has names that are not known.
+    """
+    # refused here, before the engine starts, which may take minutes
+    devices = detect_devices()
+    config = engine_config(config, model, devices)
+    tokenizer = open_chat_tokenizer(
+        config.trainer.tokenizer.name or config.model.name, trust_remote_code=config.trainer.model.trust_remote_code
+    )
+    served = config.inference.model.name or config.model.name
+    check_sampling(config, tokenizer, served)
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[EnginePolicy]:
+        async with AsyncExitStack() as stack:
+            with progress.stage(f"starting an engine for {served}", limit_s=config.inference.start_timeout_s):
+                url = await stack.enter_async_context(open_engine(config, devices, waits))
+            name = f"{served} by an engine of this command"
+            opening = open_engine_policy(
+                config, tokenizer, url, name=name, waits=waits, trained=trained, pictures=pictures
+            )
+            yield await stack.enter_async_context(opening)
+
+    return opened
+
+
+def build_running_engine_opener(
     server: Server, model: str, config: RunConfig, waits: Waits, *, trained: bool = True, pictures: Path | None = None
-) -> Callable[[], AbstractAsyncContextManager[EnginePolicy]]:
+) -> OpenEngine:
     """Return a function that opens a policy on an engine that is running already.
 
     Args:

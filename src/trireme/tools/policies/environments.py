@@ -14,6 +14,7 @@ from trireme.orchestrator.environments.venv import (
     BUILD_TIMEOUT_S,
     EnvironmentSource,
     environment_python,
+    find_environment,
     installed_venv,
 )
 from trireme.orchestrator.environments.worker_process import LOAD_TIMEOUT_S
@@ -23,18 +24,19 @@ from trireme.tools import progress
 def install(source: EnvironmentSource, *, again: bool = False) -> float:
     """Install an environment in a virtual environment of its own, and return the seconds that it took."""
     began = time.monotonic()
-    with progress.stage(f"installing {source.id}", limit_s=BUILD_TIMEOUT_S):
+    with progress.stage(f"installing {Path(source.id).name}", limit_s=BUILD_TIMEOUT_S):
         environment_python(source, again=again)
     return time.monotonic() - began
 
 
-def install_if_missing(source: EnvironmentSource) -> None:
-    """Install an environment that has yet to be.
+def install_missing(configs: Iterable[EnvironmentConfig]) -> None:
+    """Install the environments that have yet to be.
 
     Commands do so before they start an event loop, in which it would delay Ctrl-C.
     """
-    if source.folder is not None and installed_venv(source) is None:
-        install(source)
+    for source in (find_environment(config.id) for config in configs):
+        if source.folder is not None and installed_venv(source) is None:
+            install(source)
 
 
 @asynccontextmanager

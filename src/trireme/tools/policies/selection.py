@@ -6,32 +6,26 @@ All that can be refused is refused here, before anything starts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 from urllib.parse import urlsplit
 
-from trireme.base.devices import detect_devices
 from trireme.base.errors import ConfigError
 from trireme.base.network import is_loopback
 from trireme.base.token import token
 from trireme.base.waiting import Waits
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
-from trireme.launch.standalone_engine import open_engine
-from trireme.orchestrator.rollout.chat import open_chat_tokenizer
-from trireme.tools import progress
 from trireme.tools.policies.chat_endpoint import ChatEndpoint, look_at, open_chat_endpoint
 from trireme.tools.policies.endpoint_file import find_endpoint, find_key
 from trireme.tools.policies.engine import (
     LOADING,
     EnginePolicy,
-    build_engine_opener,
-    check_sampling,
-    engine_config,
-    open_engine_policy,
+    build_new_engine_opener,
+    build_running_engine_opener,
     vision_of,
 )
 from trireme.tools.policies.script import ScriptedPolicy
@@ -91,27 +85,7 @@ def build_opener(wanted: PolicyWanted, config: RunConfig, waits: Waits) -> OpenP
         return lambda: nullcontext(ScriptedPolicy())
     if not (wanted.trained and named):  # rollouts for training follow the run's own `[model.vlm]`
         config = updated(config, vision_of(wanted.model or str(named)))
-    # refused here, before an engine starts: a wrong length, a missing tokenizer, unknown sampling
-    devices = detect_devices()
-    config = engine_config(config, wanted.model, devices)
-    tokenizer = open_chat_tokenizer(
-        config.trainer.tokenizer.name or config.model.name, trust_remote_code=config.trainer.model.trust_remote_code
-    )
-    model = config.inference.model.name or config.model.name
-    check_sampling(config, tokenizer, model)
-
-    @asynccontextmanager
-    async def opened() -> AsyncIterator[RolloutPolicy]:
-        async with AsyncExitStack() as stack:
-            with progress.stage(f"starting an engine for {model}", limit_s=config.inference.start_timeout_s):
-                url = await stack.enter_async_context(open_engine(config, devices, waits))
-            name = f"{model} by an engine of this command"
-            opening = open_engine_policy(
-                config, tokenizer, url, name=name, waits=waits, trained=wanted.trained, pictures=wanted.pictures
-            )
-            yield await stack.enter_async_context(opening)
-
-    return opened
+    return build_new_engine_opener(wanted.model, config, waits, trained=wanted.trained, pictures=wanted.pictures)
 
 
 def _at_server(wanted: PolicyWanted, url: str, config: RunConfig, waits: Waits) -> OpenPolicy:
@@ -131,4 +105,4 @@ def _at_server(wanted: PolicyWanted, url: str, config: RunConfig, waits: Waits) 
     model = wanted.model or next(iter(server.models), None)
     if not (server.weights is not None and model and Path(model).is_dir()):
         return lambda: open_chat_endpoint(server, wanted.model, key, config.orchestrator, waits)
-    return build_engine_opener(server, model, config, waits, trained=wanted.trained, pictures=wanted.pictures)
+    return build_running_engine_opener(server, model, config, waits, trained=wanted.trained, pictures=wanted.pictures)
