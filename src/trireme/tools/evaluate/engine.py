@@ -58,7 +58,6 @@ class EvaluatedEngine:
         self._config = config
         self._id = f"{OWN}{uuid.uuid4().hex[:6]}"
         self._has_loaded = False
-        self._holds_base = False
         self._base_model = config.model.base or server.base_model
         self._base = find_model(self._base_model) if self._base_model else None  # on this machine
         self._dtype = "float32"  # type of the model that adapters are merged into
@@ -92,7 +91,8 @@ class EvaluatedEngine:
         # from here on, other names mean that another client has given it weights
         self._pool.serves = name  # the name of its weights, when this evaluation last looked
         is_fresh = name == FRESH and not report.digests
-        self._holds_base = is_fresh or (name.startswith(OWN) and name.endswith(f"-{BASE}"))
+        if is_fresh or (name.startswith(OWN) and name.endswith(f"-{BASE}")):
+            self.holds = BASE_IN_WORDS
 
         if is_paused:
             await self.engine.post("resume")
@@ -150,23 +150,20 @@ class EvaluatedEngine:
             await self.require_ours()
             await self.engine.post("pause?mode=wait")  # the pause also forgets what was computed with other weights
             # named as unfinished first: a crash must not leave a part of it under a good name
-            self._has_loaded, self._holds_base = True, False
+            self._has_loaded, self.holds = True, f"a part of {name}"
             await self._name(f"{self._id}{LOADING}")
-            self.holds = f"a part of {name}"
             digests = await self._transfer(name, source)
             await self._name(f"{self._id}-{name}")
             await self.engine.post("resume")
-            self._holds_base = name == BASE
-            self.holds = BASE_IN_WORDS if self._holds_base else name
+            self.holds = BASE_IN_WORDS if name == BASE else name
         return digests
 
     async def load_base(self) -> None:
         """Give it its base model, unless it has held that from the beginning. Raises: ConfigError; as `load`."""
         # renamed only: its weights are the ones that it was started with
-        if self._holds_base:
+        if self.holds == BASE_IN_WORDS:
             await self.require_ours()
             await self._name(f"{self._id}-{BASE}")
-            self.holds = BASE_IN_WORDS
             return
         if self._base is None:
             raise ConfigError(
@@ -183,12 +180,12 @@ class EvaluatedEngine:
         """
         await self.require_ours()
         # an evaluation leaves the engine as it found it, if the base model is on this machine
-        if self._has_loaded and not self._holds_base:
+        if self._has_loaded and self.holds != BASE_IN_WORDS:
             if self._base is None:
                 progress.show(f"{self.url} holds {self.holds} now, not its base model.")
                 return
             await self.load(BASE, self.open_source(self._base))
-        if self._holds_base:
+        if self.holds == BASE_IN_WORDS:
             await self._name(FRESH)  # the name that it had before the first update
 
     async def _name(self, name: str) -> None:

@@ -31,7 +31,7 @@ from trireme.orchestrator.rollout.sampling import (
     replaced_arguments,
     sampling_arguments,
 )
-from trireme.tools.policies.endpoint_file import LOCAL_HOSTS
+from trireme.tools.policies.endpoint_file import is_local
 from trireme.tools.policies.script import estimated_prompt
 
 LOOK_TIMEOUT_S = 10.0
@@ -83,7 +83,7 @@ async def look_at(base_url: str, *, key: str | None = None) -> Server:
     timeout = aiohttp.ClientTimeout(LOOK_TIMEOUT_S)
     answers: list[dict[str, Any]] = []
     # an engine of ours answers the first, every server the second
-    async with aiohttp.ClientSession(timeout=timeout, headers=bearer(key), trust_env=_is_far(root)) as session:
+    async with aiohttp.ClientSession(timeout=timeout, headers=bearer(key), trust_env=not is_local(root)) as session:
         for address in (f"{root}/weight_info", f"{api}/models"):
             try:
                 async with session.get(address) as response:
@@ -197,7 +197,7 @@ class ChatEndpoint:
                         return answer
                 # a refused connection on this machine means that the server has ended; elsewhere it may come back
                 except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-                    if isinstance(error, aiohttp.ClientConnectorError) and not _is_far(self.api):
+                    if isinstance(error, aiohttp.ClientConnectorError) and is_local(self.api):
                         raise PeerDied(
                             f"{self.api} is gone: {error} - expected the server to answer until the end. Look at its "
                             "log, restart it, and type the same command."
@@ -273,15 +273,10 @@ async def open_chat_endpoint(
         connector=aiohttp.TCPConnector(limit=0),  # the environment's `max_concurrent` is the limit
         timeout=aiohttp.ClientTimeout(config.engine_timeout_s),
         headers=bearer(key),
-        trust_env=_is_far(server.root),
+        trust_env=not is_local(server.root),
     )
     async with session:
         yield ChatEndpoint(server.api, model or server.models[0], session, config, waits)
-
-
-def _is_far(url: str) -> bool:
-    """Return whether a server is on another machine: only then are proxies used."""
-    return urlsplit(url).hostname not in LOCAL_HOSTS
 
 
 class _Function(msgspec.Struct):

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from trireme.base.errors import ConfigError
+from trireme.base.network import is_loopback
 from trireme.config.files import read_table
 
 PLACES = tuple(Path(name) for name in ("configs/endpoints.toml", "configs/endpoints.py", "endpoints.toml"))
@@ -26,7 +27,6 @@ DEFAULT = "default"
 KEY_VARIABLE = "OPENAI_API_KEY"
 
 _KEYS = {"model": "model", "url": "url", "base_url": "url", "key": "key", "api_key": "key"}
-LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
 _MAX_SHOWN = 12
 _GETENV = ("os.getenv", "getenv", "os.environ.get", "environ.get")
 
@@ -68,6 +68,12 @@ def find_key(flag: str, variable: str | None, *, url: str | None, otherwise: str
     )
 
 
+def is_local(url: str) -> bool:
+    """Return whether a server is on this machine: no proxy leads there, and it may get our own token."""
+    host = urlsplit(url).hostname or ""
+    return is_loopback(host) or host == "0.0.0.0"
+
+
 def find_endpoint(model: str, *, base_url: str | None = None, path: Path | None = None) -> Endpoint:
     """Return the entry of that name, the one that has that model, or `default`.
 
@@ -101,7 +107,7 @@ def find_endpoint(model: str, *, base_url: str | None = None, path: Path | None 
             f"{'did you mean' if near else 'it has'} {has}{'?' if near else '.'} Add an entry, or `-b URL`."
         )
     # servers on this machine mostly need no key, others would answer 401
-    if found.variable and urlsplit(found.url).hostname not in LOCAL_HOSTS:
+    if found.variable and not is_local(found.url):
         raise ConfigError(
             f"{file}: the key of endpoint {found.name!r} ({found.url}) is in the variable {found.variable}, which is "
             f"not set - expected the key there. Type `export {found.variable}=…` first, or name another endpoint."

@@ -11,16 +11,14 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
-from urllib.parse import urlsplit
 
 from trireme.base.errors import ConfigError
-from trireme.base.network import is_loopback
 from trireme.base.token import token
 from trireme.base.waiting import Waits
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.tools.policies.chat_endpoint import ChatEndpoint, look_at, open_chat_endpoint
-from trireme.tools.policies.endpoint_file import find_endpoint, find_key
+from trireme.tools.policies.endpoint_file import find_endpoint, find_key, is_local
 from trireme.tools.policies.engine import (
     LOADING,
     EnginePolicy,
@@ -94,7 +92,7 @@ def _at_server(wanted: PolicyWanted, url: str, config: RunConfig, waits: Waits) 
     TRIREME_TOKEN is sent to servers on this machine for which no other key was named.
     """
     # a key that was typed wins; our own token is only for servers on this machine
-    key = wanted.key or (token() if is_loopback(urlsplit(url).hostname or "") else None)
+    key = wanted.key or (token() if is_local(url) else None)
     server = asyncio.run(look_at(url, key=key))
     if (server.weights or "").endswith(LOADING):
         raise ConfigError(
