@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,25 +67,30 @@ def run_search(config: GepaConfig) -> str:
         max_turns=config.max_turns,
     )
 
-    async def search() -> dict[str, Any]:
-        loading = open_environments([environment_config], paths.logs, waits, seed=config.seed)
-        async with loading as [environment]:
-            num_train = min(environment.num_train, MOST_EXAMPLES)
-            train, validation = draw_examples(config, num_train=num_train, num_eval=environment.num_eval)
-            _check_fits(config, environment, train, validation)
+    # One search at a time may write to the folder.
+    with hold_folder(paths):
+        install_missing([environment_config])
+        try:
+            with open_loop() as (runner, stack):
+                loading = open_environments([environment_config], paths.logs, waits, seed=config.seed)
+                [environment] = runner.run(stack.enter_async_context(loading))
+                num_train = min(environment.num_train, MOST_EXAMPLES)
+                train, validation = draw_examples(config, num_train=num_train, num_eval=environment.num_eval)
+                _check_fits(config, environment, train, validation)
 
-            # Results of a search that began with another prompt must not be mixed with these.
-            if config.initial_prompt is not None:
-                first = read_prompt(config.initial_prompt, flag="--initial-prompt").strip()
-            else:
-                first = await own_prompt(environment, [*train, *validation][:NUM_FIRST_QUESTIONS])
-            check_same_start(folder, first)
+                # Results of a search that began with another prompt must not be mixed with these.
+                if config.initial_prompt is not None:
+                    first = read_prompt(config.initial_prompt, flag="--initial-prompt").strip()
+                else:
+                    first = runner.run(own_prompt(environment, [*train, *validation][:NUM_FIRST_QUESTIONS]))
+                check_same_start(folder, first)
 
-            # The models open last, as that may start an engine.
-            async with open_models() as (policy, teacher):
-                return await Search(
+                # The models open last, as that may start an engine.
+                policy, teacher = runner.run(stack.enter_async_context(open_models()))
+                summary = Search(
                     config=config,
                     folder=folder,
+                    runner=runner,
                     environment=environment,
                     policy=policy,
                     teacher=teacher,
@@ -94,16 +99,24 @@ def run_search(config: GepaConfig) -> str:
                     first_prompt=first,
                     waits=waits,
                 ).run()
-
-    # One search at a time may write to the folder.
-    with hold_folder(paths):
-        install_missing([environment_config])
-        try:
-            summary = asyncio.run(search())
         except KeyboardInterrupt:
             progress.show(f"stopped. What was found is in {folder}; the same command resumes the search")
             raise
     return describe(summary, folder, config)
+
+
+@contextmanager
+def open_loop() -> Iterator[tuple[asyncio.Runner, AsyncExitStack]]:
+    """Yield an event loop that runs on demand, and a stack for what is open in it until the end.
+
+    The library is synchronous: the loop runs while the library waits for rollouts or a reflection.
+    """
+    with asyncio.Runner() as runner:
+        stack = AsyncExitStack()
+        try:
+            yield runner, stack
+        finally:
+            runner.run(stack.aclose())
 
 
 def draw_examples(config: GepaConfig, *, num_train: int, num_eval: int) -> tuple[list[Example], list[Example]]:

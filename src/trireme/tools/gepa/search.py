@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,15 +51,16 @@ Value = TypeVar("Value")
 
 
 class _Stopped(BaseException):
-    """Ends the library's thread with an error. The library would catch an `Exception` in a reflection, and continue."""
+    """Ends the library with an error. The library would catch an `Exception` in a reflection, and continue."""
 
 
 @dataclass
 class Search:
-    """One search. The library calls its methods in a thread; rollouts and reflections run in the event loop."""
+    """One search. The library calls its methods; rollouts and reflections run in the event loop of `runner`."""
 
     config: GepaConfig
     folder: Path
+    runner: asyncio.Runner
     environment: Environment
     policy: RolloutPolicy
     teacher: RolloutPolicy
@@ -77,68 +77,51 @@ class Search:
         self._found: GEPAResult[Any, Any] | None = None  # at the beginning of the current iteration
         self._summary: dict[str, Any] = {}
         self._num_calls = 0
-        self._is_stopped = False
-        self._pending: Future[Any] | None = None
 
-    async def run(self) -> dict[str, Any]:
-        """Search until the budget is spent, and return the summary. If this is cancelled, the library's thread ends
-        first.
+    def run(self) -> dict[str, Any]:
+        """Search until the budget is spent, and return the summary.
 
         Raises: the error of a model or the environment after which no other rollout could go better.
         """
-        self._loop = asyncio.get_running_loop()
         if known := len(self._rollouts.lines):
             progress.show(f"resuming: {known} rollouts are in {self.folder} already, and reused where they fit")
 
-        # The library blocks, so it runs in a thread, which hands its questions to this event loop.
-        showing = asyncio.create_task(self._show_waits())
-        working = self._loop.run_in_executor(None, self._optimize)
-        try:
-            await asyncio.shield(working)
-        except BaseException as error:
-            # The thread may be waiting for this loop: cancel its question, so that it ends before the models close.
-            self._is_stopped = True
-            if self._pending is not None:
-                self._pending.cancel()
-            await asyncio.wait([working])
-            working.exception()  # marks it as retrieved
-            if isinstance(error, _Stopped):
-                raise error.args[0] from None
-            raise
-        finally:
-            showing.cancel()
-        return self._summary
-
-    def _optimize(self) -> None:
         perfect = self.config.perfect_score
         with open(self.folder / LOG, "a", encoding="utf-8") as file:
-            gepa.optimize(
-                seed_candidate={COMPONENT: self.first_prompt},
-                trainset=list(self.train),
-                valset=list(self.validation),
-                adapter=self,  # type: ignore[arg-type]
-                reflection_minibatch_size=self.config.minibatch_size,
-                skip_perfect_score=perfect is not None,
-                perfect_score=1.0 if perfect is None else perfect,
-                stop_callbacks=self.is_over,
-                callbacks=[self],  # type: ignore[list-item]
-                logger=SimpleNamespace(log=lambda message: print(message, file=file, flush=True)),
-                track_best_outputs=False,
-                seed=self.config.seed,
-            )
+            try:
+                gepa.optimize(
+                    seed_candidate={COMPONENT: self.first_prompt},
+                    trainset=list(self.train),
+                    valset=list(self.validation),
+                    adapter=self,  # type: ignore[arg-type]
+                    reflection_minibatch_size=self.config.minibatch_size,
+                    skip_perfect_score=perfect is not None,
+                    perfect_score=1.0 if perfect is None else perfect,
+                    stop_callbacks=self.is_over,
+                    callbacks=[self],  # type: ignore[list-item]
+                    logger=SimpleNamespace(log=lambda message: print(message, file=file, flush=True)),
+                    track_best_outputs=False,
+                    seed=self.config.seed,
+                )
+            except _Stopped as stopped:
+                raise stopped.args[0] from None
+        return self._summary
 
     def _wait(self, question: Coroutine[Any, Any, Value]) -> Value:
-        """Run a coroutine in the event loop and return its result to the library's thread.
+        """Run the event loop until a question of the library is answered, and show what it waits for.
 
         Raises: _Stopped.
         """
-        self._pending = future = asyncio.run_coroutine_threadsafe(question, self._loop)
 
-        # The search may have been stopped before there was a question to cancel.
-        if self._is_stopped:
-            future.cancel()
+        async def answer() -> Value:
+            showing = asyncio.create_task(self._show_waits())
+            try:
+                return await question
+            finally:
+                showing.cancel()
+
         try:
-            return future.result()
+            return self.runner.run(answer())
         except Exception as error:
             raise _Stopped(error) from error
 
