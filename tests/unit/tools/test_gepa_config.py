@@ -20,7 +20,7 @@ from trireme.config.load import load_config
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
 from trireme.tools.gepa.config import GepaConfig
-from trireme.tools.gepa.files import Records, Reflection, check_same, check_same_start, write_results
+from trireme.tools.gepa.files import Records, Reflection, check_same, write_results
 from trireme.tools.gepa.optimize import draw_examples, places_of
 from trireme.tools.policies.prompts import PromptedEnvironment, own_prompt, with_system
 from trireme.tools.policies.selection import PolicyWanted
@@ -136,6 +136,6 @@ def test_a_date_of_a_toml_file_among_the_arguments_is_written_as_text(tmp_path):
     config = GepaConfig(env_id="e", model="m", env_args={"since": datetime.date(2026, 1, 2)})
     write_results(tmp_path, config, found, [], {"first_prompt": "p"})
     assert json.loads((tmp_path / "best_args.json").read_text()) == {"since": "2026-01-02", "system_prompt": "p"}
-    check_same_start(tmp_path, "p")
+    check_same(tmp_path, config, "p")
     with pytest.raises(ConfigError, match="began with another prompt"):
-        check_same_start(tmp_path, "q")
+        check_same(tmp_path, config, "q")

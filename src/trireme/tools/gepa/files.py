@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 from gepa.core.result import GEPAResult
@@ -123,41 +123,37 @@ class Records(Generic[Line]):
 # what was found
 
 
-def check_same(folder: Path, config: GepaConfig) -> None:
-    """Raises: ConfigError if the folder has the results of a search with other settings; they would be lost."""
-    before = _read_metadata(folder)
-    settings = config.model_dump(mode="json", exclude=MAY_DIFFER) if before else {}
-    changed = [key for key, value in settings.items() if _to_line(before.get(key)) != _to_line(value)]
-    if changed:
-        _refuse(folder, f"with other settings ({', '.join(changed)})")
+def check_same(folder: Path, config: GepaConfig, first_prompt: str | None = None) -> None:
+    """Check that the folder has no results of another search, which would be lost.
 
+    Args:
+        first_prompt: the prompt to begin with; None if it is not known yet.
 
-def check_same_start(folder: Path, first_prompt: str) -> None:
-    """Raises: ConfigError if the results in the folder are of a search that began with another prompt."""
-    before = _read_metadata(folder).get("summary", {}).get("first_prompt", first_prompt)
-    if before != first_prompt:
-        _refuse(folder, f"that began with another prompt ({_begin(before)} before, {_begin(first_prompt)} now)")
-
-
-def _read_metadata(folder: Path) -> dict[str, Any]:
-    """Return what an earlier search wrote; nothing if there was none. Raises: ConfigError if it is damaged."""
-    path = folder / METADATA
+    Raises: ConfigError for such results, and for those that cannot be read.
+    """
+    path, other = folder / METADATA, ""
     if not path.exists():
-        return {}
+        return
     try:
-        return dict(json.loads(path.read_bytes()).items())
+        before = dict(json.loads(path.read_bytes()).items())
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{path} cannot be read ({error!r}) - expected what an earlier search wrote. Move the folder, or give "
             "another `--output`."
         ) from error
 
-
-def _refuse(folder: Path, search: str) -> NoReturn:
-    raise ConfigError(
-        f"{folder} has the results of a search {search} - expected the same, to resume it. `--output FOLDER` starts "
-        "another search and keeps these."
-    )
+    # As they are written, since TOML has values that JSON has not.
+    settings = config.model_dump(mode="json", exclude=MAY_DIFFER)
+    if changed := [key for key, value in settings.items() if _to_line(before.get(key)) != _to_line(value)]:
+        other = f"with other settings ({', '.join(changed)})"
+    began = before.get("summary", {}).get("first_prompt")
+    if first_prompt is not None and began not in (None, first_prompt):
+        other = f"that began with another prompt ({_begin(began)} before, {_begin(first_prompt)} now)"
+    if other:
+        raise ConfigError(
+            f"{folder} has the results of a search {other} - expected the same, to resume it. `--output FOLDER` starts "
+            "another search and keeps these."
+        )
 
 
 def _begin(text: str) -> str:

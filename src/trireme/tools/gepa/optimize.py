@@ -22,7 +22,7 @@ from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.venv import find_environment
 from trireme.tools import progress
 from trireme.tools.gepa.config import GepaConfig
-from trireme.tools.gepa.files import Example, check_same, check_same_start, describe
+from trireme.tools.gepa.files import Example, check_same, describe
 from trireme.tools.gepa.search import Search, iteration_cost
 from trireme.tools.policies.engine import EnginePolicy
 from trireme.tools.policies.environments import install_missing, open_environments
@@ -83,7 +83,7 @@ def run_search(config: GepaConfig) -> str:
                     first = read_prompt(config.initial_prompt, flag="--initial-prompt").strip()
                 else:
                     first = runner.run(own_prompt(environment, [*train, *validation][:NUM_FIRST_QUESTIONS]))
-                check_same_start(folder, first)
+                check_same(folder, config, first)
 
                 # The models open last, as that may start an engine.
                 policy, teacher = runner.run(stack.enter_async_context(open_models()))

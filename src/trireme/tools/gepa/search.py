@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
@@ -22,7 +23,6 @@ from gepa.strategies.instruction_proposal import InstructionProposalSignature
 
 from trireme.base.errors import PeerRefused
 from trireme.base.waiting import Waits
-from trireme.journal.records import Rollout
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.rollout.driver import RolloutOutcome, run_rollouts
 from trireme.orchestrator.rollout.runner import RolloutSpec
@@ -143,9 +143,7 @@ class Search:
         # Recorded rollouts count too, so that a resumed search ends where one that was never stopped does.
         self._num_calls += len(keys) - len(missing)
         prompted = PromptedEnvironment(self.environment, prompt, columns=self.config.state_columns)
-
-        async def roll_out(spec: RolloutSpec) -> Rollout:
-            return await self.policy.rollout(cast(Environment, prompted), spec)
+        roll_out = partial(self.policy.rollout, cast(Environment, prompted))
 
         async def record(outcome: RolloutOutcome) -> None:
             more: dict[str, Any] = {"split": outcome.spec.split, "prompt_name": name}
