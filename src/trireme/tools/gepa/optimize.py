@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,10 @@ from trireme.tools.gepa.search import Search, iteration_cost
 from trireme.tools.policies.engine import EnginePolicy
 from trireme.tools.policies.environments import install_missing, open_environments
 from trireme.tools.policies.prompts import own_prompt, read_prompt
-from trireme.tools.policies.selection import PolicyWanted, RolloutPolicy, build_opener, find_policy
+from trireme.tools.policies.selection import OpenPolicy, PolicyWanted, RolloutPolicy, build_opener, find_policy
 
 MOST_EXAMPLES = 1 << 16  # limit on the examples to draw from, as an environment may have endless ones
 NUM_FIRST_QUESTIONS = 8  # examples whose first question is read for the environment's own prompt
-
-OpenModels = Callable[[], AbstractAsyncContextManager[tuple[RolloutPolicy, RolloutPolicy]]]
-"""A function that opens the policy, which makes rollouts, and the teacher, which rewrites prompts."""
 
 
 def run_search(config: GepaConfig) -> str:
@@ -55,7 +52,7 @@ def run_search(config: GepaConfig) -> str:
         raise ConfigError(f"{folder} is a run's folder - expected one for prompts alone. Give another `--output`.")
     check_same(folder, config)
     waits = Waits("the search", paths.logs)
-    open_models = build_models(config, folder, waits)
+    open_policy, open_teacher = build_models(config, folder, waits)
 
     environment_config = EnvironmentConfig(
         id=str(source.folder or source.id),
@@ -86,7 +83,12 @@ def run_search(config: GepaConfig) -> str:
                 check_same(folder, config, first)
 
                 # The models open last, as that may start an engine.
-                policy, teacher = runner.run(stack.enter_async_context(open_models()))
+                policy = runner.run(stack.enter_async_context(open_policy()))
+                if open_teacher is not None:
+                    teacher: RolloutPolicy = runner.run(stack.enter_async_context(open_teacher()))
+                else:
+                    assert isinstance(policy, EnginePolicy), policy
+                    teacher = replace(policy, sampling=config.reflection_sampling)
                 summary = Search(
                     config=config,
                     folder=folder,
@@ -180,8 +182,10 @@ def places_of(config: GepaConfig) -> tuple[PolicyWanted, PolicyWanted]:
     return policy, find_policy(model, None, None, endpoints=config.endpoints)
 
 
-def build_models(config: GepaConfig, folder: Path, waits: Waits) -> OpenModels:
-    """Return a function that opens both models. One engine serves both if they are the same.
+def build_models(config: GepaConfig, folder: Path, waits: Waits) -> tuple[OpenPolicy, OpenPolicy | None]:
+    """Return functions that open the policy, which makes rollouts, and the teacher, which rewrites prompts.
+
+    The second one is None if they are the same model and an engine is started for it: that serves both.
 
     Raises: ConfigError for all that can be refused before anything is started.
     """
@@ -209,15 +213,4 @@ def build_models(config: GepaConfig, folder: Path, waits: Waits) -> OpenModels:
     open_policy = build_opener(policy, run, waits)
     reflecting = updated(run, {"orchestrator.sampling": config.reflection_sampling})
     open_teacher = build_opener(teacher, reflecting, waits)  # checks its sampling, also if it is not opened
-
-    @asynccontextmanager
-    async def opened() -> AsyncIterator[tuple[RolloutPolicy, RolloutPolicy]]:
-        async with open_policy() as policy:
-            if is_shared:
-                assert isinstance(policy, EnginePolicy), policy
-                yield policy, replace(policy, sampling=config.reflection_sampling)
-            else:
-                async with open_teacher() as teacher:
-                    yield policy, teacher
-
-    return opened
+    return open_policy, None if is_shared else open_teacher
