@@ -77,19 +77,20 @@ def run_check(options: CheckOptions, config: RunConfig) -> CheckReport:
     entry = named[0] if named else EnvironmentConfig(id=options.name)
     source = find_environment(entry.id, root=options.path)
     name = re.sub(r"[^\w.-]+", "_", entry.name or Path(source.module).stem)
+
     root = options.output or config.output_dir / "env-check" / (config.name or name)
     # files of the check must not be mixed with those of a run
     config = updated(config, {"output_dir": root, "name": None})
     if config.paths.holds_run:
         raise ConfigError(f"{root} is a run's folder - expected one for the check alone. Give another `--output`.")
 
+    # all that can be refused is refused before anything is installed or started
     values: dict[str, Any] = {
         "id": str(source.folder or entry.id),
         "name": name,
         "args": entry.args | (options.args or {}),
         "max_concurrent": min(entry.max_concurrent, max(MAX_CONCURRENT, options.rollouts_per_example)),
     }
-    # all that can be refused is refused before anything is installed or started
     environment, waits = updated(entry, values), Waits("the check", config.paths.logs)
     key = find_key("--api-key-var", options.api_key_var, url=options.base_url)
     wanted = PolicyWanted(options.model, options.base_url, key, options.scripted)
@@ -144,6 +145,7 @@ async def _check(
             )
         except ConfigError as error:
             raise LoadFailed(str(error)) from error
+
         # tasks that bring solutions show whether the tests work, without any policy
         solved, unsound = await check_solutions(environment, extent)
         policy = await stack.enter_async_context(open_policy())
@@ -152,7 +154,6 @@ async def _check(
             progress.show(f'start your clients: POST {url}/sessions {{"env": "{name}"}}')
 
         began = time.monotonic()
-
         with progress.rewards(extent.num_rollouts, limit_s=environment_config.rollout_timeout_s) as add:
 
             async def show(outcome: RolloutOutcome) -> None:

@@ -214,12 +214,14 @@ class ChatEndpoint:
         if status in RETRIED or status >= 500:
             wait.note = f"the last answer: {status} {text}"
             return None
+
         # nothing that another question could change
         if status in FINAL:
             raise ConfigError(
                 f"{self.api} answered {status} to a question for {self.model!r} ({FINAL[status]}): {text} - expected "
                 "a chat completion. Correct `--model`, `--base-url`, or the variable that `--api-key-var` names."
             )
+
         # this question alone is refused
         if status >= 400:
             words = f"The endpoint refused a question ({status}): {text}"
@@ -231,6 +233,7 @@ class ChatEndpoint:
             answer = _DECODER.decode(data)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise RolloutFailed("rollout", f"The endpoint gave no chat completion ({error}): {text}") from error
+
         # some providers put an error of their own into an answer with status 200
         if (inside := answer.first_error) is not None:
             inner = _status_of(inside)

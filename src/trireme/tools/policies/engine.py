@@ -67,6 +67,7 @@ class StandingPool(InferencePool):
                 f"{engine.url} is gone in the middle of the rollouts ({error}) - expected it to answer until the end. "
                 "Look at its log: logs/inference.stdout in the folder of the command, if that started it."
             ) from error
+
         # answers are checked one by one, as another client may replace the weights at any time
         for span in (span for choice in response.choices for span in choice.weight_versions):
             if self.serves is not None and span.version != self.serves:
@@ -207,16 +208,19 @@ def engine_config(config: RunConfig, model: str | None, devices: Devices) -> Run
     if model:
         values |= {"model.name": model, "inference.model.name": None}
         values |= {"trainer.model.name": None, "trainer.tokenizer.name": None}
+
     # on a CPU a synchronous run gives each turn its seed, so that a check repeats
     if config.device == "cpu" or (config.device == "auto" and not devices.gpus):
         values["max_async_level"] = 0
     if devices.gpus:
         values |= {"trainer_gpu_ids": (), "trainer_gpus": None}  # there is no trainer to leave GPUs to
     config = updated(config, values)
+
     # more context than the user asks for would only take memory
     if "seq_len" not in config.model_fields_set:
         longest = longest_context(read_config(config.inference.model.name or config.model.name)) or MAX_CONTEXT
         config = updated(config, {"seq_len": max(config.inference.model.max_model_len or 0, min(MAX_CONTEXT, longest))})
+
     config = resolve(config, devices, section="inference")
     check_launch(config, devices, section="inference")
     return config

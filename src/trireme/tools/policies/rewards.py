@@ -47,6 +47,7 @@ def rewards_of(earned: Iterable[tuple[int, float | None]]) -> Rewards | None:
 
     groups = list(by_example.values())
     averages = [float(np.mean(group)) for group in groups]
+
     # a group of one rollout has no spread, and says nothing about the signal
     every = [reward for group in groups for reward in group]
     several = [group for group in groups if len(group) > 1]

@@ -58,6 +58,8 @@ def find_policy(
         raise ConfigError("no model is named - expected one. Add `-m MODEL`, or `-b URL` of a server with only one.")
     if model is not None and url is None and Path(model).is_dir():
         return PolicyWanted(model, trained=trained)
+
+    # a key that was named wins over that of the file, which is for the address in the file alone
     typed, own_key = url, None
     if model is not None:
         endpoint = find_endpoint(model, base_url=url, path=endpoints)
@@ -78,9 +80,11 @@ def build_opener(wanted: PolicyWanted, config: RunConfig, waits: Waits) -> OpenP
         )
     if wanted.base_url:
         return _at_server(wanted, wanted.base_url, config, waits)
+
     named = config.inference.model.name or (config.model.name if "model" in config.model_fields_set else None)
     if wanted.scripted or not (wanted.model or named):
         return lambda: nullcontext(ScriptedPolicy())
+
     if not (wanted.trained and named):  # rollouts for training follow the run's own `[model.vlm]`
         config = updated(config, vision_of(wanted.model or str(named)))
     return build_new_engine_opener(wanted.model, config, waits, trained=wanted.trained, pictures=wanted.pictures)
