@@ -176,8 +176,10 @@ def test_gepa_answers_and_reflections_of_one_model_share_an_engine(monkeypatch):
 
     monkeypatch.setattr(policy_engine, "open_engine", open_engine)
     words = ["harbour.py", "-m", TINY, *SMALL, "-B", "12", "--device", "cpu", "--seq-len", "4096"]
-    assert gepa([*words, "--sampling.temperature", "0.25", "--reflection-sampling.max-tokens", "9"]) == 0
+    sampling = ["--sampling.temperature", "0.25", "--sampling.top-p", "0.5", "--reflection-sampling.max-tokens", "9"]
+    assert gepa([*words, *sampling]) == 0
     [engine] = engines
     asked = [(one.sampling["temperature"], one.sampling.get("max_tokens")) for one in engine.requests]
     assert (sum(one[0] == 0.25 for one in asked), asked.count((1.0, 9)), len(asked)) == (8, 1, 9)
     assert "by an engine of this command" in summary()["teacher"]
+    assert not any("top_k" in one.sampling for one in engine.requests), "nothing is trained on"

@@ -87,13 +87,13 @@ def test_gepa_reflection_model_defaults_to_the_endpoint_of_the_model(tmp_path, m
     monkeypatch.setenv("OPENAI_API_KEY", "mine")
     Path("endpoints.toml").write_text('[large]\nmodel = "org/large"\nurl = "http://127.0.0.1:2/v1"\nkey = "two"\n')
     Path("folder").mkdir()
-    large = PolicyWanted("org/large", "http://127.0.0.1:2/v1", "two")
+    large = PolicyWanted("org/large", "http://127.0.0.1:2/v1", "two", trained=False)
     assert places_of(GepaConfig(env_id="e", model="large")) == (large, large)
     found = places_of(GepaConfig(env_id="e", model="folder", reflection_model="large"))
-    assert found == (PolicyWanted("folder"), large)
+    assert found == (PolicyWanted("folder", trained=False), large)
     for url, key in (("http://127.0.0.1:3/v1", None), ("https://127.0.0.1:3/v1", "mine")):  # in clear only if asked
         _, elsewhere = places_of(GepaConfig(env_id="e", model="m", base_url=url))
-        assert elsewhere == PolicyWanted("m", url, key)
+        assert elsewhere == PolicyWanted("m", url, key, trained=False)
         assert "mine" not in repr(elsewhere)
 
 

@@ -56,13 +56,7 @@ def eval_run(argv: list[str]) -> int:
         model=EvaluatedModel(name=arguments.model),
     )
 
-    wanted = find_policy(
-        arguments.model,
-        arguments.base_url,
-        arguments.api_key_var,
-        endpoints=arguments.endpoints_path,
-        trained=False,
-    )
+    wanted = find_policy(arguments.model, arguments.base_url, arguments.api_key_var, endpoints=arguments.endpoints_path)
 
     # the line end that closes the file is no part of the prompt
     file = arguments.system_prompt_file

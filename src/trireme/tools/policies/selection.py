@@ -48,16 +48,18 @@ class PolicyWanted:
 
 
 def find_policy(
-    model: str | None, url: str | None, key_variable: str | None, *, endpoints: Path | None = None, trained: bool = True
+    model: str | None, url: str | None, key_variable: str | None, *, endpoints: Path | None = None
 ) -> PolicyWanted:
     """Find a model: a folder, for which an engine is started, or a model at an address or in the file of endpoints.
+
+    Its rollouts are measured and not trained on.
 
     Raises: ConfigError if neither a model nor a server is named, no place is known, or the named key is not set.
     """
     if model is None and url is None:
         raise ConfigError("no model is named - expected one. Add `-m MODEL`, or `-b URL` of a server with only one.")
     if model is not None and url is None and Path(model).is_dir():
-        return PolicyWanted(model, trained=trained)
+        return PolicyWanted(model, trained=False)
 
     # a key that was named wins over that of the file, which is for the address in the file alone
     typed, own_key = url, None
@@ -65,7 +67,7 @@ def find_policy(
         endpoint = find_endpoint(model, base_url=url, path=endpoints)
         model, url, own_key = endpoint.model or model, endpoint.url, endpoint.key
     key = find_key("--api-key-var", key_variable, url=typed, otherwise=own_key)
-    return PolicyWanted(model, url, key, trained=trained)
+    return PolicyWanted(model, url, key, trained=False)
 
 
 def build_opener(wanted: PolicyWanted, config: RunConfig, waits: Waits) -> OpenPolicy:
