@@ -21,8 +21,8 @@ from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.launch.folder import hold_folder
-from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import Environment
+from trireme.orchestrator.environments.session import RolloutFailed
 from trireme.orchestrator.environments.venv import EnvironmentSource, find_environment
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask, Split
 from trireme.orchestrator.environments.worker_process import LOAD_TIMEOUT_S

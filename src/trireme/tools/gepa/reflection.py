@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from trireme.base.errors import PeerRefused
-from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import Environment
+from trireme.orchestrator.environments.session import RolloutFailed
 from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.tools.conversation import blocks, tool_calls
 from trireme.tools.gepa.config import GepaConfig

@@ -18,11 +18,11 @@ from trireme.base.errors import ConfigError, PeerDied, message_of
 from trireme.base.token import bearer
 from trireme.base.waiting import Wait, Waits
 from trireme.config.orchestrator import OrchestratorConfig
+from trireme.journal.model_turn import ToolCall
 from trireme.journal.records import Rollout
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.session import RolloutFailed
 from trireme.orchestrator.environments.wire import Ask, FinishReason, Reply
-from trireme.orchestrator.gateway.dialects.turn import ToolCall
 from trireme.orchestrator.rollout.driver import build_rollout
 from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.orchestrator.rollout.sampling import (

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import random
 
+from trireme.journal.model_turn import ToolCall
 from trireme.journal.records import Rollout
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Reply
-from trireme.orchestrator.gateway.dialects.turn import ToolCall
 from trireme.orchestrator.rollout.driver import build_rollout
 from trireme.orchestrator.rollout.runner import RolloutSpec
 

@@ -13,7 +13,7 @@ from fake_chat import FakeChat, completion
 from trireme.base.errors import ConfigError, DeadlineExceeded
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment, OrchestratorConfig
-from trireme.orchestrator.environments.open_rollout import RolloutFailed
+from trireme.orchestrator.environments.session import RolloutFailed
 from trireme.orchestrator.environments.wire import Ask, Done, Reply
 from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.tools.policies.chat_endpoint import look_at, open_chat_endpoint
