@@ -44,7 +44,18 @@ CORE = (
     "messages.py",
 )
 TOOLS = ("doctor", "cluster", "workspace", "gepa", "check_", "advice", "estimate", "formats")  # in the core's folders
-COPIED = ("src", "tests", "configs", "environments", "models", "scripts", "docs", "pyproject.toml", "benchmarks")
+COPIED = (
+    "src",
+    "packages",
+    "tests",
+    "configs",
+    "environments",
+    "models",
+    "scripts",
+    "docs",
+    "pyproject.toml",
+    "benchmarks",
+)
 LIMIT_S = 200.0  # for one mutant
 AT_ONCE = 2
 COMPARISONS = {
@@ -262,7 +273,7 @@ def _outcome(code: int) -> str:
 
 def _import_libraries() -> None:
     """Import all, and forget what is ours: each mutant imports that from its own copy."""
-    sys.path.insert(0, str(ROOT / "src"))
+    sys.path[:0] = _modules(ROOT)
     import hypothesis
     import pytest
     import xdist
@@ -271,7 +282,7 @@ def _import_libraries() -> None:
     import trireme.trainer.loop  # noqa: F401
 
     del hypothesis, pytest, xdist
-    for name in [name for name in sys.modules if name.partition(".")[0] == "trireme"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("trireme", "trireme_worker")]:
         del sys.modules[name]
     gc.freeze()
 
@@ -279,13 +290,17 @@ def _import_libraries() -> None:
 def _copy(tree: Path, place: Path) -> Path:
     place.mkdir()
     for name in COPIED:
-        source = (ROOT if name == "src" else tree) / name
+        source = (ROOT if name in ("src", "packages") else tree) / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, place / name)
     return place
 
 
 def _environ(place: Path) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(place / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    return os.environ | {"PYTHONPATH": os.pathsep.join(_modules(place)), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def _modules(checkout: Path) -> list[str]:
+    return [str(checkout / "src"), str(checkout / "packages" / "trireme-worker")]
 
 
 def _fork(mutant: Mutant, place: Path, tests: list[str]) -> int:
@@ -298,7 +313,7 @@ def _fork(mutant: Mutant, place: Path, tests: list[str]) -> int:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     os.chdir(place)
-    sys.path[:] = [str(place / "src"), *(path for path in sys.path if path != str(ROOT / "src"))]
+    sys.path[:] = [*_modules(place), *(path for path in sys.path if path not in _modules(ROOT))]
     os.environ |= _environ(place)
     import pytest
 

@@ -86,9 +86,10 @@ def _plays(process: psutil.Process, victim: str, launcher: int, ranks: int) -> b
         case "engine core":
             return "scripted_engine.py --core" in words or "VLLM::EngineCore" in words
         case "environment worker":
-            return "environments/worker" in words and "environments/worker/" not in words
+            return "trireme_worker server" in words
         case "agent programs":
-            return "trireme_programs.py" in words and process.environ().get("TRIREME_PARENT") == str(launcher)
+            ours = process.environ().get("TRIREME_PARENT") == str(launcher)
+            return ours and "trireme_worker agents.programs" in words
     raise AssertionError(f"{victim} is none of {VICTIMS}")
 
 

@@ -44,8 +44,8 @@ def warm_workers() -> Iterator[None]:
     """Start all workers this way while the context is open."""
 
     async def start(program: str, *words: str, **more: Any) -> asyncio.subprocess.Process:
-        if words and words[0].endswith("environments/worker"):
-            words = ("-I", "-S", __file__, _server(program, more["env"]), *words)
+        if words[1:2] == ("server",) and words[0].endswith("/trireme_worker"):
+            words = ("-I", "-S", __file__, _server(program, more["env"]), words[0], words[2])
             program = sys.executable
         return await create_subprocess_exec(program, *words, **more)
 
@@ -125,7 +125,7 @@ def keep(client: socket.socket) -> None:
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
     random.seed()
-    sys.argv[:] = [request["folder"], str(descriptors[0])]
+    sys.argv[:] = [request["folder"], "server", str(descriptors[0])]
     code: Any = 1
     try:
         runpy.run_path(request["folder"], run_name="__main__")
@@ -134,7 +134,7 @@ def keep(client: socket.socket) -> None:
         code = ending.code
     except BaseException:
         traceback.print_exc()
-    sys.modules["trireme_guard"]._end_descendants()
+    sys.modules["trireme_worker.guard"]._end_descendants()
     os._exit(code)  # an interpreter that has imported all this takes seconds to end
 
 

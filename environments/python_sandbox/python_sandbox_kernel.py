@@ -2,6 +2,9 @@
 
 `os.fork` cannot make namespaces, and `os.unshare` would need one process more for the new process numbers
 to count. `clone` is therefore called directly; the caller has one thread, so nothing is left locked in the child.
+
+The environment `python_sandbox` and the worker's `agents/sandbox_kernel.py` hold the same file, as either is installed
+without the other. A test compares them.
 """
 
 import ctypes

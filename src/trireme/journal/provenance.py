@@ -17,6 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import trireme_worker
 from trireme.base.devices import Devices
 from trireme.base.paths import RunPaths, atomic_write
 
@@ -32,6 +33,7 @@ def collect_provenance(devices: Devices, environments: Mapping[str, Any], comman
     """Return the table that is written. `environments` has what `describe_environment` returns, by name."""
     package = Path(__file__).parents[1]
     trireme = {"version": _version("trireme") or "unknown", "files": digest_of_files(package)}
+    trireme["worker_files"] = digest_of_files(Path(trireme_worker.__path__[0]))
 
     # Only a checkout has one; an installed wheel is identified by the digest of its files.
     if commit := _commit(package.parents[1]):

@@ -11,7 +11,8 @@ import pytest
 
 from parsing import parse
 
-SOURCE = Path(__file__).parents[3] / "src" / "trireme"
+ROOT = Path(__file__).parents[3]
+SOURCE = ROOT / "src" / "trireme"
 
 LAYERS = {
     **{"base": 0, "config": 1, "messages": 1, "algo": 2, "journal": 3, "transport": 3, "monitor": 4},
@@ -36,10 +37,10 @@ LIGHT = {"base", "config", "messages", "journal", "monitor", "launch", "orchestr
 
 HEAVY = {"torch", "transformers", "vllm", "safetensors", "accelerate"}
 
-WORKER = SOURCE / "orchestrator" / "environments" / "worker"
+WORKER = ROOT / "packages" / "trireme-worker" / "trireme_worker"
 """Runs under the environment's own interpreter, where nothing of ours is installed."""
 
-WORKER_MAY_IMPORT = {"verifiers", "openai", "aiohttp", "httpx"}  # the latter two come with verifiers
+WORKER_MAY_IMPORT = {"trireme_worker", "verifiers", "httpx"}  # the last one comes with verifiers
 
 FILES = sorted(SOURCE.rglob("*.py"))
 
@@ -56,7 +57,7 @@ class Import(NamedTuple):
         return self.file.relative_to(SOURCE).parts[0].removesuffix(".py")
 
     def __str__(self) -> str:
-        return f"{self.file.relative_to(SOURCE)}:{self.line} imports {self.module}"
+        return f"{self.file}:{self.line} imports {self.module}"
 
 
 def imports_of(file: Path) -> Iterator[Import]:
@@ -85,7 +86,7 @@ def catches_import_error(node: ast.AST) -> bool:
 @cache
 def imports() -> list[Import]:
     """Imports of all that runs under our own interpreter."""
-    return [found for file in FILES if WORKER not in file.parents for found in imports_of(file)]
+    return [found for file in FILES for found in imports_of(file)]
 
 
 def test_imports_go_down_a_layer_never_up_and_never_sideways():
@@ -130,12 +131,18 @@ def test_no_import_goes_round_in_circles():
 
 def test_environment_workers_import_only_modules_they_always_have():
     files = list(WORKER.rglob("*.py"))
-    allowed = sys.stdlib_module_names | WORKER_MAY_IMPORT | {path.stem for path in files}
+    allowed = sys.stdlib_module_names | WORKER_MAY_IMPORT
     needed = [found for file in files for found in imports_of(file) if not found.is_optional]
     assert len(needed) > 20
     assert [str(found) for found in needed if found.module.split(".")[0] not in allowed] == []
 
 
+def test_both_sandboxes_have_the_same_kernel_file():
+    shipped = ROOT / "environments" / "python_sandbox" / "python_sandbox_kernel.py"
+    assert (WORKER / "agents" / "sandbox_kernel.py").read_text() == shipped.read_text()
+
+
 def test_no_file_is_named_after_nothing_and_init_files_do_nothing():
     nothing = {"utils", "util", "helpers", "helper", "common", "misc"}
-    assert [file for file in FILES if file.stem in nothing or (file.stem == "__init__" and file.read_text())] == []
+    files = [*FILES, *WORKER.rglob("*.py")]
+    assert [file for file in files if file.stem in nothing or (file.stem == "__init__" and file.read_text())] == []

@@ -63,7 +63,7 @@ def test_all_that_an_image_copies_is_there_and_not_kept_out():
     copied = {name for text in texts("COPY") for name in text.split()[:-1] if not name.startswith("--")}
     assert copied - {"."} <= kept
     assert all((ROOT / name).exists() for name in kept)
-    assert {"src", "configs", "environments", "models", "docker", "pyproject.toml"} <= kept
+    assert {"src", "packages", "configs", "environments", "models", "docker", "pyproject.toml"} <= kept
 
 
 def test_the_command_of_an_image_is_ready_to_run(monkeypatch, capsys, tmp_path):

@@ -1,6 +1,6 @@
 """The process that runs the agent programs of an environment, as the orchestrator sees it.
 
-Programs run in a process of their own (`worker/agents/trireme_programs.py`), because an agent cannot be asked to forget
+Programs run in a process of their own (`trireme_worker/agents/programs.py`), because an agent cannot be asked to forget
 that a worker or the orchestrator has died. In a run of the launcher that process outlives the orchestrator. It also
 keeps the socket at which agents reach the gateway, so requests that come meanwhile wait in it, and the next
 orchestrator finds the programs at work. Without a launcher it ends with this process.
@@ -24,10 +24,10 @@ from trireme.base.errors import ConfigError, PeerDied
 from trireme.base.log import get_logger
 from trireme.base.processes import PROCESS, TEMPORARY, make_socket_folder
 from trireme.base.token import TOKEN
+from trireme.orchestrator.environments.worker_process import WORKER
 
 log = get_logger("environments")
 
-SERVER = Path(__file__).parent / "worker" / "agents" / "trireme_programs.py"
 MEMBER = "programs"  # its name in a run, next to those of the launcher's children
 
 ABSENCE_S = 600.0
@@ -105,7 +105,7 @@ class AgentPrograms:
                 descriptors = requests.fileno(), self.listener.fileno()
                 arguments = [*map(str, descriptors), str(self._folders), str(ABSENCE_S if self._is_kept else 0.0)]
                 self._process = subprocess.Popen(
-                    [str(self._python), str(SERVER), *arguments],
+                    [str(self._python), WORKER, "agents.programs", *arguments],
                     pass_fds=descriptors, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                     env=variables | {PROCESS: MEMBER, "PYTHONUNBUFFERED": "1"}, start_new_session=True,
                 )  # fmt: skip

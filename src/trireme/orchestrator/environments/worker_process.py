@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+import trireme_worker
 from trireme.base.errors import ConfigError, PeerDied
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
@@ -29,7 +30,8 @@ from trireme.orchestrator.environments.wire import Connection, Done, Failed, Hel
 
 log = get_logger("environments")
 
-WORKER = Path(__file__).parent / "worker"
+WORKER = trireme_worker.__path__[0]
+"""The program of a worker. The environment's interpreter runs it where it lies, and has no copy of it."""
 LOAD_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 5.0
 EXIT_TIMEOUT_S = 1.0  # time to exit for a worker that has hung up
@@ -247,7 +249,7 @@ class EnvironmentWorker:
         try:
             with theirs, open(self.log_file, "ab") as output:
                 self._process = await asyncio.create_subprocess_exec(
-                    str(self.python), str(WORKER), str(theirs.fileno()),
+                    str(self.python), WORKER, "server", str(theirs.fileno()),
                     pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
                     env=variables, start_new_session=True,
                 )  # fmt: skip

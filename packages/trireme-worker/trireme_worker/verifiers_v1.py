@@ -6,7 +6,7 @@ to.
 
 `args` are fields of the environment's configuration (`agent`, `timeout`, `retries`, ...); `select` picks tasks as in
 verifiers; every other key is the taskset's own. What differs from verifiers' defaults: programs run as subprocesses
-here and not in a sandbox that is rented, and a taskset without a harness gets `trireme_chat` and not a shell.
+here and not in a sandbox that is rented, and a taskset without a harness gets `trireme_chat` (`chat.py`), not a shell.
 
 The policy plays all agents that have no `client` of their own. Each run of one is reported with its reward, and
 compared with the runs of the same agent. There is no evaluation split in v1: give `[[orchestrator.eval.env]]` other
@@ -14,19 +14,24 @@ compared with the runs of the same agent. There is no evaluation split in v1: gi
 """
 
 import random
+import sys
 from collections import OrderedDict, defaultdict
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import verifiers.v1 as vf
-from trireme_pictures import with_pictures
-from trireme_rollout import Adapter, Ask, RewardError, as_id, checked_number, usable_metrics
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.dialects.chat import message_to_wire
+
+from trireme_worker import chat
+from trireme_worker.pictures import with_pictures
+from trireme_worker.rollout import Adapter, Ask, RewardError, as_id, checked_number, usable_metrics
 
 FULL = ("context_length_exceeded", "prompt is too long")
 """Words in the gateway's refusal of a conversation that no longer fits into the model's context, by dialect."""
 
+CHAT = "trireme_chat"
+"""The id of our harness. verifiers imports a plugin by its id, which can have no dots."""
 
 ENDLESS = 2**31 - 1  # number of tasks that means endless ones, as in the orchestrator's `data/order.py`
 
@@ -38,6 +43,7 @@ class VerifiersV1Adapter(Adapter):
     """One v1 environment. What compares in v1 is an episode: one rollout."""
 
     uses_gateway = True
+    train: "list[vf.Task] | EndlessTasks"
 
     def __init__(self, module: str, *, args: dict, versions: dict[str, str]) -> None:
         self.versions = versions
@@ -121,6 +127,7 @@ class EndlessTasks:
 
 def _configured(module: str, args: dict) -> Any:
     """Return the environment's configuration, as its own class reads it."""
+    sys.modules[CHAT] = chat
     fields = vf.env_config_type(module, args.get("id", "")).model_fields
     taskset = {name: value for name, value in args.items() if name not in fields}
     raw = {name: value for name, value in args.items() if name in fields}
@@ -131,7 +138,7 @@ def _configured(module: str, args: dict) -> Any:
         if "runtime" not in raw.get(name, {}) and isinstance(spec.runtime, vf.PrimeConfig):
             spec.runtime = vf.SubprocessConfig()
         if spec.harness is None and vf.default_harness_id(module) == "bash":
-            spec.harness = vf.harness_config_type("trireme_chat").model_validate({"id": "trireme_chat"})
+            spec.harness = vf.harness_config_type(CHAT).model_validate({"id": CHAT})
     return config
 
 

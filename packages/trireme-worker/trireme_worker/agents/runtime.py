@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-import trireme_reaper
-import trireme_sandbox
+import trireme_worker
+from trireme_worker.agents import sandbox
 
 ROLLOUT = "TRIREME_ROLLOUT"
 """Environment variable by which all processes of a rollout's program are found. Its value is the rollout's folder."""
@@ -120,7 +120,7 @@ class Subprocess:
     async def _start(self, program: Program, stdin: IO, output: int, report: IO) -> asyncio.subprocess.Process:
         order = {"command": program.command, "cwd": str(program.folder), "parent": os.getpid()}
         order["variables"] = program.variables | {ROLLOUT: str(program.parent)}
-        return await _spawn_with(trireme_reaper.__file__, order, program, stdin, output, report, f"{GRACE_S}")
+        return await _spawn_with("agents.reaper", order, program, stdin, output, report, f"{GRACE_S}")
 
     async def _end(self, process: asyncio.subprocess.Process, parent: Path) -> None:
         """End a program and all that it has started."""
@@ -183,19 +183,20 @@ async def _spawn(
 async def _spawn_with(
     launcher: str, order: Any, program: Program, stdin: IO, output: int, report: IO, *arguments: str
 ) -> asyncio.subprocess.Process:
-    """Start a launcher, a program of the standard library alone, which gets an order and reports to a file."""
+    """Start a launcher, a program of this package that needs the standard library alone. It reports to a file."""
     # the second one is for an interpreter that does not find its library without
     kept = {name: os.environ[name] for name in (*LAUNCHER, "LD_LIBRARY_PATH") if name in os.environ}
     with tempfile.TemporaryFile() as file:
         file.write(json.dumps(order).encode())
         file.seek(0)
         descriptors = (file.fileno(), report.fileno())
-        words = [sys.executable, "-E", "-s", "-S", launcher, *map(str, descriptors), *arguments]
+        words = [sys.executable, "-E", "-s", "-S", trireme_worker.__path__[0], launcher]
+        words += [*map(str, descriptors), *arguments]
         return await _spawn(words, kept, program, stdin, output, pass_fds=descriptors)
 
 
 class Sandbox(Subprocess):
-    """Runs programs in namespaces of their own (`trireme_sandbox.py`)."""
+    """Runs programs in namespaces of their own (`sandbox.py`)."""
 
     has_reaper = False
 
@@ -238,16 +239,16 @@ class Sandbox(Subprocess):
                     "that begins with {here} - correct it."
                 )
             for what, hidden in (("the home folder", Path.home()), ("other rollouts", self._agent["folders"])):
-                if trireme_sandbox.is_below(real := os.path.realpath(hidden), source):
+                if sandbox.is_below(real := os.path.realpath(hidden), source):
                     raise PermissionError(
                         f"`agent.readable` names {path!r}, which shows {what} ({real}) to the program - expected "
                         "folders of programs and data alone - name a folder further below."
                     )
 
     def _check_visible(self, command: str) -> None:
-        visible = [*trireme_sandbox.SYSTEM, *(path for _, path in self._readable)]
+        visible = [*sandbox.SYSTEM, *(path for _, path in self._readable)]
         for path in (os.path.abspath(command), os.path.realpath(command)):
-            if not any(trireme_sandbox.is_below(path, folder) for folder in visible):
+            if not any(sandbox.is_below(path, folder) for folder in visible):
                 raise FileNotFoundError(
                     f"The agent's program {path} is not visible in the sandbox, which shows {', '.join(visible)} - "
                     "expected its folder among them - add it to `agent.readable`."
@@ -258,7 +259,7 @@ class Sandbox(Subprocess):
 
     async def _start(self, program: Program, stdin: IO, output: int, report: IO) -> asyncio.subprocess.Process:
         found, address = os.lstat(program.parent), urlsplit(program.gateway)
-        order: trireme_sandbox.Order = {
+        order: sandbox.Order = {
             "command": program.command,
             "variables": program.variables,
             "cwd": str(program.folder),
@@ -271,7 +272,7 @@ class Sandbox(Subprocess):
             "memory_bytes": int(self._agent["memory_gib"] * (1 << 30)),
             "num_processes": self._agent["num_processes"],
         }
-        return await _spawn_with(trireme_sandbox.__file__, order, program, stdin, output, report)
+        return await _spawn_with("agents.sandbox", order, program, stdin, output, report)
 
 
 def names_network(agent: dict) -> bool:

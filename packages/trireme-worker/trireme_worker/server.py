@@ -1,8 +1,12 @@
-"""Answers the orchestrator: one asyncio task per rollout, one future per model turn that is asked for."""
+"""The worker: the process that runs one environment, with the environment's own interpreter.
+
+It answers the orchestrator: one asyncio task per rollout, one future per model turn that is asked for.
+"""
 
 import asyncio
 import contextlib
 import functools
+import gc
 import random
 import socket
 import sys
@@ -10,11 +14,31 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from trireme_groups import Groups
-from trireme_loading import folder_of, load_adapter
-from trireme_pictures import with_pictures
-from trireme_rollout import Adapter, EngineError, OverlongPrompt, RewardError, TurnCancelled
-from trireme_wire import Message, Wire
+from trireme_worker import guard
+from trireme_worker.groups import Groups
+from trireme_worker.loading import folder_of, load_adapter
+from trireme_worker.pictures import with_pictures
+from trireme_worker.protocol import Message, Wire, read_first_message, send_and_wait
+from trireme_worker.rollout import Adapter, EngineError, OverlongPrompt, RewardError, TurnCancelled
+
+
+def main() -> None:
+    """Load the environment that the orchestrator names, and run rollouts until it says stop or hangs up."""
+    guard.send_prints_to_stderr()
+    orchestrator = socket.socket(fileno=int(sys.argv[1]))
+    guard.end_with(orchestrator)
+    request, rest = read_first_message(orchestrator)
+
+    # Loaded outside of any event loop, as verifiers' own server does: `load_environment` may call `asyncio.run`.
+    server, answer = Server.load(request)
+    guard.restore_signals()
+    if server is None:
+        send_and_wait(orchestrator, answer)
+        sys.exit(1)
+
+    gc.collect()
+    gc.freeze()  # imports and loaded data live as long as this process
+    asyncio.run(server.serve(orchestrator, first=answer, unread=rest))
 
 
 class Server:

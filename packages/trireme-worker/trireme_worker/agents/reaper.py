@@ -1,4 +1,4 @@
-"""Runs one program, and ends all that descends from it: `python trireme_reaper.py ORDER REPORT GRACE_S`.
+"""Runs one program, and ends all that descends from it: `python .../trireme_worker agents.reaper ORDER REPORT GRACE_S`.
 
 ORDER and REPORT are descriptors. The order is {"command", "variables", "cwd", "parent"} as JSON. The report is
 {"exit": 0} as soon as the program has ended, or {"failed": why}.
@@ -109,7 +109,3 @@ def _descendants() -> list[int]:
                 with open(f"/proc/{pid}/task/{task}/children") as file:
                     found += map(int, file.read().split())
     return found[1:]
-
-
-if __name__ == "__main__":
-    main()

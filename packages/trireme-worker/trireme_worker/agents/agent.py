@@ -27,10 +27,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trireme_plain import PlainAdapter, Played
-from trireme_programs import Programs
-from trireme_rollout import Ask
-from trireme_runtime import LAUNCHER, Ended, Program, make_runtime, remove_folder
+from trireme_worker.agents.programs import Programs
+from trireme_worker.agents.runtime import LAUNCHER, Ended, Program, make_runtime, remove_folder
+from trireme_worker.plain import PlainAdapter, Played
+from trireme_worker.rollout import Ask
 
 LARGEST_FILE = 1 << 20  # bytes of a file that `read_file` returns, if its caller names no other limit
 KEPT_FILES = 50  # files that the program wrote whose names and sizes are kept
@@ -196,8 +196,7 @@ class AgentAdapter(PlainAdapter):
         assert isinstance(played, AgentPlayed), played
         ended = played.ended
         run = {"exit_code": ended.exit_code, "output": ended.output[-2000:], "seconds": ended.seconds}
-        run["files"] = played.files
-        return super().fields(played) | {"info": run}
+        return super().fields(played) | {"info": run | {"files": played.files}}
 
     async def dispose(self, played: Played) -> None:
         assert isinstance(played, AgentPlayed), played

@@ -1,6 +1,6 @@
 """The process that runs the agent programs of one environment, so that they outlive its workers and the orchestrator.
 
-    python trireme_programs.py SOCKET GATEWAY FOLDERS ABSENCE_S
+    python .../trireme_worker agents.programs SOCKET GATEWAY FOLDERS ABSENCE_S
 
 SOCKET and GATEWAY are descriptors: the first one listens for the requests below, the second one for those of agent
 programs, and is kept for the next orchestrator. A request is a line of JSON on a connection of its own, and so is its
@@ -35,7 +35,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trireme_runtime import CALL_S, LAUNCHER, Ended, Program, Subprocess, end_processes, make_runtime, remove_folder
+from trireme_worker import guard
+from trireme_worker.agents.runtime import (
+    CALL_S,
+    LAUNCHER,
+    Ended,
+    Program,
+    Subprocess,
+    end_processes,
+    make_runtime,
+    remove_folder,
+)
 
 LONGEST_LINE = 64 << 20  # bytes of a request: a program's input and an example's fields are in it
 
@@ -101,10 +111,8 @@ class Programs:
                 "how loaded the machine and its container engine are."
             ) from error
         except (OSError, ValueError) as error:
-            import trireme_guard  # in the path of workers alone
-
             print(f"The process that runs agent programs cannot be asked: {error!r}", file=sys.stderr, flush=True)
-            trireme_guard.end_now()
+            guard.end_now()
             raise
 
 
@@ -242,7 +250,3 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans of a program stay below this process
     asyncio.run(_Server(gateway, sys.argv[3], float(sys.argv[4])).serve(listener))
-
-
-if __name__ == "__main__":
-    main()

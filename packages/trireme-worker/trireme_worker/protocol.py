@@ -1,4 +1,4 @@
-"""JSON lines over the inherited socket; the other end is `wire.py` of `trireme.orchestrator.environments`."""
+"""The worker's end of the wire: JSON lines over the inherited socket. The orchestrator's end is `wire.py`."""
 
 import asyncio
 import json

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import verifiers as vf
-from trireme_pictures import text_of
-from trireme_rollout import (
+
+from trireme_worker.pictures import text_of
+from trireme_worker.rollout import (
     Adapter,
     Ask,
     EngineError,
@@ -50,6 +51,9 @@ class Played:
 
 class VerifiersAdapter(Adapter):
     """One verifiers environment."""
+
+    train: Any
+    eval: Any
 
     def __init__(self, environment: Any, *, versions: dict[str, str]) -> None:
         self._environment = environment

@@ -19,6 +19,8 @@ from toy_environments import (
     run_one,
     says,
     shared_toys,
+    with_environment,
+    write,
 )
 from trireme.base.errors import ConfigError
 from trireme.orchestrator.environments import pool
@@ -304,9 +306,9 @@ GROUPS = """
         raise KeyError("judge")
 """
 DIES_WHEN_ONE_IS_TOLD = """
-    import trireme_wire
+    from trireme_worker import protocol
 
-    dead, send = pathlib.Path(__file__).with_name("dead"), trireme_wire.Wire.send
+    dead, send = pathlib.Path(__file__).with_name("dead"), protocol.Wire.send
 
     def send_and_die(wire, message):
         send(wire, message)
@@ -314,7 +316,7 @@ DIES_WHEN_ONE_IS_TOLD = """
             dead.touch()
             os._exit(9)
 
-    trireme_wire.Wire.send = send_and_die
+    protocol.Wire.send = send_and_die
 """
 BAD = ["[1.0]", "1.0", "None", "[1.0, float('nan')]", "[1.0, '2']", "{'reward': 1}"]
 SHORTEST, IN_ORDER, ONCE, SLOWLY, DEADLY = range(len(BAD), len(BAD) + 5)
@@ -478,3 +480,17 @@ def test_each_group_that_is_trained_on_was_compared_within_itself(tmp_path):
         said = [rollout.completion[0]["content"] for rollout in rollouts]
         assert [rollout.reward for rollout in rollouts] == [float(text == min(said)) for text in said]
         assert {rollout.metrics["size"] for rollout in rollouts} == {4.0}
+
+
+def test_the_worker_hides_no_module_of_an_environment(tmp_path):
+    code = """
+        import sys
+        from server import answer
+        def dataset():
+            return [{"prompt": "hi", "answer": answer}]
+        def reward():
+            return not any(path.endswith("trireme_worker") for path in sys.path)
+    """
+    (tmp_path / "server.py").write_text("answer = 'mine'")
+    done = with_environment(tmp_path, write(tmp_path, code), lambda on: run_one(on, says("hi")))
+    assert (done.answer, done.reward) == ("mine", 1.0)

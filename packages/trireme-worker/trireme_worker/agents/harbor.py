@@ -26,11 +26,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import trireme_sandbox
-from trireme_agent import AgentAdapter, AgentPlayed, fill_in, read_file
-from trireme_plain import Played
-from trireme_rollout import RewardError, checked_scores
-from trireme_runtime import Container, Ended, Program, names_network, remove_folder
+from trireme_worker.agents import sandbox
+from trireme_worker.agents.agent import AgentAdapter, AgentPlayed, fill_in, read_file
+from trireme_worker.agents.runtime import Container, Ended, Program, names_network, remove_folder
+from trireme_worker.plain import Played
+from trireme_worker.rollout import RewardError, checked_scores
 
 DEFAULT_TIMEOUT_S = 600.0  # limit of the program, and of the tests, if task.toml gives none; Harbor's own default
 
@@ -134,7 +134,7 @@ class HarborAdapter(AgentAdapter):
         hidden = [os.path.realpath(each.folder / name) for each in found for name in ("tests", "solution")]
         for path in () if self._has_images else map(os.path.realpath, self._readable):
             either = ((each, pair) for each in hidden for pair in ((each, path), (path, each)))
-            if shown := [each for each, pair in either if trireme_sandbox.is_below(*pair)]:
+            if shown := [each for each, pair in either if sandbox.is_below(*pair)]:
                 raise PermissionError(
                     f"`agent.readable` names {path}, which shows {shown[0]} to the program - expected no folder with a "
                     "task's tests or solution - name a folder further below."
@@ -271,7 +271,7 @@ def read_task(folder: Path, *, name: str) -> Task:
         name.encode()  # a name of other bytes than UTF-8 fits into no message
         # a downloaded task must not show files of this machine by a link
         for part in PARTS:
-            if not trireme_sandbox.is_below(leads_to := os.path.realpath(folder / part), os.path.realpath(folder)):
+            if not sandbox.is_below(leads_to := os.path.realpath(folder / part), os.path.realpath(folder)):
                 raise ValueError(f"{part} leads to {leads_to}, outside of the folder")
 
         table = tomllib.loads((folder / "task.toml").read_text())
@@ -308,13 +308,13 @@ def read_task(folder: Path, *, name: str) -> Task:
 
     # the sandbox has the task's own folders alone: nothing can be copied elsewhere, and no other user exists
     if not task.needs_image:
-        outside = [target for _, target in task.copies if not trireme_sandbox.is_below(target, task.workdir)]
-        system = (*trireme_sandbox.SYSTEM, "/proc", "/dev", "/etc", "/tests", "/solution", "/logs", "/tmp", HOME)
+        outside = [target for _, target in task.copies if not sandbox.is_below(target, task.workdir)]
+        system = (*sandbox.SYSTEM, "/proc", "/dev", "/etc", "/tests", "/solution", "/logs", "/tmp", HOME)
         if outside:
             task.needs_image = f"its Dockerfile copies to {outside[0]}, outside of {task.workdir}"
         elif user := task.agent_user or task.verifier_user:
             task.needs_image = f"its programs run as the user {user}"
-        elif task.workdir == "/" or any(trireme_sandbox.is_below(task.workdir, path) for path in system):
+        elif task.workdir == "/" or any(sandbox.is_below(task.workdir, path) for path in system):
             task.needs_image = f"its working folder is {task.workdir}"
     return task
 

@@ -1,6 +1,7 @@
-"""Runs one program in a sandbox of Linux namespaces: `python trireme_sandbox.py ORDER REPORT`, two descriptors.
+"""Runs one program in a sandbox of Linux namespaces: `python .../trireme_worker agents.sandbox ORDER REPORT`.
 
-The order is an `Order` as JSON. The report is JSON too: {"exit": 0}, {"stop": "agent_memory"}, or {"failed": why}.
+Both are descriptors. The order is an `Order` as JSON. The report is JSON too: {"exit": 0}, {"stop": "agent_memory"}, or
+{"failed": why}.
 
     worker - launcher - init (process 1 of its own namespace; its end is the end of all in it) - the program
 
@@ -29,7 +30,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TypedDict
 
-import trireme_sandbox_kernel as kernel
+from trireme_worker.agents import sandbox_kernel as kernel
 
 USER = 1000  # inside; outside it is the caller
 WATCH_EVERY_S = 0.2  # memory and number of processes
@@ -422,7 +423,3 @@ def _check_private(order: Order) -> None:
         if within := [path for path in others if is_below(path, target)]:
             # in addition, the way to a mount inside of it could be a link that an earlier program has made
             raise PermissionError(f"{source} may not be shown as {target}, which would hide {within[0]}")
-
-
-if __name__ == "__main__":
-    main()

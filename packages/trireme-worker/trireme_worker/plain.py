@@ -36,10 +36,10 @@ import copy
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from trireme_rollout import (
+from trireme_worker.rollout import (
     Adapter,
     Ask,
     OverlongPrompt,
@@ -74,6 +74,9 @@ class Played:
 
 class PlainAdapter(Adapter):
     """Runs rollouts over examples held in memory."""
+
+    train: list[Example]
+    eval: list[Example]
 
     offered: frozenset[str] = frozenset()  # more names that functions may ask for
     needs_reward = True
@@ -190,6 +193,42 @@ class PlainAdapter(Adapter):
             "stop": played.stop,
             "truncated": played.truncated,
         }
+
+
+@dataclass
+class ClientPlayed(Played):
+    """A rollout that its client has ended."""
+
+    reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class ClientAdapter(PlainAdapter):
+    """Has the rollouts played by clients of a user's own harness, through the gateway, and scores what they made.
+
+    `reward` is optional: it is called if a client ends a rollout without posting a reward.
+    """
+
+    needs_reward = False
+    player = "a client"
+
+    async def play(self, request: dict, ask: Ask) -> ClientPlayed:
+        example, index, prompt = self.begin(request)
+        reply = await ask(prompt, tools=None, sampling={}, example=example, has_reward=self._reward is not None)
+        done = reply["played"]
+        said = done["messages"] or prompt
+        num_prompt = next((place for place, each in enumerate(said) if each["role"] == "assistant"), len(said))
+        return ClientPlayed(
+            example, index, said, num_prompt, stop="client_ended", reward=done["reward"], metrics=done["metrics"]
+        )
+
+    async def score(self, played: list[Played]) -> list[dict]:
+        (one,) = played
+        assert isinstance(one, ClientPlayed), one
+        # the client's reward counts; without one, the environment's own function is called
+        if one.reward is None:
+            return [scored | {"metrics": one.metrics | scored["metrics"]} for scored in await super().score(played)]
+        return [{"reward": one.reward, "metrics": one.metrics, "turn_rewards": []} | self.fields(one)]
 
 
 async def _call(function: Callable, offered: Mapping[str, Any]) -> Any:

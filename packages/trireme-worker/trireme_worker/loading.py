@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from trireme_plain import PlainAdapter
-from trireme_rollout import Adapter
+from trireme_worker.plain import ClientAdapter, PlainAdapter
+from trireme_worker.rollout import Adapter
 
 IMPORTS_V0 = re.compile(r"^\s*(?:import|from)\s+verifiers\b(?!\.v1)", re.MULTILINE)
 
@@ -31,7 +31,7 @@ def load_adapter(kind: str, module: str, *, args: dict, agent: dict | None = Non
                 f"{module} holds tasks for agent programs - expected a program that solves them - add "
                 "`[orchestrator.env.agent]` with its `command`."
             )
-        from trireme_harbor import HarborAdapter
+        from trireme_worker.agents.harbor import HarborAdapter
 
         return HarborAdapter(module, versions=_versions(), agent=agent, **args)
 
@@ -66,11 +66,9 @@ def load_adapter(kind: str, module: str, *, args: dict, agent: dict | None = Non
         )
     # each adapter is imported only when it is needed: verifiers alone costs seconds
     if agent is not None and agent["external"]:
-        from trireme_client import ClientAdapter
-
         return ClientAdapter(source, args=left, versions=_versions(module))
     if agent is not None:
-        from trireme_agent import AgentAdapter
+        from trireme_worker.agents.agent import AgentAdapter
 
         return AgentAdapter(source, args=left, versions=_versions(module), agent=agent)
 
@@ -78,7 +76,7 @@ def load_adapter(kind: str, module: str, *, args: dict, agent: dict | None = Non
     if is_v0:
         if words := _wrong_version(kind, module):
             raise TypeError(words)
-        from trireme_verifiers import VerifiersAdapter
+        from trireme_worker.verifiers_v0 import VerifiersAdapter
 
         return VerifiersAdapter(source, versions=versions)
     if not is_v1:
@@ -90,7 +88,7 @@ def load_adapter(kind: str, module: str, *, args: dict, agent: dict | None = Non
             "expected 0.4 or newer, where v1 is settled - pin verifiers==0.4.0 in its pyproject.toml, or export "
             "`load_environment` with a v0 environment."
         )
-    from trireme_verifiers_v1 import VerifiersV1Adapter
+    from trireme_worker.verifiers_v1 import VerifiersV1Adapter
 
     return VerifiersV1Adapter(module, args=args, versions=versions)
 
@@ -149,7 +147,7 @@ def _exports(module: ModuleType, *names: str) -> bool:
 
 def _import_file(module: str) -> ModuleType:
     path = Path(module)
-    sys.path.insert(1, str(path.parent))  # its neighbours can be imported, but hide none of our files
+    sys.path.insert(0, str(path.parent))  # its neighbours can be imported
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None, path
     assert spec.loader is not None, path

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from trireme_rollout import RewardError
+from trireme_worker.rollout import RewardError
 
 Score = Callable[[list[Any]], Awaitable[list[dict]]]
 

@@ -1,7 +1,7 @@
 """The harness of a v1 environment that brings none: asks the model in this process, and starts no program for it.
 
-A plugin of verifiers, found by this module's name. If a task has tools, verifiers' own chat program (`null`) runs
-them; it needs `uv`, and an installation of its own which uv caches.
+A plugin of verifiers, which finds it by the name `trireme_chat`. If a task has tools, verifiers' own chat program
+(`null`) runs them; it needs `uv`, and an installation of its own which uv caches.
 """
 
 import httpx

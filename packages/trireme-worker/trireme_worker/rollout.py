@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
-from trireme_pictures import content_of
+from trireme_worker.pictures import content_of
 
 
 class Ask(Protocol):

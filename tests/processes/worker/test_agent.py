@@ -1,7 +1,6 @@
 """Agent programs play rollouts: unmodified, through the API that their SDK knows, and every token is the policy's."""
 
 import asyncio
-import importlib
 import json
 import os
 import shutil
@@ -22,6 +21,7 @@ import numpy as np
 import psutil
 import pytest
 
+import trireme_worker
 from agent_play import ENDS, TASKS, ScriptedPolicy, assert_exact, calls, player
 from real_run import is_alive
 from stage import until
@@ -29,7 +29,7 @@ from toy_environments import never, open_toy, running, with_environment, write
 from trireme.base.errors import ConfigError, DeadlineExceeded, PeerDied
 from trireme.config.orchestrator import Agent, Environment
 from trireme.journal.turns import compare_turns, read_turns, turns_file
-from trireme.orchestrator.environments import worker_process
+from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import open_environment
 from trireme.orchestrator.environments.programs import AgentPrograms
 from trireme.orchestrator.environments.session import RolloutFailed
@@ -39,6 +39,8 @@ from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome
 from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.tools.environments.check import check_solutions
 from trireme.tools.environments.sessions import Spread
+from trireme_worker.agents import harbor, programs, runtime, sandbox
+from trireme_worker.agents.agent import AgentAdapter, AgentPlayed, read_file, written_since
 
 LOOP = """
     # As any agent: ask, run what the model calls for, return the result, until it calls for nothing.
@@ -74,21 +76,13 @@ CHAT = """
 """
 SPEC = RolloutSpec("train", 0, 0, name="0-0")
 SANDBOX = Agent(command=("true",), runtime="sandbox").model_dump(mode="json") | {"folders": "/none", "programs": ""}
-SHIPPED_TASKS = str(Path(__file__).parents[4] / "environments" / "examples" / "harbor_tasks")
+SHIPPED_TASKS = str(Path(__file__).parents[3] / "environments" / "examples" / "harbor_tasks")
 WRITES = calls("bash", cmd="echo 5 > sum.txt")
 
 
 @pytest.fixture
 def play(tmp_path):
     return player(tmp_path)
-
-
-@pytest.fixture
-def worker(monkeypatch):
-    """Return what imports a module of the worker, of which these need the standard library alone."""
-    for folder in ("worker", "worker/agents"):
-        monkeypatch.syspath_prepend(Path(worker_process.__file__).parent / folder)
-    return importlib.import_module
 
 
 def agent(*parts: str) -> str:
@@ -189,7 +183,7 @@ def test_what_a_program_has_left_behind_is_ended_with_its_rollout(play):
 RUNS_ONE = """
 import asyncio, ctypes, pathlib, sys
 sys.path.insert(0, sys.argv[1])
-from trireme_runtime import Program, Subprocess
+from trireme_worker.agents.runtime import Program, Subprocess
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 here, variables = pathlib.Path.cwd(), {"PATH": "/bin:/usr/bin", "RUNNER": str(pathlib.os.getpid())}
 program = Program(here, ["sh", "-c", sys.argv[2]], variables, here)
@@ -200,8 +194,8 @@ LEAVES_ONE = "setsid env -i sleep 600 & echo $! > left; while grep -q . /proc/$!
 
 @pytest.mark.parametrize("kills", ["kill -9 $PPID", "kill -9 $RUNNER; sleep 600"], ids=["its launcher", "what runs it"])
 def test_a_program_that_kills_its_parents_leaves_nothing_behind(tmp_path, kills):
-    agents = Path(worker_process.__file__).parent / "worker" / "agents"
-    command = [sys.executable, "-c", RUNS_ONE, agents, LEAVES_ONE + kills]
+    package = Path(trireme_worker.__path__[0]).parent
+    command = [sys.executable, "-c", RUNS_ONE, package, LEAVES_ONE + kills]
     assert subprocess.run(command, cwd=tmp_path, stderr=subprocess.DEVNULL).returncode != 0
     until(lambda: not is_alive((tmp_path / "left").read_text()))
 
@@ -240,8 +234,8 @@ def test_a_turn_that_no_program_has_received_is_not_trained_on(play, tmp_path):
     assert [len(prompts) for prompts in rollout.left_out.values()] == [1]
 
 
-def test_a_folder_that_a_program_has_made_read_only_is_removed(worker, tmp_path, monkeypatch):
-    runtime, user = worker("trireme_runtime"), os.geteuid()
+def test_a_folder_that_a_program_has_made_read_only_is_removed(tmp_path, monkeypatch):
+    user = os.geteuid()
     monkeypatch.chdir(tmp_path)  # an ordinary user may not come here from above
     (cache := Path("rollout/go/pkg/mod")).mkdir(parents=True)
     (cache / "m.go").touch()
@@ -257,7 +251,7 @@ def test_a_folder_that_a_program_has_made_read_only_is_removed(worker, tmp_path,
     assert not os.listdir()
 
 
-def test_folders_too_deep_for_python_to_walk_are_looked_at_and_removed(worker, tmp_path):
+def test_folders_too_deep_for_python_to_walk_are_looked_at_and_removed(tmp_path):
     (tmp_path / "first.txt").touch()
     below = os.open(tmp_path, os.O_RDONLY)
     for _ in range(1200):
@@ -265,13 +259,13 @@ def test_folders_too_deep_for_python_to_walk_are_looked_at_and_removed(worker, t
         above, below = below, os.open("d", os.O_RDONLY, dir_fd=below)
         os.close(above)
     os.close(below)
-    assert worker("trireme_agent").written_since(0, tmp_path) == {"first.txt": 0}
-    worker("trireme_runtime").remove_folder(tmp_path / "d")
+    assert written_since(0, tmp_path) == {"first.txt": 0}
+    runtime.remove_folder(tmp_path / "d")
     assert os.listdir(tmp_path) == ["first.txt"]
 
 
-def test_a_reward_reads_no_file_but_a_regular_small_one_of_its_folder(worker, tmp_path):
-    module, work = worker("trireme_agent"), tmp_path / "work"
+def test_a_reward_reads_no_file_but_a_regular_small_one_of_its_folder(tmp_path):
+    work = tmp_path / "work"
     (work / "below").mkdir(parents=True)
     for file in (tmp_path / "secret", work / "below" / "a.txt"):
         file.write_bytes(b"5\xff")
@@ -281,14 +275,14 @@ def test_a_reward_reads_no_file_but_a_regular_small_one_of_its_folder(worker, tm
     (work / "sparse").touch()
     os.truncate(work / "sparse", 100 << 30)
     os.mkfifo(work / "pipe")
-    assert module.read_file(work, "below/a.txt", 10) == "5\ufffd" + 8 * "\0"
+    assert read_file(work, "below/a.txt", 10) == "5\ufffd" + 8 * "\0"
     names = ("link", "away/secret", "here/a.txt", "self", "../secret", str(tmp_path / "secret"), "sparse", "pipe")
     refused = dict.fromkeys((*names, "below", "below/", "none", "", "\0", "x" * 300, "below/a.txt/"))
-    assert {name: module.read_file(work, name) for name in refused} == refused
-    assert module.read_file(work, "below/a.txt", 9) is None
+    assert {name: read_file(work, name) for name in refused} == refused
+    assert read_file(work, "below/a.txt", 9) is None
     work.rename(tmp_path / "moved")
     work.symlink_to("moved")
-    assert (module.read_file(work, "below/a.txt"), module.written_since(0, work)) == (None, {})
+    assert (read_file(work, "below/a.txt"), written_since(0, work)) == (None, {})
 
 
 BRANCHES = """
@@ -336,16 +330,16 @@ def test_agent_program_gets_no_turn_beyond_max_turns(play):
         (TASKS, {"runtime": "docker"}, r"without `agent\.image`"),
     ],
 )
-def test_what_cannot_work_is_refused_before_any_rollout(worker, tasks, changed, words):
+def test_what_cannot_work_is_refused_before_any_rollout(tasks, changed, words):
     exec(textwrap.dedent(tasks), source := {})
     with pytest.raises(Exception, match=words):
-        worker("trireme_agent").AgentAdapter(source, args={}, versions={}, agent=SANDBOX | changed)
+        AgentAdapter(source, args={}, versions={}, agent=SANDBOX | changed)
 
 
-def test_a_folder_that_shows_the_tests_of_a_task_is_refused(worker):
+def test_a_folder_that_shows_the_tests_of_a_task_is_refused():
     agent = SANDBOX | {"readable": [SHIPPED_TASKS]}
     with pytest.raises(PermissionError, match=r"`agent\.readable` names .*/count-errors/tests"):
-        worker("trireme_harbor").HarborAdapter(SHIPPED_TASKS, versions={}, agent=agent)
+        harbor.HarborAdapter(SHIPPED_TASKS, versions={}, agent=agent)
 
 
 def test_a_program_that_is_not_there_is_a_configuration_error(play):
@@ -418,11 +412,10 @@ def test_cancelled_rollout_ends_its_program_if_its_worker_is_dead(tmp_path):
     assert os.listdir(folders) == []
 
 
-def test_rollout_under_removal_runs_no_further_step(worker, tmp_path, monkeypatch):
-    module, runtime = worker("trireme_programs"), worker("trireme_runtime")
+def test_rollout_under_removal_runs_no_further_step(tmp_path, monkeypatch):
     parent, path, deletes = tmp_path / "0-0.0", str(tmp_path / "socket"), threading.Event()
-    monkeypatch.setattr(module, "remove_folder", lambda _: deletes.wait(90))
-    monkeypatch.setitem(sys.modules, "trireme_guard", None)  # the worker does not end
+    monkeypatch.setattr(programs, "remove_folder", lambda _: deletes.wait(90))
+    monkeypatch.setattr(programs.guard, "end_now", lambda: None)  # which would end this process
 
     async def remove() -> None:
         closing, closed = asyncio.Event(), asyncio.Event()
@@ -433,22 +426,22 @@ def test_rollout_under_removal_runs_no_further_step(worker, tmp_path, monkeypatc
 
         monkeypatch.setattr(runtime.Subprocess, "close", close)
         parent.mkdir()
-        server = module._Server(None, str(tmp_path), 0.0)
-        programs = module.Programs({"programs": path, "runtime": "subprocess"}, ())
+        server = programs._Server(None, str(tmp_path), 0.0)
+        asking = programs.Programs({"programs": path, "runtime": "subprocess"}, ())
         program = runtime.Program(parent, ["true"], {}, parent)
-        run = partial(programs.run, program, rollout=parent.name, key="", began_ns=0, timeout_s=60.0)
+        run = partial(asking.run, program, rollout=parent.name, key="", began_ns=0, timeout_s=60.0)
         async with await asyncio.start_unix_server(server._answer, path):
             await run(step="program")
-            ending = asyncio.create_task(programs.end(parent.name))
+            ending = asyncio.create_task(asking.end(parent.name))
             await closing.wait()
-            finding = asyncio.create_task(programs.find(parent.name))  # a worker that plays it again
+            finding = asyncio.create_task(asking.find(parent.name))  # a worker that plays it again
             with pytest.raises(OSError, match="it was ended"):
                 await run(step="tests")
             assert await server._running() == {"running": {}}
             assert not finding.done()
-            monkeypatch.setattr(module, "ANSWER_S", 0.01)
+            monkeypatch.setattr(programs, "ANSWER_S", 0.01)
             with pytest.raises(OSError, match=r"'end'.* within 0\.01 s"):
-                await programs.end(parent.name)
+                await asking.end(parent.name)
             closed.set()
             assert (await ending, await finding, parent.exists()) == (True, None, False)
             deletes.set()
@@ -562,8 +555,7 @@ time.sleep(60)
     assert (rollout.stop, rollout.metrics["exit_code"], rollout.reward) == (stop, -1.0, 0.0)
 
 
-def test_a_program_that_cannot_be_started_in_the_sandbox_fails_its_rollout(worker, tmp_path):
-    runtime = worker("trireme_runtime")
+def test_a_program_that_cannot_be_started_in_the_sandbox_fails_its_rollout(tmp_path):
     program = runtime.Program(tmp_path, ["/bin/echo", "\0"], {}, Path("/"))
     with pytest.raises(OSError, match="could not run the program: ValueError: embedded null byte"):
         asyncio.run(runtime.make_runtime(SANDBOX, []).run(program, timeout_s=60))
@@ -573,14 +565,14 @@ def test_a_program_that_cannot_be_started_in_the_sandbox_fails_its_rollout(worke
     ("mode", "writable", "words"),
     [(0o755, "", "private folder"), (0o700, "/..", "may not be written"), (0o700, "/link", "may not be written")],
 )
-def test_the_sandbox_writes_to_no_folder_but_a_private_one(worker, tmp_path, mode, writable, words):
+def test_the_sandbox_writes_to_no_folder_but_a_private_one(tmp_path, mode, writable, words):
     folder = tmp_path / "private"
     folder.mkdir(mode=mode)
     (folder / "link").symlink_to(tmp_path)
     order = {"folder": str(folder), "inode": [folder.stat().st_dev, folder.stat().st_ino], "network": False}
     order |= {"readable": [], "writable": [[f"{folder}{writable}", "/app"]]}
     with pytest.raises(PermissionError, match=words):
-        list(worker("trireme_sandbox").plan(order))
+        list(sandbox.plan(order))
 
 
 @pytest.fixture
@@ -630,13 +622,13 @@ def test_a_program_solves_a_task_folder_and_its_own_tests_give_the_reward(sandbo
         ({"name": "count-errors\udce9"}, "cannot be read: UnicodeEncodeError"),
     ],
 )
-def test_a_task_that_cannot_be_run_is_named_with_the_reason(worker, task, files, words):
+def test_a_task_that_cannot_be_run_is_named_with_the_reason(task, files, words):
     with pytest.raises(ValueError, match=f"count-errors.*{words}"):
-        worker("trireme_harbor").HarborAdapter(task(**files), versions={}, agent=SANDBOX)
+        harbor.HarborAdapter(task(**files), versions={}, agent=SANDBOX)
 
 
 @pytest.mark.parametrize("copied", ["keys /app/out/x", "b .", "x x"])
-def test_harbor_task_never_writes_outside_its_folder_through_a_link(worker, tmp_path, task, copied):
+def test_harbor_task_never_writes_outside_its_folder_through_a_link(tmp_path, task, copied):
     (outside := tmp_path / "outside").mkdir()
     (outside / "x").write_text("ours")
     folder = task(environment__Dockerfile=f"FROM x\nWORKDIR /app\nCOPY a .\nCOPY {copied}")
@@ -647,20 +639,20 @@ def test_harbor_task_never_writes_outside_its_folder_through_a_link(worker, tmp_
         (environment / file).write_text("theirs")
     (environment / "a" / "out").symlink_to(outside)
     (environment / "a" / "x").symlink_to(outside / "x")
-    harbor = worker("trireme_harbor").HarborAdapter(folder, versions={}, agent=SANDBOX)
-    played = worker("trireme_agent").AgentPlayed(harbor.train[0], 0, [], 0, folder=tmp_path / "rollout" / "work")
+    adapter = harbor.HarborAdapter(folder, versions={}, agent=SANDBOX)
+    played = AgentPlayed(adapter.train[0], 0, [], 0, folder=tmp_path / "rollout" / "work")
     with pytest.raises(ValueError, match="follows a link"):
-        harbor._place(played, {})
+        adapter._place(played, {})
     assert [(file.name, file.read_text()) for file in outside.iterdir()] == [("x", "ours")]
 
 
 @pytest.mark.parametrize("name", ["instruction.md", "task.toml", "environment/Dockerfile", "environment", "tests"])
-def test_a_task_whose_files_lie_outside_of_its_folder_is_refused(worker, task, tmp_path, name):
+def test_a_task_whose_files_lie_outside_of_its_folder_is_refused(task, tmp_path, name):
     linked, outside = Path(task(), "count-errors", name), tmp_path / "outside"
     linked.rename(outside)
     linked.symlink_to(outside)
     with pytest.raises(ValueError, match=f"count-errors.*cannot be read.*{name} leads to .*outside"):
-        worker("trireme_harbor").HarborAdapter(str(tmp_path / "tasks"), versions={}, agent=SANDBOX)
+        harbor.HarborAdapter(str(tmp_path / "tasks"), versions={}, agent=SANDBOX)
 
 
 def test_env_check_names_tasks_whose_tests_cannot_judge_a_solution(tmp_path, task):
@@ -748,7 +740,7 @@ def test_a_program_runs_in_a_container_that_is_removed_with_its_rollout(play, en
     assert "API_KEY=" not in str(engine())
 
 
-def test_tasks_that_need_an_image_run_in_containers(play, worker, engine, task, caplog, tmp_path):
+def test_tasks_that_need_an_image_run_in_containers(play, engine, task, caplog, tmp_path):
     files = {
         "environment__Dockerfile": "FROM debian\nRUN apt-get install -y gcc\nWORKDIR /app/repo\n",
         "tests__test_sh": 'cd "$(dirname "$0")" && cat ../app/repo/answer.txt > ../logs/verifier/reward.txt',
@@ -768,7 +760,7 @@ def test_tasks_that_need_an_image_run_in_containers(play, worker, engine, task, 
     assert "1 tasks of" in caplog.text
     assert "`--network=...` in `agent.container_args`" in caplog.text
     named = SANDBOX | {"runtime": "docker", "container_args": ["--network=inner"], "label": ""}
-    assert worker("trireme_harbor").HarborAdapter(str(tmp_path / "tasks"), versions={}, agent=named).warning == ""
-    asyncio.run(worker("trireme_runtime").make_runtime(named, []).open(tmp_path, "image", {}))
+    assert harbor.HarborAdapter(str(tmp_path / "tasks"), versions={}, agent=named).warning == ""
+    asyncio.run(runtime.make_runtime(named, []).open(tmp_path, "image", {}))
     assert engine()[-1][-5:] == ["--network=inner", "--entrypoint", "sleep", "image", "infinity"]
     assert "--network=host" not in engine()[-1]

@@ -1,1 +1,0 @@
-../../../../../../environments/python_sandbox/python_sandbox_kernel.py
