@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from toy_environments import ECHO, write
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
@@ -41,6 +43,8 @@ def test_installed_wheel_sets_up_a_workspace_that_can_run(installed, tmp_path):
     assert (tmp_path / "models" / "wordle-tiny").resolve().is_relative_to(installed)
     listed = run(*module, "trireme.cli.trireme", "env", "list", **package)
     assert "wiki-search" in listed
+    write(tmp_path, ECHO)
+    assert "toy.py works." in run(*module, "trireme.cli.trireme", "env", "check", "toy.py", **package)
 
 
 def test_a_package_in_a_checkout_has_no_second_copy_of_them(tmp_path):
