@@ -21,7 +21,6 @@ import numpy as np
 import psutil
 import pytest
 
-import trireme_worker
 from agent_play import ENDS, TASKS, ScriptedPolicy, assert_exact, calls, player
 from real_run import is_alive
 from stage import until
@@ -182,11 +181,10 @@ def test_what_a_program_has_left_behind_is_ended_with_its_rollout(play):
 
 RUNS_ONE = """
 import asyncio, ctypes, pathlib, sys
-sys.path.insert(0, sys.argv[1])
 from trireme_worker.agents.runtime import Program, Subprocess
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 here, variables = pathlib.Path.cwd(), {"PATH": "/bin:/usr/bin", "RUNNER": str(pathlib.os.getpid())}
-program = Program(here, ["sh", "-c", sys.argv[2]], variables, here)
+program = Program(here, ["sh", "-c", sys.argv[1]], variables, here)
 asyncio.run(Subprocess({"runtime": "subprocess"}).run(program, timeout_s=60))
 """
 LEAVES_ONE = "setsid env -i sleep 600 & echo $! > left; while grep -q . /proc/$!/environ; do :; done; "
@@ -194,8 +192,7 @@ LEAVES_ONE = "setsid env -i sleep 600 & echo $! > left; while grep -q . /proc/$!
 
 @pytest.mark.parametrize("kills", ["kill -9 $PPID", "kill -9 $RUNNER; sleep 600"], ids=["its launcher", "what runs it"])
 def test_a_program_that_kills_its_parents_leaves_nothing_behind(tmp_path, kills):
-    package = Path(trireme_worker.__path__[0]).parent
-    command = [sys.executable, "-c", RUNS_ONE, package, LEAVES_ONE + kills]
+    command = [sys.executable, "-c", RUNS_ONE, LEAVES_ONE + kills]
     assert subprocess.run(command, cwd=tmp_path, stderr=subprocess.DEVNULL).returncode != 0
     until(lambda: not is_alive((tmp_path / "left").read_text()))
 

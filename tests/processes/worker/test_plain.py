@@ -19,6 +19,7 @@ from toy_environments import (
     run_one,
     says,
     shared_toys,
+    talk,
     with_environment,
     write,
 )
@@ -483,14 +484,7 @@ def test_each_group_that_is_trained_on_was_compared_within_itself(tmp_path):
 
 
 def test_the_worker_hides_no_module_of_an_environment(tmp_path):
-    code = """
-        import sys
-        from server import answer
-        def dataset():
-            return [{"prompt": "hi", "answer": answer}]
-        def reward():
-            return not any(path.endswith("trireme_worker") for path in sys.path)
-    """
-    (tmp_path / "server.py").write_text("answer = 'mine'")
+    write(tmp_path, "answer = 'mine'", "server.py")
+    code = "from server import answer\ndataset = [{'prompt': answer}]\nreward = lambda: 1.0"
     done = with_environment(tmp_path, write(tmp_path, code), lambda on: run_one(on, says("hi")))
-    assert (done.answer, done.reward) == ("mine", 1.0)
+    assert done.prompt == talk("mine")

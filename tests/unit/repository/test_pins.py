@@ -10,12 +10,6 @@ REPOSITORY = Path(__file__).parents[3]
 LOCK = REPOSITORY / "uv.lock"
 
 
-def test_the_package_of_the_worker_has_the_version_of_trireme() -> None:
-    files = (REPOSITORY / "pyproject.toml", REPOSITORY / "packages" / "trireme-worker" / "pyproject.toml")
-    ours, workers = (tomllib.loads(file.read_text())["project"]["version"] for file in files)
-    assert ours == workers
-
-
 @pytest.mark.skipif(not LOCK.exists(), reason="uv writes what it resolved to uv.lock, and did not install this")
 def test_every_package_of_every_resolution_is_pinned() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
