@@ -290,7 +290,7 @@ def test_no_worker_outlives_a_killed_orchestrator(tmp_path):
         assert process.stdout.readline() == b"open\n"
         pids = (tmp_path / "once").read_text().split()
         process.kill()
-    until(lambda: not any(map(is_alive, pids)))
+    until(lambda: not any(map(is_alive, pids)), deadline_s=5)
 
 
 def test_programs_that_an_environment_started_end_with_their_killed_worker(tmp_path):
