@@ -28,7 +28,6 @@ from toy_environments import never, open_toy, running, with_environment, write
 from trireme.base.errors import ConfigError, DeadlineExceeded, PeerDied
 from trireme.config.orchestrator import Agent, Environment
 from trireme.journal.turns import compare_turns, read_turns, turns_file
-from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import open_environment
 from trireme.orchestrator.environments.programs import AgentPrograms
 from trireme.orchestrator.environments.session import RolloutFailed

@@ -1,6 +1,6 @@
 """Messages between the orchestrator and an environment worker, in travel order: JSON lines over a socket pair.
 
-    orchestrator                         worker (its own interpreter, see the folder `worker/`)
+    orchestrator                         worker (its own interpreter, package `trireme_worker`)
         Load   ------------------------>   imports the environment
                <------------------------ Ready | Failed
         Run    ------------------------>   starts a rollout
@@ -15,7 +15,7 @@
         Stop   ------------------------>   tears down and exits
 
 JSON because the worker has nothing but its standard library: here msgspec checks every field as it decodes, there
-`trireme_wire.py` reads dicts. An environment is other people's code in the worker's process, so anything may arrive. A
+`trireme_worker/protocol.py` reads dicts. An environment is other people's code in the worker's process, so anything may arrive. A
 malformed answer costs its rollout; bytes that are no message at all (`Garbage`) cost the worker.
 """
 
