@@ -15,8 +15,8 @@
         Stop   ------------------------>   tears down and exits
 
 JSON because the worker has nothing but its standard library: here msgspec checks every field as it decodes, there
-`trireme_worker/protocol.py` reads dicts. An environment is other people's code in the worker's process, so anything may arrive. A
-malformed answer costs its rollout; bytes that are no message at all (`Garbage`) cost the worker.
+`trireme_worker/protocol.py` reads dicts. An environment is other people's code in the worker's process, so anything may
+arrive. A malformed answer costs its rollout; bytes that are no message at all (`Garbage`) cost the worker.
 """
 
 from __future__ import annotations
