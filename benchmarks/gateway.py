@@ -73,14 +73,14 @@ async def _serve(pipe: Any, options: Namespace, folder: Path) -> None:
     from trireme.journal.requests import RequestLog
     from trireme.journal.turns import TurnLog, turns_file
     from trireme.orchestrator.environments.programs import listen
-    from trireme.orchestrator.environments.session import Session
-    from trireme.orchestrator.environments.wire import RunTask
     from trireme.orchestrator.gateway.endpoint import Endpoint
     from trireme.orchestrator.gateway.server import open_gateway
     from trireme.orchestrator.rollout.chat import ChatTokenizer
     from trireme.orchestrator.rollout.conversation import Conversation
     from trireme.orchestrator.rollout.runner import RolloutRunner
     from trireme.orchestrator.rollout.sampling import TurnSampling
+    from trireme.orchestrator.session.session import Session
+    from trireme.orchestrator.session.wire import RunTask
 
     tokenizer = ChatTokenizer(write_tokenizer(folder / "tokenizer", CHATML))
     answer = tokenizer.encode("It is done.<|im_end|>")

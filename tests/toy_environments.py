@@ -16,7 +16,7 @@ from typing import Any
 from local_packages import write_package
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.orchestrator.environments.pool import Environment, open_environment
-from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
+from trireme.orchestrator.session.wire import Ask, Reply, RunTask
 from warm_python import warm_workers
 
 PACKAGES, SHIPPED = Path(__file__).parent / "environments", Path(__file__).parents[1] / "environments"

@@ -1,6 +1,6 @@
 """Every message that crosses a process boundary, in the order in which it travels.
 
-    environment worker <-> orchestrator    see `orchestrator/environments/wire.py`: workers lack this package
+    environment worker <-> orchestrator    see `orchestrator/session/wire.py`: workers lack this package
     orchestrator -> trainer                GetNewest asks, Newest answers; GetBatch asks, BatchReply or Publish answers
     trainer -> orchestrator -> engines     PolicyReady, Go, PolicySent, Live; Again if an attempt failed
     orchestrator or `eval` -> engine       InitInfo, UpdateInfo: bodies of vLLM's weight-transfer routes, as JSON

@@ -19,9 +19,9 @@ from trireme.config.run import RunConfig
 from trireme.journal.records import Dropped, OpenGroup, Rollout
 from trireme.orchestrator.buffer import Buffer
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.environments.session import RolloutFailed, cancel_all
 from trireme.orchestrator.rollout.driver import gather_or_cancel
 from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec
+from trireme.orchestrator.session.session import RolloutFailed, cancel_all
 from trireme.orchestrator.weights.policy import Policy
 
 log = get_logger("scheduler")

@@ -17,8 +17,8 @@ import pytest
 
 from toy_environments import import_shipped, in_turn, noting, run_all, run_one, says
 from trireme.journal.model_turn import ToolCall
-from trireme.orchestrator.environments.wire import Ask, Reply
 from trireme.orchestrator.rollout.chat import ChatTokenizer
+from trireme.orchestrator.session.wire import Ask, Reply
 
 pytestmark = pytest.mark.xdist_group("packages")  # one process, so that tests share workers
 ROOT = Path(__file__).parents[3]

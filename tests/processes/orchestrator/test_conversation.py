@@ -23,10 +23,10 @@ from trireme.journal.model_turn import Message, Turn, assistant_message
 from trireme.journal.records import Rollout
 from trireme.orchestrator.engines.pool import PromptTooLong
 from trireme.orchestrator.engines.responses import Called, CalledFunction, ParsedMessage
-from trireme.orchestrator.environments.wire import Ask, Done, Reply
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec
 from trireme.orchestrator.rollout.turn_reader import split_tool_calls
+from trireme.orchestrator.session.wire import Ask, Done, Reply
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'

@@ -18,7 +18,6 @@ from fake_chat import served
 from stage import until
 from trireme.journal.model_turn import ToolCall
 from trireme.orchestrator.environments.programs import listen
-from trireme.orchestrator.environments.wire import Reply
 from trireme.orchestrator.gateway import access, connections, server
 from trireme.orchestrator.gateway.access import Access
 from trireme.orchestrator.gateway.dialects import chat, responses
@@ -26,6 +25,7 @@ from trireme.orchestrator.gateway.dialects import turn as turn_dialect
 from trireme.orchestrator.gateway.dialects.anthropic import ANTHROPIC
 from trireme.orchestrator.gateway.dialects.turn import ClientRequest, Rejected, decode_body
 from trireme.orchestrator.gateway.server import Gateway
+from trireme.orchestrator.session.wire import Reply
 
 KEY = "key-of-the-first-session"
 CALLS = (ToolCall("call00100", "bash", '{"cmd":  "ls"}'), ToolCall("call00101", "add", '{"a": 1, "b": [2]}'))

@@ -12,8 +12,8 @@ import pytest
 from toy_environments import open_toy, running, says, write
 from trireme.base.errors import ConfigError
 from trireme.base.processes import free_port
-from trireme.orchestrator.environments.session import cancel_all
-from trireme.orchestrator.environments.wire import RunTask
+from trireme.orchestrator.session.session import cancel_all
+from trireme.orchestrator.session.wire import RunTask
 from whole_run import SAY, WholeRun, build_config, run
 
 AGENT = {"external": True, "port": 0}

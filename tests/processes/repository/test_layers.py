@@ -22,10 +22,10 @@ LAYERS = {
 rest still trains."""
 
 SUB_PACKAGES = {
-    "orchestrator": {"environments", "engines", "weights", "rollout", "evaluation", "gateway"},
+    "orchestrator": {"environments", "engines", "weights", "rollout", "evaluation", "gateway", "session"},
     "trainer": {"parallel", "optim", "model", "checkpoint", "publish", "sft"},
     "tools": {"audit", "cluster", "dashboard", "datasets", "diff", "doctor", "environments", "evaluate"}
-    | {"export", "formats", "gepa", "plan", "policies", "replay", "viewer", "workspace"},
+    | {"export", "formats", "gepa", "plan", "policies", "viewer", "workspace"},
 }
 """Packages inside of a package. They import each other in one direction only, and never the loop above them."""
 

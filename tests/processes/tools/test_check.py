@@ -17,8 +17,8 @@ from trireme.base.errors import ConfigError
 from trireme.base.token import TOKEN
 from trireme.cli.workspace.env import env
 from trireme.orchestrator.environments.venv import find_environment
-from trireme.orchestrator.environments.wire import Ask
 from trireme.orchestrator.rollout.runner import RolloutSpec
+from trireme.orchestrator.session.wire import Ask
 from trireme.tools.environments.catalog import KINDS, checked_name, list_environments
 from trireme.tools.policies.script import answer
 

@@ -27,9 +27,9 @@ from trireme.base.waiting import Waits
 from trireme.config.orchestrator import StatusServer
 from trireme.config.run import RunConfig
 from trireme.messages import Live, NotYet, Ok, PolicyReady, PolicySent, Probe, Refusal, Reply, Request, encode
-from trireme.orchestrator.environments import wire
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.environments.session import RolloutFailed
+from trireme.orchestrator.session import wire
+from trireme.orchestrator.session.session import RolloutFailed
 from trireme.orchestrator.status import STUCK_S, Status, serve_status
 from trireme.orchestrator.trainer_requests import Peers
 from trireme.transport import control

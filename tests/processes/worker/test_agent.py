@@ -30,11 +30,11 @@ from trireme.config.orchestrator import Agent, Environment
 from trireme.journal.turns import compare_turns, read_turns, turns_file
 from trireme.orchestrator.environments.pool import open_environment
 from trireme.orchestrator.environments.programs import AgentPrograms
-from trireme.orchestrator.environments.session import RolloutFailed
-from trireme.orchestrator.environments.wire import RunTask
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome
 from trireme.orchestrator.rollout.runner import RolloutSpec
+from trireme.orchestrator.session.session import RolloutFailed
+from trireme.orchestrator.session.wire import RunTask
 from trireme.tools.environments.check import check_solutions
 from trireme.tools.environments.sessions import Spread
 from trireme_worker.agents import harbor, programs, runtime, sandbox

@@ -26,8 +26,8 @@ from toy_environments import (
 from trireme.base.errors import ConfigError
 from trireme.orchestrator.environments import pool
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.environments.session import RolloutFailed, Session
-from trireme.orchestrator.environments.wire import Ask, Done, GaveUp, Held, Reply, RunTask
+from trireme.orchestrator.session.session import RolloutFailed, Session
+from trireme.orchestrator.session.wire import Ask, Done, GaveUp, Held, Reply, RunTask
 from whole_run import build_config, run
 
 pytestmark = pytest.mark.xdist_group("plain environments")  # one process, so that tests share workers

@@ -19,8 +19,8 @@ from toy_environments import (
     talk,
 )
 from trireme.journal.model_turn import ToolCall
-from trireme.orchestrator.environments.session import RolloutFailed
-from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
+from trireme.orchestrator.session.session import RolloutFailed
+from trireme.orchestrator.session.wire import Ask, Reply, RunTask
 
 pytestmark = pytest.mark.xdist_group("packages")
 MULTI_TURN, WITH_A_TIMEOUT, TOOLS, PARALLEL, STEPWISE = range(0, 100, 20)  # examples of `alone`

@@ -21,8 +21,8 @@ from toy_environments import (
 from trireme.algo.data.order import ENDLESS
 from trireme.base.errors import ConfigError
 from trireme.orchestrator.environments import pool
-from trireme.orchestrator.environments.session import RolloutFailed
-from trireme.orchestrator.environments.wire import Ask, Done, Load, Reply
+from trireme.orchestrator.session.session import RolloutFailed
+from trireme.orchestrator.session.wire import Ask, Done, Load, Reply
 
 pytestmark = pytest.mark.xdist_group("packages")  # one process, so that tests share workers
 WORD, LONGER, OFTEN, UNJUDGEABLE, NAN, TWICE = range(6)

@@ -24,7 +24,7 @@ from trireme.journal.requests import KeptRequest, RequestLog
 from trireme.launch.folder import launcher_of
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.progress import Progress
-from trireme.orchestrator.environments import wire
+from trireme.orchestrator.session import wire
 
 WORDS = """
     type task ask done call messages role content reward metrics prompt completion example_id info choices token_ids

@@ -14,9 +14,9 @@ from trireme.journal.journal import Journal
 from trireme.journal.model_turn import Turn
 from trireme.journal.requests import KeptRequest, RequestLog
 from trireme.journal.turns import TurnLog, framed, prompt_digest, read_turns, turns_file
-from trireme.orchestrator.environments.session import Session
-from trireme.orchestrator.environments.wire import RunTask
 from trireme.orchestrator.gateway.endpoint import Endpoint
+from trireme.orchestrator.session.session import Session
+from trireme.orchestrator.session.wire import RunTask
 
 
 def record(prompt: str, token: int, **more: object) -> Turn:

@@ -8,9 +8,9 @@ import pytest
 
 from trireme.base.errors import ConfigError
 from trireme.journal.records import Rollout
-from trireme.orchestrator.environments.session import RolloutFailed
 from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome, missing_specs, run_rollouts
 from trireme.orchestrator.rollout.runner import RolloutSpec
+from trireme.orchestrator.session.session import RolloutFailed
 
 SPECS = Extent("eval", (0, 1), 3).specs("eval-say")
 Events = list[tuple[str, str, int]]

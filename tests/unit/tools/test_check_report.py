@@ -5,10 +5,10 @@ import math
 import pytest
 
 from trireme.journal.records import Rollout
-from trireme.orchestrator.environments.session import RolloutFailed
 from trireme.orchestrator.evaluation.results import EvalResult
 from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome
 from trireme.orchestrator.rollout.runner import RolloutSpec
+from trireme.orchestrator.session.session import RolloutFailed
 from trireme.tools.environments.check_report import Loaded, advice_of, build_report, text_of
 from trireme.tools.evaluate.report import conversation_of
 from trireme.tools.policies.rewards import Rewards, difficulty_in_words

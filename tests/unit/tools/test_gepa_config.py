@@ -18,7 +18,7 @@ from trireme.base.processes import free_port
 from trireme.cli.workspace.gepa import gepa, to_flags
 from trireme.config.load import load_config
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
+from trireme.orchestrator.session.wire import Ask, Reply, RunTask
 from trireme.tools.gepa.config import GepaConfig
 from trireme.tools.gepa.files import Records, Reflection, check_same, write_results
 from trireme.tools.gepa.optimize import draw_examples, places_of

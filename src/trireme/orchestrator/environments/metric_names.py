@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from trireme.base.log import get_logger
-from trireme.orchestrator.environments.wire import Done
+from trireme.orchestrator.session.wire import Done
 
 log = get_logger("environments")
 

@@ -41,10 +41,10 @@ from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.journal.requests import RequestLog
 from trireme.orchestrator.environments.metric_names import MetricNames
 from trireme.orchestrator.environments.programs import AgentPrograms, listen
-from trireme.orchestrator.environments.session import AskPolicy, RolloutFailed, Session, cancel_all
 from trireme.orchestrator.environments.venv import environment_python, find_environment
-from trireme.orchestrator.environments.wire import Done, Load, Ready, RunTask
 from trireme.orchestrator.environments.worker_process import LOAD_TIMEOUT_S, EnvironmentWorker, WorkerDied
+from trireme.orchestrator.session.session import AskPolicy, RolloutFailed, Session, cancel_all
+from trireme.orchestrator.session.wire import Done, Load, Ready, RunTask
 
 if TYPE_CHECKING:
     from trireme.orchestrator.gateway.server import Gateway

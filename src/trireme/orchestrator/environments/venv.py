@@ -29,7 +29,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 from trireme.base.disk import is_full
 from trireme.base.errors import ConfigError, DeadlineExceeded
@@ -46,10 +46,10 @@ from trireme.orchestrator.environments.verifiers_version import (
     declarations,
     table,
 )
+from trireme.orchestrator.session.wire import SourceKind
 
 log = get_logger("environments")
 
-SourceKind = Literal["file", "package", "installed", "tasks"]
 COMPLETE = "trireme-complete"  # marker file of a virtual environment that was built to the end
 BUILD_TIMEOUT_S = 1800.0
 NO_SOLUTION = "No solution found"  # uv's words for versions that exclude each other

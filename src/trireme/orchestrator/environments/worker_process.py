@@ -24,9 +24,9 @@ from trireme.base.log import get_logger
 from trireme.base.processes import last_lines
 from trireme.base.token import TOKEN
 from trireme.config.files import without_secrets
-from trireme.orchestrator.environments import wire
-from trireme.orchestrator.environments.session import Session
-from trireme.orchestrator.environments.wire import Connection, Done, Failed, Held, Load, Ready, RunTask
+from trireme.orchestrator.session import wire
+from trireme.orchestrator.session.session import Session
+from trireme.orchestrator.session.wire import Connection, Done, Failed, Held, Load, Ready, RunTask
 
 log = get_logger("environments")
 

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import msgspec
 
 from trireme.journal.model_turn import Message, TurnRequest
-from trireme.orchestrator.environments.wire import Reply
 from trireme.orchestrator.gateway.budgets import Inflow, KeptResponses
 from trireme.orchestrator.gateway.dialects.turn import Rejected
+from trireme.orchestrator.session.wire import Reply
 
 LARGEST_BODY = 8 << 20  # bytes of a request
 BODIES_OF_SESSION = 64 << 20  # bytes of bodies of a session that are being received

@@ -16,11 +16,11 @@ from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.journal.model_turn import Message, TurnRequest
 from trireme.journal.requests import KeptRequest
-from trireme.orchestrator.environments.session import RolloutFailed, Session
-from trireme.orchestrator.environments.wire import Ask, Done, Reply
 from trireme.orchestrator.gateway.access import DECIDES, Access, conversation_digest
 from trireme.orchestrator.gateway.dialects.turn import Problem, Rejected
 from trireme.orchestrator.gateway.server import Gateway
+from trireme.orchestrator.session.session import RolloutFailed, Session
+from trireme.orchestrator.session.wire import Ask, Done, Reply
 
 log = get_logger("environments")
 

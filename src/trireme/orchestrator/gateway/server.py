@@ -29,7 +29,6 @@ from starlette.types import Receive, Scope, Send
 
 from trireme.base.log import RateLimitedLog, get_logger
 from trireme.journal.model_turn import Message
-from trireme.orchestrator.environments.wire import Reply
 from trireme.orchestrator.gateway.access import LARGEST_BODY, Access, encode_conversation
 from trireme.orchestrator.gateway.budgets import LARGEST_KEPT_BY_ALL, Inflow
 from trireme.orchestrator.gateway.connections import Connection, Idle
@@ -47,6 +46,7 @@ from trireme.orchestrator.gateway.dialects.turn import (
     decode_body,
     unread_fields,
 )
+from trireme.orchestrator.session.wire import Reply
 from trireme.transport.bearer import ClientDisconnected
 from trireme.transport.bearer import read_body as receive_body
 

@@ -27,13 +27,13 @@ from trireme.base.faults import reach
 from trireme.base.network import is_loopback
 from trireme.base.token import TOKEN, token
 from trireme.base.waiting import Waits
-from trireme.orchestrator.environments.session import RolloutFailed, Session
-from trireme.orchestrator.environments.wire import Ask, Played, Reply, RunTask, check_rewards
 from trireme.orchestrator.gateway.access import Access
 from trireme.orchestrator.gateway.dialects.chat import CHAT
 from trireme.orchestrator.gateway.dialects.turn import Dialect, Rejected, decode_body
 from trireme.orchestrator.gateway.endpoint import Endpoint
 from trireme.orchestrator.gateway.server import Gateway, as_json, refusal, wait_for_disconnect
+from trireme.orchestrator.session.session import RolloutFailed, Session
+from trireme.orchestrator.session.wire import Ask, Played, Reply, RunTask, check_rewards
 from trireme.transport.bearer import ClientDisconnected, RequireToken
 
 LARGEST_BODY = 1 << 20  # bytes of a request to these routes

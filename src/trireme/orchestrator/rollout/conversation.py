@@ -19,13 +19,13 @@ from trireme.journal.targets import num_sampled
 from trireme.journal.turns import TurnLog, prompt_digest
 from trireme.orchestrator.engines.pool import PromptTooLong, RequestRefused
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.environments.session import RolloutFailed
-from trireme.orchestrator.environments.wire import Ask, Done, ErrorKind, FinishReason, Reply
 from trireme.orchestrator.rollout.chat import NoRoomForToken
 from trireme.orchestrator.rollout.pictures import read_messages
 from trireme.orchestrator.rollout.sampling import TurnSampling
 from trireme.orchestrator.rollout.trajectory import Prompt, Strategy, Trajectory
 from trireme.orchestrator.rollout.turn_reader import call_id
+from trireme.orchestrator.session.session import RolloutFailed
+from trireme.orchestrator.session.wire import Ask, Done, ErrorKind, FinishReason, Reply
 
 if TYPE_CHECKING:
     from trireme.orchestrator.rollout.runner import RolloutRunner

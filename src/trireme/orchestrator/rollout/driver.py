@@ -22,9 +22,9 @@ from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.log import get_logger
 from trireme.journal.records import Rollout
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.environments.session import RolloutFailed, cancel_all
-from trireme.orchestrator.environments.wire import Done, Split
 from trireme.orchestrator.rollout.runner import RolloutKey, RolloutSpec
+from trireme.orchestrator.session.session import RolloutFailed, cancel_all
+from trireme.orchestrator.session.wire import Done, Split
 
 log = get_logger("rollouts")
 

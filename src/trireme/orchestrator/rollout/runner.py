@@ -25,8 +25,6 @@ from trireme.journal.requests import RequestLog
 from trireme.journal.turns import TurnLog, newest_attempts, turns_file
 from trireme.orchestrator.engines.pool import InferencePool
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.environments.session import RolloutFailed
-from trireme.orchestrator.environments.wire import RunTask, Split
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.continuation import rewrites_always
 from trireme.orchestrator.rollout.conversation import Conversation
@@ -40,6 +38,8 @@ from trireme.orchestrator.rollout.sampling import (
 )
 from trireme.orchestrator.rollout.trajectory import Prompt
 from trireme.orchestrator.rollout.turn_reader import TurnReader
+from trireme.orchestrator.session.session import RolloutFailed
+from trireme.orchestrator.session.wire import RunTask, Split
 
 log = get_logger("rollouts")
 

@@ -22,12 +22,12 @@ from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.launch.folder import hold_folder
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.environments.session import RolloutFailed
 from trireme.orchestrator.environments.venv import EnvironmentSource, find_environment
-from trireme.orchestrator.environments.wire import Ask, Reply, RunTask, Split
 from trireme.orchestrator.environments.worker_process import LOAD_TIMEOUT_S
 from trireme.orchestrator.evaluation.results import EvalResult, write_eval_results
 from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome, read_extent, run_rollouts
+from trireme.orchestrator.session.session import RolloutFailed
+from trireme.orchestrator.session.wire import Ask, Reply, RunTask, Split
 from trireme.tools import progress
 from trireme.tools.environments.catalog import ROOT
 from trireme.tools.environments.check_report import CheckReport, Loaded, Trouble, build_report

@@ -12,8 +12,8 @@ import numpy as np
 from trireme.algo.data.order import ENDLESS
 from trireme.base.safe_text import clean
 from trireme.monitor.metrics import means
-from trireme.orchestrator.environments.wire import Split
 from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome
+from trireme.orchestrator.session.wire import Split
 from trireme.tools.environments.sessions import SessionReport
 from trireme.tools.policies.rewards import Rewards, difficulty_in_words, rewards_of
 

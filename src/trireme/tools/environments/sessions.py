@@ -23,9 +23,9 @@ from trireme.journal.model_turn import Turn
 from trireme.journal.records import Branch
 from trireme.journal.turns import compare_turns, prompt_digest
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.environments.session import AskPolicy
-from trireme.orchestrator.environments.wire import Ask, Done, Reply, RunTask
 from trireme.orchestrator.rollout.driver import RolloutOutcome
+from trireme.orchestrator.session.session import AskPolicy
+from trireme.orchestrator.session.wire import Ask, Done, Reply, RunTask
 from trireme.tools.policies.prompts import SYSTEM
 
 

@@ -26,8 +26,8 @@ from trireme.base.errors import ConfigError
 from trireme.base.paths import atomic_write
 from trireme.monitor.lines import append_lines, read_lines
 from trireme.orchestrator.environments.venv import find_environment
-from trireme.orchestrator.environments.wire import Split
 from trireme.orchestrator.evaluation.results import EvalResult
+from trireme.orchestrator.session.wire import Split
 from trireme.tools.gepa.config import GepaConfig
 
 COMPONENT = "system_prompt"

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from trireme.base.errors import PeerRefused
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.environments.session import RolloutFailed
 from trireme.orchestrator.rollout.runner import RolloutSpec
+from trireme.orchestrator.session.session import RolloutFailed
 from trireme.tools.conversation import blocks, tool_calls
 from trireme.tools.gepa.config import GepaConfig
 from trireme.tools.gepa.files import PromptRollout, Records, Reflection, name_of

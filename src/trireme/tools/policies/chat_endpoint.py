@@ -21,8 +21,6 @@ from trireme.config.orchestrator import OrchestratorConfig
 from trireme.journal.model_turn import ToolCall
 from trireme.journal.records import Rollout
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.environments.session import RolloutFailed
-from trireme.orchestrator.environments.wire import Ask, FinishReason, Reply
 from trireme.orchestrator.rollout.driver import build_rollout
 from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.orchestrator.rollout.sampling import (
@@ -31,6 +29,8 @@ from trireme.orchestrator.rollout.sampling import (
     replaced_arguments,
     sampling_arguments,
 )
+from trireme.orchestrator.session.session import RolloutFailed
+from trireme.orchestrator.session.wire import Ask, FinishReason, Reply
 from trireme.tools.policies.endpoint_file import is_local
 from trireme.tools.policies.script import estimated_prompt
 

@@ -20,8 +20,8 @@ from trireme.base.errors import ConfigError
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.journal.message_text import content_text
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.environments.session import AskPolicy, RolloutFailed
-from trireme.orchestrator.environments.wire import Ask, Done, Reply, RunTask, Split
+from trireme.orchestrator.session.session import AskPolicy, RolloutFailed
+from trireme.orchestrator.session.wire import Ask, Done, Reply, RunTask, Split
 
 SYSTEM = ("system", "developer")
 SHOWN = 200  # characters of a prompt, in an error

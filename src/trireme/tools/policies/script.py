@@ -13,9 +13,9 @@ import random
 from trireme.journal.model_turn import ToolCall
 from trireme.journal.records import Rollout
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.environments.wire import Ask, Reply
 from trireme.orchestrator.rollout.driver import build_rollout
 from trireme.orchestrator.rollout.runner import RolloutSpec
+from trireme.orchestrator.session.wire import Ask, Reply
 
 MAX_TURNS = 32
 """The conversation then no longer fits, as it would in a model's context: an environment may have no limit."""

@@ -25,9 +25,9 @@ from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.orchestrator.environments import pool
 from trireme.orchestrator.environments.pool import open_environment
-from trireme.orchestrator.environments.session import RolloutFailed
-from trireme.orchestrator.environments.wire import Done
 from trireme.orchestrator.environments.worker_process import resident_gib
+from trireme.orchestrator.session.session import RolloutFailed
+from trireme.orchestrator.session.wire import Done
 
 REFUSED = {
     "raises": (

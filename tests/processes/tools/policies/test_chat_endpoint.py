@@ -13,9 +13,9 @@ from fake_chat import FakeChat, completion
 from trireme.base.errors import ConfigError, DeadlineExceeded
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment, OrchestratorConfig
-from trireme.orchestrator.environments.session import RolloutFailed
-from trireme.orchestrator.environments.wire import Ask, Done, Reply
 from trireme.orchestrator.rollout.runner import RolloutSpec
+from trireme.orchestrator.session.session import RolloutFailed
+from trireme.orchestrator.session.wire import Ask, Done, Reply
 from trireme.tools.policies.chat_endpoint import look_at, open_chat_endpoint
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from msgspec import Raw
 
 from trireme.journal.model_turn import Message
-from trireme.orchestrator.environments.wire import Reply
 from trireme.orchestrator.gateway.dialects.turn import (
     ERROR_TYPES,
     STATUS,
@@ -35,6 +34,7 @@ from trireme.orchestrator.gateway.dialects.turn import (
     read_text,
     whole_json,
 )
+from trireme.orchestrator.session.wire import Reply
 
 SAMPLING = {name: name for name in ("max_tokens", "temperature", "top_p", "top_k")} | {"stop_sequences": "stop"}
 UNPARSED = "__unparsedToolInput"  # the key under which Claude Code returns arguments that were no JSON

@@ -9,7 +9,6 @@ from typing import Any
 from msgspec import Raw
 
 from trireme.journal.model_turn import Message
-from trireme.orchestrator.environments.wire import Reply
 from trireme.orchestrator.gateway.dialects.turn import (
     ERROR_TYPES,
     STATUS,
@@ -32,6 +31,7 @@ from trireme.orchestrator.gateway.dialects.turn import (
     read_content,
     read_text,
 )
+from trireme.orchestrator.session.wire import Reply
 
 TEXT_PARTS = ("text", "refusal")
 SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "stop", "max_tokens")} | {

@@ -9,7 +9,6 @@ from typing import Any
 from msgspec import Raw
 
 from trireme.journal.model_turn import Message, ToolCall
-from trireme.orchestrator.environments.wire import Reply
 from trireme.orchestrator.gateway.dialects.chat import error
 from trireme.orchestrator.gateway.dialects.turn import (
     Body,
@@ -32,6 +31,7 @@ from trireme.orchestrator.gateway.dialects.turn import (
     read_content,
     read_text,
 )
+from trireme.orchestrator.session.wire import Reply
 
 SAMPLING = {"temperature": "temperature", "top_p": "top_p", "max_output_tokens": "max_tokens"}
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")

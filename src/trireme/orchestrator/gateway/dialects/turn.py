@@ -22,7 +22,7 @@ from msgspec import Meta, Raw
 
 from trireme.base.safe_text import encodable
 from trireme.journal.model_turn import ToolCall, TurnRequest
-from trireme.orchestrator.environments.wire import Reply
+from trireme.orchestrator.session.wire import Reply
 
 MOST_ITEMS = 50_000  # messages, their parts and calls, tools and stop strings of one request
 MOST_VALUES = 250_000  # signs between values in a request's JSON of any form

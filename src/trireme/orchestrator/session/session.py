@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from trireme.base.errors import TriremeError
 from trireme.journal.requests import RequestLog
-from trireme.orchestrator.environments import wire
-from trireme.orchestrator.environments.wire import Ask, Done, GaveUp, Held, Reply, RunTask
+from trireme.orchestrator.session import wire
+from trireme.orchestrator.session.wire import Ask, Done, GaveUp, Held, Reply, RunTask
 
 AskPolicy = Callable[[Ask], Awaitable[Reply]]
 TURNS_AT_ONCE = 256  # model turns that one rollout may wait for at the same time

@@ -34,8 +34,8 @@ import msgspec
 from trireme.base.errors import PeerDied, TriremeError
 from trireme.journal.model_turn import Message, ToolCall, TurnRequest, assistant_message
 from trireme.journal.records import EnvironmentResult
-from trireme.orchestrator.environments.venv import SourceKind
 
+SourceKind = Literal["file", "package", "installed", "tasks"]
 Split = Literal["train", "eval"]
 FinishReason = Literal["stop", "length", "tool_calls"]
 ErrorKind = Literal["overlong_prompt", "cancelled", "engine"]
