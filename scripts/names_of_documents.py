@@ -2,8 +2,8 @@
 
     python scripts/names_of_documents.py FOLDER > tests/data/documents.json
 
-Of each document: which lines have content, the names (keys, flags, commands, quoted words) of each line, and the
-TOML blocks by their first line. Names and values alone; no sentence of a document is kept.
+Of each document: the names (keys, flags, commands, quoted words) of each line, and the TOML blocks by their first line.
+Names and values alone; no sentence of a document is kept.
 """
 
 from __future__ import annotations
@@ -110,21 +110,9 @@ def list_document(text: str) -> dict[str, Any]:
         if number not in inside:
             names.setdefault(number, []).extend(re.findall(r"`([^`]+)`", line))
     return {
-        "content": _ranges([number for number, line in enumerate(lines, 1) if line.strip()]),
         "names": {number: list(dict.fromkeys(found)) for number, found in sorted(names.items()) if found},
         "toml": {first: table for block in blocks if block.language == "toml" for first, table in tables_of(block)},
     }
-
-
-def _ranges(numbers: list[int]) -> str:
-    """`1 3-5 9`"""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def main(folder: Path) -> None:
@@ -137,7 +125,7 @@ def _one_line_each(listed: dict[str, Any]) -> str:
     """JSON in which a line of a document is a line."""
     documents = []
     for title, document in listed.items():
-        parts = [f'  "content": {json.dumps(document["content"])}']
+        parts = []
         for key in ("names", "toml"):
             entries = (f"   {json.dumps(str(line))}: {json.dumps(found)}" for line, found in document[key].items())
             parts.append(f'  "{key}": {{\n' + ",\n".join(entries) + "\n  }")
