@@ -80,7 +80,7 @@ _UNITS |= {"interval": "steps", "every": "steps"}
 def key_tables(root: type[Section]) -> Iterator[tuple[str, str, str]]:
     """Yield each table of a configuration: its header in a file, its meaning, and a Markdown table of its keys."""
     for header, _, about, fields in _tables(root):
-        heading = "| key | type | unit | default | meaning |\n|---|---|---|---|---|"
+        heading = "| key | type | default | meaning |\n|---|---|---|---|"
         rows = "\n".join([heading, *map(_row, fields)]) if fields else ""
         yield header, f"{about[0].upper()}{about[1:]}" if about else "", rows
 
@@ -89,7 +89,7 @@ def _row(field: Field) -> str:
     unit = next((unit for ending, unit in _UNITS.items() if field.name.endswith(ending)), "")
     shown = "not set" if field.default is None else f"`{toml_value(field.default)}`"
     default = "required" if field.required else shown
-    cells = [f"`{field.name}`", field.words, unit, default, " ".join(field.doc.split())]
+    cells = [f"`{field.name}`", f"{field.words} {unit}".strip(), default, " ".join(field.doc.split())]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
