@@ -67,17 +67,17 @@ def main() -> None:
 
 def page_of(rows: Collection[Row]) -> str:
     reasons = list(dict.fromkeys(reason for row in rows for reason in row.refusals.values()))
-    lines = ["| model | family | parameters (active) | on GPUs | on a CPU | GPUs, whole model | GPUs, adapters |"]
-    lines += ["|---" * 7 + "|"]
+    lines = ["| model | family | parameters (active) | accepted | H100s, whole model | H100s, adapters |"]
+    lines += ["|---" * 6 + "|"]
     for row in rows:
         accepted = "yes, with `[model.vlm]`" if row.with_pictures else "yes"
-        verdicts = [
-            f"no ({reasons.index(row.refusals[device]) + 1})" if device in row.refusals else accepted
-            for device in ("cuda", "cpu")
-        ]
+        if row.refusals:
+            number = reasons.index(row.refusals["cpu"]) + 1
+            accepted = f"no ({number})" if "cuda" in row.refusals else f"on GPUs ({number})"
+
         size = "" if row.parameters is None else f"{row.parameters / 1e9:,.1f}B"
         size += f" ({row.active / 1e9:,.1f}B)" if row.active < (row.parameters or 0) / 2 else ""
-        cells = (row.name, f"`{row.kind}`", size, *verdicts, row.whole, row.adapters)
+        cells = (row.name, f"`{row.kind}`", size, accepted, row.whole, row.adapters)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1)), ""])
 
@@ -119,7 +119,7 @@ def shown(problem: str, folder: str) -> str:
 
 
 def fewest_gpus(folder: str, sized: Sized, *flags: str) -> str:
-    """Return how many GPUs the plan wants, those of one engine and those of the trainer, as "8 + 24 H100"."""
+    """Return how many GPUs the plan wants, one engine's and the trainer's, as "8 + 24" or "4 + 28 B200"."""
 
     def planned(chip: str, engine: int, gpus: int) -> Estimate:
         machine = describe_machine(Devices(cores=16), gpu=chip, gpus=gpus)
@@ -131,7 +131,8 @@ def fewest_gpus(folder: str, sized: Sized, *flags: str) -> str:
         engine = next((count for count in ENGINE_GPUS if planned(chip, count, 2 * count).engine_fits), MOST_GPUS)
         for power in range(engine.bit_length(), MOST_GPUS.bit_length()):
             if planned(chip, engine, 2**power).fits:
-                return f"{engine} + {2**power - engine} {CHIPS[chip].name}"
+                name = "" if chip == "h100" else f" {CHIPS[chip].name}"
+                return f"{engine} + {2**power - engine}{name}"
     return f"more than {ENGINE_GPUS[-1]} for an engine" if engine == MOST_GPUS else f"more than {MOST_GPUS}"
 
 
