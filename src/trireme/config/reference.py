@@ -87,9 +87,11 @@ def key_tables(root: type[Section]) -> Iterator[tuple[str, str, str]]:
 
 def _row(field: Field) -> str:
     unit = next((unit for ending, unit in _UNITS.items() if field.name.endswith(ending)), "")
+    words = field.words.replace(" | ", ", ").replace("true or false", "boolean")
+    kind = words if words == "boolean" else f"{words} {unit}".strip()
     shown = "not set" if field.default is None else f"`{toml_value(field.default)}`"
     default = "required" if field.required else shown
-    cells = [f"`{field.name}`", f"{field.words} {unit}".strip(), default, " ".join(field.doc.split())]
+    cells = [f"`{field.name}`", kind, default, " ".join(field.doc.split())]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
