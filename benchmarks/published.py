@@ -119,7 +119,7 @@ def shown(problem: str, folder: str) -> str:
 
 
 def fewest_gpus(folder: str, sized: Sized, *flags: str) -> str:
-    """Return how many GPUs the plan wants, one engine's and the trainer's, as "8 + 24" or "4 + 28 B200"."""
+    """Return how many GPUs the plan wants, one engine's and the trainer's, as "8+24" or "4+28 B200"."""
 
     def planned(chip: str, engine: int, gpus: int) -> Estimate:
         machine = describe_machine(Devices(cores=16), gpu=chip, gpus=gpus)
@@ -132,7 +132,7 @@ def fewest_gpus(folder: str, sized: Sized, *flags: str) -> str:
         for power in range(engine.bit_length(), MOST_GPUS.bit_length()):
             if planned(chip, engine, 2**power).fits:
                 name = "" if chip == "h100" else f" {CHIPS[chip].name}"
-                return f"{engine} + {2**power - engine}{name}"
+                return f"{engine}+{2**power - engine}{name}"
     return f"more than {ENGINE_GPUS[-1]} for an engine" if engine == MOST_GPUS else f"more than {MOST_GPUS}"
 
 

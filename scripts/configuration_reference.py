@@ -26,11 +26,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = """\
 # Configuration
 
-Every key of `rl` and its processes, of `sft`, `eval` and `gepa`, generated from their models by
-`scripts/configuration_reference.py`; `rl --help` prints the same for the command line.
-
 Keys of [a run](run.md), its [trainer](trainer.md), [orchestrator](orchestrator.md) and [inference](inference.md); of
-[`sft`](sft.md), [`eval`](eval.md) and [`trireme gepa`](gepa.md).
+[`sft`](sft.md), [`eval`](eval.md) and [`trireme gepa`](gepa.md). `scripts/configuration_reference.py` generates these
+pages; `rl --help` prints the same.
 
 **Where values come from.** Defaults, then environment variables, then files from left to right, then flags; the last
 one wins. Tables merge key by key, lists are replaced. Files and flags may come in any order.

@@ -44,8 +44,7 @@ class Loss(Section):
     ] = "importance"
     """The recipe; `docs/algorithms.md` has the formula of each, its source, and when to take it."""
     surrogate: Surrogate | None = None
-    """Use of ratio and advantage: weigh and mask, clip (per token, or per sequence), clip the weight only,
-    no ratio at all, imitate what was better than its group, or a function of yours."""
+    """Use of ratio and advantage (`docs/algorithms.md` has each); the recipe's if not set."""
     proximal: Proximal | None = None
     """Denominator of the ratio: the policy that sampled, or the trainer's own weights at the start of the batch."""
     correction: Correction | None = None
@@ -55,8 +54,8 @@ class Loss(Section):
     correction_high: PositiveFloat | None = None
     """Weights above this are cut down to it, or masked; `inf` leaves all as they are."""
     normalize: Normalize | None = None
-    """Sum over tokens divided by the batch's tokens; or each sample by its own length, then by the number of samples;
-    or by samples times `normalize_length`."""
+    """Divide by the batch's tokens, by each sample's length and the number of samples, or by samples times
+    `normalize_length`."""
     normalize_length: PositiveInt | None = None
     """The constant of `normalize = "constant"`; `orchestrator.sampling.max_tokens` or `seq_len` if not set."""
     ratio_low: NonNegative | None = None

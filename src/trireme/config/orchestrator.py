@@ -43,11 +43,11 @@ class Sampling(Section):
     seed: int | None = None
     """Makes a turn repeatable: with the group, the place in it and the turn it decides the engine's seed."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Variables of the chat template besides messages and tools, as `{ enable_thinking = false }`; those of an
-    environment's table, and then of a turn's own request, take precedence."""
+    """Variables of the chat template, as `{ enable_thinking = false }`; those of an environment's table, and then of a
+    turn's own request, take precedence."""
     extra_body: dict[str, Any] = {}
-    """More sampling parameters of vLLM, by its own names; none that is named above but `chat_template_kwargs`, which
-    may stand here. `reasoning_effort` is given to the chat template, as vLLM does."""
+    """More sampling parameters of vLLM, by its own names, and `chat_template_kwargs`. `reasoning_effort` goes to the
+    chat template, as in vLLM."""
 
     @property
     def template_request(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class Agent(Section):
     env: dict[str, str] = {}
     """More environment variables of the program."""
     inherit: tuple[str, ...] = ("PATH", "LANG", "LC_ALL", "TZ", "SSL_CERT_FILE")
-    """Variables of the orchestrator that the program gets. It sees no others, and so no secrets of the run."""
+    """Variables of the orchestrator that the program gets; no others."""
     workdir: str | None = None
     """Folder that is copied for each rollout; an empty folder if not set."""
     stdin: str | None = None
@@ -218,7 +218,7 @@ class DifficultyPools(Section):
     hard_weight: Annotated[float, Field(ge=0)] = 0.5
     """Weight of hard examples; 0 leaves them out."""
     memory: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """Weight of what was known of an example when a new group of it is in; 0 looks at the newest group only."""
+    """Weight of what was known of an example; 0 looks at the newest group only."""
 
 
 class Buffer(Section):
@@ -261,7 +261,7 @@ class Filters(Section):
     repetition: Literal["count", "mask", "drop"] = "count"
     """Rollouts that repeat themselves without end."""
     repetition_window: PositiveInt = 128
-    """So many tokens in a row that each are what stood one unit before them are a repetition."""
+    """This many tokens in a row, each equal to the one a unit before, are a repetition."""
     repetition_period: PositiveInt = 32
     """Longest unit of a repetition, in tokens."""
     gibberish: Literal["count", "mask", "drop"] = "count"
@@ -296,8 +296,7 @@ class Advantage(Section):
     type: Literal[
         "group_mean", "group_mean_std", "leave_one_out", "max_rl", "ema", "batch", "group_batch", "none", "custom"
     ] = "group_mean"
-    """Baseline of a reward: its group's mean (also divided by its deviation, or by itself: `max_rl`), the
-    other rollouts of the group, a running mean, the whole batch (REINFORCE++), nothing, or a function of yours."""
+    """Baseline of a reward; `docs/algorithms.md` has the formula of each."""
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.9
     """Share of the running mean of `ema` that remains after a batch."""
     path: str | None = None
@@ -343,8 +342,7 @@ class Evaluation(Section):
     pass_threshold: float = 1.0
     """A rollout with at least this reward has passed."""
     max_concurrent: PositiveInt | None = None
-    """Evaluation rollouts under way at once; a quarter of `orchestrator.max_concurrent` if not set, so that
-    training continues meanwhile."""
+    """Evaluation rollouts under way at once; a quarter of `orchestrator.max_concurrent` if not set."""
     sampling: Sampling = Sampling(temperature=0.0)
     """Sampling for evaluation; greedy if not set. `max_tokens` and `chat_template_kwargs` fall back to the training
     values."""
@@ -374,7 +372,7 @@ class OrchestratorConfig(Section):
     """A rollout with a token sampled longer ago than this many versions is dropped, and replaced."""
     trajectory_strategy: Literal["interleaved", "branching"] = "interleaved"
     """Turns of a rollout as one sample, or one sample each. With the first, chat templates that always rewrite earlier
-    turns are refused, and a single conversation that is rewritten becomes several samples."""
+    turns are refused."""
     max_concurrent: PositiveInt = 1024
     """Requests under way at once in all engines."""
     max_rollout_attempts: PositiveInt = 3
@@ -391,7 +389,7 @@ class OrchestratorConfig(Section):
     server: StatusServer = StatusServer()
     engine_timeout_s: PositiveFloat = 600.0
     """Longest time that an engine may take to answer one request. A model turn may take as long as any
-    `rollout_timeout_s`: one that takes longer ends its rollout, not the run."""
+    `rollout_timeout_s`."""
     trainer_timeout_s: PositiveFloat = 3600.0
     """Longest time that the orchestrator waits for the trainer; evaluations and full disks do not count."""
 

@@ -48,13 +48,13 @@ class WeightBroadcast(Section):
     timeout_s: PositiveFloat = 300.0
     """Longest time of one whole update."""
     bucket_mib: PositiveInt = 64
-    """Tensors travel in buckets of this size, in MiB. An update takes the memory of two of them, and of one tensor."""
+    """Tensors travel in buckets of this size. An update takes the memory of two, and of one tensor."""
     delta: bool = False
-    """Send only what changed since the version before; pays where that is little: bf16, small learning rates. It takes
-    a copy of the model, as it is served, in host memory of all trainer ranks together, and one per engine worker."""
+    """Send only what changed since the version before, for bf16 and small learning rates. It takes a copy of the served
+    model in host memory of all trainer ranks together, and one per engine worker."""
     probe_tolerance: PositiveOrInfinite | None = None
-    """Largest difference between the trainer's and an engine's logprobs on a fixed prompt after each update; `inf`
-    takes any. If not set, 1e-3 in float32; else the mean may be four times what rounding makes, measured each time."""
+    """Largest difference between the trainer's and an engine's logprobs on a fixed prompt; `inf` takes any. If not set,
+    1e-3 in float32, else the mean may be four times what rounding makes."""
 
 
 class Ports(Section):
@@ -125,8 +125,8 @@ class Supervisor(Section):
     """A process that has been stopped (SIGSTOP, a debugger) for this long is killed, and so started again; `inf` kills
     none."""
     unhealthy_after_s: PositiveOrInfinite = 60.0
-    """A server that answered `/health` before and has not done so for this long is killed, and so started again; one
-    whose port is closed is not waited for longer than 10 s."""
+    """A server that has not answered `/health` for this long is killed, and so started again; one whose port is closed
+    after 10 s."""
 
     def delay_s(self, number: int) -> float:
         """The wait before the restart of this number in a row, counted from the first that waits."""

@@ -94,9 +94,8 @@ class TrainerModel(Section):
     from_scratch: bool = False
     """Read only `config.json` and start from random weights, drawn with the run's seed."""
     attn: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = "sdpa"
-    """Attention implementation. `flash_attention_2` is torch's own kernel, without a package, and so is
-    `flash_attention_3`; the others are transformers'. Where this is not given and the model caps its attention scores
-    (Gemma 2, VaultGemma), which sdpa does not, it is eager."""
+    """Attention implementation. Both flash attentions are torch's own kernel, the others transformers'. If not set,
+    eager for models that cap their attention scores (Gemma 2, VaultGemma)."""
     optimization_dtype: Dtype = "float32"
     """Precision of the forward and backward pass; if not set, bfloat16 on GPUs that have it, else float32. Parameters
     and optimizer state are always float32."""
@@ -112,7 +111,7 @@ class TrainerModel(Section):
     vlm: Vlm | None = None
     """The run's `[model.vlm]` if not set."""
     dp_replicate: PositiveInt = 1
-    """Copies of the sharded model (HSDP): ranks are split into this many groups, each of which shards a whole one."""
+    """Copies of the sharded model (HSDP): groups of ranks that each shard a whole one."""
     cp: PositiveInt = 1
     """Context parallelism: this many ranks share each row, so that longer ones fit."""
     ep: PositiveInt = 1
@@ -223,8 +222,8 @@ class TrainerConfig(Training):
     save_logprobs: bool = True
     """Write the trainer's own logprob of each trained token (4 bytes) to `logprobs/`, for the dashboard."""
     try_step: bool | None = None
-    """Before the first batch, while engines start, take a step on a made-up row of full length that changes nothing:
-    too little memory or a block that does not compile ends the run then. On GPUs, if not set."""
+    """Before the first batch, try a step on a made-up row of full length, which finds too little memory early. On GPUs,
+    if not set."""
 
 
 # Rules of these tables. Each yields one message per problem. `table` and `prefix` ("trainer.", or nothing) are names as

@@ -61,8 +61,7 @@ class GepaConfig(Section):
     seed: Seed = 0
     """Seed of everything random: which examples, in which order, which prompt is improved next."""
     output: Path | None = None
-    """Folder of the results; `outputs/gepa` in the environment's folder, or `outputs/gepa/NAME` where it has none. The
-    same search is resumed there, and another one is refused."""
+    """Folder of the results; `outputs/gepa` in the environment's folder, or `outputs/gepa/NAME` if it has none."""
     environments: Path = Path("environments")
     """Where environments are."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
