@@ -102,7 +102,7 @@ def show(metrics: Path) -> int:
         after = held_out.get(steps.stop)
         largest = max((mismatch[step] for step in steps if step in mismatch), default=None)  # of tokens of lag 0 alone
         shown = ("" if after is None else f"{after:.3f}", "" if largest is None else f"{largest:.1e}")
-        table.add_row(f"{begin} - {begin + len(found) - 1}", f"{sum(found) / len(found):.3f}", *shown)
+        table.add_row(f"{begin}-{begin + len(found) - 1}", f"{sum(found) / len(found):.3f}", *shown)
     Console(width=100).print(table)
     last = held_out[max(held_out)]
     return 0 if held_out[0] < 0.6 and last > 0.85 and max(mismatch.values()) < 1e-6 else 1

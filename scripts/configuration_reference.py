@@ -79,9 +79,9 @@ def documents() -> Iterator[tuple[Path, str]]:
 
 
 def key_pages() -> dict[str, str]:
-    """Return the pages by their names. A table that another page has already, key by key, is linked to."""
+    """Return the pages by their names. A table that a page above has already, key by key, is linked to."""
     pages = {name: f"# {title}\n\n" for name, title in TITLES.items()}
-    places: dict[str, str] = {}
+    places: dict[str, tuple[str, str]] = {}  # where a table's rows are, and what that page says of the table
     for root_name, root in ROOTS.items():
         for header, about, rows in key_tables(root):
             table = header.strip("[]")
@@ -90,12 +90,13 @@ def key_pages() -> dict[str, str]:
 
             if header:
                 pages[page] += f"## `{header}`\n\n"
-            pages[page] += f"{about}\n\n" if about else ""
-            if rows in places:
-                pages[page] += f"The keys of {places[rows]}.\n\n"
+            link, known = places.get(rows, ("", ""))
+            pages[page] += f"{about}\n\n" if about != known else ""
+            if link:
+                pages[page] += f"The keys of {link}.\n\n"
             elif rows:
                 pages[page] += f"{rows}\n\n"
-                places[rows] = f"[`{header}`]({page}.md#{table.replace('.', '')})"
+                places[rows] = (f"[`{header}`]({page}.md#{table.replace('.', '')})", about)
     return {name: text.rstrip("\n") + "\n" for name, text in pages.items()}
 
 

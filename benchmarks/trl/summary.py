@@ -149,7 +149,7 @@ def _spread(values: list[float], style: str = "") -> str:
     if not style:
         style = "{:.0f}" if median(values) >= 100 else "{:.1f}" if median(values) >= 5 else "{:.2f}"
     middle, low, high = (style.format(value) for value in (median(values), min(values), max(values)))
-    return middle if len(values) == 1 else f"{middle} ({low} - {high})"
+    return middle if len(values) == 1 else f"{middle} ({low}-{high})"
 
 
 def _markdown(rows: list[list[str]]) -> str:

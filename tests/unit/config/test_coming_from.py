@@ -1,4 +1,4 @@
-"""`docs/coming-from.md` names all that the documents name, and what its rows say is so."""
+"""`docs/coming-from.md` and the reference of keys have all that the documents name, and what its rows say is so."""
 
 import json
 import os
@@ -103,8 +103,9 @@ def rows(*kinds: str) -> Any:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_page_has_every_name_of_a_document(document):
-    text = re.sub(r"[`\[\]]", "", PAGE.read_text())
+def test_every_name_of_a_document_is_in_the_page_or_the_reference(document):
+    pages = [PAGE, *sorted((PAGE.parent / "configuration").glob("*.md"))]
+    text = re.sub(r"[`\[\]]", "", "".join(page.read_text() for page in pages))
     names = {re.sub(r"[`\[\]]", "", name) for found in DOCUMENTS[document]["names"].values() for name in found}
     keys = {re.split(r" ?= ?", name)[0] for name in names}
     ways = {key: (key, " ".join(key.rsplit(".", 1))) for key in keys}  # a key, or its table and its name
