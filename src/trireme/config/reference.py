@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Iterator
 
@@ -88,7 +89,8 @@ def key_tables(root: type[Section]) -> Iterator[tuple[str, str, str]]:
 def _row(field: Field) -> str:
     unit = next((unit for ending, unit in _UNITS.items() if field.name.endswith(ending)), "")
     words = field.words.replace(" | ", ", ").replace("true or false", "boolean")
-    kind = words if words == "boolean" else f"{words} {unit}".strip()
+    words = re.sub(r"(integer|number) > 0", r"positive \1", words)
+    kind = f"{words}, {unit}" if unit and words != "boolean" else words
     shown = "not set" if field.default is None else f"`{toml_value(field.default)}`"
     default = "required" if field.required else shown
     cells = [f"`{field.name}`", kind, default, " ".join(field.doc.split())]
