@@ -28,7 +28,7 @@ PAGE = """\
 
 Keys of [a run](run.md), its [trainer](trainer.md), [orchestrator](orchestrator.md) and [inference](inference.md); of
 [`sft`](sft.md), [`eval`](eval.md) and [`trireme gepa`](gepa.md). `scripts/configuration_reference.py` generates these
-pages; `rl --help` prints the same.
+pages; `rl --help` prints the same. A key without a default is not set.
 
 **Where values come from.** Defaults, then environment variables, then files from left to right, then flags; the last
 one wins. Tables merge key by key, lists are replaced. Files and flags may come in any order.

@@ -91,7 +91,7 @@ def _row(field: Field) -> str:
     words = field.words.replace(" | ", ", ").replace("true or false", "boolean")
     words = re.sub(r"(integer|number) > 0", r"positive \1", words)
     kind = f"{words}, {unit}" if unit and words != "boolean" else words
-    shown = "not set" if field.default is None else f"`{toml_value(field.default)}`"
+    shown = "" if field.default is None else f"`{toml_value(field.default)}`"
     default = "required" if field.required else shown
     cells = [f"`{field.name}`", kind, default, " ".join(field.doc.split())]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
