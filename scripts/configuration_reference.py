@@ -100,13 +100,32 @@ def key_pages() -> dict[str, str]:
     return {name: text.rstrip("\n") + "\n" for name, text in pages.items()}
 
 
+MANY = 4  # keys of one table with one answer are written as `table.*`
+
+
 def resume_table() -> str:
     """Return what a resumed run may change as a table: one row for each answer, with its keys."""
     rows = ["| a changed key | of `rl` | of `sft`, beside or instead |", "|---|---|---|"]
+    shortened: list[str] = []
     for when, meaning in MEANING.items():
-        keys = (" ".join(f"`{key}`" for key in table.get(when, "").split()) for table in (RUN, SFT))
-        rows.append(f"| {' | '.join([meaning, *keys])} |")
+        cells = [shorten(table.get(when, "").split()) for table in (RUN, SFT)]
+        shortened += cells[0]
+        rows.append(f"| {' | '.join([meaning, *(' '.join(f'`{key}`' for key in keys) for keys in cells)])} |")
+
+    stars = [key for key in shortened if key.endswith(".*")]
+    assert len(stars) == len(set(stars)), stars  # else two rows would claim the rest of one table
     return "\n".join(rows) + "\n"
+
+
+def shorten(keys: list[str]) -> list[str]:
+    """Replace many keys of one table by `table.*`: ["a.x", "a.y", "a.z", "a.b.*", "c"] -> ["a.*", "c"]."""
+    tables = [key.removesuffix(".*").rpartition(".")[0] for key in keys]
+    return list(
+        dict.fromkeys(
+            f"{table}.*" if table and tables.count(table) >= MANY else key
+            for key, table in zip(keys, tables, strict=True)
+        )
+    )
 
 
 def main() -> int:

@@ -59,7 +59,7 @@ class CpuEngine(Section):
     """`[inference.cpu]`: an engine on a machine without a GPU."""
 
     kv_cache_gib: PositiveInt = 1
-    """Most memory for keys and values, in GiB; a small model takes what its sequences need at full length."""
+    """Most memory for keys and values; a small model takes what its sequences need."""
     threads: PositiveInt | None = None
     """OpenMP threads of all workers; half of the machine's cores if not set, all of them in a synchronous run."""
 

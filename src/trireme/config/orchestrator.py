@@ -41,7 +41,7 @@ class Sampling(Section):
     stop: tuple[str, ...] = ()
     """Strings that end a turn."""
     seed: int | None = None
-    """Makes a turn repeatable: with the group, the place in it and the turn it decides the engine's seed."""
+    """With the group, the place in it and the turn, it decides the engine's seed."""
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the chat template, as `{ enable_thinking = false }`; those of an environment's table, and then of a
     turn's own request, take precedence."""
@@ -148,7 +148,7 @@ class Agent(Section):
     readable: tuple[str, ...] = ()
     """Paths that the program can read in a sandbox, beside the system's and Python's; they may begin with `{here}`."""
     network: bool = False
-    """The program can use the machine's network. In a sandbox it reaches the policy in any case; containers need it."""
+    """The program can use the machine's network. Containers need it to reach the policy."""
     memory_gib: PositiveFloat = 4.0
     """A program in a sandbox or container whose processes hold more memory is ended."""
     num_processes: PositiveInt = 256
@@ -189,7 +189,7 @@ class Environment(Section):
     max_memory_gib: PositiveFloat | None = None
     """A worker whose processes hold more than this is restarted; no limit if not set. Agent programs do not count."""
     inherit: tuple[str, ...] | None = None
-    """Variables of the orchestrator that its workers get, beside those of the system and of Python; all if not set."""
+    """Variables of the orchestrator that its workers get, beside the system's and Python's; all if not set."""
     agent: Agent | None = None
     """A program that plays the rollouts; the environment itself does if not set."""
 
@@ -214,7 +214,7 @@ class DifficultyPools(Section):
     easy_weight: Annotated[float, Field(ge=0)] = 0.2
     """Weight of easy examples in the draw, relative to the other pools; 0 leaves it out."""
     normal_weight: PositiveFloat = 1.0
-    """Weight of examples that are neither easy nor hard, or were never seen: at 0, none would ever come."""
+    """Weight of examples that are neither easy nor hard, or were never seen."""
     hard_weight: Annotated[float, Field(ge=0)] = 0.5
     """Weight of hard examples; 0 leaves them out."""
     memory: Annotated[float, Field(ge=0, lt=1)] = 0.5

@@ -115,15 +115,13 @@ class Supervisor(Section):
     """Start a process that died again, alone. `rl --no-restart` ends the run at the first death instead, and
     then kills no process for being stopped or unhealthy."""
     max_restarts: Annotated[int, Field(ge=0)] = 5
-    """Restarts of one process in a row, without a newly trained step between them, before the run is given up."""
+    """Restarts of one process in a row, without a newly trained step, before the run ends."""
     backoff_s: PositiveFloat = 1.0
-    """The first restart in a row is immediate, the second comes after this long; each further one waits twice as
-    long."""
+    """The second restart in a row comes after this long; each further one waits twice as long."""
     longest_backoff_s: PositiveFloat = 30.0
     """No restart waits longer than this."""
     frozen_after_s: PositiveOrInfinite = 20.0
-    """A process that has been stopped (SIGSTOP, a debugger) for this long is killed, and so started again; `inf` kills
-    none."""
+    """A process that has been stopped (SIGSTOP) for this long is killed, and so started again; `inf` kills none."""
     unhealthy_after_s: PositiveOrInfinite = 60.0
     """A server that has not answered `/health` for this long is killed, and so started again; one whose port is closed
     after 10 s."""
@@ -188,7 +186,7 @@ class RunConfig(AnyRun):
     trainer_gpus: PositiveInt | None = None
     """Number of GPUs for the trainer, after the engines'; instead of `trainer_gpu_ids`."""
     dashboard: bool = False
-    """Open the dashboard of the run, reachable from this machine only, and print its address; it ends with the run."""
+    """Open the dashboard of the run, for this machine only; it ends with the run."""
     model: Model = Model()
     weight_broadcast: WeightBroadcast = WeightBroadcast()
     ports: Ports = Ports()

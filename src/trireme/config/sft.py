@@ -51,7 +51,7 @@ class SftConfig(Training, AnyRun):
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the data held out for validation where `validation` is not given; 0 holds out none."""
     validation_interval: PositiveInt | None = None
-    """Measure the validation loss every this many steps; only before the first and after the last if not set."""
+    """Steps between measurements of the validation loss; only before the first and after the last if not set."""
     loss_on: tuple[TrainedRole, ...] = ("assistant",)
     """Roles whose messages are trained on; a message's own `train` or `weight` takes precedence."""
     chat_template: Path | None = None

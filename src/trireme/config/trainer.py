@@ -23,8 +23,8 @@ class ActivationCheckpointing(Section):
     freq: PositiveInt = 1
     """Distance between layers that are recomputed; 1 recomputes all (least memory), 2 every other."""
     mode: Literal["full", "selective"] = "full"
-    """`selective` keeps the results of matrix products and attention, and recomputes only what is cheap. Not with
-    `compile`, which recomputes what is cheap by itself."""
+    """`selective` keeps the results of matrix products and attention. Not with `compile`, which recomputes what is
+    cheap by itself."""
 
 
 class Lora(Section):
@@ -43,7 +43,7 @@ class Lora(Section):
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) instead."""
     sync: Literal["merged", "adapter"] = "merged"
-    """Weights that engines get: the whole model with the adapters added in, or (less to send) the adapters alone."""
+    """Weights that engines get: the whole model with the adapters added in, or the adapters alone."""
 
     @property
     def engine_rank(self) -> int:
@@ -65,7 +65,7 @@ class Experts(Section):
     router_dtype: Literal["model", "float32"] = "float32"
     """Precision of the routers' scores; `model` takes `optimization_dtype`."""
     router_replay: bool = False
-    """Send each token to the experts that the engine sent it to, so that both compute the same function."""
+    """Send each token to the experts that the engine sent it to."""
 
 
 TOWER = "model.visual"
@@ -97,8 +97,8 @@ class TrainerModel(Section):
     """Attention implementation. Both flash attentions are torch's own kernel, the others transformers'. If not set,
     eager for models that cap their attention scores (Gemma 2, VaultGemma)."""
     optimization_dtype: Dtype = "float32"
-    """Precision of the forward and backward pass; if not set, bfloat16 on GPUs that have it, else float32. Parameters
-    and optimizer state are always float32."""
+    """Precision of passes; bfloat16 on GPUs that have it, else float32, if not set. Parameters and optimizer state are
+    float32."""
     reduce_dtype: Dtype = "float32"
     """Precision in which gradients are summed across ranks."""
     ac: ActivationCheckpointing | None = None
@@ -115,7 +115,7 @@ class TrainerModel(Section):
     cp: PositiveInt = 1
     """Context parallelism: this many ranks share each row, so that longer ones fit."""
     ep: PositiveInt = 1
-    """Ranks that share the experts of a layer, each holding whole ones: only 1 as yet. FSDP shards experts, too."""
+    """Ranks that share the experts of a layer: only 1 as yet. FSDP shards experts, too."""
     head_chunk: PositiveInt = 1024
     """Tokens whose logits exist at once: the [tokens, vocabulary] tensor is never whole."""
     fsdp_cpu_offload: bool = False
@@ -147,12 +147,12 @@ class Optimizer(Section):
     """`[trainer.optim]`."""
 
     type: Literal["adamw", "adamw_8bit", "muon", "sgd"] = "adamw"
-    """AdamW (decoupled weight decay), the same with its moments in 8 bits, Muon (for the layers' matrices, with
-    momentum 0.95; AdamW for the rest), or plain SGD with momentum `betas[0]`."""
+    """AdamW, the same with its moments in 8 bits, Muon (for the layers' matrices, with momentum 0.95; AdamW for the
+    rest), or SGD with momentum `betas[0]`."""
     lr: PositiveFloat = 1e-6
     """Peak learning rate; 1e-6 to 1e-5 for whole models, ten times that for adapters."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Weight decay, decoupled from the gradient (with `sgd` added to it, before momentum); 0 is common for RL."""
+    """Weight decay, decoupled from the gradient (not with `sgd`); 0 is common for RL."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     """Decay of AdamW's two moments."""
     eps: PositiveFloat = 1e-8

@@ -36,7 +36,7 @@ class EvaluatedModel(Section):
     max_model_len: PositiveInt | None = None
     """Longest prompt plus completion in tokens; what the server reports where not given."""
     tool_call_parser: str | None = None
-    """How the engine reads tool calls; as the run of the checkpoints had it where not given, else the hermes form."""
+    """The engine's parser of tool calls; that of the checkpoints' run if not set, else the hermes form."""
     reasoning_parser: str | None = None
     """The parser that separates thinking from content; the run's if not set."""
 
@@ -45,7 +45,7 @@ class EvalConfig(Section):
     """Everything about an evaluation outside a run."""
 
     weights_dir: Path | None = None
-    """Folder with `step_N` folders, as a run has in `weights/`: each is loaded into the engine and evaluated."""
+    """Folder with `step_N` folders, as a run's `weights/`: each is evaluated."""
     steps: tuple[int, ...] = ()
     """Steps to evaluate; all where not given."""
     eval_base: bool = True
@@ -53,7 +53,7 @@ class EvalConfig(Section):
     env: tuple[Environment, ...] = ()
     """Environments; those that the run of the checkpoints is evaluated on where not given."""
     num_examples: PositiveInt | None = None
-    """Examples per environment, the first of its evaluation set (else of its training set); all where not given."""
+    """Examples per environment, the first of its evaluation set (else its training set); all if not set."""
     rollouts_per_example: PositiveInt = 1
     """Completions per example: k of avg@k."""
     pass_at: tuple[PositiveInt, ...] = ()
@@ -68,10 +68,9 @@ class EvalConfig(Section):
     """How the model is sampled; as in the run's own evaluations where not given, else greedy, or at temperature 1 where
     there are several rollouts per example."""
     take_over: bool = False
-    """Load weights also into an engine that serves a version of a training run; for engines whose run is over."""
+    """Load weights also into an engine of a training run, which must be over."""
     output_dir: Path | None = None
-    """Where results go, as `step_N/ENV.jsonl`; `evals` next to the weights folder where not given, else
-    `outputs/evals/MODEL`."""
+    """Folder of the results; `evals` next to the weights folder if not set, else `outputs/evals/MODEL`."""
     seed: Seed = 0
     """Seed of the environments' data."""
     client: Client = Client()

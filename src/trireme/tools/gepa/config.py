@@ -24,10 +24,9 @@ class GepaConfig(Section):
     reflection_model: str | None = None
     """The model that rewrites prompts; `model` where not given."""
     base_url: str | None = None
-    """Address of the endpoint that has the models; that of each in the file of endpoints where not given."""
+    """Address of the models' endpoint; that of each in the file of endpoints if not set."""
     api_key_var: str | None = None
-    """Variable that holds the key of the endpoint of `model`, and of `base_url`; OPENAI_API_KEY, for https, where not
-    given."""
+    """Variable that holds the endpoint's key; OPENAI_API_KEY, for https, if not set."""
     endpoints: Path | None = None
     """File of endpoints; `configs/endpoints.toml` or `.py` where not given."""
     max_calls: PositiveInt = 500
@@ -39,7 +38,7 @@ class GepaConfig(Section):
     minibatch_size: PositiveInt = 3
     """Examples per reflection."""
     perfect_score: float | None = None
-    """Highest reward: examples that all have it are not reflected on, and the search ends when validation has it."""
+    """Highest reward: minibatches that have it are not reflected on, and the search ends when validation has it."""
     state_columns: tuple[str, ...] = ()
     """Fields of the environment's state that the reflection model is shown too."""
     initial_prompt: Path | None = None
@@ -67,6 +66,6 @@ class GepaConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of an engine that is started; `auto` takes GPUs where there are some."""
     seq_len: PositiveInt | None = None
-    """Longest prompt plus completion of an engine that is started; up to 2048, as the model takes, where not given."""
+    """Longest prompt plus completion of an engine that is started; up to 2048 if not set."""
     inference: InferenceConfig = InferenceConfig()
     """More about an engine that is started."""
