@@ -40,11 +40,11 @@ one wins. Tables merge key by key, lists are replaced. Files and flags may come 
 | as a flag | `--trainer.optim.lr 1e-5`, and for the command `trainer` also `--optim.lr 1e-5` |
 | as an environment variable | `TRIREME_TRAINER__OPTIM__LR=1e-5` |
 
-Flags write `-` where keys have `_`. `--no-x` switches off a truth value (`--no-resume`) or a whole table
-(`--no-wandb`); a table that is off by default is switched on by its name alone (`--trainer.model.ac`) or by any of its
-keys. Lists are `--x 1 2`, `--x 1,2` or `--x "[1, 2]"`. Words stay whole in a list of texts (`--x sh -c "echo a, b"`),
-and an empty text is the empty list. Tables are JSON or TOML. Items of an array of tables go by their number, counted
-from 0: `--orchestrator.env.0.id reverse-text`. `none` stands for no value, in files too: `num_examples = "none"`.
+Flags write `-` where keys have `_`. `--no-x` switches off a boolean or a table (`--no-wandb`); a table that is off by
+default is switched on by its name (`--trainer.model.ac`) or by any of its keys. Lists are `--x 1 2`, `--x 1,2` or
+`--x "[1, 2]"`; in a list of texts, words stay whole (`--x sh -c "echo a, b"`), and an empty text is the empty list.
+Tables are JSON or TOML. Items of an array of tables go by number: `--orchestrator.env.0.id reverse-text`. `none` stands
+for no value, in files too: `num_examples = "none"`.
 
 Unknown keys are refused with a suggestion, and all problems are shown together before anything starts.
 
