@@ -214,7 +214,7 @@ class DifficultyPools(Section):
     easy_weight: Annotated[float, Field(ge=0)] = 0.2
     """Weight of easy examples in the draw, relative to the other pools; 0 leaves it out."""
     normal_weight: PositiveFloat = 1.0
-    """Weight of examples that are neither easy nor hard, or were never seen."""
+    """Weight of examples that are neither easy nor hard, or were never seen: at 0, none would ever come."""
     hard_weight: Annotated[float, Field(ge=0)] = 0.5
     """Weight of hard examples; 0 leaves them out."""
     memory: Annotated[float, Field(ge=0, lt=1)] = 0.5
