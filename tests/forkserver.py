@@ -38,7 +38,7 @@ from setproctitle import getproctitle, setproctitle
 
 from warm_python import is_of_this_user
 
-FORKED = ("trireme.cli.orchestrator", "trireme.cli.trainer", "trireme.cli.sft", "trireme.cli.runs.replay")
+FORKED = ("trireme.cli.orchestrator", "trireme.cli.trainer", "trireme.cli.sft", "trireme.cli.trireme")
 FORKED += ("trireme.cli.inference",)
 FORKED_SCRIPTS = ("scripted_engine.py",)
 IMPORTED = ("trireme.trainer.loop", "trireme.orchestrator.loop", "trireme.launch.supervise", "trireme.cli.rl")

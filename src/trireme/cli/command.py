@@ -1,5 +1,4 @@
-"""Shared steps of all commands: turn errors into a message and an exit code, load a process's configuration, and start
-ranks."""
+"""Shared steps of all commands: turn errors into a message and an exit code, and load a process's configuration."""
 
 from __future__ import annotations
 
@@ -10,9 +9,8 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from difflib import get_close_matches
 from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn
@@ -21,9 +19,8 @@ from trireme.base.devices import Devices, detect_devices
 from trireme.base.disk import is_full
 from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.installation import correct_wheel_tag
-from trireme.base.processes import die_with_parent
 from trireme.base.safe_text import clean
-from trireme.cli.machines import KEEPER, join_network, node_of
+from trireme.cli.machines import join_network, node_of
 from trireme.config.arguments import HELP
 from trireme.config.files import ProcessName, command_without_secrets, write_process_files, write_run
 from trireme.config.load import load_run_config
@@ -33,13 +30,11 @@ from trireme.config.rules import check, check_launch, launch_problems, launch_wa
 from trireme.config.run import NODE, RunConfig
 from trireme.config.sft import SftConfig
 from trireme.launch.folder import hold, prepare_folder
-from trireme.launch.plan import describe, plan
+from trireme.launch.plan import describe, plan, set_environment
 from trireme.launch.process_tree import MARKER
-from trireme.launch.ranks import report_failed, run_ranks
+from trireme.launch.ranks import RANKS_PARENT, end_with_parent
 from trireme.launch.resume import check_fresh, check_resume
 from trireme.launch.settings import write_settings
-
-RANKS_PARENT = "TRIREME_RANKS_PARENT"  # pid of the process that starts the ranks, for the ranks below it
 
 UNDECODED = re.compile("[\udc80-\udcff]")
 """Characters that Python makes of bytes in file names and arguments that it cannot decode."""
@@ -144,28 +139,6 @@ def _flush_output(program: str, code: int) -> int:
     return code
 
 
-def choose_verb(program: str, lines: Mapping[str, str], argv: list[str], advice: str = "") -> str:
-    """Return the verb that was typed. With `--help`, or without any, print the list of verbs and end.
-
-    Args:
-        lines: what each verb does.
-        advice: for a word that is like none of them.
-
-    Raises: ConfigError if there is no such verb.
-    """
-    if not argv or argv[0] in HELP:
-        width = max(map(len, lines))
-        shown = [f"  {name:{width}}  {line}" for name, line in lines.items()]
-        print(f"usage: {program} VERB ...", "", *shown, "", f"`{program} VERB --help` describes each.", sep="\n")
-        raise SystemExit(0 if argv else ConfigError.exit_code)
-    if argv[0] in lines:
-        return argv[0]
-
-    near = get_close_matches(argv[0], lines, n=1)
-    hint = f"Did you mean `{program} {near[0]}`?" if near else advice or f"See `{program} --help`."
-    raise ConfigError(f"there is no `{program} {argv[0]}` - expected one of {', '.join(lines)}. {hint}")
-
-
 def open_process(name: ProcessName, argv: list[str]) -> tuple[RunConfig, Path]:
     """Return the configuration of a process, started by `rl` or alone, and the file from which another process can load
     exactly the same. A dry run ends here.
@@ -261,62 +234,3 @@ def note_provenance(config: RunConfig, devices: Devices) -> None:
 def move_old_run_aside(config: RunConfig | SftConfig) -> None:
     if aside := prepare_folder(config):
         print(f"an earlier run lay in {config.paths.root}: moved to {aside}", flush=True)
-
-
-def set_environment(variables: Mapping[str, str]) -> None:
-    """Set variables that the user has not set. Only Trireme decides which GPUs are visible."""
-    for name, value in variables.items():
-        if name == "CUDA_VISIBLE_DEVICES":
-            os.environ[name] = value
-        else:
-            os.environ.setdefault(name, value)
-
-
-def end_with_parent() -> None:
-    parent = os.environ.get(RANKS_PARENT) or os.environ.get(KEEPER) or os.environ.get(MARKER)
-    if parent:
-        die_with_parent(int(parent))
-
-
-def become_ranks(num_ranks: int, module: str, run_file: Path, *, torchrun: Sequence[str] = ()) -> None:
-    """Return in each rank. With several, the process that was started starts them, and ends with them.
-
-    The ranks are tied to that process as it is to its parent. On several machines it runs torchrun.
-
-    Args:
-        num_ranks: on all machines together.
-        torchrun: its arguments, if the ranks are on several machines.
-    """
-    if RANKS_PARENT in os.environ:
-        return
-    if num_ranks == 1:
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        return
-
-    # From here on only the parent of the ranks runs; each rank calls this again, and returns above.
-    os.environ[RANKS_PARENT] = str(os.getpid())
-    sys.stdout.flush()
-    rank_arguments = [module, "--run", str(run_file)]
-    if not torchrun:
-        sys.exit(run_ranks(num_ranks, [sys.executable, "-m", *rank_arguments]))
-    # After `--` nothing is torchrun's: it would take our `--run` for its `--run-path`.
-    sys.exit(_torchrun([*torchrun, "-m", "--", *rank_arguments]))
-
-
-def _torchrun(arguments: list[str]) -> int:
-    """Run torchrun and return its exit code; that of `report_failed` if ranks failed."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
-
-    try:
-        run(parse_args(arguments))
-        return 0
-    except ChildFailedError as error:
-        return report_failed({rank: failure.exitcode for rank, failure in sorted(error.failures.items())})
-    except SignalException as error:
-        return 128 + int(error.sigval)
-
-
-def rank() -> int:
-    return int(os.environ.get("RANK", "0"))

@@ -5,8 +5,8 @@ All three can be typed after either name.
 
 from __future__ import annotations
 
-from trireme.cli.command import choose_verb, run_command
-from trireme.config.arguments import HELP
+from trireme.cli.command import run_command
+from trireme.config.arguments import HELP, choose_verb
 
 VERBS = {
     "run": "asks one model on one environment",

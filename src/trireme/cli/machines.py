@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from trireme.base.errors import FINAL_EXIT_CODES, ConfigError
@@ -17,8 +18,7 @@ from trireme.config.files import ProcessName, write_run
 from trireme.config.load import Invocation
 from trireme.config.resolve import resuming
 from trireme.config.run import NODE, RunConfig, find_node
-
-KEEPER = "TRIREME_KEEPER"  # pid of the process that starts this machine's ranks again
+from trireme.launch.ranks import KEEPER, report_failed
 
 
 def node_of(config: RunConfig, name: ProcessName, invocation: Invocation) -> int:
@@ -79,6 +79,22 @@ def torchrun_arguments(config: RunConfig) -> list[str]:
         "--nproc-per-node": (config.trainer.num_ranks or 1) // len(hosts),
     }
     return [str(word) for pair in arguments.items() for word in pair]
+
+
+def run_torchrun(arguments: Sequence[str], command: Sequence[str]) -> int:
+    """Run this machine's ranks with torchrun. Return its exit code; that of `report_failed` if ranks failed."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    try:
+        # After `--` nothing is torchrun's: it would take our `--run` for its `--run-path`.
+        run(parse_args([*arguments, "-m", "--", *command]))
+        return 0
+    except ChildFailedError as error:
+        return report_failed({rank: failure.exitcode for rank, failure in sorted(error.failures.items())})
+    except SignalException as error:
+        return 128 + int(error.sigval)
 
 
 def keep_ranks(config: RunConfig, run_file: Path) -> int:

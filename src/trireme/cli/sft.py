@@ -9,13 +9,14 @@ from trireme.base.devices import detect_devices
 from trireme.base.log import start_logging
 from trireme.base.network import stay_on_loopback
 from trireme.base.processes import quick_imports
-from trireme.cli.command import become_ranks, end_with_parent, move_old_run_aside, rank, run_command
+from trireme.cli.command import move_old_run_aside, run_command
 from trireme.config.files import to_table, to_toml
 from trireme.config.load import load_config
 from trireme.config.resolve import resolve_sft
 from trireme.config.rules import check_sft
 from trireme.config.sft import SftConfig
 from trireme.launch.folder import check_folder, hold_folder
+from trireme.launch.ranks import become_ranks, end_with_parent, rank
 from trireme.launch.resume import check_resume, is_trained
 from trireme.launch.settings import write_settings
 
@@ -54,7 +55,7 @@ def _train(config: SftConfig, run_file: Path) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(config.threads or 1))
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads take a core from busy ones
     stay_on_loopback()
-    become_ranks(config.num_ranks or 1, "trireme.cli.sft", run_file)
+    become_ranks(config.num_ranks or 1, ["trireme.cli.sft", "--run", str(run_file)])
     start_logging("sft" if rank() == 0 else f"sft.{rank()}", config.log_level)
 
     with quick_imports():

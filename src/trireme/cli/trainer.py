@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from functools import partial
 
 from trireme.base.log import start_logging
 from trireme.base.processes import quick_imports
-from trireme.cli.command import RANKS_PARENT, become_ranks, open_process, rank, run_command
-from trireme.cli.machines import KEEPER, keep_ranks, torchrun_arguments
+from trireme.cli.command import open_process, run_command
+from trireme.cli.machines import keep_ranks, run_torchrun, torchrun_arguments
 from trireme.launch.folder import hold
+from trireme.launch.ranks import KEEPER, RANKS_PARENT, become_ranks, rank
 
 
 def main() -> None:
@@ -24,7 +26,8 @@ def trainer(argv: list[str]) -> int | None:
     if torchrun and not (KEEPER in os.environ or RANKS_PARENT in os.environ):
         return keep_ranks(config, run_file)
 
-    become_ranks(config.trainer.num_ranks or 1, "trireme.cli.trainer", run_file, torchrun=torchrun)
+    command = ["trireme.cli.trainer", "--run", str(run_file)]
+    become_ranks(config.trainer.num_ranks or 1, command, partial(run_torchrun, torchrun) if torchrun else None)
     start_logging("trainer" if rank() == 0 else f"trainer.{rank()}", config.log_level)
 
     with quick_imports():

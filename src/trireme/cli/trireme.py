@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 
-from trireme.cli.command import choose_verb, run_command
+from trireme.cli.command import run_command
+from trireme.config.arguments import choose_verb
 
 
 @dataclass(frozen=True)

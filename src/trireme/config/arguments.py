@@ -1,4 +1,4 @@
-"""Words of the command line: files with `@`, flags with their values, and types for `argparse`.
+"""Words of the command line: verbs, files with `@`, flags with their values, and types for `argparse`.
 
 Example:
     rl @ a.toml --trainer @ t.toml --max-steps 20 --resume
@@ -11,14 +11,37 @@ import json
 import math
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from trireme.base.errors import ConfigError
 
 HELP = ("--help", "-h")
+
+
+def choose_verb(program: str, lines: Mapping[str, str], argv: list[str], advice: str = "") -> str:
+    """Return the verb that was typed. With `--help`, or without any, print the list of verbs and end.
+
+    Args:
+        lines: what each verb does.
+        advice: for a word that is like none of them.
+
+    Raises: ConfigError if there is no such verb.
+    """
+    if not argv or argv[0] in HELP:
+        width = max(map(len, lines))
+        shown = [f"  {name:{width}}  {line}" for name, line in lines.items()]
+        print(f"usage: {program} VERB ...", "", *shown, "", f"`{program} VERB --help` describes each.", sep="\n")
+        raise SystemExit(0 if argv else ConfigError.exit_code)
+    if argv[0] in lines:
+        return argv[0]
+
+    near = get_close_matches(argv[0], lines, n=1)
+    hint = f"Did you mean `{program} {near[0]}`?" if near else advice or f"See `{program} --help`."
+    raise ConfigError(f"there is no `{program} {argv[0]}` - expected one of {', '.join(lines)}. {hint}")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
@@ -96,6 +97,15 @@ def plan(config: RunConfig, run_file: Path, devices: Devices | None = None) -> P
     gpus, ports = config.trainer_gpu_ids or (), {"weights": config.ports.weights}
     trainer = spec("trainer", gpus, config.trainer.threads, ports)
     return {each.name: each for each in (inference, orchestrator, trainer)}
+
+
+def set_environment(variables: Mapping[str, str]) -> None:
+    """Set variables that the user has not set. Only Trireme decides which GPUs are visible."""
+    for name, value in variables.items():
+        if name == "CUDA_VISIBLE_DEVICES":
+            os.environ[name] = value
+        else:
+            os.environ.setdefault(name, value)
 
 
 def describe(plan: Plan, config: RunConfig, *, only: ProcessName | None = None) -> str:

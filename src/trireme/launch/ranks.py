@@ -1,4 +1,4 @@
-"""Start the trainer's ranks on one machine, wait for them, and end all of them when one fails.
+"""The ranks of a trainer: a process starts one per rank on its machine, waits for them, and ends all when one fails.
 
 The ranks rendezvous through an anonymous file that only they inherit. torchrun would open a TCP store on all
 interfaces, and unpickle what it receives there.
@@ -11,13 +11,48 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from trireme.base.errors import FINAL_EXIT_CODES
-from trireme.base.processes import RANK_STORE, catch_signals
+from trireme.base.processes import RANK_STORE, catch_signals, die_with_parent
+from trireme.launch.process_tree import MARKER
 
+RANKS_PARENT = "TRIREME_RANKS_PARENT"  # pid of the process that starts the ranks, for the ranks below it
+KEEPER = "TRIREME_KEEPER"  # pid of the process that starts this machine's ranks again
 POLL_S = 0.02
 GRACE_S = 30.0  # between SIGTERM and SIGKILL: a rank may be writing a checkpoint
+
+
+def become_ranks(num_ranks: int, command: Sequence[str], start: Callable[[Sequence[str]], int] | None = None) -> None:
+    """Return in each rank. With several, the process that was started starts them, and ends with them.
+
+    The ranks are tied to that process as it is to its parent.
+
+    Args:
+        num_ranks: on all machines together.
+        command: module and arguments of a rank, which calls this again.
+        start: run the ranks until they have ended; `run_ranks` if they are all on this machine.
+    """
+    if RANKS_PARENT in os.environ:
+        return
+    if num_ranks == 1:
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        return
+
+    # From here on only the parent of the ranks runs.
+    os.environ[RANKS_PARENT] = str(os.getpid())
+    sys.stdout.flush()
+    sys.exit(start(command) if start else run_ranks(num_ranks, [sys.executable, "-m", *command]))
+
+
+def end_with_parent() -> None:
+    parent = os.environ.get(RANKS_PARENT) or os.environ.get(KEEPER) or os.environ.get(MARKER)
+    if parent:
+        die_with_parent(int(parent))
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
 
 
 def run_ranks(num_ranks: int, command: Sequence[str]) -> int:

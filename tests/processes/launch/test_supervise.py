@@ -128,11 +128,12 @@ RANKS = """
 import os, time
 from pathlib import Path
 from trireme.base.errors import ConfigError
-from trireme.cli.command import become_ranks, end_with_parent, rank, run_command
+from trireme.cli.command import run_command
+from trireme.launch.ranks import become_ranks, end_with_parent, rank
 
 def main(argv):
     end_with_parent()
-    become_ranks(2, "door", Path("run.json"))
+    become_ranks(2, ["door"])
     Path(f"pid_{rank()}").write_text(str(os.getpid()))
     while not all(Path(f"pid_{n}").exists() for n in range(2)):
         time.sleep(0.02)

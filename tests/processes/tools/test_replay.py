@@ -286,7 +286,7 @@ def test_two_ranks_replay_a_run_until_its_changed_batch(tmp_path, tiny_model):
         code, said = end_of("trireme.cli.trainer", "--run", str(run.config.paths.run_config))
         assert code == 0, said
     run.change_batch(STEPS - 1)
-    code, said = end_of("trireme.cli.runs.replay", str(run.config.paths.root))
+    code, said = end_of("trireme.cli.trireme", "replay", str(run.config.paths.root))
     assert code == 1, said
     first, *versions = said.splitlines()
     assert first.endswith(", 2 ranks of 1 thread")

@@ -11,8 +11,8 @@ from trireme.base.errors import ConfigError
 from trireme.base.log import start_logging
 from trireme.base.network import is_loopback
 from trireme.base.token import HOW, token
-from trireme.cli.command import end_with_parent
 from trireme.launch.process_tree import MARKER
+from trireme.launch.ranks import end_with_parent
 from trireme.transport.dashboard_key import address_of, key_of
 
 USUAL = "outputs"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from argparse import ArgumentParser
 from pathlib import Path
@@ -12,7 +11,6 @@ from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.base.log import start_logging
 from trireme.base.network import stay_on_loopback
 from trireme.base.paths import RunPaths, step_folder
-from trireme.cli.command import RANKS_PARENT, become_ranks, end_with_parent, run_command, set_environment
 from trireme.config.files import find_run_file, read_run, toml_value
 from trireme.config.resolve import updated
 from trireme.config.resume import changes
@@ -21,13 +19,8 @@ from trireme.journal.journal import Journal
 from trireme.journal.manifest import complete_steps
 from trireme.journal.settings import Settings
 from trireme.journal.versions import Versions
-from trireme.launch.plan import plan
-
-ARGUMENTS = "TRIREME_REPLAY"  # our command line, as JSON, for the ranks below this process
-
-
-def main() -> None:
-    run_command("trireme replay", replay, abruptly=True)
+from trireme.launch.plan import plan, set_environment
+from trireme.launch.ranks import RANKS_PARENT, become_ranks, end_with_parent
 
 
 def replay(argv: list[str]) -> int:
@@ -50,9 +43,7 @@ def replay(argv: list[str]) -> int:
     add("--run-code", action="store_true", help="run a custom loss, or a model's own code, of this run")
     add("--keep-going", action="store_true", help="also after the first difference")
 
-    # Ranks are started with a run file as their only argument, so the command line reaches them in a variable.
-    is_rank = RANKS_PARENT in os.environ
-    arguments = parser.parse_args(json.loads(os.environ[ARGUMENTS]) if is_rank else argv)
+    arguments = parser.parse_args(argv)
 
     run_file = find_run_file(arguments.run, "trainer")
     config = read_config(arguments.run, run_file, detect_devices())
@@ -66,14 +57,13 @@ def replay(argv: list[str]) -> int:
 
     span = find_span(config.paths, arguments.first, arguments.last)
     config = as_built(config, span)
-    if is_rank:
+    if RANKS_PARENT in os.environ:
         end_with_parent()
     else:
-        os.environ[ARGUMENTS] = json.dumps(argv)
         set_environment(plan(config, run_file, detect_devices())["trainer"].env)
 
     stay_on_loopback()
-    become_ranks(config.trainer.num_ranks or 1, "trireme.cli.runs.replay", run_file)
+    become_ranks(config.trainer.num_ranks or 1, ["trireme.cli.trireme", "replay", *argv])
     start_logging("replay", "warning")
 
     from trireme.tools.replay import replay as train_again
@@ -162,7 +152,3 @@ def find_span(paths: RunPaths, first: int, last: int | None) -> range:
             f"{versions.path(span.start)} and its like, which say what engines confirmed. Replay a run that has them."
         )
     return span
-
-
-if __name__ == "__main__":
-    main()

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trireme.base.safe_text import one_line
-from trireme.cli.command import choose_verb
-from trireme.config.arguments import json_table, positive_int
+from trireme.config.arguments import choose_verb, json_table, positive_int
 from trireme.orchestrator.environments.venv import find_environment, installed_venv
 from trireme.tools.environments.catalog import KINDS, ROOT, list_environments, write_environment
 from trireme.tools.policies.environments import install as install_environment

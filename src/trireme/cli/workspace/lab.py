@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trireme.base.devices import detect_devices
 from trireme.base.errors import ConfigError
-from trireme.cli.command import choose_verb
+from trireme.config.arguments import choose_verb
 from trireme.tools.workspace.setup import SIZES, PythonProject, Size, Workspace, find_shipped, size_of
 
 ENDPOINTS = Path("configs/endpoints.py")
