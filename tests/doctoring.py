@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from trireme.base.devices import Devices
-from trireme.cli.workspace.doctor import doctor
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
-from trireme.tools.doctor.report import Case, Finding
+from trireme.tools.doctor.doctor import command as doctor
+from trireme.tools.doctor.finding import Case, Finding
 
 ENVIRONMENT = ["--orchestrator.env", '[{"id": "reverse-text"}]']
 

@@ -1,13 +1,13 @@
-"""`trireme VERB ...`: what can be done with environments, and with a run on disk. Each verb has a module of its name:
-in `runs` for what works on a run, in `workspace` for what comes before one: the machine, a folder, environments."""
+"""`trireme VERB ...`: commands for a machine, environments, and runs on disk. Each is at the top of its tool."""
 
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.metadata import version
+from pkgutil import resolve_name
 
 from trireme.cli.command import run_command
 from trireme.config.arguments import choose_verb
@@ -15,38 +15,65 @@ from trireme.config.arguments import choose_verb
 
 @dataclass(frozen=True)
 class Verb:
-    """One of the commands. Its module is imported when it is called, and holds a function of its name."""
+    """One of the commands. Its module is imported when it is called."""
 
-    module: str  # below `trireme.cli`
+    call: str  # module below `trireme`, and function: it takes the words behind the verb, and returns the exit code
     line: str  # description in the list of verbs
     abruptly: bool = False  # see `run_command`
 
 
 VERBS = {
-    "audit": Verb("runs.audit", "proves from disk that a run lost nothing and trained nothing twice"),
-    "cancel": Verb("runs.cancel", "ends a run, here or on a cluster"),
+    "audit": Verb("cli.runs.audit:audit", "proves from disk that a run lost nothing and trained nothing twice"),
+    "cancel": Verb("tools.cluster.cancel:command", "ends a run, here or on a cluster"),
     "dashboard": Verb(
-        "runs.dashboard", "shows runs in the browser: metrics, lanes, rollouts token by token, logs, warnings"
+        "cli.runs.dashboard:dashboard",
+        "shows runs in the browser: metrics, lanes, rollouts token by token, logs, warnings",
     ),
-    "diff": Verb("runs.diff", "compares two runs to the bit and names what differed first, and why"),
-    "doctor": Verb("workspace.doctor", "checks whether a run would work on this machine, and what to do if not"),
-    "env": Verb("workspace.env", "writes, installs, lists and checks environments"),
-    "eval": Verb("eval", "evaluates a model, or the checkpoints of a run one after the other", abruptly=True),
-    "eval-view": Verb("runs.eval_view", "shows rewards and conversations of runs and evaluations in the terminal"),
-    "export": Verb("runs.export", "writes a checkpoint as a model that transformers and vLLM load", abruptly=True),
-    "gepa": Verb("workspace.gepa", "improves an environment's system prompt by reflection, without training"),
-    "lab": Verb("workspace.lab", "sets up a folder to work in: example configurations, environments, tiny models"),
-    "login": Verb("workspace.login", "explains where keys of other services go; there is nothing to log in to"),
-    "logs": Verb("runs.logs", "shows the logs of a run, here or on a cluster"),
-    "plan": Verb("runs.plan", "predicts what a run will need and how long a step will take, before anything starts"),
+    "diff": Verb("cli.runs.diff:diff", "compares two runs to the bit and names what differed first, and why"),
+    "doctor": Verb(
+        "tools.doctor.doctor:command", "checks whether a run would work on this machine, and what to do if not"
+    ),
+    "env": Verb("cli.workspace.env:env", "writes, installs, lists and checks environments"),
+    "eval": Verb("cli.eval:eval", "evaluates a model, or the checkpoints of a run one after the other", abruptly=True),
+    "eval-view": Verb(
+        "cli.runs.eval_view:eval_view", "shows rewards and conversations of runs and evaluations in the terminal"
+    ),
+    "export": Verb(
+        "cli.runs.export:export", "writes a checkpoint as a model that transformers and vLLM load", abruptly=True
+    ),
+    "gepa": Verb("cli.workspace.gepa:gepa", "improves an environment's system prompt by reflection, without training"),
+    "lab": Verb(
+        "tools.workspace.setup:command",
+        "sets up a folder to work in: example configurations, environments, tiny models",
+    ),
+    "login": Verb("cli.trireme:login", "explains where keys of other services go; there is nothing to log in to"),
+    "logs": Verb("tools.cluster.logs:command", "shows the logs of a run, here or on a cluster"),
+    "plan": Verb(
+        "cli.runs.plan:plan", "predicts what a run will need and how long a step will take, before anything starts"
+    ),
     "replay": Verb(
-        "runs.replay", "trains a run again from its journal and compares its weights to the bit", abruptly=True
+        "cli.runs.replay:replay",
+        "trains a run again from its journal and compares its weights to the bit",
+        abruptly=True,
     ),
-    "rollouts": Verb("runs.rollouts", "writes the rollouts of a run as data sets for TRL, verl, or anything else"),
-    "status": Verb("runs.status", "shows the state of a run, here or on a cluster"),
-    "submit": Verb("runs.submit", "submits a run to a cluster: Slurm or Kubernetes"),
-    "train": Verb("trireme", "`train submit` is `submit`; so are `train status|logs|cancel`"),
+    "rollouts": Verb(
+        "cli.runs.rollouts:rollouts", "writes the rollouts of a run as data sets for TRL, verl, or anything else"
+    ),
+    "status": Verb("tools.cluster.status:command", "shows the state of a run, here or on a cluster"),
+    "submit": Verb("tools.cluster.submit:command", "submits a run to a cluster: Slurm or Kubernetes"),
+    "train": Verb("cli.trireme:train", "`train submit` is `submit`; so are `train status|logs|cancel`"),
 }
+
+
+KEYS = """\
+There is nothing to log in to: everything runs on your own machines, without an account.
+What other services ask for goes where their own tools look:
+
+  models on a hub         HF_TOKEN, or `hf auth login`
+  Weights & Biases        WANDB_API_KEY, or `wandb login`
+  models at an endpoint   configs/endpoints.py or .toml, one entry each; `trireme lab setup` writes one
+  judges of environments  OPENAI_API_KEY and the like; `env_file` of a job
+  a run on several hosts  TRIREME_TOKEN, or `hosts.token_file`"""
 
 
 def main() -> None:
@@ -74,11 +101,16 @@ def train(argv: list[str]) -> int:
     return _call("trireme train", verbs, argv, "To train on this machine, type `rl @ FILE`.")
 
 
+def login(argv: list[str]) -> int:
+    ArgumentParser(prog="trireme login", description="Says where keys of other services go.").parse_args(argv)
+    print(KEYS)
+    return 0
+
+
 def _call(program: str, verbs: dict[str, Verb], argv: list[str], advice: str = "") -> int:
     name = choose_verb(program, {name: verb.line for name, verb in verbs.items()}, argv, advice)
-    module = import_module(f"trireme.cli.{verbs[name].module}")
-    main: Callable[[list[str]], int | None] = getattr(module, name.replace("-", "_"))
-    return main(argv[1:]) or 0
+    command: Callable[[list[str]], int] = resolve_name(f"trireme.{verbs[name].call}")
+    return command(argv[1:])
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from machines import open_machines, why_not
 from slurm_cluster import Cluster, missing, open_cluster
 from trireme.base.errors import ConfigError
 from trireme.cli.runs.audit import audit
-from trireme.cli.runs.cancel import cancel
-from trireme.cli.runs.submit import submit
+from trireme.tools.cluster.cancel import command as cancel
 from trireme.tools.cluster.job import Submission, find_submission
+from trireme.tools.cluster.submit import command as submit
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("Slurm"), pytest.mark.skipif(bool(missing()), reason=missing())]
 

@@ -17,10 +17,11 @@ from stage import until
 from toy_environments import ECHO, write
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
-from trireme.cli.workspace.doctor import CHECKS, doctor
 from trireme.tools.doctor import rehearsal
+from trireme.tools.doctor.doctor import CHECKS, Check, run_checks, summary_of
+from trireme.tools.doctor.doctor import command as doctor
+from trireme.tools.doctor.finding import Case, Finding, ok, warning
 from trireme.tools.doctor.rehearsal import Ended, check_environments, judge_environment, judge_run, run_program, shrink
-from trireme.tools.doctor.report import Case, Check, Finding, ok, run_checks, summary_of, warning
 from written_run import write_whole_run
 
 REPOSITORY = Path(__file__).parents[3]
@@ -58,7 +59,7 @@ def test_doctor_exits_with_1_for_a_problem_but_not_for_a_warning(capsys, workpla
         with pytest.raises(ConfigError, match=re.escape(message)):
             doctor(words.split())
     assert capsys.readouterr().out == ""
-    monkeypatch.setattr("trireme.cli.workspace.doctor.CHECKS", (Check("a", lambda _: [warning("hm", "wait")]),))
+    monkeypatch.setattr("trireme.tools.doctor.doctor.CHECKS", (Check("a", lambda _: [warning("hm", "wait")]),))
     assert doctor([]) == 0
     assert "1 warning" in capsys.readouterr().out
 

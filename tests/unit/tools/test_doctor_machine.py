@@ -31,10 +31,10 @@ from trireme.tools.doctor.configuration import (
     check_ports,
     sockets_of,
 )
+from trireme.tools.doctor.finding import Finding
 from trireme.tools.doctor.machine import bytes_left_by, disk, libraries, limits, memory
 from trireme.tools.doctor.models import check_folder, model, tokenizer
 from trireme.tools.doctor.rehearsal import check_gpus, check_torch
-from trireme.tools.doctor.report import Finding
 
 GIB = 1 << 30
 

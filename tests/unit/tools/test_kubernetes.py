@@ -11,12 +11,12 @@ import pytest
 import yaml
 
 from trireme.base.errors import ConfigError
-from trireme.cli.runs.cancel import cancel
-from trireme.cli.runs.status import status
-from trireme.cli.runs.submit import submit as submit_run
+from trireme.tools.cluster.cancel import command as cancel
 from trireme.tools.cluster.job import Job, SubmitOptions, find_submission, node_script, submissions_of
 from trireme.tools.cluster.kubernetes import addresses_of, manifests
 from trireme.tools.cluster.nodes import ClusterPlan
+from trireme.tools.cluster.status import command as status
+from trireme.tools.cluster.submit import command as submit_run
 
 VERSIONS = ("1.33", "1.37")  # the first in which all of it is stable, and the newest
 SECRETS = {"API_KEY": "s3cret", "TRIREME_TOKEN": "t0k3n"}

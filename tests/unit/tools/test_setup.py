@@ -10,10 +10,10 @@ import pytest
 from trireme.base.errors import ConfigError
 from trireme.cli.other_formats import run_translated
 from trireme.cli.rl import rl
-from trireme.cli.workspace.lab import lab
 from trireme.tools.environments.catalog import list_environments
 from trireme.tools.policies.endpoint_file import read_endpoints
 from trireme.tools.workspace.setup import IN_PACKAGE, PARTS, Workspace, find_shipped
+from trireme.tools.workspace.setup import command as lab
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENTS = {"alphabet-sort", "gsm8k", "math-python", "reverse-text", "wiki-search", "wordle"}

@@ -9,13 +9,13 @@ import pytest
 
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
-from trireme.cli.runs.submit import submit
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve, updated
 from trireme.config.rules import problems
 from trireme.config.run import RunConfig
 from trireme.tools.cluster.job import find_submission, read_env_files
 from trireme.tools.cluster.nodes import ClusterPlan, plan_nodes
+from trireme.tools.cluster.submit import command as submit
 
 ROOT = Path(__file__).parents[3]
 MODEL = str(ROOT / "models/reverse-text-tiny")

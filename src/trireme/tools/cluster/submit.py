@@ -1,4 +1,4 @@
-"""Submit a run to a cluster: render, check, show or submit it, and write the record of it.
+"""`trireme submit FILE`: render a run for a cluster, check it, show or submit it, and write the record of it.
 
 The machines load the run as it was typed and derive the rest themselves. It is checked here as each of them will.
 """
@@ -10,20 +10,24 @@ import secrets
 import shutil
 import sys
 import time
+from argparse import ArgumentParser
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any, get_args
 
 from trireme.base.devices import Devices, detect_devices
 from trireme.base.errors import ConfigError
 from trireme.base.safe_text import CONTROL
 from trireme.base.token import TOKEN
-from trireme.config.arguments import mark_file
+from trireme.config.arguments import HELP, count, mark_file
 from trireme.config.files import to_toml, toml_value
 from trireme.config.problems import raise_together
 from trireme.config.resolve import resolve, updated
 from trireme.config.rules import check, file_problems, problems
 from trireme.config.run import RunConfig
+from trireme.config.section import find
 from trireme.launch.folder import check_folder
 from trireme.orchestrator.environments.venv import find_environment
 from trireme.tools.cluster import kubernetes, slurm
@@ -50,6 +54,51 @@ _RULE = "-" * 20
 _SPLIT = ("inference_gpus", "trainer_gpus", "inference_gpu_ids", "trainer_gpu_ids")
 
 
+def command(argv: list[str]) -> int:
+    """Submit a run, and return the exit code.
+
+    Raises: ConfigError if the run is wrong, or the cluster rejects it.
+    """
+    parser = ArgumentParser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} FILE [--on slurm|kubernetes] [options] [--key value …]",
+        description="Submits a run to a cluster as one job. A single machine runs `rl`. Several run the inference "
+        "servers, the orchestrator and the trainer's ranks. FILE is one of `rl`, of `prime-rl` or `vf-rl`, or of "
+        "hosted training; its keys can be given as flags, too.",
+        epilog="Then: `trireme status RUN`, `trireme logs RUN -f`, `trireme cancel RUN`.",
+        allow_abbrev=False,
+    )
+
+    # One flag per field, so that a new option of `submit` is one line in its class.
+    for name, field in SubmitOptions.model_fields.items():
+        settings: dict[str, Any] = {"help": field.description, "default": field.default}
+        if name == "on":
+            settings["choices"] = get_args(Scheduler)
+        elif isinstance(field.default, bool):
+            settings["action"] = "store_true"
+        elif isinstance(field.default, tuple):
+            settings |= {"action": "append", "default": []}
+        elif "int" in str(field.annotation):
+            settings["type"] = count
+        parser.add_argument(f"--{name.replace('_', '-')}", **settings)
+
+    if not argv or any(word in HELP for word in argv):
+        parser.print_help()
+        raise SystemExit(0 if argv else 2)
+
+    # What is left are keys of the run. A misspelt option of `submit` would pass as one, so look for near names.
+    options, words = parser.parse_known_args(argv)
+    flags = [f"--{name.replace('_', '-')}" for name in SubmitOptions.model_fields]
+    for word in words:
+        flag = word.partition("=")[0]
+        near = get_close_matches(flag, flags, n=1, cutoff=0.8) if flag.startswith("--") else []
+        if near and find(RunConfig, tuple(flag.removeprefix("--").replace("-", "_").split("."))) is None:
+            raise ConfigError(f"unknown flag `{flag}` - it is no key of a run either. Did you mean `{near[0]}`?")
+
+    submit_run(words, SubmitOptions(**vars(options)))
+    return 0
+
+
 def submit_run(words: list[str], options: SubmitOptions) -> None:
     """Submit the run, or show what would be submitted if `options.dry_run` is set.
 
@@ -62,8 +111,8 @@ def submit_run(words: list[str], options: SubmitOptions) -> None:
     words = mark_file(words)
     at = next((place for place, word in enumerate(words) if word.startswith("@")), 0)
     words = [*words[at:], *words[:at]]
-    count = (MAX_GPUS_PER_NODE if options.gpus_per_node is None else options.gpus_per_node) * (options.nodes or 1)
-    devices = Devices(gpus=tuple(map(str, range(count))), cores=1)  # the cluster's; this machine may have none
+    num_gpus = (MAX_GPUS_PER_NODE if options.gpus_per_node is None else options.gpus_per_node) * (options.nodes or 1)
+    devices = Devices(gpus=tuple(map(str, range(num_gpus))), cores=1)  # the cluster's; this machine may have none
     typed = read_run_file(words, devices, program=PROGRAM, kinds=("hosted", "flat", "vf-rl", "run"))
     # Flags of `vf-rl` and `prime-rl` that only show or place something must not submit a job.
     if typed.command.given():
@@ -85,7 +134,6 @@ def submit_run(words: list[str], options: SubmitOptions) -> None:
     check_on_machines(config, plan, cores=options.cpus_per_node or detect_devices().cores)
     # machines of a Slurm cluster share the file system and this folder, so mistakes in files show here already
     if on == "slurm":
-        check_here()
         check_shared(config, plan)
         for environment in () if options.python else config.orchestrator.env:
             find_environment(environment.id)
@@ -246,20 +294,18 @@ def check_on_machines(config: RunConfig, plan: ClusterPlan, *, cores: int) -> No
     raise_together(found)
 
 
-def check_here() -> None:
-    """Raises: ConfigError if the path of this folder cannot be part of a line of the script."""
+def check_shared(config: RunConfig, plan: ClusterPlan) -> None:
+    """Check this folder, the model, the environments' files and the run's folder, which the machines share.
+
+    Raises: ConfigError.
+    """
+    # the path of this folder becomes part of a line of the script
     if CONTROL.search(here := os.getcwd()):
         raise ConfigError(
             f"this folder is {toml_value(here)}, with control characters - expected a path without any, as the job "
             "runs there. Rename it."
         )
 
-
-def check_shared(config: RunConfig, plan: ClusterPlan) -> None:
-    """Check the model, the environments' files and the run's folder, which the machines share with this one.
-
-    Raises: ConfigError.
-    """
     # the machines' GPUs are not known here, and these checks do not depend on their number
     gpus = tuple(map(str, range(MAX_GPUS_PER_NODE))) if config.device == "cuda" else ()
     raise_together(file_problems(resolve(config, Devices(gpus=gpus, cores=1))))

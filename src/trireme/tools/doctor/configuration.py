@@ -21,7 +21,7 @@ from trireme.config.model.folder import config_file
 from trireme.config.model.weights import weights_problems
 from trireme.config.resolve import KNOWN_PORTS, resolve
 from trireme.config.run import RunConfig, place_of
-from trireme.tools.doctor.report import Case, Finding, about, from_error, ok, problem, skipped, warning
+from trireme.tools.doctor.finding import Case, Finding, about, from_error, ok, problem, skipped, warning
 
 Command = tuple[RunConfig, ProcessName | None]
 """A configuration as it is resolved for a command, and the process that the command starts; None for `rl`."""

@@ -17,7 +17,7 @@ from trireme.algo.model.chips import GIB
 from trireme.base.errors import ConfigError
 from trireme.base.processes import most_open_files
 from trireme.config.run import RunConfig
-from trireme.tools.doctor.report import Case, Finding, ok, problem, skipped, warning
+from trireme.tools.doctor.finding import Case, Finding, ok, problem, skipped, warning
 from trireme.tools.plan.estimate import ORCHESTRATOR_BYTES, estimate_here
 from trireme.tools.plan.sizes import read_sizes
 

@@ -14,7 +14,7 @@ from trireme.config.model.tokenizer import room_problem
 from trireme.config.model.weights import INDEX, QUICK_BYTES, find_weights, read_tensors, weights_problems
 from trireme.config.rules import launch_warnings
 from trireme.orchestrator.rollout.chat import ChatTokenizer, open_chat_tokenizer
-from trireme.tools.doctor.report import Case, Finding, about, from_error, ok, problem, warning
+from trireme.tools.doctor.finding import Case, Finding, about, from_error, ok, problem, warning
 
 AGAIN = "Fetch or write it again: `hf download NAME --local-dir FOLDER`, or the checkpoint's export."
 HUB_S = 10.0

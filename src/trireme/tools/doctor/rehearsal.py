@@ -24,8 +24,8 @@ from trireme.config.run import Console, Hosts, Ports, RunConfig, Supervisor
 from trireme.config.trainer import Checkpoints
 from trireme.monitor.metrics import read_metrics
 from trireme.tools.audit.audit import audit_run
+from trireme.tools.doctor.finding import Case, Finding, about, ok, problem, skipped, warning
 from trireme.tools.doctor.machine import INSTALL
-from trireme.tools.doctor.report import Case, Finding, about, ok, problem, skipped, warning
 
 TORCH_S = 300.0
 ENVIRONMENT_S = 900.0  # with the installation of its packages

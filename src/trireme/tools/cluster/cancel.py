@@ -18,7 +18,7 @@ END_S = 120.0
 POLL_S = 0.1
 
 
-def cancel(argv: list[str]) -> int:
+def command(argv: list[str]) -> int:
     """End a run, and return the exit code.
 
     Raises: ConfigError if no process of the run is alive.
