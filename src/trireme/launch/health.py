@@ -23,34 +23,25 @@ REFUSED_FOR_S = 10.0  # a server that leaves by itself is given this long
 
 
 class HealthCheck:
-    """Poll one server in a thread, and count for how long it has failed to answer since its first good answer."""
+    """Poll a server in a thread, until it is started again, and count for how long it has failed to answer since its
+    first good answer."""
 
-    def __init__(self, child: Child, every_s: float = ASK_EVERY_S) -> None:
-        self.child = child
+    def __init__(self, child: Child, every_s: float) -> None:
+        self.number = child.num_starts  # the start of the server that the answers are about
         self.silent_s: float | None = None  # seconds without a good answer; None if it never answered since its start
         self.refused_s = 0.0  # seconds for which its port has refused connections without a break, up to now
+        self.is_closed = threading.Event()
+        self._url = child.spec.health or ""
         self._every_s = every_s
-        self._num_starts = child.num_starts  # an answer to an earlier request is not about a new server
-        self._lock = threading.Lock()
-        self._closing = threading.Event()
         threading.Thread(target=self._follow, name=f"health of {child.name}", daemon=True).start()
-
-    def notice_restart(self) -> None:
-        with self._lock:
-            if self._num_starts != self.child.num_starts:
-                self._num_starts, self.silent_s, self.refused_s = self.child.num_starts, None, 0.0
-
-    def close(self) -> None:
-        """Stop polling. Does not wait for the answer to the last request."""
-        self._closing.set()
 
     def _follow(self) -> None:
         asked = time.monotonic()
         with httpx.Client(timeout=ANSWER_WITHIN_S, trust_env=False) as client:
-            while not self._closing.wait(self._every_s if self.silent_s is not None else STARTING_EVERY_S):
-                num_starts, is_healthy, is_refused = self._num_starts, False, False
+            while not self.is_closed.wait(self._every_s if self.silent_s is not None else STARTING_EVERY_S):
+                is_healthy, is_refused = False, False
                 try:
-                    is_healthy = client.get(self.child.spec.health or "").status_code == 200
+                    is_healthy = client.get(self._url).status_code == 200
                 except httpx.ConnectError:
                     is_refused = True
                 except httpx.HTTPError:
@@ -59,17 +50,12 @@ class HealthCheck:
                 passed_s = min(time.monotonic() - asked, self._every_s + ANSWER_WITHIN_S)
                 asked = time.monotonic()
 
-                with self._lock:
-                    # The server was restarted meanwhile: this answer is about the one before.
-                    if num_starts != self._num_starts:
-                        continue
-
-                    # Silence counts only after the first good answer: a start has a timeout of its own.
-                    if is_healthy:
-                        self.silent_s, self.refused_s = 0.0, 0.0
-                    elif self.silent_s is not None:
-                        self.silent_s += passed_s
-                        self.refused_s = self.refused_s + passed_s if is_refused else 0.0
+                # Silence counts only after the first good answer: a start has a timeout of its own.
+                if is_healthy:
+                    self.silent_s, self.refused_s = 0.0, 0.0
+                elif self.silent_s is not None:
+                    self.silent_s += passed_s
+                    self.refused_s = self.refused_s + passed_s if is_refused else 0.0
 
 
 class HealthWatch:
@@ -85,24 +71,33 @@ class HealthWatch:
     ) -> None:
         self._after_s = after_s
         self._refused_for_s = min(refused_for_s, after_s)
-        self.checks = {child.name: HealthCheck(child, every_s) for child in children if child.spec.health}
+        self._every_s = every_s
+        self._servers = [child for child in children if child.spec.health]
+        self.checks = {child.name: HealthCheck(child, every_s) for child in self._servers}
 
     def close(self) -> None:
+        """Stop polling. Does not wait for the answers to the last requests."""
         for check in self.checks.values():
-            check.close()
+            check.is_closed.set()
 
     def kill_silent(self) -> list[str]:
         """Kill servers that were unhealthy for too long. Return a line for each. Call it often: it notices restarts."""
         lines = []
-        for check in self.checks.values():
-            check.notice_restart()
-            child, silent_s, is_closed = check.child, check.silent_s, check.refused_s >= self._refused_for_s
-            if child.exit is not None or silent_s is None or (silent_s < self._after_s and not is_closed):
+        for child in self._servers:
+            # A server that was started again has a check of its own: an answer to an earlier request is not about it.
+            if self.checks[child.name].number != child.num_starts:
+                self.checks[child.name].is_closed.set()
+                self.checks[child.name] = HealthCheck(child, self._every_s)
+
+            check = self.checks[child.name]
+            silent_s, is_refusing = check.silent_s, check.refused_s >= self._refused_for_s
+            if child.exit is not None or silent_s is None or (silent_s < self._after_s and not is_refusing):
+                continue
+            if check.is_closed.is_set():  # it was killed already, and is about to end
                 continue
 
-            # Killed once: it counts again after the first good answer of the next server.
-            check.silent_s = None
-            listens = ", and its port is closed" if is_closed else ""
+            check.is_closed.set()
+            listens = ", and its port is closed" if is_refusing else ""
             why = f"{child.spec.health} did not answer for {silent_s:.0f} s{listens}"
             child.kill(why)
             lines.append(f"{child.name} killed: {why}")

@@ -211,9 +211,8 @@ def check_fresh(config: RunConfig, process: Literal["orchestrator", "trainer"]) 
 
 def is_trained(config: RunConfig | SftConfig) -> bool:
     """Return whether the last step is in a checkpoint, and the user does not ask to go back."""
-    trainer = config if isinstance(config, SftConfig) else config.trainer
     is_last = complete_steps(config.paths.checkpoints)[-1:] == [_last_step(config)]
-    return is_last and trainer.ckpt.resume_step in (None, -1)
+    return is_last and training(config).ckpt.resume_step in (None, -1)
 
 
 def _last_step(config: RunConfig | SftConfig) -> int | None:

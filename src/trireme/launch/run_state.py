@@ -5,15 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-
-import httpx
-import msgspec
 
 from trireme.base.network import url_of
 from trireme.base.paths import RunPaths
-from trireme.base.token import bearer, read_key
 from trireme.config.files import find_run_file, read_run
 from trireme.config.run import RunConfig
 from trireme.journal.manifest import complete_steps
@@ -23,6 +18,7 @@ from trireme.monitor.progress import Progress, Status
 from trireme.monitor.run_text import evaluation_text, step_line, warning_text
 from trireme.monitor.spans import read_spans
 from trireme.monitor.timeline import time_lines
+from trireme.monitor.view import fetch_status
 
 ANSWER_S = 5.0
 
@@ -82,21 +78,19 @@ def look_at(run: Path) -> RunState:
         config=config,
         paths=paths,
         progress=progress,
-        status=ask_status(where, run, read_key(run), timeout_s=ANSWER_S),
+        status=ask_status(where, run, timeout_s=ANSWER_S),
         checkpoints=complete_steps(paths.checkpoints),
         launcher=launcher_of(paths),
     )
 
 
-def ask_status(url: str, folder: Path, key: str | None, *, timeout_s: float) -> Status | None:
+def ask_status(url: str, folder: Path, *, timeout_s: float) -> Status | None:
     """Return the answer, or None if there is none, or if it is about another run than the one in `folder`.
 
     The port may be another run's by now. A run that was started with a relative path is compared by its name alone.
     """
-    try:
-        answer = _client().get(f"{url}/status", headers=bearer(key), timeout=timeout_s).raise_for_status()
-        status = msgspec.json.decode(answer.content, type=Status)
-    except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, ValueError, RecursionError):
+    status = fetch_status(url, folder, timeout_s=timeout_s)
+    if status is None:
         return None
 
     # The answer names its run, because another run may have taken the port since.
@@ -104,9 +98,3 @@ def ask_status(url: str, folder: Path, key: str | None, *, timeout_s: float) -> 
     if run.is_absolute():
         return status if os.path.realpath(run) == os.path.realpath(folder) else None
     return status if run.name == folder.resolve().name else None
-
-
-@cache
-def _client() -> httpx.Client:
-    """One for all runs: to build one takes tens of milliseconds."""
-    return httpx.Client(trust_env=False)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,15 @@ from trireme.monitor.checkpoint_folders import CheckpointFolders
 from trireme.monitor.logs import startup_phase
 from trireme.monitor.metrics import read_in_pieces
 from trireme.monitor.progress import Evaluation, ProcessState, Progress, Status
-from trireme.monitor.run_text import bar, evaluation_text, short_time, step_line, warning_text
-from trireme.monitor.samples import read_batch, samples_if_due
+from trireme.monitor.run_text import (
+    bar,
+    evaluation_text,
+    read_batch,
+    samples_if_due,
+    short_time,
+    step_line,
+    warning_text,
+)
 
 POLL_S = 1.0  # between two looks at the files and `/status`
 STATUS_TIMEOUT_S = 0.8
@@ -43,14 +51,29 @@ Clock = Callable[[], float]
 logger = get_logger("view")
 
 
+def fetch_status(url: str, run: Path, *, timeout_s: float) -> Status | None:
+    """Return the orchestrator's answer; None if there is none, or if it is no status.
+
+    Args:
+        run: the run's folder, whose key is sent: the address may be one that a folder from another person names.
+    """
+    try:
+        answer = _client().get(f"{url}/status", headers=bearer(read_key(run)), timeout=timeout_s).raise_for_status()
+        return msgspec.json.decode(answer.content, type=Status)
+    except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, ValueError, RecursionError):
+        return None
+
+
+@cache
+def _client() -> httpx.Client:
+    """One for all runs: to build one takes tens of milliseconds."""
+    return httpx.Client(trust_env=False)
+
+
 class StatusPoller:
     """Ask the orchestrator for its status once a second, in a thread, so that a slow answer does not delay the view."""
 
     def __init__(self, url: str, run: Path) -> None:
-        """
-        Args:
-            run: the run's folder, whose key is sent: the address may be one that a folder from another person names.
-        """
         self.url = url
         self._run = run
         self.latest: Status | None = None  # None while the orchestrator does not answer
@@ -66,13 +89,8 @@ class StatusPoller:
         self._thread.join(2 * STATUS_TIMEOUT_S)
 
     def _poll(self) -> None:
-        with httpx.Client(timeout=STATUS_TIMEOUT_S, trust_env=False) as client:
-            while not self._closing.wait(POLL_S):
-                try:
-                    answer = client.get(self.url, headers=bearer(read_key(self._run))).raise_for_status().content
-                    self.latest = msgspec.json.decode(answer, type=Status)
-                except (httpx.HTTPError, msgspec.DecodeError, RecursionError):
-                    self.latest = None
+        while not self._closing.wait(POLL_S):
+            self.latest = fetch_status(self.url, self._run, timeout_s=STATUS_TIMEOUT_S)
 
 
 class View:
@@ -144,8 +162,7 @@ class View:
             logger.warning("The terminal view failed and stays off. The run continues; see its logs.", exc_info=True)
 
     def show(self, *, final: bool) -> None:
-        self.say_states()
-        self.say_start()
+        self.say_changes()
 
         # Changes of state come first: they usually explain the steps after them.
         for step in self.progress.take_completed(final=final):
@@ -175,8 +192,8 @@ class View:
     def close(self) -> None:
         """Give the terminal back."""
 
-    def say_states(self) -> None:
-        """Print what changed state: the run, its processes and its engines."""
+    def say_changes(self) -> None:
+        """Print what changed state: the run, its processes, its engines, and the part of the start that it is in."""
         states = {"run": self._run_state} | {process.name: process.story for process in self.processes}
         states |= {f"engine {engine.url}": engine.state for engine in (self.status.engines if self.status else ())}
         for name, state in states.items():
@@ -184,8 +201,9 @@ class View:
             if known != state and {known, state} != UPDATING:
                 self.say(f"{name}: {known} -> {state}" if known else f"{name}: {state}")
         self._states |= states
+        self._say_start()
 
-    def say_start(self) -> None:
+    def _say_start(self) -> None:
         """Print how long each part of the start took, once it is over."""
         (part, task), now = self._find_start_task(), self._clock()
         if part <= self._start_part:  # an engine that is sent weights again starts nothing
@@ -290,12 +308,9 @@ class VfRlView(View):
             or any(startup_phase(process.log, process.log_start) == "ready" for process in logs)
         )
 
-    def say_states(self) -> None:
+    def say_changes(self) -> None:
         """Print nothing: the startup lines and the launcher report the same."""
         self._states["run"] = self._run_state
-
-    def say_start(self) -> None:
-        """Print nothing, for the same reason."""
 
     def step_text(self, step: int) -> str:
         """
@@ -337,7 +352,7 @@ def open_view(config: RunConfig, run: Path) -> Iterator[View]:
     is_live = console.is_terminal and sys.stdout.isatty() and not console.is_dumb_terminal
     kind = VfRlView if config.console.style == "vf-rl" else LiveView if is_live else View
     server = config.orchestrator.server
-    with StatusPoller(f"{url_of(server.host, server.port or 8001)}/status", run) as poller:
+    with StatusPoller(url_of(server.host, server.port or 8001), run) as poller:
         view = kind(config, poller, console)
         try:
             yield view

@@ -32,7 +32,7 @@ class Stage:
     def __init__(self, folder: Path, **values: Any) -> None:
         self.config = RunConfig.model_validate({"output_dir": str(folder), "name": "demo", "max_steps": 200} | values)
         self.config.paths.logs.mkdir(parents=True)
-        self.poller = StatusPoller("http://nobody.invalid/status", folder)  # never started: `latest` is set by hand
+        self.poller = StatusPoller("http://nobody.invalid", folder)  # never started: `latest` is set by hand
         self.now = 0.0
         self.out = io.StringIO()
         names = ("inference", "orchestrator", "trainer")
@@ -247,7 +247,7 @@ def test_status_is_taken_when_it_can_be_had_and_missing_otherwise(tmp_path, monk
     said = Status(state="running", waits=(StatusWait(who="trainer", waited_s=3),))
     with (
         answering_http(lambda *_: (200, answers[0])) as port,
-        StatusPoller(f"http://127.0.0.1:{port}/status", tmp_path) as poller,
+        StatusPoller(f"http://127.0.0.1:{port}", tmp_path) as poller,
     ):
         until(lambda: poller.latest == said)
         answers[0] = b"not json"

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from trireme.base.network import url_of
-from trireme.base.token import read_key
+from trireme.base.paths import RunPaths
 from trireme.launch.folder import launcher_of
 from trireme.launch.run_state import ask_status
 from trireme.monitor.collapse import Warned, Watch
@@ -150,7 +150,7 @@ def status_of(config: Mapping[str, Any], folder: Path) -> Status | None:
     server = table(table(config, "orchestrator"), "server") or table(config, "server")
     known = str(table(config, "hosts").get("orchestrator") or "")
     url = url_of(str(server.get("host") or "127.0.0.1"), server.get("port") or 8001, known=known)
-    return ask_status(url, folder, read_key(folder), timeout_s=ANSWER_S)
+    return ask_status(url, folder, timeout_s=ANSWER_S)
 
 
 def _mtime_ns(path: Path) -> int:
