@@ -6,6 +6,7 @@ view: the first error in a view is logged and ends the view alone.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -62,6 +63,20 @@ def fetch_status(url: str, run: Path, *, timeout_s: float) -> Status | None:
         return msgspec.json.decode(answer.content, type=Status)
     except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, ValueError, RecursionError):
         return None
+
+
+def ask_status(url: str, folder: Path, *, timeout_s: float) -> Status | None:
+    """Return the answer; None if there is none, or if it is about another run than the one in `folder`.
+
+    The port may be another run's by now. A run that was started with a relative path is compared by its name alone.
+    """
+    status = fetch_status(url, folder, timeout_s=timeout_s)
+    if status is None:
+        return None
+    run = Path(status.run)
+    if run.is_absolute():
+        return status if os.path.realpath(run) == os.path.realpath(folder) else None
+    return status if run.name == folder.resolve().name else None
 
 
 @cache

@@ -33,12 +33,12 @@ from trireme.base.token import KEY_FILE, TOKEN, make_token, read_key, status_key
 from trireme.base.waiting import Waits
 from trireme.config.files import write_run
 from trireme.config.run import RunConfig
-from trireme.launch.run_state import look_at
 from trireme.messages import WIRE_VERSION, Done, Ok, Request, encode
 from trireme.monitor.view import open_view
 from trireme.orchestrator.engines.pool import open_inference_pool
 from trireme.orchestrator.status import Status, build_app
 from trireme.orchestrator.trainer_requests import Peers
+from trireme.tools.cluster.status import look_at
 from trireme.tools.dashboard.runs import status_of
 from trireme.transport.bearer import RequireToken
 from trireme.transport.control import ControlClient

@@ -14,7 +14,6 @@ from trireme.config.files import write_run
 from trireme.config.run import RunConfig
 from trireme.launch import restarts
 from trireme.launch.restarts import Trained
-from trireme.launch.run_state import look_at
 from trireme.monitor import metrics, progress
 from trireme.monitor.metrics import MetricsFile
 from trireme.monitor.progress import Ends, Evaluation, Progress
@@ -22,6 +21,7 @@ from trireme.monitor.spans import Span
 from trireme.monitor.timeline import shares
 from trireme.monitor.view import StatusPoller, View
 from trireme.orchestrator.watcher import Watcher
+from trireme.tools.cluster.status import look_at
 from trireme.tools.dashboard import history
 from trireme.tools.dashboard.charts import CURVE_POINTS, Frame, curve
 from trireme.tools.dashboard.history import Metrics, Spans
