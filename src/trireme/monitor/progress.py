@@ -9,8 +9,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-import msgspec
-
 from trireme.monitor.collapse import Warned, Watch
 from trireme.monitor.metrics import Row, is_of_step, merge_processes
 
@@ -34,49 +32,6 @@ class ProcessState(NamedTuple):
     def story(self) -> str:
         """The state with the number of restarts: "running, restarted 2x"."""
         return self.state + (f", restarted {self.num_restarts}x" if self.num_restarts else "")
-
-
-class StatusWait(msgspec.Struct, frozen=True):
-    """A wait in the orchestrator's `/status`, written by `base.waiting.Wait`."""
-
-    who: str = ""
-    what: str = ""
-    peer: str = ""
-    waited_s: float = 0.0
-    deadline_s: float = 0.0
-    note: str = ""
-    text: str = ""
-
-
-class EngineStatus(msgspec.Struct, frozen=True):
-    """One engine in the orchestrator's `/status`."""
-
-    url: str = ""
-    state: str = ""
-    version: int | None = None
-
-
-class Status(msgspec.Struct, frozen=True):
-    """The orchestrator's `/status`. Keys that are missing there have defaults here.
-
-    Example:
-        {"run": "x", "state": "running", "version": 3, "batch": 4, "max_steps": 20, "in_flight": 64, "waits": [...]}
-    """
-
-    run: str = ""
-    state: str = "starting"  # starting | running | finishing | done
-    version: int = 0
-    batch: int = 0
-    max_steps: int = 0
-    in_flight: int = 0
-    waits: tuple[StatusWait, ...] = ()
-    engines: tuple[EngineStatus, ...] = ()
-
-    def root_wait(self) -> StatusWait | None:
-        """Return the longest wait for a peer that does not wait itself, or else the longest: it holds up the others."""
-        waiting = {wait.who for wait in self.waits}
-        roots = [wait for wait in self.waits if wait.peer and wait.peer not in waiting]
-        return max(roots or self.waits, key=lambda wait: wait.waited_s, default=None)
 
 
 class Evaluation(NamedTuple):

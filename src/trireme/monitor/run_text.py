@@ -13,7 +13,8 @@ from trireme.base.safe_text import shortened
 from trireme.config.run import RunConfig
 from trireme.journal.message_text import as_text, content_text
 from trireme.monitor.collapse import Warned
-from trireme.monitor.progress import Evaluation, Progress, Status
+from trireme.monitor.progress import Evaluation, Progress
+from trireme.monitor.status import Status
 
 if TYPE_CHECKING:
     from trireme.journal.records import BatchRecord, Rollout

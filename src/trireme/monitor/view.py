@@ -6,18 +6,13 @@ view: the first error in a view is logged and ends the view alone.
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import httpx
-import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -26,12 +21,11 @@ from rich.text import Text
 from trireme.base.log import get_logger
 from trireme.base.network import url_of
 from trireme.base.safe_text import clean
-from trireme.base.token import bearer, read_key
 from trireme.config.run import RunConfig
 from trireme.monitor.checkpoint_folders import CheckpointFolders
 from trireme.monitor.logs import startup_phase
 from trireme.monitor.metrics import read_in_pieces
-from trireme.monitor.progress import Evaluation, ProcessState, Progress, Status
+from trireme.monitor.progress import Evaluation, ProcessState, Progress
 from trireme.monitor.run_text import (
     bar,
     evaluation_text,
@@ -41,71 +35,15 @@ from trireme.monitor.run_text import (
     step_line,
     warning_text,
 )
+from trireme.monitor.status import Status, StatusPoller
 
-POLL_S = 1.0  # between two looks at the files and `/status`
-STATUS_TIMEOUT_S = 0.8
+POLL_S = 1.0  # between two looks at the files
 UPDATING = {"live", "quarantined"}  # an engine changes between these states at every new version
 SILENCE_STARTING_S = 10.0  # silence after which a line shows what the start waits for, if it is something new
 SILENCE_RUNNING_S = 60.0
 
 Clock = Callable[[], float]
 logger = get_logger("view")
-
-
-def fetch_status(url: str, run: Path, *, timeout_s: float) -> Status | None:
-    """Return the orchestrator's answer; None if there is none, or if it is no status.
-
-    Args:
-        run: the run's folder, whose key is sent: the address may be one that a folder from another person names.
-    """
-    try:
-        answer = _client().get(f"{url}/status", headers=bearer(read_key(run)), timeout=timeout_s).raise_for_status()
-        return msgspec.json.decode(answer.content, type=Status)
-    except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, ValueError, RecursionError):
-        return None
-
-
-def ask_status(url: str, folder: Path, *, timeout_s: float) -> Status | None:
-    """Return the answer; None if there is none, or if it is about another run than the one in `folder`.
-
-    The port may be another run's by now. A run that was started with a relative path is compared by its name alone.
-    """
-    status = fetch_status(url, folder, timeout_s=timeout_s)
-    if status is None:
-        return None
-    run = Path(status.run)
-    if run.is_absolute():
-        return status if os.path.realpath(run) == os.path.realpath(folder) else None
-    return status if run.name == folder.resolve().name else None
-
-
-@cache
-def _client() -> httpx.Client:
-    """One for all runs: to build one takes tens of milliseconds."""
-    return httpx.Client(trust_env=False)
-
-
-class StatusPoller:
-    """Ask the orchestrator for its status once a second, in a thread, so that a slow answer does not delay the view."""
-
-    def __init__(self, url: str, run: Path) -> None:
-        self.url = url
-        self._run = run
-        self.latest: Status | None = None  # None while the orchestrator does not answer
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._poll, name="status-poller", daemon=True)
-
-    def __enter__(self) -> StatusPoller:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._closing.set()
-        self._thread.join(2 * STATUS_TIMEOUT_S)
-
-    def _poll(self) -> None:
-        while not self._closing.wait(POLL_S):
-            self.latest = fetch_status(self.url, self._run, timeout_s=STATUS_TIMEOUT_S)
 
 
 class View:

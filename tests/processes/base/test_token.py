@@ -222,7 +222,7 @@ def test_no_token_is_sent_to_an_address_out_of_a_folder(tmp_path: Path, monkeypa
         write_key(tmp_path, "the-key-of-this-very-folder")
         look_at(tmp_path)
         assert shown == [None, None, "Bearer the-key-of-this-very-folder"]
-        monkeypatch.setattr("trireme.monitor.view.POLL_S", 0.01)
+        monkeypatch.setattr("trireme.monitor.status.POLL_S", 0.01)
         with open_view(config, tmp_path):
             until(lambda: len(shown) > 3)
         assert set(shown[3:]) == {"Bearer the-key-of-this-very-folder"}

@@ -20,9 +20,10 @@ from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.monitor.checkpoint_folders import CheckpointFolders
 from trireme.monitor.logs import failure_lines, startup_phase
-from trireme.monitor.progress import EngineStatus, ProcessState, Progress, Status, StatusWait
+from trireme.monitor.progress import ProcessState, Progress
 from trireme.monitor.run_text import summary
-from trireme.monitor.view import LiveView, StatusPoller, VfRlView, View
+from trireme.monitor.status import EngineStatus, Status, StatusPoller, StatusWait
+from trireme.monitor.view import LiveView, VfRlView, View
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 NUMBERS = {"loss": 0.0123, "grad_norm": 0.812, "mismatch_kl": 3e-7, "policy/entropy": 1.25, "importance_ratio": 1.02}
@@ -242,7 +243,7 @@ def test_the_last_words_are_the_cause_and_not_the_symptom(tmp_path: Path) -> Non
 
 
 def test_status_is_taken_when_it_can_be_had_and_missing_otherwise(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("trireme.monitor.view.POLL_S", 0.01)
+    monkeypatch.setattr("trireme.monitor.status.POLL_S", 0.01)
     answers = [b'{"state": "running", "waits": [{"who": "trainer", "waited_s": 3}], "new": 1}']
     said = Status(state="running", waits=(StatusWait(who="trainer", waited_s=3),))
     with (

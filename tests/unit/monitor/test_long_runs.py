@@ -18,8 +18,9 @@ from trireme.monitor import metrics, progress
 from trireme.monitor.metrics import MetricsFile
 from trireme.monitor.progress import Ends, Evaluation, Progress
 from trireme.monitor.spans import Span
+from trireme.monitor.status import StatusPoller
 from trireme.monitor.timeline import shares
-from trireme.monitor.view import StatusPoller, View
+from trireme.monitor.view import View
 from trireme.orchestrator.watcher import Watcher
 from trireme.tools.cluster.status import look_at
 from trireme.tools.dashboard import history

@@ -19,11 +19,12 @@ from trireme.config.run import RunConfig
 from trireme.journal.manifest import complete_steps
 from trireme.launch.folder import launcher_of
 from trireme.monitor.metrics import read_in_pieces
-from trireme.monitor.progress import Progress, Status
+from trireme.monitor.progress import Progress
 from trireme.monitor.run_text import evaluation_text, step_line, warning_text
 from trireme.monitor.spans import read_spans
+from trireme.monitor.status import Status, ask_status
 from trireme.monitor.timeline import time_lines
-from trireme.monitor.view import ask_status, open_view
+from trireme.monitor.view import open_view
 from trireme.monitor.wandb_mirror import open_wandb_mirror
 from trireme.tools.cluster import kubernetes, slurm
 from trireme.tools.cluster.job import Submission, find_submission

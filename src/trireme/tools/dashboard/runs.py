@@ -21,8 +21,8 @@ from trireme.base.network import url_of
 from trireme.base.paths import RunPaths
 from trireme.launch.folder import launcher_of
 from trireme.monitor.collapse import Warned, Watch
-from trireme.monitor.progress import Status
-from trireme.monitor.view import ask_status
+from trireme.monitor.metrics import read_in_pieces
+from trireme.monitor.status import Status, ask_status
 from trireme.tools.dashboard.history import READ_S, Metrics, Spans
 from trireme.tools.rollouts import identity_of
 from trireme.tools.run_reader import RunReader
