@@ -21,6 +21,7 @@ from trireme.base.token import KEY_FILE
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.journal.manifest import complete_steps
+from trireme.launch.settings import training
 
 LOCKS = {"launcher": ".launcher", "orchestrator": ".orchestrator", "trainer": ".trainer"}
 """Lock files by process. The launcher's is inherited by all processes that it starts."""
@@ -122,7 +123,7 @@ def prepare_folder(config: RunConfig | SftConfig) -> Path | None:
 
     Raises: ConfigError as `check_folder`.
     """
-    paths, step = config.paths, _resume_step(config)
+    paths, step = config.paths, training(config).ckpt.resume_step
     check_folder(config)
 
     # Going back moves the later steps aside, and keeps the rest of the run in its place.
@@ -141,15 +142,11 @@ def check_folder(config: RunConfig | SftConfig) -> None:
     Raises: ConfigError if there is no run, or no such step, to resume; or if a new run would write among files
         that are not a run's.
     """
-    step = _resume_step(config)
+    step = training(config).ckpt.resume_step
     if config.resume or step is not None:
         _check_resumable(config.paths, step)
     else:
         check_is_ours(config.paths)
-
-
-def _resume_step(config: RunConfig | SftConfig) -> int | None:
-    return (config.ckpt if isinstance(config, SftConfig) else config.trainer.ckpt).resume_step
 
 
 def check_is_ours(paths: RunPaths) -> None:
