@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 
 from real_run import Process, Run, wait_until
-from trireme.cli.runs.audit import audit
 from trireme.journal.versions import Versions
+from trireme.tools.audit.audit import command as audit
 
 SCRIPTED = ("python", "tests/scripted_rl.py", "@", "tests/e2e/scripted.toml")
 REAL = ("rl", "@", "tests/e2e/synchronous.toml")

@@ -51,9 +51,9 @@ def eval(argv: list[str]) -> int:
 
         return eval_run(rest)
     if name == "tui":
-        from trireme.cli.runs.eval_view import eval_view
+        from trireme.tools.viewer.app import command
 
-        return eval_view(rest)
+        return command(rest)
 
     from trireme.config.load import load_config
     from trireme.tools.evaluate.config import EvalConfig, with_environments

@@ -6,8 +6,8 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import version
-from pkgutil import resolve_name
 
 from trireme.cli.command import run_command
 from trireme.config.arguments import choose_verb
@@ -17,53 +17,48 @@ from trireme.config.arguments import choose_verb
 class Verb:
     """One of the commands. Its module is imported when it is called."""
 
-    call: str  # module below `trireme`, and function: it takes the words behind the verb, and returns the exit code
+    module: str  # below `trireme`
     line: str  # description in the list of verbs
+    function: str = "command"  # takes the words behind the verb, and returns the exit code
     abruptly: bool = False  # see `run_command`
 
 
 VERBS = {
-    "audit": Verb("cli.runs.audit:audit", "proves from disk that a run lost nothing and trained nothing twice"),
-    "cancel": Verb("tools.cluster.cancel:command", "ends a run, here or on a cluster"),
+    "audit": Verb("tools.audit.audit", "proves from disk that a run lost nothing and trained nothing twice"),
+    "cancel": Verb("tools.cluster.cancel", "ends a run, here or on a cluster"),
     "dashboard": Verb(
-        "cli.runs.dashboard:dashboard",
+        "tools.dashboard.dashboard",
         "shows runs in the browser: metrics, lanes, rollouts token by token, logs, warnings",
     ),
-    "diff": Verb("cli.runs.diff:diff", "compares two runs to the bit and names what differed first, and why"),
-    "doctor": Verb(
-        "tools.doctor.doctor:command", "checks whether a run would work on this machine, and what to do if not"
+    "diff": Verb("tools.diff.report", "compares two runs to the bit and names what differed first, and why"),
+    "doctor": Verb("tools.doctor.doctor", "checks whether a run would work on this machine, and what to do if not"),
+    "env": Verb("tools.environments.env", "writes, installs, lists and checks environments"),
+    "eval": Verb(
+        "cli.eval", "evaluates a model, or the checkpoints of a run one after the other", "eval", abruptly=True
     ),
-    "env": Verb("cli.workspace.env:env", "writes, installs, lists and checks environments"),
-    "eval": Verb("cli.eval:eval", "evaluates a model, or the checkpoints of a run one after the other", abruptly=True),
-    "eval-view": Verb(
-        "cli.runs.eval_view:eval_view", "shows rewards and conversations of runs and evaluations in the terminal"
-    ),
+    "eval-view": Verb("tools.viewer.app", "shows rewards and conversations of runs and evaluations in the terminal"),
     "export": Verb(
-        "cli.runs.export:export", "writes a checkpoint as a model that transformers and vLLM load", abruptly=True
+        "tools.export.export", "writes a checkpoint as a model that transformers and vLLM load", abruptly=True
     ),
-    "gepa": Verb("cli.workspace.gepa:gepa", "improves an environment's system prompt by reflection, without training"),
+    "gepa": Verb("tools.gepa.gepa", "improves an environment's system prompt by reflection, without training"),
     "lab": Verb(
-        "tools.workspace.setup:command",
-        "sets up a folder to work in: example configurations, environments, tiny models",
+        "tools.workspace.setup", "sets up a folder to work in: example configurations, environments, tiny models"
     ),
-    "login": Verb("cli.trireme:login", "explains where keys of other services go; there is nothing to log in to"),
-    "logs": Verb("tools.cluster.logs:command", "shows the logs of a run, here or on a cluster"),
+    "login": Verb("cli.trireme", "explains where keys of other services go; there is nothing to log in to", "login"),
+    "logs": Verb("tools.cluster.logs", "shows the logs of a run, here or on a cluster"),
     "plan": Verb(
-        "cli.runs.plan:plan", "predicts what a run will need and how long a step will take, before anything starts"
+        "tools.plan.plan", "predicts what a run will need and how long a step will take, before anything starts"
     ),
     "replay": Verb(
-        "cli.runs.replay:replay",
-        "trains a run again from its journal and compares its weights to the bit",
-        abruptly=True,
+        "tools.replay_command", "trains a run again from its journal and compares its weights to the bit", abruptly=True
     ),
     "rollouts": Verb(
-        "cli.runs.rollouts:rollouts", "writes the rollouts of a run as data sets for TRL, verl, or anything else"
+        "tools.datasets.write", "writes the rollouts of a run as data sets for TRL, verl, or anything else"
     ),
-    "status": Verb("tools.cluster.status:command", "shows the state of a run, here or on a cluster"),
-    "submit": Verb("tools.cluster.submit:command", "submits a run to a cluster: Slurm or Kubernetes"),
-    "train": Verb("cli.trireme:train", "`train submit` is `submit`; so are `train status|logs|cancel`"),
+    "status": Verb("tools.cluster.status", "shows the state of a run, here or on a cluster"),
+    "submit": Verb("tools.cluster.submit", "submits a run to a cluster: Slurm or Kubernetes"),
+    "train": Verb("cli.trireme", "`train submit` is `submit`; so are `train status|logs|cancel`", "train"),
 }
-
 
 KEYS = """\
 There is nothing to log in to: everything runs on your own machines, without an account.
@@ -109,7 +104,8 @@ def login(argv: list[str]) -> int:
 
 def _call(program: str, verbs: dict[str, Verb], argv: list[str], advice: str = "") -> int:
     name = choose_verb(program, {name: verb.line for name, verb in verbs.items()}, argv, advice)
-    command: Callable[[list[str]], int] = resolve_name(f"trireme.{verbs[name].call}")
+    verb = verbs[name]
+    command: Callable[[list[str]], int] = getattr(import_module(f"trireme.{verb.module}"), verb.function)
     return command(argv[1:])
 
 

@@ -42,7 +42,7 @@ def replay(config: RunConfig, span: range, *, keep_going: bool = False) -> int:
     """Replay and print one line per version. A collective of all ranks; each returns the same exit code.
 
     Args:
-        span: steps to repeat, from the checkpoint before the first one (0: the base model). See `cli.runs.replay`.
+        span: steps to repeat, from the checkpoint before the first one (0: the base model). See `find_span`.
         keep_going: continue after a difference.
 
     Returns: 1 if something differs that must not, else 0.

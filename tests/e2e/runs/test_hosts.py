@@ -13,8 +13,8 @@ from machines import Machine, open_machines, why_not
 from real_run import Process, Run, wait_until
 from scripted_kills import Faults
 from trireme.base.token import TOKEN
-from trireme.cli.runs.audit import audit
 from trireme.journal.versions import Versions
+from trireme.tools.audit.audit import command as audit
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 

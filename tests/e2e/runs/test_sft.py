@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from real_run import SharedEngine, run_apart, run_command
 from tiny import largest_difference
-from trireme.cli.runs.export import export
 from trireme.journal.manifest import complete_steps, read_manifest
 from trireme.monitor.metrics import read_metrics
+from trireme.tools.export.export import command as export
 
 
 def test_exports_after_sft_and_rl_equal_the_weights_of_the_run(engine: SharedEngine, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from machines import open_machines, why_not
 from slurm_cluster import Cluster, missing, open_cluster
 from trireme.base.errors import ConfigError
-from trireme.cli.runs.audit import audit
+from trireme.tools.audit.audit import command as audit
 from trireme.tools.cluster.cancel import command as cancel
 from trireme.tools.cluster.job import Submission, find_submission
 from trireme.tools.cluster.submit import command as submit

@@ -26,8 +26,6 @@ from trireme import messages as wire
 from trireme.algo.digest import tensor_digest
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError, JournalCorrupt
-from trireme.cli.runs.replay import as_built, find_span, read_config
-from trireme.cli.runs.replay import replay as replay_command
 from trireme.config.files import write_run
 from trireme.config.resolve import resolve, updated
 from trireme.config.run import Model, RunConfig
@@ -38,7 +36,9 @@ from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.journal.versions import Versions
 from trireme.launch.settings import write_settings
 from trireme.monitor.metrics import read_metrics
-from trireme.tools.replay import replay as train_again
+from trireme.tools.replay.replay import replay as train_again
+from trireme.tools.replay_command import as_built, find_span, read_config
+from trireme.tools.replay_command import command as replay_command
 from trireme.trainer.loop import train
 
 STEPS = 4

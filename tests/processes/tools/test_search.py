@@ -17,10 +17,9 @@ from interrupts import heeding_interrupts
 from reflecting import ENVIRONMENT, RULES, Endpoint
 from trireme.base.errors import ConfigError, PeerRefused
 from trireme.base.paths import RunPaths
-from trireme.cli.workspace.gepa import gepa
 from trireme.launch.folder import hold_folder
 from trireme.tools.evaluate.run import eval_run
-from trireme.tools.policies import engine as policy_engine
+from trireme.tools.gepa.gepa import command as gepa
 
 TINY = str(Path(__file__).parents[3] / "models" / "reverse-text-tiny")
 SMALL = ("-n", "6", "-N", "4", "--minibatch-size", "2", "--perfect-score", "1")

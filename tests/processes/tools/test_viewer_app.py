@@ -11,9 +11,9 @@ from contextlib import suppress
 import pytest
 
 from trireme.base.errors import ConfigError
-from trireme.cli.runs.eval_view import eval_view
 from trireme.journal.journal import Journal
-from trireme.tools.viewer.app import Help
+from trireme.tools.viewer.app import command as eval_view
+from trireme.tools.viewer.help import Help
 from viewing import NARROW, WIDE, answer, view, write_evaluations, write_results
 from written_run import rewrite_batch, write_whole_run
 

@@ -17,8 +17,6 @@ import planted_faults
 from planted_faults import FAULTS, RICH_FAULTS, Fault, change_column, change_lines, flip_last, replaced, row_of
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
-from trireme.cli.runs.audit import audit
-from trireme.cli.runs.replay import replay
 from trireme.config.files import write_run
 from trireme.config.orchestrator import Advantage, Buffer
 from trireme.config.resolve import updated
@@ -33,7 +31,9 @@ from trireme.journal.versions import Confirmation, Version, Versions
 from trireme.launch.resume import rewind
 from trireme.messages import COLUMNS, Picture, Tokens
 from trireme.tools.audit.audit import audit_run
+from trireme.tools.audit.audit import command as audit
 from trireme.tools.audit.report import Report
+from trireme.tools.replay_command import command as replay
 from written_run import WrittenRun, build_config, build_rich_config, digests_of, rewrite_batch, write_whole_run
 
 

@@ -21,7 +21,6 @@ from planted_faults import Plant, change, change_column, change_lines, edit, one
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.base.paths import RunPaths
-from trireme.cli.runs.diff import diff
 from trireme.config.files import read_run, write_run
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
@@ -34,6 +33,7 @@ from trireme.monitor.metrics import MetricsFile
 from trireme.tools import record_differences
 from trireme.tools.diff.aspects import ASPECTS, Difference
 from trireme.tools.diff.compare import compare_runs
+from trireme.tools.diff.report import command as diff
 from trireme.tools.diff.report import meaning_of
 from written_run import build_config, rewrite_version, write_whole_run
 

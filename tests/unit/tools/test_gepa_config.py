@@ -15,12 +15,12 @@ from reflecting import ENVIRONMENT
 from toy_environments import with_environment
 from trireme.base.errors import ConfigError
 from trireme.base.processes import free_port
-from trireme.cli.workspace.gepa import gepa, to_flags
 from trireme.config.load import load_config
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.session.wire import Ask, Reply, RunTask
 from trireme.tools.gepa.config import GepaConfig
-from trireme.tools.gepa.files import Records, Reflection, check_same, write_results
+from trireme.tools.gepa.gepa import command as gepa
+from trireme.tools.gepa.gepa import to_flags
 from trireme.tools.gepa.optimize import draw_examples, places_of
 from trireme.tools.policies.prompts import PromptedEnvironment, own_prompt, with_system
 from trireme.tools.policies.selection import PolicyWanted

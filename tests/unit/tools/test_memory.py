@@ -21,7 +21,6 @@ from trireme.algo.model.chips import CHIPS, GIB
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.cli.inference import inference
-from trireme.cli.runs.plan import plan
 from trireme.config.files import write_run
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
@@ -33,6 +32,7 @@ from trireme.tools.plan.estimate import CUDA_BYTES, GPU_SCATTERED, Estimate, est
 from trireme.tools.plan.lengths import lengths_of
 from trireme.tools.plan.machine import describe_machine, find_chip
 from trireme.tools.plan.memory import Serving, Training, changed
+from trireme.tools.plan.plan import command as plan
 from trireme.tools.plan.sizes import count_sizes, read_sizes
 
 TWO_GPUS = Devices(gpus=("0", "1"), cores=8)
@@ -93,7 +93,7 @@ def test_the_advice_fits_when_it_is_followed(config_file, capsys):
 def test_a_run_accepts_each_line_of_the_advice(config_file, tmp_path, monkeypatch, flags):
     before = estimated(config_file, *flags.split())
     savings = savings_of(before)
-    monkeypatch.setattr("trireme.cli.runs.plan.read_sizes", lambda *_, **__: before.sized)  # they do not change
+    monkeypatch.setattr("trireme.tools.plan.plan.read_sizes", lambda *_, **__: before.sized)  # they do not change
     lines = [saving.words for saving in savings if "_gpus" not in saving.words]
     assert len(lines) > 5
     for line in lines:

@@ -13,7 +13,6 @@ from pyarrow import parquet
 from tiny_pictures import picture_file, shown
 from trireme.algo.pictures import PictureRules
 from trireme.base.errors import ConfigError, JournalCorrupt
-from trireme.cli.runs.rollouts import rollouts
 from trireme.config.files import read_run
 from trireme.config.run import RunConfig
 from trireme.config.sft import Source
@@ -21,6 +20,7 @@ from trireme.journal.journal import Journal
 from trireme.journal.pictures import PictureFiles
 from trireme.journal.records import Rollout
 from trireme.tools.datasets import write
+from trireme.tools.datasets.write import command as rollouts
 from trireme.trainer.sft.conversations import read_conversations
 from trireme.trainer.sft.pictures import PictureReader
 from written_run import rewrite_batch, write_whole_run

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from limits import small_disk
 from tiny import are_equal, open_state, random_samples, save_run, train_step, weights_of
 from trireme.base.errors import ConfigError, JournalCorrupt
-from trireme.cli.runs.export import export
 from trireme.config.trainer import Lora, Optimizer, TrainerModel
+from trireme.tools.export.export import command as export
 from trireme.trainer.checkpoint.hf_files import write_model
 from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.model.model import load_model

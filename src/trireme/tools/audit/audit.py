@@ -1,4 +1,4 @@
-"""Prove from disk, with no process running, that a run lost nothing and trained nothing twice.
+"""`trireme audit RUN`: prove from disk, with no process running, that a run lost nothing and trained nothing twice.
 
 Every fact of a run is on disk before a process acts on it: a version's confirmation before a token of it is used, a
 batch before the trainer sees it, a step's metrics before its checkpoint. So an effect is never there without its cause,
@@ -18,8 +18,8 @@ A running run is listed in the order opposite to that in which it writes: effect
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+import json
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,26 @@ from trireme.tools.run_reader import RunReader
 
 MAY_LACK_LINES = 2
 """Newest batches, and newest steps, whose lines may be missing: see above."""
+
+
+def command(argv: list[str]) -> int:
+    """Audit a run, and return the exit code. Raises: ConfigError if the folder is not a run's."""
+    parser = ArgumentParser(
+        prog="trireme audit",
+        description="Reads a run's journal, confirmed versions, checkpoints and metrics, and proves that every rollout "
+        "has one fate, that examples came in order, and that every token that was trained on is by confirmed weights. "
+        "The run may be finished, killed, or going on. Writes nothing.",
+        epilog="Ends with 0 where all holds, 1 at a contradiction, 2 where the folder is not a run's.",
+    )
+    add = parser.add_argument
+    add("run", metavar="RUN", type=Path, help="the run's folder; it may have been moved")
+    code = "call this function if the run's advantages are that custom function; no code of a run is called otherwise"
+    add("--run-code", metavar="MODULE:NAME", help=code)
+    add("--json", action="store_true", help="all contradictions and notes, for machines")
+    arguments = parser.parse_args(argv)
+    report = audit_run(arguments.run, run_code=arguments.run_code)
+    print(json.dumps(report.as_json(), indent=1) if arguments.json else report.text())
+    return 0 if report.holds else 1
 
 
 def audit_run(folder: Path, *, run_code: str | None = None) -> Report:

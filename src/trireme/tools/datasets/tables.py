@@ -286,5 +286,5 @@ VERL = (
     ),
 )
 
-TABLES: dict[str, tuple[Table, ...]] = {"trl": TRL, "verl": VERL, "parquet": (ALL,), "jsonl": (ALL,)}
+TABLES: dict[str, tuple[Table, ...]] = {"trl": TRL, "verl": VERL, "jsonl": (ALL,), "parquet": (ALL,)}
 """Tables by the argument of `--to`."""

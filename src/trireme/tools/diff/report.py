@@ -1,17 +1,43 @@
-"""The report of a comparison, as text and as JSON: what differs, what differed first, and what that usually means."""
+"""`trireme diff RUN RUN`: what differs, what differed first, and what that usually means, as text and as JSON."""
 
 from __future__ import annotations
 
+import json
+from argparse import ArgumentParser
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from trireme.base.safe_text import clean
 from trireme.config.resume import flatten
 from trireme.tools.diff.aspects import ASPECTS, BASE_WEIGHTS
-from trireme.tools.diff.compare import Comparison
+from trireme.tools.diff.compare import Comparison, compare_runs
+from trireme.tools.diff.configuration import flatten
 from trireme.tools.record_differences import counted, some
 
 MOST_CAUSES = 4
+
+
+def command(argv: list[str]) -> int:
+    """Compare two runs, and return the exit code.
+
+    Raises: ConfigError if a folder is not a run's; JournalCorrupt if an entry is not what was written.
+    """
+    parser = ArgumentParser(
+        prog="trireme diff",
+        description="Compares two runs from their folders alone, to the bit: configuration, versions of weights, and "
+        "of each batch examples, tokens, logprobs, rewards and advantages, then loss and norm of the gradient. Says "
+        "which difference came first and what usually leads to it. The runs may be going on. Writes nothing.",
+        epilog="Ends with 0 where nothing differs as far as both go (ports, paths and the like do not count), 1 where "
+        "something does, 2 where a folder is not a run's, 3 where a journal is damaged. docs/diff.md has examples.",
+    )
+    parser.add_argument("a", metavar="RUN", type=Path, help="the folder of a run, called A")
+    parser.add_argument("b", metavar="RUN", type=Path, help="the folder of another one, called B")
+    parser.add_argument("--json", action="store_true", help="for machines")
+    arguments = parser.parse_args(argv)
+    comparison = compare_runs(arguments.a, arguments.b)
+    print(json.dumps(as_json(comparison), indent=1) if arguments.json else as_text(comparison))
+    return 0 if comparison.same else 1
 
 
 def as_text(comparison: Comparison) -> str:

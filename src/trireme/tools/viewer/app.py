@@ -1,4 +1,4 @@
-"""The viewer: a tree of runs and evaluations, a table of rollouts, and a reader of one rollout.
+"""`trireme eval-view [FOLDER ...]`: a tree of runs and evaluations, a table of rollouts, and a reader of one rollout.
 
 On a narrow terminal one of the three is shown at a time: enter goes to the next, escape back. Files are found, read and
 searched in threads, so that keys answer at once; the threads hand their results to the main thread.
@@ -6,8 +6,10 @@ searched in threads, so that keys answer at once; the threads hand their results
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,10 +30,45 @@ from trireme.base.errors import ConfigError
 from trireme.base.safe_text import clean
 from trireme.tools.rollout_filters import SYNTAX, Filter, parse_filter
 from trireme.tools.rollouts import BatchFile, ResultsFile, Row, open_rollouts
-from trireme.tools.viewer.panes import LARGEST_FIRST, Key, Reader, RolloutTable, RunTree, in_order, key_of, summary
-from trireme.tools.viewer.sources import TRAINING, MeanRewards, Source, find_sources, run_title
+from trireme.tools.viewer.help import Help
+from trireme.tools.viewer.reader import Reader
+from trireme.tools.viewer.sources import TRAINING, MeanRewards, Source, find_sources, require_folders, run_title
+from trireme.tools.viewer.table import LARGEST_FIRST, RolloutTable, in_order, key_of, summary
+from trireme.tools.viewer.tree import Key, RunTree
 
+USUAL = ("outputs", "environments")
 REDRAW_S = 1.0  # between two results of a long search or a large file
+
+
+def command(argv: list[str]) -> int:
+    """Return 0 when the user leaves the viewer.
+
+    Raises: ConfigError if there is no such folder, or no terminal.
+    """
+    parser = ArgumentParser(
+        prog="trireme eval-view",
+        description="Runs and evaluations with their mean rewards, their rollouts, and each one's conversation. The "
+        "run may still be training. Writes nothing.",
+        epilog="? shows all keys. Exit codes: 0, or 2 if there is nothing at the path.",
+    )
+    what = f"of a run, one with runs or evaluations below it, or a .jsonl file; by default {' and '.join(USUAL)}"
+    parser.add_argument("folders", metavar="FOLDER", type=Path, nargs="*", help=what)
+    folders = (
+        parser.parse_args(argv).folders or [Path(name) for name in USUAL if Path(name).is_dir()] or [Path(USUAL[0])]
+    )
+
+    require_folders(folders)
+
+    # Checked after the folders, so that a wrong path is reported in a script too.
+    if not (sys.stdout.isatty() and sys.stdin.isatty()):
+        raise ConfigError(
+            "The viewer needs a terminal, and standard input or output is none. Expected both to be one. Run it in a "
+            "terminal; `trireme dashboard` shows the same in a browser, and `trireme rollouts` writes files."
+        )
+
+    app = EvalView(folders)
+    app.run()
+    return app.return_code or 0
 
 
 class EvalView(App[None]):

@@ -25,13 +25,13 @@ from tiny_pictures import picture_file
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
 from trireme.base.token import TOKEN
-from trireme.cli.runs.dashboard import dashboard, listen, require_key
 from trireme.journal.pictures import PictureFiles
 from trireme.launch.folder import hold_folder
 from trireme.monitor.metrics import MetricsFile, read_metrics
 from trireme.tools.dashboard import runs as module
-from trireme.tools.dashboard.charts import extremes
-from trireme.tools.dashboard.history import Metrics
+from trireme.tools.dashboard.dashboard import command as dashboard
+from trireme.tools.dashboard.dashboard import listen, require_key
+from trireme.tools.dashboard.history import Metrics, extremes
 from trireme.tools.dashboard.logs import TAIL_BYTES, log_files, tail, to_html
 from trireme.tools.dashboard.overview import differences, figures
 from trireme.tools.dashboard.rollouts import nothing_found, serve_pictures
@@ -334,7 +334,7 @@ def test_dashboard_refuses_a_requested_port_that_is_taken(monkeypatch):
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1:{port}"):
             listen("127.0.0.1", port)
-        monkeypatch.setattr("trireme.cli.runs.dashboard.PORT", port)
+        monkeypatch.setattr("trireme.tools.dashboard.dashboard.PORT", port)
         with listen("127.0.0.1", None) as listener:
             assert listener.getsockname()[1] != port
 

@@ -19,8 +19,8 @@ from families import MROPE, build_config, logits, publish, row, save_family
 from low_bit import LOW_BIT, save_low_bit
 from tiny import are_equal, content_of, open_store, random_samples, save_run, train_step, weights_of
 from trireme.base.errors import ConfigError
-from trireme.cli.runs.export import export
 from trireme.config.trainer import Lora, Optimizer, TrainerModel, Vlm
+from trireme.tools.export.export import command as export
 from trireme.tools.export.merging import export_merged
 from trireme.tools.export.weights_folder import open_source
 from trireme.trainer.checkpoint.state import TrainerState

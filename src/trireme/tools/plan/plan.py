@@ -31,7 +31,7 @@ from trireme.tools.plan.sizes import find_config, read_sizes
 WIDTH = 120
 
 
-def plan(argv: list[str]) -> int:
+def command(argv: list[str]) -> int:
     """Return 0 if the run fits, and 1 otherwise.
 
     Raises: ConfigError if the configuration is wrong, or the model's sizes are not known.

@@ -16,7 +16,7 @@ from trireme.tools.policies.environments import install as install_environment
 LONGEST = 1000  # characters of a description
 
 
-def env(argv: list[str]) -> int:
+def command(argv: list[str]) -> int:
     """Call a verb, and return its exit code.
 
     Raises: ConfigError for an unknown verb, and for what the verb refuses.

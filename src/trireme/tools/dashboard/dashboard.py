@@ -20,7 +20,7 @@ PORT = 8050
 NICE = 10  # niceness next to a run on the same machine: training comes first
 
 
-def dashboard(argv: list[str]) -> int:
+def command(argv: list[str]) -> int:
     """Serve until the process is asked to end.
 
     Raises: ConfigError if there is no such folder, if it cannot listen, or if it needs a token.

@@ -34,7 +34,7 @@ environments/ENV/outputs/gepa: best_prompt.txt, pareto_frontier.jsonl, metadata.
 After Ctrl-C the same command resumes the search."""
 
 
-def gepa(argv: list[str]) -> int:
+def command(argv: list[str]) -> int:
     """Return 0 if the search came to its end, whether or not it found a better prompt.
 
     Raises: ConfigError for what was typed; TriremeError if a model or the environment is gone. What was found until

@@ -23,7 +23,7 @@ from trireme.launch.plan import plan, set_environment
 from trireme.launch.ranks import RANKS_PARENT, become_ranks, end_with_parent
 
 
-def replay(argv: list[str]) -> int:
+def command(argv: list[str]) -> int:
     """Replay a run, and return the exit code. Several ranks are started by this process, and each calls this again.
 
     Raises: ConfigError if there is no such run, or not these steps of it; JournalCorrupt if a batch, or the
@@ -66,9 +66,9 @@ def replay(argv: list[str]) -> int:
     become_ranks(config.trainer.num_ranks or 1, ["trireme.cli.trireme", "replay", *argv])
     start_logging("replay", "warning")
 
-    from trireme.tools.replay import replay as train_again
+    from trireme.tools.replay.replay import replay  # with torch behind it
 
-    return train_again(config, span, keep_going=arguments.keep_going)
+    return replay(config, span, keep_going=arguments.keep_going)
 
 
 def read_config(run: Path, run_file: Path, devices: Devices) -> RunConfig:

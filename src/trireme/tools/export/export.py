@@ -14,7 +14,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 MERGED_DTYPE = "bfloat16"
 
 
-def export(argv: list[str]) -> int:
+def command(argv: list[str]) -> int:
     """Export a checkpoint, and return 0 when all is on disk.
 
     Raises: ConfigError if there is none, or no place for it; OSError without room; JournalCorrupt if damaged.
