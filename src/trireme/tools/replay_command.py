@@ -66,7 +66,7 @@ def command(argv: list[str]) -> int:
     become_ranks(config.trainer.num_ranks or 1, ["trireme.cli.trireme", "replay", *argv])
     start_logging("replay", "warning")
 
-    from trireme.tools.replay.replay import replay  # with torch behind it
+    from trireme.tools.replay import replay  # with torch behind it
 
     return replay(config, span, keep_going=arguments.keep_going)
 

@@ -15,16 +15,12 @@ from tiny_tokenizer import END, write_tokenizer
 from toy_environments import ECHO, write
 from trireme.base.errors import ConfigError
 from trireme.base.token import TOKEN
-from trireme.base.waiting import Waits
-from trireme.config.orchestrator import Environment, OrchestratorConfig
-from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.venv import find_environment
 from trireme.orchestrator.rollout.runner import RolloutSpec
-from trireme.tools.environments.catalog import list_environments
+from trireme.orchestrator.session.wire import Ask
+from trireme.tools.environments.catalog import KINDS, checked_name, list_environments
 from trireme.tools.environments.env import command as env
-from trireme.tools.environments.policy_endpoint import look_at, open_chat_endpoint
-from trireme.tools.environments.policy_script import answer
-from trireme.tools.environments.template import KINDS, checked_name
+from trireme.tools.policies.script import answer
 
 REPOSITORY = Path(__file__).parents[3]
 HELD_OUT = """

@@ -36,7 +36,7 @@ from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.journal.versions import Versions
 from trireme.launch.settings import write_settings
 from trireme.monitor.metrics import read_metrics
-from trireme.tools.replay.replay import replay as train_again
+from trireme.tools.replay import replay as train_again
 from trireme.tools.replay_command import as_built, find_span, read_config
 from trireme.tools.replay_command import command as replay_command
 from trireme.trainer.loop import train

@@ -20,6 +20,7 @@ from trireme.base.paths import RunPaths
 from trireme.launch.folder import hold_folder
 from trireme.tools.evaluate.run import eval_run
 from trireme.tools.gepa.gepa import command as gepa
+from trireme.tools.policies import engine as policy_engine
 
 TINY = str(Path(__file__).parents[3] / "models" / "reverse-text-tiny")
 SMALL = ("-n", "6", "-N", "4", "--minibatch-size", "2", "--perfect-score", "1")

@@ -19,6 +19,7 @@ from trireme.config.load import load_config
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.session.wire import Ask, Reply, RunTask
 from trireme.tools.gepa.config import GepaConfig
+from trireme.tools.gepa.files import Records, Reflection, check_same, write_results
 from trireme.tools.gepa.gepa import command as gepa
 from trireme.tools.gepa.gepa import to_flags
 from trireme.tools.gepa.optimize import draw_examples, places_of

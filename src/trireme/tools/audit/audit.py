@@ -19,7 +19,9 @@ A running run is listed in the order opposite to that in which it writes: effect
 from __future__ import annotations
 
 import json
+import math
 from argparse import ArgumentParser
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 

@@ -18,10 +18,8 @@ from typing import Any
 from urllib.parse import urlencode
 
 from trireme.base.network import url_of
-from trireme.base.paths import RunPaths
 from trireme.launch.folder import launcher_of
 from trireme.monitor.collapse import Warned, Watch
-from trireme.monitor.metrics import read_in_pieces
 from trireme.monitor.status import Status, ask_status
 from trireme.tools.dashboard.history import READ_S, Metrics, Spans
 from trireme.tools.rollouts import identity_of

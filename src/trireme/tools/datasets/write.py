@@ -15,7 +15,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from trireme.base.errors import ConfigError
-from trireme.base.paths import replace_folder, require_new_folder, sync_folder
+from trireme.base.paths import RunPaths, replace_folder, require_new_folder, sync_folder
 from trireme.journal.pictures import PictureFiles, to_data_uri
 from trireme.journal.records import Rollout
 from trireme.tools.datasets.tables import TABLES, MessageKeys, Table

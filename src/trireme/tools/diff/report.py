@@ -12,7 +12,6 @@ from trireme.base.safe_text import clean
 from trireme.config.resume import flatten
 from trireme.tools.diff.aspects import ASPECTS, BASE_WEIGHTS
 from trireme.tools.diff.compare import Comparison, compare_runs
-from trireme.tools.diff.configuration import flatten
 from trireme.tools.record_differences import counted, some
 
 MOST_CAUSES = 4

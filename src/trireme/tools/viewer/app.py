@@ -30,11 +30,8 @@ from trireme.base.errors import ConfigError
 from trireme.base.safe_text import clean
 from trireme.tools.rollout_filters import SYNTAX, Filter, parse_filter
 from trireme.tools.rollouts import BatchFile, ResultsFile, Row, open_rollouts
-from trireme.tools.viewer.help import Help
-from trireme.tools.viewer.reader import Reader
+from trireme.tools.viewer.panes import LARGEST_FIRST, Key, Reader, RolloutTable, RunTree, in_order, key_of, summary
 from trireme.tools.viewer.sources import TRAINING, MeanRewards, Source, find_sources, require_folders, run_title
-from trireme.tools.viewer.table import LARGEST_FIRST, RolloutTable, in_order, key_of, summary
-from trireme.tools.viewer.tree import Key, RunTree
 
 USUAL = ("outputs", "environments")
 REDRAW_S = 1.0  # between two results of a long search or a large file
