@@ -9,10 +9,10 @@ import sys
 from contextlib import suppress
 
 import pytest
-from trireme.tools.viewer.help import Help
 
 from trireme.base.errors import ConfigError
 from trireme.journal.journal import Journal
+from trireme.tools.viewer.app import Help
 from trireme.tools.viewer.app import command as eval_view
 from viewing import NARROW, WIDE, answer, view, write_evaluations, write_results
 from written_run import rewrite_batch, write_whole_run

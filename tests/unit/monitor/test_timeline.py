@@ -25,8 +25,8 @@ from trireme.monitor.spans import ENGINE as ENGINES
 from trireme.monitor.spans import ENVIRONMENTS, FEW, Lane, Piece, Span, SpansFile, open_spans, read_spans, settled
 from trireme.monitor.timeline import OTHER, advice, idle, in_words, reasons, shares, time_lines
 from trireme.tools.cluster.status import look_at
-from trireme.tools.dashboard.history import Spans, summarize
-from trireme.tools.dashboard.timeline import timeline_chart
+from trireme.tools.dashboard.history import Spans
+from trireme.tools.dashboard.timeline import summarize, timeline_chart
 
 
 def overlaps(spans: Iterable[Span], lane: str) -> list[tuple[Span, Span]]:

@@ -29,9 +29,10 @@ from trireme.journal.pictures import PictureFiles
 from trireme.launch.folder import hold_folder
 from trireme.monitor.metrics import MetricsFile, read_metrics
 from trireme.tools.dashboard import runs as module
+from trireme.tools.dashboard.charts import extremes
 from trireme.tools.dashboard.dashboard import command as dashboard
 from trireme.tools.dashboard.dashboard import listen, require_key
-from trireme.tools.dashboard.history import Metrics, extremes
+from trireme.tools.dashboard.history import Metrics
 from trireme.tools.dashboard.logs import TAIL_BYTES, log_files, tail, to_html
 from trireme.tools.dashboard.overview import differences, figures
 from trireme.tools.dashboard.rollouts import nothing_found, serve_pictures
