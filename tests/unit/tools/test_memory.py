@@ -191,6 +191,16 @@ def test_the_chip_of_this_machine_is_that_of_the_drivers_name(tmp_path, monkeypa
     assert find_chip("0") is None
 
 
+def test_gpus_without_a_name_are_like_those_of_this_machine(tmp_path, monkeypatch):
+    write_nvidia_smi(tmp_path, monkeypatch, "[ $2 = 0 ] && echo 'NVIDIA H200, 143771, 600'")
+    monkeypatch.setattr("trireme.tools.plan.machine.host_memory", lambda: 300.0 * GIB)
+    some, more = (describe_machine(TWO_GPUS, gpus=count) for count in (1, 16))
+    assert some.chip == more.chip == find_chip("0")
+    assert (some.host_memory, more.host_memory) == (300 * GIB, 8 * 128 * GIB)  # one node of those that are not here
+    with pytest.raises(ConfigError, match="No GPU was named, and none was found"):
+        describe_machine(Devices(cores=8), gpus=2)
+
+
 def write_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
     (folder / "nvidia-smi").chmod(0o755)

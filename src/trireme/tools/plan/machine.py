@@ -52,15 +52,15 @@ def describe_machine(
     Raises: ConfigError if the GPU is not in the table, and nothing says how much memory it has.
     """
     count = gpus if gpus is not None else (1 if gpu else 0) or here.num_gpus
-    is_here = not gpu and gpus is None
+    is_here = not gpu and count <= here.num_gpus
 
     # Without GPUs all cores together are the chip, and the machine's memory is its memory.
     if count == 0:
         memory, flops = memory_gib * GIB if memory_gib else host_memory(), here.cores * CORE_FLOPS
         return Machine(Chip("CPU", memory, flops, flops, here.cores * CORE_BANDWIDTH), 0, here.cores, memory, 1)
 
-    # The driver describes GPUs that are here, the table those that the user names.
-    found = CHIPS.get(gpu.lower()) if gpu else find_chip(here.gpus[0]) if is_here else None
+    # The table describes GPUs that the user names. Others are like those that are here, which the driver describes.
+    found = CHIPS.get(gpu.lower()) if gpu else find_chip(here.gpus[0]) if here.gpus else None
     if found is None and memory_gib is None:
         what = f"--gpu {gpu} is not in the table" if gpu else "No GPU was named, and none was found on this machine"
         raise ConfigError(f"{what} - expected one of {', '.join(CHIPS)}. Name one of these, or add `--memory-gib`.")
