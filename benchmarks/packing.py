@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 
-from trireme.algo.model.cost import Cost, cost_of
+from trireme.algo.model.flops import Cost, cost_of
 from trireme.algo.packing import deal, pack
 from trireme.journal.rank_shares import DealtBatch
 from trireme.journal.records import BatchRecord, Rollout, State

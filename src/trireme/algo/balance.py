@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from heapq import heappop, heappush, heapreplace
 
-from trireme.algo.model.cost import Cost
+from trireme.algo.model.flops import Cost
 
 MOST_EXCHANGES = 8
 """Most exchanges per row. Each halves the difference of two rows, as nearly as samples allow."""

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from trireme.algo.balance import Table
-from trireme.algo.model.cost import LINEAR, Cost
+from trireme.algo.model.flops import LINEAR, Cost
 from trireme.messages import MicroBatch, Tokens, build_tokens, concat_tokens
 
 GROWTH = 1.25

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
-from trireme.algo.model.cost import LINEAR, Cost, cost_of
+from trireme.algo.model.flops import LINEAR, Cost, cost_of
 from trireme.algo.packing import Sample, deal, num_learned, rows_of
 from trireme.config.model.folder import read_config
 from trireme.config.run import RunConfig

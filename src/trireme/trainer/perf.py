@@ -23,9 +23,9 @@ def flops_per_token(model: PreTrainedModel, mean_length: float) -> float:
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     attending = sum(kind in ATTENDING for kind in kinds) if kinds else config.num_hidden_layers
 
-    matrices, trained = matrix_parameters(model)
-    layers = attending if heads else 0
-    return flops.flops_per_token(matrices, trained, layers=layers, width=width, mean_length=mean_length)
+    # A token looks at half of its sample on average.
+    attention = 2 * width * attending * mean_length if heads else 0.0
+    return flops.flops_per_token(*matrix_parameters(model), attention=attention)
 
 
 def matrix_parameters(model: PreTrainedModel) -> tuple[float, float]:

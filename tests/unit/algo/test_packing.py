@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trireme.algo.balance import Table
-from trireme.algo.model.cost import LINEAR, Cost, cost_of
+from trireme.algo.model.flops import LINEAR, Cost, cost_of
 from trireme.algo.packing import Sample, deal, micro_batches_of_rank, pack, positions
 from trireme.messages import COLUMNS, Kept, MicroBatch, build_tokens
 

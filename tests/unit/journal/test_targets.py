@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from order_rules import order_rules
 from tiny import num_loss_samples, num_loss_tokens, random_samples
-from trireme.algo.model.cost import LINEAR, cost_of
+from trireme.algo.model.flops import LINEAR, cost_of
 from trireme.algo.packing import Sample, num_learned
 from trireme.algo.rules import Rules, rules_of
 from trireme.base.errors import ConfigError

@@ -31,7 +31,7 @@ def test_flops_count_only_matrices_that_a_token_meets(tiny_model: Path) -> None:
     routed = 2 * 2 * 3 * 64 * 16 + 2 * 64 * 8
     assert matrix_parameters(built("qwen3_moe", **EXPERTS)) == (attention + routed + head,) * 2
     assert matrix_parameters(built("qwen3").requires_grad_(False))[1] == 0
-    assert [by_hand(1000, trained, layers=0, width=1, mean_length=0) for trained in (0, 1000)] == [4000, 6000]
+    assert [by_hand(1000, trained, attention=0) for trained in (0, 1000)] == [4000, 6000]
     # 6 per matrix parameter; attention 12 * layers 2 * (heads * size) * (mean length 100) / 2
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1)  # its embedding is its head
