@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from model_configs import MODELS
+from trireme.algo.model.architecture import Architecture
 from trireme.algo.model.chips import CHIPS
 from trireme.base.devices import Devices
 from trireme.config.load import load_run_config
@@ -31,7 +32,7 @@ from trireme.config.run import RunConfig
 from trireme.tools.plan.estimate import Estimate, estimate_run
 from trireme.tools.plan.lengths import lengths_of
 from trireme.tools.plan.machine import describe_machine
-from trireme.tools.plan.sizes import Sized, read_sizes
+from trireme.tools.plan.sizes import read_sizes
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/models.md"
 BEGIN, END = "<!-- written by benchmarks/published.py -->", "<!-- end of the table of published models -->"
@@ -95,12 +96,12 @@ def describe(name: str) -> Row:
         row = Row(name, config["model_type"], None, 0, refusals, with_pictures)
         if "cuda" in refusals:
             return row
-        sized = read_sizes(folder, vlm=resolved(folder, Devices(cores=1), *sees).trainer.model.vlm)
-        assert sized.is_exact, name
-        row = replace(row, parameters=sized.architecture.num_parameters, active=sized.architecture.active_parameters)
+        model = read_sizes(folder, vlm=resolved(folder, Devices(cores=1), *sees).trainer.model.vlm)
+        assert model.is_exact, name
+        row = replace(row, parameters=model.num_parameters, active=model.active_parameters)
         # one that `rl` accepts, and that needs no square of a row's length
         attention = ("--trainer.model.attn", "flex_attention" if needs_eager(config) else "flash_attention_2")
-        whole, adapters = (fewest_gpus(folder, sized, *attention, *flags) for flags in (WHOLE, ADAPTERS))
+        whole, adapters = (fewest_gpus(folder, model, *attention, *flags) for flags in (WHOLE, ADAPTERS))
         return replace(row, whole=whole, adapters=adapters)
 
 
@@ -118,14 +119,14 @@ def shown(problem: str, folder: str) -> str:
     return re.sub(rf'\S+ = "{folder}":? ?', "", problem).partition(" - expected")[0]
 
 
-def fewest_gpus(folder: str, sized: Sized, *flags: str) -> str:
-    """Return how many GPUs the plan wants, one engine's and the trainer's, as "8+24" or "4+28 B200"."""
+def fewest_gpus(folder: str, model: Architecture, *flags: str) -> str:
+    """Return how many GPUs the plan wants, those of one engine and those of the trainer, as "8 + 24 H100"."""
 
     def planned(chip: str, engine: int, gpus: int) -> Estimate:
         machine = describe_machine(Devices(cores=16), gpu=chip, gpus=gpus)
         sides = ("--inference-gpus", str(engine), "--trainer-gpus", str(gpus - engine))
         config = resolved(folder, machine.devices, *sides, "--inference.parallel.tp", str(engine), *flags)
-        return estimate_run(config, sized, machine, lengths_of(config))
+        return estimate_run(config, model, machine, lengths_of(config))
 
     for chip in ("h100", "b200"):
         engine = next((count for count in ENGINE_GPUS if planned(chip, count, 2 * count).engine_fits), MOST_GPUS)

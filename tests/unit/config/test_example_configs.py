@@ -22,7 +22,6 @@ from trireme.tools.formats.run_file import read_run_file, resolve_run
 from trireme.tools.plan.estimate import estimate_run
 from trireme.tools.plan.lengths import lengths_of
 from trireme.tools.plan.machine import describe_machine
-from trireme.tools.plan.sizes import Sized
 from trireme.tools.workspace.setup import SIZES, Size, size_of, sized
 
 ROOT = Path(__file__).parents[3]
@@ -73,8 +72,8 @@ def test_every_example_is_a_run_on_the_machine_that_it_is_for(kind, name, size, 
     # by the project's own plan, at the longest that the configuration allows
     memory_gib = 16 if (name, size) == ("reverse-text", "one-gpu") else None
     machine = describe_machine(Devices(cores=16), gpu="h100", gpus=GPUS[size], memory_gib=memory_gib)
-    sized = Sized(architecture_of(MODELS[KNOWN[config.model.name]]), config.model.name, is_exact=True)
-    assert estimate_run(config, sized, machine, lengths_of(config)).fits
+    model = architecture_of(MODELS[KNOWN[config.model.name]])
+    assert estimate_run(config, model, machine, lengths_of(config)).fits
 
 
 def parameters(name: str) -> set[str]:

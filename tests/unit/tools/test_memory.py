@@ -93,7 +93,8 @@ def test_the_advice_fits_when_it_is_followed(config_file, capsys):
 def test_a_run_accepts_each_line_of_the_advice(config_file, tmp_path, monkeypatch, flags):
     before = estimated(config_file, *flags.split())
     savings = savings_of(before)
-    monkeypatch.setattr("trireme.tools.plan.plan.read_sizes", lambda *_, **__: before.sized)  # they do not change
+    model = before.training.model  # it does not change
+    monkeypatch.setattr("trireme.cli.runs.plan.read_sizes", lambda *_, **__: model)
     lines = [saving.words for saving in savings if "_gpus" not in saving.words]
     assert len(lines) > 5
     for line in lines:

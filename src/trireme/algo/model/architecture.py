@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from trireme.config.model.folder import caps_scores
+
 Config = Mapping[str, Any]  # a config.json
 
 ATTENDING = ("full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid")
@@ -35,7 +37,6 @@ class Family:
     expert_width: str = "intermediate_size"  # the key that says how wide each is
     expert_bias: bool = False
     sinks: bool = False  # one number per head
-    capped: bool = False  # caps attention scores if config.json is silent
     window_pattern: int = 0  # one layer in this many attends to all; 0 if config.json lists or forbids windows
     wide_norms: bool = False  # the result of norms is float32 until it has been scaled
     gate_tensors: int = 2  # tensors as wide as the MLP that its gate keeps, besides gate and up
@@ -49,7 +50,7 @@ FAMILIES = {
     "qwen3_moe": Family(qk_norm=True, experts="num_experts", experts_used=8, expert_width="moe_intermediate_size"),
     "mixtral": Family(experts="num_local_experts"),
     "gemma": Family(tied=True, head_dim=256, wide_norms=True),
-    "gemma2": Family(tied=True, head_dim=256, layer_norms=4, window_pattern=2, wide_norms=True, capped=True),
+    "gemma2": Family(tied=True, head_dim=256, layer_norms=4, window_pattern=2, wide_norms=True),
     "gemma3_text": Family(tied=True, head_dim=256, layer_norms=4, qk_norm=True, window_pattern=6, wide_norms=True),
     "gpt_oss": Family(
         qkv_bias=True,
@@ -132,7 +133,8 @@ class Architecture:
     vocabulary: int
     tied: bool
     layers: tuple[Layer, ...]
-    family: Family
+    family: Family = Family()
+    is_exact: bool = True  # its parameters are counted exactly, not as Llama's of the same sizes
     capped: bool = False  # attention scores go through a tanh, which `sdpa` leaves out
     latent: int = 0  # values per token and layer that stand for all keys and values (multi-head latent attention)
     outside: int | None = None  # parameters outside of the layers; None if not counted
@@ -214,7 +216,8 @@ def architecture_of(config: Config) -> Architecture:
         tied=config.get("tie_word_embeddings", text.get("tie_word_embeddings", family.tied)),
         layers=tuple(_layers(text, family)),
         family=family,
-        capped=bool(text.get("attn_logit_softcapping", family.capped)),
+        is_exact=is_known(config),
+        capped=caps_scores(config),
     )
 
 

@@ -143,7 +143,7 @@ def bytes_left_by(config: RunConfig) -> float:
     """Return what a run leaves on disk at most; for a model of unknown size, without its checkpoints."""
     try:
         name = config.trainer.model.name or config.model.name
-        parameters = read_sizes(name, vlm=config.trainer.model.vlm).architecture.num_parameters
+        parameters = read_sizes(name, vlm=config.trainer.model.vlm).num_parameters
     except ConfigError:
         return float(OTHER_BYTES)
 

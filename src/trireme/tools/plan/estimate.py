@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from trireme.algo.model.architecture import Architecture
 from trireme.algo.model.chips import CUDA_BYTES, GIB
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
@@ -15,7 +16,7 @@ from trireme.config.sft import SftConfig
 from trireme.tools.plan.lengths import Lengths, lengths_of
 from trireme.tools.plan.machine import Machine, describe_machine
 from trireme.tools.plan.memory import Parts, Serving, Training, changed
-from trireme.tools.plan.sizes import Sized, find_config, read_sizes, serving_of, training_of
+from trireme.tools.plan.sizes import find_config, read_sizes, serving_of, training_of
 from trireme.tools.plan.step_time import Batch, Split, assumed_mfu, sampling_seconds, training_rate, update_seconds
 
 GPU_SCATTERED = 0.06  # share of what comes and goes that the allocator holds in pieces too small to use
@@ -52,7 +53,7 @@ class Need:
 class Estimate:
     """A plan. Advice changes `training` and `serving`; the rest follows."""
 
-    sized: Sized
+    model_name: str
     machine: Machine
     training: Training
     ranks: int
@@ -177,7 +178,7 @@ def _gib(number: float) -> str:
     return f"{number / GIB:,.1f} GiB"
 
 
-def estimate_run(config: RunConfig | SftConfig, sized: Sized, machine: Machine, lengths: Lengths) -> Estimate:
+def estimate_run(config: RunConfig | SftConfig, model: Architecture, machine: Machine, lengths: Lengths) -> Estimate:
     """Plan a resolved configuration. A supervised run has no engines, and its conversations are all prompt."""
     run, trainer = (config, config.trainer) if isinstance(config, RunConfig) else (None, config)
     rollouts = config.orchestrator.batch_size if isinstance(config, RunConfig) else config.batch_size
@@ -187,14 +188,14 @@ def estimate_run(config: RunConfig | SftConfig, sized: Sized, machine: Machine, 
     teams = max(1, ranks // trainer.model.cp)
     length = min(math.ceil(lengths.total), row_tokens)  # samples longer than a row were cut
     rows = max(1, math.ceil(rollouts / (row_tokens // length) / teams))
-    training = training_of(config, sized.architecture, rows=rows)
+    training = training_of(config, model, rows=rows)
 
     # A supervised run does not name its GPUs: each rank takes one. On CPU there are none.
     engine_ids = (run.inference_gpu_ids or ()) if run else ()
     trainer_ids = (run.trainer_gpu_ids or ()) if run else tuple(range(0 if machine.is_on_cpu else ranks))
 
     return Estimate(
-        sized,
+        trainer.model.name or str(config.model.name),
         machine,
         changed(training, packed=row_tokens >= 2 * lengths.total),
         ranks,
@@ -209,7 +210,7 @@ def estimate_run(config: RunConfig | SftConfig, sized: Sized, machine: Machine, 
             oversampling=run.orchestrator.oversampling_factor if run else 1.0,
         ),
         longest_sample=config.seq_len,
-        serving=serving_of(run, sized.architecture, machine) if run else None,
+        serving=serving_of(run, model, machine) if run else None,
         engine_gpus=len(engine_ids),
         trainer_gpus=len(trainer_ids),
         is_shared=set(trainer_ids) == set(engine_ids),
@@ -236,5 +237,5 @@ def plan_here(config: RunConfig, devices: Devices, *, fetch: bool = False) -> Es
     """
     machine = describe_machine(devices if config.device == "cuda" else Devices(cores=devices.cores))
     name = config.trainer.model.name or config.model.name
-    sized = read_sizes(name, find_config(name, fetch=fetch), vlm=config.trainer.model.vlm)
-    return estimate_run(config, sized, machine, lengths_of(config))
+    model = read_sizes(name, find_config(name, fetch=fetch), vlm=config.trainer.model.vlm)
+    return estimate_run(config, model, machine, lengths_of(config))

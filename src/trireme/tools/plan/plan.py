@@ -72,9 +72,9 @@ def _plan_run(typed: list[str], options: Namespace, machine: Machine) -> Estimat
     name = config.trainer.model.name or config.model.name
     described = _described("trainer.model", config.trainer.model, name, config.device)
     raise_together(served_model_problems(config, described if config.inference.model.name in (None, name) else None))
-    sized = read_sizes(name, described, vlm=config.trainer.model.vlm)
+    model = read_sizes(name, described, vlm=config.trainer.model.vlm)
     lengths = lengths_of(config, prompt=options.prompt_tokens, sampled=options.completion_tokens)
-    return estimate_run(config, sized, machine, lengths)
+    return estimate_run(config, model, machine, lengths)
 
 
 def _plan_sft(typed: list[str], options: Namespace, machine: Machine) -> Estimate:
@@ -83,11 +83,11 @@ def _plan_sft(typed: list[str], options: Namespace, machine: Machine) -> Estimat
         config = resolve_sft(config, machine.devices)
     check_sft(config, machine.devices)
     name = str(config.model.name)
-    sized = read_sizes(name, _described("model", config.model, name, config.device), vlm=config.model.vlm)
+    model = read_sizes(name, _described("model", config.model, name, config.device), vlm=config.model.vlm)
 
     length = sum(number for number in (options.prompt_tokens, options.completion_tokens) if number)
     source = "as given" if length else "the longest that the configuration allows"
-    return estimate_run(config, sized, machine, Lengths(length or float(config.seq_len), 0.0, 0.0, source))
+    return estimate_run(config, model, machine, Lengths(length or float(config.seq_len), 0.0, 0.0, source))
 
 
 def _described(table: str, model: TrainerModel, name: str, device: str) -> dict[str, Any]:

@@ -41,9 +41,9 @@ def _facts(estimate: Estimate) -> Iterator[Text]:
         else ""
     )
 
-    yield _fact("model", f"{estimate.sized.name}: {_count(model.num_parameters)} parameters{active}, {trained}")
+    yield _fact("model", f"{estimate.model_name}: {_count(model.num_parameters)} parameters{active}, {trained}")
     # The whole plan rests on these sizes, so any doubt about them is shown.
-    if not estimate.sized.is_exact:
+    if not model.is_exact:
         yield Text(f"{'':9}its family ({model.model_type or 'unnamed'}) is not known: counted as Llama's", "yellow")
     elif model.is_counted:
         yield Text(f"{'':9}parameters are exact; the memory of its activations is an estimate", "yellow")

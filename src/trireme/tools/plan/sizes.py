@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -23,8 +22,8 @@ from trireme.algo.model.architecture import (
 from trireme.algo.model.chips import GIB
 from trireme.base.errors import ConfigError
 from trireme.config.inference import LOW_BIT
-from trireme.config.model.folder import config_file, load_described, num_experts_of
-from trireme.config.model.state_layers import MIXERS
+from trireme.config.model.folder import caps_scores, config_file, load_described, num_experts_of
+from trireme.config.model.state_layers import MIXERS, latent_width
 from trireme.config.model.vision import WITHOUT_TEXT_MODEL
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
@@ -39,15 +38,6 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LARGE_GPU, HUGE_GPU = 70 * GIB, 160 * GIB  # memory sizes at which vLLM takes in more tokens at once
 ALL_LINEAR = "all-linear"
 HUB_S = 10.0
-
-
-@dataclass(frozen=True)
-class Sized:
-    """A model's sizes."""
-
-    architecture: Architecture
-    name: str
-    is_exact: bool  # its parameters are counted exactly
 
 
 def find_config(name: str, *, fetch: bool = False) -> dict[str, Any]:
@@ -81,7 +71,7 @@ def find_config(name: str, *, fetch: bool = False) -> dict[str, Any]:
         ) from error
 
 
-def read_sizes(name: str, config: dict[str, Any] | None = None, *, vlm: Vlm | None = None) -> Sized:
+def read_sizes(name: str, config: dict[str, Any] | None = None, *, vlm: Vlm | None = None) -> Architecture:
     """Work out the sizes of a family in the table, or count those of the model that transformers builds.
 
     Args:
@@ -94,7 +84,7 @@ def read_sizes(name: str, config: dict[str, Any] | None = None, *, vlm: Vlm | No
 
     # Building the model takes seconds, so families in the table are worked out, except for a vision encoder.
     if (vlm or not is_known(config)) and (counted := count_sizes(config, vlm)):
-        return Sized(counted, name, is_exact=True)
+        return counted
 
     # Counted as a dense decoder, a mixture of experts would be far too small.
     if not is_known(config) and num_experts_of(config):
@@ -103,7 +93,7 @@ def read_sizes(name: str, config: dict[str, Any] | None = None, *, vlm: Vlm | No
             "transformers does not build the model - expected one that it builds. Choose another model."
         )
     try:
-        return Sized(architecture_of(config), name, is_known(config))
+        return architecture_of(config)
     except (KeyError, TypeError) as error:
         raise ConfigError(
             f"The config.json of {name!r} has no {error} - sizes as of a decoder were expected. Plan with a model that "
@@ -143,9 +133,6 @@ def count_sizes(config: dict[str, Any], vlm: Vlm | None = None) -> Architecture 
     if dtype is None and described.model_type == "nemotron_h":  # vLLM's `NemotronHForCausalLMConfig`
         dtype = "float32"
 
-    # Latent attention caches one vector per token instead of keys and values.
-    latent = (text.get("kv_lora_rank") or 0) and text["kv_lora_rank"] + text["qk_rope_head_dim"]
-
     return Architecture(
         model_type=described.model_type,
         hidden=hidden,
@@ -155,9 +142,8 @@ def count_sizes(config: dict[str, Any], vlm: Vlm | None = None) -> Architecture 
         vocabulary=vocabulary,
         tied=head is None or head.weight is model.get_input_embeddings().weight,
         layers=layers,
-        family=Family(),
-        capped=bool(text.get("attn_logit_softcapping")),
-        latent=latent,
+        capped=caps_scores(text),
+        latent=latent_width(text),
         outside=model.num_parameters() - tower - sum(layer.num_parameters for layer in layers),
         tower=tower,
         recurrent_bytes=BYTES.get(str(dtype)),
