@@ -122,8 +122,7 @@ def planned_bytes(case: Case, config: Any) -> tuple[float, float]:
     """Of tensors, and of the process beyond what it is before a model is there."""
     from trireme.algo.model.architecture import architecture_of
     from trireme.tools.plan.estimate import CPU_SCATTERED, PROCESS_BYTES, scattered_bytes
-    from trireme.tools.plan.memory import changed
-    from trireme.tools.plan.sizes import training_of
+    from trireme.tools.plan.trainer_memory import changed, training_of
 
     training = training_of(config, architecture_of(architecture(case)), rows=case.rows)
     training = changed(training, packed=case.samples > 1)

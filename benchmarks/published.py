@@ -30,9 +30,9 @@ from trireme.config.resolve import resolve
 from trireme.config.rules import launch_problems, problems
 from trireme.config.run import RunConfig
 from trireme.tools.plan.estimate import Estimate, estimate_run
-from trireme.tools.plan.lengths import lengths_of
 from trireme.tools.plan.machine import describe_machine
 from trireme.tools.plan.sizes import read_sizes
+from trireme.tools.plan.step_time import lengths_of
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/models.md"
 BEGIN, END = "<!-- written by benchmarks/published.py -->", "<!-- end of the table of published models -->"

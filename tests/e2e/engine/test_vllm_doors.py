@@ -58,7 +58,7 @@ from trireme.base.devices import Devices
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.tools.plan.advice import size_kv_cache
-from trireme.tools.plan.memory import CONTEXT_BYTES
+from trireme.tools.plan.engine_memory import CONTEXT_BYTES
 from trireme.trainer.out_of_memory import leave_to_engine
 
 total, limits, gpu = 24 * GIB, [], Devices(gpus=("0",), cores=2)

@@ -20,8 +20,8 @@ from trireme.config.run import RunConfig
 from trireme.config.section import walk
 from trireme.tools.formats.run_file import read_run_file, resolve_run
 from trireme.tools.plan.estimate import estimate_run
-from trireme.tools.plan.lengths import lengths_of
 from trireme.tools.plan.machine import describe_machine
+from trireme.tools.plan.step_time import lengths_of
 from trireme.tools.workspace.setup import SIZES, Size, size_of, sized
 
 ROOT = Path(__file__).parents[3]

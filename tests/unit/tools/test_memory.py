@@ -28,12 +28,12 @@ from trireme.config.rules import launch_problems
 from trireme.config.run import RunConfig
 from trireme.config.trainer import Vlm
 from trireme.tools.plan.advice import engine_advice, first_that_fits, fit_warnings, savings_of, size_kv_cache
+from trireme.tools.plan.engine_memory import Serving
 from trireme.tools.plan.estimate import CUDA_BYTES, GPU_SCATTERED, Estimate, estimate_run, scattered_bytes
-from trireme.tools.plan.lengths import lengths_of
 from trireme.tools.plan.machine import describe_machine, find_chip
-from trireme.tools.plan.memory import Serving, Training, changed
-from trireme.tools.plan.plan import command as plan
 from trireme.tools.plan.sizes import count_sizes, read_sizes
+from trireme.tools.plan.step_time import lengths_of
+from trireme.tools.plan.trainer_memory import Training, changed
 
 TWO_GPUS = Devices(gpus=("0", "1"), cores=8)
 

@@ -50,8 +50,7 @@ from trireme.messages import (
     Request,
 )
 from trireme.monitor.spans import Lane
-from trireme.tools.plan.memory import Training
-from trireme.tools.plan.sizes import training_of
+from trireme.tools.plan.trainer_memory import Training, training_of
 from trireme.trainer.parallel.mesh import World
 from trireme.trainer.publish import publisher as publish
 from trireme.trainer.publish.publisher import Publisher

@@ -12,8 +12,9 @@ from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
+from trireme.tools.plan.engine_memory import CONTEXT_BYTES
 from trireme.tools.plan.estimate import Estimate, estimate_here, plan_here
-from trireme.tools.plan.memory import CONTEXT_BYTES, changed
+from trireme.tools.plan.trainer_memory import changed
 
 WORTH = 0.005  # smallest saving that is listed, as a share of what is needed
 

@@ -13,11 +13,20 @@ from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
-from trireme.tools.plan.lengths import Lengths, lengths_of
+from trireme.tools.plan.engine_memory import Parts, Serving, serving_of
 from trireme.tools.plan.machine import Machine, describe_machine
-from trireme.tools.plan.memory import Parts, Serving, Training, changed
-from trireme.tools.plan.sizes import find_config, read_sizes, serving_of, training_of
-from trireme.tools.plan.step_time import Batch, Split, assumed_mfu, sampling_seconds, training_rate, update_seconds
+from trireme.tools.plan.sizes import find_config, read_sizes
+from trireme.tools.plan.step_time import (
+    Batch,
+    Lengths,
+    Split,
+    assumed_mfu,
+    lengths_of,
+    sampling_seconds,
+    training_rate,
+    update_seconds,
+)
+from trireme.tools.plan.trainer_memory import Training, changed, training_of
 
 GPU_SCATTERED = 0.06  # share of what comes and goes that the allocator holds in pieces too small to use
 PROCESS_BYTES = 0.17 * GIB  # buffers of matrix products in a rank on CPU, besides `STARTED_BYTES`

@@ -23,10 +23,10 @@ from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.config.trainer import TrainerModel
 from trireme.tools.plan.estimate import Estimate, estimate_run
-from trireme.tools.plan.lengths import Lengths, lengths_of
 from trireme.tools.plan.machine import Machine, describe_machine
 from trireme.tools.plan.report import show
 from trireme.tools.plan.sizes import find_config, read_sizes
+from trireme.tools.plan.step_time import Lengths, lengths_of
 
 WIDTH = 120
 

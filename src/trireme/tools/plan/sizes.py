@@ -1,4 +1,4 @@
-"""Read a configuration and a model's config.json as the numbers from which memory and time are worked out."""
+"""Read a model's config.json as the numbers from which memory and time are worked out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from trireme.algo.model.activations import SHORT, Pass
 from trireme.algo.model.architecture import (
     Architecture,
     Family,
@@ -19,24 +18,16 @@ from trireme.algo.model.architecture import (
     is_known,
     window_of,
 )
-from trireme.algo.model.chips import GIB
 from trireme.base.errors import ConfigError
-from trireme.config.inference import LOW_BIT
 from trireme.config.model.folder import caps_scores, config_file, load_described, num_experts_of
 from trireme.config.model.state_layers import MIXERS, latent_width
 from trireme.config.model.vision import WITHOUT_TEXT_MODEL
-from trireme.config.run import RunConfig
-from trireme.config.sft import SftConfig
-from trireme.config.trainer import TOWER, Lora, TrainerConfig, TrainerModel, Vlm
-from trireme.tools.plan.machine import Machine
-from trireme.tools.plan.memory import Serving, Training
+from trireme.config.trainer import TOWER, TrainerModel, Vlm
 
 if TYPE_CHECKING:
     import torch
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-LARGE_GPU, HUGE_GPU = 70 * GIB, 160 * GIB  # memory sizes at which vLLM takes in more tokens at once
-ALL_LINEAR = "all-linear"
 HUB_S = 10.0
 
 
@@ -202,93 +193,3 @@ def _recurrence(mixer: Any) -> tuple[int, int]:
         heads, value, key = mixer.num_heads, mixer.head_dim, mixer.ssm_state_size
         return int(heads * value * key), int(heads * (3.2 * mixer.chunk_size + 6 * key + 4 * value) + 4 * channels)
     return 0, 0
-
-
-def training_of(config: RunConfig | SftConfig, model: Architecture, *, rows: int) -> Training:
-    """Return the sizes of training that a configuration sets.
-
-    Args:
-        rows: number of rows that a rank trains on before it updates.
-    """
-    trainer: TrainerConfig | SftConfig
-    if isinstance(config, RunConfig):
-        trainer, broadcast = config.trainer, config.weight_broadcast
-        has_reference, served_bytes = bool(trainer.loss.beta), BYTES[config.served_dtype]
-        bucket_bytes = None if broadcast.type == "ipc" else broadcast.bucket_mib << 20
-    else:
-        # A supervised run sends no weights to engines.
-        trainer, has_reference, served_bytes, bucket_bytes = config, False, 2, 0
-
-    on_cpu, settings, lora = config.device == "cpu", trainer.model, trainer.model.lora
-    value_bytes = BYTES[settings.optimization_dtype]
-    targets = lora.target_modules if lora else None
-    if targets and ALL_LINEAR in targets:
-        targets = tuple({matrix.name for layer in model.layers for matrix in layer.matrices})
-
-    return Training(
-        model,
-        Pass(
-            tokens=trainer.micro_batch_tokens or config.seq_len,
-            value_bytes=value_bytes,
-            attention=settings.attn,
-            cp=settings.cp,
-            targets=targets,
-            rank=lora.rank if lora else 0,
-            dropout=bool(lora and lora.dropout),
-            # A CPU writes the scores of short samples out: this is the length at which they take most.
-            sample=min(config.seq_len, SHORT[value_bytes]) if on_cpu else 0,
-        ),
-        shards=max(1, (trainer.num_ranks or 1) // settings.dp_replicate),
-        rows=rows,
-        ep=settings.ep,
-        reduce_bytes=BYTES[settings.reduce_dtype],
-        frozen_bytes=value_bytes,
-        optimizer=trainer.optim.type,
-        trained_whole=_trained_whole(lora, model) if lora else 0,
-        trains_tower=settings.trains_vision_encoder,
-        ac_freq=settings.ac.freq if settings.ac else None,
-        ac_mode=settings.ac.mode if settings.ac else "full",
-        offload_activations=settings.activation_offload,
-        offload_parameters=settings.fsdp_cpu_offload,
-        reshard=settings.reshard_after_forward,
-        head_chunk=settings.head_chunk,
-        compiled=settings.compile,
-        has_reference=has_reference,
-        served_bytes=4 if on_cpu else served_bytes,
-        bucket_bytes=bucket_bytes,
-    )
-
-
-def _trained_whole(lora: Lora, model: Architecture) -> int:
-    """Return the parameters of `modules_to_save`; an embedding that is the head too counts once."""
-    ends = {name.rpartition(".")[2] for name in lora.modules_to_save}
-    tables = ends & {"embed_tokens", "lm_head"}
-    matrices = (matrix for layer in model.layers for matrix in layer.matrices if matrix.name in ends)
-    count = min(1, len(tables)) if model.tied else len(tables)
-    return count * model.embedding + sum(matrix.num_parameters for matrix in matrices)
-
-
-def serving_of(config: RunConfig, model: Architecture, machine: Machine) -> Serving:
-    inference, on_cpu = config.inference, config.device == "cpu"
-    max_model_len = inference.model.max_model_len or config.seq_len
-
-    # vLLM's own defaults for the tokens of a step.
-    is_large = machine.chip.memory >= LARGE_GPU and "A100" not in machine.chip.name
-    batched = 16384 if machine.chip.memory >= HUGE_GPU else 8192 if is_large else 2048
-    batched = max(2048, max_model_len) if on_cpu else batched
-
-    return Serving(
-        model,
-        memory=machine.chip.memory,
-        utilization=inference.gpu_share,
-        value_bytes=BYTES[config.served_dtype],
-        matrix_bytes=1 + 1 / 32 if inference.args.get("quantization") in LOW_BIT else None,  # one scale for 32, at most
-        tp=inference.parallel.tp,
-        max_model_len=max_model_len,
-        max_num_seqs=inference.max_num_seqs,
-        batched_tokens=int(inference.args.get("max_num_batched_tokens", batched)),
-        eager=inference.model.enforce_eager or on_cpu,
-        kv_cache_bytes=inference.cpu.kv_cache_gib * GIB if on_cpu else None,
-        bucket_bytes=None if config.weight_broadcast.type == "ipc" else config.weight_broadcast.bucket_mib << 20,
-        is_shared=config.shares_gpus,
-    )

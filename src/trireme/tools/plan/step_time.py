@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from trireme.algo.model.chips import Chip
 from trireme.algo.model.flops import model_flops, model_forward_flops
-from trireme.tools.plan.lengths import Lengths
-from trireme.tools.plan.memory import Serving, Training
+from trireme.config.run import RunConfig
+from trireme.tools.plan.engine_memory import Serving
+from trireme.tools.plan.trainer_memory import Training
 
 READ_SHARE = 0.6  # share of a memory's bandwidth that decoding reaches
 PREFILL_SHARE = 0.4  # share of a chip's peak that reading a prompt reaches
@@ -20,6 +21,32 @@ TOKEN_OVERHEAD_S = 0.004  # an engine's overhead per step, which adds a token to
 UPDATE_BYTES_PER_S = 10e9  # rate at which weights reach the engines
 UPDATE_OVERHEAD_S = 0.3
 SMALLEST_MFU, LARGEST_MFU = 0.03, 0.45
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of a rollout, on average."""
+
+    prompt: float
+    sampled: float
+    longest: float  # sampled
+    source: str  # in words
+
+    @property
+    def total(self) -> float:
+        return self.prompt + self.sampled
+
+
+def lengths_of(config: RunConfig, *, prompt: float | None = None, sampled: float | None = None) -> Lengths:
+    """Return the lengths that are given, or else the longest that are allowed. What is not sampled is prompt."""
+    # Without a limit on sampled tokens, a quarter of the context is left for the prompt.
+    context = min(config.seq_len, config.inference.model.max_model_len or config.seq_len)
+    most = min(config.orchestrator.sampling.max_tokens or context * 3 // 4, context)
+    if prompt is None and sampled is None:
+        return Lengths(context - most, most, most, "the longest that the configuration allows")
+    prompt = context - most if prompt is None else prompt
+    sampled = most if sampled is None else sampled
+    return Lengths(prompt, sampled, max(sampled, config.orchestrator.sampling.max_tokens or sampled), "as given")
 
 
 @dataclass(frozen=True)

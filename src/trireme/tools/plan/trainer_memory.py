@@ -1,8 +1,8 @@
-"""Memory of an engine and of one rank of the trainer, by part, in bytes.
+"""Memory of one rank of the trainer by part, in bytes, and how a configuration sets it.
 
-The trainer's parts are those at the moments of a step at which it may need most. FSDP2, as `trainer/model/sharding.py`
-sets it up, keeps parameters, gradients and optimizer state in parts. One layer, and what lies outside of the layers, is
-whole while it is in use.
+The parts are those at the moments of a step at which it may need most. FSDP2, as `trainer/model/sharding.py` sets it
+up, keeps parameters, gradients and optimizer state in parts. One layer, and what lies outside of the layers, is whole
+while it is in use.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Literal
 
 from trireme.algo.model.activations import (
+    SHORT,
     Pass,
     kept_by_attention,
     kept_by_layer,
@@ -20,146 +21,16 @@ from trireme.algo.model.activations import (
     needs_mask,
 )
 from trireme.algo.model.architecture import Architecture, Layer
-from trireme.algo.model.chips import GIB
-
-CONTEXT_BYTES = 0.9 * GIB  # held by CUDA and NCCL, besides all tensors
-GRAPHS_BYTES = 0.8 * GIB  # held by CUDA graphs
-DIGEST_CHUNK = 128 << 20  # bytes of a tensor that are digested together on a GPU
+from trireme.config.run import RunConfig
+from trireme.config.sft import SftConfig
+from trireme.config.trainer import Lora, TrainerConfig
+from trireme.tools.plan.engine_memory import Parts, digest_bytes
+from trireme.tools.plan.sizes import BYTES
 
 MASTER_BYTES = 4  # bytes of a parameter that is trained, and of its gradient: float32
 MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 3 * 4 / 128, "muon": 4.0, "sgd": 4.0}
 """Bytes of the optimizer's state per parameter. In 8 bits, 3 float32 numbers for every 128 values are included."""
-
-Parts = dict[str, float]
-
-
-def digest_bytes(tensor_bytes: float) -> float:
-    """Return what the digest of a tensor on a GPU takes: a chunk of it twice (`algo/digest.py`)."""
-    return 2 * min(tensor_bytes, DIGEST_CHUNK)
-
-
-@dataclass(frozen=True)
-class Serving:
-    """Sizes that decide the memory of serving a model.
-
-    Example:
-        Serving(model, memory=79 * GIB, utilization=0.9, max_model_len=16384)
-    """
-
-    model: Architecture
-    memory: float  # bytes of each GPU
-    utilization: float = 0.9
-    value_bytes: int = 2
-    matrix_bytes: float | None = None  # bytes of a weight in a layer's matrices, if the engine rounds them
-    tp: int = 1
-    max_model_len: int = 2048
-    max_num_seqs: int = 256
-    batched_tokens: int = 8192  # most tokens that a step of the engine takes in
-    eager: bool = False
-    kv_cache_bytes: float | None = None  # on CPU it is configured; elsewhere it is what is left
-    bucket_bytes: int | None = 64 << 20  # None: the trainer's own memory is read (CUDA IPC)
-    is_shared: bool = False  # the GPU is the trainer's too: nothing may be taken besides the share
-
-    @property
-    def is_on_cpu(self) -> bool:
-        return self.kv_cache_bytes is not None
-
-    @cached_property
-    def parts(self) -> Parts:
-        """Return everything but the KV cache. vLLM splits the embedding too."""
-        model = self.model
-
-        # Activations are a step's tokens in the widest layer, next to the residual stream. The logits of the sampled
-        # tokens are held in the model's precision, in float32, and as probabilities.
-        width = max(2 * matrix.outputs * matrix.used for layer in model.layers for matrix in layer.matrices)
-        inside = self.batched_tokens * self.value_bytes * (4 * model.hidden + width / self.tp)
-        logits = self.max_num_seqs * model.vocabulary * (self.value_bytes + 8.0)
-
-        weights: float = self.value_bytes * model.num_parameters
-        if self.matrix_bytes is not None:
-            weights += (self.matrix_bytes - self.value_bytes) * sum(each.matrix_parameters for each in model.layers)
-        parts = {"weights": weights / self.tp, "activations": inside + logits}
-
-        # An engine loads weights while it is paused, so an update takes the memory of activations first.
-        parts["transfers"] = max(0.0, self.update_bytes - parts["activations"])
-        if self.is_on_cpu:
-            return parts
-        graphs = {} if self.eager else {"CUDA graphs": GRAPHS_BYTES}
-        return parts | graphs | {"CUDA": CONTEXT_BYTES}
-
-    @property
-    def update_bytes(self) -> float:
-        """Return what an update takes at its fullest, besides the weights that it replaces.
-
-        Let M be vLLM's largest module (the embedding, all experts of a layer, or a fused pair of matrices) and T the
-        largest tensor that is sent, experts one by one. At once there are:
-
-        - a bucket of T alone, and the next one, which comes in while it is read (`CollectiveReceiver._whole`). With
-          memory handles there are none.
-        - M whole, as it was sent: copies wait until their module is complete (vLLM's `online_process_loader`).
-        - M once more, of which a rank has its part (`materialize_layer`); or shortly before, for the digest of its last
-          tensor, twice a chunk (`tensor_digest`).
-
-        Example:
-            Qwen3-0.6B in bfloat16, M = T = 297 MiB: 3 M + 64 MiB = 0.93 GiB by NCCL, 2 M = 0.58 GiB by handles.
-        """
-        model = self.model
-        dense = max(max(each.inputs * each.outputs for each in layer.matrices) for layer in model.layers)
-        experts = max(sum(each.weights for each in layer.matrices if each.is_expert) for layer in model.layers)
-        sent = self.value_bytes * max(model.embedding, dense)
-        module = self.value_bytes * max(model.embedding, 2 * dense, experts)
-        buckets = 0 if self.bucket_bytes is None else max(self.bucket_bytes, sent) + self.bucket_bytes
-        return buckets + module + max(module / self.tp, digest_bytes(sent))
-
-    @property
-    def room(self) -> float:
-        """Return the room for the KV cache; below 0 if not even the weights fit.
-
-        vLLM measures before the first update, which then takes memory besides the share. On a GPU that the trainer uses
-        too, the cache is given by this plan (`size_kv_cache`), and an update has its memory inside the share.
-        """
-        if self.kv_cache_bytes is not None:
-            return self.kv_cache_bytes
-        beside = 0.0 if self.is_shared else self.parts["transfers"]
-        return self.utilization * self.memory - sum(self.parts.values()) + beside
-
-    @property
-    def num_requests(self) -> float:
-        """Return how many requests of `max_model_len` run at once."""
-        return max(0.0, self.room / self.kv_bytes(self.max_model_len))
-
-    @property
-    def num_tokens(self) -> int:
-        """Return how many tokens the KV cache holds, in requests of `max_model_len`."""
-        return int(self.num_requests * self.max_model_len)
-
-    @property
-    def fits(self) -> bool:
-        return self.num_requests >= 1
-
-    def kv_bytes(self, length: float) -> float:
-        """Return keys, values and states of one request, on one GPU. Layers with a window hold no more than that.
-
-        A state does not grow with the request: for each channel of a convolution the inputs before the current one, and
-        for each head of a state space or delta net a matrix (vLLM's `MambaStateShapeCalculator`). vLLM pads both to
-        pages of one size, which is not counted.
-        """
-        model = self.model
-        # With more ranks than heads of keys and values, ranks hold copies of a head.
-        heads = max(1.0, model.kv_heads / self.tp)
-        held = sum(min(length, layer.window or length) for layer in model.layers if layer.attends)
-        return (model.latent or 2.0 * heads * model.head_dim) * self.value_bytes * held + self.state_bytes
-
-    @property
-    def state_bytes(self) -> float:
-        """Return the states of one request in layers that do not attend, or not only, on one GPU."""
-        recurrent = self.model.recurrent_bytes or self.value_bytes
-        states = (self.value_bytes * each.conv_state + recurrent * each.recurrent_state for each in self.model.layers)
-        return sum(states) / self.tp
-
-    def concurrency(self, length: float, asked: float) -> float:
-        """Return how many requests of this length really run at once, of those that are asked for."""
-        return max(1.0, min(asked, self.max_num_seqs, self.room / self.kv_bytes(length)))
+ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True)
@@ -377,3 +248,67 @@ def changed(training: Training, **changes: object) -> Training:
     of_row = {name: value for name, value in changes.items() if name in Pass.__dataclass_fields__}
     others = {name: value for name, value in changes.items() if name not in of_row}
     return replace(training, row=replace(training.row, **of_row), **others)  # type: ignore[arg-type]
+
+
+def training_of(config: RunConfig | SftConfig, model: Architecture, *, rows: int) -> Training:
+    """Return the sizes of training that a configuration sets.
+
+    Args:
+        rows: number of rows that a rank trains on before it updates.
+    """
+    trainer: TrainerConfig | SftConfig
+    if isinstance(config, RunConfig):
+        trainer, broadcast = config.trainer, config.weight_broadcast
+        has_reference, served_bytes = bool(trainer.loss.beta), BYTES[config.served_dtype]
+        bucket_bytes = None if broadcast.type == "ipc" else broadcast.bucket_mib << 20
+    else:
+        # A supervised run sends no weights to engines.
+        trainer, has_reference, served_bytes, bucket_bytes = config, False, 2, 0
+
+    on_cpu, settings, lora = config.device == "cpu", trainer.model, trainer.model.lora
+    value_bytes = BYTES[settings.optimization_dtype]
+    targets = lora.target_modules if lora else None
+    if targets and ALL_LINEAR in targets:
+        targets = tuple({matrix.name for layer in model.layers for matrix in layer.matrices})
+
+    return Training(
+        model,
+        Pass(
+            tokens=trainer.micro_batch_tokens or config.seq_len,
+            value_bytes=value_bytes,
+            attention=settings.attn,
+            cp=settings.cp,
+            targets=targets,
+            rank=lora.rank if lora else 0,
+            dropout=bool(lora and lora.dropout),
+            # A CPU writes the scores of short samples out: this is the length at which they take most.
+            sample=min(config.seq_len, SHORT[value_bytes]) if on_cpu else 0,
+        ),
+        shards=max(1, (trainer.num_ranks or 1) // settings.dp_replicate),
+        rows=rows,
+        ep=settings.ep,
+        reduce_bytes=BYTES[settings.reduce_dtype],
+        frozen_bytes=value_bytes,
+        optimizer=trainer.optim.type,
+        trained_whole=_trained_whole(lora, model) if lora else 0,
+        trains_tower=settings.trains_vision_encoder,
+        ac_freq=settings.ac.freq if settings.ac else None,
+        ac_mode=settings.ac.mode if settings.ac else "full",
+        offload_activations=settings.activation_offload,
+        offload_parameters=settings.fsdp_cpu_offload,
+        reshard=settings.reshard_after_forward,
+        head_chunk=settings.head_chunk,
+        compiled=settings.compile,
+        has_reference=has_reference,
+        served_bytes=4 if on_cpu else served_bytes,
+        bucket_bytes=bucket_bytes,
+    )
+
+
+def _trained_whole(lora: Lora, model: Architecture) -> int:
+    """Return the parameters of `modules_to_save`; an embedding that is the head too counts once."""
+    ends = {name.rpartition(".")[2] for name in lora.modules_to_save}
+    tables = ends & {"embed_tokens", "lm_head"}
+    matrices = (matrix for layer in model.layers for matrix in layer.matrices if matrix.name in ends)
+    count = min(1, len(tables)) if model.tied else len(tables)
+    return count * model.embedding + sum(matrix.num_parameters for matrix in matrices)
