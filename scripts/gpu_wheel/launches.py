@@ -29,7 +29,7 @@ from trireme.config.run import RunConfig
 from trireme.inference.server import environment, server_arguments, without_negated_switches
 from trireme.launch.plan import plan
 from trireme.tools.formats.run_file import FORMATS, read_run_file, resolve_run
-from trireme.tools.workspace.setup import SIZES, sized
+from trireme.tools.workspace import SIZES, sized
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -42,7 +42,7 @@ VERBS = {
     ),
     "gepa": Verb("tools.gepa.gepa", "improves an environment's system prompt by reflection, without training"),
     "lab": Verb(
-        "tools.workspace.setup", "sets up a folder to work in: example configurations, environments, tiny models"
+        "tools.workspace", "sets up a folder to work in: example configurations, environments, tiny models"
     ),
     "login": Verb("cli.trireme", "explains where keys of other services go; there is nothing to log in to", "login"),
     "logs": Verb("tools.cluster.logs", "shows the logs of a run, here or on a cluster"),

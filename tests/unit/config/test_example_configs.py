@@ -22,7 +22,7 @@ from trireme.tools.formats.run_file import read_run_file, resolve_run
 from trireme.tools.plan.estimate import estimate_run
 from trireme.tools.plan.machine import describe_machine
 from trireme.tools.plan.step_time import lengths_of
-from trireme.tools.workspace.setup import SIZES, Size, size_of, sized
+from trireme.tools.workspace import SIZES, Size, size_of, sized
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENTS = ("alphabet-sort", "gsm8k", "math-python", "reverse-text", "wiki-search", "wordle")

@@ -137,7 +137,7 @@ def find_shipped(package: Path | None = None) -> Path:
 
     Raises: ConfigError if there is neither.
     """
-    package = package or Path(__file__).parents[2]
+    package = package or Path(__file__).parents[1]
     places = (package.parents[1], package / IN_PACKAGE)
     for place in places:
         if all((place / part).is_dir() for part in PARTS):
