@@ -122,10 +122,10 @@ def planned_bytes(case: Case, config: Any) -> tuple[float, float]:
     """Of tensors, and of the process beyond what it is before a model is there."""
     from trireme.algo.model.architecture import architecture_of
     from trireme.tools.plan.estimate import CPU_SCATTERED, PROCESS_BYTES, scattered_bytes
-    from trireme.tools.plan.trainer_memory import changed, training_of
+    from trireme.tools.plan.trainer_memory import training_of
 
-    training = training_of(config, architecture_of(architecture(case)), rows=case.rows)
-    training = changed(training, packed=case.samples > 1)
+    model, packed = architecture_of(architecture(case)), case.samples > 1
+    training = training_of(config, model, rows=case.rows, packed=packed)
     moments = {name: parts for name, parts in training.moments.items() if name != "publish"}
     parts = max(moments.values(), key=lambda parts: sum(parts.values()))
     tensors = sum(parts.values())

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from trireme.algo.model.chips import GIB
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
+from trireme.config.files import toml_value
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
+from trireme.config.trainer import ActivationCheckpointing, Lora
 from trireme.tools.plan.engine_memory import CONTEXT_BYTES
 from trireme.tools.plan.estimate import Estimate, estimate_here, plan_here
-from trireme.tools.plan.trainer_memory import changed
 
 WORTH = 0.005  # smallest saving that is listed, as a share of what is needed
 
-Change = tuple[str, dict[str, Any]]
-"""A change as it stands in a configuration, and the fields of `Training` that it sets; `ranks` multiplies them."""
+Values = dict[str, Any]  # dotted keys of the configuration
+Change = tuple[str, Values]
+"""A change as the user writes it, and the values that it sets."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class Saving:
 def savings_of(estimate: Estimate) -> list[Saving]:
     """Return what each change would save the trainer by itself, largest first."""
     savings = []
-    for words, fields in trainer_changes(estimate):
-        other = _apply(estimate, fields)
+    for words, values in trainer_changes(estimate):
+        other = estimate.with_values(values)
         saved = estimate.trainer.total - other.trainer.total
         if saved > WORTH * estimate.trainer.total:
             savings.append(Saving(words, saved, other.trainer.fits))
@@ -45,11 +47,15 @@ def first_that_fits(estimate: Estimate) -> tuple[list[str], Estimate] | None:
 
     Returns: the changes, and the plan with them; None if not even all of them are enough.
     """
+
+    def changed(changes: list[Change]) -> Estimate:
+        return estimate.with_values({key: value for _, values in changes for key, value in values.items()})
+
     chosen: list[Change] = []
     for change in trainer_changes(estimate):
-        # Two changes of one field exclude each other: the later one replaces the earlier one.
+        # Two changes of one key exclude each other: the later one replaces the earlier one.
         chosen = [*(each for each in chosen if each[1].keys().isdisjoint(change[1])), change]
-        if _apply(estimate, *(fields for _, fields in chosen)).trainer.fits:
+        if changed(chosen).trainer.fits:
             break
     else:
         return None
@@ -57,23 +63,9 @@ def first_that_fits(estimate: Estimate) -> tuple[list[str], Estimate] | None:
     # A change that came late may have made earlier ones needless.
     for change in list(chosen):
         fewer = [each for each in chosen if each is not change]
-        if _apply(estimate, *(fields for _, fields in fewer)).trainer.fits:
+        if changed(fewer).trainer.fits:
             chosen = fewer
-    return [words for words, _ in chosen], _apply(estimate, *(fields for _, fields in chosen))
-
-
-def _apply(estimate: Estimate, *changes: dict[str, Any]) -> Estimate:
-    fields = {name: value for each in changes for name, value in each.items()}
-    times = fields.pop("ranks", 1)
-    assert isinstance(times, int)
-    training = changed(estimate.training, **fields)
-    training = changed(training, shards=training.shards * times)
-    if times == 1:
-        return replace(estimate, training=training)
-
-    # The ranks that are added have GPUs of their own, so nothing is shared with engines.
-    ranks = estimate.ranks * times
-    return replace(estimate, training=training, ranks=ranks, trainer_gpus=ranks, is_shared=False)
+    return [words for words, _ in chosen], changed(chosen)
 
 
 def trainer_changes(estimate: Estimate) -> list[Change]:
@@ -81,7 +73,7 @@ def trainer_changes(estimate: Estimate) -> list[Change]:
     precision, then more machines, then another task."""
     training, row, ranks = estimate.training, estimate.training.row, estimate.ranks
     prefix, on_gpu = "trainer." if estimate.serving else "", not estimate.machine.is_on_cpu
-    model, longest, cut = f"{prefix}model.", estimate.longest_sample, estimate.longest_sample // 2
+    model, longest, cut = f"{prefix}model.", estimate.config.seq_len, estimate.config.seq_len // 2
 
     # Eager attention keeps scores, sdpa a mask: both grow with the square of the row. Flash and flex keep neither.
     keeps_scores = on_gpu and row.attention in ("sdpa", "eager")
@@ -89,39 +81,52 @@ def trainer_changes(estimate: Estimate) -> list[Change]:
     may_share = on_gpu and not (row.attention == "eager" or has_states or training.model.tower)  # a row among ranks
     # `cp` ranks share a row and the heads, so `cp` divides both numbers.
     shared = math.gcd(ranks, training.model.heads)
-    linear = {matrix.name for layer in training.model.layers for matrix in layer.matrices} - {"router"}
 
-    gpus = "trainer_gpus" if estimate.serving else "num_ranks"
     is_eager = row.attention == "eager"  # flash attention cannot compute these models' scores
-    fused, bfloat16 = {"attention": "flex_attention" if is_eager else "flash_attention_2"}, {"value_bytes": 2}
-    attention, precision = f'{model}attn = "{fused["attention"]}"', f'{model}optimization_dtype = "bfloat16"'
-    selective, whole = {"ac_freq": 1, "ac_mode": "selective"}, {"ac_freq": 1, "ac_mode": "full"}
+    attention = {f"{model}attn": "flex_attention" if is_eager else "flash_attention_2"}
+    precision = {f"{model}optimization_dtype": "bfloat16"}
+
     recomputes_none, recomputes_all = training.ac_freq is None, (training.ac_freq, training.ac_mode) == (1, "full")
+    selective = (f'{model}ac = {{ mode = "selective" }}', {f"{model}ac": ActivationCheckpointing(mode="selective")})
+    mode = f', {model}ac.mode = "full"' if training.ac_mode == "selective" else ""
+    whole = (f"{model}ac.freq = 1{mode}", {f"{model}ac": ActivationCheckpointing()})
 
-    # Each line: whether the change is possible here, how the user writes it, and the fields that it sets.
-    changes: list[tuple[bool, str, dict[str, Any]]] = [
-        (keeps_scores and (is_eager or row.value_bytes == 2), attention, fused),
-        (training.head_chunk > 256, f"{model}head_chunk = 256", {"head_chunk": 256}),
-        (not training.reshard, f"{model}reshard_after_forward = true", {"reshard": True}),
-        (longest < row.tokens, f"{prefix}micro_batch_tokens = {longest}", {"tokens": longest}),
-        (on_gpu and training.shards < ranks, f"{model}dp_replicate = 1", {"shards": ranks}),
-        (on_gpu and row.value_bytes == 4, precision, bfloat16),
+    # Each line: whether the change is possible here, and the change.
+    changes: list[tuple[bool, Change]] = [
+        (keeps_scores and (is_eager or row.value_bytes == 2), _change(attention)),
+        (training.head_chunk > 256, _change({f"{model}head_chunk": 256})),
+        (not training.reshard, _change({f"{model}reshard_after_forward": True})),
+        (longest < row.tokens, _change({f"{prefix}micro_batch_tokens": longest})),
+        (on_gpu and training.shards < ranks, _change({f"{model}dp_replicate": 1})),
+        (on_gpu and row.value_bytes == 4, _change(precision)),
         # The kernels of flash attention know bfloat16 only.
-        (keeps_scores and not is_eager and row.value_bytes == 4, f"{attention}, {precision}", fused | bfloat16),
-        (recomputes_none and not training.compiled, f'{model}ac = {{ mode = "selective" }}', selective),
-        (not recomputes_all, f"{model}ac.freq = 1", whole),
-        (on_gpu and training.reduce_bytes == 4, f'{model}reduce_dtype = "bfloat16"', {"reduce_bytes": 2}),
-        (training.optimizer == "adamw", f'{prefix}optim.type = "adamw_8bit"', {"optimizer": "adamw_8bit"}),
-        *((may_share and cp > row.cp, f"{model}cp = {cp}", {"cp": cp}) for cp in (2, 4, 8) if shared % cp == 0),
-        (on_gpu, f"{model}activation_offload = true", {"offload_activations": True}),
-        *((on_gpu, f"{gpus} = {ranks * times} (has {ranks})", {"ranks": times}) for times in (2, 4, 8)),
-        (on_gpu, f"{model}fsdp_cpu_offload = true", {"offload_parameters": True}),
-        (training.has_reference, f"{prefix}loss.beta = 0", {"has_reference": False}),
-        (row.targets is None, f"{model}lora.rank = 16", {"targets": tuple(linear), "rank": 16}),
-        (True, f"seq_len = {cut}, {prefix}micro_batch_tokens = {cut}", {"tokens": cut}),
+        (keeps_scores and not is_eager and row.value_bytes == 4, _change(attention | precision)),
+        (recomputes_none and not training.compiled, selective),
+        (not recomputes_all, whole),
+        (on_gpu and training.reduce_bytes == 4, _change({f"{model}reduce_dtype": "bfloat16"})),
+        (training.optimizer == "adamw", _change({f"{prefix}optim.type": "adamw_8bit"})),
+        *((may_share and cp > row.cp, _change({f"{model}cp": cp})) for cp in (2, 4, 8) if shared % cp == 0),
+        (on_gpu, _change({f"{model}activation_offload": True})),
+        *((on_gpu, _more_ranks(estimate, ranks * times)) for times in (2, 4, 8)),
+        (on_gpu, _change({f"{model}fsdp_cpu_offload": True})),
+        (training.has_reference, _change({f"{prefix}loss.beta": 0})),
+        (row.targets is None, (f"{model}lora.rank = 16", {f"{model}lora": Lora(rank=16)})),
+        (True, _change({"seq_len": cut, f"{prefix}micro_batch_tokens": cut})),
     ]
+    return [change for is_possible, change in changes if is_possible]
 
-    return [(words, fields) for is_possible, words, fields in changes if is_possible]
+
+def _change(values: Values) -> Change:
+    return ", ".join(f"{key} = {toml_value(value)}" for key, value in values.items()), values
+
+
+def _more_ranks(estimate: Estimate, ranks: int) -> Change:
+    """Return the change to so many ranks, which have GPUs of their own and share none with engines."""
+    if not isinstance(estimate.config, RunConfig):
+        return f"num_ranks = {ranks} (has {estimate.ranks})", {"num_ranks": ranks}
+    first = 1 + max(estimate.config.inference_gpu_ids or (0,))
+    values = {"trainer.num_ranks": ranks, "trainer_gpu_ids": tuple(range(first, first + ranks))}
+    return f"trainer_gpus = {ranks} (has {estimate.ranks})", values
 
 
 def engine_advice(estimate: Estimate) -> Iterator[str]:
@@ -130,24 +135,24 @@ def engine_advice(estimate: Estimate) -> Iterator[str]:
     if serving is None or estimate.engine_fits:
         return
 
-    changes: list[tuple[str, dict[str, Any]]] = []
+    settings: list[tuple[str, Any]] = []
     if serving.is_on_cpu:
-        changes += [(f"inference.cpu.kv_cache_gib = {gib}", {"kv_cache_bytes": gib * GIB}) for gib in (2, 4, 8, 16, 32)]
+        settings += [("inference.cpu.kv_cache_gib", gib) for gib in (2, 4, 8, 16, 32)]
     else:
         # A cache that is too small needs a larger share; an engine that exceeds its GPU needs a smaller one.
         shares = (0.5, 0.6, 0.7) if serving.is_shared else (0.8,) if serving.fits else (0.95,)
-        changes += [(f"inference.gpu_memory_utilization = {share}", {"utilization": share}) for share in shares]
+        settings += [("inference.gpu_memory_utilization", share) for share in shares]
         tps = [tp for tp in (2, 4, 8) if tp > serving.tp and serving.model.heads % tp == 0]
-        changes += [(f"inference.parallel.tp = {tp}", {"tp": tp}) for tp in tps]
-        changes.append(('inference.model.dtype = "bfloat16"', {"value_bytes": 2}))
-        shorter = [serving.max_model_len // part for part in (2, 4)]
-        changes += [(f"inference.model.max_model_len = {length}", {"max_model_len": length}) for length in shorter]
+        settings += [("inference.parallel.tp", tp) for tp in tps]
+        settings.append(("inference.model.dtype", "bfloat16"))
+        settings += [("inference.model.max_model_len", serving.max_model_len // part) for part in (2, 4)]
 
     # Each setting is tried by itself, as a user would change one.
-    for words, fields in changes:
-        other = replace(serving, **fields)
-        if replace(estimate, serving=other).engine_fits:
-            yield f"{words}: {other.num_requests:,.1f} requests of {other.max_model_len:,} tokens at once"
+    for key, value in settings:
+        other = estimate.with_values({key: value})
+        if other.serving and other.engine_fits:
+            requests = f"{other.serving.num_requests:,.1f} requests of {other.serving.max_model_len:,} tokens at once"
+            yield f"{key} = {toml_value(value)}: {requests}"
 
 
 def fit_warnings(config: RunConfig, devices: Devices) -> list[str]:

@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from trireme.algo.model.architecture import Architecture
 from trireme.algo.model.chips import CUDA_BYTES, GIB
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
+from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.tools.plan.engine_memory import Parts, Serving, serving_of
@@ -26,7 +28,7 @@ from trireme.tools.plan.step_time import (
     training_rate,
     update_seconds,
 )
-from trireme.tools.plan.trainer_memory import Training, changed, training_of
+from trireme.tools.plan.trainer_memory import Training, training_of
 
 GPU_SCATTERED = 0.06  # share of what comes and goes that the allocator holds in pieces too small to use
 PROCESS_BYTES = 0.17 * GIB  # buffers of matrix products in a rank on CPU, besides `STARTED_BYTES`
@@ -60,19 +62,19 @@ class Need:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A plan. Advice changes `training` and `serving`; the rest follows."""
+    """The plan of a configuration on a machine. Advice changes the configuration; the rest follows."""
 
+    config: RunConfig | SftConfig
     model_name: str
     machine: Machine
     training: Training
     ranks: int
     batch: Batch
-    longest_sample: int  # tokens
-    serving: Serving | None = None  # none in supervised runs
-    engine_gpus: int = 0
-    trainer_gpus: int = 0
-    is_shared: bool = False  # trainer and engine live on the same devices
-    synchronous: bool = False
+    serving: Serving | None  # none in supervised runs
+    engine_gpus: int
+    trainer_gpus: int
+    is_shared: bool  # trainer and engine live on the same devices
+    synchronous: bool
 
     @cached_property
     def trainer(self) -> Need:
@@ -111,6 +113,11 @@ class Estimate:
             "orchestrator": ORCHESTRATOR_BYTES,
         }
         return Need(parts, self.machine.host_memory)
+
+    def with_values(self, values: dict[str, Any]) -> Estimate:
+        """Return the plan of the same work with other values at dotted keys of the configuration."""
+        config = updated(self.config, values)
+        return estimate_run(config, self.training.model, self.machine, self.batch.lengths)
 
     @property
     def engine_fits(self) -> bool:
@@ -173,7 +180,7 @@ class Estimate:
         multiple, found = math.lcm(self.training.row.cp, copies), []
         for trainer_gpus in range(multiple, total, multiple):
             # With fewer ranks each holds more of the model, which must still fit.
-            other = replace(self, training=changed(self.training, shards=trainer_gpus // copies))
+            other = replace(self, training=replace(self.training, shards=trainer_gpus // copies))
             if (total - trainer_gpus) % self.serving.tp == 0 and other.trainer.total <= self.trainer.room:
                 found.append(self.split(total - trainer_gpus, trainer_gpus))
         return min(found, key=lambda split: split.step_s, default=None)
@@ -197,16 +204,16 @@ def estimate_run(config: RunConfig | SftConfig, model: Architecture, machine: Ma
     teams = max(1, ranks // trainer.model.cp)
     length = min(math.ceil(lengths.total), row_tokens)  # samples longer than a row were cut
     rows = max(1, math.ceil(rollouts / (row_tokens // length) / teams))
-    training = training_of(config, model, rows=rows)
 
     # A supervised run does not name its GPUs: each rank takes one. On CPU there are none.
     engine_ids = (run.inference_gpu_ids or ()) if run else ()
     trainer_ids = (run.trainer_gpu_ids or ()) if run else tuple(range(0 if machine.is_on_cpu else ranks))
 
     return Estimate(
+        config,
         trainer.model.name or str(config.model.name),
         machine,
-        changed(training, packed=row_tokens >= 2 * lengths.total),
+        training_of(config, model, rows=rows, packed=row_tokens >= 2 * lengths.total),
         ranks,
         Batch(
             rollouts=rollouts,
@@ -218,7 +225,6 @@ def estimate_run(config: RunConfig | SftConfig, model: Architecture, machine: Ma
             iterations=run.trainer.num_iterations if run else 1,
             oversampling=run.orchestrator.oversampling_factor if run else 1.0,
         ),
-        longest_sample=config.seq_len,
         serving=serving_of(run, model, machine) if run else None,
         engine_gpus=len(engine_ids),
         trainer_gpus=len(trainer_ids),

@@ -7,7 +7,7 @@ while it is in use.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -243,18 +243,12 @@ def _gathered_or_reduced(training: Training, layer: Layer) -> float:
     return max(_gathered(training, layer) + whole + before, laid_out * (1 + 1 / training.shards))
 
 
-def changed(training: Training, **changes: object) -> Training:
-    """Return a copy with other settings; those of `Pass` by their names too."""
-    of_row = {name: value for name, value in changes.items() if name in Pass.__dataclass_fields__}
-    others = {name: value for name, value in changes.items() if name not in of_row}
-    return replace(training, row=replace(training.row, **of_row), **others)  # type: ignore[arg-type]
-
-
-def training_of(config: RunConfig | SftConfig, model: Architecture, *, rows: int) -> Training:
+def training_of(config: RunConfig | SftConfig, model: Architecture, *, rows: int, packed: bool = True) -> Training:
     """Return the sizes of training that a configuration sets.
 
     Args:
         rows: number of rows that a rank trains on before it updates.
+        packed: whether a row has several samples.
     """
     trainer: TrainerConfig | SftConfig
     if isinstance(config, RunConfig):
@@ -277,6 +271,7 @@ def training_of(config: RunConfig | SftConfig, model: Architecture, *, rows: int
             tokens=trainer.micro_batch_tokens or config.seq_len,
             value_bytes=value_bytes,
             attention=settings.attn,
+            packed=packed,
             cp=settings.cp,
             targets=targets,
             rank=lora.rank if lora else 0,
