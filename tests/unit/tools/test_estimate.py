@@ -26,7 +26,7 @@ from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.rules import launch_problems
 from trireme.config.run import RunConfig
-from trireme.config.trainer import Vlm
+from trireme.config.trainer import ActivationCheckpointing, TrainerModel, Vlm
 from trireme.tools.plan.advice import engine_advice, first_that_fits, fit_warnings, savings_of, size_kv_cache
 from trireme.tools.plan.engine_memory import Serving
 from trireme.tools.plan.estimate import CUDA_BYTES, GPU_SCATTERED, Estimate, estimate_run, scattered_bytes
@@ -290,7 +290,8 @@ def test_the_guides_table_comes_out_within_15_percent():
 
     def needs(tokens: int, ac_freq: int | None) -> float:
         row = Pass(tokens, 2, "flash_attention_2", targets=LINEAR, rank=32, dropout=True)
-        training = Training(QWEN, row, ac_freq=ac_freq, frozen_bytes=4, head_chunk=tokens)
+        ac = None if ac_freq is None else ActivationCheckpointing(freq=ac_freq)
+        training = Training(QWEN, row, TrainerModel(ac=ac, head_chunk=tokens), frozen_bytes=4)
         return (sum(training.parts.values()) + scattered_bytes(training.parts, GPU_SCATTERED) + CUDA_BYTES) / 1e9
 
     assert needs(16384, 1) == pytest.approx(65, rel=0.15)
@@ -461,7 +462,7 @@ def test_a_vision_encoder_is_counted_and_held_but_trained_only_if_asked(kind):
     training, blind = (Training(each, Pass(256, 4)) for each in (sizes, replace(sizes, tower=0)))
     assert training.trained == blind.trained == sizes.num_parameters - tower
     assert training.weight_bytes - blind.weight_bytes == 4 * tower
-    whole = replace(training, trains_tower=True)
+    whole = replace(training, settings=TrainerModel(vlm=Vlm(freeze_vision_encoder=False)))
     assert (whole.trained, whole.weight_bytes) == (sizes.num_parameters, training.weight_bytes)
     held = [each.optimizer_bytes + each.gradient_bytes for each in (training, whole)]
     assert held[1] - held[0] == 12 * tower

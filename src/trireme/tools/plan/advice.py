@@ -71,7 +71,8 @@ def first_that_fits(estimate: Estimate) -> tuple[list[str], Estimate] | None:
 def trainer_changes(estimate: Estimate) -> list[Change]:
     """Return the changes that the configuration allows: first those that cost nothing, then those that cost speed, then
     precision, then more machines, then another task."""
-    training, row, ranks = estimate.training, estimate.training.row, estimate.ranks
+    training, ranks = estimate.training, estimate.ranks
+    row, settings = training.row, training.settings
     prefix, on_gpu = "trainer." if estimate.serving else "", not estimate.machine.is_on_cpu
     model, longest, cut = f"{prefix}model.", estimate.config.seq_len, estimate.config.seq_len // 2
 
@@ -86,24 +87,24 @@ def trainer_changes(estimate: Estimate) -> list[Change]:
     attention = {f"{model}attn": "flex_attention" if is_eager else "flash_attention_2"}
     precision = {f"{model}optimization_dtype": "bfloat16"}
 
-    recomputes_none, recomputes_all = training.ac_freq is None, (training.ac_freq, training.ac_mode) == (1, "full")
+    ac, everything = settings.ac, ActivationCheckpointing(freq=1, mode="full")
     selective = (f'{model}ac = {{ mode = "selective" }}', {f"{model}ac": ActivationCheckpointing(mode="selective")})
-    mode = f', {model}ac.mode = "full"' if training.ac_mode == "selective" else ""
-    whole = (f"{model}ac.freq = 1{mode}", {f"{model}ac": ActivationCheckpointing()})
+    mode = f', {model}ac.mode = "full"' if ac and ac.mode == "selective" else ""
+    whole = (f"{model}ac.freq = 1{mode}", {f"{model}ac": everything})
 
     # Each line: whether the change is possible here, and the change.
     changes: list[tuple[bool, Change]] = [
         (keeps_scores and (is_eager or row.value_bytes == 2), _change(attention)),
-        (training.head_chunk > 256, _change({f"{model}head_chunk": 256})),
-        (not training.reshard, _change({f"{model}reshard_after_forward": True})),
+        (settings.head_chunk > 256, _change({f"{model}head_chunk": 256})),
+        (not settings.reshard_after_forward, _change({f"{model}reshard_after_forward": True})),
         (longest < row.tokens, _change({f"{prefix}micro_batch_tokens": longest})),
         (on_gpu and training.shards < ranks, _change({f"{model}dp_replicate": 1})),
         (on_gpu and row.value_bytes == 4, _change(precision)),
         # The kernels of flash attention know bfloat16 only.
         (keeps_scores and not is_eager and row.value_bytes == 4, _change(attention | precision)),
-        (recomputes_none and not training.compiled, selective),
-        (not recomputes_all, whole),
-        (on_gpu and training.reduce_bytes == 4, _change({f"{model}reduce_dtype": "bfloat16"})),
+        (ac is None and not settings.compile, selective),
+        (ac != everything, whole),
+        (on_gpu and settings.reduce_dtype == "float32", _change({f"{model}reduce_dtype": "bfloat16"})),
         (training.optimizer == "adamw", _change({f"{prefix}optim.type": "adamw_8bit"})),
         *((may_share and cp > row.cp, _change({f"{model}cp": cp})) for cp in (2, 4, 8) if shared % cp == 0),
         (on_gpu, _change({f"{model}activation_offload": True})),

@@ -97,8 +97,8 @@ def training_rate(training: Training, chip: Chip, batch: Batch, mfu: float) -> f
     flops = model_flops(model, batch.lengths.total, trained=training.trained if training.frozen else None)
 
     # A layer that is recomputed has its forward pass twice.
-    if training.ac_freq and training.ac_mode == "full":
-        flops += forward * math.ceil(len(model.layers) / training.ac_freq) / len(model.layers)
+    if (ac := training.settings.ac) and ac.mode == "full":
+        flops += forward * math.ceil(len(model.layers) / ac.freq) / len(model.layers)
 
     # The reference model has one forward pass, however often the batch is trained on.
     flops = flops * batch.iterations + (forward if training.has_reference else 0.0)

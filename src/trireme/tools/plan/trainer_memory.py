@@ -7,7 +7,7 @@ while it is in use.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -23,7 +23,7 @@ from trireme.algo.model.activations import (
 from trireme.algo.model.architecture import Architecture, Layer
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
-from trireme.config.trainer import Lora, TrainerConfig
+from trireme.config.trainer import Lora, TrainerConfig, TrainerModel
 from trireme.tools.plan.engine_memory import Parts, digest_bytes
 from trireme.tools.plan.sizes import BYTES
 
@@ -38,29 +38,24 @@ class Training:
     """Sizes that decide the memory of training a model.
 
     Example:
-        Training(model, Pass(tokens=16384, value_bytes=2), shards=4, optimizer="adamw_8bit", ac_freq=1)
+        Training(model, Pass(tokens=16384, value_bytes=2), shards=4, optimizer="adamw_8bit")
     """
 
     model: Architecture
     row: Pass
+    settings: TrainerModel = field(default_factory=TrainerModel)  # memory is counted as if `compile` were off
     shards: int = 1
     rows: int = 2  # rows of a rank per update; from the second on, it holds the gradients of those before
-    ep: int = 1
-    reduce_bytes: int = 4
     frozen_bytes: int = 2  # bytes of a parameter that is not trained, in the precision of the computation
     optimizer: Literal["adamw", "adamw_8bit", "muon", "sgd"] = "adamw"
     trained_whole: int = 0  # parameters of modules that are trained besides adapters
-    trains_tower: bool = False  # the vision encoder too, whose activations are not counted
-    ac_freq: int | None = None
-    ac_mode: Literal["full", "selective"] = "full"
-    offload_activations: bool = False
-    offload_parameters: bool = False
-    reshard: bool = True
-    head_chunk: int = 1024
-    compiled: bool = False  # its memory is counted as if it were not
     has_reference: bool = False
     served_bytes: int = 2
     bucket_bytes: int | None = 64 << 20  # None: engines read a copy of the whole model (CUDA IPC)
+
+    @property
+    def reduce_bytes(self) -> int:
+        return BYTES[self.settings.reduce_dtype]
 
     @property
     def trained(self) -> int:
@@ -77,8 +72,8 @@ class Training:
     @property
     def frozen_tower(self) -> int:
         """Return the number of parameters of a vision encoder that is left as it is though the rest is trained whole.
-        They are held in float32."""
-        return 0 if self.frozen or self.trains_tower else self.model.tower
+        They are held in float32. The activations of an encoder that is trained are not counted."""
+        return 0 if self.frozen or self.settings.trains_vision_encoder else self.model.tower
 
     @property
     def weight_bytes(self) -> float:
@@ -107,23 +102,23 @@ class Training:
         settled = {"weights": self.weight_bytes, "optimizer": self.optimizer_bytes}
         if self.has_reference:  # with adapters, the base model is there already, and the copy is of these
             settled["reference"] = self.gradient_bytes
-        if self.offload_parameters:
+        if self.settings.fsdp_cpu_offload:
             settled = dict.fromkeys(settled, 0.0)
-        gradients = 0.0 if self.offload_parameters else self.gradient_bytes
+        gradients = 0.0 if self.settings.fsdp_cpu_offload else self.gradient_bytes
         before = gradients if self.rows > 1 else 0.0  # those of the rows before
 
-        mask = (
-            float(row.tokens**2) if any(each.attends and needs_mask(model, each, row) for each in model.layers) else 0.0
-        )
+        is_masked = any(each.attends and needs_mask(model, each, row) for each in model.layers)
+        mask = float(row.tokens**2) if is_masked else 0.0
         by_layer = [_kept(self, number) for number in range(len(model.layers))]
-        kept = (2 * max(by_layer) if self.offload_activations else sum(by_layer)) + mask
+        kept = (2 * max(by_layer) if self.settings.activation_offload else sum(by_layer)) + mask
 
         # The last norm keeps its input, and the head its hidden states with their gradient.
         final = tokens * model.hidden * (4 + 3 * value_bytes)
         # The layer at work computes again what it did not keep.
         whole = kept_by_layer(model, layer, row)
-        still = kept_by_matrices(model, layer, row) if self.ac_mode == "selective" else 0.0
-        again = max(0.0, whole - still) if self.ac_freq is not None else 0.0
+        ac = self.settings.ac
+        still = kept_by_matrices(model, layer, row) if ac and ac.mode == "selective" else 0.0
+        again = max(0.0, whole - still) if ac else 0.0
         # A layer's activations have most gradients in the MLP: those of gate, up and their product.
         down = max(layer.matrices, key=lambda matrix: (matrix.name == "down_proj", matrix.used * matrix.inputs))
         between = tokens * value_bytes * 2 * down.used * (down.inputs + model.hidden)
@@ -138,7 +133,7 @@ class Training:
             # A gradient is laid out to be reduced, next to this rank's part. A tied embedding adds up two.
             laid_out = value_bytes + self.reduce_bytes * (1 + 1 / self.shards)
             reduction = embedding * (laid_out + value_bytes * model.tied)
-            reduction += model.tower * laid_out * self.trains_tower
+            reduction += model.tower * laid_out * self.settings.trains_vision_encoder
 
         # In the first row, this layer's gradient is not there yet.
         others = gradients if self.rows > 1 else gradients * (len(model.layers) - 1) / len(model.layers)
@@ -184,20 +179,20 @@ class Training:
         values = self.gradient_bytes
         # A checkpoint holds the trained parameters, as many bytes as their gradients, and the optimizer.
         parts = {"checkpoint": values + self.optimizer_bytes}
-        if self.offload_parameters:
+        if self.settings.fsdp_cpu_offload:
             parts["parameters"] = self.weight_bytes + self.optimizer_bytes + values
             parts["parameters"] += values if self.has_reference else 0.0
-        if self.offload_activations:
+        if self.settings.activation_offload:
             parts["activations"] = sum(_kept(self, number) for number in range(len(self.model.layers)))
         return parts
 
 
 def _kept(training: Training, number: int) -> float:
     """Return what a layer keeps for its backward pass."""
-    layer = training.model.layers[number]
-    if training.ac_freq is None or number % training.ac_freq:
+    layer, ac = training.model.layers[number], training.settings.ac
+    if ac is None or number % ac.freq:
         return kept_by_layer(training.model, layer, training.row)
-    if training.ac_mode == "selective":
+    if ac.mode == "selective":
         return kept_by_matrices(training.model, layer, training.row)
     return layer_input(training.model, training.row)
 
@@ -209,26 +204,26 @@ def _logits(training: Training) -> float:
     With several chunks and a trained head, the sum of the head's gradients is there too, in float32.
     """
     row, model = training.row, training.model
-    values = min(training.head_chunk, row.own_tokens) * model.vocabulary
+    values = min(training.settings.head_chunk, row.own_tokens) * model.vocabulary
     chunk = values * (8.0 + row.value_bytes)
 
     # Adapters leave the head as it is, so it has no gradient.
     if row.targets is not None:
         return chunk
-    sums = 4.0 * model.embedding if row.own_tokens > training.head_chunk else 0.0
+    sums = 4.0 * model.embedding if row.own_tokens > training.settings.head_chunk else 0.0
     return sums + max(chunk, row.value_bytes * (values + model.embedding))
 
 
 def _layer_values(training: Training, layer: Layer) -> float:
     """Return the parameters that a rank gathers of a layer."""
     experts = sum(matrix.num_parameters for matrix in layer.matrices if matrix.is_expert)
-    return layer.num_parameters - experts + experts / training.ep
+    return layer.num_parameters - experts + experts / training.settings.ep
 
 
 def _gathered(training: Training, layer: Layer) -> float:
     """Return the layer at work and, if there are several ranks, the next one, which is fetched meanwhile."""
     # Without resharding a layer stays whole after its forward pass.
-    if not training.reshard:
+    if not training.settings.reshard_after_forward:
         return training.row.value_bytes * sum(_layer_values(training, each) for each in training.model.layers)
     return (2 if training.shards > 1 else 1) * training.row.value_bytes * _layer_values(training, layer)
 
@@ -279,21 +274,12 @@ def training_of(config: RunConfig | SftConfig, model: Architecture, *, rows: int
             # A CPU writes the scores of short samples out: this is the length at which they take most.
             sample=min(config.seq_len, SHORT[value_bytes]) if on_cpu else 0,
         ),
+        settings=settings,
         shards=max(1, (trainer.num_ranks or 1) // settings.dp_replicate),
         rows=rows,
-        ep=settings.ep,
-        reduce_bytes=BYTES[settings.reduce_dtype],
         frozen_bytes=value_bytes,
         optimizer=trainer.optim.type,
         trained_whole=_trained_whole(lora, model) if lora else 0,
-        trains_tower=settings.trains_vision_encoder,
-        ac_freq=settings.ac.freq if settings.ac else None,
-        ac_mode=settings.ac.mode if settings.ac else "full",
-        offload_activations=settings.activation_offload,
-        offload_parameters=settings.fsdp_cpu_offload,
-        reshard=settings.reshard_after_forward,
-        head_chunk=settings.head_chunk,
-        compiled=settings.compile,
         has_reference=has_reference,
         served_bytes=4 if on_cpu else served_bytes,
         bucket_bytes=bucket_bytes,
