@@ -214,25 +214,19 @@ def _logits(training: Training) -> float:
     return sums + max(chunk, row.value_bytes * (values + model.embedding))
 
 
-def _layer_values(training: Training, layer: Layer) -> float:
-    """Return the parameters that a rank gathers of a layer."""
-    experts = sum(matrix.num_parameters for matrix in layer.matrices if matrix.is_expert)
-    return layer.num_parameters - experts + experts / training.settings.ep
-
-
 def _gathered(training: Training, layer: Layer) -> float:
     """Return the layer at work and, if there are several ranks, the next one, which is fetched meanwhile."""
     # Without resharding a layer stays whole after its forward pass.
     if not training.settings.reshard_after_forward:
-        return training.row.value_bytes * sum(_layer_values(training, each) for each in training.model.layers)
-    return (2 if training.shards > 1 else 1) * training.row.value_bytes * _layer_values(training, layer)
+        return training.row.value_bytes * sum(each.num_parameters for each in training.model.layers)
+    return (2 if training.shards > 1 else 1) * training.row.value_bytes * layer.num_parameters
 
 
 def _gathered_or_reduced(training: Training, layer: Layer) -> float:
     """Return the larger of two moments: the layer whole, with its gradient, while that of the one before is reduced.
     Or, once the layer has been released, its gradient as it is laid out, and this rank's part of it."""
     num_layers = len(training.model.layers)
-    values = training.trained / num_layers if training.frozen else _layer_values(training, layer)
+    values = training.trained / num_layers if training.frozen else layer.num_parameters
     whole, laid_out = training.row.value_bytes * values, training.reduce_bytes * values
     before = laid_out if num_layers > 1 else 0.0
     return max(_gathered(training, layer) + whole + before, laid_out * (1 + 1 / training.shards))
