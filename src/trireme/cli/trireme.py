@@ -41,9 +41,7 @@ VERBS = {
         "tools.export.export", "writes a checkpoint as a model that transformers and vLLM load", abruptly=True
     ),
     "gepa": Verb("tools.gepa.gepa", "improves an environment's system prompt by reflection, without training"),
-    "lab": Verb(
-        "tools.workspace", "sets up a folder to work in: example configurations, environments, tiny models"
-    ),
+    "lab": Verb("tools.workspace", "sets up a folder to work in: example configurations, environments, tiny models"),
     "login": Verb("cli.trireme", "explains where keys of other services go; there is nothing to log in to", "login"),
     "logs": Verb("tools.cluster.logs", "shows the logs of a run, here or on a cluster"),
     "plan": Verb(

@@ -25,7 +25,7 @@ SUB_PACKAGES = {
     "orchestrator": {"environments", "engines", "weights", "rollout", "evaluation", "gateway", "session"},
     "trainer": {"parallel", "optim", "model", "checkpoint", "publish", "sft"},
     "tools": {"audit", "cluster", "dashboard", "datasets", "diff", "doctor", "environments", "evaluate"}
-    | {"export", "formats", "gepa", "plan", "policies", "viewer", "workspace"},
+    | {"export", "formats", "gepa", "plan", "policies", "viewer"},
 }
 """Packages inside of a package. They import each other in one direction only, and never the loop above them."""
 

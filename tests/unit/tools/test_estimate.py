@@ -31,6 +31,7 @@ from trireme.tools.plan.advice import engine_advice, first_that_fits, fit_warnin
 from trireme.tools.plan.engine_memory import Serving
 from trireme.tools.plan.estimate import CUDA_BYTES, GPU_SCATTERED, Estimate, estimate_run, scattered_bytes
 from trireme.tools.plan.machine import describe_machine, find_chip
+from trireme.tools.plan.plan import command as plan
 from trireme.tools.plan.sizes import count_sizes, read_sizes
 from trireme.tools.plan.step_time import lengths_of
 from trireme.tools.plan.trainer_memory import Training

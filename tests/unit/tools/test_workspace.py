@@ -6,13 +6,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from trireme.tools.evaluate.endpoints import read_endpoints
 
 from trireme.base.errors import ConfigError
 from trireme.cli.other_formats import run_translated
 from trireme.cli.rl import rl
 from trireme.tools.environments.catalog import list_environments
-from trireme.tools.evaluate.endpoints import read_endpoints
 from trireme.tools.workspace import IN_PACKAGE, PARTS, Workspace, find_shipped
+from trireme.tools.workspace import command as lab
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENTS = {"alphabet-sort", "gsm8k", "math-python", "reverse-text", "wiki-search", "wordle"}

@@ -25,7 +25,7 @@ from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.tools.doctor import machine, models, rehearsal
 from trireme.tools.doctor.configuration import check_configuration, check_hosts, check_ports
-from trireme.tools.doctor.report import Case, Check, Finding, run_checks, summary_of, text_of
+from trireme.tools.doctor.finding import Case, Finding, problem, skipped
 from trireme.tools.workspace import find_shipped
 
 
