@@ -95,7 +95,7 @@ def test_a_run_accepts_each_line_of_the_advice(config_file, monkeypatch, flags):
     before = estimated(config_file, *flags.split())
     savings = savings_of(before)
     model = before.training.model  # it does not change
-    monkeypatch.setattr("trireme.cli.runs.plan.read_sizes", lambda *_, **__: model)
+    monkeypatch.setattr("trireme.tools.plan.plan.read_sizes", lambda *_, **__: model)
     lines = [saving.words for saving in savings if "_gpus" not in saving.words]
     assert len(lines) > 5
     for line in lines:

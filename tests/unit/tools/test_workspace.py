@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from trireme.tools.evaluate.endpoints import read_endpoints
+from trireme.tools.policies.endpoint_file import read_endpoints
 
 from trireme.base.errors import ConfigError
 from trireme.cli.other_formats import run_translated
