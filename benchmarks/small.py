@@ -1,8 +1,8 @@
 """Has something become much slower? Small forms of the benchmarks, as ratios of what is measured side by side.
 
-    uv run python benchmarks/small.py            # prints the ratios beside the stored ones
-    uv run python benchmarks/small.py --check    # and ends with 1 where one is far off
-    uv run python benchmarks/small.py --store    # writes benchmarks/small.json
+    uv run python -m benchmarks.small            # prints the ratios beside the stored ones
+    uv run python -m benchmarks.small --check    # and ends with 1 if one is far off
+    uv run python -m benchmarks.small --store    # writes benchmarks/small.json
 
 No figure is a time: each is our way against a plain one of the same work, in processor seconds where one process does
 it all, on whatever machine this is. A ratio may be `SLACK` times the stored one, in the best of so many `TRIES`.
@@ -10,13 +10,11 @@ it all, on whatever machine this is. A ratio may be `SLACK` times the stored one
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
 import math
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,8 +25,11 @@ from tempfile import TemporaryDirectory
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from benchmarks import ROOT
+from benchmarks.made_models import qwen3
+from benchmarks.measuring import Work, by_turns, command, command_s, cpu_s
+
 STORED = Path(__file__).with_name("small.json")
-HERE = Path(__file__).parent
 SLACK = 1.25
 TRIES = 3
 ROUNDS = 5
@@ -37,43 +38,33 @@ STEPS = (6, 26)  # of the quickstart, between which it is measured
 NEEDED = ("vllm.entrypoints.launchers.api_server.entry", "torch.distributed.fsdp, transformers.models.qwen3")
 
 
-def by_turns(ours: Callable[[], object], plain: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """Median ratio of processor seconds, without a first round."""
-    ratios = []
-    for number in range(rounds + 1):
-        ratio = _cpu_s(ours) / max(1e-6, _cpu_s(plain))
-        if number:
-            ratios.append(ratio)
-    return median(ratios)
+def median_ratio(ours: Work, plain: Work) -> float:
+    """Return the median ratio of processor seconds, by turns."""
+    found = by_turns({"ours": ours, "plain": plain}, ROUNDS, cpu_s)
+    return median(ours_s / max(1e-6, plain_s) for ours_s, plain_s in zip(*found.values(), strict=True))
 
 
-def _cpu_s(work: Callable[[], object]) -> float:
-    began = time.process_time()
-    work()
-    return time.process_time() - began
+def command_cpu_s(*words: str) -> float:
+    """Return the median processor seconds of a command."""
+    return median(command_s(*words)[1] for _ in range(ROUNDS))
 
 
 def weight_transfer() -> dict[str, float]:
     """A transfer of 50 million parameters, digests and all, against gloo's broadcast of the same bytes."""
-    from transfer import measure
+    from benchmarks.weights.transfer import measure
 
-    return {"weight_transfer": measure(50_000_000, ROUNDS)["ratio"]}
+    return {"weight_transfer": median(measure(50_000_000, ROUNDS)["ratios"])}
 
 
 def packed_rows() -> dict[str, float]:
     """Forward and backward over a packed row whose samples attend apart, against the mask that transformers makes."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    from trireme.trainer.model.packing.attention import (
-        ARGUMENT,
-        PackedRow,
-        row_given,
-        use_packed_attention,
-    )
+    from trireme.trainer.model.packing.attention import ARGUMENT, PackedRow, row_given, use_packed_attention
 
-    sizes = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = AutoConfig.for_model("qwen3", **sizes, intermediate_size=256, head_dim=32, vocab_size=128)
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 256}
+    config = qwen3(128, 3, **shape, vocab_size=128, tie_word_embeddings=False)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
     lengths = [24] * 64
     row, ids = PackedRow(lengths, torch.device("cpu")), torch.zeros(1, sum(lengths), dtype=torch.int64)
@@ -88,7 +79,7 @@ def packed_rows() -> dict[str, float]:
         model.set_attn_implementation("sdpa")
         model(input_ids=ids, position_ids=places, use_cache=False).logits.sum().backward()
 
-    return {"packed_rows": by_turns(apart, masked)}
+    return {"packed_rows": median_ratio(apart, masked)}
 
 
 def rollouts() -> dict[str, float]:
@@ -108,10 +99,10 @@ def rollouts() -> dict[str, float]:
 
     with TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
-        command = [sys.executable, str(HERE / "orchestrator.py"), "--rollouts", "6144", "--in-flight", "1024"]
-        subprocess.run([*command, "--json", str(out)], check=True, stdout=subprocess.DEVNULL, timeout=300)
+        words = ["--rollouts", "6144", "--in-flight", "1024", "--json", str(out)]
+        command_s(sys.executable, "-m", "benchmarks.orchestrator.rollout_cost", *words)
         (found,) = json.loads(out.read_text())["this"]
-    plain_us = _cpu_s(lambda: asyncio.run(in_turns())) / PLAIN_ROLLOUTS * 1e6
+    plain_us = cpu_s(lambda: asyncio.run(in_turns())) / PLAIN_ROLLOUTS * 1e6
     return {"rollout": found["orchestrator_us"] / plain_us, "worker": found["workers_us"] / plain_us}
 
 
@@ -122,9 +113,8 @@ def update() -> dict[str, float]:
     """
     import torch
     from safetensors.torch import save_file
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    sys.path.insert(0, str(HERE.parent / "tests"))
     from answering import answering
     from trireme.base.waiting import Waits
     from trireme.config.run import RunConfig
@@ -135,8 +125,7 @@ def update() -> dict[str, float]:
     from trireme.trainer.step import base_state
     from trireme.transport.control import ControlClient
 
-    sizes = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = AutoConfig.for_model("qwen3", **sizes, intermediate_size=768, head_dim=64, vocab_size=1024)
+    config = qwen3(256, 4, vocab_size=1024, tie_word_embeddings=False)
     ids = torch.arange(32)[None]
 
     def answer(request: Request) -> Reply:
@@ -175,7 +164,7 @@ def update() -> dict[str, float]:
                 tensors = {name: tensor.bfloat16() for name, tensor in plain.state_dict().items()}
                 save_file(tensors, folder / "plain.safetensors")
 
-        return {"update": by_turns(publish, compute_and_save)}
+        return {"update": median_ratio(publish, compute_and_save)}
 
 
 def quickstart() -> dict[str, float]:
@@ -184,7 +173,7 @@ def quickstart() -> dict[str, float]:
     The start is compared with importing what its engine and its trainer cannot do without, a step with transformers'
     own generation, backward pass and optimizer for a batch of the same size.
     """
-    from startup import started
+    from benchmarks.tools.startup import started
 
     spent: dict[int, float] = {}
     with TemporaryDirectory() as folder, started(Path(folder), ["--max-steps", str(STEPS[-1] + 4)]) as start:
@@ -200,7 +189,7 @@ def quickstart() -> dict[str, float]:
             time.sleep(0.02)
     (first, first_s), (last, last_s) = spent.items()
     step_s = (last_s - first_s) / (last - first)
-    plain_start_s = sum(_children(sys.executable, "-c", f"import {needed}") for needed in NEEDED)
+    plain_start_s = sum(command_cpu_s(sys.executable, "-c", f"import {needed}") for needed in NEEDED)
     return {"start_up": startup_s / plain_start_s, "step": step_s / median(_plain_steps())}
 
 
@@ -208,7 +197,7 @@ def _plain_steps() -> Iterator[float]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(HERE.parent / "models" / "reverse-text-tiny")
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "models" / "reverse-text-tiny")
     optimizer = torch.optim.AdamW(model.parameters())
     prompts = torch.arange(3, 28).repeat(128, 1)
 
@@ -220,46 +209,32 @@ def _plain_steps() -> Iterator[float]:
 
     step()
     for _ in range(ROUNDS):
-        yield _cpu_s(step)
+        yield cpu_s(step)
 
 
 def help_text() -> dict[str, float]:
     """`rl --help` against importing pydantic alone."""
     rl = str(Path(sys.executable).with_name("rl"))
-    return {"help_text": _children(rl, "--help") / _children(sys.executable, "-c", "import pydantic_settings")}
-
-
-def _children(*command: str) -> float:
-    """Median processor seconds of a command."""
-    seconds = []
-    for _ in range(ROUNDS):
-        before = os.times()
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=120)
-        after = os.times()
-        seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
-    return median(seconds)
+    plain_s = command_cpu_s(sys.executable, "-c", "import pydantic_settings")
+    return {"help_text": command_cpu_s(rl, "--help") / plain_s}
 
 
 MEASURES = (weight_transfer, packed_rows, rollouts, update, quickstart, help_text)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--store", action="store_true")
-    asked = parser.parse_args()
+def main(check: bool = False, store: bool = False) -> int:
     os.environ["PYTHONDONTWRITEBYTECODE"] = ""  # without byte code, compiling is most of a start
     stored = json.loads(STORED.read_text()) if STORED.exists() else {}
     found: dict[str, float] = {}
     for measure in MEASURES:
-        for name, ratio in _least(measure, stored if asked.check else {}).items():
+        for name, ratio in _least(measure, stored if check else {}).items():
             found[name] = ratio
             verdict = f"   more than {SLACK:g} times as much" if ratio > _most(stored, name) else ""
             print(f"{name:16} {ratio:8.3f}   stored {stored.get(name)}{verdict}", flush=True)
-    if asked.store:
+    if store:
         STORED.write_text(json.dumps({name: round(ratio, 3) for name, ratio in found.items()}, indent=1) + "\n")
     is_well = all(ratio <= _most(stored, name) for name, ratio in found.items())
-    return 0 if is_well or not asked.check else 1
+    return 0 if is_well or not check else 1
 
 
 def _least(measure: Callable[[], dict[str, float]], stored: dict[str, float]) -> dict[str, float]:
@@ -277,4 +252,4 @@ def _most(stored: dict[str, float], name: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command(main)

@@ -1,6 +1,6 @@
 """TRL's `GRPOTrainer` and us, side by side: the same model file, prompts, reward, batch, learning rate and cores.
 
-    uv run python benchmarks/vs_trl.py [--quick] [--seeds 0 1 2 3 4] [--rows bcde] [--write]
+    uv run python -m benchmarks.vs_trl [--quick] [--seeds 0 1 2 3 4] [--rows bcde] [--write]
 
 Rows: (a) reward against rollouts, and (b) seconds and CPU seconds to a reward, from the same runs; (c) tokens per
 second as the spread of response lengths grows; (d) environments that take a while; (e) 20 million parameters, responses
@@ -13,25 +13,24 @@ tables into docs/benchmarks.md. `--quick`: three seeds and fewer steps, in under
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-sys.path.insert(0, str(Path(__file__).parent / "trl"))
-from cells import LARGE, ROOT, SPREADS, Cell, Results, cells_of
-from models import write_countdown
-from runs import run, their_python
-from summary import by_row, tables, written_into
-from tuning import tune
+from benchmarks import ROOT
+from benchmarks.made_models import write_countdown
+from benchmarks.measuring import command
+from benchmarks.trl.cells import LARGE, SPREADS, Cell, Results, cells_of
+from benchmarks.trl.runs import run, their_python
+from benchmarks.trl.summary import by_row, tables, written_into
+from benchmarks.trl.tuning import try_options
 
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 
 
 def measure(cells: list[Cell], results: Results, folder: Path) -> list[dict[str, Any]]:
-    """Those that are not known yet are run, after one step of each side that reads its files from the disk."""
+    """Run those that are not known yet, after one step of each side that reads its files from the disk."""
     if any(results.get(cell) is None for cell in cells):
         for cell in {cell.side: cell for cell in reversed(cells)}.values():
             run(replace(cell, max_steps=1), folder / "runs" / f"warm-{cell.side}")
@@ -48,34 +47,32 @@ def measure(cells: list[Cell], results: Results, folder: Path) -> list[dict[str,
 
 
 def prepare(folder: Path) -> None:
-    """TRL, and the models that count down."""
+    """Install TRL, and write the models that count down."""
     their_python(folder)
     write_countdown(folder / "models" / "small", SPREADS, hidden=128, layers=3, heads=4)
     write_countdown(folder / "models" / "large", [LARGE], hidden=384, layers=11, heads=6)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--seeds", type=int, nargs="+")
-    parser.add_argument("--rows", default="bcde", help="(a) is measured with (b)")
-    parser.add_argument("--folder", type=Path, default=Path("outputs/vs-trl"))
-    parser.add_argument("--write", action="store_true", help="tables into docs/benchmarks.md")
-    parser.add_argument("--tune", action="store_true", help="TRL's options, one after the other")
-    asked = parser.parse_args()
-    folder = asked.folder.resolve() / ("quick" if asked.quick else "full")
+def main(
+    quick: bool = False,
+    seeds: tuple[int, ...] | None = None,
+    rows: Annotated[str, "(a) is measured with (b)"] = "bcde",
+    folder: Path = Path("outputs/vs-trl"),
+    write: Annotated[bool, "tables into docs/benchmarks.md"] = False,
+    tune: Annotated[bool, "TRL's options, one after the other"] = False,
+) -> None:
+    folder = folder.resolve() / ("quick" if quick else "full")
     prepare(folder)
-    if asked.tune:
-        print(tune(folder, rows=asked.rows))
+    if tune:
+        try_options(folder, rows=rows)
         return
-    seeds = asked.seeds or ([0, 1, 2] if asked.quick else [0, 1, 2, 3, 4])
-    cells = cells_of(seeds, folder, quick=asked.quick, rows=asked.rows)
+    cells = cells_of(seeds or ((0, 1, 2) if quick else (0, 1, 2, 3, 4)), folder, quick=quick, rows=rows)
     found = measure(cells, Results(folder / "results.json"), folder)
     text = tables(by_row(cells, found))
     print(f"\n{text}")
-    if asked.write:
+    if write:
         DOCUMENT.write_text(written_into(DOCUMENT.read_text(), text))
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

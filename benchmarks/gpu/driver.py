@@ -10,7 +10,7 @@ from contextlib import suppress
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
-from gpu.section import FORK, Figures, Result, Section, read_parts, verdict_of
+from benchmarks.gpu.section import FORK, Figures, Result, Section, read_parts, verdict_of
 from trireme.base.devices import detect_devices
 from trireme.base.processes import last_lines
 

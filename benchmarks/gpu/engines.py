@@ -20,8 +20,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from gpu.section import ROOT, Figures, Skipped, folder, part
-from gpu.trainer import write_qwen3
+from benchmarks import ROOT
+from benchmarks.gpu.section import Figures, Skipped, folder, part
+from benchmarks.gpu.trainer import write_qwen3
 from trireme.algo.loss.divergence import kl_estimate
 from trireme.base.devices import detect_devices
 from trireme.base.paths import RunPaths

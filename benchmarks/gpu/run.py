@@ -1,6 +1,6 @@
 """Tries on GPUs what CPU tests cannot show, and times it, in one command and less than nine minutes.
 
-    uv run python benchmarks/gpu/run.py [--device cpu] [--only NAME ...] [--json FILE]
+    uv run python -m benchmarks.gpu.run [--device cpu] [--only NAME ...] [--json FILE]
 
 Kernels come first, engines last. Each section runs in a process of its own with a deadline, so that one that hangs
 costs no other. A section that lacks something, or for which no time is left, is skipped by name. A section fails if any
@@ -11,22 +11,21 @@ of interest.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from gpu import engines, trainer, weights
-from gpu.driver import Sections, exit_code, table
-from gpu.section import FOLDER, ROOT, Section
+from benchmarks import ROOT
+from benchmarks.gpu import engines, trainer, weights
+from benchmarks.gpu.driver import Sections, exit_code, table
+from benchmarks.gpu.section import FOLDER, Section
+from benchmarks.measuring import command
 
 BUDGET_S = 520.0
 LARGE = ("checkpoints", "weights", "model")  # folders that are removed at the end
@@ -61,37 +60,36 @@ SECTIONS = (
 """All sections, in their order. Seconds on a GPU are estimates. With two GPUs they exceed the budget, so that the last
 section, which is about a single GPU, is skipped there."""
 
+NAMES = tuple(section.name for section in SECTIONS)
 
-def main() -> int:
-    names = [section.name for section in SECTIONS]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--json", type=Path, help="write all results here as well")
-    args = parser.parse_args()
 
-    if args.device == "cpu":
+def main(
+    device: Literal["cuda", "cpu"] = "cuda",
+    only: Annotated[tuple[str, ...], NAMES] = NAMES,
+    json_: Annotated[Path | None, "write all results here as well"] = None,
+) -> int:
+    if device == "cpu":
         torch.set_num_threads(1)  # sizes are tiny, and threads would wait for one another
     folder = ROOT / "outputs" / "gpu-benchmark" / time.strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True)
     os.environ[FOLDER] = str(folder)
-    chosen = [section for section in SECTIONS if section.name in args.only]
+    chosen = [section for section in SECTIONS if section.name in only]
     is_engine_needed = any(section.engine for section in chosen)
-    sections = Sections(args.device, folder, BUDGET_S)
+    sections = Sections(device, folder, BUDGET_S)
     try:
         for section in SECTIONS:
             if section in chosen or (section.stays and is_engine_needed):
                 result = sections.run(section)
                 print(f"{section.name}: {json.dumps(asdict(result))}", flush=True)
-                if args.json:
-                    args.json.write_text(json.dumps({n: asdict(r) for n, r in sections.results.items()}, indent=1))
+                if json_:
+                    json_.write_text(json.dumps({n: asdict(r) for n, r in sections.results.items()}, indent=1))
     finally:
         sections.close()
         for path in [path for name in LARGE for path in folder.rglob(name)]:
             shutil.rmtree(path, ignore_errors=True)
-    print(table(args.device, sections.results), f"logs: {folder}", sep="\n\n")
+    print(table(device, sections.results), f"logs: {folder}", sep="\n\n")
     return exit_code(sections.results)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command(main)

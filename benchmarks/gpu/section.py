@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
 FORK = multiprocessing.get_context("fork")  # torch is imported once for all processes, and CUDA never before a fork
 MARK = "PART "  # begins the line of a finished part
 FOLDER = "TRIREME_GPU_BENCHMARK"  # environment variable: the folder that sections share
@@ -99,28 +97,6 @@ def verdict_of(parts: dict[str, Figures]) -> tuple[str, str]:
 def folder() -> Path:
     """The folder of this run of the benchmark."""
     return Path(os.environ[FOLDER])
-
-
-def wait_for(device: str) -> None:
-    """Wait until the GPU has done what it was given, before a clock is read."""
-    if device == "cuda":
-        import torch
-
-        torch.cuda.synchronize()
-
-
-def timed(work: Callable[[], object], device: str, repeats: int = 3) -> float:
-    """Return the seconds of the fastest of a few calls, after one that does not count."""
-    return min([once(work, device) for _ in range(repeats + 1)][1:])
-
-
-def once(work: Callable[[], object], device: str) -> float:
-    """Return the seconds of one call."""
-    wait_for(device)
-    began = time.perf_counter()
-    work()
-    wait_for(device)
-    return time.perf_counter() - began
 
 
 def peak_gib(work: Callable[[], object], device: str) -> float:

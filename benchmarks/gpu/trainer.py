@@ -13,12 +13,15 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from head import measure as measure_head
-from optimizers import build_model, bytes_held, measure
-from optimizers import optimizers as all_optimizers
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from gpu.section import FORK, ROOT, Figures, Skipped, once, part, peak_gib, timed
+from benchmarks import ROOT
+from benchmarks.gpu.section import FORK, Figures, Skipped, part, peak_gib
+from benchmarks.made_models import qwen3
+from benchmarks.measuring import least, wall_s
+from benchmarks.trainer.head import measure as measure_head
+from benchmarks.trainer.optimizers import build_model, bytes_held
+from benchmarks.trainer.optimizers import optimizers as all_optimizers
 from trireme.algo.digest import tensor_digest
 from trireme.algo.packing import Sample, micro_batches_of_rank, rows_of
 from trireme.base.devices import detect_devices
@@ -84,7 +87,7 @@ def digest(device: str) -> None:
             assert tensor_digest(tensor) == tensor_digest(tensor.to(device)), "the CPU has another digest"
     with part("speed") as found:
         large = torch.randn(size, device=device, dtype=torch.bfloat16)
-        found["gb_per_s"] = large.nbytes / timed(lambda: tensor_digest(large), device) / 1e9
+        found["gb_per_s"] = large.nbytes / least(lambda: tensor_digest(large), device) / 1e9
 
 
 # the trainer's step
@@ -199,9 +202,9 @@ class Pass:
                     (found * torch.cos(number)).sum().backward()
                     logprobs.append(found.detach().cpu())
 
-            self.first_s = once(work, device)
+            self.first_s = wall_s(work, device)
             self.peak_gib = peak_gib(work, device)
-            self.seconds = once(work, device)
+            self.seconds = wall_s(work, device)
             gradients = [each.grad for each in model.parameters() if each.grad is not None]
             self.gradients = torch.cat([each.to_local().float().cpu().ravel() for each in gradients])
             self.logprobs = torch.cat(logprobs)
@@ -233,20 +236,12 @@ def require_allowed(device: str, **choices: Any) -> None:
 
 def write_qwen3(folder: Path, device: str, **changes: Any) -> None:
     """Write the configuration of Qwen3-0.6B; on a CPU, of a tiny Qwen3."""
-    large = device == "cuda"
-    sizes: dict[str, Any] = {
-        "vocab_size": 151936 if large else 512,
-        "hidden_size": 1024 if large else 64,
-        "intermediate_size": 3072 if large else 128,
-        "num_hidden_layers": 28 if large else 2,
-        "num_attention_heads": 16 if large else 2,
-        "num_key_value_heads": 8 if large else 1,
-        "head_dim": 128 if large else 32,
-        "max_position_embeddings": 131072,
-        "tie_word_embeddings": True,
-        "architectures": ["Qwen3ForCausalLM"],
-    }
-    Qwen3Config(**sizes | changes).save_pretrained(folder)
+    hidden, layers, sizes = 1024, 28, {"vocab_size": 151936, "head_dim": 128}
+    if device == "cpu":
+        hidden, layers, sizes = 64, 2, {"vocab_size": 512, "head_dim": 32, "num_attention_heads": 2}
+        sizes["intermediate_size"] = 128
+    names = {"max_position_embeddings": 131072, "architectures": ["Qwen3ForCausalLM"]}
+    qwen3(hidden, layers, **sizes | names | changes).save_pretrained(folder)
 
 
 @contextmanager
@@ -318,7 +313,7 @@ def measure_steps(device: str, tokens: int, **choices: Any) -> dict[str, float]:
             trainer.step(batch_of(samples, [[0]], 0))
             steps = iter(range(1, 3))
             peak = peak_gib(lambda: trainer.step(batch_of(samples, [[0]], next(steps))), device)
-            seconds = once(lambda: trainer.step(batch_of(samples, [[0]], next(steps))), device)
+            seconds = wall_s(lambda: trainer.step(batch_of(samples, [[0]], next(steps))), device)
             flops = flops_per_token(trainer.state.model, tokens)
             found = throughput(tokens=tokens, seconds=seconds, flops=flops, world_size=1)
             return {name.removeprefix("perf/"): value for name, value in found.items()} | {"peak_gib": peak}
@@ -371,7 +366,7 @@ def mixture(device: str, name: str, dtype: torch.dtype, chosen: list[torch.Tenso
         output.float().logsumexp(-1).sum().backward()
         return output.detach().float()
 
-    return step(), tokens / timed(step, device)
+    return step(), tokens / least(step, device)
 
 
 def optimizers(device: str) -> None:
@@ -381,7 +376,7 @@ def optimizers(device: str) -> None:
     count = sum(parameter.numel() for parameter in model.parameters())
     for name, optimizer in all_optimizers(model).items():
         with part(name.replace(", ", "_")) as found:
-            found["step_ms"] = measure(optimizer, device) * 1e3
+            found["step_ms"] = least(optimizer.step, device) * 1e3
             found["bytes_per_parameter"] = bytes_held(optimizer) / count
         optimizer.state.clear()
     with part("adamw_8bit against the CPU's") as found:

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import torch
 
-from gpu.section import FORK, part, timed
+from benchmarks.gpu.section import FORK, part
+from benchmarks.measuring import least
 from trireme.algo.digest import tensor_digest
 from trireme.algo.patch import Patch, apply_patch, build_patch, changed
 from trireme.base.processes import free_port
@@ -43,7 +44,7 @@ def delta(device: str) -> None:
             copy = before.cpu()
             apply_patch(Patch(patch.form, patch.num_changed, patch.where.cpu(), patch.values.cpu()), copy)
             assert tensor_digest(copy) == tensor_digest(after), "the patched copy differs"
-            seconds = timed(lambda after=after: build_patch(after, changed(after, before)), device)  # type: ignore[misc]
+            seconds = least(lambda after=after: build_patch(after, changed(after, before)), device)  # type: ignore[misc]
             found |= {"size": patch.num_bytes / after.nbytes, "gb_per_s": after.nbytes / seconds / 1e9}
 
 

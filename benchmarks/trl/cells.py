@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from models import Spread
 
-ROOT = Path(__file__).parents[2]
+from benchmarks import ROOT
+from benchmarks.made_models import Spread
+
 SIDES = ("trireme", "trl")
 QUICKSTART = ROOT / "models" / "reverse-text-tiny"
 SPREADS = [Spread(0.0, mean=32), Spread(0.75, mean=32), Spread(1.88, mean=32)]  # the last is 1.5 after cutting off
@@ -52,8 +54,8 @@ class Cell:
         return f"{self.row}/{self.name}/{self.side}/{self.seed}"
 
 
-def cells_of(seeds: list[int], folder: Path, *, quick: bool, rows: str) -> list[Cell]:
-    """Sides take turns, and the one that goes first changes from seed to seed."""
+def cells_of(seeds: Sequence[int], folder: Path, *, quick: bool, rows: str) -> list[Cell]:
+    """Return the runs in order: sides take turns, and the one that goes first changes from seed to seed."""
     drafts = [draft for draft in _drafts(folder, quick=quick) if draft.row in rows]
     return [
         Cell(**(asdict(draft) | {"seed": seed, "side": side}))
@@ -64,17 +66,17 @@ def cells_of(seeds: list[int], folder: Path, *, quick: bool, rows: str) -> list[
 
 
 def _drafts(folder: Path, *, quick: bool) -> list[Cell]:
-    shared = {"side": "", "seed": 0}
+    shared: dict[str, Any] = {"side": "", "seed": 0}
     reverse = shared | {"model": str(QUICKSTART)}
     frozen = shared | {"lr": 1e-6}  # the lengths stay as they are, and all the work is done
     small, large = str(folder / "models" / "small"), str(folder / "models" / "large")
     found = [Cell("b", "reverse-text", **reverse, task={"kind": "reverse"}, max_steps=30 if quick else 80)]
     for delay_s in DELAYS_S:
-        task = {"kind": "reverse", "delay_s": delay_s}
+        task: dict[str, Any] = {"kind": "reverse", "delay_s": delay_s}
         ours = slow_environment(delay_s)
         found.append(Cell("d", f"{delay_s:g} s", **reverse, task=task, max_steps=12 if quick else 20, ours=ours))
     for spread in SPREADS[:: 2 if quick else 1]:
-        sizes = {"max_tokens": spread.longest + 1, "seq_len": 640, "max_steps": 5 if quick else 8}
+        sizes: dict[str, Any] = {"max_tokens": spread.longest + 1, "seq_len": 640, "max_steps": 5 if quick else 8}
         task = {"kind": "countdown", "spread": spread.word}
         name, ours = f"{spread.true_variation():.2f}", "max_async_level = 3"  # while the longest answer goes on
         found.append(Cell("c", name, **frozen, model=small, task=task, ours=ours, **sizes))
@@ -120,7 +122,7 @@ class Results:
         self._found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
 
     def get(self, cell: Cell) -> dict[str, Any] | None:
-        """None where it was not measured, or was another one."""
+        """Return None if the cell was not measured, or was another one."""
         kept = self._found.get(cell.key)
         return kept["result"] if kept and kept["cell"] == asdict(cell) else None
 

@@ -16,7 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from cells import ROOT, Cell
+
+from benchmarks import ROOT
+from benchmarks.trl.cells import Cell
+from real_run import Run
+from trireme.journal.journal import Journal
+from trireme.monitor.spans import read_spans
 
 HERE = Path(__file__).parent
 TRL_VERSION = "1.16.0"
@@ -75,7 +80,7 @@ args = {{ {task} }}
 
 
 def run(cell: Cell, folder: Path) -> dict[str, Any]:
-    """One line per step, and the CPU seconds that all its processes had taken by then."""
+    """Return a line per step, and the CPU seconds that all its processes had taken by then."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     command, environment = (our_command if cell.side == "trireme" else their_command)(cell, folder)
@@ -113,9 +118,9 @@ def our_command(cell: Cell, folder: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def our_steps(run_folder: Path) -> dict[str, Any]:
-    rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-    batches = {row["step"]: row for row in rows if row["process"] == "orchestrator" and "reward/mean" in row}
-    ends = {row["step"]: row["time_s"] for row in rows if row["process"] == "trainer" and "loss" in row}
+    run = Run(run_folder)
+    batches = {row["step"]: row for row in run.rows("orchestrator")}
+    ends = {row["step"]: row["time_s"] for row in run.rows("trainer")}
     size = batches[0]["rollouts/trained"]
     steps = [
         {
@@ -130,17 +135,13 @@ def our_steps(run_folder: Path) -> dict[str, Any]:
 
 
 def _first_request(run_folder: Path) -> float:
-    """When the first rollout was asked for."""
-    from trireme.monitor.spans import read_spans
-
+    """Return when the first rollout was asked for."""
     spans, _ = read_spans(run_folder / "spans.jsonl")
     return min(span.begin_s for span in spans if span.what == "generate" and span.lane.startswith("engine"))
 
 
 def our_prompts(run_folder: Path, num_batches: int) -> list[list[int]]:
-    """The different ones that were trained on."""
-    from trireme.journal.journal import Journal
-
+    """Return the different prompts that were trained on."""
     journal, found = Journal(run_folder / "journal"), set()
     for step in range(num_batches):
         for sample in (sample for rollout in journal.read(step).rollouts for sample in rollout.samples):
@@ -152,7 +153,7 @@ def our_prompts(run_folder: Path, num_batches: int) -> list[list[int]]:
 
 
 def their_python(folder: Path) -> Path:
-    """Of a virtual environment with TRL, made by uv where it is not there."""
+    """Return the Python of a virtual environment with TRL, made by uv if it is not there."""
     home = folder / f"trl-{TRL_VERSION}"
     python, overrides = home / "bin" / "python", folder / "overrides.txt"
     if not (home / "ready").exists():
@@ -184,8 +185,10 @@ def their_steps(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def measured(pid: int, every_s: float = 0.25) -> Iterator[list[tuple[float, float]]]:
-    """[(unix time, CPU seconds until then)] of a process and all that came from it, while it runs."""
-    found, seen, is_over = [], {}, threading.Event()
+    """Yield [(unix time, CPU seconds until then)] of a process and all that came from it, while it runs."""
+    found: list[tuple[float, float]] = []
+    seen: dict[tuple[int, float], float] = {}
+    is_over = threading.Event()
 
     def look() -> None:
         while not is_over.wait(every_s):
@@ -216,7 +219,7 @@ def _cpu_seconds(pid: int) -> Iterator[tuple[tuple[int, float], float]]:
 
 
 def cpu_at(found: list[tuple[float, float]], at_s: float) -> float:
-    """Between two looks, in proportion."""
+    """Return the CPU seconds at a time, between two looks in proportion."""
     before = [pair for pair in found if pair[0] <= at_s]
     after = [pair for pair in found if pair[0] > at_s]
     if not before or not after:

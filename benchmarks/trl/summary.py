@@ -7,7 +7,8 @@ from collections.abc import Callable
 from statistics import mean, median
 from typing import Any
 
-from cells import SIDES, Cell
+from benchmarks.measuring import markdown_row, spread
+from benchmarks.trl.cells import SIDES, Cell
 
 WINDOW = 5  # steps whose mean reward counts as reached
 GOALS = (0.7, 0.9)
@@ -25,24 +26,24 @@ def by_row(cells: list[Cell], results: list[Result]) -> dict[str, Found]:
 
 
 def smooth(result: Result) -> list[float]:
-    """Mean reward of the last `WINDOW` steps; shorter at the beginning."""
+    """Return the mean reward of the last `WINDOW` steps; shorter at the beginning."""
     rewards = [step["reward"] for step in result["steps"]]
     return [mean(rewards[max(0, place - WINDOW + 1) : place + 1]) for place in range(len(rewards))]
 
 
 def reached(result: Result, goal: float) -> Result | None:
-    """The step after which the reward was there."""
+    """Return the step after which the reward was there."""
     pairs = zip(result["steps"][WINDOW - 1 :], smooth(result)[WINDOW - 1 :], strict=True)
     return next((step for step, reward in pairs if reward >= goal), None)
 
 
 def rate(result: Result) -> float:
-    """Tokens of answers per second, trained on."""
+    """Return the tokens of answers per second that were trained on."""
     return sum(step["tokens"] for step in result["steps"]) / (len(result["steps"]) * seconds_per_step(result))
 
 
 def seconds_per_step(result: Result) -> float:
-    """From the first request on: what is generated ahead of the first step is paid for."""
+    """Return them from the first request on: what is generated ahead of the first step is paid for."""
     return (result["steps"][-1]["ended_s"] - result["first_s"]) / len(result["steps"])
 
 
@@ -74,7 +75,7 @@ def _until(goal: float) -> dict[str, Callable[[Result], float | None]]:
     def after(key: str, since: str | None) -> Callable[[Result], float | None]:
         def measure(result: Result) -> float | None:
             step = reached(result, goal)
-            return step and step[key] - (result[since] if since else 0.0)
+            return step[key] - (result[since] if since else 0.0) if step else None
 
         return measure
 
@@ -88,14 +89,14 @@ def _until(goal: float) -> dict[str, Callable[[Result], float | None]]:
 
 
 def _parity(sides: dict[str, list[Result]]) -> str:
-    """Every tenth step: median and range over seeds, and whether the ranges meet."""
+    """Return the table of every tenth step: median and range over seeds, and whether the ranges meet."""
     curves = {side: [smooth(result) for result in results] for side, results in sides.items()}
     length = min(len(curve) for each in curves.values() for curve in each)
     rows = [["rollouts", "Trireme", "TRL", "ranges overlap"]]
     for place in sorted({*range(9, length, 10), length - 1}):
         ranges = {side: [curve[place] for curve in each] for side, each in curves.items()}
         low, high = max(map(min, ranges.values())), min(map(max, ranges.values()))
-        cells = [_spread(ranges[side], "{:.3f}") for side in SIDES]
+        cells = [_spread(ranges[side], ".3f") for side in SIDES]
         rows.append([f"{128 * (place + 1):,}", *cells, "yes" if low <= high else "no"])
     return f"{_markdown(rows)}\n\n{_prompts(sides)}"
 
@@ -136,8 +137,8 @@ def _line(
     """Return a row. Its ratio is above 1 if we are ahead: the median, the least and the most of each seed's pair."""
     values = {side: [measure(result) for result in sides[side]] for side in SIDES}
     pairs = [pair for pair in zip(*values.values(), strict=False) if None not in pair]
-    ratios = [(a / b if more_is_better else b / a) for a, b in pairs]  # type: ignore[operator]
-    return [name, *map(_reached, values.values()), f"**{_spread(ratios, '{:.2f}')}**" if ratios else "-"]
+    ratios = [(a / b if more_is_better else b / a) for a, b in pairs]
+    return [name, *map(_reached, values.values()), f"**{_spread(ratios, '.2f')}**" if ratios else "-"]
 
 
 def _reached(values: list[float | None]) -> str:
@@ -146,19 +147,16 @@ def _reached(values: list[float | None]) -> str:
 
 
 def _spread(values: list[float], style: str = "") -> str:
-    if not style:
-        style = "{:.0f}" if median(values) >= 100 else "{:.1f}" if median(values) >= 5 else "{:.2f}"
-    middle, low, high = (style.format(value) for value in (median(values), min(values), max(values)))
-    return middle if len(values) == 1 else f"{middle} ({low}-{high})"
+    return spread(values, style or (".0f" if median(values) >= 100 else ".1f" if median(values) >= 5 else ".2f"))
 
 
 def _markdown(rows: list[list[str]]) -> str:
-    first, *others = [f"| {' | '.join(row)} |" for row in rows]
+    first, *others = map(markdown_row, rows)
     return "\n".join([first, "|" + "---|" * len(rows[0]), *others])
 
 
 def written_into(document: str, text: str) -> str:
-    """Between the marks of this benchmark."""
+    """Return the document with this text between the marks of this benchmark."""
     before, _, rest = document.partition(BEGIN)
     _, mark, after = rest.partition(END)
     assert mark, f"{BEGIN} ... {END} is not in the document"

@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cells import Cell, cells_of
-from runs import run
-from summary import cpu_per_step, seconds_per_step
+from benchmarks.measuring import print_table
+from benchmarks.trl.cells import Cell, cells_of
+from benchmarks.trl.runs import run
+from benchmarks.trl.summary import cpu_per_step, seconds_per_step
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "as it is": {},
@@ -22,16 +23,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def tune(folder: Path, *, rows: str) -> str:
-    """A table; what does not run at all says its last words."""
+def try_options(folder: Path, *, rows: str) -> None:
+    """Print a table; what does not run at all says its last words."""
     cells = [cell for cell in cells_of([0], folder, quick=True, rows=rows) if cell.side == "trl"]
-    table = [f"| TRL's options | {' | '.join(f'{cell.name}: s per step | CPU s' for cell in cells)} |"]
-    table.append("|---|" + "---|---|" * len(cells))
-    for name, options in OPTIONS.items():
-        tried = [_tried(replace(cell, options=options), folder) for cell in cells]
-        table.append(f"| {name} | {' | '.join(tried)} |")
-        print(table[-1], flush=True)
-    return "\n".join(table)
+    columns = ["TRL's options", *(column for cell in cells for column in (f"{cell.name}: s per step", "CPU s"))]
+    tried = (
+        [name, *(_tried(replace(cell, options=options), folder) for cell in cells)] for name, options in OPTIONS.items()
+    )
+    print_table(columns, tried)
 
 
 def _tried(cell: Cell, folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""What starts quickly loads little. Modules are listed, seconds are not: those are benchmarks/startup.py's."""
+"""What starts quickly loads little. Modules are listed, seconds are not: those are benchmarks/tools/startup.py's."""
 
 import gc
 import os

@@ -1,12 +1,7 @@
 """The comparison with TRL measures what it says."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks" / "trl"))
-from summary import rate, reached
+from benchmarks.trl.summary import rate, reached
 
 
 def test_benchmark_reaches_a_reward_at_a_mean_over_five_steps():

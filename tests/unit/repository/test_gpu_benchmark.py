@@ -1,15 +1,11 @@
 """The GPU benchmark says which section failed, which was skipped, and why."""
 
 import os
-import sys
 import time
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-from gpu.driver import Sections, exit_code, table
-from gpu.section import Section, Skipped, part
+from benchmarks.gpu.driver import Sections, exit_code, table
+from benchmarks.gpu.section import Section, Skipped, part
 
 
 def works(device: str) -> None:
@@ -81,7 +77,7 @@ def test_one_engine_serves_sections_until_another_needs_its_memory(tmp_path):
 
 
 def test_usual_times_of_all_sections_fit_the_budget():
-    from gpu.run import BUDGET_S, SECTIONS  # imports torch
+    from benchmarks.gpu.run import BUDGET_S, SECTIONS  # imports torch
 
     assert sum(section.usual_s("cpu") for section in SECTIONS) <= BUDGET_S
     assert sum(section.usual_s("cuda") for section in SECTIONS if section.gpus == 1) <= BUDGET_S

@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from runpy import run_path
 from types import SimpleNamespace
@@ -357,10 +356,10 @@ def test_the_first_update_of_an_engine_by_hand():
     ],
     ids="-".join,
 )
-def test_a_real_step_takes_the_tensors_that_were_planned(settings, world, tmp_path, monkeypatch):
-    """To 10 %; `benchmarks/memory.py` has more sizes, and is closer."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
-    memory = import_module("memory")
+def test_a_real_step_takes_the_tensors_that_were_planned(settings, world, tmp_path):
+    """To 10 %; `benchmarks/trainer/memory.py` has more sizes, and is closer."""
+    from benchmarks.trainer import memory  # it sets the number of threads
+
     case = memory.Case(**{"hidden": 128, "layers": 3, "tokens": 256, "vocabulary": 512} | settings)
     config = memory.run_config(case, tmp_path)
     measured, _ = memory.measured_bytes(case, config, world)
@@ -401,8 +400,8 @@ def built(config: dict[str, Any]) -> torch.nn.Module:
 
 @pytest.mark.slow  # families are counted exactly below
 def test_page_of_published_models_agrees_with_the_dry_run():
-    """`benchmarks/published.py` writes the table. Parameters that are not worked out are counted in such a model."""
-    published = SimpleNamespace(**run_path(str(Path(__file__).parents[3] / "benchmarks/published.py")))
+    """`scripts/published_models.py` writes it. Parameters that are not worked out are counted in such a model."""
+    published = SimpleNamespace(**run_path(str(Path(__file__).parents[3] / "scripts/published_models.py")))
     rows = {name: published.describe(name) for name in MODELS}
     shown = published.PAGE.read_text().partition(f"{published.BEGIN}\n")[2].partition(published.END)[0]
     assert shown == published.page_of(rows.values())

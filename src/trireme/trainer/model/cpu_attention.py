@@ -2,7 +2,7 @@
 
 torch's kernel keeps nothing of the size L x L and is faster for long samples. For short ones its backward pass is
 several times slower: written out, a training step of 20M parameters on samples of 142 tokens takes 4.66 instead of
-5.83 s (`benchmarks/attention.py`, docs/benchmarks.md).
+5.83 s (`benchmarks/trainer/attention.py`, docs/benchmarks.md).
 
 Letters: S samples, L tokens of each, H heads of queries, K heads of keys and values, D size of a head.
 """

@@ -55,7 +55,7 @@ def compute_noise(
     This is the mean change of the logprobs when the outputs of all layers are off by random errors as large as those of
     rounding, in the copy of the prompt where it is largest: in mixtures of experts, few copies take other experts. The
     mean change by bfloat16 was up to 1.6 times that for dense models, and up to 2.9 times for mixtures
-    (`benchmarks/probe.py`).
+    (`benchmarks/weights/probe.py`).
 
     Args:
         dtypes: the precisions of the two sides that are compared.

@@ -7,8 +7,6 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,12 +163,13 @@ def test_a_probe_admits_the_same_weights_in_bfloat16_and_no_others(checkpoints, 
 
 
 def test_page_of_models_agrees_with_what_was_measured_on_each_family() -> None:
-    """`benchmarks/models.py` measures, and docs/models.md has a row for families that are alike."""
-    models = SimpleNamespace(**run_path(str(Path(__file__).parents[4] / "benchmarks" / "models.py")))
-    stored, page = models.read_stored(), (models.ROOT / "docs/models.md").read_text()
+    """`benchmarks/models/families.py` measures, and docs/models.md has a row for families that are alike."""
+    from benchmarks.models import families as measuring  # it sets the number of threads
+
+    stored, page = measuring.read_stored(), (measuring.ROOT / "docs/models.md").read_text()
     measured = stored["families"]
     assert measured.keys() == {*CONFIGS, *families.SERVED}
-    assert [kind for kind, result in measured.items() if result["versions"] != models.installed()] == []
+    assert [kind for kind, result in measured.items() if result["versions"] != measuring.installed()] == []
 
     rows = re.findall(r"^\| (`.*`) \| (yes|no) \| (yes|refused .*) \|$", page, re.MULTILINE)
     told = {kind: (shared, lora) for kinds, shared, lora in rows for kind in re.findall("`([^`]*)`", kinds)}
@@ -179,7 +178,7 @@ def test_page_of_models_agrees_with_what_was_measured_on_each_family() -> None:
         for kind, result in measured.items()
     }
 
-    assert stored["refused"] == models.refused_families()
+    assert stored["refused"] == measuring.refused_families()
     assert {"mamba", "jamba", "nemotron_h with experts"} <= stored["refused"].keys()
     assert [kind for kind in stored["refused"] if f"`{kind.split()[0]}`" not in page] == []
 
