@@ -48,7 +48,7 @@ def qwen3(hidden: int, layers: int, **changes: Any) -> Qwen3Config:
 
 @dataclass(frozen=True)
 class Spread:
-    """Of the lengths of answers: log-normal, cut off at `longest`, with this mean; 0 makes all equal."""
+    """The lengths of answers: log-normal, cut off at `longest`, with this mean; 0 makes all equal."""
 
     variation: float  # standard deviation over mean, as asked for
     mean: int = 64
@@ -83,7 +83,7 @@ class Spread:
 
 
 def write_countdown(folder: Path, spreads: list[Spread], *, hidden: int, layers: int, heads: int) -> Path:
-    """A model's folder, as `transformers` and vLLM load it. Made anew only where it is not there."""
+    """Write a model's folder, as `transformers` and vLLM load it, unless it is there."""
     if (folder / "config.json").exists():
         return folder
     torch.manual_seed(0)

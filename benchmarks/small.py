@@ -4,7 +4,7 @@
     uv run python -m benchmarks.small --check    # and ends with 1 if one is far off
     uv run python -m benchmarks.small --store    # writes benchmarks/small.json
 
-No figure is a time: each is our way against a plain one of the same work, in processor seconds where one process does
+No figure is a time: each is our way against a plain one of the same work, in processor seconds if one process does
 it all, on whatever machine this is. A ratio may be `SLACK` times the stored one, in the best of so many `TRIES`.
 """
 
@@ -34,7 +34,7 @@ SLACK = 1.25
 TRIES = 3
 ROUNDS = 5
 PLAIN_ROLLOUTS = 4000
-STEPS = (6, 26)  # of the quickstart, between which it is measured
+STEPS = (6, 26)  # the quickstart is measured between these
 NEEDED = ("vllm.entrypoints.launchers.api_server.entry", "torch.distributed.fsdp, transformers.models.qwen3")
 
 

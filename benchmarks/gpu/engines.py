@@ -41,7 +41,7 @@ from trireme.tools.doctor.rehearsal import run_program
 QUICKSTART = "configs/reverse-text/rl.toml"
 ENVIRONMENT = ROOT / "tests" / "e2e" / "say.py"  # rewards differ nearly always, whatever a random model writes
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-RUN_S = 110.0  # that a command may take on a GPU, so that a section can still say how it ended; on a CPU twice that
+RUN_S = 110.0  # a command's limit on a GPU, so that a section can still say how it ended; on a CPU twice that
 DEPTHS = (0, 16, 64, 256, 1024, 4096)  # bounds of ranges of positions in a sample
 SIZES = {
     "cuda": {"max_tokens": 2048, "batch_size": 64, "max_steps": 6, "requests": 256, "micro_batch_tokens": 16384},
@@ -316,7 +316,7 @@ def kill_engine(paths: RunPaths, step: int, killed: list[int]) -> None:
 
 
 def run_rl(device: str, name: str, config: str, *flags: Any) -> RunPaths:
-    """Run `rl` to its good end; return where the run lies."""
+    """Run `rl` to its good end; return the paths of the run."""
     placed = ("--device", device, "--output-dir", folder(), "--name", name, "--no-orchestrator.eval")
     restart = () if "--supervisor.restart" in flags else ("--no-restart",)
     ended = run_program(

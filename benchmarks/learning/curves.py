@@ -2,7 +2,7 @@
 
     uv run --group bench python -m benchmarks.learning.curves outputs/wordle [outputs/alphabet-sort …]
 
-Writes docs/curves/NAME.csv (step, training reward, held-out reward where it was evaluated) and docs/curves/NAME.svg.
+Writes docs/curves/NAME.csv (step, training reward, held-out reward if it was evaluated) and docs/curves/NAME.svg.
 Without folders it draws the .csv files that are there again.
 """
 
@@ -45,10 +45,8 @@ def main(*folders: str) -> None:
 def read_rows(run: Run) -> list[dict[str, float]]:
     """Return a row for each step or evaluated version; what is not known is left out."""
     rows: dict[int, dict[str, float]] = {}
-    for name, values in (
-        ("reward", {row["step"]: row["reward/mean"] for row in run.rows("orchestrator")}),
-        ("held_out", run.evaluations()),
-    ):
+    rewards = {row["step"]: row["reward/mean"] for row in run.rows("orchestrator")}
+    for name, values in (("reward", rewards), ("held_out", run.evaluations())):
         for step, value in values.items():
             rows.setdefault(step, {"step": step})[name] = round(value, 4)
     return [rows[step] for step in sorted(rows)]

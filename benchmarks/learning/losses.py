@@ -70,7 +70,7 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Summary:
-    """Of all seeds of one row."""
+    """The figures of one row, of all its seeds."""
 
     name: str
     rewards: np.ndarray  # [seeds, steps]

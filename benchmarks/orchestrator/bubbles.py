@@ -75,7 +75,7 @@ class PacedEngine(FakeEngine):
         self._places = asyncio.Semaphore(work.places)
         self._rng = random.Random(work.seed)
         self._paused = asyncio.Event()
-        self.busy_s = 0.0  # of all places together
+        self.busy_s = 0.0  # all places together
 
     async def _pause(self, body: dict) -> None:
         await super()._pause(body)

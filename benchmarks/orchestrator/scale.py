@@ -59,8 +59,8 @@ class Costs:
 
     rollout_us: float  # without its tokens
     token_us: float
-    share_ms: float  # of one rank, beside the dealing
-    deal_us: float  # of a batch, for each rollout
+    share_ms: float  # one rank's, beside the dealing
+    deal_us: float  # for each rollout of a batch
     beat_us: float
     request_bytes_per_token: float
     answer_bytes_per_token: float
@@ -181,7 +181,7 @@ class Simulation:
         self.handed: list[float] = []  # seconds from a full batch to the last rank's share of it
         self._fleet, self._costs, self._drawn = fleet, costs, drawn
         self._half_s = costs.rollout_us * 0.5e-6  # before the engine, and after it
-        self._token_s = fleet.slots / fleet.tokens_per_s  # of one rollout, in a full engine
+        self._token_s = fleet.slots / fleet.tokens_per_s  # one rollout's, in a full engine
         self._ends: list[tuple[float, int]] = []
         for _ in range(fleet.engines * fleet.slots):
             self._begin(0.0)

@@ -57,7 +57,7 @@ class Measured(KilledRun):
         before = self._log_sizes()
         began = time.monotonic()
         self.kill(victim, process)
-        noticed = time.monotonic() - began if victim == "launcher" else None  # by then all had ended
+        noticed = time.monotonic() - began if victim == "launcher" else None  # all have ended by now
         version = self.version
         self.faults.release(point)
         while self.version <= version:

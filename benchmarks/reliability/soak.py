@@ -28,7 +28,7 @@ from scripted_kills import REAL, SCRIPTED, VICTIMS, KilledRun, audit, first_othe
 FREEZES = 0.3  # share of all blows
 AT_ONCE = 0.3  # share of blows that do not wait for the run to get over the one before
 UNPROGRESSED = 3  # blows, before a newly trained step is waited for: more in a row may end a run, and should
-STEPS_PER_BLOW = {False: 8, True: 2}  # by whether vLLM is real
+STEPS_PER_BLOW = {False: 8, True: 2}  # keyed by whether vLLM is real
 FROZEN_AFTER_S = 3.0
 RECOVERY_S = {False: 180.0, True: 600.0}
 OUTLAST_S = 3600.0
@@ -106,7 +106,7 @@ class Soak(KilledRun):
     def strike(self, number: int, rng: random.Random) -> None:
         victim = rng.choice(VICTIMS if self.ranks > 1 else [v for v in VICTIMS if v != "trainer rank 1"])
         kind = "freeze" if rng.random() < FREEZES else "kill"
-        process = self.find(victim)  # where it is dead, its successor may need a frozen launcher to be woken first
+        process = self.find(victim)  # if it is dead, its successor may need a frozen launcher to be woken first
         self.blows.append(Blow(number, time.monotonic() - self.began, victim, kind, self.version))
         self.say(f"{number}: {kind} {victim} at version {self.version}")
         with suppress(psutil.NoSuchProcess):  # dead already, by a blow before

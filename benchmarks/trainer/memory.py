@@ -52,13 +52,13 @@ class Case:
 
     hidden: int
     layers: int
-    tokens: int  # of a row
+    tokens: int  # in a row
     rows: int = 2
     samples: int = 2  # in each row; several need a mask
     vocabulary: int = 8192
     dtype: str = "float32"
     ac: str | None = None  # "full", "selective", or every other layer: "half"
-    rank: int | None = None  # of adapters
+    rank: int | None = None  # the adapters'; None without them
     optimizer: str = "adamw"
     head_chunk: int = 1024
 

@@ -46,8 +46,8 @@ class Cell:
     lr: float = 5e-4
     ours: str = ""  # lines of our configuration that belong to this row
     our_trainer: str = ""  # and those of its `[trainer]`
-    options: dict[str, Any] = field(default_factory=dict)  # of GRPOConfig
-    threads: int = 0  # of theirs; 0: as many as there are cores
+    options: dict[str, Any] = field(default_factory=dict)  # keys of GRPOConfig
+    threads: int = 0  # theirs; 0: as many as there are cores
 
     @property
     def key(self) -> str:

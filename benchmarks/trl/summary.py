@@ -15,7 +15,7 @@ GOALS = (0.7, 0.9)
 BEGIN, END = "<!-- vs_trl -->", "<!-- /vs_trl -->"
 
 Result = dict[str, Any]
-Found = dict[str, dict[str, list[Result]]]  # by name, by side
+Found = dict[str, dict[str, list[Result]]]  # {name: {side: results}}
 
 
 def by_row(cells: list[Cell], results: list[Result]) -> dict[str, Found]:

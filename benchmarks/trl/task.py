@@ -16,7 +16,7 @@ from reverse_text_task import SYSTEM_PROMPT, make_texts, similarity
 
 ANSWER = re.compile(r"<reversed_text>\s*(.*?)\s*</reversed_text>", re.DOTALL)
 MARK = "a"
-"""Of the countdown models: every word of an answer is marked with it or not, by chance."""
+"""The countdown models mark every word of an answer with it or not, by chance."""
 
 
 def dataset(
@@ -50,7 +50,7 @@ async def reward(completion: str, answer: str, delay_s: float) -> float:
 
 
 def score(completion: str, answer: str) -> float:
-    """How like the reversed text; where there is none, the share of marked words."""
+    """Return how like the reversed text the answer is; if there is no such text, the share of marked words."""
     if answer:
         found = ANSWER.search(completion)
         return similarity(found.group(1) if found else None, answer)

@@ -4,7 +4,7 @@
     uv run python -m benchmarks.weights.probe --drift [--family qwen3 ...]         # how fast the noise changes
 
 Each model is tiny and random (`tests/families.py`). The trainer computes its probe and the probe's noise as in a run,
-and transformers the same logprobs in bfloat16 with the same weights, as an engine that is right would. A run ends where
+and transformers the same logprobs in bfloat16 with the same weights, as an engine that is right would. A run ends if
 the mean difference is more than `TIMES_NOISE` times the noise. For models that cap their attention scores the last
 column is an engine that is wrong, with another cap.
 
@@ -66,7 +66,7 @@ def noise_row(kind: str, num_models: int, world: World) -> list[str]:
 
 
 def measure(kind: str, seed: int, world: World) -> tuple[float, float | None]:
-    """Return the mean difference of bfloat16 in multiples of the noise, and with another cap where there is one."""
+    """Return the mean difference of bfloat16 in multiples of the noise, and with another cap if there is one."""
     with TemporaryDirectory() as folder:
         families.save_family(Path(folder), families.build_config(kind), seed=seed)
         model = load_model(TrainerModel(attn="eager"), folder, world)
