@@ -67,13 +67,13 @@ def main(*flags: str, times: int = 3, commands_only: bool = False) -> None:
             starts.append((start.seen, start.processor_seconds()))
     phases = [*(phase for _, phase, _ in PHASES), "the first rollout"]
     seconds = ([name, *(f"{seen.get(name, math.nan):.1f}" for seen, _ in starts)] for name in phases)
-    processes = ([name, *(f"{spent.get(name, 0):.1f}" for _, spent in starts)] for name in PROCESSES)
+    processes = [[name, *(f"{spent.get(name, 0):.1f}" for _, spent in starts)] for name in PROCESSES]
+    processes.append(["all", *(f"{sum(spent.values()):.1f}" for _, spent in starts)])
     print()
     print_table(("phase", *(f"run {number + 1}, s" for number in range(times))), seconds)
     print()
     print_table(("process", *["processor s"] * times), processes)
-    print("all", *(f"{sum(spent.values()):.1f}" for _, spent in starts))
-    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    print(f"\nload average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
 
 
 def command_row(words: tuple[str, ...], times: int, folder: str) -> list[str]:
