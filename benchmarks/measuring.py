@@ -101,7 +101,7 @@ def by_turns(works: Mapping[str, Work], rounds: int, clock: Callable[[Work], flo
 def spread(values: Sequence[float], style: str = ".2f") -> str:
     """Return the median of values, with the least and the most if there are several."""
     middle, low, high = (format(value, style) for value in (median(values), min(values), max(values)))
-    return middle if len(values) == 1 else f"{middle} ({low} - {high})"
+    return middle if len(values) == 1 else f"{middle} ({low}-{high})"
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

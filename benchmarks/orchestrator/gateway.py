@@ -103,7 +103,7 @@ async def _serve(pipe: Any, options: Namespace, folder: Path) -> None:
             on_disk = not options.instant_disk
             log = TurnLog(file) if on_disk else None
             requests = RequestLog(file.with_suffix(".requests")) if on_disk else None
-            conversation = _Conversation(runner, sampling, environment, 0, True, log, {})  # type: ignore[arg-type]
+            conversation = Conversation(runner, sampling, environment, 0, True, log, {})  # type: ignore[arg-type]
             task = RunTask(task=str(number), index=0)
             Endpoint(gateway, Session(task, conversation.answer, 60, requests=requests)).open()
             keys.append(task.api_key)

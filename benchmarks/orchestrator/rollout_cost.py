@@ -73,7 +73,8 @@ def main(
 
 def measure(checkout: Path, rollouts: int, in_flight: int, synchronous: bool) -> Row:
     """Return the figures of one run in processes of its own, with the sources of `checkout`."""
-    variables = os.environ | {"PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1"}
+    modules = os.pathsep.join(str(checkout / folder) for folder in ("src", "packages/trireme-worker"))
+    variables = os.environ | {"PYTHONPATH": modules, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="orchestrator-") as name, open(Path(name) / "log", "wb") as log:
         folder = Path(name)
         config = build_config(folder, rollouts, in_flight, synchronous)

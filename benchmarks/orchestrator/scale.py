@@ -32,7 +32,7 @@ from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.messages import Heartbeat, build_tokens, decode_request, encode
 from trireme.orchestrator.engines.generation import read_turn
 from trireme.orchestrator.engines.responses import Response, choice_of, read_answer
-from trireme.orchestrator.environments import wire
+from trireme.orchestrator.session import wire
 
 PROMPT = 200
 VOCABULARY = 150_000

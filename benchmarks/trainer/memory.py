@@ -35,8 +35,7 @@ from trireme.config.resolve import resolve
 from trireme.config.run import RunConfig
 from trireme.messages import BatchReply, build_tokens
 from trireme.tools.plan.estimate import CPU_SCATTERED, PROCESS_BYTES, scattered_bytes
-from trireme.tools.plan.memory import changed
-from trireme.tools.plan.sizes import training_of
+from trireme.tools.plan.trainer_memory import training_of
 from trireme.trainer.parallel.mesh import open_world
 from trireme.trainer.step import Stepper, base_state
 from trireme.trainer.try_step import try_step
@@ -138,8 +137,8 @@ def run_config(case: Case, folder: Path) -> Any:
 
 def planned_bytes(case: Case, config: Any) -> tuple[float, float]:
     """Return the bytes of tensors, and of the process beyond what it is before a model is there."""
-    training = training_of(config, architecture_of(read_config(config.model.name)), rows=case.rows)
-    training = changed(training, packed=case.samples > 1)
+    model, packed = architecture_of(read_config(config.model.name)), case.samples > 1
+    training = training_of(config, model, rows=case.rows, packed=packed)
     moments = {name: parts for name, parts in training.moments.items() if name != "publish"}
     parts = max(moments.values(), key=lambda parts: sum(parts.values()))
     tensors = sum(parts.values())

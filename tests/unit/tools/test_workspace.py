@@ -6,12 +6,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from trireme.tools.policies.endpoint_file import read_endpoints
 
 from trireme.base.errors import ConfigError
 from trireme.cli.other_formats import run_translated
 from trireme.cli.rl import rl
 from trireme.tools.environments.catalog import list_environments
+from trireme.tools.policies.endpoint_file import read_endpoints
 from trireme.tools.workspace import IN_PACKAGE, PARTS, Workspace, find_shipped
 from trireme.tools.workspace import command as lab
 
