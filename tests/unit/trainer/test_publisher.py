@@ -5,8 +5,10 @@ The last tests are of transfers that only GPUs make, as far as a CPU can tell.
 
 import errno
 import json
+import math
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -31,7 +33,7 @@ from tiny import open_state, save_tiny_model, weights_of
 from trireme.algo.digest import tensor_digest
 from trireme.algo.model.architecture import architecture_of
 from trireme.base.disk import when_there_is_room
-from trireme.base.errors import PeerDied, PeerRefused
+from trireme.base.errors import NotFinite, PeerDied, PeerRefused
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
 from trireme.config.inference import InferenceConfig, InferenceModel
@@ -72,6 +74,7 @@ class Orchestrator:
         self.asked: list[Request] = []
         self.attempts: list[PolicyReady] = []
         self.received: dict[str, str] = {}
+        self.is_broken = threading.Event()  # the engine gave up a transfer
         self.is_deaf = False  # the engine does not join
         self.is_replaced = False  # another engine has come in its place
         self._config = config
@@ -118,7 +121,10 @@ class Orchestrator:
         if joins:
             self._join(ready)
         assert self._receiver is not None
-        self.received = {n: tensor_digest(tensor) for n, tensor in self._receiver.tensors(ready.specs, payload)}
+        try:
+            self.received = {n: tensor_digest(tensor) for n, tensor in self._receiver.tensors(ready.specs, payload)}
+        except RuntimeError:
+            self.is_broken.set()
 
     def _join(self, ready: PolicyReady) -> None:
         self.close()
@@ -192,11 +198,41 @@ def test_engines_receive_weights_in_their_dtype_and_logprobs_to_compare(open_sta
     served = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights_of(stand.model).items()}
     expected = {name: tensor_digest(tensor) for name, tensor in served.items()}
     assert stand.orchestrator.received == sent.digests == expected
-    assert asked_before == {0}  # the announcement may pause engines, so the probe is computed before it
+    assert asked_before == {0}  # engines that join block until the sender comes, so the probe is computed before
     with torch.no_grad():
         plain = AutoModelForCausalLM.from_pretrained(tiny_model)(torch.tensor([sent.probe.ids])).logits[0]
     logprobs = plain[:-1].log_softmax(-1).gather(1, torch.tensor(sent.probe.ids)[1:, None])[:, 0]
     assert sent.probe.logprobs == pytest.approx(logprobs.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "hidden", "is_told"), [("gloo", 64, 1), ("gloo", 320, 0), ("filesystem", 64, 0)])
+def test_engines_that_keep_serving_get_ready_during_the_probe(open_stand, tmp_path, world, kind, hidden, is_told):
+    model = open_state(save_tiny_model(tmp_path / "model", hidden=hidden), world).model
+    stand, told = open_stand(kind, model=model), []
+
+    def count_announcements(*_: Any) -> None:
+        time.sleep(0.2)  # an announcement without an answer arrives a moment later
+        told.append(len(stand.orchestrator.attempts) - 1)
+
+    stand.publish()
+    hook = model.model.embed_tokens.register_forward_hook(count_announcements)
+    stand.publish()
+    hook.remove()
+    assert told == [is_told]
+
+
+def test_a_version_whose_probe_is_not_finite_never_reaches_an_engine(open_stand):
+    stand = open_stand("gloo")
+    stand.publish()
+    held = stand.orchestrator.received
+    with torch.no_grad():
+        stand.model.model.norm.weight.fill_(math.nan)
+    with pytest.raises(NotFinite, match="under version 1 are not finite: the step on batch 0 made them"):
+        stand.publish()
+    assert not any(isinstance(asked, PolicySent) and asked.version for asked in stand.orchestrator.asked)
+    stand.publisher.close()
+    assert stand.orchestrator.is_broken.wait(DEADLINE_S)
+    assert stand.orchestrator.received is held
 
 
 @pytest.fixture(autouse=True)
