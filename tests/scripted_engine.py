@@ -39,7 +39,7 @@ from trireme.config.run import RunConfig
 from trireme.messages import InitInfo, TensorSpec
 
 if TYPE_CHECKING:
-    from trireme.transport.weights.backends import Receiver
+    from trireme.transport.weights.transfer import Receiver
 
 log = get_logger("scripted")
 

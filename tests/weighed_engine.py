@@ -20,7 +20,8 @@ from fake_engine import Asked, FakeEngine, WeightWire, build_app, serving
 from tiny_tokenizer import END, write_tokenizer
 from trireme.algo.digest import tensor_digest
 from trireme.messages import InitInfo, UpdateInfo
-from trireme.transport.weights.backends import Receiver, open_receiver
+from trireme.transport.weights.backends import open_receiver
+from trireme.transport.weights.transfer import Receiver
 
 LETTER = "letter.weight"
 

@@ -15,8 +15,9 @@ from trireme.algo.digest import tensor_digest
 from trireme.algo.patch import Patch
 from trireme.base.processes import free_port
 from trireme.messages import InitInfo, TensorSpec
-from trireme.transport.weights.backends import Receiver, Sender, open_receiver, open_sender
+from trireme.transport.weights.backends import open_receiver, open_sender
 from trireme.transport.weights.buckets import spec_of
+from trireme.transport.weights.transfer import Receiver, Sender
 
 BUCKET_BYTES = 4096
 DEADLINE_S = 60

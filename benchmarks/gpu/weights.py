@@ -20,9 +20,9 @@ from trireme.algo.digest import tensor_digest
 from trireme.algo.patch import Patch, apply_patch, build_patch, changed
 from trireme.base.processes import free_port
 from trireme.messages import InitInfo, TensorSpec
+from trireme.transport.weights.backends import IpcReceiver, IpcSender
 from trireme.transport.weights.buckets import spec_of
 from trireme.transport.weights.collective import CollectiveReceiver, CollectiveSender
-from trireme.transport.weights.ipc import IpcReceiver, IpcSender
 
 HOST = "127.0.0.1"
 BUCKET_BYTES = 4 << 20

@@ -29,8 +29,9 @@ from trireme.inference.vllm_api import (
     load_tensors,
 )
 from trireme.messages import InitInfo, TensorSpec, UpdateInfo
-from trireme.transport.weights.backends import Receiver, open_receiver, take_transfer
+from trireme.transport.weights.backends import open_receiver
 from trireme.transport.weights.buckets import split_into_buckets
+from trireme.transport.weights.transfer import Receiver, take_transfer
 
 Arrived = tuple[str, torch.Tensor, str]  # name, a copy of the tensor, and its digest
 

@@ -16,7 +16,8 @@ import weight_ends
 from trireme.algo.digest import tensor_digest
 from trireme.messages import InitInfo
 from trireme.transport.weights import buckets as packing
-from trireme.transport.weights.backends import Receiver, Sender, open_receiver, open_sender
+from trireme.transport.weights.backends import open_receiver, open_sender
+from trireme.transport.weights.transfer import Receiver, Sender
 from weight_ends import BUCKET_BYTES, DEADLINE_S, SHORT_S, Ends, digests_of, outcome, random_model, receive, specs_of
 
 MODELS = [random_model(seed) for seed in range(4)]

@@ -58,10 +58,10 @@ from trireme.trainer.publish import publisher as publish
 from trireme.trainer.publish.publisher import Publisher
 from trireme.trainer.publish.served_weights import served_tensors
 from trireme.transport.control import ControlClient
-from trireme.transport.weights import filesystem, ipc
-from trireme.transport.weights.backends import Receiver, open_receiver
+from trireme.transport.weights import backends
+from trireme.transport.weights.backends import IpcSender, open_receiver
 from trireme.transport.weights.buckets import spec_of
-from trireme.transport.weights.ipc import IpcSender
+from trireme.transport.weights.transfer import Receiver
 
 KINDS = ["gloo", "filesystem"]
 MIB = 1 << 20
@@ -290,7 +290,7 @@ def test_a_full_disk_delays_a_version_as_often_as_it_fills_up(open_stand, tmp_pa
     stand = open_stand()
     stand.publish()
     monkeypatch.setattr(publish, "ATTEMPTS", 4)
-    monkeypatch.setattr(filesystem, "save_file", save_part)
+    monkeypatch.setattr(backends, "save_file", save_part)
     monkeypatch.setattr(os, "posix_fallocate", reserve)
     monkeypatch.setattr(publish, "when_there_is_room", partial(when_there_is_room, poll_s=0.01))
     stand.publish()
@@ -307,7 +307,7 @@ def test_full_disk_counts_as_a_failed_publish_attempt(open_stand, monkeypatch):
         raise no_room()
 
     stand = open_stand()
-    monkeypatch.setattr(filesystem, "save_file", fail)
+    monkeypatch.setattr(backends, "save_file", fail)
     monkeypatch.setattr(os, "posix_fallocate", lambda _file, _first, size: reserved.append(size))
     with pytest.raises(PeerDied, match="Version 0 was sent 20 times"):
         stand.publish()
@@ -424,7 +424,7 @@ def test_memory_that_engines_read_is_let_go_as_soon_as_they_have_confirmed(open_
         alive.append(sum(tensor() is not None for tensor in held))
         return next(replies)
 
-    monkeypatch.setattr(ipc, "reduce_tensor", lambda tensor: (held.append(weakref.ref(tensor)), HANDLE))
+    monkeypatch.setattr(backends, "reduce_tensor", lambda tensor: (held.append(weakref.ref(tensor)), HANDLE))
     monkeypatch.setattr(publish, "open_sender", lambda *_, **__: IpcSender())
     open_stand("ipc", intercept=answer).publisher.publish(3)
     assert alive == [len(held) // 2] * 2  # while they are asked to confirm, one copy, never two
@@ -437,7 +437,7 @@ HANDLE += (12, 512, False, b"/torch_1_2_3", 7, b"event" * 16, True)
 
 
 def test_a_memory_handle_arrives_as_torch_made_it_but_for_the_gpus_number():
-    arrived = ipc.from_handle(json.loads(json.dumps(ipc.to_handle(HANDLE))), device=0)
+    arrived = backends.from_handle(json.loads(json.dumps(backends.to_handle(HANDLE))), device=0)
     assert arrived == (*HANDLE[:6], 0, *HANDLE[7:])
     meant = signature(rebuild_cuda_tensor).bind(*arrived).arguments
     places = ("tensor_cls", "storage_cls", "dtype", "storage_device", "storage_handle")
@@ -446,8 +446,8 @@ def test_a_memory_handle_arrives_as_torch_made_it_but_for_the_gpus_number():
 
 @pytest.mark.usefixtures("no_gpu")
 def test_an_engine_refuses_memory_handles_of_another_gpu():
-    payload = {"gpu": "there", "handles": {"a": ipc.to_handle(HANDLE)}}
-    arriving = ipc.IpcReceiver(torch.device("cuda", 0)).tensors([spec_of("a", torch.bfloat16, [2, 3])], payload)
+    payload = {"gpu": "there", "handles": {"a": backends.to_handle(HANDLE)}}
+    arriving = backends.IpcReceiver(torch.device("cuda", 0)).tensors([spec_of("a", torch.bfloat16, [2, 3])], payload)
     with pytest.raises(RuntimeError, match="on GPU there, and this engine worker is on GPU here - expected both"):
         next(arriving)
 

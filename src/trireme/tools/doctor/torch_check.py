@@ -15,7 +15,7 @@ import torch
 
 from trireme.algo.digest import tensor_digest
 from trireme.messages import TensorSpec
-from trireme.transport.weights.ipc import IpcReceiver, IpcSender
+from trireme.transport.weights.backends import IpcReceiver, IpcSender
 
 SIDE = 256
 SHARED = TensorSpec("shared", "float32", [SIDE, SIDE])

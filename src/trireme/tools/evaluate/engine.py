@@ -28,10 +28,8 @@ from trireme.orchestrator.engines.responses import PauseInfo
 from trireme.orchestrator.weights.engine_update import join, load, require_confirmed
 from trireme.tools import progress
 from trireme.tools.evaluate.config import EvalConfig
-from trireme.tools.export.weights_folder import Source, find_model, open_model, open_source, shape_difference
-from trireme.tools.policies.chat_endpoint import Server
-from trireme.tools.policies.engine import FRESH, LOADING, EnginePolicy, StandingPool, WeightsReplaced
-from trireme.transport.weights.filesystem import FilesystemSender
+from trireme.tools.export.weights_folder import Source, find_model, has_adapters, open_model, shape_difference
+from trireme.transport.weights.backends import FilesystemSender
 
 log = get_logger("eval")
 
@@ -123,7 +121,12 @@ class EvaluatedEngine:
                 )
 
     def open_source(self, folder: Path) -> Source:
-        return open_source(folder, base=self._config.model.base, dtype=self._dtype)
+        if not has_adapters(folder):
+            return open_model(folder)
+        # This imports transformers, which takes seconds.
+        from trireme.tools.export.merging import open_merged
+
+        return open_merged(folder, base=self._config.model.base, dtype=self._dtype)
 
     async def require_ours(self) -> None:
         """Raises: WeightsReplaced if another client has given it weights since."""

@@ -1,4 +1,4 @@
-"""Merging the adapters of a checkpoint into their base model on disk, one tensor at a time.
+"""Adapters merged into their base model, one tensor at a time: written to a folder, or read to be sent to an engine.
 
 The result has the bits that the trainer sends to engines: each parameter as it was held, plus its adapter's product in
 float32, then rounded.
@@ -16,7 +16,7 @@ import torch
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import Lora, TrainerModel, Vlm
 from trireme.messages import TensorSpec
-from trireme.tools.export.weights_folder import read_settings
+from trireme.tools.export.weights_folder import ADAPTER_WEIGHTS, Source, open_files, read_settings, shape_difference
 from trireme.trainer.checkpoint.export import (
     DESCRIPTION,
     copy_description,
@@ -28,7 +28,7 @@ from trireme.trainer.checkpoint.hf_files import CONFIG, TRAINED_WITH, frozen_dty
 from trireme.trainer.checkpoint.state import MODEL
 from trireme.trainer.model.hub_names import hub_names
 from trireme.trainer.model.loading import ModelTensors, find_files, find_layouts, untrained_of
-from trireme.trainer.model.lora import base_name, inject_adapters, merge, products
+from trireme.trainer.model.lora import base_name, inject_adapters, merge, peft_name, products
 from trireme.trainer.model.model import build_model
 from trireme.trainer.parallel.shards import open_shards, shard_files
 from trireme.transport.weights.buckets import num_bytes
@@ -71,6 +71,37 @@ def export_merged(
             names = {name.removeprefix(prefix): name for name in stored.names() if name.startswith(prefix)}
             trained = {own: functools.partial(stored.read_whole, name) for own, name in names.items()}
             write_model(partial, specs, merged.tensors(trained, getattr(torch, dtype)))
+
+
+def open_merged(folder: Path, *, base: str | None, dtype: str) -> Source:
+    """Read the headers of adapters of PEFT's form, and of the base model that they are added into.
+
+    Args:
+        base: folder or hub name of the adapters' base model, if it differs from the one that they name.
+        dtype: of the merged model.
+
+    Raises: ConfigError if files are missing or damaged, or adapters are for another model.
+    """
+    settings = read_settings(folder)
+    base_model = base or settings["base_model_name_or_path"]
+    merged = Merged(settings, base_model, frozen=frozen_dtype(folder), trust_remote_code=False)
+
+    # The adapters' file may leave out modules that are trained as a whole, but no adapter.
+    path = folder / ADAPTER_WEIGHTS
+    files, shapes = open_files([path]), merged.trained_shapes
+    names = {own: peft_name(own) for own in shapes}
+    expected = {name: shapes[own] for own, name in names.items() if ".lora_" in own or name in files.shapes}
+    if difference := shape_difference(expected, files.shapes):
+        raise ConfigError(
+            f"{path} does not fit {base_model}: {difference} - expected adapters of this very model. Name the one "
+            "that they are for: `--model.base FOLDER`."
+        )
+    trained = {own: functools.partial(files.read, name, ()) for own, name in names.items() if name in files.shapes}
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, tensor.contiguous()) for name, tensor in merged.tensors(trained, getattr(torch, dtype)))
+
+    return Source(merged.specs(dtype), tensors)
 
 
 class Merged:

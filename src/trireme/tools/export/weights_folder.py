@@ -1,6 +1,7 @@
-"""Read a model from its files, or adapters with their base model.
+"""Read a model from its files, one tensor at a time, and the settings of adapters.
 
-Merged adapters have the bits that a run's own engines were given: each product is added in float32, then rounded.
+`merging.py` reads adapters together with their base model. It imports transformers, which takes seconds and which whole
+models do not need.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +42,9 @@ class Source:
         return {spec.name: tuple(spec.shape) for spec in self.specs}
 
 
-def open_source(folder: Path, *, base: str | None, dtype: str) -> Source:
-    """Read the headers of a model, or of adapters.
-
-    Args:
-        base: folder or hub name of the adapters' base model, if it differs from the one that they name.
-        dtype: of the merged model.
-
-    Raises: ConfigError if files are missing or damaged, or adapters are for another model.
-    """
-    return _open_adapted(folder, base, dtype) if (folder / ADAPTER_CONFIG).is_file() else open_model(folder)
+def has_adapters(folder: Path) -> bool:
+    """Return whether a folder holds adapters in PEFT's form, not a whole model."""
+    return (folder / ADAPTER_CONFIG).is_file()
 
 
 def open_model(folder: Path) -> Source:
@@ -76,37 +69,9 @@ def open_model(folder: Path) -> Source:
     return Source(files.specs(), tensors, folder.resolve() if is_all and not quantization else None)
 
 
-def _open_adapted(folder: Path, base: str | None, dtype: str) -> Source:
-    """Read the headers of adapters of PEFT's form, and of the base model that they are added into."""
-    # these import transformers, which takes seconds and which whole models do not need
-    from trireme.tools.export.merging import Merged
-    from trireme.trainer.checkpoint.hf_files import frozen_dtype
-    from trireme.trainer.model.lora import peft_name
-
-    settings = read_settings(folder)
-    base_model = base or settings["base_model_name_or_path"]
-    merged = Merged(settings, base_model, frozen=frozen_dtype(folder), trust_remote_code=False)
-    # the adapters' file may leave out modules that are trained as a whole, but no adapter
-    path = folder / ADAPTER_WEIGHTS
-    files, shapes = open_files([path]), merged.trained_shapes
-    names = {own: peft_name(own) for own in shapes}
-    expected = {name: shapes[own] for own, name in names.items() if ".lora_" in own or name in files.shapes}
-    if difference := shape_difference(expected, files.shapes):
-        raise ConfigError(
-            f"{path} does not fit {base_model}: {difference} - expected adapters of this very model. Name the one "
-            "that they are for: `--model.base FOLDER`."
-        )
-    trained = {own: partial(files.read, name, ()) for own, name in names.items() if name in files.shapes}
-
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, tensor.contiguous()) for name, tensor in merged.tensors(trained, getattr(torch, dtype)))
-
-    return Source(merged.specs(dtype), tensors)
-
-
 def require_readable(folder: Path) -> None:
     """Read headers. Raises: ConfigError if files are missing or damaged."""
-    if (folder / ADAPTER_CONFIG).is_file():
+    if has_adapters(folder):
         read_settings(folder)
         open_files([folder / ADAPTER_WEIGHTS])
     else:

@@ -38,8 +38,9 @@ from trireme.trainer.publish.delta import Part, SentWeights, TransferSize
 from trireme.trainer.publish.probe import compute_noise, compute_probe
 from trireme.trainer.publish.served_weights import served_specs, served_tensors, serves_adapters
 from trireme.transport.control import ControlClient
-from trireme.transport.weights.backends import Sender, open_sender
+from trireme.transport.weights.backends import open_sender
 from trireme.transport.weights.buckets import num_bytes, split_into_buckets
+from trireme.transport.weights.transfer import Sender
 
 log = get_logger("publish")
 

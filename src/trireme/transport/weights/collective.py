@@ -40,9 +40,16 @@ from trireme.base.background import in_background
 from trireme.base.network import listening_address, watch_connections
 from trireme.base.token import sealed
 from trireme.messages import InitInfo, TensorSpec
-from trireme.transport.weights.backends import Receiver, Sender
-from trireme.transport.weights.buckets import BucketBuffers, bucket_size, pack_bucket, split_into_buckets, unpack_bucket
-from trireme.transport.weights.deltas import HostCopy, pack_patches
+from trireme.transport.weights.buckets import (
+    BucketBuffers,
+    HostCopy,
+    bucket_size,
+    pack_bucket,
+    pack_patches,
+    split_into_buckets,
+    unpack_bucket,
+)
+from trireme.transport.weights.transfer import Receiver, Sender
 
 STREAM_POLL_S = 1e-4
 

@@ -22,7 +22,7 @@ from trireme.base.errors import ConfigError
 from trireme.config.trainer import Lora, Optimizer, TrainerModel, Vlm
 from trireme.tools.export.export import command as export
 from trireme.tools.export.merging import export_merged
-from trireme.tools.export.weights_folder import open_source
+from trireme.tools.export.weights_folder import open_model
 from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.model.layouts import Region, TensorLayout, UnsupportedLayout, identity_layout
 from trireme.trainer.model.model import load_model
@@ -80,7 +80,7 @@ def test_low_bit_model_trains_serves_and_exports_like_a_plain_one(config, tiny_m
     model = load_model(TrainerModel(attn="eager"), str(folder), world)
     assert are_equal(dict(served_tensors(model, torch.float32)), {name: each.float() for name, each in meant.items()})
     assert {each.dtype for each in model.parameters()} == {torch.float32}  # experts too
-    assert are_equal(dict(open_source(folder, base=None, dtype="bfloat16").tensors()), meant)
+    assert are_equal(dict(open_model(folder).tensors()), meant)
     save_run(run, TrainerState(model, build_optimizer(model, Optimizer())), folder, world)
     exported = run / "weights" / "step_0"
     assert "quantization_config" not in json.loads((exported / "config.json").read_text())
@@ -89,7 +89,7 @@ def test_low_bit_model_trains_serves_and_exports_like_a_plain_one(config, tiny_m
         model = load_model(TrainerModel(lora=Lora(rank=2)), str(folder), world)
         save_run(tmp_path / "adapters", TrainerState(model, build_optimizer(model, Optimizer())), folder, world)
         export_merged(tmp_path / "adapters/checkpoints/step_0", tmp_path / "merged", dtype="bfloat16")
-        assert are_equal(dict(open_source(tmp_path / "merged", base=None, dtype="bfloat16").tensors()), meant)
+        assert are_equal(dict(open_model(tmp_path / "merged").tensors()), meant)
 
 
 def test_any_region_is_that_of_the_whole_and_scales_may_be_exponents(tmp_path: Path) -> None:

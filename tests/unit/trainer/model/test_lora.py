@@ -15,8 +15,7 @@ from families import HYBRIDS, build_config, save_family
 from trireme.base.errors import ConfigError
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import ActivationCheckpointing, Lora, Loss, Optimizer, TrainerConfig, TrainerModel
-from trireme.tools.export.merging import export_merged
-from trireme.tools.export.weights_folder import open_source
+from trireme.tools.export.merging import export_merged, open_merged
 from trireme.trainer.checkpoint.checkpoint import load_checkpoint
 from trireme.trainer.checkpoint.hf_files import describe_adapters
 from trireme.trainer.checkpoint.state import TrainerState, tensors_of
@@ -164,7 +163,7 @@ def test_a_checkpoint_is_loaded_by_peft_and_merged_to_the_bits_of_engines(
     served = dict(served_tensors(model, getattr(torch, dtype)))
     export_merged(checkpoint, tmp_path / "merged", dtype=dtype)
     assert tiny.are_equal(load_file(tmp_path / "merged/model.safetensors"), served)
-    assert tiny.are_equal(dict(open_source(weights, base=None, dtype=dtype).tensors()), served)
+    assert tiny.are_equal(dict(open_merged(weights, base=None, dtype=dtype).tensors()), served)
     assert not (tmp_path / "merged/trained_with.json").exists()
     assert [file.name for file in weights.glob("*.safetensors")] == ["adapter_model.safetensors"]
     assert json.loads((weights / "adapter_config.json").read_text())["base_model_name_or_path"] == str(path.resolve())

@@ -18,10 +18,9 @@ from tiny import save_tiny_model
 from trireme.algo.patch import Form, Patch, build_patch, changed, whole_patch
 from trireme.base.background import in_background
 from trireme.base.errors import ConfigError
-from trireme.tools.export import weights_folder
-from trireme.transport.weights.backends import take_transfer
-from trireme.transport.weights.buckets import spec_of
-from trireme.transport.weights.deltas import HostCopy, pack_patches
+from trireme.tools.export import merging, weights_folder
+from trireme.transport.weights.buckets import HostCopy, pack_patches, spec_of
+from trireme.transport.weights.transfer import take_transfer
 from weight_ends import DEADLINE_S, Ends, Tensors, digests_of, outcome, random_model, specs_of
 
 CPU = torch.device("cpu")
@@ -126,11 +125,11 @@ def adapters(base: Path) -> Path:
 
 
 def test_adapters_that_are_damaged_or_for_another_model_are_named(base, adapters, tmp_path):
-    source = weights_folder.open_source(adapters, base=str(base), dtype="bfloat16")
+    source = merging.open_merged(adapters, base=str(base), dtype="bfloat16")
     assert source.specs == [spec_of(name, torch.bfloat16, tensor.shape) for name, tensor in source.tensors()]
     other = save_tiny_model(tmp_path / "other", hidden=128)
     with pytest.raises(ConfigError, match=r"does not fit .*other: .*has shape"):
-        weights_folder.open_source(adapters, base=str(other), dtype="float32")
+        merging.open_merged(adapters, base=str(other), dtype="float32")
     for file, content, words in (
         ("adapter_config.json", b"{", r"adapter_config\.json is damaged"),
         ("adapter_config.json", b'{"r": 4}', "does not say lora_alpha"),
