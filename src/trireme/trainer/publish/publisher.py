@@ -13,7 +13,6 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import msgspec
@@ -21,8 +20,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from trireme.algo.digest import tensor_digest
-from trireme.algo.weight_checks import first_difference, is_of_adapter
+from trireme.algo.weight_checks import first_difference
 from trireme.base.disk import is_full, when_there_is_room
 from trireme.base.errors import NotFinite, PeerDied
 from trireme.base.faults import reach
@@ -34,9 +32,8 @@ from trireme.messages import Again, GetNewest, Go, Live, Newest, PolicyReady, Po
 from trireme.monitor.spans import Lane
 from trireme.trainer.out_of_memory import is_out_of_memory
 from trireme.trainer.parallel.mesh import World, keep_alive
-from trireme.trainer.publish.delta import Part, SentWeights, TransferSize
+from trireme.trainer.publish.outgoing import OutgoingWeights, Part
 from trireme.trainer.publish.probe import compute_noise, compute_probe
-from trireme.trainer.publish.served_weights import served_specs, served_tensors, serves_adapters
 from trireme.transport.control import ControlClient
 from trireme.transport.weights.backends import open_sender
 from trireme.transport.weights.buckets import num_bytes, split_into_buckets
@@ -92,7 +89,7 @@ class Publisher:
         # What engines hold, as far as this trainer knows.
         self._unconfirmed: Unconfirmed | None = None
         self._newest = Newest(version=-1, digests={})
-        self._specs = served_specs(model, self._dtype)
+        self._weights = OutgoingWeights(model, self._dtype, world, delta=config.weight_broadcast.delta)
 
         # Only rank 0 sends; the other ranks gather.
         self._sender: Sender | None = None
@@ -108,10 +105,7 @@ class Publisher:
                 delta=broadcast.delta,
             )
 
-        self._sent_weights = SentWeights(world) if config.weight_broadcast.delta else None
-        self._base_digests: dict[str, str] = {}  # digests of the base model, which does not change under adapters
         self._confirmed_epoch: str | None = None  # the epoch whose engines hold what was sent last
-        self._transfer_size: TransferSize | None = None
 
     def find_newest(self) -> int:
         """Return the newest version that engines ever confirmed, or -1. A collective."""
@@ -142,10 +136,7 @@ class Publisher:
 
     def _difference_from_newest(self) -> str | None:
         """Return which tensor differs from the newest confirmed version; None if none does. A collective."""
-        # All ranks iterate, as each tensor is gathered from all of them; only rank 0 compares.
-        digests: dict[str, str] = {}
-        for _ in self._digested(digests):
-            pass
+        digests = self._weights.digests()
         difference = first_difference(self._newest.digests, digests) if self._world.is_main else None
         return (difference or "on rank 0") if self._world.agree(difference is not None) else None
 
@@ -250,7 +241,7 @@ class Publisher:
         return (
             (config.device, config.weight_broadcast.type) == ("cpu", "gloo")
             and config.inference.arg("data-parallel-size") in (None, 1)
-            and len(split_into_buckets(self._specs, config.weight_broadcast.bucket_mib << 20)) == 1
+            and len(split_into_buckets(self._weights.specs, config.weight_broadcast.bucket_mib << 20)) == 1
             and self._confirmed_epoch is not None
         )
 
@@ -292,7 +283,7 @@ class Publisher:
             incarnation=self._incarnation,
             attempt=self._num_attempts,
             everywhere=everywhere,
-            specs=self._specs,
+            specs=self._weights.specs,
             kind=self._config.weight_broadcast.type,
             host=self._config.hosts.trainer[0],
             port=self._config.ports.weights or 0,
@@ -314,14 +305,12 @@ class Publisher:
         digests: dict[str, str] = {}
         is_first = bool(self._world.agree(epoch is None or epoch != self._confirmed_epoch))
         self._confirmed_epoch = None
-        # An engine's first transfer has all tensors, later ones only the adapters if there are any.
-        adapters = [spec for spec in self._specs if is_of_adapter(spec.name)]
-        specs = adapters if adapters and not is_first else self._specs
+        specs, parts = self._weights.parts(digests, is_first=is_first)
 
         # The sender stops early if no engine takes what it sends any more.
         if self._sender is not None:
             self._sender.is_wanted = lambda: self._is_wanted(ready, epoch)
-        payload = self._send(ready.version, specs, self._parts(digests, is_first))
+        payload = self._send(ready.version, specs, parts)
         if not self._world.agree(payload is not None):
             # An attempt that had to wait for room is no failure.
             self._failures_in_a_row -= self._world.agree(self._wait_for_room(ready.version))
@@ -418,7 +407,7 @@ class Publisher:
         lacked_room, self._lacks_room = self._lacks_room, False
         num_looks = 0
         if lacked_room:
-            folder, size = self._config.paths.broadcast, sum(map(num_bytes, self._specs))
+            folder, size = self._config.paths.broadcast, sum(map(num_bytes, self._weights.specs))
             size += size // 100 + (1 << 20)  # for headers, folders, and the last block of each file
             # The other ranks wait in a collective, whose timeout this restarts.
             meanwhile = keep_alive(self._world, timeout_s=self._config.trainer.batch_timeout_s)
@@ -440,37 +429,9 @@ class Publisher:
             )
         return num_looks > 1
 
-    def _parts(self, digests: dict[str, str], is_first: bool) -> Iterator[Part]:
-        """Yield what is sent of each tensor: all of it or, of a delta, what has changed.
-
-        An epoch continues only if all of its engines confirmed its last transfer. So engines of the epoch that was
-        confirmed last hold exactly what was sent then. Other engines, and all after a broken transfer, get all.
-        """
-        size = self._transfer_size = TransferSize()
-        tensors = self._digested(digests, only_adapters=serves_adapters(self._model) and not is_first)
-        if self._sent_weights is None:
-            return size.counted(tensor for _, tensor in tensors)
-        return size.counted(self._sent_weights.patches(tensors, whole=is_first))
-
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of the last transfer on rank 0, once."""
-        size, self._transfer_size = self._transfer_size, None
-        return size.metrics(sum(prod(spec.shape) for spec in self._specs)) if size is not None else {}
-
-    def _digested(self, digests: dict[str, str], *, only_adapters: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield tensors and fill in their digests; those of a base model that is not gathered again are kept."""
-        if only_adapters:
-            digests |= self._base_digests
-        tensors = served_tensors(self._model, self._dtype, only_adapters=only_adapters)
-        for number, (name, tensor) in enumerate(tensors):
-            if self._world.is_main:
-                digests[name] = tensor_digest(tensor)
-            yield name, tensor
-            if number == 0:
-                reach("trainer.sending", rank=self._world.rank)
-
-        # The digests are complete only after the last tensor.
-        self._base_digests = {name: digest for name, digest in digests.items() if not is_of_adapter(name)}
+        return self._weights.take_metrics()
 
     def close(self) -> None:
         if self._sender is not None:
