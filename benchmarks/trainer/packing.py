@@ -12,9 +12,9 @@ import itertools
 import time
 
 import numpy as np
-from trireme.algo.model.cost import Cost, cost_of
 
 from benchmarks.measuring import command, print_table
+from trireme.algo.model.flops import Cost, cost_of
 from trireme.algo.packing import deal, pack
 from trireme.journal.rank_shares import DealtBatch
 from trireme.journal.records import BatchRecord, Rollout, State

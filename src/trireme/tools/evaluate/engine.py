@@ -29,6 +29,8 @@ from trireme.orchestrator.weights.engine_update import join, load, require_confi
 from trireme.tools import progress
 from trireme.tools.evaluate.config import EvalConfig
 from trireme.tools.export.weights_folder import Source, find_model, has_adapters, open_model, shape_difference
+from trireme.tools.policies.chat_endpoint import Server
+from trireme.tools.policies.engine import FRESH, LOADING, EnginePolicy, StandingPool, WeightsReplaced
 from trireme.transport.weights.backends import FilesystemSender
 
 log = get_logger("eval")
